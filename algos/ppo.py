@@ -1,0 +1,1021 @@
+"""Proximal Policy Optimization (PPO) for discrete and continuous actions, in one file.
+
+Papers: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347);
+Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE" (arXiv:1506.02438).
+
+    python algos/ppo.py                                    # first run: CartPole-v1, seconds on one core
+    python algos/ppo.py --env-id HalfCheetah-v5 --norm-obs --norm-reward --total-timesteps 1000000 \
+        --num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10 \
+        --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95   # full size, continuous control
+    torchrun --nproc-per-node 2 algos/ppo.py               # several GPUs (or CPU processes)
+
+What is computed, numbered as in the PPO paper:
+
+    (5)   L^KLPEN = E[ ratio_t A_t - beta KL(pi_old, pi) ]                     --kl-coef beta
+    (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t)
+    (7)   L^CLIP  = E[ min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t) ] --clip-coef eps
+    (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ]
+    (11)  A_t     = delta_t + (gamma lambda) delta_{t+1} + ... to the end of the episode
+    (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), with V(s_{t+1}) = 0 only where s_{t+1} is terminal
+
+Shapes: T time steps of a rollout, B parallel environments, D flattened observation, A action components.
+"""
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11",
+#     "numpy>=1.26",
+#     "gymnasium>=1.1",
+#     "tyro>=0.9",
+#     "tensorboard>=2.18",
+#     "wandb>=0.19",
+#     "tqdm>=4.66",
+#     "matplotlib>=3.9",
+#     "pillow>=10.0",
+# ]
+# ///
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+from torch.distributions import Categorical, Normal, kl_divergence
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where envs_shared is
+from envs_shared.gym_vector import (
+    EPISODE_LENGTH,
+    EPISODE_RETURN,
+    NUM_EXTRA,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    get_plain_state,
+    make_gym_vec,
+    set_plain_state,
+)
+from envs_shared.torch_cartpole import TorchCartPole
+
+SCRIPT = "ppo"
+
+
+@dataclass
+class Args:
+    """PPO on any gymnasium environment with flat observations."""
+
+    # Experiment, logging and checkpoints
+    exp_name: str = SCRIPT
+    """name of this experiment, part of the run folder's name"""
+    seed: int = 1
+    """seed of every source of randomness"""
+    torch_deterministic: bool = True
+    """choose deterministic kernels on CUDA (the CPU ones always are)"""
+    cuda: bool = True
+    """train on CUDA where there is a GPU"""
+    torch_threads: int = 1
+    """CPU threads of torch; for small networks one is the fastest"""
+    run_dir: str = "runs"
+    """folder that holds the run folders"""
+    track: bool = False
+    """also log to Weights & Biases (WANDB_MODE=offline works)"""
+    wandb_project_name: str = "reference-rl"
+    """project at Weights & Biases"""
+    wandb_entity: str | None = None
+    """team at Weights & Biases"""
+    capture_video: bool = False
+    """record episodes of environment 0 into the run folder (steps the environments with sync)"""
+    resume: str | None = None
+    """checkpoint.pt to go on from, with its settings; other flags given here override them"""
+    evaluate: str | None = None
+    """checkpoint.pt to evaluate, without training"""
+    checkpoint_interval: int = 10
+    """iterations between checkpoints (0: only at the end)"""
+    eval_interval: int = 0
+    """iterations between evaluations (0: only at the end)"""
+    eval_episodes: int = 100
+    """episodes of an evaluation"""
+    compile: bool = False
+    """torch.compile the loss and the policy step (pays on long runs)"""
+    cuda_graphs: bool = True
+    """on one CUDA device, replay the fixed-shape steps as CUDA graphs"""
+
+    # Environment
+    env_id: str = "CartPole-v1"
+    """gymnasium id; `module:Name-v0` imports the module first"""
+    vectorization: Literal["auto", "sync", "async", "torch"] = "auto"
+    """auto: the environment's own vector form, else sync; torch: the port in envs_shared, on the device"""
+    num_envs: int = 64
+    """parallel environments N, over all processes"""
+
+    # Algorithm
+    total_timesteps: int = 100_000
+    """rows of experience to collect, over all environments"""
+    learning_rate: float = 4e-3
+    """Adam's learning rate"""
+    anneal_lr: bool = True
+    """lower the learning rate linearly to zero"""
+    num_steps: int = 32
+    """steps T of each environment in a rollout"""
+    gamma: float = 0.98
+    """discount gamma"""
+    gae_lambda: float = 0.9
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 2
+    """minibatches of an epoch"""
+    update_epochs: int = 8
+    """epochs K over each rollout"""
+    norm_adv: bool = True
+    """normalize advantages within each minibatch"""
+    norm_obs: bool = False
+    """normalize observations by running mean and variance"""
+    norm_reward: bool = False
+    """divide rewards by the running deviation of the discounted return"""
+    clip_coef: float = 0.2
+    """clipping range epsilon of the surrogate, eq. 7"""
+    clip_vloss: bool = False
+    """clip the value update by clip_coef too"""
+    ent_coef: float = 0.0
+    """entropy coefficient c2, eq. 9"""
+    vf_coef: float = 0.5
+    """value coefficient c1, eq. 9"""
+    max_grad_norm: float = 0.5
+    """largest global norm of the gradient"""
+    target_kl: float | None = None
+    """stop the epochs of a rollout once the mean approx_kl of an epoch exceeds this"""
+    kl_coef: float = 0.0
+    """penalty beta of eq. 5; above zero it replaces the clipping of eq. 7"""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Networks
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def layer_init(layer: nn.Linear, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Linear:
+    """Orthogonal weights of gain `std` and constant bias (Andrychowicz et al. 2021, section 3.2)."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and variance of everything seen, merged batch by batch (Chan et al. 1979); saved with the model."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
+        """Merge the rows of `x` [..., *shape] where `valid` [...] is 1, over all processes."""
+        x, weight = x.double(), valid.double().reshape(*valid.shape, *[1] * self.mean.dim())
+        batch_dims = tuple(range(valid.dim()))
+        n = sum_over_ranks(valid.double().sum())
+        mean = sum_over_ranks((x * weight).sum(batch_dims)) / n.clamp(min=1)
+        squares = sum_over_ranks(((x - mean).square() * weight).sum(batch_dims))
+        total = (self.count + n).clamp(min=1)
+        delta = mean - self.mean
+        self.var.copy_((self.var * self.count + squares + delta.square() * self.count * n / total) / total)
+        self.mean.add_(delta * n / total)
+        self.count.add_(n)
+
+
+class Agent(nn.Module):
+    """Separate actor and critic, two hidden tanh layers of 64 each.
+
+    The actor's output is a row of policy parameters P: K x max(n) logits for K discrete components (padded to the
+    largest and masked), or A means and A state-independent log deviations for a Box.
+    """
+
+    def __init__(self, obs_dim: int, action_space: gym.Space, norm_obs: bool = False):
+        super().__init__()
+        self.continuous = isinstance(action_space, gym.spaces.Box)
+        if self.continuous:
+            self.action_dim = num_outputs = math.prod(action_space.shape)
+            self.actor_logstd = nn.Parameter(torch.zeros(num_outputs))
+        else:
+            sizes = torch.as_tensor(np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", None))))
+            self.action_dim, num_outputs = len(sizes), len(sizes) * int(sizes.max())
+            is_padding = torch.arange(int(sizes.max())) >= sizes[:, None]  # [K, max(n)]
+            self.register_buffer("logit_mask", is_padding.float() * -1e8, persistent=False)
+
+        def mlp(num_out: int, std: float) -> nn.Sequential:
+            hidden = layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()
+            return nn.Sequential(*hidden, layer_init(nn.Linear(64, num_out), std))
+
+        self.critic, self.actor = mlp(1, 1.0), mlp(num_outputs, 0.01)
+        self.obs_stats = RunningMeanStd((obs_dim,)) if norm_obs else None
+        self.return_stats = RunningMeanStd(())
+
+    def normalize(self, obs: torch.Tensor) -> torch.Tensor:
+        """Observations [..., D] in units of their running deviation, clipped to 10 of them, with --norm-obs."""
+        if self.obs_stats is None:
+            return obs
+        mean, std = self.obs_stats.mean.float(), (self.obs_stats.var + 1e-8).sqrt().float()
+        return ((obs - mean) / std).clamp(-10.0, 10.0)
+
+    def get_value(self, obs: torch.Tensor) -> torch.Tensor:
+        """V(s) [...] of observations [..., D]."""
+        return self.critic(self.normalize(obs)).squeeze(-1)
+
+    def get_policy_params(self, obs: torch.Tensor) -> torch.Tensor:
+        """Policy parameters [..., P] at observations [..., D]."""
+        out = self.actor(self.normalize(obs))
+        return torch.cat((out, self.actor_logstd.expand_as(out)), -1) if self.continuous else out
+
+    def get_distribution(self, policy_params: torch.Tensor) -> Normal | Categorical:
+        """pi(. | s) of parameters [..., P], one factor per action component: batch shape [..., A]."""
+        if self.continuous:
+            mean, logstd = policy_params.chunk(2, -1)
+            return Normal(mean, logstd.exp(), validate_args=False)
+        logits = policy_params.unflatten(-1, self.logit_mask.shape) + self.logit_mask  # [..., K, max(n)]
+        return Categorical(logits=logits, validate_args=False)
+
+    def act(self, obs: torch.Tensor) -> torch.Tensor:
+        """Sample actions [B, A] at observations [B, D], without waiting for the device."""
+        pi = self.get_distribution(self.get_policy_params(obs))
+        if self.continuous:
+            return pi.mean + pi.stddev * torch.randn_like(pi.mean)
+        gumbel = -torch.empty_like(pi.logits).exponential_().log()
+        return (pi.logits + gumbel).argmax(-1)  # Gumbel-max: a sample of softmax(logits)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Storage
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class RolloutStorage:
+    """One rollout of T steps in B environments, preallocated on the training device.
+
+    `rows[t + 1]` is what the environments answered at step t; the named tensors are views into its columns. Row T of
+    `obs` becomes row 0 of the next rollout.
+    """
+
+    def __init__(self, envs, num_steps: int, action_dim: int, continuous: bool, device: torch.device):
+        t, b, d = num_steps, envs.num_envs, envs.obs_dim
+        self.rows = torch.zeros(t + 1, b, envs.num_columns, device=device)
+        self.obs = self.rows[:, :, :d]  # [T + 1, B, D]
+        self.rewards, self.episode_returns, self.episode_lengths = (
+            self.rows[1:, :, d + column] for column in (REWARD, EPISODE_RETURN, EPISODE_LENGTH)
+        )  # [T, B]
+        self.final_obs = self.rows[1:, :, d + NUM_EXTRA :] if envs.same_step else None  # [T, B, D]
+        self.flags = self.rows[1:, :, d + TERMINATED : d + TRUNCATED + 1]  # [T, B, 2]
+        dtype = torch.float32 if continuous else torch.int64
+        self.actions = torch.zeros(t, b, action_dim, dtype=dtype, device=device)  # [T, B, A]
+        self.prev_done = torch.zeros(b, dtype=torch.bool, device=device)  # [B] done in the step before this rollout
+        self.discounted_return = torch.zeros(b, device=device)  # [B] of the running episodes, for --norm-reward
+
+    def mutable_tensors(self) -> list[torch.Tensor]:
+        """The tensors that a rollout changes in place."""
+        return [self.rows, self.actions, self.prev_done, self.discounted_return]
+
+    def carried(self) -> list[torch.Tensor]:
+        """What one rollout hands to the next: last rows, done flags and running returns."""
+        return [self.rows[-1], self.prev_done, self.discounted_return]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# PPO
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def collect_rollout(act, envs, storage: RolloutStorage) -> None:
+    """Fill `storage` with T steps of the policy `act` (obs [B, D] -> actions [B, A])."""
+    storage.rows[0].copy_(storage.rows[-1])
+    for t in range(len(storage.actions)):
+        storage.actions[t] = act(storage.obs[t])
+        storage.rows[t + 1].copy_(envs.step(storage.actions[t]), non_blocking=True)
+
+
+def find_valid(done: torch.Tensor, prev_done: torch.Tensor, same_step: bool) -> torch.Tensor:
+    """Which rows are real transitions, [T, B] bool.
+
+    With NEXT_STEP autoreset (gymnasium's default) the step after a done only resets: the environment ignores its
+    action and its reward means nothing, so that row is no experience. With SAME_STEP every row is real.
+
+    Args:
+        done: [T, B] bool, terminated or truncated at step t.
+        prev_done: [B] bool, done at the step before the first row.
+    """
+    return torch.ones_like(done) if same_step else ~torch.cat((prev_done[None], done[:-1]))
+
+
+def compute_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    terminated: torch.Tensor,
+    truncated: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+    final_values: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized advantage estimation, eq. 11 and 12 (Schulman et al. 2016, eq. 16).
+
+    A terminated episode is worth nothing after its end; a truncated one is worth V of its last observation. With
+    NEXT_STEP autoreset that observation is obs[t + 1], so V[t + 1] is right as it stands.
+
+    Args:
+        rewards: [T, B].
+        values: [T + 1, B], V(obs[t]) for every observation of the rollout, the last one included.
+        terminated, truncated: [T, B] bool; where both are set, terminated wins.
+        final_values: [T, B], V(final_obs) where an episode ended at step t; needed with SAME_STEP autoreset only.
+
+    Returns:
+        advantages [T, B] and returns [T, B] = advantages + values[:-1].
+    """
+    done = terminated | truncated
+    next_values = values[1:] if final_values is None else torch.where(done, final_values, values[1:])
+    delta = rewards + gamma * next_values * (~terminated) - values[:-1]  # eq. 12
+    decay = gamma * gae_lambda * (~done)
+    advantages = torch.empty_like(delta)
+    last = torch.zeros_like(delta[0])
+    for t in reversed(range(len(delta))):  # eq. 11, from the end
+        advantages[t] = last = delta[t] + decay[t] * last
+    return advantages, advantages + values[:-1]
+
+
+def discount_rewards(rewards: torch.Tensor, done: torch.Tensor, start: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Running sums G_t = gamma G_{t-1} + r_t [T, B] that begin anew after a done; `start` [B] is updated in place."""
+    sums = torch.empty_like(rewards)
+    for t in range(len(rewards)):
+        sums[t] = start.mul_(gamma).add_(rewards[t])
+        start.mul_(~done[t])
+    return sums
+
+
+@torch.no_grad()
+def compute_targets(agent: Agent, storage: RolloutStorage, args: Args) -> None:
+    """Add to `storage` what the update needs: valid rows, old policy and log-probs, values, advantages, returns."""
+    terminated, truncated = (storage.flags > 0.5).unbind(-1)
+    done = terminated | truncated
+    storage.valid = find_valid(done, storage.prev_done, same_step=storage.final_obs is not None).float()  # [T, B]
+    storage.prev_done.copy_(done[-1])
+    rewards = storage.rewards
+    if args.norm_reward:
+        sums = discount_rewards(rewards, done, storage.discounted_return, args.gamma)
+        agent.return_stats.update(sums, storage.valid)
+        rewards = (rewards / (agent.return_stats.var + 1e-8).sqrt().float()).clamp(-10.0, 10.0)
+    storage.policy_params = agent.get_policy_params(storage.obs[:-1])  # [T, B, P]
+    storage.log_probs = agent.get_distribution(storage.policy_params).log_prob(storage.actions).sum(-1)  # [T, B]
+    storage.values = agent.get_value(storage.obs)  # [T + 1, B], all in one call
+    final_values = None if storage.final_obs is None else agent.get_value(storage.final_obs)
+    storage.advantages, storage.returns = compute_gae(
+        rewards, storage.values, terminated, truncated, args.gamma, args.gae_lambda, final_values
+    )
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """1 - Var(returns - values) / Var(returns) over the valid rows, all [T, B]; NaN where the returns do not vary."""
+
+    def variance(x):
+        mean = (x * valid).sum() / valid.sum()
+        return ((x - mean).square() * valid).sum() / valid.sum()
+
+    total = variance(returns)
+    return torch.where(total > 0, 1 - variance(returns - values) / total, torch.nan)
+
+
+def normalize_advantages(advantages: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Advantages [N] to mean 0 and deviation 1 over the valid rows of all processes; a single row is left as it is.
+
+    Args:
+        valid: [N] 1.0 for real transitions, else 0.0.
+        count: number of valid rows over all processes.
+    """
+    mean = sum_over_ranks((advantages * valid).sum()) / count.clamp(min=1)
+    variance = sum_over_ranks(((advantages - mean).square() * valid).sum()) / count.clamp(min=1)
+    return torch.where(count > 1, (advantages - mean) / (variance.sqrt() + 1e-8), advantages)
+
+
+def policy_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_coef: float) -> torch.Tensor:
+    """Minus the clipped surrogate of eq. 7, per row [N]."""
+    return -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages)
+
+
+def value_loss(
+    values: torch.Tensor, returns: torch.Tensor, old_values: torch.Tensor, clip_coef: float | None
+) -> torch.Tensor:
+    """Half the squared error of V per row [N]; with `clip_coef`, the worse of it and of V held near its old value."""
+    loss = (values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        loss = torch.max(loss, (clipped - returns).square())
+    return 0.5 * loss
+
+
+METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], count: torch.Tensor, args: Args):
+    """The loss to minimize, minus eq. 9, as the mean over the `count` valid rows of all processes.
+
+    Args:
+        minibatch: rows [N, ...] of `obs`, `actions`, `log_probs`, `values`, `advantages`, `returns`, `valid`, and
+            `policy_params` of the old policy. Rows with valid = 0 carry no weight.
+
+    Returns:
+        the loss, whose gradients add up over processes, and this process's part of the METRICS [6].
+    """
+    pi = agent.get_distribution(agent.get_policy_params(minibatch["obs"]))
+    log_ratio = pi.log_prob(minibatch["actions"]).sum(-1) - minibatch["log_probs"]  # [N]
+    ratio = log_ratio.exp()  # eq. 6
+    advantages = minibatch["advantages"]
+    if args.kl_coef > 0:  # eq. 5
+        kl = kl_divergence(agent.get_distribution(minibatch["policy_params"]), pi).sum(-1)
+        pg_loss = -(ratio * advantages - args.kl_coef * kl)
+    else:
+        pg_loss = policy_loss(ratio, advantages, args.clip_coef)
+    new_values = agent.get_value(minibatch["obs"])
+    v_loss = value_loss(
+        new_values, minibatch["returns"], minibatch["values"], args.clip_coef if args.clip_vloss else None
+    )
+    entropy = pi.entropy().sum(-1)
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # [N], minus eq. 9
+    clipped = ((ratio - 1.0).abs() > args.clip_coef).float()
+    # approx_kl: the low-variance estimate of KL(pi_old, pi) (Schulman 2020, http://joschu.net/blog/kl-approx.html)
+    rows = torch.stack((v_loss, pg_loss, entropy, -log_ratio, ratio - 1.0 - log_ratio, clipped))  # [6, N]
+    valid = minibatch["valid"]
+    return (loss * valid).sum() / count, (rows.detach() * valid).sum(1) / count
+
+
+def update_minibatch(
+    agent: Agent,
+    optimizer: torch.optim.Optimizer,
+    storage: RolloutStorage,
+    index: torch.Tensor,
+    metrics: torch.Tensor,
+    loss_fn,
+    args: Args,
+) -> None:
+    """One gradient step on the rows `index` [N] of the flattened rollout; adds the minibatch's METRICS to `metrics`."""
+    names = ("actions", "log_probs", "advantages", "returns", "valid", "policy_params")
+    minibatch = {name: getattr(storage, name).flatten(0, 1)[index] for name in names}  # [N, ...]
+    minibatch["obs"] = storage.obs[:-1].flatten(0, 1)[index]
+    minibatch["values"] = storage.values[:-1].flatten(0, 1)[index]
+    count = sum_over_ranks(minibatch["valid"].sum()).clamp(min=1)
+    if args.norm_adv:
+        minibatch["advantages"] = normalize_advantages(minibatch["advantages"], minibatch["valid"], count)
+    optimizer.zero_grad(set_to_none=True)
+    loss, minibatch_metrics = loss_fn(agent, minibatch, count, args)
+    loss.backward()
+    sum_gradients(agent.parameters())
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    metrics.add_(minibatch_metrics)
+
+
+def capture_graph(fn, mutated: list[torch.Tensor]):
+    """Record `fn()` as a CUDA graph and return the function that replays it.
+
+    `fn` must have fixed shapes and never wait for the host. What its warm-up does to the tensors in `mutated` and to
+    the random generator is undone, so that replaying gives the numbers of calling `fn` (to rounding).
+    """
+    saved, rng_state = [x.detach().clone() for x in mutated], torch.cuda.get_rng_state()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    with torch.no_grad():
+        for x, old in zip(mutated, saved, strict=True):
+            x.copy_(old)
+    torch.cuda.set_rng_state(rng_state)
+    return graph.replay
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation and checkpoints
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def evaluate(agent: Agent, envs, obs: torch.Tensor, num_episodes: int, device: torch.device) -> dict[str, float]:
+    """Play `num_episodes` with the most likely action and frozen statistics.
+
+    Each environment contributes the same number of episodes (give or take one), so that short ones are not favoured.
+
+    Args:
+        envs, obs: freshly reset environments and their first observations [B, D].
+
+    Returns:
+        `eval/episodic_return` (mean), `eval/episodic_return_std` and `eval/episodic_length` of the unscaled rewards.
+    """
+    quota = np.full(envs.num_envs, num_episodes // envs.num_envs)
+    quota[: num_episodes % envs.num_envs] += 1
+    returns, lengths = [], []
+    while quota.any():
+        rows = envs.step(agent.get_distribution(agent.get_policy_params(obs.to(device))).mode)
+        obs = rows[:, : envs.obs_dim]
+        extra = rows[:, envs.obs_dim :].cpu().numpy()
+        ended = np.flatnonzero((extra[:, EPISODE_LENGTH] > 0) & (quota > 0))
+        quota[ended] -= 1
+        returns.extend(extra[ended, EPISODE_RETURN])
+        lengths.extend(extra[ended, EPISODE_LENGTH])
+    return {
+        "eval/episodic_return": float(np.mean(returns)),
+        "eval/episodic_return_std": float(np.std(returns)),
+        "eval/episodic_length": float(np.mean(lengths)),
+    }
+
+
+def write_atomically(path: Path, write) -> None:
+    """Call `write(temporary path)` and move the result to `path`, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    write(temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write `content` as JSON, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
+    """Write `checkpoint` (tensors, numbers, strings, lists and dicts) atomically."""
+    write_atomically(path, lambda temporary: torch.save(checkpoint, temporary))
+
+
+def load_checkpoint(path: str) -> dict:
+    """Read a checkpoint of this script without unpickling code; exits with code 2 where the file is none."""
+    if not Path(path).is_file():
+        fail(f"{path}: no such checkpoint")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        fail(f"{path}: not a readable checkpoint ({type(error).__name__})")
+    if not isinstance(checkpoint, dict) or not {"script", "args"} <= checkpoint.keys():
+        fail(f"{path}: not a checkpoint of {SCRIPT}.py")
+    if checkpoint["script"] != SCRIPT:
+        fail(f"{path}: a checkpoint of {checkpoint['script']}.py, not of {SCRIPT}.py")
+    if checkpoint["args"].keys() != {field.name for field in fields(Args)}:
+        fail(f"{path}: written by a version of {SCRIPT}.py with other options")
+    return checkpoint
+
+
+def get_rng_state(device: torch.device) -> dict:
+    """State of every random generator of this process, as plain data."""
+    return {
+        "python": random.getstate(),
+        "numpy": get_plain_state(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_rng_state(state: dict, device: torch.device) -> None:
+    """Restore what `get_rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(set_plain_state({}, state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def fail(message: str):
+    """Print one line for the user and exit with code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def get_rank() -> tuple[int, int, int]:
+    """Rank of this process, number of processes, and rank on this machine, as torchrun sets them."""
+    return tuple(
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+
+
+def setup_device(args: Args) -> torch.device:
+    """Threads, determinism and device of this process; joins the process group under torchrun."""
+    _, world_size, local_rank = get_rank()
+    torch.set_num_threads(args.torch_threads)
+    device = torch.device("cuda", local_rank) if args.cuda and torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
+        torch.backends.cudnn.deterministic = args.torch_deterministic
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def seed_everything(args: Args, *stream: int) -> int:
+    """Seed every generator from (--seed, *stream) and return the seed used, for environments."""
+    seed = int(np.random.SeedSequence([args.seed, *stream]).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    """Sum `x` over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def sum_gradients(parameters) -> None:
+    """Sum the gradients over all processes, in one message."""
+    if dist.is_initialized():
+        grads = [p.grad for p in parameters if p.grad is not None]
+        flat = sum_over_ranks(torch.cat([g.flatten() for g in grads]))
+        for g, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            g.copy_(summed.view_as(g))
+
+
+def gather_states(state):
+    """`state` of every process, in order of rank."""
+    states = [state]
+    if dist.is_initialized():
+        states = [None] * dist.get_world_size()
+        dist.all_gather_object(states, state)
+    return states
+
+
+def get_run_path(args: Args, checkpoint: dict | None) -> Path:
+    """Path of the run folder; an unfinished run that is resumed goes on in its own one."""
+    if checkpoint is not None:
+        path = Path(args.resume).resolve().parent
+        if args.run_dir == checkpoint["args"]["run_dir"] and not (path / "result.json").exists():
+            return path
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    path = Path(args.run_dir) / name.replace("/", "-").replace(":", "-")
+    while path.exists():  # two runs started in the same second
+        path = path.with_name(f"{path.name}-")
+    return path
+
+
+def make_writer(args: Args, run_path: Path, global_step: int) -> SummaryWriter:
+    """TensorBoard events in the run folder, mirrored to Weights & Biases with --track."""
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=run_path.name,
+            id=run_path.name,
+            resume="allow",
+            dir=str(run_path),
+            config=asdict(args),
+            sync_tensorboard=True,
+        )
+    writer = SummaryWriter(str(run_path), purge_step=global_step + 1 if global_step else None)
+    if global_step == 0:
+        table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    return writer
+
+
+def get_commit() -> str:
+    """Commit of the repository that this script lies in, or "unknown"."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title: str) -> None:
+    """Draw history = [(env step, mean return), ...] as a PNG and into TensorBoard; says so where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no learning_curve.png: pip install matplotlib")
+        return
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="environment steps", ylabel="mean return of the last 20 episodes")
+    axes.plot(*zip(*history, strict=True))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    writer.add_figure("charts/learning_curve", figure, history[-1][0])
+
+
+def check_args(args: Args) -> None:
+    """Exit with code 2 and one line for settings that cannot work."""
+    positive = ("torch_threads", "eval_episodes", "num_envs", "total_timesteps", "num_steps", "num_minibatches")
+    for name in (*positive, "update_epochs", "learning_rate", "max_grad_norm"):
+        if not getattr(args, name) > 0:
+            fail(f"--{name.replace('_', '-')} must be above zero, not {getattr(args, name)}")
+    for name in ("seed", "checkpoint_interval", "eval_interval", "clip_coef", "ent_coef", "vf_coef", "kl_coef"):
+        if not getattr(args, name) >= 0:
+            fail(f"--{name.replace('_', '-')} must not be negative, not {getattr(args, name)}")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            fail(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(args, name)}")
+    if args.target_kl is not None and not args.target_kl > 0:
+        fail(f"--target-kl must be above zero, not {args.target_kl}")
+    world_size = get_rank()[1]
+    if args.num_envs % world_size:
+        fail(f"--num-envs {args.num_envs} does not divide among {world_size} processes")
+    batch_size = args.num_envs * args.num_steps // world_size
+    if batch_size % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} does not divide the {batch_size} rows of a rollout")
+    if args.total_timesteps < args.num_envs * args.num_steps:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.num_envs * args.num_steps}")
+    if args.vectorization == "torch" and (args.env_id != TorchCartPole.env_id or args.capture_video):
+        fail(f"--vectorization torch has {TorchCartPole.env_id} alone, without --capture-video")
+
+
+def make_envs(args: Args, num_envs: int, seed: int, device: torch.device, video_folder: Path | None, training: bool):
+    """Environments and their first observations; exits with code 2 where they cannot be made.
+
+    Evaluation always runs on gymnasium's own environments, and never in subprocesses.
+    """
+    if args.vectorization == "torch" and training:
+        envs = TorchCartPole(num_envs, device)
+        return envs, envs.reset(seed)
+    vectorization = args.vectorization if training and args.vectorization != "torch" else "auto"
+    folder = None if video_folder is None else str(video_folder)
+    try:
+        return make_gym_vec(args.env_id, num_envs, seed, vectorization, folder, pin_memory=device.type == "cuda")
+    except ValueError as error:
+        fail(f"--env-id {error}")
+
+
+def run_evaluation(
+    agent: Agent, args: Args, device: torch.device, video_folder: Path | None = None
+) -> dict[str, float]:
+    """`evaluate` on newly made environments, the same ones for every call with the same seed."""
+    seed = int(np.random.SeedSequence([args.seed, 1]).generate_state(1)[0])
+    num_envs = min(args.num_envs, args.eval_episodes)
+    envs, obs = make_envs(args, num_envs, seed, device, video_folder, training=False)
+    metrics = evaluate(agent, envs, obs, args.eval_episodes, device)
+    envs.close()
+    return metrics
+
+
+def train(args: Args, checkpoint: dict | None = None) -> dict:
+    """Train as `args` say, from `checkpoint` if given, and return what result.json holds."""
+    wall_start, cpu_start = time.time(), time.process_time()
+    device = setup_device(args)
+    rank, world_size, _ = get_rank()
+    is_main = rank == 0
+    run_path = get_run_path(args, checkpoint)
+    video_folder = run_path / "videos" if args.capture_video and is_main else None
+    env_seed = seed_everything(args, 0, rank)
+    envs, obs = make_envs(args, args.num_envs // world_size, env_seed, device, video_folder, training=True)
+    seed_everything(args)  # the same weights in every process
+    agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)
+    seed_everything(args, 2, rank)
+    lr = torch.tensor(args.learning_rate, device=device)  # a tensor, so that CUDA graphs see it change
+    optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=device.type == "cuda")
+    storage = RolloutStorage(envs, args.num_steps, agent.action_dim, agent.continuous, device)
+    storage.obs[-1] = obs.to(device)
+
+    start_iteration, global_step, solved, history, recent_returns = 0, 0, {}, [], deque(maxlen=20)
+    if checkpoint is not None:
+        agent.load_state_dict(checkpoint["agent"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.param_groups[0]["lr"] = lr
+        start_iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
+        solved, history = checkpoint["solved"], checkpoint["history"]
+        recent_returns.extend(checkpoint["recent_returns"])
+        wall_start, cpu_start = wall_start - checkpoint["wall_seconds"], cpu_start - checkpoint["cpu_seconds"]
+        state = checkpoint["ranks"][rank] if len(checkpoint["ranks"]) == world_size else None
+        if state is not None and state["envs"] is not None:
+            envs.load_state_dict(state["envs"])
+            for x, saved in zip(storage.carried(), state["carried"], strict=True):
+                x.copy_(saved)
+        elif is_main:
+            print("the state of these environments is not in the checkpoint: they start from a reset")
+        if state is not None:
+            set_rng_state(state["rng"], device)
+
+    batch_size = args.num_envs * args.num_steps // world_size  # rows of this process
+    num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
+    if start_iteration >= num_iterations:
+        fail(f"--resume {args.resume}: all {num_iterations} iterations are done; raise --total-timesteps to go on")
+    if is_main:
+        try:
+            run_path.mkdir(parents=True, exist_ok=True)
+            write_json(run_path / "args.json", asdict(args))
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: cannot write {run_path} ({error.strerror})")
+        writer = make_writer(args, run_path, global_step)
+
+    def save(iteration: int) -> None:
+        envs_state = envs.state_dict()
+        state = {"envs": envs_state, "carried": [x.cpu() for x in storage.carried()], "rng": get_rng_state(device)}
+        states = gather_states(state)
+        if is_main:
+            progress_state = {
+                "script": SCRIPT,
+                "args": asdict(args) | {"resume": None},
+                "iteration": iteration,
+                "global_step": global_step,
+                "agent": agent.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "ranks": states,
+                "recent_returns": list(recent_returns),
+                "history": history,
+                "solved": solved,
+                "wall_seconds": time.time() - wall_start,
+                "cpu_seconds": time.process_time() - cpu_start,
+            }
+            save_checkpoint(run_path / "checkpoint.pt", progress_state)
+
+    metrics = torch.zeros(len(METRICS), device=device)
+    index = torch.zeros(batch_size // args.num_minibatches, dtype=torch.int64, device=device)
+    loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
+    act = agent.act
+
+    def collect_step():
+        collect_rollout(act, envs, storage)
+
+    def targets_step():
+        compute_targets(agent, storage, args)
+
+    def update_step():
+        update_minibatch(agent, optimizer, storage, index, metrics, loss_fn, args)
+
+    if args.cuda_graphs and device.type == "cuda" and world_size == 1:
+        if not optimizer.state:  # Adam's moments must exist before the capture; zero gradients leave the weights alone
+            for p in agent.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            for moments in optimizer.state.values():
+                moments["step"].zero_()
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        mutated = [*agent.state_dict().values(), *moments, *storage.mutable_tensors(), metrics]
+        if isinstance(envs, TorchCartPole):
+            collect_step = capture_graph(collect_step, mutated + envs.mutable_tensors())
+        else:
+            act_obs, actions = storage.obs[0].clone(), storage.actions[0].clone()
+            act_step = capture_graph(torch.inference_mode()(lambda: actions.copy_(agent.act(act_obs))), [])
+
+            def act(obs):
+                act_obs.copy_(obs)
+                act_step()
+                return actions
+
+        targets_step = capture_graph(targets_step, mutated)
+        update_step = capture_graph(update_step, mutated)
+
+    threshold = getattr(gym.spec(args.env_id), "reward_threshold", None)
+    if start_iteration == 0:
+        save(0)
+    loop_start, loop_start_step = time.time(), global_step
+    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=not is_main)
+    for iteration in range(start_iteration + 1, num_iterations + 1):
+        if args.anneal_lr:
+            lr.fill_(args.learning_rate * (1.0 - (iteration - 1.0) / num_iterations))
+
+        # Collect a rollout and compute its targets
+        collect_step()
+        targets_step()
+
+        # Optimize the surrogate for K epochs of minibatches
+        metrics.zero_()
+        num_updates, kl_sum = 0, 0.0
+        for _ in range(args.update_epochs):
+            for minibatch_index in torch.randperm(batch_size, device=device).split(len(index)):
+                index.copy_(minibatch_index)
+                update_step()
+                num_updates += 1
+            if args.target_kl is not None:
+                kl_before, kl_sum = kl_sum, sum_over_ranks(metrics[METRICS.index("approx_kl")].clone()).item()
+                if (kl_sum - kl_before) / args.num_minibatches > args.target_kl:
+                    break
+        if args.norm_obs:
+            agent.obs_stats.update(storage.obs[:-1], storage.valid)
+
+        # Log, with one read of the device
+        num_valid = sum_over_ranks(storage.valid.sum(1))  # [T]
+        explained = explained_variance(storage.values[:-1], storage.returns, storage.valid)
+        losses = (sum_over_ranks(metrics) / num_updates).tolist()
+        steps = global_step + np.cumsum(num_valid.cpu().numpy())
+        global_step = int(steps[-1])
+        if is_main:
+            lengths, returns = storage.episode_lengths.cpu().numpy(), storage.episode_returns.cpu().numpy()
+            for t in np.flatnonzero(lengths.any(1)):  # episodes that end on the same step are logged as their mean
+                ended = lengths[t] > 0
+                recent_returns.extend(returns[t, ended].tolist())
+                writer.add_scalar("charts/episodic_return", returns[t, ended].mean(), int(steps[t]))
+                writer.add_scalar("charts/episodic_length", lengths[t, ended].mean(), int(steps[t]))
+            cpu_seconds = time.process_time() - cpu_start
+            sps = int((global_step - loop_start_step) / (time.time() - loop_start))
+            if recent_returns:
+                mean_return = float(np.mean(recent_returns))
+                history.append((global_step, mean_return))
+                writer.add_scalar("charts/return_last_20", mean_return, global_step)
+                progress.set_postfix({"return": f"{mean_return:.1f}"}, refresh=False)
+                if not solved and threshold is not None and len(recent_returns) == 20 and mean_return >= threshold:
+                    solved = {"solved_step": global_step, "solved_cpu_seconds": cpu_seconds}
+                    progress.write(
+                        f"solved: last 20 episodes {mean_return:.1f} >= {threshold:g} at step {global_step:,}"
+                    )
+            writer.add_scalar("charts/learning_rate", lr.item(), global_step)
+            writer.add_scalar("charts/SPS", sps, global_step)
+            writer.add_scalar("charts/cpu_seconds", cpu_seconds, global_step)
+            for name, value in zip(METRICS, losses, strict=True):
+                writer.add_scalar(f"losses/{name}", value, global_step)
+            writer.add_scalar("losses/explained_variance", explained.item(), global_step)
+            progress.update(global_step - progress.n)
+
+            if args.eval_interval and iteration % args.eval_interval == 0 and iteration < num_iterations:
+                for name, value in run_evaluation(agent, args, device).items():
+                    writer.add_scalar(name, value, global_step)
+        if args.checkpoint_interval and iteration % args.checkpoint_interval == 0:
+            save(iteration)
+
+    save(num_iterations)
+    progress.close()
+    envs.close()
+    if not is_main:
+        return {}
+    eval_metrics = run_evaluation(agent, args, device)
+    for name, value in eval_metrics.items():
+        writer.add_scalar(name, value, global_step)
+    result = {
+        "script": SCRIPT,
+        "env_id": args.env_id,
+        "seed": args.seed,
+        "headline": "eval/episodic_return",
+        "metrics": eval_metrics
+        | {"charts/return_last_20": history[-1][1] if history else None, "charts/SPS": sps}
+        | solved,
+        "env_steps": global_step,
+        "wall_seconds": time.time() - wall_start,
+        "cpu_seconds": time.process_time() - cpu_start,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "commit": get_commit(),
+        "args": asdict(args),
+    }
+    if history:
+        plot_learning_curve(run_path / "learning_curve.png", writer, history, f"{args.env_id}, seed {args.seed}")
+    writer.close()
+    write_json(run_path / "result.json", result)
+    summary = f"{args.env_id}: return {eval_metrics['eval/episodic_return']:.1f} over {args.eval_episodes} episodes"
+    if threshold is not None:
+        verdict = "solved" if eval_metrics["eval/episodic_return"] >= threshold else "not solved"
+        summary += f" ({verdict}, threshold {threshold:g})"
+    print(f"{summary} after {global_step:,} steps in {result['wall_seconds']:.1f} s: {run_path}")
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line: train, or evaluate a checkpoint."""
+    args, checkpoint = tyro.cli(Args, args=argv), None
+    if args.resume and args.evaluate:
+        fail("--resume and --evaluate exclude each other")
+    path = args.resume or args.evaluate
+    if path:
+        checkpoint = load_checkpoint(path)
+        saved = Args(**checkpoint["args"])
+        args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
+        fixed = ["env_id", "norm_obs"] + ["seed", "num_envs", "num_steps", "vectorization"] * bool(args.resume)
+        for name in fixed:
+            if getattr(args, name) != getattr(saved, name):
+                fail(
+                    f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {getattr(saved, name)}"
+                )
+    check_args(args)
+    if args.evaluate is None:
+        train(args, checkpoint)
+        return
+    device = setup_device(args)
+    seed_everything(args)
+    space = make_envs(args, 1, 0, device, None, training=False)[0]
+    agent = Agent(space.obs_dim, space.single_action_space, args.norm_obs).to(device)
+    agent.load_state_dict(checkpoint["agent"])
+    folder = Path(args.evaluate).resolve().parent / f"videos_eval_{int(time.time())}" if args.capture_video else None
+    for name, value in run_evaluation(agent, args, device, folder).items():
+        print(f"{name} {value:.2f}")
+
+
+if __name__ == "__main__":
+    main()
