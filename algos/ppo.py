@@ -36,6 +36,8 @@ Shapes: T time steps of a rollout, B parallel environments, D flattened observat
 # ]
 # ///
 
+import importlib.util
+import io
 import json
 import math
 import os
@@ -43,10 +45,10 @@ import random
 import subprocess
 import sys
 import time
-from collections import deque
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import gymnasium as gym
 import numpy as np
@@ -59,20 +61,11 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where envs_shared is
-from envs_shared.gym_vector import (
-    EPISODE_LENGTH,
-    EPISODE_RETURN,
-    NUM_EXTRA,
-    REWARD,
-    TERMINATED,
-    TRUNCATED,
-    get_plain_state,
-    make_gym_vec,
-    set_plain_state,
-)
-from envs_shared.torch_cartpole import TorchCartPole
+from envs_shared import gym_vector
+from envs_shared.gym_vector import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
 
 SCRIPT = "ppo"
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 
 @dataclass
@@ -266,30 +259,31 @@ class Agent(nn.Module):
 class RolloutStorage:
     """One rollout of T steps in B environments, preallocated on the training device.
 
-    `rows[t + 1]` is what the environments answered at step t; the named tensors are views into its columns. Row T of
-    `obs` becomes row 0 of the next rollout.
+    `rows[t + 1]` is what the environments answered at step t, and the named tensors are views into its columns. The
+    last row of one rollout is the first row of the next.
     """
 
-    def __init__(self, envs, num_steps: int, action_dim: int, continuous: bool, device: torch.device):
-        t, b, d = num_steps, envs.num_envs, envs.obs_dim
-        self.rows = torch.zeros(t + 1, b, envs.num_columns, device=device)
-        self.obs = self.rows[:, :, :d]  # [T + 1, B, D]
-        self.rewards, self.episode_returns, self.episode_lengths = (
-            self.rows[1:, :, d + column] for column in (REWARD, EPISODE_RETURN, EPISODE_LENGTH)
+    def __init__(self, envs, agent: Agent, num_steps: int, device: torch.device):
+        num_envs, obs_dim = envs.num_envs, envs.obs_dim
+        self.rows = torch.zeros(num_steps + 1, num_envs, envs.num_columns, device=device)
+        self.obs = self.rows[..., :obs_dim]  # [T + 1, B, D]
+        extra = self.rows[1:, :, obs_dim:]
+        self.rewards, self.terminated, self.truncated = (
+            extra[..., i] for i in (REWARD, TERMINATED, TRUNCATED)
         )  # [T, B]
-        self.final_obs = self.rows[1:, :, d + NUM_EXTRA :] if envs.same_step else None  # [T, B, D]
-        self.flags = self.rows[1:, :, d + TERMINATED : d + TRUNCATED + 1]  # [T, B, 2]
-        dtype = torch.float32 if continuous else torch.int64
-        self.actions = torch.zeros(t, b, action_dim, dtype=dtype, device=device)  # [T, B, A]
-        self.prev_done = torch.zeros(b, dtype=torch.bool, device=device)  # [B] done in the step before this rollout
-        self.discounted_return = torch.zeros(b, device=device)  # [B] of the running episodes, for --norm-reward
+        self.episodes = extra[..., EPISODE_RETURN : EPISODE_LENGTH + 1]  # [T, B, 2] return and length where one ended
+        self.final_obs = extra[..., NUM_EXTRA:] if envs.same_step else None  # [T, B, D]
+        dtype = torch.float32 if agent.continuous else torch.int64
+        self.actions = torch.zeros(num_steps, num_envs, agent.action_dim, dtype=dtype, device=device)  # [T, B, A]
+        self.prev_done = torch.zeros(num_envs, dtype=torch.bool, device=device)  # [B] at the step before this rollout
+        self.discounted_return = torch.zeros(num_envs, device=device)  # [B] of running episodes, for --norm-reward
 
     def mutable_tensors(self) -> list[torch.Tensor]:
         """The tensors that a rollout changes in place."""
         return [self.rows, self.actions, self.prev_done, self.discounted_return]
 
     def carried(self) -> list[torch.Tensor]:
-        """What one rollout hands to the next: last rows, done flags and running returns."""
+        """The part of them that the next rollout starts from."""
         return [self.rows[-1], self.prev_done, self.discounted_return]
 
 
@@ -366,7 +360,7 @@ def discount_rewards(rewards: torch.Tensor, done: torch.Tensor, start: torch.Ten
 @torch.no_grad()
 def compute_targets(agent: Agent, storage: RolloutStorage, args: Args) -> None:
     """Add to `storage` what the update needs: valid rows, old policy and log-probs, values, advantages, returns."""
-    terminated, truncated = (storage.flags > 0.5).unbind(-1)
+    terminated, truncated = storage.terminated.bool(), storage.truncated.bool()
     done = terminated | truncated
     storage.valid = find_valid(done, storage.prev_done, same_step=storage.final_obs is not None).float()  # [T, B]
     storage.prev_done.copy_(done[-1])
@@ -384,15 +378,10 @@ def compute_targets(agent: Agent, storage: RolloutStorage, args: Args) -> None:
     )
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """1 - Var(returns - values) / Var(returns) over the valid rows, all [T, B]; NaN where the returns do not vary."""
-
-    def variance(x):
-        mean = (x * valid).sum() / valid.sum()
-        return ((x - mean).square() * valid).sum() / valid.sum()
-
-    total = variance(returns)
-    return torch.where(total > 0, 1 - variance(returns - values) / total, torch.nan)
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+    """1 - Var(returns - values) / Var(returns) of [N] each; NaN where the returns do not vary."""
+    variance = returns.var(correction=0)
+    return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
 
 def normalize_advantages(advantages: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -412,9 +401,7 @@ def policy_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_coef: float)
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages)
 
 
-def value_loss(
-    values: torch.Tensor, returns: torch.Tensor, old_values: torch.Tensor, clip_coef: float | None
-) -> torch.Tensor:
+def value_loss(values, returns, old_values, clip_coef: float | None) -> torch.Tensor:
     """Half the squared error of V per row [N]; with `clip_coef`, the worse of it and of V held near its old value."""
     loss = (values - returns).square()
     if clip_coef is not None:
@@ -437,36 +424,26 @@ def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], count: torch.Tens
         the loss, whose gradients add up over processes, and this process's part of the METRICS [6].
     """
     pi = agent.get_distribution(agent.get_policy_params(minibatch["obs"]))
+    advantages, valid = minibatch["advantages"], minibatch["valid"]
     log_ratio = pi.log_prob(minibatch["actions"]).sum(-1) - minibatch["log_probs"]  # [N]
+    log_ratio = torch.where(valid > 0, log_ratio, 0.0)  # so that no row without weight can overflow
     ratio = log_ratio.exp()  # eq. 6
-    advantages = minibatch["advantages"]
     if args.kl_coef > 0:  # eq. 5
         kl = kl_divergence(agent.get_distribution(minibatch["policy_params"]), pi).sum(-1)
         pg_loss = -(ratio * advantages - args.kl_coef * kl)
     else:
         pg_loss = policy_loss(ratio, advantages, args.clip_coef)
-    new_values = agent.get_value(minibatch["obs"])
-    v_loss = value_loss(
-        new_values, minibatch["returns"], minibatch["values"], args.clip_coef if args.clip_vloss else None
-    )
+    value_clip = args.clip_coef if args.clip_vloss else None
+    v_loss = value_loss(agent.get_value(minibatch["obs"]), minibatch["returns"], minibatch["values"], value_clip)
     entropy = pi.entropy().sum(-1)
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # [N], minus eq. 9
     clipped = ((ratio - 1.0).abs() > args.clip_coef).float()
     # approx_kl: the low-variance estimate of KL(pi_old, pi) (Schulman 2020, http://joschu.net/blog/kl-approx.html)
-    rows = torch.stack((v_loss, pg_loss, entropy, -log_ratio, ratio - 1.0 - log_ratio, clipped))  # [6, N]
-    valid = minibatch["valid"]
-    return (loss * valid).sum() / count, (rows.detach() * valid).sum(1) / count
+    rows = torch.stack((v_loss, pg_loss, entropy, -log_ratio, ratio - 1.0 - log_ratio, clipped)).detach()  # [6, N]
+    return (loss * valid).sum() / count, (rows * valid).sum(1) / count
 
 
-def update_minibatch(
-    agent: Agent,
-    optimizer: torch.optim.Optimizer,
-    storage: RolloutStorage,
-    index: torch.Tensor,
-    metrics: torch.Tensor,
-    loss_fn,
-    args: Args,
-) -> None:
+def update_minibatch(agent: Agent, optimizer, storage: RolloutStorage, index, metrics, loss_fn, args: Args) -> None:
     """One gradient step on the rows `index` [N] of the flattened rollout; adds the minibatch's METRICS to `metrics`."""
     names = ("actions", "log_probs", "advantages", "returns", "valid", "policy_params")
     minibatch = {name: getattr(storage, name).flatten(0, 1)[index] for name in names}  # [N, ...]
@@ -482,6 +459,17 @@ def update_minibatch(
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
     metrics.add_(minibatch_metrics)
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Adam's state tensors, made before a CUDA graph may use them; a step of zero gradients leaves the weights alone."""
+    if not optimizer.state:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["step"].zero_()
+    return [x for state in optimizer.state.values() for x in state.values()]
 
 
 def capture_graph(fn, mutated: list[torch.Tensor]):
@@ -507,94 +495,87 @@ def capture_graph(fn, mutated: list[torch.Tensor]):
     return graph.replay
 
 
+def capture_policy(agent: Agent, storage: RolloutStorage):
+    """`agent.act` as a CUDA graph over fixed tensors."""
+    obs, actions = storage.obs[0].clone(), storage.actions[0].clone()
+
+    @torch.inference_mode()
+    def act_in_place():
+        actions.copy_(agent.act(obs))
+
+    replay = capture_graph(act_in_place, [])
+
+    def act(new_obs: torch.Tensor) -> torch.Tensor:
+        obs.copy_(new_obs)
+        replay()
+        return actions
+
+    return act
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Evaluation and checkpoints
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def evaluate(agent: Agent, envs, obs: torch.Tensor, num_episodes: int, device: torch.device) -> dict[str, float]:
-    """Play `num_episodes` with the most likely action and frozen statistics.
+def evaluate(agent: Agent, args: Args, device: torch.device, video_folder: Path | None = None) -> dict[str, float]:
+    """Play --eval-episodes episodes with the most likely action and frozen statistics.
 
-    Each environment contributes the same number of episodes (give or take one), so that short ones are not favoured.
-
-    Args:
-        envs, obs: freshly reset environments and their first observations [B, D].
+    The environments are newly made, gymnasium's own, and the same for every call with the same seed. Each contributes
+    the same number of episodes (give or take one), so that short ones are not favoured.
 
     Returns:
-        `eval/episodic_return` (mean), `eval/episodic_return_std` and `eval/episodic_length` of the unscaled rewards.
+        mean and standard deviation of the returns (of raw rewards), and the mean length.
     """
-    quota = np.full(envs.num_envs, num_episodes // envs.num_envs)
-    quota[: num_episodes % envs.num_envs] += 1
-    returns, lengths = [], []
+    seed = int(np.random.SeedSequence([args.seed, 1]).generate_state(1)[0])
+    envs, obs = make_envs(args, min(args.num_envs, args.eval_episodes), seed, "auto", device, video_folder)
+    quota = np.full(envs.num_envs, args.eval_episodes // envs.num_envs)
+    quota[: args.eval_episodes % envs.num_envs] += 1
+    episodes = []
     while quota.any():
         rows = envs.step(agent.get_distribution(agent.get_policy_params(obs.to(device))).mode)
-        obs = rows[:, : envs.obs_dim]
-        extra = rows[:, envs.obs_dim :].cpu().numpy()
-        ended = np.flatnonzero((extra[:, EPISODE_LENGTH] > 0) & (quota > 0))
+        obs, extra = rows[:, : envs.obs_dim], rows[:, envs.obs_dim :].numpy()
+        ended = (extra[:, EPISODE_LENGTH] > 0) & (quota > 0)
         quota[ended] -= 1
-        returns.extend(extra[ended, EPISODE_RETURN])
-        lengths.extend(extra[ended, EPISODE_LENGTH])
-    return {
-        "eval/episodic_return": float(np.mean(returns)),
-        "eval/episodic_return_std": float(np.std(returns)),
-        "eval/episodic_length": float(np.mean(lengths)),
-    }
+        episodes.extend(extra[ended, EPISODE_RETURN : EPISODE_LENGTH + 1].tolist())
+    envs.close()
+    returns, lengths = np.array(episodes).T
+    names = ("eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length")
+    return dict(zip(names, map(float, (returns.mean(), returns.std(), lengths.mean())), strict=True))
 
 
-def write_atomically(path: Path, write) -> None:
-    """Call `write(temporary path)` and move the result to `path`, so that a kill leaves the old file or the new one."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a kill at any moment leaves the old one or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
-    write(temporary)
-    with open(temporary, "rb") as file:
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Write `content` as JSON, atomically."""
-    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n"))
-
-
 def save_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Write `checkpoint` (tensors, numbers, strings, lists and dicts) atomically."""
-    write_atomically(path, lambda temporary: torch.save(checkpoint, temporary))
+    """Write tensors, numbers, strings, lists and dicts, atomically."""
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    write_atomically(path, buffer.getvalue())
 
 
 def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint of this script without unpickling code; exits with code 2 where the file is none."""
-    if not Path(path).is_file():
-        fail(f"{path}: no such checkpoint")
+    """Read a checkpoint of this script, never unpickling code; exits with code 2 where the file is none."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        fail(f"{path}: no such checkpoint")
     except Exception as error:
         fail(f"{path}: not a readable checkpoint ({type(error).__name__})")
-    if not isinstance(checkpoint, dict) or not {"script", "args"} <= checkpoint.keys():
-        fail(f"{path}: not a checkpoint of {SCRIPT}.py")
-    if checkpoint["script"] != SCRIPT:
-        fail(f"{path}: a checkpoint of {checkpoint['script']}.py, not of {SCRIPT}.py")
+    script = checkpoint.get("script") if isinstance(checkpoint, dict) else None
+    if script != SCRIPT:
+        fail(f"{path}: a checkpoint of {script}.py, not of {SCRIPT}.py" if script else f"{path}: not a checkpoint")
     if checkpoint["args"].keys() != {field.name for field in fields(Args)}:
         fail(f"{path}: written by a version of {SCRIPT}.py with other options")
     return checkpoint
-
-
-def get_rng_state(device: torch.device) -> dict:
-    """State of every random generator of this process, as plain data."""
-    return {
-        "python": random.getstate(),
-        "numpy": get_plain_state(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def set_rng_state(state: dict, device: torch.device) -> None:
-    """Restore what `get_rng_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(set_plain_state({}, state["numpy"]))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -602,41 +583,58 @@ def set_rng_state(state: dict, device: torch.device) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def fail(message: str):
+def fail(message: str) -> NoReturn:
     """Print one line for the user and exit with code 2."""
     print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def get_rank() -> tuple[int, int, int]:
-    """Rank of this process, number of processes, and rank on this machine, as torchrun sets them."""
-    return tuple(
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+def check_range(args: Args, names: str, low: float, high: float = math.inf, above: bool = False) -> None:
+    """Exit with code 2 where one of the fields `names` (separated by spaces) lies outside [low, high], or at low."""
+    for name in names.split():
+        value = getattr(args, name)
+        if value is not None and (not low <= value <= high or (above and value == low)):
+            bound = f"above {low:g}" if above else f"in [{low:g}, {high:g}]"
+            fail(f"--{name.replace('_', '-')} must be {bound}, not {value}")
 
 
 def setup_device(args: Args) -> torch.device:
     """Threads, determinism and device of this process; joins the process group under torchrun."""
-    _, world_size, local_rank = get_rank()
     torch.set_num_threads(args.torch_threads)
-    device = torch.device("cuda", local_rank) if args.cuda and torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    use_cuda = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if use_cuda:
         torch.cuda.set_device(device)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
-        torch.backends.cudnn.deterministic = args.torch_deterministic
-    if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if WORLD_SIZE > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if use_cuda else "gloo")
     return device
 
 
-def seed_everything(args: Args, *stream: int) -> int:
-    """Seed every generator from (--seed, *stream) and return the seed used, for environments."""
-    seed = int(np.random.SeedSequence([args.seed, *stream]).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    return seed
+def seed_everything(seed: int, *stream: int) -> int:
+    """Seed every generator from (seed, *stream) and return the number used, for environments."""
+    derived = int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0])
+    random.seed(derived)
+    np.random.seed(derived)
+    torch.manual_seed(derived)
+    return derived
+
+
+def get_rng_state(device: torch.device) -> dict:
+    """State of every random generator of this process, as plain data."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    numpy = gym_vector.get_plain_state(np.random.get_state(legacy=False))
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_rng_state(state: dict, device: torch.device) -> None:
+    """Restore what `get_rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(gym_vector.set_plain_state({}, state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
@@ -655,11 +653,10 @@ def sum_gradients(parameters) -> None:
             g.copy_(summed.view_as(g))
 
 
-def gather_states(state):
+def gather_states(state) -> list:
     """`state` of every process, in order of rank."""
-    states = [state]
+    states = [state] * WORLD_SIZE
     if dist.is_initialized():
-        states = [None] * dist.get_world_size()
         dist.all_gather_object(states, state)
     return states
 
@@ -678,20 +675,18 @@ def get_run_path(args: Args, checkpoint: dict | None) -> Path:
 
 
 def make_writer(args: Args, run_path: Path, global_step: int) -> SummaryWriter:
-    """TensorBoard events in the run folder, mirrored to Weights & Biases with --track."""
+    """Create the run folder with args.json and TensorBoard events, mirrored to Weights & Biases with --track."""
+    try:
+        run_path.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_path / "args.json", json.dumps(asdict(args), indent=2).encode())
+    except OSError as error:
+        fail(f"--run-dir {args.run_dir}: cannot write {run_path} ({error.strerror})")
     if args.track:
         import wandb
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=run_path.name,
-            id=run_path.name,
-            resume="allow",
-            dir=str(run_path),
-            config=asdict(args),
-            sync_tensorboard=True,
-        )
+        name, project, entity = run_path.name, args.wandb_project_name, args.wandb_entity
+        identity = {"project": project, "entity": entity, "name": name, "id": name, "resume": "allow"}
+        wandb.init(**identity, dir=run_path, config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(run_path), purge_step=global_step + 1 if global_step else None)
     if global_step == 0:
         table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
@@ -708,15 +703,14 @@ def get_commit() -> str:
         return "unknown"
 
 
-def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title: str) -> None:
-    """Draw history = [(env step, mean return), ...] as a PNG and into TensorBoard; says so where matplotlib is missing."""
+def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title: str, ylabel: str) -> None:
+    """Draw history = [(step, value), ...] as a PNG and into TensorBoard; says so where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no learning_curve.png: pip install matplotlib")
-        return
+        return print("no learning_curve.png: pip install matplotlib")
     figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="environment steps", ylabel="mean return of the last 20 episodes")
+    axes = figure.add_subplot(title=title, xlabel="environment steps", ylabel=ylabel)
     axes.plot(*zip(*history, strict=True))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -725,175 +719,104 @@ def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title:
 
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
-    positive = ("torch_threads", "eval_episodes", "num_envs", "total_timesteps", "num_steps", "num_minibatches")
-    for name in (*positive, "update_epochs", "learning_rate", "max_grad_norm"):
-        if not getattr(args, name) > 0:
-            fail(f"--{name.replace('_', '-')} must be above zero, not {getattr(args, name)}")
-    for name in ("seed", "checkpoint_interval", "eval_interval", "clip_coef", "ent_coef", "vf_coef", "kl_coef"):
-        if not getattr(args, name) >= 0:
-            fail(f"--{name.replace('_', '-')} must not be negative, not {getattr(args, name)}")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            fail(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(args, name)}")
-    if args.target_kl is not None and not args.target_kl > 0:
-        fail(f"--target-kl must be above zero, not {args.target_kl}")
-    world_size = get_rank()[1]
-    if args.num_envs % world_size:
-        fail(f"--num-envs {args.num_envs} does not divide among {world_size} processes")
-    batch_size = args.num_envs * args.num_steps // world_size
-    if batch_size % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} does not divide the {batch_size} rows of a rollout")
-    if args.total_timesteps < args.num_envs * args.num_steps:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.num_envs * args.num_steps}")
-    if args.vectorization == "torch" and (args.env_id != TorchCartPole.env_id or args.capture_video):
-        fail(f"--vectorization torch has {TorchCartPole.env_id} alone, without --capture-video")
+    check_range(args, "torch_threads eval_episodes num_envs total_timesteps num_steps num_minibatches", 0, above=True)
+    check_range(args, "update_epochs learning_rate max_grad_norm target_kl", 0, above=True)
+    check_range(args, "seed checkpoint_interval eval_interval clip_coef ent_coef vf_coef kl_coef", 0)
+    check_range(args, "gamma gae_lambda", 0, 1)
+    batch_size = args.num_envs * args.num_steps
+    if args.num_envs % WORLD_SIZE:
+        fail(f"--num-envs {args.num_envs} does not divide among {WORLD_SIZE} processes")
+    if batch_size // WORLD_SIZE % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {batch_size // WORLD_SIZE} rows")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} rows")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track needs Weights & Biases: pip install wandb")
 
 
-def make_envs(args: Args, num_envs: int, seed: int, device: torch.device, video_folder: Path | None, training: bool):
-    """Environments and their first observations; exits with code 2 where they cannot be made.
-
-    Evaluation always runs on gymnasium's own environments, and never in subprocesses.
-    """
-    if args.vectorization == "torch" and training:
-        envs = TorchCartPole(num_envs, device)
-        return envs, envs.reset(seed)
-    vectorization = args.vectorization if training and args.vectorization != "torch" else "auto"
-    folder = None if video_folder is None else str(video_folder)
+def make_envs(
+    args: Args, num_envs: int, seed: int, vectorization: str, device: torch.device, video_folder: Path | None
+):
+    """Environments and their first observations [B, D]; exits with code 2 where they cannot be made."""
     try:
-        return make_gym_vec(args.env_id, num_envs, seed, vectorization, folder, pin_memory=device.type == "cuda")
+        return gym_vector.make_vec(args.env_id, num_envs, seed, vectorization, device, video_folder)
     except ValueError as error:
-        fail(f"--env-id {error}")
+        fail(f"--env-id {args.env_id}: {error}")
 
 
-def run_evaluation(
-    agent: Agent, args: Args, device: torch.device, video_folder: Path | None = None
-) -> dict[str, float]:
-    """`evaluate` on newly made environments, the same ones for every call with the same seed."""
-    seed = int(np.random.SeedSequence([args.seed, 1]).generate_state(1)[0])
-    num_envs = min(args.num_envs, args.eval_episodes)
-    envs, obs = make_envs(args, num_envs, seed, device, video_folder, training=False)
-    metrics = evaluate(agent, envs, obs, args.eval_episodes, device)
-    envs.close()
-    return metrics
-
-
-def train(args: Args, checkpoint: dict | None = None) -> dict:
-    """Train as `args` say, from `checkpoint` if given, and return what result.json holds."""
+def train(args: Args, checkpoint: dict | None = None) -> None:
+    """Train as `args` say, from `checkpoint` if given, and leave a run folder with result.json."""
     wall_start, cpu_start = time.time(), time.process_time()
-    device = setup_device(args)
-    rank, world_size, _ = get_rank()
-    is_main = rank == 0
+    device, is_main = setup_device(args), RANK == 0
     run_path = get_run_path(args, checkpoint)
     video_folder = run_path / "videos" if args.capture_video and is_main else None
-    env_seed = seed_everything(args, 0, rank)
-    envs, obs = make_envs(args, args.num_envs // world_size, env_seed, device, video_folder, training=True)
-    seed_everything(args)  # the same weights in every process
+    env_seed = seed_everything(args.seed, 0, RANK)
+    envs, obs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, args.vectorization, device, video_folder)
+    seed_everything(args.seed)  # the same weights in every process
     agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)
-    seed_everything(args, 2, rank)
+    seed_everything(args.seed, 2, RANK)
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, so that CUDA graphs see it change
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=device.type == "cuda")
-    storage = RolloutStorage(envs, args.num_steps, agent.action_dim, agent.continuous, device)
+    storage = RolloutStorage(envs, agent, args.num_steps, device)
     storage.obs[-1] = obs.to(device)
+    batch_size = args.num_envs * args.num_steps // WORLD_SIZE  # rows of this process
+    num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
 
-    start_iteration, global_step, solved, history, recent_returns = 0, 0, {}, [], deque(maxlen=20)
+    progress = {"iteration": 0, "global_step": 0, "solved": {}, "history": [], "recent_returns": []}
     if checkpoint is not None:
+        progress = {name: checkpoint[name] for name in progress}
+        if progress["iteration"] >= num_iterations:
+            fail(f"--resume {args.resume}: all {num_iterations} iterations are done; raise --total-timesteps to go on")
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         optimizer.param_groups[0]["lr"] = lr
-        start_iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
-        solved, history = checkpoint["solved"], checkpoint["history"]
-        recent_returns.extend(checkpoint["recent_returns"])
         wall_start, cpu_start = wall_start - checkpoint["wall_seconds"], cpu_start - checkpoint["cpu_seconds"]
-        state = checkpoint["ranks"][rank] if len(checkpoint["ranks"]) == world_size else None
-        if state is not None and state["envs"] is not None:
+        state = checkpoint["ranks"][RANK] if len(checkpoint["ranks"]) == WORLD_SIZE else {"envs": None}
+        if state["envs"] is None:
+            print("the checkpoint does not hold the state of these environments: they start from a reset")
+        else:
             envs.load_state_dict(state["envs"])
             for x, saved in zip(storage.carried(), state["carried"], strict=True):
                 x.copy_(saved)
-        elif is_main:
-            print("the state of these environments is not in the checkpoint: they start from a reset")
-        if state is not None:
             set_rng_state(state["rng"], device)
+    writer = make_writer(args, run_path, progress["global_step"]) if is_main else None
 
-    batch_size = args.num_envs * args.num_steps // world_size  # rows of this process
-    num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
-    if start_iteration >= num_iterations:
-        fail(f"--resume {args.resume}: all {num_iterations} iterations are done; raise --total-timesteps to go on")
-    if is_main:
-        try:
-            run_path.mkdir(parents=True, exist_ok=True)
-            write_json(run_path / "args.json", asdict(args))
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: cannot write {run_path} ({error.strerror})")
-        writer = make_writer(args, run_path, global_step)
-
-    def save(iteration: int) -> None:
-        envs_state = envs.state_dict()
-        state = {"envs": envs_state, "carried": [x.cpu() for x in storage.carried()], "rng": get_rng_state(device)}
-        states = gather_states(state)
+    def save() -> None:
+        carried = [x.cpu() for x in storage.carried()]
+        ranks = gather_states({"envs": envs.state_dict(), "carried": carried, "rng": get_rng_state(device)})
         if is_main:
-            progress_state = {
-                "script": SCRIPT,
-                "args": asdict(args) | {"resume": None},
-                "iteration": iteration,
-                "global_step": global_step,
-                "agent": agent.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "ranks": states,
-                "recent_returns": list(recent_returns),
-                "history": history,
-                "solved": solved,
-                "wall_seconds": time.time() - wall_start,
-                "cpu_seconds": time.process_time() - cpu_start,
-            }
-            save_checkpoint(run_path / "checkpoint.pt", progress_state)
+            seconds = {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
+            content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "ranks": ranks, **progress, **seconds}
+            content |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+            save_checkpoint(run_path / "checkpoint.pt", content)
 
+    # The three steps of an iteration; each is one CUDA graph where that can be
     metrics = torch.zeros(len(METRICS), device=device)
     index = torch.zeros(batch_size // args.num_minibatches, dtype=torch.int64, device=device)
     loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
-    act = agent.act
-
-    def collect_step():
-        collect_rollout(act, envs, storage)
-
-    def targets_step():
-        compute_targets(agent, storage, args)
-
-    def update_step():
-        update_minibatch(agent, optimizer, storage, index, metrics, loss_fn, args)
-
-    if args.cuda_graphs and device.type == "cuda" and world_size == 1:
-        if not optimizer.state:  # Adam's moments must exist before the capture; zero gradients leave the weights alone
-            for p in agent.parameters():
-                p.grad = torch.zeros_like(p)
-            optimizer.step()
-            for moments in optimizer.state.values():
-                moments["step"].zero_()
-        moments = [x for state in optimizer.state.values() for x in state.values()]
-        mutated = [*agent.state_dict().values(), *moments, *storage.mutable_tensors(), metrics]
-        if isinstance(envs, TorchCartPole):
-            collect_step = capture_graph(collect_step, mutated + envs.mutable_tensors())
-        else:
-            act_obs, actions = storage.obs[0].clone(), storage.actions[0].clone()
-            act_step = capture_graph(torch.inference_mode()(lambda: actions.copy_(agent.act(act_obs))), [])
-
-            def act(obs):
-                act_obs.copy_(obs)
-                act_step()
-                return actions
-
+    collect_step = partial(collect_rollout, agent.act, envs, storage)
+    targets_step = partial(compute_targets, agent, storage, args)
+    update_step = partial(update_minibatch, agent, optimizer, storage, index, metrics, loss_fn, args)
+    if args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1:
+        mutated = [*agent.state_dict().values(), *storage.mutable_tensors(), *envs.mutable_tensors(), metrics]
+        mutated += init_optimizer_state(optimizer)
+        if envs.on_device:
+            collect_step = capture_graph(collect_step, mutated)
+        else:  # the environments run on the host between two replays of the policy
+            collect_step = partial(collect_rollout, capture_policy(agent, storage), envs, storage)
         targets_step = capture_graph(targets_step, mutated)
         update_step = capture_graph(update_step, mutated)
 
-    threshold = getattr(gym.spec(args.env_id), "reward_threshold", None)
-    if start_iteration == 0:
-        save(0)
-    loop_start, loop_start_step = time.time(), global_step
-    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=not is_main)
-    for iteration in range(start_iteration + 1, num_iterations + 1):
+    if checkpoint is None:
+        save()
+    threshold = gym.spec(args.env_id).reward_threshold
+    loop_start, loop_start_step = time.time(), progress["global_step"]
+    bar = tqdm(total=args.total_timesteps, initial=loop_start_step, unit="step", disable=not is_main)
+    for iteration in range(progress["iteration"] + 1, num_iterations + 1):
         if args.anneal_lr:
             lr.fill_(args.learning_rate * (1.0 - (iteration - 1.0) / num_iterations))
 
-        # Collect a rollout and compute its targets
+        # Collect a rollout, then its advantages and returns
         collect_step()
         targets_step()
 
@@ -904,7 +827,7 @@ def train(args: Args, checkpoint: dict | None = None) -> dict:
             for minibatch_index in torch.randperm(batch_size, device=device).split(len(index)):
                 index.copy_(minibatch_index)
                 update_step()
-                num_updates += 1
+            num_updates += args.num_minibatches
             if args.target_kl is not None:
                 kl_before, kl_sum = kl_sum, sum_over_ranks(metrics[METRICS.index("approx_kl")].clone()).item()
                 if (kl_sum - kl_before) / args.num_minibatches > args.target_kl:
@@ -912,62 +835,57 @@ def train(args: Args, checkpoint: dict | None = None) -> dict:
         if args.norm_obs:
             agent.obs_stats.update(storage.obs[:-1], storage.valid)
 
-        # Log, with one read of the device
-        num_valid = sum_over_ranks(storage.valid.sum(1))  # [T]
-        explained = explained_variance(storage.values[:-1], storage.returns, storage.valid)
+        # Log, evaluate, checkpoint
+        steps = progress["global_step"] + sum_over_ranks(storage.valid.sum(1)).cumsum(0).long().cpu().numpy()  # [T]
         losses = (sum_over_ranks(metrics) / num_updates).tolist()
-        steps = global_step + np.cumsum(num_valid.cpu().numpy())
-        global_step = int(steps[-1])
+        step = int(steps[-1])
+        progress |= {"iteration": iteration, "global_step": step}
         if is_main:
-            lengths, returns = storage.episode_lengths.cpu().numpy(), storage.episode_returns.cpu().numpy()
-            for t in np.flatnonzero(lengths.any(1)):  # episodes that end on the same step are logged as their mean
-                ended = lengths[t] > 0
-                recent_returns.extend(returns[t, ended].tolist())
-                writer.add_scalar("charts/episodic_return", returns[t, ended].mean(), int(steps[t]))
-                writer.add_scalar("charts/episodic_length", lengths[t, ended].mean(), int(steps[t]))
-            cpu_seconds = time.process_time() - cpu_start
-            sps = int((global_step - loop_start_step) / (time.time() - loop_start))
-            if recent_returns:
-                mean_return = float(np.mean(recent_returns))
-                history.append((global_step, mean_return))
-                writer.add_scalar("charts/return_last_20", mean_return, global_step)
-                progress.set_postfix({"return": f"{mean_return:.1f}"}, refresh=False)
-                if not solved and threshold is not None and len(recent_returns) == 20 and mean_return >= threshold:
-                    solved = {"solved_step": global_step, "solved_cpu_seconds": cpu_seconds}
-                    progress.write(
-                        f"solved: last 20 episodes {mean_return:.1f} >= {threshold:g} at step {global_step:,}"
-                    )
-            writer.add_scalar("charts/learning_rate", lr.item(), global_step)
-            writer.add_scalar("charts/SPS", sps, global_step)
-            writer.add_scalar("charts/cpu_seconds", cpu_seconds, global_step)
-            for name, value in zip(METRICS, losses, strict=True):
-                writer.add_scalar(f"losses/{name}", value, global_step)
-            writer.add_scalar("losses/explained_variance", explained.item(), global_step)
-            progress.update(global_step - progress.n)
+            episodes = storage.episodes.cpu().numpy()  # [T, B, 2]
+            for t in np.flatnonzero(episodes[:, :, 1].any(1)):
+                ended = episodes[
+                    t, episodes[t, :, 1] > 0
+                ]  # episodes that end on the same step are logged as their mean
+                progress["recent_returns"] = (progress["recent_returns"] + ended[:, 0].tolist())[-20:]
+                writer.add_scalar("charts/episodic_return", ended[:, 0].mean(), int(steps[t]))
+                writer.add_scalar("charts/episodic_length", ended[:, 1].mean(), int(steps[t]))
+            valid = storage.valid.bool()
+            scalars = {f"losses/{name}": value for name, value in zip(METRICS, losses, strict=True)}
+            scalars["losses/explained_variance"] = explained_variance(
+                storage.values[:-1][valid], storage.returns[valid]
+            ).item()
+            scalars["charts/learning_rate"] = lr.item()
+            scalars["charts/SPS"] = sps = int((step - loop_start_step) / (time.time() - loop_start))
+            scalars["charts/cpu_seconds"] = cpu_seconds = time.process_time() - cpu_start
+            if progress["recent_returns"]:
+                scalars["charts/return_last_20"] = mean_return = float(np.mean(progress["recent_returns"]))
+                progress["history"].append([step, mean_return])
+                bar.set_postfix({"return": f"{mean_return:.1f}"}, refresh=False)
+                is_full = len(progress["recent_returns"]) == 20
+                if threshold is not None and is_full and mean_return >= threshold and not progress["solved"]:
+                    progress["solved"] = {"solved_step": step, "solved_cpu_seconds": cpu_seconds}
+                    bar.write(f"solved: last 20 episodes {mean_return:.1f} >= {threshold:g} at step {step:,}")
+            if iteration == num_iterations or (args.eval_interval and iteration % args.eval_interval == 0):
+                scalars |= (eval_metrics := evaluate(agent, args, device))
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, step)
+            bar.update(step - bar.n)
+        if iteration == num_iterations or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
+            save()
 
-            if args.eval_interval and iteration % args.eval_interval == 0 and iteration < num_iterations:
-                for name, value in run_evaluation(agent, args, device).items():
-                    writer.add_scalar(name, value, global_step)
-        if args.checkpoint_interval and iteration % args.checkpoint_interval == 0:
-            save(iteration)
-
-    save(num_iterations)
-    progress.close()
+    bar.close()
     envs.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if not is_main:
-        return {}
-    eval_metrics = run_evaluation(agent, args, device)
-    for name, value in eval_metrics.items():
-        writer.add_scalar(name, value, global_step)
+        return
     result = {
         "script": SCRIPT,
         "env_id": args.env_id,
         "seed": args.seed,
         "headline": "eval/episodic_return",
-        "metrics": eval_metrics
-        | {"charts/return_last_20": history[-1][1] if history else None, "charts/SPS": sps}
-        | solved,
-        "env_steps": global_step,
+        "metrics": eval_metrics | {"charts/return_last_20": mean_return, "charts/SPS": sps} | progress["solved"],
+        "env_steps": step,
         "wall_seconds": time.time() - wall_start,
         "cpu_seconds": time.process_time() - cpu_start,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -975,45 +893,40 @@ def train(args: Args, checkpoint: dict | None = None) -> dict:
         "commit": get_commit(),
         "args": asdict(args),
     }
-    if history:
-        plot_learning_curve(run_path / "learning_curve.png", writer, history, f"{args.env_id}, seed {args.seed}")
+    title = f"{args.env_id}, seed {args.seed}"
+    plot_learning_curve(run_path / "learning_curve.png", writer, progress["history"], title, "return, last 20 episodes")
     writer.close()
-    write_json(run_path / "result.json", result)
-    summary = f"{args.env_id}: return {eval_metrics['eval/episodic_return']:.1f} over {args.eval_episodes} episodes"
-    if threshold is not None:
-        verdict = "solved" if eval_metrics["eval/episodic_return"] >= threshold else "not solved"
-        summary += f" ({verdict}, threshold {threshold:g})"
-    print(f"{summary} after {global_step:,} steps in {result['wall_seconds']:.1f} s: {run_path}")
-    return result
+    write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
+    mean, std = eval_metrics["eval/episodic_return"], eval_metrics["eval/episodic_return_std"]
+    verdict = "" if threshold is None else f" ({'solved' if mean >= threshold else 'not solved'}: {threshold:g} needed)"
+    print(f"{args.env_id}: return {mean:.1f} +- {std:.1f} over {args.eval_episodes} episodes{verdict}", end=" ")
+    print(f"after {step:,} steps in {result['wall_seconds']:.1f} s; run folder {run_path}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: train, or evaluate a checkpoint."""
+    """Command line: train, go on with a run, or evaluate a checkpoint."""
     args, checkpoint = tyro.cli(Args, args=argv), None
     if args.resume and args.evaluate:
         fail("--resume and --evaluate exclude each other")
-    path = args.resume or args.evaluate
-    if path:
+    if path := args.resume or args.evaluate:
         checkpoint = load_checkpoint(path)
         saved = Args(**checkpoint["args"])
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = ["env_id", "norm_obs"] + ["seed", "num_envs", "num_steps", "vectorization"] * bool(args.resume)
-        for name in fixed:
+        fixed = ("env_id", "norm_obs", "norm_reward", "seed", "num_envs", "num_steps", "vectorization")
+        for name in fixed if args.resume else fixed[:2]:
             if getattr(args, name) != getattr(saved, name):
                 fail(
                     f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {getattr(saved, name)}"
                 )
     check_args(args)
-    if args.evaluate is None:
-        train(args, checkpoint)
-        return
+    if not args.evaluate:
+        return train(args, checkpoint)
     device = setup_device(args)
-    seed_everything(args)
-    space = make_envs(args, 1, 0, device, None, training=False)[0]
-    agent = Agent(space.obs_dim, space.single_action_space, args.norm_obs).to(device)
+    envs, _ = make_envs(args, 1, args.seed, "auto", device, None)
+    agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)
     agent.load_state_dict(checkpoint["agent"])
     folder = Path(args.evaluate).resolve().parent / f"videos_eval_{int(time.time())}" if args.capture_video else None
-    for name, value in run_evaluation(agent, args, device, folder).items():
+    for name, value in evaluate(agent, args, device, folder).items():
         print(f"{name} {value:.2f}")
 
 

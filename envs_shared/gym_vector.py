@@ -2,15 +2,19 @@
 
 A script sees every environment through this interface, which `torch_cartpole.TorchCartPole` shares:
 
-    envs.num_envs, envs.obs_dim, envs.single_action_space, envs.same_step, envs.num_columns
+    envs.num_envs, envs.obs_dim, envs.single_action_space, envs.num_columns
+    envs.same_step       whether an ended episode's last observation is in `final_obs` (else it is the next row's)
+    envs.on_device       whether `step` runs on the device without the host, so that CUDA graphs can hold it
     envs.reset(seed)     -> observations [B, D]
     envs.step(actions)   -> rows [B, num_columns]; rows[:, :D] is the observation, then the columns below
+    envs.mutable_tensors()  -> the device tensors that `step` changes in place
     envs.state_dict()    -> plain data, or None where the state cannot be saved;  envs.load_state_dict(state)
 """
 
 import math
 import warnings
 from collections import deque
+from pathlib import Path
 from types import FunctionType
 
 import gymnasium as gym
@@ -23,21 +27,22 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 REWARD, TERMINATED, TRUNCATED, EPISODE_RETURN, EPISODE_LENGTH, NUM_EXTRA = range(6)
 
 
-def make_gym_vec(
+def make_vec(
     env_id: str,
     num_envs: int,
     seed: int,
     vectorization: str = "auto",
-    video_folder: str | None = None,
-    pin_memory: bool = False,
-) -> tuple["GymVec", torch.Tensor]:
+    device: torch.device | str = "cpu",
+    video_folder: Path | None = None,
+):
     """Make `num_envs` environments and reset them with `seed`.
 
     Args:
         env_id: a gymnasium id; `module:Name-v0` imports the module first.
-        vectorization: `auto` (the environment's own vector form where it has one, else `sync`), `sync` or `async`.
+        vectorization: `auto` (the environment's own vector form where it has one, else `sync`), `sync`, `async`, or
+            `torch` (the port in this package, on `device`).
+        device: where the rows go; for CUDA, gymnasium's are kept in pinned memory.
         video_folder: record episodes of environment 0 there; `auto` then means `sync`.
-        pin_memory: keep the packed rows in pinned memory, for a GPU.
 
     Returns:
         the environments and their first observations [B, D].
@@ -46,12 +51,19 @@ def make_gym_vec(
         ValueError: one line for the user: unknown id, missing package with the pip line that installs it, or spaces
             other than flat Box or Discrete observations and Discrete, MultiDiscrete or Box actions.
     """
+    if vectorization == "torch":
+        from envs_shared.torch_cartpole import TorchCartPole
+
+        if env_id != TorchCartPole.env_id or video_folder is not None:
+            raise ValueError(f"--vectorization torch has {TorchCartPole.env_id} alone, and records no video")
+        envs = TorchCartPole(num_envs, device)
+        return envs, envs.reset(seed)
 
     def make_single(index: int) -> gym.Env:
         if video_folder is None or index > 0:
             return gym.make(env_id)
         env = gym.make(env_id, render_mode="rgb_array")
-        return gym.wrappers.RecordVideo(env, video_folder, name_prefix="env0", disable_logger=True)
+        return gym.wrappers.RecordVideo(env, str(video_folder), name_prefix="env0", disable_logger=True)
 
     try:
         with warnings.catch_warnings():
@@ -62,25 +74,27 @@ def make_gym_vec(
             else:
                 vector_class = AsyncVectorEnv if vectorization == "async" else SyncVectorEnv
                 envs = vector_class([lambda i=i: make_single(i) for i in range(num_envs)])
-            vec = GymVec(envs, pin_memory)
+            vec = GymVec(envs, pin_memory=torch.device(device).type == "cuda")
             return vec, vec.reset(seed)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{env_id}: {error}; install it with `pip install {error.name}`") from error
+        raise ValueError(f"{error}; install it with `pip install {error.name}`") from error
     except gym.error.NamespaceNotFound as error:
         hint = (
             "pip install ale-py` and `--env-id ale_py:ALE/..." if "ALE" in str(error) else "pip install` of its package"
         )
-        raise ValueError(f"{env_id}: {error} Try `{hint}`") from error
+        raise ValueError(f"{error} Try `{hint}`") from error
     except gym.error.Error as error:  # unknown id or version, or DependencyNotInstalled, whose text has the pip line
-        raise ValueError(f"{env_id}: {error}") from error
+        raise ValueError(str(error)) from error
 
 
 class GymVec:
     """A gymnasium vector environment that answers each step with one packed float32 row per environment.
 
     The rows are one buffer, overwritten by the next step, so that a step is a single copy to the device.
-    Raises ValueError for spaces other than the ones `make_gym_vec` lists.
+    Raises ValueError for spaces other than the ones `make_vec` lists.
     """
+
+    on_device = False
 
     def __init__(self, envs: VectorEnv, pin_memory: bool = False):
         autoreset_mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
@@ -125,6 +139,10 @@ class GymVec:
             ended = np.flatnonzero(terminated | truncated)
             rows[ended, d + NUM_EXTRA :] = self.flatten(np.stack([infos["final_obs"][i] for i in ended]))
         return self.rows
+
+    def mutable_tensors(self) -> list[torch.Tensor]:
+        """Nothing: the state is on the host, out of reach of CUDA graphs."""
+        return []
 
     def state_dict(self):
         """The environments' state as plain data, or None where it is more than plain data."""

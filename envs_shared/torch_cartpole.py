@@ -18,7 +18,7 @@ X_LIMIT, THETA_LIMIT = 2.4, math.radians(12)  # metres, radians
 
 def cartpole_dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """One Euler step of `state` [B, 4] (x, x', theta, theta') under `action` [B] in {0: left, 1: right}."""
-    x, x_dot, theta, theta_dot = state.unbind(-1)
+    _, x_dot, theta, theta_dot = state.unbind(-1)
     cos, sin = theta.cos(), theta.sin()
     force = FORCE * (2.0 * action.to(state.dtype) - 1.0)
     push = (force + MASS_POLE * HALF_LENGTH * theta_dot.square() * sin) / MASS_TOTAL
@@ -32,6 +32,7 @@ class TorchCartPole:
 
     env_id = "CartPole-v1"
     same_step = False
+    on_device = True
     obs_dim = 4
     num_columns = obs_dim + NUM_EXTRA
 
