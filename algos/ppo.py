@@ -278,12 +278,8 @@ class RolloutStorage:
         self.prev_done = torch.zeros(num_envs, dtype=torch.bool, device=device)  # [B] at the step before this rollout
         self.discounted_return = torch.zeros(num_envs, device=device)  # [B] of running episodes, for --norm-reward
 
-    def mutable_tensors(self) -> list[torch.Tensor]:
-        """The tensors that a rollout changes in place."""
-        return [self.rows, self.actions, self.prev_done, self.discounted_return]
-
     def carried(self) -> list[torch.Tensor]:
-        """The part of them that the next rollout starts from."""
+        """What one rollout leaves to the next."""
         return [self.rows[-1], self.prev_done, self.discounted_return]
 
 
@@ -325,17 +321,17 @@ def compute_gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantage estimation, eq. 11 and 12 (Schulman et al. 2016, eq. 16).
 
-    A terminated episode is worth nothing after its end; a truncated one is worth V of its last observation. With
-    NEXT_STEP autoreset that observation is obs[t + 1], so V[t + 1] is right as it stands.
+    A terminated episode is worth nothing after its end, a truncated one V of its last observation. With NEXT_STEP
+    autoreset that is obs[t + 1]; with SAME_STEP it is final_obs, and `final_values` [T, B] holds its V where an episode
+    ended. Where both flags are set, terminated wins.
 
     Args:
         rewards: [T, B].
-        values: [T + 1, B], V(obs[t]) for every observation of the rollout, the last one included.
-        terminated, truncated: [T, B] bool; where both are set, terminated wins.
-        final_values: [T, B], V(final_obs) where an episode ended at step t; needed with SAME_STEP autoreset only.
+        values: [T + 1, B], V of every observation of the rollout, the last one included.
+        terminated, truncated: [T, B] bool.
 
     Returns:
-        advantages [T, B] and returns [T, B] = advantages + values[:-1].
+        advantages [T, B], and returns [T, B] = advantages + values[:-1].
     """
     done = terminated | truncated
     next_values = values[1:] if final_values is None else torch.where(done, final_values, values[1:])
@@ -378,10 +374,11 @@ def compute_targets(agent: Agent, storage: RolloutStorage, args: Args) -> None:
     )
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-    """1 - Var(returns - values) / Var(returns) of [N] each; NaN where the returns do not vary."""
-    variance = returns.var(correction=0)
-    return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, valid: torch.Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the valid rows, all [T, B]; NaN where the returns do not vary."""
+    values, returns = values[valid > 0].double(), returns[valid > 0].double()
+    variance = returns.var(correction=0).item()
+    return 1 - (returns - values).var(correction=0).item() / variance if variance > 0 else math.nan
 
 
 def normalize_advantages(advantages: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -462,7 +459,7 @@ def update_minibatch(agent: Agent, optimizer, storage: RolloutStorage, index, me
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Adam's state tensors, made before a CUDA graph may use them; a step of zero gradients leaves the weights alone."""
+    """Make and return Adam's state tensors, which CUDA graphs need; zero gradients leave the weights alone."""
     if not optimizer.state:
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.zeros_like(p)
@@ -621,22 +618,6 @@ def seed_everything(seed: int, *stream: int) -> int:
     return derived
 
 
-def get_rng_state(device: torch.device) -> dict:
-    """State of every random generator of this process, as plain data."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    numpy = gym_vector.get_plain_state(np.random.get_state(legacy=False))
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
-
-
-def set_rng_state(state: dict, device: torch.device) -> None:
-    """Restore what `get_rng_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(gym_vector.set_plain_state({}, state["numpy"]))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
     """Sum `x` over all processes, in place."""
     if dist.is_initialized():
@@ -651,14 +632,6 @@ def sum_gradients(parameters) -> None:
         flat = sum_over_ranks(torch.cat([g.flatten() for g in grads]))
         for g, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             g.copy_(summed.view_as(g))
-
-
-def gather_states(state) -> list:
-    """`state` of every process, in order of rank."""
-    states = [state] * WORLD_SIZE
-    if dist.is_initialized():
-        dist.all_gather_object(states, state)
-    return states
 
 
 def get_run_path(args: Args, checkpoint: dict | None) -> Path:
@@ -749,7 +722,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     wall_start, cpu_start = time.time(), time.process_time()
     device, is_main = setup_device(args), RANK == 0
     run_path = get_run_path(args, checkpoint)
-    video_folder = run_path / "videos" if args.capture_video and is_main else None
+    videos = f"videos_from_step_{checkpoint['global_step'] if checkpoint else 0}"
+    video_folder = run_path / videos if args.capture_video and is_main else None
     env_seed = seed_everything(args.seed, 0, RANK)
     envs, obs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, args.vectorization, device, video_folder)
     seed_everything(args.seed)  # the same weights in every process
@@ -778,12 +752,16 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             envs.load_state_dict(state["envs"])
             for x, saved in zip(storage.carried(), state["carried"], strict=True):
                 x.copy_(saved)
-            set_rng_state(state["rng"], device)
+            torch.set_rng_state(state["rng"][0])
+            if device.type == "cuda" and len(state["rng"]) > 1:
+                torch.cuda.set_rng_state(state["rng"][1])
     writer = make_writer(args, run_path, progress["global_step"]) if is_main else None
 
     def save() -> None:
-        carried = [x.cpu() for x in storage.carried()]
-        ranks = gather_states({"envs": envs.state_dict(), "carried": carried, "rng": get_rng_state(device)})
+        rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device.type == "cuda" else [])
+        ranks = [{"envs": envs.state_dict(), "carried": [x.cpu() for x in storage.carried()], "rng": rng}] * WORLD_SIZE
+        if WORLD_SIZE > 1:
+            dist.all_gather_object(ranks, ranks[RANK])
         if is_main:
             seconds = {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
             content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "ranks": ranks, **progress, **seconds}
@@ -798,8 +776,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     targets_step = partial(compute_targets, agent, storage, args)
     update_step = partial(update_minibatch, agent, optimizer, storage, index, metrics, loss_fn, args)
     if args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1:
-        mutated = [*agent.state_dict().values(), *storage.mutable_tensors(), *envs.mutable_tensors(), metrics]
-        mutated += init_optimizer_state(optimizer)
+        mutated = [storage.rows, storage.actions, *storage.carried(), *envs.mutable_tensors(), metrics]
+        mutated += [*agent.state_dict().values(), *init_optimizer_state(optimizer)]
         if envs.on_device:
             collect_step = capture_graph(collect_step, mutated)
         else:  # the environments run on the host between two replays of the policy
@@ -809,7 +787,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
     if checkpoint is None:
         save()
-    threshold = gym.spec(args.env_id).reward_threshold
+    threshold = envs.reward_threshold
     loop_start, loop_start_step = time.time(), progress["global_step"]
     bar = tqdm(total=args.total_timesteps, initial=loop_start_step, unit="step", disable=not is_main)
     for iteration in range(progress["iteration"] + 1, num_iterations + 1):
@@ -842,27 +820,24 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         progress |= {"iteration": iteration, "global_step": step}
         if is_main:
             episodes = storage.episodes.cpu().numpy()  # [T, B, 2]
-            for t in np.flatnonzero(episodes[:, :, 1].any(1)):
-                ended = episodes[
-                    t, episodes[t, :, 1] > 0
-                ]  # episodes that end on the same step are logged as their mean
+            for t in np.flatnonzero(episodes[:, :, 1].any(1)):  # the mean of the episodes that end on the same step
+                ended = episodes[t, episodes[t, :, 1] > 0]
                 progress["recent_returns"] = (progress["recent_returns"] + ended[:, 0].tolist())[-20:]
                 writer.add_scalar("charts/episodic_return", ended[:, 0].mean(), int(steps[t]))
                 writer.add_scalar("charts/episodic_length", ended[:, 1].mean(), int(steps[t]))
-            valid = storage.valid.bool()
             scalars = {f"losses/{name}": value for name, value in zip(METRICS, losses, strict=True)}
             scalars["losses/explained_variance"] = explained_variance(
-                storage.values[:-1][valid], storage.returns[valid]
-            ).item()
+                storage.values[:-1], storage.returns, storage.valid
+            )
             scalars["charts/learning_rate"] = lr.item()
-            scalars["charts/SPS"] = sps = int((step - loop_start_step) / (time.time() - loop_start))
+            scalars["charts/SPS"] = int((step - loop_start_step) / (time.time() - loop_start))
             scalars["charts/cpu_seconds"] = cpu_seconds = time.process_time() - cpu_start
-            if progress["recent_returns"]:
-                scalars["charts/return_last_20"] = mean_return = float(np.mean(progress["recent_returns"]))
+            if recent := progress["recent_returns"]:
+                scalars["charts/return_last_20"] = mean_return = float(np.mean(recent))
                 progress["history"].append([step, mean_return])
                 bar.set_postfix({"return": f"{mean_return:.1f}"}, refresh=False)
-                is_full = len(progress["recent_returns"]) == 20
-                if threshold is not None and is_full and mean_return >= threshold and not progress["solved"]:
+                is_solved = threshold is not None and len(recent) == 20 and mean_return >= threshold
+                if is_solved and not progress["solved"]:
                     progress["solved"] = {"solved_step": step, "solved_cpu_seconds": cpu_seconds}
                     bar.write(f"solved: last 20 episodes {mean_return:.1f} >= {threshold:g} at step {step:,}")
             if iteration == num_iterations or (args.eval_interval and iteration % args.eval_interval == 0):
@@ -884,7 +859,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         "env_id": args.env_id,
         "seed": args.seed,
         "headline": "eval/episodic_return",
-        "metrics": eval_metrics | {"charts/return_last_20": mean_return, "charts/SPS": sps} | progress["solved"],
+        "metrics": {k: v for k, v in scalars.items() if k.startswith(("eval", "charts"))} | progress["solved"],
         "env_steps": step,
         "wall_seconds": time.time() - wall_start,
         "cpu_seconds": time.process_time() - cpu_start,
@@ -894,7 +869,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         "args": asdict(args),
     }
     title = f"{args.env_id}, seed {args.seed}"
-    plot_learning_curve(run_path / "learning_curve.png", writer, progress["history"], title, "return, last 20 episodes")
+    if history := progress["history"]:
+        plot_learning_curve(run_path / "learning_curve.png", writer, history, title, "return, last 20 episodes")
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
     mean, std = eval_metrics["eval/episodic_return"], eval_metrics["eval/episodic_return_std"]
@@ -914,13 +890,16 @@ def main(argv: list[str] | None = None) -> None:
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
         fixed = ("env_id", "norm_obs", "norm_reward", "seed", "num_envs", "num_steps", "vectorization")
         for name in fixed if args.resume else fixed[:2]:
-            if getattr(args, name) != getattr(saved, name):
-                fail(
-                    f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {getattr(saved, name)}"
-                )
+            value, trained = getattr(args, name), getattr(saved, name)
+            if value != trained:
+                fail(f"--{name.replace('_', '-')} {value}: {path} was trained with {trained}")
     check_args(args)
     if not args.evaluate:
-        return train(args, checkpoint)
+        try:
+            return train(args, checkpoint)
+        except KeyboardInterrupt:
+            print("interrupted: --resume CHECKPOINT goes on from the run's last checkpoint.pt", file=sys.stderr)
+            raise SystemExit(130) from None
     device = setup_device(args)
     envs, _ = make_envs(args, 1, args.seed, "auto", device, None)
     agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)

@@ -7,6 +7,7 @@ A script sees every environment through this interface, which `torch_cartpole.To
     envs.on_device       whether `step` runs on the device without the host, so that CUDA graphs can hold it
     envs.reset(seed)     -> observations [B, D]
     envs.step(actions)   -> rows [B, num_columns]; rows[:, :D] is the observation, then the columns below
+    envs.reward_threshold  return at which the task counts as solved, or None
     envs.mutable_tensors()  -> the device tensors that `step` changes in place
     envs.state_dict()    -> plain data, or None where the state cannot be saved;  envs.load_state_dict(state)
 """
@@ -75,6 +76,8 @@ def make_vec(
                 vector_class = AsyncVectorEnv if vectorization == "async" else SyncVectorEnv
                 envs = vector_class([lambda i=i: make_single(i) for i in range(num_envs)])
             vec = GymVec(envs, pin_memory=torch.device(device).type == "cuda")
+            spec = getattr(envs, "envs", [envs])[0].spec
+            vec.reward_threshold = None if spec is None else spec.reward_threshold
             return vec, vec.reset(seed)
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}; install it with `pip install {error.name}`") from error
@@ -95,6 +98,7 @@ class GymVec:
     """
 
     on_device = False
+    reward_threshold: float | None = None
 
     def __init__(self, envs: VectorEnv, pin_memory: bool = False):
         autoreset_mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)

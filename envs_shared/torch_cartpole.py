@@ -33,6 +33,7 @@ class TorchCartPole:
     env_id = "CartPole-v1"
     same_step = False
     on_device = True
+    reward_threshold = 475.0
     obs_dim = 4
     num_columns = obs_dim + NUM_EXTRA
 
