@@ -119,7 +119,7 @@ class Args:
     # Algorithm
     total_timesteps: int = 100_000
     """rows of experience to collect, over all environments"""
-    learning_rate: float = 4e-3
+    learning_rate: float = 2.5e-3
     """Adam's learning rate"""
     anneal_lr: bool = True
     """lower the learning rate linearly to zero"""
@@ -129,7 +129,7 @@ class Args:
     """discount gamma"""
     gae_lambda: float = 0.9
     """lambda of generalized advantage estimation"""
-    num_minibatches: int = 2
+    num_minibatches: int = 4
     """minibatches of an epoch"""
     update_epochs: int = 8
     """epochs K over each rollout"""

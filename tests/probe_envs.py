@@ -1,0 +1,170 @@
+"""Tiny environments with known optima, registered as `probe_envs:Name-v0`."""
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+
+class Endless(gym.Env):
+    """Reward 1 for ever: with a time limit that only truncates, V = 1 / (1 - gamma) everywhere."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, ending="truncate"):
+        self.ending, self.limit, self.steps = ending, 10, 0
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.ones(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        at_limit = self.steps >= self.limit
+        terminated = at_limit and self.ending == "terminate"
+        return np.ones(1, np.float32), 1.0, terminated, at_limit and not terminated, {}
+
+
+class Ledger(gym.Env):
+    """Random rewards and endings (terminated, truncated, or both at once); keeps a ledger of its true transitions."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self):
+        self.episodes = []  # each a list of (obs, action, reward, next_obs, terminated, truncated)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episodes.append([])
+        self.obs = self.np_random.normal(size=3).astype(np.float32)
+        return self.obs, {}
+
+    def step(self, action):
+        obs, self.obs = self.obs, self.np_random.normal(size=3).astype(np.float32)
+        reward = float(self.np_random.normal())
+        terminated, truncated = (bool(x) for x in self.np_random.random(2) < 0.15)
+        self.episodes[-1].append((obs, int(action), reward, self.obs, terminated, truncated))
+        return self.obs, reward, terminated, truncated, {}
+
+
+class OneStep(gym.Env):
+    """One action an episode; `score(obs, action)` is the reward."""
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.obs = self.draw()
+        return self.obs, {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return self.obs, self.score(action), True, False, {}
+
+
+class Digits(OneStep):
+    """MultiDiscrete([2, 5]): 1 for each component that names the digit shown; optimum 2."""
+
+    observation_space = gym.spaces.Box(0, 1, (2, 5))
+    action_space = gym.spaces.MultiDiscrete([2, 5])
+
+    def draw(self):
+        self.digits = self.np_random.integers([2, 5])
+        return np.eye(5, dtype=np.float32)[self.digits]
+
+    def score(self, action):
+        return float((action == self.digits).sum())
+
+
+class Shifted(OneStep):
+    """Discrete observations and actions that start at 3 and -1: 1 for answering 3, 4, 5 with -1, 0, 1; optimum 1."""
+
+    observation_space = gym.spaces.Discrete(3, start=3)
+    action_space = gym.spaces.Discrete(3, start=-1)
+
+    def draw(self):
+        return self.np_random.integers(3, 6)
+
+    def score(self, action):
+        return float(action == self.obs - 4)
+
+
+class Aim(OneStep):
+    """Box [2, 1]: minus the squared distance to the target shown; optimum 0. Refuses actions outside the box."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2, 1))
+    action_space = gym.spaces.Box(-1, 1, (2, 1))
+
+    def draw(self):
+        return self.np_random.uniform(-0.8, 0.8, (2, 1)).astype(np.float32)
+
+    def score(self, action):
+        return -float(((action - self.obs) ** 2).sum())
+
+
+class Fixed(gym.Env):
+    """Episodes of `length` steps, reward = rank of this environment among those made (0, 1, 2, ...)."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+    made = 0
+
+    def __init__(self, length=5):
+        self.length, self.rank = length, Fixed.made
+        Fixed.made += 1
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def observe(self):
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+
+    def step(self, action):
+        self.steps += 1
+        return self.observe(), float(self.rank), self.steps >= self.length, False, {}
+
+
+class Opaque(Fixed):
+    """Holds an object that is no plain data, so that its state cannot be saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.simulator = object()
+
+
+class Unsupported(gym.Env):
+    """Spaces given by name, to be refused."""
+
+    def __init__(self, spaces):
+        box, discrete = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+        self.observation_space, self.action_space = {
+            "dict": (gym.spaces.Dict(a=box), discrete),
+            "image": (gym.spaces.Box(0, 255, (84, 84, 3), np.uint8), discrete),
+            "multibinary": (box, gym.spaces.MultiBinary(3)),
+        }[spaces]
+
+    def reset(self, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+
+def register(name, entry_point, **kwargs):
+    """Register `name` as it is and, with SAME_STEP autoreset, as `SameStep<name>`."""
+    gym.register(f"{name}-v0", entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
+    gym.register(
+        f"SameStep{name}-v0",
+        vector_entry_point=lambda num_envs, **_: SyncVectorEnv(
+            [lambda: gym.make(f"{name}-v0") for _ in range(num_envs)], autoreset_mode=AutoresetMode.SAME_STEP
+        ),
+    )
+
+
+for env_class in (Endless, Ledger, Digits, Shifted, Aim, Fixed, Opaque):
+    register(env_class.__name__, env_class)
+register("EndlessTerminating", Endless, kwargs={"ending": "terminate"})
+for spaces in ("dict", "image", "multibinary"):
+    register(f"Unsupported{spaces}", Unsupported, kwargs={"spaces": spaces})
+gym.register("NeedsMissing-v0", "a_package_that_is_missing.envs:Env")
+gym.register("DisabledAutoreset-v0", vector_entry_point=lambda num_envs, **_: SyncVectorEnv(
+    [Endless for _ in range(num_envs)], autoreset_mode=AutoresetMode.DISABLED))
