@@ -118,7 +118,7 @@ class Args:
 
     # Algorithm
     total_timesteps: int = 100_000
-    """rows of experience to collect, over all environments"""
+    """environment steps to train on, over all environments; the last rollout is completed"""
     learning_rate: float = 2.5e-3
     """Adam's learning rate"""
     anneal_lr: bool = True
@@ -701,8 +701,6 @@ def check_args(args: Args) -> None:
         fail(f"--num-envs {args.num_envs} does not divide among {WORLD_SIZE} processes")
     if batch_size // WORLD_SIZE % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {batch_size // WORLD_SIZE} rows")
-    if args.total_timesteps < batch_size:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} rows")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
 
@@ -734,13 +732,12 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     storage = RolloutStorage(envs, agent, args.num_steps, device)
     storage.obs[-1] = obs.to(device)
     batch_size = args.num_envs * args.num_steps // WORLD_SIZE  # rows of this process
-    num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
 
     progress = {"iteration": 0, "global_step": 0, "solved": {}, "history": [], "recent_returns": []}
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
-        if progress["iteration"] >= num_iterations:
-            fail(f"--resume {args.resume}: all {num_iterations} iterations are done; raise --total-timesteps to go on")
+        if progress["global_step"] >= args.total_timesteps:
+            fail(f"--resume {args.resume}: its {progress['global_step']} steps are done; raise --total-timesteps")
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         optimizer.param_groups[0]["lr"] = lr
@@ -790,9 +787,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     threshold = envs.reward_threshold
     loop_start, loop_start_step = time.time(), progress["global_step"]
     bar = tqdm(total=args.total_timesteps, initial=loop_start_step, unit="step", disable=not is_main)
-    for iteration in range(progress["iteration"] + 1, num_iterations + 1):
+    while progress["global_step"] < args.total_timesteps:
         if args.anneal_lr:
-            lr.fill_(args.learning_rate * (1.0 - (iteration - 1.0) / num_iterations))
+            lr.fill_(args.learning_rate * (1.0 - progress["global_step"] / args.total_timesteps))
 
         # Collect a rollout, then its advantages and returns
         collect_step()
@@ -816,8 +813,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         # Log, evaluate, checkpoint
         steps = progress["global_step"] + sum_over_ranks(storage.valid.sum(1)).cumsum(0).long().cpu().numpy()  # [T]
         losses = (sum_over_ranks(metrics) / num_updates).tolist()
-        step = int(steps[-1])
+        step, iteration = int(steps[-1]), progress["iteration"] + 1
         progress |= {"iteration": iteration, "global_step": step}
+        is_last = step >= args.total_timesteps
         if is_main:
             episodes = storage.episodes.cpu().numpy()  # [T, B, 2]
             for t in np.flatnonzero(episodes[:, :, 1].any(1)):  # the mean of the episodes that end on the same step
@@ -840,12 +838,12 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 if is_solved and not progress["solved"]:
                     progress["solved"] = {"solved_step": step, "solved_cpu_seconds": cpu_seconds}
                     bar.write(f"solved: last 20 episodes {mean_return:.1f} >= {threshold:g} at step {step:,}")
-            if iteration == num_iterations or (args.eval_interval and iteration % args.eval_interval == 0):
+            if is_last or (args.eval_interval and iteration % args.eval_interval == 0):
                 scalars |= (eval_metrics := evaluate(agent, args, device))
             for name, value in scalars.items():
                 writer.add_scalar(name, value, step)
-            bar.update(step - bar.n)
-        if iteration == num_iterations or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
+            bar.update(min(step, args.total_timesteps) - bar.n)
+        if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
             save()
 
     bar.close()

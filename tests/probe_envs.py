@@ -166,5 +166,9 @@ register("EndlessTerminating", Endless, kwargs={"ending": "terminate"})
 for spaces in ("dict", "image", "multibinary"):
     register(f"Unsupported{spaces}", Unsupported, kwargs={"spaces": spaces})
 gym.register("NeedsMissing-v0", "a_package_that_is_missing.envs:Env")
-gym.register("DisabledAutoreset-v0", vector_entry_point=lambda num_envs, **_: SyncVectorEnv(
-    [Endless for _ in range(num_envs)], autoreset_mode=AutoresetMode.DISABLED))
+gym.register(
+    "DisabledAutoreset-v0",
+    vector_entry_point=lambda num_envs, **_: SyncVectorEnv(
+        [Endless for _ in range(num_envs)], autoreset_mode=AutoresetMode.DISABLED
+    ),
+)
