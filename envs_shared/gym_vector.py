@@ -80,7 +80,8 @@ def make_vec(
             vec.reward_threshold = None if spec is None else spec.reward_threshold
             return vec, vec.reset(seed)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error}; install it with `pip install {error.name}`") from error
+        name = error.name or getattr(error.__cause__, "name", None) or env_id.split(":")[0]
+        raise ValueError(f"no module named {name}; install it with `pip install {name}`") from error
     except gym.error.NamespaceNotFound as error:
         hint = (
             "pip install ale-py` and `--env-id ale_py:ALE/..." if "ALE" in str(error) else "pip install` of its package"

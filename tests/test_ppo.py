@@ -425,6 +425,49 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
         assert len(counts) == 2 * 4 * (8 if name == "all" else 1)
 
 
+# Bad input: one line that names the flag, exit code 2, nothing written
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--env-id NoSuch-v0", "--env-id"),
+        ("--env-id a_missing_module:Task-v0", "pip install a_missing_module"),
+        ("--env-id probe_envs:Unsupporteddict-v0", "Dict observations"),
+        ("--env-id probe_envs:Unsupportedimage-v0", "image observations"),
+        ("--env-id Pendulum-v1 --vectorization torch", "--vectorization torch"),
+        ("--num-envs 0", "--num-envs"),
+        ("--num-steps -5", "--num-steps"),
+        ("--total-timesteps 0", "--total-timesteps"),
+        ("--num-envs 3 --num-steps 5 --num-minibatches 4", "--num-minibatches 4"),
+        ("--update-epochs 0", "--update-epochs"),
+        ("--learning-rate nan", "--learning-rate"),
+        ("--gamma 1.5", "--gamma"),
+        ("--gae-lambda -0.1", "--gae-lambda"),
+        ("--clip-coef -1", "--clip-coef"),
+        ("--target-kl 0", "--target-kl"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        ppo.main(flags.split())
+    assert error.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and message in lines[0], lines
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_environment_is_refused(tmp_path, capsys):
+    ppo.main([*"--num-envs 4 --total-timesteps 128 --eval-episodes 1".split(), "--run-dir", str(tmp_path)])
+    path = str(read_result(tmp_path)[0] / "checkpoint.pt")
+    for flags in (["--resume", path, "--env-id", "Acrobot-v1"], ["--evaluate", path, "--env-id", "Acrobot-v1"]):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as error:
+            ppo.main(flags)
+        assert error.value.code == 2 and "trained with CartPole-v1" in capsys.readouterr().err
+
+
 # Several processes
 
 
@@ -461,6 +504,64 @@ def test_two_processes_give_the_gradients_of_one(free_port):
     kept = minibatch["obs"][minibatch["valid"] > 0].numpy()
     np.testing.assert_allclose(mean, kept.mean(0))
     np.testing.assert_allclose(var, kept.var(0))
+
+
+# Resume
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--env-id CartPole-v1",
+        "--env-id CartPole-v1 --vectorization torch",
+        "--env-id Pendulum-v1 --norm-obs --norm-reward",
+        "--env-id probe_envs:SameStepLedger-v0 --eval-episodes 1",
+    ],
+)
+def test_resume_is_bit_equal(tmp_path, monkeypatch, flags):
+    """2N iterations in one go against a run cut off after N, resumed in a run folder of its own."""
+    base = [*flags.split(), "--num-envs", "4", "--total-timesteps", "1536", "--checkpoint-interval", "3"]
+    if "eval-episodes" not in flags:
+        base += ["--eval-episodes", "2"]
+    ppo.main([*base, "--run-dir", str(tmp_path / "whole")])
+    save = ppo.save_checkpoint
+
+    def save_and_die(path, checkpoint):
+        save(path, checkpoint)
+        if checkpoint["iteration"] == 6:
+            raise RuntimeError("cut off")
+
+    monkeypatch.setattr(ppo, "save_checkpoint", save_and_die)
+    with pytest.raises(RuntimeError, match="cut off"):
+        ppo.main([*base, "--run-dir", str(tmp_path / "cut")])
+    monkeypatch.undo()
+    (cut,) = (tmp_path / "cut").glob("*/checkpoint.pt")
+    ppo.main(["--resume", str(cut), "--run-dir", str(tmp_path / "resumed")])
+    ends = [torch.load(read_result(tmp_path / n)[0] / "checkpoint.pt", weights_only=True) for n in ("whole", "resumed")]
+    assert ends[0]["iteration"] == ends[1]["iteration"] >= 12
+    assert ends[0]["global_step"] == ends[1]["global_step"]
+    for name, value in ends[0]["agent"].items():
+        assert torch.equal(value, ends[1]["agent"][name]), name
+    assert torch.load(cut, weights_only=True)["iteration"] == 6  # another --run-dir leaves the old folder alone
+
+
+def test_environments_that_cannot_be_saved_restart_and_say_so(tmp_path, capsys):
+    flags = "--env-id probe_envs:Opaque-v0 --num-envs 4 --total-timesteps 128 --eval-episodes 1"
+    ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
+    path = read_result(tmp_path)[0] / "checkpoint.pt"
+    capsys.readouterr()
+    ppo.main(["--resume", str(path), "--total-timesteps", "512", "--run-dir", str(tmp_path / "more")])
+    assert "start from a reset" in capsys.readouterr().out
+    assert read_result(tmp_path / "more")[1]["env_steps"] >= 512
+
+
+def test_video_of_environment_0(tmp_path):
+    flags = "--num-envs 2 --total-timesteps 256 --eval-episodes 1 --capture-video"
+    ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
+    path, _ = read_result(tmp_path)
+    videos = list(path.glob("videos_from_step_0/*.mp4"))
+    assert {"env0-episode-0.mp4", "env0-episode-1.mp4"} <= {v.name for v in videos}
+    assert all(v.stat().st_size > 1000 for v in videos)
 
 
 # Compiled and captured paths

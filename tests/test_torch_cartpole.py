@@ -29,7 +29,7 @@ def test_every_step_agrees_with_gymnasium():
         num_truncated += expected[:, 4 + TRUNCATED].sum()
         obs = expected[:, :4].clone()
         ours.state.copy_(obs)  # compare single steps, not the chaos of trajectories
-    assert num_terminated > 50 and num_truncated > 20
+    assert num_terminated > 30 and num_truncated > 20
 
 
 def test_resets_draw_the_start_from_the_same_box_and_count_nothing():
