@@ -26,7 +26,7 @@ Shapes: T time steps of a rollout, B parallel environments, D flattened observat
 # dependencies = [
 #     "torch>=2.11",
 #     "numpy>=1.26",
-#     "gymnasium>=1.1",
+#     "gymnasium>=1.4",
 #     "tyro>=0.9",
 #     "tensorboard>=2.18",
 #     "wandb>=0.19",
@@ -104,7 +104,7 @@ class Args:
     eval_episodes: int = 100
     """episodes of an evaluation"""
     compile: bool = False
-    """torch.compile the loss and the policy step (pays on long runs)"""
+    """compile the hot functions with torch.compile (pays on long runs)"""
     cuda_graphs: bool = True
     """on one CUDA device, replay the fixed-shape steps as CUDA graphs"""
 
@@ -763,6 +763,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             seconds = {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
             content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "ranks": ranks, **progress, **seconds}
             content |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+            writer.flush()  # so that the log never lacks what the checkpoint has
             save_checkpoint(run_path / "checkpoint.pt", content)
 
     # The three steps of an iteration; each is one CUDA graph where that can be

@@ -1,0 +1,168 @@
+"""CPU-seconds until CartPole-v1 is solved: algos/ppo.py against Stable-Baselines3 with tuned settings, side by side.
+
+    python benchmark/ppo_cartpole.py                 # run seeds 1 to 10 of both, then write results, figure and tables
+    python benchmark/ppo_cartpole.py --report-only   # figure and tables from benchmark/results/ppo_cartpole.json
+
+Solved: the mean of the last 20 training episodes is at least 475, looked at after each rollout. CPU-seconds count from
+the end of the imports, on one thread. The two take turns, seed by seed, so that a busy machine slows both alike.
+"""
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from common import (
+    ENVIRONMENT,
+    FIGURES,
+    ROOT,
+    describe_machine,
+    load_results,
+    machine_line,
+    run_script,
+    save_results,
+    write_section,
+)
+from tqdm import tqdm
+
+PEERS = ROOT / "benchmark" / "peers"
+
+
+def make_peer_environment() -> Path:
+    """Python of the peers' own virtual environment, made anew when its requirements have changed."""
+    requirements = PEERS / "requirements.txt"
+    folder, stamp = PEERS / ".venv", PEERS / ".venv" / "requirements.sha256"
+    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if not stamp.exists() or stamp.read_text() != digest:
+        venv.create(folder, with_pip=True, clear=True)
+        install = [folder / "bin" / "pip", "install", "--quiet", "-r", requirements]
+        subprocess.run(list(map(str, install)), check=True)
+        stamp.write_text(digest)
+    return folder / "bin" / "python"
+
+
+def measure(seeds: list[int]) -> dict:
+    """Run both on every seed, taking turns."""
+    python = make_peer_environment()
+    rows = []
+    for seed in tqdm(seeds, unit="seed"):
+        result = run_script("ppo", "--seed", seed)
+        metrics = result["metrics"]
+        command = [str(python), str(PEERS / "sb3_ppo_cartpole.py"), "--seed", str(seed)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True, env=ENVIRONMENT).stdout
+        ours = {
+            "solved_step": metrics.get("solved_step"),
+            "solved_cpu_seconds": metrics.get("solved_cpu_seconds"),
+            "eval_return": metrics["eval/episodic_return"],
+            "total_cpu_seconds": result["cpu_seconds"],
+            "curve": result["curve"],
+        }
+        rows.append({"seed": seed, "ours": ours, "sb3": json.loads(output)})
+    return {"machine": describe_machine(), "rows": rows}
+
+
+def summarize(results: dict) -> dict:
+    """Medians over the seeds (an unsolved run counts as infinite), their ratio, and how many runs met which goal."""
+    medians = {}
+    for who in ("ours", "sb3"):
+        seconds = [r[who]["solved_cpu_seconds"] for r in results["rows"]]
+        medians[who] = statistics.median([float("inf") if s is None else s for s in seconds])
+    ours = [r["ours"] for r in results["rows"]]
+    return {
+        **medians,
+        "ratio": medians["sb3"] / medians["ours"],
+        "in_five_seconds": sum((r["solved_cpu_seconds"] or 99.0) <= 5.0 for r in ours),
+        "stays_solved": sum(r["eval_return"] >= 490.0 for r in ours),
+        "num_seeds": len(ours),
+    }
+
+
+def make_table(results: dict) -> str:
+    """Markdown table over the seeds."""
+
+    def cell(value, form):
+        return "not in 100k steps" if value is None else format(value, form)
+
+    lines = [
+        "| seed | CPU-s until solved | steps until solved | return of the final policy, 100 episodes "
+        "| SB3 tuned: CPU-s | SB3 tuned: steps |",
+        "|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in results["rows"]:
+        ours, sb3 = row["ours"], row["sb3"]
+        lines.append(
+            f"| {row['seed']} | {cell(ours['solved_cpu_seconds'], '.2f')} | {cell(ours['solved_step'], ',')} "
+            f"| {ours['eval_return']:.1f} | {cell(sb3['solved_cpu_seconds'], '.2f')} | {cell(sb3['solved_step'], ',')} |"
+        )
+    s = summarize(results)
+    lines.append(f"| **median** | **{s['ours']:.2f}** | | | **{s['sb3']:.2f}** | |")
+    return "\n".join(lines)
+
+
+def draw(results: dict, path: Path) -> None:
+    """Learning curves by steps and by CPU-seconds, a line a seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    for who, label, color in (("sb3", "Stable-Baselines3, tuned", "tab:orange"), ("ours", "algos/ppo.py", "tab:blue")):
+        for i, row in enumerate(results["rows"]):
+            steps, seconds, returns = zip(*row[who]["curve"], strict=True)
+            for axes, x in ((by_steps, [s / 1000 for s in steps]), (by_seconds, seconds)):
+                axes.plot(x, returns, color=color, alpha=0.55, lw=1.2, label=None if i else label)
+    for axes, label in ((by_steps, "thousand environment steps"), (by_seconds, "CPU-seconds after imports, one thread")):
+        axes.axhline(475, color="gray", ls=":", lw=1)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    by_steps.set_ylabel("mean return of the last 20 episodes")
+    by_steps.set_title(f"CartPole-v1, {len(results['rows'])} seeds; SB3 stops once solved")
+    by_seconds.set_title("the same runs by time (dotted: solved, 475)")
+    by_seconds.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def sections(results: dict) -> dict[str, str]:
+    """What the docs and the README show of the results, by the name of their section."""
+    s = summarize(results)
+    text = (
+        f"Solved within 5 CPU-seconds: {s['in_five_seconds']} of {s['num_seeds']} seeds. Final policy at 490 or more "
+        f"over 100 episodes: {s['stays_solved']} of {s['num_seeds']}. Median {s['ours']:.2f} CPU-seconds against "
+        f"{s['sb3']:.2f} of Stable-Baselines3 with tuned settings in the same session: {s['ratio']:.1f} times fewer.\n"
+    )
+    return {
+        "ppo_cartpole": f"\n{make_table(results)}\n\n{text}\nMeasured on {machine_line(results['machine'])}\n",
+        "ppo_cartpole_cell": f"CartPole-v1 solved in {s['ours']:.1f} CPU-seconds (median of {s['num_seeds']} seeds), "
+        f"{s['ratio']:.1f}x fewer than tuned SB3",
+    }
+
+
+def report(results: dict) -> None:
+    """Write the figure and the sections of docs/ppo.md and README.md."""
+    draw(results, FIGURES / "ppo_cartpole.png")
+    content = sections(results)
+    write_section(ROOT / "docs" / "ppo.md", "ppo_cartpole", content["ppo_cartpole"])
+    write_section(ROOT / "README.md", "ppo_cartpole_cell", content["ppo_cartpole_cell"])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 11)))
+    parser.add_argument("--report-only", action="store_true")
+    args = parser.parse_args()
+    if not args.report_only:
+        save_results("ppo_cartpole", measure(args.seeds))
+    results = load_results("ppo_cartpole")
+    report(results)
+    print(make_table(results))
+    summary = summarize(results)
+    print(f"ratio of the medians, SB3 / ours: {summary['ratio']:.2f}", file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
