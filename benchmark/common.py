@@ -16,7 +16,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def run_script(script: str, *flags) -> dict:
-    """Run algos/`script`.py in a process of its own; returns result.json plus `curve` = [[step, CPU-s, return], ...]."""
+    """Run algos/`script`.py in its own process: result.json plus `curve` = [[step, CPU-s, return], ...]."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def load_results(name: str) -> dict:
 
 
 def replace_section(text: str, name: str, content: str) -> str:
-    """`text` with what stands between <!-- name --> and <!-- /name --> replaced; raises ValueError if they are missing."""
+    """`text` with what stands between <!-- name --> and <!-- /name --> replaced; ValueError where they are not."""
     pattern = re.compile(rf"(<!-- {name} -->).*?(<!-- /{name} -->)", re.S)
     if not pattern.search(text):
         raise ValueError(f"no <!-- {name} --> section")

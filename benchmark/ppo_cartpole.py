@@ -93,11 +93,11 @@ def make_table(results: dict) -> str:
         "|--:|--:|--:|--:|--:|--:|",
     ]
     for row in results["rows"]:
-        ours, sb3 = row["ours"], row["sb3"]
-        lines.append(
-            f"| {row['seed']} | {cell(ours['solved_cpu_seconds'], '.2f')} | {cell(ours['solved_step'], ',')} "
-            f"| {ours['eval_return']:.1f} | {cell(sb3['solved_cpu_seconds'], '.2f')} | {cell(sb3['solved_step'], ',')} |"
+        (seconds, steps), (sb3_seconds, sb3_steps) = (
+            (cell(row[who]["solved_cpu_seconds"], ".2f"), cell(row[who]["solved_step"], ",")) for who in ("ours", "sb3")
         )
+        final = f"{row['ours']['eval_return']:.1f}"
+        lines.append(f"| {row['seed']} | {seconds} | {steps} | {final} | {sb3_seconds} | {sb3_steps} |")
     s = summarize(results)
     lines.append(f"| **median** | **{s['ours']:.2f}** | | | **{s['sb3']:.2f}** | |")
     return "\n".join(lines)
@@ -114,7 +114,10 @@ def draw(results: dict, path: Path) -> None:
             steps, seconds, returns = zip(*row[who]["curve"], strict=True)
             for axes, x in ((by_steps, [s / 1000 for s in steps]), (by_seconds, seconds)):
                 axes.plot(x, returns, color=color, alpha=0.55, lw=1.2, label=None if i else label)
-    for axes, label in ((by_steps, "thousand environment steps"), (by_seconds, "CPU-seconds after imports, one thread")):
+    for axes, label in (
+        (by_steps, "thousand environment steps"),
+        (by_seconds, "CPU-seconds after imports, one thread"),
+    ):
         axes.axhline(475, color="gray", ls=":", lw=1)
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)

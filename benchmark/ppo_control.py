@@ -1,7 +1,7 @@
 """algos/ppo.py on further tasks, several seeds each: results, table and learning curves.
 
-    python benchmark/ppo_control.py                  # about an hour on one core; needs gymnasium[mujoco]
-    python benchmark/ppo_control.py --report-only    # table and figure from benchmark/results/ppo_control.json
+python benchmark/ppo_control.py                  # about an hour on one core; needs gymnasium[mujoco]
+python benchmark/ppo_control.py --report-only    # table and figure from benchmark/results/ppo_control.json
 """
 
 import argparse
@@ -45,7 +45,10 @@ def measure(seeds: list[int]) -> dict:
 
 def make_table(results: dict) -> str:
     """Markdown table over the tasks."""
-    lines = ["| task | steps | CPU-s | return of the final policy, a seed each | mean | flags |", "|--|--:|--:|--|--:|--|"]
+    lines = [
+        "| task | steps | CPU-s | return of the final policy, a seed each | mean | flags |",
+        "|--|--:|--:|--|--:|--|",
+    ]
     for env_id, flags in TASKS.items():
         rows = [r for r in results["rows"] if r["env_id"] == env_id]
         returns = [r["return"] for r in rows]

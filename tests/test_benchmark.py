@@ -30,7 +30,9 @@ def make_run(seconds, eval_return=500.0):
 
 
 def test_summary_counts_unsolved_runs_as_infinitely_slow():
-    rows = [{"seed": s, "ours": make_run(o), "sb3": make_run(p)} for s, (o, p) in enumerate([(2, 20), (4, 30), (None, 40)])]
+    rows = [
+        {"seed": s, "ours": make_run(o), "sb3": make_run(p)} for s, (o, p) in enumerate([(2, 20), (4, 30), (None, 40)])
+    ]
     rows[0]["ours"]["eval_return"] = 480.0
     summary = ppo_cartpole.summarize({"rows": rows})
     assert summary["ours"] == 4 and summary["sb3"] == 30 and summary["ratio"] == 7.5

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import torch
+import torch._dynamo  # what torch.optim imports on first use: kept out of the timing, as in ours
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
