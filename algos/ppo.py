@@ -24,15 +24,8 @@ Shapes: T time steps of a rollout, B parallel environments, D flattened observat
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11",
-#     "numpy>=1.26",
-#     "gymnasium>=1.4",
-#     "tyro>=0.9",
-#     "tensorboard>=2.18",
-#     "wandb>=0.19",
-#     "tqdm>=4.66",
-#     "matplotlib>=3.9",
-#     "pillow>=10.0",
+#     "torch>=2.11", "numpy>=1.26", "gymnasium>=1.4", "tyro>=0.9", "tensorboard>=2.18",
+#     "wandb>=0.19", "tqdm>=4.66", "matplotlib>=3.9", "pillow>=10.0",
 # ]
 # ///
 
@@ -285,10 +278,7 @@ class RolloutStorage:
         self.actions = torch.zeros(num_steps, num_envs, agent.action_dim, dtype=dtype, device=device)  # [T, B, A]
         self.prev_done = torch.zeros(num_envs, dtype=torch.bool, device=device)  # [B] at the step before this rollout
         self.discounted_return = torch.zeros(num_envs, device=device)  # [B] of running episodes, for --norm-reward
-
-    def carried(self) -> list[torch.Tensor]:
-        """What one rollout leaves to the next."""
-        return [self.rows[-1], self.prev_done, self.discounted_return]
+        self.carried = [self.rows[-1], self.prev_done, self.discounted_return]  # what one rollout leaves to the next
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -464,6 +454,11 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]
     return [x for state in optimizer.state.values() for x in state.values()]
 
 
+def can_capture(args: Args, device: torch.device) -> bool:
+    """Whether the steps of an iteration are recorded as CUDA graphs."""
+    return args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1
+
+
 def capture_graph(fn, mutated: list[torch.Tensor]):
     """Record `fn()` as a CUDA graph and return the function that replays it.
 
@@ -589,9 +584,10 @@ def setup_device(args: Args) -> torch.device:
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        torch.cuda.set_device(device)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.cuda.set_device(device)
         torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if use_cuda else "gloo")
     return device
@@ -735,7 +731,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             print("the checkpoint does not hold the state of these environments: they start from a reset")
         else:
             envs.load_state_dict(state["envs"])
-            for x, saved in zip(storage.carried(), state["carried"], strict=True):
+            for x, saved in zip(storage.carried, state["carried"], strict=True):
                 x.copy_(saved)
             torch.set_rng_state(state["rng"][0])
             if device.type == "cuda" and len(state["rng"]) > 1:
@@ -744,7 +740,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
     def save() -> None:
         rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device.type == "cuda" else [])
-        ranks = [{"envs": envs.state_dict(), "carried": [x.cpu() for x in storage.carried()], "rng": rng}] * WORLD_SIZE
+        ranks = [{"envs": envs.state_dict(), "carried": [x.cpu() for x in storage.carried], "rng": rng}] * WORLD_SIZE
         if WORLD_SIZE > 1:
             dist.all_gather_object(ranks, ranks[RANK])
         if is_main:
@@ -761,8 +757,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     collect_step = partial(collect_rollout, agent.act, envs, storage)
     targets_step = partial(compute_targets, agent, storage, args)
     update_step = partial(update_minibatch, agent, optimizer, storage, index, metrics, loss_fn, args)
-    if args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1:
-        mutated = [storage.rows, storage.actions, *storage.carried(), *envs.mutable_tensors(), metrics]
+    if can_capture(args, device):
+        mutated = [storage.rows, storage.actions, *storage.carried, *envs.mutable_tensors(), metrics]
         mutated += [*agent.state_dict().values(), *init_optimizer_state(optimizer)]
         if envs.on_device:
             collect_step = capture_graph(collect_step, mutated)
@@ -800,7 +796,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             agent.obs_stats.update(storage.obs[:-1], storage.valid)
 
         # Log, evaluate, checkpoint
-        steps = progress["global_step"] + sum_over_ranks(storage.valid.sum(1)).cumsum(0).long().cpu().numpy()  # [T]
+        steps = progress["global_step"] + sum_over_ranks(storage.valid.sum(1)).cpu().long().cumsum(0).numpy()  # [T]
         losses = (sum_over_ranks(metrics) / num_updates).tolist()
         step, iteration = int(steps[-1]), progress["iteration"] + 1
         progress |= {"iteration": iteration, "global_step": step}

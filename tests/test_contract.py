@@ -155,15 +155,24 @@ def test_a_finished_run_is_extended_in_a_new_folder(script, tmp_path, capsys):
 
 @each_script
 def test_torchrun(script, run_script, tmp_path):
-    """Two processes: one run folder, one log, and a checkpoint that resumes exactly."""
+    """Two processes: one run folder, one log, other random numbers in each, and an exact resume."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run = run_script(script, *SHORT[script].split(), "--run-dir", tmp_path / "a", launcher=launcher)
-    assert run.returncode == 0, run.stderr
-    path, result = read_result(tmp_path / "a")
-    checkpoint = load(path / "checkpoint.pt")
-    assert len(checkpoint["ranks"]) == 2 and result["env_steps"] >= 2560
-    assert not torch.equal(checkpoint["ranks"][0]["rng"][0], checkpoint["ranks"][1]["rng"][0])
-    assert len(run.stdout.strip().splitlines()) == 1
+    flags = [*SHORT[script].split(), "--no-anneal-lr", "--checkpoint-interval", "0"]
+    for name, more in (
+        ("half", []),
+        ("whole", ["--total-timesteps", 5120]),
+        ("resumed", ["--total-timesteps", 5120, "--resume"]),
+    ):
+        if name == "resumed":
+            more.append(read_result(tmp_path / "half")[0] / "checkpoint.pt")
+        run = run_script(script, *flags, "--run-dir", tmp_path / name, *more, launcher=launcher)
+        assert run.returncode == 0, run.stderr
+        assert len(run.stdout.strip().splitlines()) == 1
+    half, whole, resumed = (read_result(tmp_path / name)[0] for name in ("half", "whole", "resumed"))
+    ranks = load(half / "checkpoint.pt")["ranks"]
+    assert len(ranks) == 2 and not torch.equal(ranks[0]["rng"][0], ranks[1]["rng"][0])
+    assert_same_weights(whole, resumed)
+    assert_same_weights(half, whole, same=False)
 
 
 @each_script
