@@ -418,7 +418,9 @@ def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], count: torch.Tens
     values, value_clip = agent.get_value(minibatch["obs"]), args.clip_coef if args.clip_vloss else None
     v_loss = value_loss(values, minibatch["returns"], minibatch["values"], value_clip)
     entropy = pi.entropy().sum(-1)
-    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # [N], minus eq. 9
+    loss = pg_loss + args.vf_coef * v_loss  # [N], minus eq. 9
+    if args.ent_coef > 0:
+        loss = loss - args.ent_coef * entropy
     clipped = ((ratio - 1.0).abs() > args.clip_coef).float()
     # approx_kl: the low-variance estimate of KL(pi_old, pi) (Schulman 2020, http://joschu.net/blog/kl-approx.html)
     rows = torch.stack((v_loss, pg_loss, entropy, -log_ratio, ratio - 1.0 - log_ratio, clipped)).detach()  # [6, N]

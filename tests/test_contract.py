@@ -24,6 +24,8 @@ except ImportError:  # Python 3.10
 SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
 # Flags that make each script end within seconds, after about ten iterations
 SHORT = {"ppo": "--num-envs 8 --total-timesteps 2560 --eval-episodes 4 --checkpoint-interval 1"}
+# Flags that, after those, make a run long enough to be killed half-way
+LONGER = {"ppo": "--total-timesteps 20480"}
 # Functions that are the same, to the letter, in every script that has them
 SHARED = (
     "fail check_range setup_device seed_everything sum_over_ranks sum_gradients get_run_path make_writer get_commit "
@@ -87,7 +89,8 @@ def test_the_seed_fixes_everything(script, tmp_path):
 
 def kill_when(script, run_dir, is_time):
     """Start a run and kill -9 it once `is_time(checkpoint path)`; returns the checkpoint's path."""
-    command = [sys.executable, str(ROOT / "algos" / f"{script}.py"), *SHORT[script].split(), "--run-dir", str(run_dir)]
+    flags = [*SHORT[script].split(), *LONGER[script].split(), "--run-dir", str(run_dir)]
+    command = [sys.executable, str(ROOT / "algos" / f"{script}.py"), *flags]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 120
     while time.time() < deadline and process.poll() is None:
@@ -102,9 +105,10 @@ def kill_when(script, run_dir, is_time):
 
 @each_script
 def test_a_killed_run_resumes_to_the_same_weights(script, tmp_path):
-    run_main(script, "--run-dir", tmp_path / "whole")
+    run_main(script, *LONGER[script].split(), "--run-dir", tmp_path / "whole")
     cut = kill_when(script, tmp_path / "cut", lambda path: load(path)["iteration"] >= 2)
     assert not (cut.parent / "result.json").exists()
+    time.sleep(1.1)  # TensorBoard orders event files by the second they were made in
     importlib.import_module(f"algos.{script}").main(["--resume", str(cut)])  # goes on in its own folder
     assert_same_weights(read_result(tmp_path / "whole")[0], read_result(tmp_path / "cut")[0])
     whole, cut = (read_scalars(read_result(tmp_path / name)[0]) for name in ("whole", "cut"))
