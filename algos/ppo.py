@@ -706,13 +706,13 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     wall_start, cpu_start = time.time(), time.process_time()
     device, is_main = setup_device(args), RANK == 0
     run_path = get_run_path(args, checkpoint)
-    videos = f"videos_from_step_{checkpoint['global_step'] if checkpoint else 0}"
-    video_folder = run_path / videos if args.capture_video and is_main else None
-    env_seed = seed_everything(args.seed, 0, RANK)
+    start_step = checkpoint["global_step"] if checkpoint else 0
+    video_folder = run_path / f"videos_from_step_{start_step}" if args.capture_video and is_main else None
+    env_seed = seed_everything(args.seed, 0, RANK, start_step)
     envs, obs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, args.vectorization, device, video_folder)
     seed_everything(args.seed)  # the same weights in every process
     agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)
-    seed_everything(args.seed, 2, RANK)
+    seed_everything(args.seed, 2, RANK, start_step)
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, so that CUDA graphs see it change
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=device.type == "cuda")
     storage = RolloutStorage(envs, agent, args.num_steps, device)
@@ -722,8 +722,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     progress = {"iteration": 0, "global_step": 0, "solved": {}, "history": [], "recent_returns": []}
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
-        if progress["global_step"] >= args.total_timesteps:
-            fail(f"--resume {args.resume}: its {progress['global_step']} steps are done; raise --total-timesteps")
+        if start_step >= args.total_timesteps:
+            fail(f"--resume {args.resume}: its {start_step} steps are done; raise --total-timesteps")
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         optimizer.param_groups[0]["lr"] = lr
@@ -738,7 +738,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             torch.set_rng_state(state["rng"][0])
             if device.type == "cuda" and len(state["rng"]) > 1:
                 torch.cuda.set_rng_state(state["rng"][1])
-    writer = make_writer(args, run_path, progress["global_step"]) if is_main else None
+    writer = make_writer(args, run_path, start_step) if is_main else None
 
     def save() -> None:
         rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device.type == "cuda" else [])
@@ -772,8 +772,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     if checkpoint is None:
         save()
     threshold = envs.reward_threshold
-    loop_start, loop_start_step = time.time(), progress["global_step"]
-    bar = tqdm(total=args.total_timesteps, initial=loop_start_step, unit="step", disable=not is_main)
+    loop_start = time.time()
+    bar = tqdm(total=args.total_timesteps, initial=start_step, unit="step", disable=not is_main)
     while progress["global_step"] < args.total_timesteps:
         if args.anneal_lr:
             lr.fill_(args.learning_rate * (1.0 - progress["global_step"] / args.total_timesteps))
@@ -815,7 +815,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 storage.values[:-1], storage.returns, storage.valid
             )
             scalars["charts/learning_rate"] = lr.item()
-            scalars["charts/SPS"] = int((step - loop_start_step) / (time.time() - loop_start))
+            scalars["charts/SPS"] = int((step - start_step) / (time.time() - loop_start))
             scalars["charts/cpu_seconds"] = cpu_seconds = time.process_time() - cpu_start
             if recent := progress["recent_returns"]:
                 scalars["charts/return_last_20"] = mean_return = float(np.mean(recent))
