@@ -54,7 +54,7 @@ from torch.distributions import Categorical, Normal, kl_divergence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where envs_shared is
+sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
 from envs_shared import gym_vector
 from envs_shared.gym_vector import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
 
@@ -76,7 +76,7 @@ class Args:
     cuda: bool = True
     """train on CUDA where there is a GPU"""
     torch_threads: int = 1
-    """CPU threads of torch; for small networks one is the fastest"""
+    """CPU threads of torch; one is fastest for small networks, more than the free cores is far slower"""
     run_dir: str = "runs"
     """folder that holds the run folders"""
     track: bool = False
@@ -86,7 +86,7 @@ class Args:
     wandb_entity: str | None = None
     """team at Weights & Biases"""
     capture_video: bool = False
-    """record episodes of environment 0 into the run folder (steps the environments with sync)"""
+    """record episodes of environment 0 into the run folder (without vectorization of its own)"""
     resume: str | None = None
     """checkpoint.pt to go on from, with its settings; other flags given here override them"""
     evaluate: str | None = None
@@ -149,9 +149,7 @@ class Args:
     """penalty beta of eq. 5; above zero it replaces the clipping of eq. 7"""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Networks
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Networks --------------------------------------------------------------------------------------------------------
 
 
 def layer_init(layer: nn.Linear, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Linear:
@@ -162,7 +160,7 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Tanh(nn.Module):
-    """tanh(x) as 2 sigmoid(2 x) - 1: equal to rounding, and several times faster than torch.tanh on the CPU."""
+    """tanh(x) as 2 sigmoid(2 x) - 1, to an absolute error of 1e-7; far faster than torch.tanh on the CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2.0 * torch.sigmoid(2.0 * x) - 1.0
@@ -252,9 +250,7 @@ class Agent(nn.Module):
         return (pi.logits + gumbel).argmax(-1)  # Gumbel-max: a sample of softmax(logits)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Storage
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Storage ---------------------------------------------------------------------------------------------------------
 
 
 class RolloutStorage:
@@ -281,9 +277,7 @@ class RolloutStorage:
         self.carried = [self.rows[-1], self.prev_done, self.discounted_return]  # what one rollout leaves to the next
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# PPO
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- PPO -------------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -312,13 +306,8 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
     autoreset that is obs[t + 1]; with SAME_STEP it is final_obs, and `final_values` [T, B] holds its V where an episode
     ended. Where both flags are set, terminated wins.
 
-    Args:
-        rewards: [T, B].
-        values: [T + 1, B], V of every observation of the rollout, the last one included.
-        terminated, truncated: [T, B] bool.
-
-    Returns:
-        advantages [T, B], and returns [T, B] = advantages + values[:-1].
+    From rewards [T, B], values [T + 1, B] of all observations, terminated and truncated [T, B] bool to advantages
+    [T, B] and returns [T, B] = advantages + values[:-1].
     """
     done = terminated | truncated
     next_values = values[1:] if final_values is None else torch.where(done, final_values, values[1:])
@@ -347,7 +336,7 @@ def compute_targets(agent: Agent, storage: RolloutStorage, args: Args) -> None:
     done = terminated | truncated
     storage.valid = find_valid(done, storage.prev_done, same_step=storage.final_obs is not None).float()  # [T, B]
     storage.prev_done.copy_(done[-1])
-    rewards = storage.rewards
+    rewards = storage.rewards * storage.valid
     if args.norm_reward:
         sums = discount_rewards(rewards, done, storage.discounted_return, args.gamma)
         agent.return_stats.update(sums, storage.valid)
@@ -364,7 +353,7 @@ def compute_targets(agent: Agent, storage: RolloutStorage, args: Args) -> None:
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, valid: torch.Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over the valid rows, all [T, B]; NaN where the returns do not vary."""
     values, returns = values[valid > 0].double(), returns[valid > 0].double()
-    variance = returns.var(correction=0).item()
+    variance = returns.var(correction=0).item() if len(returns) else 0.0
     return 1 - (returns - values).var(correction=0).item() / variance if variance > 0 else math.nan
 
 
@@ -398,12 +387,9 @@ METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl",
 def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], count: torch.Tensor, args: Args):
     """The loss to minimize, minus eq. 9, as the mean over the `count` valid rows of all processes.
 
-    Args:
-        minibatch: rows [N, ...] of `obs`, `actions`, `log_probs`, `values`, `advantages`, `returns`, `valid`, and
-            `policy_params` of the old policy. Rows with valid = 0 carry no weight.
-
-    Returns:
-        the loss, whose gradients add up over processes, and this process's part of the METRICS [6].
+    `minibatch` has rows [N, ...] of `obs`, `actions`, `log_probs`, `values`, `advantages`, `returns`, `valid`, and
+    `policy_params` of the old policy; rows with valid = 0 carry no weight. Returns the loss, whose gradients add up
+    over processes, and this process's part of the METRICS [6].
     """
     pi = agent.get_distribution(agent.get_policy_params(minibatch["obs"]))
     advantages, valid = minibatch["advantages"], minibatch["valid"]
@@ -498,29 +484,32 @@ def capture_policy(agent: Agent, storage: RolloutStorage):
     return act
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Evaluation and checkpoints
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Evaluation and checkpoints --------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def evaluate(agent: Agent, args: Args, device: torch.device, video_folder: Path | None = None) -> dict[str, float]:
-    """Play --eval-episodes episodes with the most likely action and frozen statistics.
+    """Play --eval-episodes episodes with the most likely action and frozen statistics; returns are of raw rewards.
 
-    The environments are newly made, gymnasium's own, and the same for every call with the same seed. Each contributes
-    the same number of episodes (give or take one), so that short ones are not favoured. Returns are of raw rewards.
+    The environments are gymnasium's own and the same for every call with the same seed. Each contributes the same
+    number of episodes (give or take one), so that short ones are not favoured.
     """
     seed = int(np.random.SeedSequence([args.seed, 1]).generate_state(1)[0])
     envs, obs = make_envs(args, min(args.num_envs, args.eval_episodes), seed, "auto", device, video_folder)
     quota = np.full(envs.num_envs, args.eval_episodes // envs.num_envs)
     quota[: args.eval_episodes % envs.num_envs] += 1
     episodes = []
-    while quota.any():
+    for _ in range(10_000 * quota.max()):
+        if not quota.any():
+            break
         rows = envs.step(agent.get_distribution(agent.get_policy_params(obs.to(device))).mode)
         obs, extra = rows[:, : envs.obs_dim], rows[:, envs.obs_dim :].numpy()
         ended = (extra[:, EPISODE_LENGTH] > 0) & (quota > 0)
         quota[ended] -= 1
         episodes.extend(extra[ended, EPISODE_RETURN : EPISODE_LENGTH + 1].tolist())
+    if quota.any():  # environments that have no time limit
+        print(f"{(quota > 0).sum()} episodes were cut off in evaluation and count with their return so far")
+        episodes += np.stack((envs.envs.episode_returns, envs.envs.episode_lengths), 1)[quota > 0].tolist()
     envs.close()
     returns, lengths = np.array(episodes).T
     names = ("eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length")
@@ -555,14 +544,12 @@ def load_checkpoint(path: str) -> dict:
     script = checkpoint.get("script") if isinstance(checkpoint, dict) else None
     if script != SCRIPT:
         fail(f"{path}: a checkpoint of {script}.py, not of {SCRIPT}.py" if script else f"{path}: not a checkpoint")
-    if checkpoint["args"].keys() != {field.name for field in fields(Args)}:
+    if checkpoint.get("args", {}).keys() != {field.name for field in fields(Args)}:
         fail(f"{path}: written by a version of {SCRIPT}.py with other options")
     return checkpoint
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Training
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def fail(message: str) -> NoReturn:
@@ -571,7 +558,7 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def check_range(args: Args, names: str, low: float, high: float = math.inf, above: bool = False) -> None:
+def check_range(args: Args, names: str, low: float, high: float = sys.float_info.max, above: bool = False) -> None:
     """Exit with code 2 where one of the fields `names` (separated by spaces) lies outside [low, high], or at low."""
     for name in names.split():
         value = getattr(args, name)
@@ -620,26 +607,27 @@ def sum_gradients(parameters) -> None:
             g.copy_(summed.view_as(g))
 
 
-def get_run_path(args: Args, checkpoint: dict | None) -> Path:
-    """Path of the run folder; an unfinished run that is resumed goes on in its own one."""
+def make_run_folder(args: Args, checkpoint: dict | None) -> Path:
+    """Create the run folder; an unfinished run that is resumed goes on in its own one."""
     if checkpoint is not None:
         path = Path(args.resume).resolve().parent
-        if args.run_dir == checkpoint["args"]["run_dir"] and not (path / "result.json").exists():
+        is_run = (path / "args.json").exists() and not (path / "result.json").exists()
+        if is_run and args.run_dir == checkpoint["args"]["run_dir"]:
             return path
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    path = Path(args.run_dir) / name.replace("/", "-").replace(":", "-")
-    while path.exists():  # two runs started in the same second
-        path = path.with_name(f"{path.name}-")
-    return path
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
+    while True:
+        try:
+            (Path(args.run_dir) / name).mkdir(parents=True)
+            return Path(args.run_dir) / name
+        except OSError as error:
+            if not (Path(args.run_dir) / name).exists():
+                fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
+            name += "-"  # another run was started in the same second
 
 
 def make_writer(args: Args, run_path: Path, global_step: int) -> SummaryWriter:
-    """Create the run folder with args.json and TensorBoard events, mirrored to Weights & Biases with --track."""
-    try:
-        run_path.mkdir(parents=True, exist_ok=bool(args.resume or args.capture_video))
-        write_atomically(run_path / "args.json", json.dumps(asdict(args), indent=2).encode())
-    except OSError as error:
-        fail(f"--run-dir {args.run_dir}: cannot write {run_path} ({error.strerror})")
+    """args.json and TensorBoard events in the run folder, mirrored to Weights & Biases with --track."""
+    write_atomically(run_path / "args.json", json.dumps(asdict(args), indent=2).encode())
     if args.track:
         import wandb
 
@@ -691,9 +679,7 @@ def check_args(args: Args) -> None:
         fail("--track needs Weights & Biases: pip install wandb")
 
 
-def make_envs(
-    args: Args, num_envs: int, seed: int, vectorization: str, device: torch.device, video_folder: Path | None
-):
+def make_envs(args: Args, num_envs: int, seed: int, vectorization: str, device, video_folder: Path | None):
     """Environments and their first observations [B, D]; exits with code 2 where they cannot be made."""
     try:
         return gym_vector.make_vec(args.env_id, num_envs, seed, vectorization, device, video_folder)
@@ -705,16 +691,21 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     """Train as `args` say, from `checkpoint` if given, and leave a run folder with result.json."""
     wall_start, cpu_start = time.time(), time.process_time()
     device, is_main = setup_device(args), RANK == 0
-    run_path = get_run_path(args, checkpoint)
     start_step = checkpoint["global_step"] if checkpoint else 0
-    video_folder = run_path / f"videos_from_step_{start_step}" if args.capture_video and is_main else None
+    if start_step >= args.total_timesteps and Path(args.resume).with_name("result.json").exists():
+        fail(f"--resume {args.resume}: its {start_step} steps are done; raise --total-timesteps")
     env_seed = seed_everything(args.seed, 0, RANK, start_step)
-    envs, obs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, args.vectorization, device, video_folder)
+    env_args = args.num_envs // WORLD_SIZE, env_seed, args.vectorization, device
+    envs, obs = make_envs(args, *env_args, None)
+    run_path = make_run_folder(args, checkpoint) if is_main else None
+    if args.capture_video and is_main:
+        envs.close()
+        envs, obs = make_envs(args, *env_args, run_path / f"videos_from_step_{start_step}")
     seed_everything(args.seed)  # the same weights in every process
     agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)
     seed_everything(args.seed, 2, RANK, start_step)
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, so that CUDA graphs see it change
-    optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=device.type == "cuda")
+    optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=can_capture(args, device))
     storage = RolloutStorage(envs, agent, args.num_steps, device)
     storage.obs[-1] = obs.to(device)
     batch_size = args.num_envs * args.num_steps // WORLD_SIZE  # rows of this process
@@ -722,29 +713,34 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     progress = {"iteration": 0, "global_step": 0, "solved": {}, "history": [], "recent_returns": []}
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
-        if start_step >= args.total_timesteps:
-            fail(f"--resume {args.resume}: its {start_step} steps are done; raise --total-timesteps")
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0] |= {"lr": lr, "capturable": can_capture(args, device)}
         wall_start, cpu_start = wall_start - checkpoint["wall_seconds"], cpu_start - checkpoint["cpu_seconds"]
         state = checkpoint["ranks"][RANK] if len(checkpoint["ranks"]) == WORLD_SIZE else {"envs": None}
-        if state["envs"] is None:
+        if state["envs"] is None and is_main:
             print("the checkpoint does not hold the state of these environments: they start from a reset")
-        else:
+        elif state["envs"] is not None:
             envs.load_state_dict(state["envs"])
             for x, saved in zip(storage.carried, state["carried"], strict=True):
                 x.copy_(saved)
-            torch.set_rng_state(state["rng"][0])
-            if device.type == "cuda" and len(state["rng"]) > 1:
-                torch.cuda.set_rng_state(state["rng"][1])
+            random.setstate(state["python_rng"])
+            np.random.set_state(gym_vector.set_plain_state({}, state["numpy_rng"]))
+            torch.set_rng_state(state["torch_rng"])
+            if device.type == "cuda" and state["cuda_rng"] is not None:
+                torch.cuda.set_rng_state(state["cuda_rng"])
     writer = make_writer(args, run_path, start_step) if is_main else None
 
     def save() -> None:
-        rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device.type == "cuda" else [])
-        ranks = [{"envs": envs.state_dict(), "carried": [x.cpu() for x in storage.carried], "rng": rng}] * WORLD_SIZE
-        if WORLD_SIZE > 1:
-            dist.all_gather_object(ranks, ranks[RANK])
+        state = {"envs": envs.state_dict(), "carried": [x.cpu() for x in storage.carried]}
+        state |= {"python_rng": random.getstate(), "torch_rng": torch.get_rng_state()}
+        state["numpy_rng"] = gym_vector.get_plain_state(np.random.get_state(legacy=False))
+        state["cuda_rng"] = torch.cuda.get_rng_state() if device.type == "cuda" else None
+        ranks = [state] * WORLD_SIZE
+        if WORLD_SIZE > 1:  # as bytes: some integer types do not survive the trip as tensors
+            torch.save(state, buffer := io.BytesIO())
+            dist.all_gather_object(ranks, buffer.getvalue())
+            ranks = [torch.load(io.BytesIO(content), weights_only=True) for content in ranks]
         if is_main:
             seconds = {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
             content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "ranks": ranks, **progress, **seconds}
@@ -766,14 +762,14 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             collect_step = capture_graph(collect_step, mutated)
         else:  # the environments run on the host between two replays of the policy
             collect_step = partial(collect_rollout, capture_policy(agent, storage), envs, storage)
-        targets_step = capture_graph(targets_step, mutated)
-        update_step = capture_graph(update_step, mutated)
-
+        targets_step, update_step = (capture_graph(step, mutated) for step in (targets_step, update_step))
     if checkpoint is None:
         save()
     threshold = envs.reward_threshold
     loop_start = time.time()
     bar = tqdm(total=args.total_timesteps, initial=start_step, unit="step", disable=not is_main)
+    if is_main:
+        bar.write(f"run folder {run_path}")
     while progress["global_step"] < args.total_timesteps:
         if args.anneal_lr:
             lr.fill_(args.learning_rate * (1.0 - progress["global_step"] / args.total_timesteps))
@@ -802,7 +798,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         losses = (sum_over_ranks(metrics) / num_updates).tolist()
         step, iteration = int(steps[-1]), progress["iteration"] + 1
         progress |= {"iteration": iteration, "global_step": step}
-        is_last = step >= args.total_timesteps
+        if not all(map(math.isfinite, losses)):
+            raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {losses}")
         if is_main:
             episodes = storage.episodes.cpu().numpy()  # [T, B, 2]
             for t in np.flatnonzero(episodes[:, :, 1].any(1)):  # the mean of the episodes that end on the same step
@@ -825,26 +822,31 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 if is_solved and not progress["solved"]:
                     progress["solved"] = {"solved_step": step, "solved_cpu_seconds": cpu_seconds}
                     bar.write(f"solved: last 20 episodes {mean_return:.1f} >= {threshold:g} at step {step:,}")
-            if is_last or (args.eval_interval and iteration % args.eval_interval == 0):
-                scalars |= (eval_metrics := evaluate(agent, args, device))
             for name, value in scalars.items():
                 writer.add_scalar(name, value, step)
             bar.update(min(step, args.total_timesteps) - bar.n)
+        is_last = step >= args.total_timesteps
         if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
             save()
-
+        if is_main and not is_last and args.eval_interval and iteration % args.eval_interval == 0:
+            for name, value in evaluate(agent, args, device).items():
+                writer.add_scalar(name, value, step)
     bar.close()
     envs.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     if not is_main:
         return
+    step, history = progress["global_step"], progress["history"]
+    eval_metrics = evaluate(agent, args, device)
+    for name, value in eval_metrics.items():
+        writer.add_scalar(name, value, step)
     result = {
         "script": SCRIPT,
         "env_id": args.env_id,
         "seed": args.seed,
         "headline": "eval/episodic_return",
-        "metrics": {k: v for k, v in scalars.items() if k.startswith(("eval", "charts"))} | progress["solved"],
+        "metrics": eval_metrics | progress["solved"],
         "env_steps": step,
         "wall_seconds": time.time() - wall_start,
         "cpu_seconds": time.process_time() - cpu_start,
@@ -853,7 +855,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         "commit": get_commit(),
         "args": asdict(args),
     }
-    if history := progress["history"]:
+    if history:
         title, path = f"{args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
         plot_learning_curve(path, writer, history, title, "return, last 20 episodes")
     writer.close()
@@ -873,18 +875,14 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = Args(**checkpoint["args"])
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = ("env_id", "norm_obs", "norm_reward", "seed", "num_envs", "num_steps", "vectorization")
+        fixed = ("env_id", "norm_obs", "norm_reward", "seed", "num_envs", "num_steps", "vectorization", "capture_video")
         for name in fixed if args.resume else fixed[:2]:
             value, trained = getattr(args, name), getattr(saved, name)
             if value != trained:
                 fail(f"--{name.replace('_', '-')} {value}: {path} was trained with {trained}")
     check_args(args)
     if not args.evaluate:
-        try:
-            return train(args, checkpoint)
-        except KeyboardInterrupt:
-            print("interrupted: --resume CHECKPOINT goes on from the run's last checkpoint.pt", file=sys.stderr)
-            raise SystemExit(130) from None
+        return train(args, checkpoint)
     device = setup_device(args)
     envs, _ = make_envs(args, 1, args.seed, "auto", device, None)
     agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)
@@ -895,4 +893,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: --resume the checkpoint.pt in the run folder to go on")

@@ -81,7 +81,10 @@ def make_vec(
             return vec, vec.reset(seed)
     except ModuleNotFoundError as error:
         name = error.name or getattr(error.__cause__, "name", None) or env_id.split(":")[0]
-        raise ValueError(f"no module named {name}; install it with `pip install {name}`") from error
+        hint = "run from the folder it is in, or " if name == env_id.split(":")[0].split(".")[0] else ""
+        raise ValueError(f"no module named {name}; {hint}install it with `pip install {name}`") from error
+    except ImportError as error:  # an environment that has moved to another package
+        raise ValueError(str(error)) from error
     except gym.error.NamespaceNotFound as error:
         hint = (
             "pip install ale-py` and `--env-id ale_py:ALE/..." if "ALE" in str(error) else "pip install` of its package"
@@ -120,11 +123,16 @@ class GymVec:
         """Observations [B, ...] to rows [B, D]; Discrete ones become one-hot."""
         space = self.single_observation_space
         if isinstance(space, gym.spaces.Discrete):
-            return np.eye(self.obs_dim, dtype=np.float32)[np.asarray(obs) - space.start]
+            one_hot = np.zeros((len(obs), self.obs_dim), np.float32)
+            one_hot[np.arange(len(obs)), np.asarray(obs) - space.start] = 1.0
+            return one_hot
         return np.asarray(obs).reshape(len(obs), -1)
 
     def reset(self, seed: int) -> torch.Tensor:
         """Start new episodes from `seed` and return their observations [B, D]."""
+        for i, env in enumerate(getattr(self.envs.unwrapped, "envs", [self.envs.unwrapped])):
+            env.action_space.seed(seed + i)  # for environments that sample from their own spaces
+            env.observation_space.seed(seed + i)
         obs, _ = self.envs.reset(seed=seed)
         return torch.from_numpy(self.flatten(obs).astype(np.float32))
 
@@ -178,7 +186,9 @@ def flat_obs_dim(space: gym.Space) -> int:
 
 def check_action_space(space: gym.Space) -> None:
     """Raise ValueError unless the actions are Discrete, MultiDiscrete (flat) or a Box of floats."""
-    is_float_box = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
+    is_float_box = (
+        isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and 0 not in space.shape
+    )
     is_flat_multi = isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1
     if not (is_float_box or is_flat_multi or isinstance(space, gym.spaces.Discrete)):
         raise ValueError(
@@ -189,40 +199,57 @@ def check_action_space(space: gym.Space) -> None:
 # What the state of an environment is made of, and what is made anew with it and need not be saved.
 PLAIN_TYPES = (bool, int, float, str, type(None))
 ENV_TYPES = (gym.Env, VectorEnv)
-FIXED_TYPES = (gym.Space, gym.envs.registration.EnvSpec, AutoresetMode, FunctionType, type)
+FIXED_TYPES = (gym.envs.registration.EnvSpec, AutoresetMode, FunctionType, type)
 
 
-def get_plain_state(value):
+def is_fixed(value) -> bool:
+    """Whether `value` is a constant that a newly made environment has too; arrays of text are maps and labels."""
+    return isinstance(value, FIXED_TYPES) or (isinstance(value, np.ndarray) and value.dtype.kind in "SU")
+
+
+def get_plain_state(value, owners: dict | None = None):
     """Copy the state of an environment, its wrappers and sub-environments into tensors, numbers, lists and dicts.
 
     The result holds nothing that `torch.load(weights_only=True)` refuses. Raises TypeError for a member that is not
-    plain data, such as a handle into a simulator or a subprocess.
+    plain data, such as a handle into a simulator or a subprocess, and for two arrays that are views of one memory:
+    copies of them would part. `owners` maps memory to the one array seen on it.
     """
-    if isinstance(value, FIXED_TYPES):
+    owners = {} if owners is None else owners
+    if is_fixed(value):
         return None
     if isinstance(value, (np.ndarray, np.generic)):  # before PLAIN_TYPES: np.float64 is a float
-        return torch.from_numpy(np.array(value))  # TypeError for arrays of objects or strings
+        if isinstance(value, np.ndarray):
+            memory = value
+            while isinstance(memory.base, np.ndarray):
+                memory = memory.base
+            if owners.setdefault(id(memory), value) is not value:
+                raise TypeError("two views of one array")
+        return torch.from_numpy(np.array(value))  # TypeError for arrays of objects
     if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, np.random.Generator):
         return get_plain_state(value.bit_generator.state)
+    if isinstance(value, gym.Space):
+        return get_plain_state(value.np_random)
     if isinstance(value, dict):
-        return {k: get_plain_state(v) for k, v in value.items()}
+        return {k: get_plain_state(v, owners) for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)):
-        return [get_plain_state(v) for v in value]
+        return [get_plain_state(v, owners) for v in value]
     if isinstance(value, ENV_TYPES):
-        return get_plain_state(vars(value))
+        return get_plain_state(vars(value), owners)
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def set_plain_state(value, state):
     """Return `value` with the state that `get_plain_state` copied; environments and generators change in place."""
-    if isinstance(value, FIXED_TYPES):
+    if is_fixed(value):
         return value
     if isinstance(state, torch.Tensor):
         return state.numpy().copy()[()]  # [()] turns 0-d arrays back into numpy scalars
     if isinstance(value, np.random.Generator):
         value.bit_generator.state = set_plain_state(value.bit_generator.state, state)
+    elif isinstance(value, gym.Space):
+        set_plain_state(value.np_random, state)
     elif isinstance(value, ENV_TYPES):
         for name, item in state.items():
             setattr(value, name, set_plain_state(vars(value).get(name), item))
@@ -232,13 +259,9 @@ def set_plain_state(value, state):
     elif isinstance(state, list):
         old = list(value)[: len(state)] if isinstance(value, (list, tuple, deque)) else []
         items = [set_plain_state(a, b) for a, b in zip(old + [None] * (len(state) - len(old)), state, strict=True)]
-        return (
-            deque(items, value.maxlen)
-            if isinstance(value, deque)
-            else tuple(items)
-            if isinstance(value, tuple)
-            else items
-        )
+        if isinstance(value, deque):
+            return deque(items, value.maxlen)
+        return tuple(items) if isinstance(value, tuple) else items
     else:
         return state
     return value

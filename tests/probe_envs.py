@@ -1,5 +1,7 @@
 """Tiny environments with known optima, registered as `probe_envs:Name-v0`."""
 
+import random
+
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -134,6 +136,42 @@ class Opaque(Fixed):
         self.simulator = object()
 
 
+class NoLimit(Endless):
+    """Reward 1 for ever, and nothing that ends an episode."""
+
+    def __init__(self):
+        super().__init__()
+        self.limit = np.inf
+
+
+class Broken(Endless):
+    """Observations that turn into NaN."""
+
+    def step(self, action):
+        return np.full(1, np.nan, np.float32), *super().step(action)[1:]
+
+
+class GlobalRandom(Fixed):
+    """Draws from numpy's and Python's global generators and from its own space."""
+
+    def observe(self):
+        noise = np.random.uniform(-0.3, 0.3) + random.uniform(-0.3, 0.3)
+        return 0.3 * self.observation_space.sample() + np.float32(noise)
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, float(obs.sum()), *rest
+
+
+class Views(Fixed):
+    """Two views of one array: copies of them would part."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffer = np.zeros(4, np.float32)
+        self.position = self.buffer[:2]
+
+
 class Unsupported(gym.Env):
     """Spaces given by name, to be refused."""
 
@@ -160,7 +198,7 @@ def register(name, entry_point, **kwargs):
     )
 
 
-for env_class in (Endless, Ledger, Digits, Shifted, Aim, Fixed, Opaque):
+for env_class in (Endless, Ledger, Digits, Shifted, Aim, Fixed, Opaque, NoLimit, Broken, GlobalRandom, Views):
     register(env_class.__name__, env_class)
 register("EndlessTerminating", Endless, kwargs={"ending": "terminate"})
 for spaces in ("dict", "image", "multibinary"):

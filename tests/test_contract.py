@@ -28,7 +28,7 @@ SHORT = {"ppo": "--num-envs 8 --total-timesteps 2560 --eval-episodes 4 --checkpo
 LONGER = {"ppo": "--total-timesteps 20480"}
 # Functions that are the same, to the letter, in every script that has them
 SHARED = (
-    "fail check_range setup_device seed_everything sum_over_ranks sum_gradients get_run_path make_writer get_commit "
+    "fail check_range setup_device seed_everything sum_over_ranks sum_gradients make_run_folder make_writer get_commit "
     "plot_learning_curve write_atomically save_checkpoint load_checkpoint capture_graph init_optimizer_state"
 ).split()
 COMMON_FLAGS = (
@@ -171,12 +171,32 @@ def test_torchrun(script, run_script, tmp_path):
             more.append(read_result(tmp_path / "half")[0] / "checkpoint.pt")
         run = run_script(script, *flags, "--run-dir", tmp_path / name, *more, launcher=launcher)
         assert run.returncode == 0, run.stderr
-        assert len(run.stdout.strip().splitlines()) == 1
+        assert run.stdout.count("run folder") == 2  # one process talks: at the start and in the summary
     half, whole, resumed = (read_result(tmp_path / name)[0] for name in ("half", "whole", "resumed"))
     ranks = load(half / "checkpoint.pt")["ranks"]
-    assert len(ranks) == 2 and not torch.equal(ranks[0]["rng"][0], ranks[1]["rng"][0])
+    assert len(ranks) == 2 and not torch.equal(ranks[0]["torch_rng"], ranks[1]["torch_rng"])
     assert_same_weights(whole, resumed)
     assert_same_weights(half, whole, same=False)
+
+
+@each_script
+def test_a_run_killed_before_its_result_is_finished_by_a_resume(script, tmp_path):
+    run_main(script, "--run-dir", tmp_path)
+    path, result = read_result(tmp_path)
+    (path / "result.json").unlink()
+    weights = load(path / "checkpoint.pt")["agent"]
+    importlib.import_module(f"algos.{script}").main(["--resume", str(path / "checkpoint.pt")])
+    path_again, again = read_result(tmp_path)
+    assert path_again == path and again["metrics"] == result["metrics"]
+    assert all(torch.equal(v, load(path / "checkpoint.pt")["agent"][k]) for k, v in weights.items())
+
+
+@each_script
+def test_runs_started_in_the_same_second_get_folders_of_their_own(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.import_module(f"algos.{script}").time, "time", lambda: 1e9 + time.monotonic() % 1e-3)
+    for _ in range(2):
+        run_main(script, "--run-dir", tmp_path)
+    assert len(list(tmp_path.glob("*/result.json"))) == 2
 
 
 @each_script
@@ -268,12 +288,12 @@ def test_shared_functions_are_the_same_to_the_letter(script):
     reference, mine = functions("ppo"), functions(script)
     assert set(reference) == set(SHARED)
     assert mine == {name: reference[name] for name in mine}
-    assert {"fail", "setup_device", "save_checkpoint", "load_checkpoint", "get_run_path", "make_writer"} <= set(mine)
+    assert {"fail", "setup_device", "save_checkpoint", "load_checkpoint", "make_run_folder", "make_writer"} <= set(mine)
 
 
 @each_script
 def test_sections_are_in_order(script):
-    titles = re.findall(r"^# -{118}\n# (.+)\n# -{118}$", source(script), re.M)
+    titles = re.findall(r"^# ---- (.+) -+$", source(script), re.M)
     assert [None if i == 2 else t for i, t in enumerate(titles)] == SECTIONS
     assert source(script).count("\n") <= 900
 

@@ -52,6 +52,7 @@ def test_a_saved_state_continues_bit_for_bit(tmp_path, env_id, vectorization):
 def test_state_that_is_not_plain_data_is_reported_not_guessed():
     assert make_vec("probe_envs:Opaque-v0", 2, 1)[0].state_dict() is None
     assert make_vec("CartPole-v1", 2, 1, "async")[0].state_dict() is None
+    assert make_vec("probe_envs:Views-v0", 2, 1)[0].state_dict() is None
 
 
 def test_saving_is_a_copy():
@@ -69,6 +70,7 @@ def test_saving_is_a_copy():
         ("NoSuchTask-v0", "NoSuchTask"),
         ("a_missing_module:Task-v0", "pip install a_missing_module"),
         ("ALE/Pong-v5", "pip install ale-py"),
+        ("Ant-v3", "gymnasium-robotics"),
         ("probe_envs:NeedsMissing-v0", "pip install a_package_that_is_missing"),
         ("probe_envs:Unsupporteddict-v0", "Dict observations"),
         ("probe_envs:Unsupportedimage-v0", "image observations"),

@@ -516,6 +516,8 @@ def test_two_processes_give_the_gradients_of_one(free_port):
         "--env-id CartPole-v1 --vectorization torch",
         "--env-id Pendulum-v1 --norm-obs --norm-reward",
         "--env-id probe_envs:SameStepLedger-v0 --eval-episodes 1",
+        "--env-id probe_envs:GlobalRandom-v0",
+        "--env-id FrozenLake-v1",
     ],
 )
 def test_resume_is_bit_equal(tmp_path, monkeypatch, flags):
@@ -553,6 +555,34 @@ def test_environments_that_cannot_be_saved_restart_and_say_so(tmp_path, capsys):
     ppo.main(["--resume", str(path), "--total-timesteps", "512", "--run-dir", str(tmp_path / "more")])
     assert "start from a reset" in capsys.readouterr().out
     assert read_result(tmp_path / "more")[1]["env_steps"] >= 512
+
+
+def test_episodes_without_end_are_cut_off_in_evaluation(tmp_path, capsys):
+    """Without a time limit an evaluation must still end, and the trained weights are safe before it starts."""
+    flags = "--env-id probe_envs:NoLimit-v0 --num-envs 2 --total-timesteps 64 --eval-episodes 2"
+    ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
+    metrics = read_result(tmp_path)[1]["metrics"]
+    assert metrics["eval/episodic_return"] == metrics["eval/episodic_length"] == 10_000
+    assert "2 episodes were cut off" in capsys.readouterr().out
+
+
+def test_losses_that_are_not_finite_stop_the_run(tmp_path):
+    flags = "--env-id probe_envs:Broken-v0 --num-envs 2 --total-timesteps 1024 --eval-episodes 2"
+    with pytest.raises(SystemExit, match="no longer finite"):
+        ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
+
+
+def test_rewards_of_reset_rows_stay_out_of_reward_normalization():
+    args = Args(env_id="probe_envs:Ledger-v0", num_envs=2, num_steps=20, norm_reward=True)
+    stats = []
+    for noise in (0.0, 1e6):
+        envs, agent, storage = make_trained_parts(args)
+        ppo.collect_rollout(agent.act, envs, storage)
+        done = (storage.terminated + storage.truncated) > 0
+        storage.rewards[1:][done[:-1]] += noise  # a reset row may carry any reward
+        ppo.compute_targets(agent, storage, args)
+        stats.append(agent.return_stats.var.item())
+    assert done[:-1].any() and stats[0] == stats[1]
 
 
 def test_video_of_environment_0(tmp_path):
