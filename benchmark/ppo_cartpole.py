@@ -135,7 +135,7 @@ def sections(results: dict) -> dict[str, str]:
     text = (
         f"Solved within 5 CPU-seconds: {s['in_five_seconds']} of {s['num_seeds']} seeds. Final policy at 490 or more "
         f"over 100 episodes: {s['stays_solved']} of {s['num_seeds']}. Median {s['ours']:.2f} CPU-seconds against "
-        f"{s['sb3']:.2f} of Stable-Baselines3 with tuned settings in the same session: {s['ratio']:.1f} times fewer.\n"
+        f"{s['sb3']:.2f} of Stable-Baselines3 with tuned settings in the same run: {s['ratio']:.1f} times fewer.\n"
     )
     return {
         "ppo_cartpole": f"\n{make_table(results)}\n\n{text}\nMeasured on {machine_line(results['machine'])}\n",

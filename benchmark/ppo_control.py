@@ -8,16 +8,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from common import (
-    FIGURES,
-    ROOT,
-    describe_machine,
-    load_results,
-    machine_line,
-    run_script,
-    save_results,
-    write_section,
-)
+import common
 from tqdm import tqdm
 
 MUJOCO = (
@@ -36,11 +27,11 @@ def measure(seeds: list[int]) -> dict:
     """Run every task on every seed."""
     rows = []
     for seed, env_id in tqdm([(s, e) for s in seeds for e in TASKS], unit="run"):
-        result = run_script("ppo", "--env-id", env_id, "--seed", seed, *TASKS[env_id].split())
+        result = common.run_script("ppo", "--env-id", env_id, "--seed", seed, *TASKS[env_id].split())
         curve = result["curve"][:: max(1, len(result["curve"]) // 100)]
         row = {"env_id": env_id, "seed": seed, "return": result["metrics"]["eval/episodic_return"], "curve": curve}
         rows.append(row | {"steps": result["env_steps"], "cpu_seconds": result["cpu_seconds"]})
-    return {"machine": describe_machine(), "rows": rows}
+    return {"machine": common.describe_machine(), "rows": rows}
 
 
 def make_table(results: dict) -> str:
@@ -79,7 +70,7 @@ def draw(results: dict, path: Path) -> None:
 
 def sections(results: dict) -> dict[str, str]:
     """What the docs show of the results, by the name of its section."""
-    return {"ppo_control": f"\n{make_table(results)}\n\nMeasured on {machine_line(results['machine'])}\n"}
+    return {"ppo_control": f"\n{make_table(results)}\n\nMeasured on {common.machine_line(results['machine'])}\n"}
 
 
 def main() -> None:
@@ -89,10 +80,10 @@ def main() -> None:
     parser.add_argument("--report-only", action="store_true")
     args = parser.parse_args()
     if not args.report_only:
-        save_results("ppo_control", measure(args.seeds))
-    results = load_results("ppo_control")
-    draw(results, FIGURES / "ppo_control.png")
-    write_section(ROOT / "docs" / "ppo.md", "ppo_control", sections(results)["ppo_control"])
+        common.save_results("ppo_control", measure(args.seeds))
+    results = common.load_results("ppo_control")
+    draw(results, common.FIGURES / "ppo_control.png")
+    common.write_section(common.ROOT / "docs" / "ppo.md", "ppo_control", sections(results)["ppo_control"])
     print(make_table(results))
 
 
