@@ -39,6 +39,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -578,7 +579,7 @@ def setup_device(args: Args) -> torch.device:
         torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=2))
     return device
 
 
