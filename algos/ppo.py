@@ -474,7 +474,6 @@ def capture_graph(fn, mutated: list[torch.Tensor]):
 def capture_policy(agent: Agent, storage: RolloutStorage):
     """`agent.act` as a CUDA graph over fixed tensors."""
     obs, actions = storage.obs[0].clone(), storage.actions[0].clone()
-
     replay = capture_graph(torch.inference_mode()(lambda: actions.copy_(agent.act(obs))), [])
 
     def act(new_obs: torch.Tensor) -> torch.Tensor:
@@ -678,6 +677,8 @@ def check_args(args: Args) -> None:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {batch_size // WORLD_SIZE} rows")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
+    if args.capture_video and (args.vectorization == "torch" or importlib.util.find_spec("moviepy") is None):
+        fail("--capture-video needs pip install 'gymnasium[other]', and does not go with --vectorization torch")
 
 
 def make_envs(args: Args, num_envs: int, seed: int, vectorization: str, device, video_folder: Path | None):
@@ -766,8 +767,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         targets_step, update_step = (capture_graph(step, mutated) for step in (targets_step, update_step))
     if checkpoint is None:
         save()
-    threshold = envs.reward_threshold
-    loop_start = time.time()
+    threshold, loop_start = envs.reward_threshold, time.time()
     bar = tqdm(total=args.total_timesteps, initial=start_step, unit="step", disable=not is_main)
     if is_main:
         bar.write(f"run folder {run_path}")
@@ -809,9 +809,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 writer.add_scalar("charts/episodic_return", ended[:, 0].mean(), int(steps[t]))
                 writer.add_scalar("charts/episodic_length", ended[:, 1].mean(), int(steps[t]))
             scalars = {f"losses/{name}": value for name, value in zip(METRICS, losses, strict=True)}
-            scalars["losses/explained_variance"] = explained_variance(
-                storage.values[:-1], storage.returns, storage.valid
-            )
+            explained = explained_variance(storage.values[:-1], storage.returns, storage.valid)
+            scalars["losses/explained_variance"] = explained
             scalars["charts/learning_rate"] = lr.item()
             scalars["charts/SPS"] = int((step - start_step) / (time.time() - loop_start))
             scalars["charts/cpu_seconds"] = cpu_seconds = time.process_time() - cpu_start

@@ -13,7 +13,6 @@ A script sees every environment through this interface, which `torch_cartpole.To
 """
 
 import math
-import warnings
 from collections import deque
 from pathlib import Path
 from types import FunctionType
@@ -61,24 +60,22 @@ def make_vec(
         return envs, envs.reset(seed)
 
     def make_single(index: int) -> gym.Env:
-        if video_folder is None or index > 0:
+        if index > 0:
             return gym.make(env_id)
         env = gym.make(env_id, render_mode="rgb_array")
         return gym.wrappers.RecordVideo(env, str(video_folder), name_prefix="env0", disable_logger=True)
 
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Overwriting existing videos.*")
-            if video_folder is None:
-                mode = None if vectorization == "auto" else vectorization
-                envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
-            else:
-                vector_class = AsyncVectorEnv if vectorization == "async" else SyncVectorEnv
-                envs = vector_class([lambda i=i: make_single(i) for i in range(num_envs)])
-            vec = GymVec(envs, pin_memory=torch.device(device).type == "cuda")
-            spec = getattr(envs, "envs", [envs])[0].spec
-            vec.reward_threshold = None if spec is None else spec.reward_threshold
-            return vec, vec.reset(seed)
+        if video_folder is None:
+            mode = None if vectorization == "auto" else vectorization
+            envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
+        else:
+            vector_class = AsyncVectorEnv if vectorization == "async" else SyncVectorEnv
+            envs = vector_class([lambda i=i: make_single(i) for i in range(num_envs)])
+        vec = GymVec(envs, pin_memory=torch.device(device).type == "cuda")
+        spec = getattr(envs, "envs", [envs])[0].spec
+        vec.reward_threshold = None if spec is None else spec.reward_threshold
+        return vec, vec.reset(seed)
     except ModuleNotFoundError as error:
         name = error.name or getattr(error.__cause__, "name", None) or env_id.split(":")[0]
         hint = "run from the folder it is in, or " if name == env_id.split(":")[0].split(".")[0] else ""

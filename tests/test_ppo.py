@@ -446,6 +446,7 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
         ("--gae-lambda -0.1", "--gae-lambda"),
         ("--clip-coef -1", "--clip-coef"),
         ("--target-kl 0", "--target-kl"),
+        ("--vectorization torch --capture-video", "--capture-video"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, flags, message):
