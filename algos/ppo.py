@@ -650,14 +650,14 @@ def get_commit() -> str:
         return "unknown"
 
 
-def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title: str, ylabel: str) -> None:
+def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title, xlabel, ylabel) -> None:
     """Draw history = [(step, value), ...] as a PNG and into TensorBoard; says so where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return print("no learning_curve.png: pip install matplotlib")
     figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="environment steps", ylabel=ylabel)
+    axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.plot(*zip(*history, strict=True))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -857,7 +857,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     }
     if history:
         title, path = f"{args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
-        plot_learning_curve(path, writer, history, title, "return, last 20 episodes")
+        plot_learning_curve(path, writer, history, title, "environment steps", "return, last 20 episodes")
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
     mean, std = eval_metrics["eval/episodic_return"], eval_metrics["eval/episodic_return_std"]

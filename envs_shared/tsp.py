@@ -1,0 +1,186 @@
+"""The travelling salesman problem: environment, random instances, reference tours, gaps and pictures.
+
+Tours are rows of node numbers from 0, without the return to the first node. Files are read by tsp_files.py.
+"""
+
+import importlib.util
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from envs_shared.tsp_files import METRICS, Instance, format_ml4co, read_instances
+
+__all__ = ["Instance", "format_ml4co", "read_instances"]
+
+REFERENCE_FOLDER = Path(__file__).with_name("tsp_reference")
+
+
+def tour_length(points: torch.Tensor, tours: torch.Tensor, metric: str = "EUCLIDEAN") -> torch.Tensor:
+    """Lengths [B, ...] of closed tours [B, ..., N] through points [B, N, 2], in the units of the points."""
+    index = tours.flatten(1).unsqueeze(-1).expand(-1, -1, 2)
+    stops = points.gather(1, index).view(*tours.shape, 2)
+    return METRICS[metric](stops, stops.roll(-1, -2)).sum(-1)
+
+
+# ---- The environment ----
+
+
+@dataclass
+class StepState:
+    """What a policy sees while it builds tours; a leading shape [B] or [B, P] for P tours of each instance."""
+
+    nodes: list[torch.Tensor]  # t times [B, ...], the nodes so far
+    mask: torch.Tensor  # [B, ..., N] 1 where a node may still be visited, else 0
+
+    @property
+    def current_node(self) -> torch.Tensor | None:
+        """The last node [B, ...]; None before the first step."""
+        return self.nodes[-1] if self.nodes else None
+
+    @property
+    def tours(self) -> torch.Tensor:
+        """The nodes so far, [B, ..., t]."""
+        return torch.stack(self.nodes, -1) if self.nodes else self.mask[..., :0].long()
+
+
+class TspEnv:
+    """Builds tours node by node, many at once, on the device of the points."""
+
+    def reset(self, points: torch.Tensor, num_tours: int | None = None) -> StepState:
+        """Start `num_tours` P empty tours (None: one, without a dimension for it) of each of the points [B, N, 2]."""
+        shape = points.shape[:1] if num_tours is None else (len(points), num_tours)
+        self.points, self.state = points, StepState([], torch.ones(*shape, points.shape[1], device=points.device))
+        return self.state
+
+    def step(self, node: torch.Tensor) -> tuple[StepState, torch.Tensor | None, bool]:
+        """Visit `node` [B, ...] next: the state, minus the closed tour's length once it is complete, and whether it is.
+
+        The state is the same object, changed. That no node is visited twice is the policy's to see to (`mask`): nothing
+        here waits for the device.
+        """
+        self.state.nodes.append(node)
+        self.state.mask.scatter_(-1, node.unsqueeze(-1), 0.0)
+        done = len(self.state.nodes) == self.points.shape[1]
+        return self.state, -tour_length(self.points, self.state.tours) if done else None, done
+
+
+def parse_env_id(env_id: str) -> tuple[str, int]:
+    """Distribution and number of nodes of an id such as tsp20-uniform; ValueError where it is not of that form."""
+    match = re.fullmatch(r"tsp(\d{1,5})-(uniform|gaussian)", env_id)
+    if not match or int(match[1]) < 3:
+        raise ValueError("instances are named tsp<number of nodes, from 3>-uniform or tsp<number>-gaussian")
+    return match[2], int(match[1])
+
+
+def generate_points(env_id: str, num_instances: int, device=None, generator=None) -> torch.Tensor:
+    """Random points [B, N, 2]: uniform in the unit square, or standard normal on both axes."""
+    distribution, num_nodes = parse_env_id(env_id)
+    draw = torch.rand if distribution == "uniform" else torch.randn
+    return draw(num_instances, num_nodes, 2, device=device, generator=generator)
+
+
+# ---- Reference tours and pictures ----
+
+
+def make_test_instances(env_id: str, num_instances: int) -> list[Instance]:
+    """Instances that are always the same: stored ones with optimal tours where there are enough, else random ones."""
+    stored = REFERENCE_FOLDER / f"{env_id}.txt"
+    instances = read_instances(stored)[:num_instances] if stored.exists() else []
+    if len(instances) == num_instances:
+        return instances
+    points = generate_points(env_id, num_instances, generator=torch.Generator().manual_seed(0)).double().numpy()
+    return [Instance(f"{env_id}:{i}", x) for i, x in enumerate(points, 1)]
+
+
+def read_points(path: str, env_id: str) -> np.ndarray:
+    """Points [M, N, 2] of a file's instances; ValueError where one has another number of nodes than `env_id` says."""
+    instances, num_nodes = read_instances(path), parse_env_id(env_id)[1]
+    for instance in instances:
+        if len(instance.points) != num_nodes:
+            raise ValueError(f"{instance.name} has {len(instance.points)} nodes, {env_id} has {num_nodes}")
+    return np.stack([instance.points for instance in instances])
+
+
+def get_reference_lengths(instances: list[Instance]) -> np.ndarray:
+    """Lengths of the tours that the instances have, NaN where there is none."""
+    lengths = np.full(len(instances), math.nan)
+    for i, instance in enumerate(instances):
+        if instance.tour is not None:
+            points, tour = torch.from_numpy(instance.points)[None], torch.from_numpy(instance.tour)[None]
+            lengths[i] = tour_length(points, tour, instance.metric).item()
+    return lengths
+
+
+def add_reference_tours(instances: list[Instance]) -> int:
+    """Give tours by elkai, where it is installed, to the instances that have none; returns how many are left."""
+    missing = [instance for instance in instances if instance.tour is None]
+    if importlib.util.find_spec("elkai") is None:
+        return len(missing)
+    for instance in tqdm(missing, "reference tours", unit="instance", leave=False, delay=2.0):
+        instance.tour = solve_with_elkai(instance)
+    return 0
+
+
+def solve_with_elkai(instance: Instance) -> np.ndarray:
+    """A tour [N] by LKH (Helsgaun 2000), for all but large instances the optimal one; ImportError without elkai.
+
+    elkai is optional: LKH may be used for academic and non-commercial purposes. It takes whole numbers, so plain
+    distances are given to it in millionths of the largest.
+    """
+    import elkai
+
+    points = torch.from_numpy(instance.points)
+    distances = METRICS[instance.metric](points[:, None], points[None])
+    distances.fill_diagonal_(0.0)
+    if instance.metric == "EUCLIDEAN":
+        distances *= 1e6 / max(distances.max().item(), math.ulp(0.0))
+    matrix = distances.round().long().tolist()
+    return np.array(elkai.DistanceMatrix(matrix).solve_tsp(runs=10)[:-1])
+
+
+def summarize(found: dict[str, tuple], instances: list[Instance]) -> dict[str, float]:
+    """Metrics of tours that `found` holds by decoding: tours, lengths [M], and milliseconds per instance.
+
+    Mean length and time; gap, the mean over instances of length / reference - 1 in percent, and its deviation, where
+    there are reference tours. With instances of several files of each file too.
+    """
+    files = np.array([instance.name.split(":")[0] for instance in instances])
+    reference, metrics = get_reference_lengths(instances), {}
+    for file in ("", *dict.fromkeys(files)) if len(set(files)) > 1 else ("",):
+        rows, prefix = (files == file, f"eval/{file}") if file else (files != "", "eval")
+        for decoding, (_, lengths, milliseconds) in found.items():
+            metrics[f"{prefix}/{decoding}_length"] = float(lengths[rows].mean())
+            gaps = 100.0 * (lengths[rows] / reference[rows] - 1.0)
+            if len(gaps := gaps[~np.isnan(gaps)]):
+                metrics[f"{prefix}/{decoding}_gap"] = float(gaps.mean())
+                metrics[f"{prefix}/{decoding}_gap_std"] = float(gaps.std())
+            if not file:
+                metrics[f"{prefix}/{decoding}_ms"] = milliseconds
+    return metrics
+
+
+def draw_tours(instances: list[Instance], tours: list[np.ndarray]):
+    """A matplotlib figure of the first four tours above the reference ones; None where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print("no picture of the tours: pip install matplotlib")
+    instances, tours = instances[:4], tours[:4]
+    found = get_reference_lengths(
+        [Instance(i.name, i.points, t, i.metric) for i, t in zip(instances, tours, strict=True)]
+    )
+    figure = Figure(figsize=(3 * len(instances), 6.4), layout="constrained")
+    rows = ("found", tours, found), ("reference", [i.tour for i in instances], get_reference_lengths(instances))
+    for axes_row, (name, row, lengths) in zip(figure.subplots(2, len(instances), squeeze=False), rows, strict=True):
+        for axes, instance, tour, length in zip(axes_row, instances, row, lengths, strict=True):
+            axes.set_axis_off()
+            if tour is not None:
+                axes.plot(*instance.points[[*tour, tour[0]]].T, "-o", ms=4, lw=1.2)
+                axes.set_title(f"{name}: {length:.5g}", fontsize=10)
+                axes.set_aspect("equal")
+    return figure
