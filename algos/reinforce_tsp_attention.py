@@ -164,6 +164,12 @@ class Norm(nn.Module):
         return F.instance_norm(per_instance, None, None, self.weight, self.bias).transpose(1, 2).flatten(0, 1)
 
 
+def split_heads(x: torch.Tensor, num_nodes: int, num_parts: int, num_heads: int) -> tuple[torch.Tensor, ...]:
+    """The parts of projected embeddings [B * N, parts * D], each by heads: [B * H, N, d]."""
+    x = x.view(-1, num_nodes, num_parts, num_heads, x.shape[1] // num_parts // num_heads).permute(2, 0, 3, 1, 4)
+    return x.reshape(num_parts, -1, *x.shape[3:]).unbind()
+
+
 class EncoderLayer(nn.Module):
     """Attention among the nodes and a feed-forward layer, each with a skip connection and a norm (eq. 3, 4)."""
 
@@ -177,9 +183,10 @@ class EncoderLayer(nn.Module):
 
     def forward(self, h: torch.Tensor, num_nodes: int) -> torch.Tensor:
         """Embeddings [B * N, D] to embeddings [B * N, D]."""
-        qkv = self.project_qkv(h).view(-1, num_nodes, 3, self.num_heads, h.shape[1] // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # [B, H, N, d] each
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape_as(h)
+        q, k, v = split_heads(self.project_qkv(h), num_nodes, 3, self.num_heads)  # [B * H, N, d] each
+        # Written out: torch's fused kernel for the CPU takes longer at these sizes
+        attention = (torch.bmm(q, k.transpose(1, 2)) / math.sqrt(q.shape[2])).softmax(-1)
+        attended = torch.bmm(attention, v).unflatten(0, (-1, self.num_heads)).transpose(1, 2).reshape_as(h)
         h = self.norm1(h + self.project_out(attended), num_nodes)
         return self.norm2(h + self.ff(h), num_nodes)
 
@@ -218,20 +225,20 @@ class AttentionModel(nn.Module):
 
     def forward(self, points: torch.Tensor) -> DecoderTables:
         """The decoder's tables for points [B, N, 2]."""
-        (num_instances, num_nodes, _), h = points.shape, self.encode(points)
-        embed_dim, head_dim = h.shape[1], h.shape[1] // self.num_heads
-        nodes, logit_key = self.project_nodes(h).split([5 * embed_dim, embed_dim], 1)
-        nodes = nodes.view(num_instances, num_nodes, 5, self.num_heads, head_dim)
-        graph, first, last, key, value = nodes.permute(2, 0, 3, 1, 4).unbind()  # [B, H, N, d] each
-        graph = graph.mean(2, keepdim=True)
+        num_instances, num_nodes, _ = points.shape
+        h, embed_dim, num_heads = self.encode(points), self.placeholders.shape[1], self.num_heads
+        projected, logit_key = self.project_nodes(h).split([5 * embed_dim, embed_dim], 1)
+        graph, first, last, key, value = split_heads(projected, num_nodes, 5, num_heads)  # [B * H, N, d] each
         logit_key = logit_key @ self.project_out.weight  # instead of projecting every glimpse
-        logit_key = logit_key.view(num_instances, num_nodes, self.num_heads, head_dim).permute(0, 2, 3, 1)
+        (logit_key,) = split_heads(logit_key, num_nodes, 1, num_heads)
+        graph = graph.mean(1, keepdim=True)  # [B * H, 1, d]
         w_context = self.project_nodes.weight[embed_dim : 3 * embed_dim].view(2, embed_dim, embed_dim)
-        start = (w_context @ self.placeholders).sum(0).view(self.num_heads, 1, head_dim)  # in place of both nodes
-        scores = torch.cat((graph + start, graph + first, last), 2) @ key.transpose(2, 3)  # [B, H, 1 + 2 N, N]
-        scores = (scores / math.sqrt(head_dim)).transpose(1, 2).contiguous()
-        values = (value @ logit_key).flatten(1, 2) / math.sqrt(embed_dim)
-        return DecoderTables(scores, values)
+        start = torch.bmm(w_context, self.placeholders).sum(0)  # in place of both nodes
+        start = graph + start.view(num_heads, 1, -1).repeat(num_instances, 1, 1)
+        scores = torch.bmm(torch.cat((start, graph + first, last), 1), key.transpose(1, 2)) / math.sqrt(key.shape[2])
+        scores = scores.unflatten(0, (num_instances, num_heads)).transpose(1, 2).contiguous()
+        values = torch.bmm(value, logit_key.transpose(1, 2)) / math.sqrt(embed_dim)
+        return DecoderTables(scores, values.view(num_instances, -1, num_nodes))
 
 
 def scale_to_unit_square(points: torch.Tensor) -> torch.Tensor:
@@ -297,12 +304,12 @@ def construct_tours(points, tables: DecoderTables, num_tours: int, starts=None, 
         if t == 0 and starts is not None:
             node = starts
         elif t == num_nodes - 1:  # one is left
-            node = state.mask.argmax(-1)
+            node = state.log_mask.argmax(-1)
         else:
             if t == 1:
                 context, rows = F.embedding(rows + node, table), rows + num_nodes  # [B, P, H * N]
             scores = context + F.embedding(rows + node, table) if t else table[rows - 1].expand(*shape[:2], -1)
-            logits = compute_logits(scores.view(shape), state.mask.log(), tables.values)
+            logits = compute_logits(scores.view(shape), state.log_mask, tables.values)
             node = (logits if noise is None else logits + noises[t]).argmax(-1)  # [B, P]
         state, reward, _ = env.step(node)
     return state.tours, -reward
@@ -890,6 +897,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, or evaluate a checkpoint."""
     args, checkpoint = tyro.cli(Args, args=argv), None
+    torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
     if args.resume and args.evaluate:
         fail("--resume and --evaluate exclude each other")
     if path := args.resume or args.evaluate:

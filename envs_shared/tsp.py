@@ -35,7 +35,7 @@ class StepState:
     """What a policy sees while it builds tours; a leading shape [B] or [B, P] for P tours of each instance."""
 
     nodes: list[torch.Tensor]  # t times [B, ...], the nodes so far
-    mask: torch.Tensor  # [B, ..., N] 1 where a node may still be visited, else 0
+    log_mask: torch.Tensor  # [B, ..., N] 0 where a node may still be visited, else -inf: add it to the logits
 
     @property
     def current_node(self) -> torch.Tensor | None:
@@ -45,7 +45,12 @@ class StepState:
     @property
     def tours(self) -> torch.Tensor:
         """The nodes so far, [B, ..., t]."""
-        return torch.stack(self.nodes, -1) if self.nodes else self.mask[..., :0].long()
+        return torch.stack(self.nodes, -1) if self.nodes else self.log_mask[..., :0].long()
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """1 where a node may still be visited, else 0, [B, ..., N]."""
+        return self.log_mask.exp()
 
 
 class TspEnv:
@@ -54,7 +59,7 @@ class TspEnv:
     def reset(self, points: torch.Tensor, num_tours: int | None = None) -> StepState:
         """Start `num_tours` P empty tours (None: one, without a dimension for it) of each of the points [B, N, 2]."""
         shape = points.shape[:1] if num_tours is None else (len(points), num_tours)
-        self.points, self.state = points, StepState([], torch.ones(*shape, points.shape[1], device=points.device))
+        self.points, self.state = points, StepState([], torch.zeros(*shape, points.shape[1], device=points.device))
         return self.state
 
     def step(self, node: torch.Tensor) -> tuple[StepState, torch.Tensor | None, bool]:
@@ -64,7 +69,7 @@ class TspEnv:
         here waits for the device.
         """
         self.state.nodes.append(node)
-        self.state.mask.scatter_(-1, node.unsqueeze(-1), 0.0)
+        self.state.log_mask.scatter_(-1, node.unsqueeze(-1), -math.inf)
         done = len(self.state.nodes) == self.points.shape[1]
         return self.state, -tour_length(self.points, self.state.tours) if done else None, done
 
