@@ -3,9 +3,8 @@
 Papers: Kool, van Hoof, Welling 2019, "Attention, Learn to Solve Routing Problems!" (arXiv:1803.08475);
 Kwon et al. 2020, "POMO: Policy Optimization with Multiple Optima" (arXiv:2010.16011).
 
-    python algos/reinforce_tsp_attention.py                    # first run: TSP with 20 nodes, three minutes on one core
-    python algos/reinforce_tsp_attention.py --env-id tsp50-uniform --batch-size 512 --num-epochs 200 \
-        --steps-per-epoch 100                                   # full size, for a GPU
+    python algos/reinforce_tsp_attention.py                # first run: 20 nodes, three minutes on one core
+    python algos/reinforce_tsp_attention.py --env-id tsp50-uniform --batch-size 512 --num-epochs 200   # full size, GPU
     torchrun --nproc-per-node 2 algos/reinforce_tsp_attention.py   # several GPUs (or CPU processes)
     python algos/reinforce_tsp_attention.py --evaluate runs/.../checkpoint.pt --data my.txt --solve tours.txt
 
@@ -14,8 +13,7 @@ What is computed, numbered as in Kool et al.:
     (1)   p(pi | s) = prod_t p(pi_t | s, pi_1 ... pi_{t-1})
     (3,4) h = BN(h + MHA(h)), h = BN(h + FF(h)), three times: the encoder
     (5,6) q = W [mean of h, h of the first node, h of the last node], k = W h: the decoder's context and keys
-    (7)   u_j = C tanh(q . k_j / sqrt(d)), and -inf where node j has been visited
-    (8)   p(pi_t = j | s, ...) = softmax(u)_j
+    (7,8) u_j = C tanh(q . k_j / sqrt(d)), -inf where node j has been visited; p(pi_t = j | s, ...) = softmax(u)_j
     (9)   grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ], with the baseline b(s) of --baseline
 
 Shapes: B instances, N nodes, P tours of each instance, D embedding, H heads, d = D / H.
@@ -111,7 +109,7 @@ class Args:
     """with --evaluate and --data: write the best tours found to this file, in the ml4co text format"""
 
     # Algorithm
-    num_epochs: int = 25
+    num_epochs: int = 35
     """epochs; an epoch is the unit of validation, of checkpoints and of the rollout baseline's update"""
     steps_per_epoch: int = 100
     """gradient steps of an epoch"""
@@ -191,18 +189,6 @@ class EncoderLayer(nn.Module):
         return self.norm2(h + self.ff(h), num_nodes)
 
 
-class DecoderTables(NamedTuple):
-    """All that the decoder needs of an instance, computed once.
-
-    The query of eq. 5 is a sum of a graph, a first-node and a last-node term, so its scores against the glimpse's keys
-    are sums as well, and each term can be tabulated for every node. Values, output projection and logit keys are linear
-    in the attention weights, and merge into one matrix.
-    """
-
-    scores: torch.Tensor  # [B, 1 + 2 N, H, N] of graph and placeholders; graph and each first node; each last node
-    values: torch.Tensor  # [B, H * N, N] from attention weights to the q . k_j / sqrt(D) of eq. 7
-
-
 class AttentionModel(nn.Module):
     """Encoder and decoder of Kool et al.; 708,608 parameters in the paper's size."""
 
@@ -223,14 +209,14 @@ class AttentionModel(nn.Module):
             h = layer(h, points.shape[1])
         return h
 
-    def forward(self, points: torch.Tensor) -> DecoderTables:
+    def forward(self, points: torch.Tensor) -> "DecoderTables":
         """The decoder's tables for points [B, N, 2]."""
         num_instances, num_nodes, _ = points.shape
         h, embed_dim, num_heads = self.encode(points), self.placeholders.shape[1], self.num_heads
         projected, logit_key = self.project_nodes(h).split([5 * embed_dim, embed_dim], 1)
         graph, first, last, key, value = split_heads(projected, num_nodes, 5, num_heads)  # [B * H, N, d] each
-        logit_key = logit_key @ self.project_out.weight  # instead of projecting every glimpse
-        (logit_key,) = split_heads(logit_key, num_nodes, 1, num_heads)
+        # The output projection is moved from the glimpses, which are many, to the logit keys
+        (logit_key,) = split_heads(logit_key @ self.project_out.weight, num_nodes, 1, num_heads)
         graph = graph.mean(1, keepdim=True)  # [B * H, 1, d]
         w_context = self.project_nodes.weight[embed_dim : 3 * embed_dim].view(2, embed_dim, embed_dim)
         start = torch.bmm(w_context, self.placeholders).sum(0)  # in place of both nodes
@@ -250,18 +236,16 @@ def scale_to_unit_square(points: torch.Tensor) -> torch.Tensor:
 # ---- Storage ---------------------------------------------------------------------------------------------------------
 
 
-def draw_instances(args: Args, training_points: np.ndarray | None, size: int, *stream: int) -> torch.Tensor:
-    """Points [size, N, 2] that depend on the seed and `stream` alone: fresh ones, or those of the training file.
+class DecoderTables(NamedTuple):
+    """All that the decoder needs of an instance, computed once.
 
-    None of the latter is drawn twice before each has been drawn once.
+    The query of eq. 5 is a sum of a graph, a first-node and a last-node term, so its scores against the glimpse's keys
+    are sums as well, and each term can be tabulated for every node. Values, output projection and logit keys are linear
+    in the attention weights, and merge into one matrix.
     """
-    seed = int(np.random.SeedSequence([args.seed, *stream]).generate_state(1)[0])
-    generator = torch.Generator().manual_seed(seed)
-    if training_points is None:
-        return tsp.generate_points(args.env_id, size, generator=generator)
-    passes = math.ceil(size / len(training_points))
-    orders = [torch.randperm(len(training_points), generator=generator) for _ in range(passes)]
-    return torch.from_numpy(training_points[torch.cat(orders)[:size].numpy()]).float()
+
+    scores: torch.Tensor  # [B, 1 + 2 N, H, N] of graph and placeholders; graph and each first node; each last node
+    values: torch.Tensor  # [B, H * N, N] from attention weights to the q . k_j / sqrt(D) of eq. 7
 
 
 # ---- REINFORCE -------------------------------------------------------------------------------------------------------
@@ -279,13 +263,12 @@ def compute_logits(scores: torch.Tensor, bias: torch.Tensor, values: torch.Tenso
 
 def sample_gumbel(*shape: int, device=None, generator=None) -> torch.Tensor:
     """Gumbel noise: argmax(logits + noise) is a sample of softmax(logits), without waiting for the device."""
-    return -torch.empty(shape, device=device).exponential_(generator=generator).log()
+    return -torch.empty(shape, device=device).exponential_(generator=generator).clamp_(min=1e-30).log()
 
 
 def find_rows(tables: DecoderTables) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores of all instances as one table of rows, and the row of the first node 0 of each instance [B, 1]."""
-    table = tables.scores.view(-1, tables.values.shape[1])  # [B * (1 + 2 N), H * N]
-    step = tables.scores.shape[1]
+    """The scores as rows of one table [B * (1 + 2 N), H * N], and each instance's row of first node 0 in it, [B, 1]."""
+    table, step = tables.scores.view(-1, tables.values.shape[1]), tables.scores.shape[1]
     return torch.arange(1, len(table), step, device=table.device).unsqueeze(1), table
 
 
@@ -316,12 +299,10 @@ def construct_tours(points, tables: DecoderTables, num_tours: int, starts=None, 
 
 
 def score_tours(tables: DecoderTables, tours: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p of finished tours [B, P, N], all steps in one pass (eq. 1): of all but the first step [B, P], and log p
-    of each node as the first [B, N].
+    """log p of all steps but the first of tours [B, P, N] at once (eq. 1), [B, P]; of each node as the first, [B, N].
 
-    Each node but the last is left once, so the steps are taken in the order of the node they leave instead of in time.
-    That needs no gathering: the scores of node i are row i of the table, and node j was open when i was left if it
-    comes after i in the tour.
+    Each node but the last is left once, so the steps are taken in the order of the nodes left instead of in time. That
+    needs no gathering: the scores of node i are row i of the table, and node j was open if it comes later than i.
     """
     num_nodes = tours.shape[-1]
     position, successor = torch.empty_like(tours), torch.empty_like(tours)
@@ -352,15 +333,13 @@ def pomo_loss(lengths: torch.Tensor, log_likelihood: torch.Tensor, start_log_pro
     expected length over the choice of the first node, start_log_probs [B, N], needs no sampling and is added.
     """
     mean = lengths.mean(1, keepdim=True)
-    expected = (start_log_probs.exp() * (lengths - mean)).sum(1).mean()
-    return reinforce_loss(lengths, mean, log_likelihood) + expected
+    return reinforce_loss(lengths, mean, log_likelihood) + (start_log_probs.exp() * (lengths - mean)).sum(1).mean()
 
 
 def t_test(differences: torch.Tensor) -> float:
-    """p-value of the one-sided paired t-test that the mean of `differences` [n] is below zero.
+    """p-value of the one-sided paired t-test that the mean of `differences` [n] is below zero; 1 if they do not vary.
 
-    The tail of Student's distribution is integrated numerically: with x = sqrt(n - 1) tan(phi) its density becomes a
-    power of cos(phi). 1 where the differences do not vary.
+    Student's tail is integrated numerically: with x = sqrt(n - 1) tan(phi) its density is a power of cos(phi).
     """
     x, dof = differences.double(), len(differences) - 1
     std = x.std().item()
@@ -410,9 +389,8 @@ def compute_loss(agent_fn, score_fn, baseline_agent, points, running_mean, is_wa
     tours, (lengths, *greedy_lengths) = tours[:num_instances], lengths.split(num_instances)
     log_likelihood, start_log_probs = score_fn(tables, tours)
     log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
-    mean = sum_over_ranks(lengths.mean() / WORLD_SIZE)
-    baseline = torch.where(running_mean > 0, running_mean, mean)  # of the steps before this one
-    running_mean.copy_(0.8 * baseline + 0.2 * mean)
+    baseline = running_mean.clone()  # of the steps before this one
+    running_mean.lerp_(sum_over_ranks(lengths.mean() / WORLD_SIZE), 0.2)
     if args.baseline == "rollout":
         baseline = torch.where(is_warmup > 0, baseline, greedy_lengths[0])
     return reinforce_loss(lengths, baseline, log_likelihood), lengths, baseline.mean(), log_likelihood
@@ -440,13 +418,6 @@ def get_greedy_lengths(agent, points: torch.Tensor, args: Args) -> torch.Tensor:
         with torch.autocast(points.device.type, torch.bfloat16, enabled=args.bf16):
             lengths[start : start + chunk] = construct_tours(part, agent(part), 1)[1].squeeze(1)
     return sum_over_ranks(lengths)
-
-
-def get_learning_rate(args: Args, step: int) -> float:
-    """Adam's learning rate at gradient step `step`, from 0."""
-    done = step / (args.num_epochs * args.steps_per_epoch)
-    factor = (1.0 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1.0
-    return args.learning_rate * factor * (0.1 if done >= 1.0 - args.lr_drop else 1.0)
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -499,15 +470,13 @@ def choose_tours(agent, points: torch.Tensor, decoding: str, args: Args, generat
     greedy: one tour of most likely steps; multistart: one from every node; multistart_x8: the same for the eight
     symmetric images; sample: --num-samples random ones.
     """
-    num_instances, num_nodes, _ = points.shape
-    images, num_tours, starts, noise = points, 1, None, None
-    if decoding == "sample":
-        num_tours, shape = args.num_samples, (num_nodes, num_instances, args.num_samples, num_nodes)
-        noise = sample_gumbel(*shape, device=points.device, generator=generator)
-    if decoding == "multistart_x8":
-        images = apply_symmetries(points)
+    (num_instances, num_nodes, _), num_tours, starts, noise = points.shape, 1, None, None
+    images = apply_symmetries(points) if decoding == "multistart_x8" else points
     if decoding.startswith("multistart"):
         num_tours, starts = num_nodes, torch.arange(num_nodes, device=points.device).expand(len(images), num_nodes)
+    elif decoding == "sample":
+        num_tours, shape = args.num_samples, (num_nodes, num_instances, args.num_samples, num_nodes)
+        noise = sample_gumbel(*shape, device=points.device, generator=generator)
     with torch.autocast(points.device.type, torch.bfloat16, enabled=args.bf16):
         tours, _ = construct_tours(images, agent(images), num_tours, starts, noise)
     return tours.unflatten(0, (-1, num_instances)).transpose(0, 1).flatten(1, 2)
@@ -525,18 +494,20 @@ def solve(agent, args: Args, device: torch.device, instances: list, decodings=DE
         tours, lengths, start = [None] * len(instances), np.zeros(len(instances)), time.perf_counter()
         generator = torch.Generator(device).manual_seed(args.seed)
         for (num_nodes, metric), members in groups.items():
-            images = {"greedy": 1 / num_nodes, "sample": args.num_samples / num_nodes, "multistart_x8": 8}.get(
-                decoding, 1
-            )
-            work = agent.num_heads * num_nodes**2 * images
-            chunk = math.ceil(2 ** (27 if device.type == "cuda" else 21) / work)
+            num_tours = {
+                "greedy": 1,
+                "multistart": num_nodes,
+                "multistart_x8": 8 * num_nodes,
+                "sample": args.num_samples,
+            }
+            chunk = math.ceil(2 ** (24 if device.type == "cuda" else 18) / num_tours[decoding] / num_nodes)
             for part in (members[i : i + chunk] for i in range(0, len(members), chunk)):
                 points = torch.from_numpy(np.stack([instances[i].points for i in part])).to(device)
                 candidates = choose_tours(agent, points, decoding, args, generator)
-                best, index = tsp.tour_length(points, candidates, metric).min(1)
-                lengths[part] = best.cpu()
-                for i, tour in zip(part, candidates.take_along_dim(index[:, None, None], 1).cpu(), strict=True):
-                    tours[i] = tour[0].numpy()
+                best = tsp.tour_length(points, candidates, metric).min(1)
+                lengths[part] = best.values.cpu()
+                for i, choices, index in zip(part, candidates.cpu(), best.indices.tolist(), strict=True):
+                    tours[i] = choices[index].numpy()
                 bar.update(len(part))
         found[decoding] = tours, lengths, 1e3 * (time.perf_counter() - start) / len(instances)
     bar.close()
@@ -698,10 +669,8 @@ def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title,
 
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
-    check_range(
-        args, "torch_threads eval_episodes num_epochs steps_per_epoch batch_size num_layers num_samples", 0, above=True
-    )
-    check_range(args, "learning_rate max_grad_norm", 0, above=True)
+    check_range(args, "torch_threads eval_episodes num_epochs steps_per_epoch batch_size num_layers", 0, above=True)
+    check_range(args, "num_samples learning_rate max_grad_norm", 0, above=True)
     check_range(args, "seed checkpoint_interval eval_interval weight_decay", 0)
     check_range(args, "lr_drop", 0, 1)
     check_range(args, "baseline_instances", 2)
@@ -720,10 +689,7 @@ def check_args(args: Args) -> None:
 
 
 def load_files(args: Args) -> tuple[np.ndarray | None, list]:
-    """Points [M, N, 2] of --train-path, and the instances of --data, or without it of --env-id, to evaluate on.
-
-    Exits with code 2 on files that cannot be used.
-    """
+    """Points [M, N, 2] of --train-path, and instances to evaluate on; exits with code 2 on files that will not do."""
     try:
         training_points = tsp.read_points(args.train_path, args.env_id) if args.train_path else None
         instances = [instance for path in args.data for instance in tsp.read_instances(path)]
@@ -798,15 +764,16 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
     def hold_instances() -> tuple[torch.Tensor, torch.Tensor]:
         """Fresh instances [n, N, 2], and the lengths [n] of the baseline's greedy tours of them."""
-        stream = args.baseline_instances, 4, progress["baseline_updates"]
-        held = draw_instances(args, training_points, *stream).to(device)
+        stream = args.baseline_instances, args.seed, 4, progress["baseline_updates"]
+        held = tsp.draw_points(args.env_id, training_points, *stream).to(device)
         return held, get_greedy_lengths(baseline_agent, held, args)
 
     held = hold_instances() if args.baseline == "rollout" else None
     if checkpoint is None:
+        first_points = tsp.draw_points(args.env_id, training_points, args.batch_size, args.seed, 3, 0).to(device)
+        running_mean.fill_(get_greedy_lengths(agent, first_points, args).mean())
         save()
-    loop_start = time.time()
-    instances_per_epoch = args.steps_per_epoch * args.batch_size
+    loop_start, instances_per_epoch = time.time(), args.steps_per_epoch * args.batch_size
     bar = tqdm(total=args.num_epochs * instances_per_epoch, initial=start_step, unit="instance", disable=not is_main)
     if is_main:
         bar.write(f"run folder {run_path}")
@@ -814,12 +781,14 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         metrics.zero_()
         is_warmup.fill_(progress["iteration"] == 0)
         agent.train()
-        fresh_points = draw_instances(args, training_points, instances_per_epoch, 3, progress["iteration"]).to(device)
-        fresh_points = fresh_points.unflatten(0, (args.steps_per_epoch, args.batch_size))
+        stream = instances_per_epoch, args.seed, 3, progress["iteration"]
+        fresh_points = tsp.draw_points(args.env_id, training_points, *stream).to(device)
         for i in range(args.steps_per_epoch):
             step = progress["iteration"] * args.steps_per_epoch + i
-            lr.fill_(get_learning_rate(args, step))
-            points.copy_(fresh_points[i, RANK * batch_size : (RANK + 1) * batch_size])
+            done = step / (args.num_epochs * args.steps_per_epoch)
+            factor = (1.0 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1.0
+            lr.fill_(args.learning_rate * factor * (0.1 if done >= 1.0 - args.lr_drop else 1.0))
+            points.copy_(fresh_points[i * args.batch_size + RANK * batch_size :][:batch_size])
             step_fn()
             bar.update(args.batch_size)
         for buffer in agent.buffers():  # running statistics: the mean over processes

@@ -89,6 +89,19 @@ def generate_points(env_id: str, num_instances: int, device=None, generator=None
     return draw(num_instances, num_nodes, 2, device=device, generator=generator)
 
 
+def draw_points(env_id: str, training_points: np.ndarray | None, size: int, *seed: int) -> torch.Tensor:
+    """Points [size, N, 2] that depend on `seed` alone: fresh ones, or some of `training_points` [M, N, 2].
+
+    None of the latter is drawn twice before each has been drawn once.
+    """
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    if training_points is None:
+        return generate_points(env_id, size, generator=generator)
+    passes = math.ceil(size / len(training_points))
+    orders = [torch.randperm(len(training_points), generator=generator) for _ in range(passes)]
+    return torch.from_numpy(training_points[torch.cat(orders)[:size].numpy()]).float()
+
+
 # ---- Reference tours and pictures ----
 
 
