@@ -252,10 +252,9 @@ class DecoderTables(NamedTuple):
 
 
 def compute_logits(scores: torch.Tensor, bias: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """u of eq. 7, [B, Q, N] for Q queries of each instance.
+    """u of eq. 7, [B, Q, N] for Q queries of each instance, from glimpse scores [B, Q, H, N].
 
-    From glimpse scores [B, Q, H, N], bias [B, Q, N] (0, and -inf where a node may not be visited) and the table of
-    values [B, H * N, N].
+    bias [B, Q, N] is 0, and -inf where a node may not be visited; values [B, H * N, N] is a table.
     """
     attention = (scores + bias.unsqueeze(2)).softmax(-1)
     return torch.add(bias, torch.tanh(torch.bmm(attention.flatten(2), values)), alpha=10.0)
@@ -854,8 +853,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     if figure := tsp.draw_tours(instances, found["greedy"][0]):
         figure.savefig(run_path / "tours.png", dpi=100)
         writer.add_figure("eval/tours", figure, step)
-    title, ylabel = f"{args.env_id}, seed {args.seed}", f"{goal} of greedy tours{', %' if goal == 'gap' else ''}"
-    plot_learning_curve(run_path / "learning_curve.png", writer, progress["history"], title, "instances", ylabel)
+    labels = f"{args.env_id}, seed {args.seed}", "instances", f"{goal} of greedy tours{', %' if goal == 'gap' else ''}"
+    plot_learning_curve(run_path / "learning_curve.png", writer, progress["history"], *labels)
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
     values = ", ".join(f"{eval_metrics[f'eval/{decoding}_{goal}']:.2f} {decoding}" for decoding in DECODINGS)
