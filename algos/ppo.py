@@ -433,13 +433,13 @@ def update_minibatch(agent: Agent, optimizer, storage: RolloutStorage, index, me
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Make and return Adam's state tensors, which CUDA graphs need; zero gradients leave the weights alone."""
+    """Make and return Adam's state tensors, which CUDA graphs need; without weight decay the weights stay."""
     if not optimizer.state:
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.zeros_like(p)
         optimizer.step()
-        for state in optimizer.state.values():
-            state["step"].zero_()
+        for x in (x for state in optimizer.state.values() for x in state.values()):
+            x.zero_()
     return [x for state in optimizer.state.values() for x in state.values()]
 
 

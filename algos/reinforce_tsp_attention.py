@@ -204,7 +204,7 @@ class AttentionModel(nn.Module):
 
     def encode(self, points: torch.Tensor) -> torch.Tensor:
         """Embeddings [B * N, D] of points [B, N, 2] in any unit."""
-        h = self.embed(scale_to_unit_square(points).float().flatten(0, 1))
+        h = self.embed(scale_to_unit_square(points).to(self.embed.weight.dtype).flatten(0, 1))
         for layer in self.layers:
             h = layer(h, points.shape[1])
         return h
@@ -420,13 +420,13 @@ def get_greedy_lengths(agent, points: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Make and return Adam's state tensors, which CUDA graphs need; zero gradients leave the weights alone."""
+    """Make and return Adam's state tensors, which CUDA graphs need; without weight decay the weights stay."""
     if not optimizer.state:
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.zeros_like(p)
         optimizer.step()
-        for state in optimizer.state.values():
-            state["step"].zero_()
+        for x in (x for state in optimizer.state.values() for x in state.values()):
+            x.zero_()
     return [x for state in optimizer.state.values() for x in state.values()]
 
 
@@ -758,11 +758,11 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     loss_fn = partial(compute_loss, agent_fn, score_fn, baseline_agent)
     step_fn = partial(train_step, agent, optimizer, loss_fn, points, running_mean, is_warmup, metrics, args)
     if can_capture(args, device):
+        lr.zero_()  # so that weight decay leaves the weights alone when Adam's state is made
         mutated = [*agent.state_dict().values(), *init_optimizer_state(optimizer), running_mean, metrics]
         step_fn = capture_graph(step_fn, mutated)
 
-    def hold_instances() -> tuple[torch.Tensor, torch.Tensor]:
-        """Fresh instances [n, N, 2], and the lengths [n] of the baseline's greedy tours of them."""
+    def hold_instances() -> tuple[torch.Tensor, torch.Tensor]:  # fresh ones [n, N, 2], and the baseline's lengths [n]
         stream = args.baseline_instances, args.seed, 4, progress["baseline_updates"]
         held = tsp.draw_points(args.env_id, training_points, *stream).to(device)
         return held, get_greedy_lengths(baseline_agent, held, args)
@@ -888,9 +888,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name} {value:.4f}")
     if args.solve:
         shortest = np.argmin([lengths for _, lengths, _ in found.values()], 0)
-        best = [list(found.values())[k][0][i] for i, k in enumerate(shortest)]
-        solved = [tsp.Instance(i.name, i.points, tour) for i, tour in zip(instances, best, strict=True)]
-        write_atomically(Path(args.solve), tsp.format_ml4co(solved).encode())
+        for i, k in enumerate(shortest):
+            instances[i].tour = list(found.values())[k][0][i]
+        write_atomically(Path(args.solve), tsp.format_ml4co(instances).encode())
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     env = TSPEnv(generator_params={"num_loc": args.num_nodes})
-    policy, baseline = (AttentionModelPolicy(env_name="tsp", embed_dim=128, num_encoder_layers=3, num_heads=8) for _ in range(2))
+    size = {"embed_dim": 128, "num_encoder_layers": 3, "num_heads": 8}
+    policy, baseline = (AttentionModelPolicy(env_name="tsp", **size) for _ in range(2))
     baseline.eval()
     optimizer = torch.optim.Adam(policy.parameters(), 1e-4)
 

@@ -1,0 +1,549 @@
+"""The TSP script's own tests: numbers against the paper's formulas step by step, exact optima and scipy."""
+
+import itertools
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tsp import solve_exactly
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from algos import reinforce_tsp_attention as am
+from envs_shared import tsp
+
+SHORT = "--num-epochs 2 --steps-per-epoch 3 --batch-size 4 --eval-episodes 3 --num-samples 4".split()
+
+
+def make_agent(norm="batch", seed=0, dtype=torch.float32):
+    """A network with weights and statistics that are nothing special."""
+    torch.manual_seed(seed)
+    agent = am.AttentionModel(norm)
+    for p in agent.parameters():
+        p.data += 0.02 * torch.randn_like(p)
+    return agent.to(dtype)
+
+
+def draw(num_instances, num_nodes, seed=0, dtype=torch.float32):
+    return torch.rand(num_instances, num_nodes, 2, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def draw_tours(num_instances, num_tours, num_nodes, seed=0):
+    return torch.rand(num_instances, num_tours, num_nodes, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+
+
+# The network, written again as the paper has it: embeddings [B, N, D], one decoding step at a time
+
+
+def reference_encode(agent, points):
+    h = torch.nn.functional.linear(am.scale_to_unit_square(points), agent.embed.weight, agent.embed.bias)
+
+    def normalize(norm, h):
+        dims = (0, 1) if norm.over_batch else (1,)
+        mean, var = h.mean(dims, keepdim=True), h.var(dims, correction=0, keepdim=True)
+        if norm.over_batch and not agent.training:
+            mean, var = norm.running_mean, norm.running_var
+        return (h - mean) / (var + 1e-5).sqrt() * norm.weight + norm.bias
+
+    for layer in agent.layers:
+        q, k, v = (h @ layer.project_qkv.weight.T).chunk(3, -1)
+        heads = []
+        for part in range(8):
+            qh, kh, vh = (x[..., 16 * part : 16 * part + 16] for x in (q, k, v))
+            heads.append((qh @ kh.transpose(1, 2) / 4.0).softmax(-1) @ vh)
+        h = normalize(layer.norm1, h + torch.cat(heads, -1) @ layer.project_out.weight.T)
+        h = normalize(layer.norm2, h + layer.ff(h))
+    return h
+
+
+def reference_step(agent, h, nodes, visited):
+    """log p of the next node, eq. 5 to 8, for tours whose first t nodes are `nodes` [B, t]."""
+    w_graph, w_first, w_last, w_key, w_value, w_logit_key = agent.project_nodes.weight.chunk(6)
+    b = torch.arange(len(h))
+    first, last = (h[b, nodes[:, 0]], h[b, nodes[:, -1]]) if nodes.shape[1] else agent.placeholders.squeeze(-1)
+    q = h.mean(1) @ w_graph.T + first @ w_first.T + last @ w_last.T
+    key, value, logit_key = h @ w_key.T, h @ w_value.T, h @ w_logit_key.T
+    heads = []
+    for part in range(8):
+        s = slice(16 * part, 16 * part + 16)
+        u = (key[..., s] @ q[:, s, None]).squeeze(-1) / 4.0
+        heads.append((u.masked_fill(visited, -math.inf).softmax(-1)[:, None] @ value[..., s]).squeeze(1))
+    glimpse = torch.cat(heads, -1) @ agent.project_out.weight.T
+    u = 10.0 * torch.tanh((logit_key @ glimpse[..., None]).squeeze(-1) / math.sqrt(128))
+    return u.masked_fill(visited, -math.inf).log_softmax(-1)
+
+
+def reference_log_likelihood(agent, points, tours, from_start):
+    """log p of tours [B, P, N] by walking along them; without the first step unless `from_start`."""
+    h, columns = reference_encode(agent, points), []
+    for p in range(tours.shape[1]):
+        total, visited = 0.0, torch.zeros(points.shape[:2], dtype=torch.bool)
+        for t in range(points.shape[1]):
+            node = tours[:, p, t]
+            if t > 0 or from_start:
+                total = total + reference_step(agent, h, tours[:, p, :t], visited)[torch.arange(len(h)), node]
+            visited = visited.scatter(1, node[:, None], True)
+        columns.append(total)
+    return torch.stack(columns, 1)
+
+
+def test_number_of_parameters():
+    for norm in ("batch", "instance"):
+        assert sum(p.numel() for p in am.AttentionModel(norm).parameters()) == 708_608
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+@pytest.mark.parametrize("training", [True, False])
+def test_log_likelihood_in_one_pass_is_that_of_single_steps(norm, training):
+    agent = make_agent(norm).train(training)
+    points, tours = draw(5, 9), draw_tours(5, 4, 9)
+    log_likelihood, start_log_probs = am.score_tours(agent(points), tours)
+    expected = reference_log_likelihood(agent, points, tours, from_start=False)
+    torch.testing.assert_close(log_likelihood, expected, atol=1e-4, rtol=0)
+    expected = reference_log_likelihood(agent, points, tours, from_start=True)
+    whole = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("baseline", ["pomo", "rollout"])
+def test_gradients_of_the_two_pass_loss_are_those_of_single_steps(baseline):
+    """In float64, with sampled tours, for the weights of every layer."""
+    points, num_tours = draw(4, 7, dtype=torch.float64), 7 if baseline == "pomo" else 1
+    starts = torch.arange(7).expand(4, 7) if baseline == "pomo" else None
+    agent = make_agent(dtype=torch.float64)
+    tours, lengths = am.construct_tours(points, agent(points), num_tours, starts, am.sample_gumbel(7, 4, num_tours, 7))
+    grads = []
+    for is_reference in (False, True):
+        agent.zero_grad()
+        if is_reference:
+            log_likelihood = reference_log_likelihood(agent, points, tours, from_start=False)
+            nothing, unvisited = torch.zeros(4, 0, dtype=torch.int64), torch.zeros(4, 7, dtype=torch.bool)
+            start_log_probs = reference_step(agent, reference_encode(agent, points), nothing, unvisited)
+        else:
+            log_likelihood, start_log_probs = am.score_tours(agent(points), tours)
+        if baseline == "pomo":
+            loss = am.pomo_loss(lengths, log_likelihood, start_log_probs)
+        else:
+            loss = am.reinforce_loss(lengths, 3.0, log_likelihood + start_log_probs.gather(1, tours[:, :, 0]))
+        loss.backward()
+        grads.append({name: p.grad.clone() for name, p in agent.named_parameters()})
+    for name, grad in grads[0].items():
+        assert grad.abs().max() > 0, name
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_probabilities_of_all_tours_sum_to_one():
+    for num_nodes in (3, 6):
+        tours = torch.tensor(list(itertools.permutations(range(num_nodes))))[None]
+        log_likelihood, start = am.score_tours(make_agent()(draw(1, num_nodes)), tours)
+        assert (log_likelihood + start.gather(1, tours[:, :, 0])).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_samples_follow_the_policy():
+    """Frequencies of 20,000 sampled tours of 4 nodes against their probabilities."""
+    agent, points, size = make_agent(), draw(1, 4), 20_000
+    with torch.no_grad():
+        tables = agent.eval()(points)
+        tours, _ = am.construct_tours(points, tables, size, None, am.sample_gumbel(4, 1, size, 4))
+        every = torch.tensor(list(itertools.permutations(range(4))))
+        log_likelihood, start = am.score_tours(tables, every[None])
+    p = (log_likelihood + start.gather(1, every[None, :, 0])).exp()[0]
+    frequency = (tours[0][:, None] == every[None]).all(-1).float().mean(0)
+    assert frequency.sum() == 1
+    assert ((frequency - p).abs() < 5 * (p * (1 - p) / size).sqrt() + 1e-4).all()
+
+
+@given(num_nodes=st.integers(3, 12), seed=st.integers(0, 1000), decoding=st.sampled_from(am.DECODINGS))
+@settings(max_examples=40, deadline=None)
+def test_tours_are_permutations_under_every_decoding(num_nodes, seed, decoding):
+    agent, points = make_agent(seed=seed).eval(), draw(3, num_nodes, seed, torch.float64)
+    with torch.no_grad():
+        tours = am.choose_tours(agent, points, decoding, am.Args(num_samples=5))
+    num_tours = {"greedy": 1, "multistart": num_nodes, "multistart_x8": 8 * num_nodes, "sample": 5}[decoding]
+    assert tours.shape == (3, num_tours, num_nodes)
+    assert torch.equal(tours.sort(-1).values, torch.arange(num_nodes).expand_as(tours))
+    if decoding.startswith("multistart"):
+        starts = tours[..., 0].view(3, -1, num_nodes)
+        assert torch.equal(starts, torch.arange(num_nodes).expand_as(starts))
+
+
+def test_greedy_takes_the_most_likely_node_at_each_step():
+    agent, points = make_agent().eval(), draw(6, 8)
+    with torch.no_grad():
+        tours = am.choose_tours(agent, points, "greedy", am.Args())[:, 0]
+        h = reference_encode(agent, points)
+        for t in range(8):
+            visited = torch.zeros(6, 8, dtype=torch.bool).scatter(1, tours[:, :t], True)
+            assert torch.equal(reference_step(agent, h, tours[:, :t], visited).argmax(-1), tours[:, t])
+
+
+def test_symmetries_keep_lengths_and_are_eight():
+    points, tours = draw(2, 7, dtype=torch.float64), draw_tours(2, 3, 7)
+    images = am.apply_symmetries(points).view(8, 2, 7, 2)
+    for image in images:
+        torch.testing.assert_close(tsp.tour_length(image, tours), tsp.tour_length(points, tours))
+    scaled = am.scale_to_unit_square(images.flatten(0, 1))
+    assert scaled.min() == 0 and scaled.max() == 1
+    assert len({tuple(x.flatten().tolist()) for x in images[:, 0]}) == 8
+
+
+def test_more_decoding_is_never_worse():
+    agent, instances = make_agent(), tsp.make_test_instances("tsp20-uniform", 20)
+    found = am.solve(agent, am.Args(), torch.device("cpu"), instances)
+    assert (found["multistart_x8"][1] <= found["multistart"][1] + 1e-12).all()
+    assert (found["multistart_x8"][1] < found["multistart"][1] - 1e-9).any()
+
+
+@given(scale=st.floats(1e-6, 1e6), x=st.floats(-1e4, 1e4), y=st.floats(-1e4, 1e4))
+@settings(max_examples=30, deadline=None)
+def test_units_and_position_of_the_points_do_not_matter(scale, x, y):
+    points = draw(2, 9, dtype=torch.float64)
+    moved = (points + torch.tensor([x, y])) * scale
+    unit = am.scale_to_unit_square(moved)
+    torch.testing.assert_close(unit, am.scale_to_unit_square(points), atol=1e-7, rtol=0)
+    extent = points.amax(1) - points.amin(1)
+    torch.testing.assert_close(unit.amax(1), extent / extent.amax(1, keepdim=True), atol=1e-7, rtol=0)  # aspect kept
+
+
+def test_points_that_coincide_are_no_problem():
+    points = torch.full((1, 5, 2), 3.0, dtype=torch.float64)
+    assert torch.equal(am.scale_to_unit_square(points), torch.zeros_like(points))
+    found = am.solve(make_agent(), am.Args(num_samples=3), torch.device("cpu"), [tsp.Instance("x", points[0].numpy())])
+    assert all(lengths[0] == 0 and sorted(tours[0]) == list(range(5)) for tours, lengths, _ in found.values())
+
+
+# Losses
+
+
+def test_pomo_advantages_sum_to_zero_and_the_start_is_exact():
+    lengths = torch.rand(3, 6, dtype=torch.float64)
+    log_likelihood = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    am.pomo_loss(lengths, log_likelihood, logits.log_softmax(-1)).backward()
+    assert log_likelihood.grad.sum(1).abs().max() < 1e-15
+    torch.testing.assert_close(log_likelihood.grad, (lengths - lengths.mean(1, keepdim=True)) / 18)
+    p = logits.detach().softmax(-1)
+    torch.testing.assert_close(logits.grad, p * (lengths - (p * lengths).sum(1, keepdim=True)) / 3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 10, 500, 10_000])
+@pytest.mark.parametrize("shift", [-2.0, -0.1, 0.0, 0.05])
+def test_t_test_agrees_with_scipy(size, shift):
+    from scipy.stats import ttest_rel
+
+    rng = np.random.default_rng([size, int(100 * shift) % 7])
+    a, b = rng.normal(size=size) + shift * 10 / math.sqrt(size), rng.normal(size=size)
+    expected = ttest_rel(a, b, alternative="less").pvalue
+    assert am.t_test(torch.from_numpy(a - b)) == pytest.approx(expected, rel=1e-8, abs=1e-14)
+
+
+def test_t_test_of_equal_tours_is_not_significant():
+    assert am.t_test(torch.zeros(10)) == 1.0
+
+
+# Training
+
+
+class Counter(TorchDispatchMode):
+    """Counts dispatched operations: those that launch work, and views, which do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.views = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func._schema.returns
+        if returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write:
+            self.views += 1
+        else:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("baseline", ["rollout", "pomo", "exponential"])
+def test_a_training_step_is_few_operations_and_never_waits(baseline):
+    """Sampled and greedy tours, loss, backward, clipping and Adam on TSP20 (rl4co 0.7: 2,869, and 2,298 views)."""
+    agent, args = am.AttentionModel(), am.Args(baseline=baseline)
+    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(1e-4), fused=True)
+    loss_fn = am.partial(am.compute_loss, agent, am.score_tours, am.AttentionModel().eval())
+    tensors = draw(4, 20), torch.ones(()), torch.zeros(()), torch.zeros(len(am.METRICS))
+    am.train_step(agent, optimizer, loss_fn, *tensors, args)  # makes the state of Adam
+    with Counter() as counter:
+        am.train_step(agent, optimizer, loss_fn, *tensors, args)
+    print(baseline, len(counter.names), "operations and", counter.views, "views")
+    assert len(counter.names) <= 650 and len(counter.names) + counter.views <= 1050
+    waiting = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
+    assert not [name for name in counter.names if name.split(".")[1] in waiting]
+
+
+def short_run(tmp_path, *flags):
+    am.main([*SHORT, "--run-dir", str(tmp_path), *map(str, flags)])
+    path, result = read_result(tmp_path)
+    return path, result, torch.load(path / "checkpoint.pt", weights_only=True)
+
+
+def test_the_baseline_is_replaced_when_the_policy_is_better(tmp_path):
+    flags = "--baseline rollout --env-id tsp6-uniform --num-epochs 6 --steps-per-epoch 20 --batch-size 32".split()
+    flags += ["--baseline-instances", "200", "--checkpoint-interval", "1"]
+    path, _, checkpoint = short_run(tmp_path, *flags)
+    updates = [value for _, value in read_scalars(path)["charts/baseline_updates"]]
+    assert 1 <= updates[-1] <= 6 and updates == sorted(updates) and checkpoint["baseline_updates"] == updates[-1]
+    assert any(v.ne(checkpoint["agent"][k]).any() for k, v in checkpoint["baseline_agent"].items()) or updates[-1] == 6
+
+
+def test_baseline_update_by_mean_needs_no_significance(tmp_path, monkeypatch):
+    monkeypatch.setattr(am, "t_test", lambda differences: 0.5)
+    counts = {}
+    for rule in ("t-test", "mean"):
+        flags = f"--baseline rollout --env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 20 --baseline-update {rule}"
+        counts[rule] = short_run(tmp_path / rule, *flags.split(), "--baseline-instances", 200)[2]["baseline_updates"]
+    assert counts["t-test"] == 0 < counts["mean"]
+
+
+def test_rollout_baseline_is_the_greedy_tour_of_the_frozen_policy():
+    agent, frozen, points = make_agent(), make_agent(seed=1).eval(), draw(5, 8)
+    args, running_mean = am.Args(baseline="rollout"), torch.tensor(9.0)
+    for is_warmup, expected in ((1.0, 9.0), (0.0, None)):
+        mean_before = running_mean.clone()
+        loss, lengths, baseline, _ = am.compute_loss(
+            agent, am.score_tours, frozen, points, running_mean, torch.tensor(is_warmup), args
+        )
+        with torch.no_grad():
+            greedy = am.construct_tours(points, frozen(points), 1)[1].mean().item()
+        assert baseline.item() == pytest.approx(greedy if expected is None else expected, rel=1e-5)
+        torch.testing.assert_close(running_mean, 0.8 * mean_before + 0.2 * lengths.mean())
+        assert lengths.shape == (5, 1) and loss.requires_grad
+
+
+@pytest.mark.parametrize("baseline", ["rollout", "exponential"])
+def test_resume_is_exact_with_every_baseline(tmp_path, baseline):
+    flags = f"--baseline {baseline} --baseline-instances 50 --lr-schedule constant --env-id tsp8-uniform".split()
+    whole = short_run(tmp_path / "whole", *flags, "--num-epochs", 4)[2]
+    path, *_ = short_run(tmp_path / "half", *flags)
+    am.main(["--resume", str(path / "checkpoint.pt"), "--num-epochs", "4", "--run-dir", str(tmp_path / "rest")])
+    resumed = torch.load(read_result(tmp_path / "rest")[0] / "checkpoint.pt", weights_only=True)
+    for part in ("agent", "baseline_agent"):
+        assert all(torch.equal(v, resumed[part][k]) for k, v in whole[part].items())
+    assert torch.equal(whole["running_mean"], resumed["running_mean"])
+
+
+def test_learning_rate_schedules(tmp_path):
+    def rates(*flags):
+        path, *_ = short_run(tmp_path / str(len(list(tmp_path.iterdir()))), "--steps-per-epoch", 1, *flags)
+        return [value for _, value in read_scalars(path)["charts/learning_rate"]]
+
+    assert rates("--num-epochs", 4, "--learning-rate", 1, "--lr-schedule", "constant") == [1, 1, 1, 1]
+    drop = rates("--num-epochs", 4, "--learning-rate", 1, "--lr-schedule", "constant", "--lr-drop", 0.5)
+    assert drop == pytest.approx([1, 1, 0.1, 0.1])
+    cosine = rates("--num-epochs", 4, "--learning-rate", 1)
+    assert cosine == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])
+
+
+def test_training_on_a_file(tmp_path, monkeypatch):
+    instances = tsp.make_test_instances("tsp20-uniform", 5)
+    path = tmp_path / "train.txt"
+    path.write_text(tsp.format_ml4co(instances))
+    seen, train_step = [], am.train_step
+
+    def spy(agent, optimizer, loss_fn, points, *rest):
+        seen.append(points.clone())
+        train_step(agent, optimizer, loss_fn, points, *rest)
+
+    monkeypatch.setattr(am, "train_step", spy)
+    short_run(tmp_path / "runs", "--train-path", path, "--baseline", "rollout", "--baseline-instances", 5)
+    stored = torch.from_numpy(np.stack([i.points for i in instances])).float()
+    rows = torch.cat(seen)[:, None].eq(stored[None]).all(-1).all(-1)  # [24, 5]
+    assert rows.sum(1).eq(1).all() and rows[:5].sum(0).eq(1).all() and rows[:12].sum(0).min() >= 2
+
+
+TWO_PROCESSES = """
+import torch
+from algos import reinforce_tsp_attention as am
+
+args = am.Args(cuda=False, baseline=am.sys.argv[1], norm="instance")
+am.setup_device(args)
+torch.manual_seed(0)
+agent, frozen = am.AttentionModel("instance"), am.AttentionModel("instance")
+points, sample_gumbel = torch.rand(6, 5, 2), am.sample_gumbel
+grads = []
+for rank, size in ((0, 1), (am.RANK, 2)):  # all instances in this process, and half of them in each
+    rows = slice(6 * rank // size, 6 * (rank + 1) // size)
+
+    def noise_of_those_rows(*shape, device=None):
+        torch.manual_seed(1)
+        return sample_gumbel(shape[0], 6, *shape[2:])[:, rows]
+
+    am.sample_gumbel, am.WORLD_SIZE, running_mean = noise_of_those_rows, size, torch.tensor(3.0)
+    am.sum_over_ranks = lambda x: x
+    if size == 2:
+        am.sum_over_ranks = lambda x: (torch.distributed.all_reduce(x), x)[1]
+    loss, *_ = am.compute_loss(agent, am.score_tours, frozen, points[rows], running_mean, torch.tensor(0.0), args)
+    agent.zero_grad()
+    (loss / size).backward()
+    if size == 2:
+        am.sum_gradients(agent.parameters())
+    grads.append([p.grad.clone() for p in agent.parameters()] + [running_mean])
+for alone, together in zip(*grads, strict=True):
+    torch.testing.assert_close(alone, together, atol=1e-6, rtol=1e-4)
+torch.distributed.destroy_process_group()
+print("the same gradients")
+"""
+
+
+@pytest.mark.parametrize("baseline", ["pomo", "rollout", "exponential"])
+def test_the_gradients_of_two_processes_are_those_of_one(tmp_path, baseline):
+    (tmp_path / "probe.py").write_text(TWO_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "probe.py"), baseline]
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.count("the same gradients") == 2, run.stderr
+
+
+def test_compiled_equals_eager(tmp_path):
+    weights = [
+        short_run(tmp_path / flag, flag, "--env-id", "tsp8-uniform")[2]["agent"]
+        for flag in ("--compile", "--no-compile")
+    ]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], atol=2e-4, rtol=1e-3, msg=name)
+
+
+def test_bf16_learns_too(tmp_path):
+    _, result, checkpoint = short_run(tmp_path, "--bf16", "--env-id", "tsp8-uniform")
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in checkpoint["agent"].values())
+    assert result["metrics"]["eval/greedy_length"] < 10
+
+
+def test_capture_undoes_its_warm_up(tmp_path, monkeypatch):
+    """Capture with a stand-in on the CPU: the same weights as without, so no tensor is missing from its list."""
+
+    def stand_in(fn, mutated):
+        saved, rng_state = [x.detach().clone() for x in mutated], torch.get_rng_state()
+        for _ in range(3):
+            fn()
+        with torch.no_grad():
+            for x, old in zip(mutated, saved, strict=True):
+                x.copy_(old)
+        torch.set_rng_state(rng_state)
+        return fn
+
+    monkeypatch.setattr(am, "capture_graph", stand_in)
+    for baseline in ("pomo", "rollout"):
+        ends = []
+        for capture in (True, False):
+            monkeypatch.setattr(am, "can_capture", lambda args, device, capture=capture: capture)
+            flags = "--env-id", "tsp8-uniform", "--baseline", baseline, "--baseline-instances", 40
+            ends.append(short_run(tmp_path / f"{baseline}{capture}", *flags)[2])
+        assert all(torch.equal(v, ends[1]["agent"][k]) for k, v in ends[0]["agent"].items())
+        assert torch.equal(ends[0]["running_mean"], ends[1]["running_mean"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("baseline", ["pomo", "rollout"])
+def test_cuda_graphs_equal_eager(tmp_path, baseline):
+    flags = "--baseline", baseline, "--baseline-instances", 100
+    weights = [short_run(tmp_path / flag, flag, *flags)[2]["agent"] for flag in ("--cuda-graphs", "--no-cuda-graphs")]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value.cpu(), weights[1][name].cpu(), rtol=1e-2, atol=1e-3, msg=name)
+
+
+# Evaluation
+
+
+def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
+    """On files by other programs: what --solve writes and --evaluate prints, recomputed with numpy."""
+    path, *_ = short_run(tmp_path / "runs")
+    data, berlin = tsp.REFERENCE_FOLDER / "tsp20-gaussian.txt", ROOT / "tests" / "data" / "tsplib" / "berlin52.tsp"
+    capsys.readouterr()
+    flags = ["--evaluate", str(path / "checkpoint.pt"), "--num-samples", "3", "--solve", str(tmp_path / "tours.txt")]
+    am.main([*flags, "--data", str(data), str(berlin)])
+    printed = {k: float(v) for k, v in (line.split() for line in capsys.readouterr().out.splitlines())}
+    ratios = []
+    lines = data.read_text().splitlines()
+    solved = (tmp_path / "tours.txt").read_text().splitlines()
+    assert len(solved) == len(lines) + 1
+    for line, ours in zip(lines, solved, strict=False):
+        lengths = []
+        for text in (ours, line):
+            numbers, tour = text.split(" output ")
+            points = np.array(numbers.split(), float).reshape(-1, 2)
+            order = np.array(tour.split(), int) - 1
+            assert order[0] == order[-1] and sorted(order[:-1]) == list(range(20))
+            lengths.append(np.linalg.norm(np.diff(points[order], axis=0), axis=1).sum())
+        assert ours.split(" output ")[0].split() == [repr(float(x)) for x in line.split(" output ")[0].split()]
+        ratios.append(100 * (lengths[0] / lengths[1] - 1))
+    best = min(printed[f"eval/tsp20-gaussian/{decoding}_gap"] for decoding in am.DECODINGS)
+    assert -1e-9 <= np.mean(ratios) <= best
+    found = am.solve(make_agent(), am.Args(), torch.device("cpu"), tsp.read_instances(data), ("greedy",))["greedy"]
+    for tour, length, instance in zip(*found[:2], tsp.read_instances(data), strict=True):
+        stops = instance.points[[*tour, tour[0]]]
+        assert np.linalg.norm(np.diff(stops, axis=0), axis=1).sum() == pytest.approx(length, rel=1e-12)
+    length = printed["eval/berlin52/greedy_length"]
+    assert length == int(length) and printed["eval/berlin52/greedy_gap"] == pytest.approx(
+        100 * (length / 7542 - 1), abs=1e-3
+    )
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
+    path, *_ = short_run(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.txt").write_text("0 0 1 0 1 1\n")
+    (tmp_path / "bad.txt").write_text("0 0 1 0 1 1 output 1 2 2 1\n")
+    capsys.readouterr()
+    checkpoint = f"--evaluate {path / 'checkpoint.pt'}"
+    for flags, message in (
+        ("--env-id tsp20", "--env-id tsp20"),
+        ("--data missing.txt", "missing.txt: No such file"),
+        ("--data good.txt bad.txt", "bad.txt:1: the tour"),
+        ("--train-path bad.txt", "bad.txt:1: the tour"),
+        ("--train-path good.txt", "good:1 has 3 nodes, tsp20-uniform has 20"),
+        ("--batch-size 0", "--batch-size"),
+        ("--lr-drop 2", "--lr-drop"),
+        ("--baseline-instances 1", "--baseline-instances"),
+        ("--solve new.txt", "--solve needs"),
+        (f"{checkpoint} --solve new.txt", "--solve needs"),
+        (f"{checkpoint} --data good.txt --solve good.txt", "--solve good.txt: it exists"),
+        (f"{checkpoint} --data good.txt --solve no/new.txt", "--solve no/new.txt: it exists already, or its folder"),
+        (f"{checkpoint} --norm instance", "--norm instance"),
+        (f"--resume {path / 'checkpoint.pt'} --env-id tsp50-uniform", "--env-id tsp50-uniform"),
+    ):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as error:
+            am.main(flags.split())
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert error.value.code == 2 and len(lines) == 1 and message in lines[0], (flags, lines)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+# Learning
+
+
+@pytest.mark.parametrize(("num_nodes", "seed"), [(7, 1), (8, 2), (8, 3)])
+def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, seed):
+    """Under 1 % above exact dynamic programming by multi-start, after seconds."""
+    flags = f"--env-id tsp{num_nodes}-uniform --seed {seed} --num-epochs 3 --steps-per-epoch 80 --batch-size 32".split()
+    path, *_ = short_run(tmp_path, *flags)
+    instances = tsp.make_test_instances(f"tsp{num_nodes}-uniform", 60)
+    agent = am.AttentionModel()
+    agent.load_state_dict(torch.load(path / "checkpoint.pt", weights_only=True)["agent"])
+    found = am.solve(agent, am.Args(), torch.device("cpu"), instances, ("greedy", "multistart", "multistart_x8"))
+    optimum = np.array([solve_exactly(i.points) for i in instances])
+    gaps = {decoding: 100 * (lengths / optimum - 1).mean() for decoding, (_, lengths, _) in found.items()}
+    print(gaps)
+    assert gaps["greedy"] < 5.0 and gaps["multistart"] < 1.0 and -1e-9 < gaps["multistart_x8"] < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_default_run(run_script, tmp_path, seed):
+    """The gaps that docs/reinforce_tsp_attention.md promises, on instances that come with optimal tours."""
+    run = run_script("reinforce_tsp_attention", "--seed", seed, "--run-dir", tmp_path, timeout=1200)
+    assert run.returncode == 0, run.stderr
+    metrics = read_result(tmp_path)[1]["metrics"]
+    assert metrics["eval/greedy_gap"] < 6.0 and metrics["eval/multistart_gap"] < 1.5
+    assert metrics["eval/multistart_x8_gap"] < 0.3
