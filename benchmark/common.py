@@ -1,5 +1,6 @@
 """What the benchmark scripts share: running a script, reading its curve, describing the machine, writing results."""
 
+import hashlib
 import json
 import os
 import platform
@@ -7,27 +8,53 @@ import re
 import subprocess
 import sys
 import tempfile
+import venv
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmark" / "results", ROOT / "docs" / "figures"
+PEERS = ROOT / "benchmark" / "peers"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def run_script(script: str, *flags) -> dict:
     """Run algos/`script`.py in its own process: result.json plus `curve` = [[step, CPU-s, return], ...]."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = run_in_folder(folder, script, *flags)
+        return json.loads((path / "result.json").read_text()) | {"curve": read_curve(path, "charts/return_last_20")}
+
+
+def run_in_folder(folder: str, script: str, *flags) -> Path:
+    """Run algos/`script`.py in its own process with one thread; returns the run folder, below the empty `folder`."""
+    command = [sys.executable, str(ROOT / "algos" / f"{script}.py"), *map(str, flags), "--run-dir", folder]
+    subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (path,) = Path(folder).glob("*/result.json")
+    return path.parent
+
+
+def read_curve(run_path: Path, tag: str) -> list[list[float]]:
+    """[[step, CPU-s, value], ...] of a logged `tag`."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "algos" / f"{script}.py"), *map(str, flags), "--run-dir", folder]
-        subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        (path,) = Path(folder).glob("*/result.json")
-        events = EventAccumulator(str(path.parent), size_guidance={"scalars": 0})
-        events.Reload()
-        seconds = {e.step: e.value for e in events.Scalars("charts/cpu_seconds")}
-        curve = [[e.step, seconds[e.step], e.value] for e in events.Scalars("charts/return_last_20")]
-        return json.loads(path.read_text()) | {"curve": curve}
+    events = EventAccumulator(str(run_path), size_guidance={"scalars": 0})
+    events.Reload()
+    seconds = {e.step: e.value for e in events.Scalars("charts/cpu_seconds")}
+    return [[e.step, seconds[e.step], e.value] for e in events.Scalars(tag)]
+
+
+def make_peer_environment(peer: str) -> Path:
+    """Python of a peer's own virtual environment, made anew when requirements-`peer`.txt has changed."""
+    requirements, folder = PEERS / f"requirements-{peer}.txt", PEERS / f".venv-{peer}"
+    digest, stamp = hashlib.sha256(requirements.read_bytes()).hexdigest(), folder / "requirements.sha256"
+    if not stamp.exists() or stamp.read_text() != digest:
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [str(folder / "bin" / "pip"), "install", "--quiet"]
+        # torch first, by its exact version: where a CPU build is at hand, later ranges then accept it
+        subprocess.run([*pip, *re.findall(r"^torch==.*", requirements.read_text(), re.M)], check=True)
+        subprocess.run([*pip, "-r", str(requirements)], check=True)
+        stamp.write_text(digest)
+    return folder / "bin" / "python"
 
 
 def describe_machine() -> dict:
@@ -77,3 +104,11 @@ def replace_section(text: str, name: str, content: str) -> str:
 def write_section(path: Path, name: str, content: str) -> None:
     """Replace the section `name` of the file at `path`."""
     path.write_text(replace_section(path.read_text(), name, content))
+
+
+def write_report(sections: dict[str, str], script: str) -> None:
+    """Write each section into docs/`script`.md or README.md, where it is; ValueError where it is in neither."""
+    for name, content in sections.items():
+        paths = [ROOT / "docs" / f"{script}.md", ROOT / "README.md"]
+        for path in [path for path in paths if f"<!-- {name} -->" in path.read_text()] or paths[:1]:
+            write_section(path, name, content)

@@ -8,46 +8,31 @@ the end of the imports, on one thread. The two take turns, seed by seed, so that
 """
 
 import argparse
-import hashlib
 import json
 import statistics
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 from common import (
     ENVIRONMENT,
     FIGURES,
+    PEERS,
     ROOT,
     describe_machine,
     load_results,
     machine_line,
+    make_peer_environment,
     run_script,
     save_results,
     write_section,
 )
 from tqdm import tqdm
 
-PEERS = ROOT / "benchmark" / "peers"
-
-
-def make_peer_environment() -> Path:
-    """Python of the peers' own virtual environment, made anew when its requirements have changed."""
-    requirements = PEERS / "requirements.txt"
-    folder, stamp = PEERS / ".venv", PEERS / ".venv" / "requirements.sha256"
-    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != digest:
-        venv.create(folder, with_pip=True, clear=True)
-        install = [folder / "bin" / "pip", "install", "--quiet", "-r", requirements]
-        subprocess.run(list(map(str, install)), check=True)
-        stamp.write_text(digest)
-    return folder / "bin" / "python"
-
 
 def measure(seeds: list[int]) -> dict:
     """Run both on every seed, taking turns."""
-    python = make_peer_environment()
+    python = make_peer_environment("sb3")
     rows = []
     for seed in tqdm(seeds, unit="seed"):
         result = run_script("ppo", "--seed", seed)
