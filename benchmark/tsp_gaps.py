@@ -55,7 +55,8 @@ def describe_run(task: str, run_path: Path, data: Path) -> dict:
 def measure(tasks: list[str], data_dir: Path, rows: list[dict]) -> dict:
     """Run every seed of `tasks`; their rows take the place of older ones in `rows`."""
     rows = [row for row in rows if row["task"] not in tasks]
-    for task, seed in tqdm([(task, seed) for task in tasks for seed in TASKS[task][1]], unit="run"):
+    runs = [(name, seed) for name in tasks for seed in TASKS[name][1]]
+    for task, seed in tqdm(runs, unit="run"):
         env_id = "tsp20-gaussian" if "gaussian" in TASKS[task][0] else "tsp20-uniform"
         with tempfile.TemporaryDirectory() as folder:
             flags = [*TASKS[task][0].split(), "--seed", seed]

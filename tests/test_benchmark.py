@@ -9,20 +9,30 @@ sys.path.append(str(ROOT / "benchmark"))
 import common
 import ppo_cartpole
 import ppo_control
+import tsp_gaps
+import tsp_speed
+
+DOCS = {
+    ppo_cartpole: "ppo",
+    ppo_control: "ppo",
+    tsp_gaps: "reinforce_tsp_attention",
+    tsp_speed: "reinforce_tsp_attention",
+}
 
 
-@pytest.mark.parametrize("benchmark", [ppo_cartpole, ppo_control])
+@pytest.mark.parametrize("benchmark", DOCS)
 def test_the_docs_follow_from_the_committed_results(benchmark):
-    """Writing the report anew changes nothing in docs/ppo.md or README.md."""
+    """Writing the report anew changes nothing in the script's page or README.md."""
     name = benchmark.__name__
     found = {}
-    for path in (ROOT / "docs" / "ppo.md", ROOT / "README.md"):
+    for path in (ROOT / "docs" / f"{DOCS[benchmark]}.md", ROOT / "README.md"):
         text = path.read_text()
         for section, content in benchmark.sections(common.load_results(name)).items():
             if f"<!-- {section} -->" in text:
                 found[section] = common.replace_section(text, section, content) == text
-    assert found and all(found.values()), found
-    assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert found.keys() == benchmark.sections(common.load_results(name)).keys() and all(found.values()), found
+    if hasattr(benchmark, "draw"):
+        assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def make_run(seconds, eval_return=500.0):
@@ -40,8 +50,26 @@ def test_summary_counts_unsolved_runs_as_infinitely_slow():
     assert "not in 100k steps" in ppo_cartpole.make_table({"rows": rows})
 
 
+def test_speed_ratio_is_of_medians_and_of_the_best_setting_of_each():
+    def side(seconds):
+        return {"train_step": seconds, "greedy_decode": 2 * seconds, "operations": 1, "views": 1}
+
+    cells = (("highest", 4, 8), ("highest", 5, 9), ("highest", 90, 8), ("medium", 2, 12), ("medium", 2, 12))
+    rows = [{"num_nodes": 20, "precision": p, "ours": side(a), "rl4co": side(b)} for p, a, b in cells]
+    (cell,) = tsp_speed.summarize({"rows": rows}).values()
+    assert cell["train_step", "ours", "highest"] == 5 and cell["train_step", "rl4co", "medium"] == 12
+    assert cell["train_step", "ratio"] == 4 and cell["greedy_decode", "ratio"] == 4
+
+
+def test_gap_table_shows_mean_and_range_over_seeds():
+    metrics = [{f"{d}_gap": gap for d in tsp_gaps.DECODINGS} for gap in (1.0, 2.0)]
+    base = {"task": "default", "instances": 10, "cpu_seconds": 60.0, "num_evaluated": 5}
+    rows = [base | {"seed": i, "metrics": m, "curve": [[1, 1.0, 5.0]]} for i, m in enumerate(metrics)]
+    assert "| 2 | 10 | 60 | **1.50** (1.00 to 2.00)" in tsp_gaps.make_table({"rows": rows}, ["default", "long"])
+
+
 def test_figures_are_drawn(tmp_path):
-    for benchmark in (ppo_cartpole, ppo_control):
+    for benchmark in (ppo_cartpole, ppo_control, tsp_gaps):
         path = tmp_path / f"{benchmark.__name__}.png"
         benchmark.draw(common.load_results(benchmark.__name__), path)
         assert path.stat().st_size > 20_000

@@ -41,22 +41,16 @@ class Case:
 
 CASES = {
     "ppo": Case(
-        short="--num-envs 8 --total-timesteps 2560 --eval-episodes 4 --checkpoint-interval 1",
-        longer="--total-timesteps 20480",
-        constant="--no-anneal-lr",
-        length="--total-timesteps",
-        extended=2860,
-        double=5120,
+        "--num-envs 8 --total-timesteps 2560 --eval-episodes 4 --checkpoint-interval 1",
+        "--total-timesteps 20480",
+        *("--no-anneal-lr", "--total-timesteps", 2860, 5120),
         progress=("return=", "step/s"),
         tags=("charts/episodic_return", "losses/value_loss"),
     ),
     "reinforce_tsp_attention": Case(
-        short="--num-epochs 10 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1",
-        longer="--num-epochs 60",
-        constant="--lr-schedule constant",
-        length="--num-epochs",
-        extended=11,
-        double=20,
+        "--num-epochs 10 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1",
+        "--num-epochs 60",
+        *("--lr-schedule constant", "--num-epochs", 11, 20),
         progress=("gap=", "instance/s"),
         tags=("charts/greedy_gap", "losses/policy_loss"),
     ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import read_result, read_scalars
+from conftest import capture_stand_in, read_result, read_scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Categorical, Normal, kl_divergence
@@ -621,18 +621,7 @@ def test_capture_undoes_its_warm_up(tmp_path, monkeypatch, flags):
 
     Fails if a tensor that a step changes is missing from the list that `train` hands to `capture_graph`.
     """
-
-    def stand_in(fn, mutated):
-        saved, rng_state = [x.detach().clone() for x in mutated], torch.get_rng_state()
-        for _ in range(3):
-            fn()
-        with torch.no_grad():
-            for x, old in zip(mutated, saved, strict=True):
-                x.copy_(old)
-        torch.set_rng_state(rng_state)
-        return fn
-
-    monkeypatch.setattr(ppo, "capture_graph", stand_in)
+    monkeypatch.setattr(ppo, "capture_graph", capture_stand_in)
     ends = []
     for capture in (True, False):
         monkeypatch.setattr(ppo, "can_capture", lambda args, device, capture=capture: capture)

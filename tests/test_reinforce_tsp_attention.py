@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
+from conftest import ENVIRONMENT, ROOT, capture_stand_in, read_result, read_scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tsp import solve_exactly
@@ -422,17 +422,7 @@ def test_bf16_learns_too(tmp_path):
 def test_capture_undoes_its_warm_up(tmp_path, monkeypatch):
     """Capture with a stand-in on the CPU: the same weights as without, so no tensor is missing from its list."""
 
-    def stand_in(fn, mutated):
-        saved, rng_state = [x.detach().clone() for x in mutated], torch.get_rng_state()
-        for _ in range(3):
-            fn()
-        with torch.no_grad():
-            for x, old in zip(mutated, saved, strict=True):
-                x.copy_(old)
-        torch.set_rng_state(rng_state)
-        return fn
-
-    monkeypatch.setattr(am, "capture_graph", stand_in)
+    monkeypatch.setattr(am, "capture_graph", capture_stand_in)
     for baseline in ("pomo", "rollout"):
         ends = []
         for capture in (True, False):
