@@ -265,12 +265,6 @@ def sample_gumbel(*shape: int, device=None, generator=None) -> torch.Tensor:
     return -torch.empty(shape, device=device).exponential_(generator=generator).clamp_(min=1e-30).log()
 
 
-def find_rows(tables: DecoderTables) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores as rows of one table [B * (1 + 2 N), H * N], and each instance's row of first node 0 in it, [B, 1]."""
-    table, step = tables.scores.view(-1, tables.values.shape[1]), tables.scores.shape[1]
-    return torch.arange(1, len(table), step, device=table.device).unsqueeze(1), table
-
-
 @torch.no_grad()
 def construct_tours(points, tables: DecoderTables, num_tours: int, starts=None, noise=None):
     """Build P = `num_tours` tours of each instance node by node: tours [B, P, N] and their lengths [B, P].
@@ -280,7 +274,8 @@ def construct_tours(points, tables: DecoderTables, num_tours: int, starts=None, 
     """
     env, num_nodes = tsp.TspEnv(), points.shape[1]
     state, reward, shape = env.reset(points, num_tours), None, (len(points), num_tours, *tables.scores.shape[2:])
-    rows, table = find_rows(tables)
+    table = tables.scores.view(-1, tables.values.shape[1])  # [B * (1 + 2 N), H * N]
+    rows = torch.arange(1, len(table), 1 + 2 * num_nodes, device=points.device).unsqueeze(1)  # [B, 1] of first node 0
     noises = [None] * num_nodes if noise is None else noise.unbind()
     for t in range(num_nodes):
         if t == 0 and starts is not None:
@@ -310,10 +305,9 @@ def score_tours(tables: DecoderTables, tours: torch.Tensor) -> tuple[torch.Tenso
     is_end = position == num_nodes - 1  # [B, P, N]; nothing is chosen there
     is_open = (position.unsqueeze(-2) > position.unsqueeze(-1)) | is_end.unsqueeze(-1)  # [B, P, N, N]
     bias = is_open.log().flatten(1, 2)  # 0 or -inf
-    start, _, last = tables.scores.split([1, num_nodes, num_nodes], 1)
-    rows, table = find_rows(tables)
-    first = F.embedding(rows + tours[:, :, 0], table).view(*tours.shape[:2], 1, *last.shape[2:])
-    scores = (first + last.unsqueeze(1)).flatten(1, 2)  # [B, P * N, H, N]
+    start, first, last = tables.scores.split([1, num_nodes, num_nodes], 1)
+    first = first.take_along_dim(tours[:, :, 0, None, None], 1)  # [B, P, H, N]
+    scores = (first.unsqueeze(2) + last.unsqueeze(1)).flatten(1, 2)  # [B, P * N, H, N]
     log_probs = compute_logits(scores, bias, tables.values).log_softmax(-1)  # eq. 8
     log_probs = log_probs.view(is_open.shape).gather(-1, successor.unsqueeze(-1)).squeeze(-1)  # [B, P, N]
     start_logits = compute_logits(start, torch.zeros_like(start[:, :, 0]), tables.values)
@@ -725,6 +719,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     progress = {"iteration": 0, "global_step": 0, "baseline_updates": 0, "history": []}
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
+        if args.env_id != checkpoint["args"]["env_id"]:  # its gaps are those of other instances
+            progress["history"] = []
         agent.load_state_dict(checkpoint["agent"])
         baseline_agent.load_state_dict(checkpoint["baseline_agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -783,8 +779,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         stream = instances_per_epoch, args.seed, 3, progress["iteration"]
         fresh_points = tsp.draw_points(args.env_id, training_points, *stream).to(device)
         for i in range(args.steps_per_epoch):
-            step = progress["iteration"] * args.steps_per_epoch + i
-            done = step / (args.num_epochs * args.steps_per_epoch)
+            done = (progress["iteration"] + i / args.steps_per_epoch) / args.num_epochs
             factor = (1.0 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1.0
             lr.fill_(args.learning_rate * factor * (0.1 if done >= 1.0 - args.lr_drop else 1.0))
             points.copy_(fresh_points[i * args.batch_size + RANK * batch_size :][:batch_size])
@@ -872,8 +867,9 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = Args(**checkpoint["args"])
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = ("norm", "num_layers", "env_id", "train_path", "seed", "batch_size", "steps_per_epoch", "baseline")
-        for name in fixed if args.resume else fixed[:2]:
+        is_unfinished = Path(path).with_name("args.json").exists() and not Path(path).with_name("result.json").exists()
+        fixed = ("norm", "num_layers", "seed", "env_id", "train_path", "batch_size", "steps_per_epoch", "baseline")
+        for name in fixed[:2] if args.evaluate else fixed if is_unfinished else fixed[:3]:
             value, trained = getattr(args, name), getattr(saved, name)
             if value != trained:
                 fail(f"--{name.replace('_', '-')} {value}: {path} was trained with {trained}")

@@ -332,6 +332,20 @@ def test_resume_is_exact_with_every_baseline(tmp_path, baseline):
     assert torch.equal(whole["running_mean"], resumed["running_mean"])
 
 
+def test_a_finished_run_goes_on_with_other_instances(tmp_path, capsys):
+    path, _, before = short_run(tmp_path / "small")
+    flags = "--env-id tsp8-uniform --batch-size 2 --num-epochs 3 --lr-schedule constant".split()
+    am.main(["--resume", str(path / "checkpoint.pt"), *flags, "--run-dir", str(tmp_path / "other")])
+    path_of_other, result = read_result(tmp_path / "other")
+    after = torch.load(path_of_other / "checkpoint.pt", weights_only=True)
+    assert path_of_other.name.startswith("tsp8-uniform__") and result["env_steps"] == 2 * 3 * 4 + 3 * 2
+    assert len(before["history"]) == 2 and len(after["history"]) == 1
+    (path / "result.json").unlink()  # as if it had been killed
+    with pytest.raises(SystemExit) as error:
+        am.main(["--resume", str(path / "checkpoint.pt"), *flags])
+    assert error.value.code == 2 and "--env-id tsp8-uniform" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_learning_rate_schedules(tmp_path):
     def rates(*flags):
         path, *_ = short_run(tmp_path / str(len(list(tmp_path.iterdir()))), "--steps-per-epoch", 1, *flags)
@@ -500,7 +514,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
         (f"{checkpoint} --data good.txt --solve good.txt", "--solve good.txt: it exists"),
         (f"{checkpoint} --data good.txt --solve no/new.txt", "--solve no/new.txt: it exists already, or its folder"),
         (f"{checkpoint} --norm instance", "--norm instance"),
-        (f"--resume {path / 'checkpoint.pt'} --env-id tsp50-uniform", "--env-id tsp50-uniform"),
+        (f"--resume {path / 'checkpoint.pt'} --seed 5", "--seed 5"),
     ):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(SystemExit) as error:
