@@ -619,10 +619,10 @@ def make_run_folder(args: Args, checkpoint: dict | None) -> Path:
         try:
             (Path(args.run_dir) / name).mkdir(parents=True)
             return Path(args.run_dir) / name
-        except OSError as error:
-            if not (Path(args.run_dir) / name).exists():
-                fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
+        except FileExistsError:
             name += "-"  # another run was started in the same second
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
 
 
 def make_writer(args: Args, run_path: Path, global_step: int) -> SummaryWriter:
@@ -658,7 +658,7 @@ def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title,
         return print("no learning_curve.png: pip install matplotlib")
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
-    axes.plot(*zip(*history, strict=True))
+    axes.plot(*zip(*history, strict=True), marker="o" if len(history) == 1 else None)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     writer.add_figure("charts/learning_curve", figure, history[-1][0])
@@ -675,7 +675,7 @@ def check_args(args: Args) -> None:
         fail(f"--num-envs {args.num_envs} does not divide among {WORLD_SIZE} processes")
     if batch_size // WORLD_SIZE % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {batch_size // WORLD_SIZE} rows")
-    if args.track and importlib.util.find_spec("wandb") is None:
+    if args.track and not args.evaluate and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
     if args.capture_video and (args.vectorization == "torch" or importlib.util.find_spec("moviepy") is None):
         fail("--capture-video needs pip install 'gymnasium[other]', and does not go with --vectorization torch")
@@ -826,11 +826,11 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 writer.add_scalar(name, value, step)
             bar.update(min(step, args.total_timesteps) - bar.n)
         is_last = step >= args.total_timesteps
-        if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
-            save()
         if is_main and not is_last and args.eval_interval and iteration % args.eval_interval == 0:
             for name, value in evaluate(agent, args, device).items():
                 writer.add_scalar(name, value, step)
+        if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
+            save()
     bar.close()
     envs.close()
     if dist.is_initialized():
@@ -869,8 +869,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, or evaluate a checkpoint."""
     args, checkpoint = tyro.cli(Args, args=argv), None
-    if args.resume and args.evaluate:
-        fail("--resume and --evaluate exclude each other")
+    if args.evaluate and (args.resume or WORLD_SIZE > 1):
+        fail("--resume and --evaluate exclude each other, and --evaluate is for one process")
     if path := args.resume or args.evaluate:
         checkpoint = load_checkpoint(path)
         saved = Args(**checkpoint["args"])

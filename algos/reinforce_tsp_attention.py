@@ -11,9 +11,9 @@ Kwon et al. 2020, "POMO: Policy Optimization with Multiple Optima" (arXiv:2010.1
 What is computed, numbered as in Kool et al.:
 
     (1)   p(pi | s) = prod_t p(pi_t | s, pi_1 ... pi_{t-1})
-    (3,4) h = BN(h + MHA(h)), h = BN(h + FF(h)), three times: the encoder
-    (5,6) q = W [mean of h, h of the first node, h of the last node], k = W h: the decoder's context and keys
-    (7,8) u_j = C tanh(q . k_j / sqrt(d)), -inf where node j has been visited; p(pi_t = j | s, ...) = softmax(u)_j
+    (2,3) h = BN(h + MHA(h)), h = BN(h + FF(h)), three times: the encoder
+    (4-6) g = MHA from [mean of h, h of the first node, h of the last node] to the unvisited nodes: the glimpse
+    (7,8) u_j = C tanh(g . k_j / sqrt(D)), -inf where node j has been visited; p(pi_t = j | s, ...) = softmax(u)_j
     (9)   grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ], with the baseline b(s) of --baseline
 
 Shapes: B instances, N nodes, P tours of each instance, D embedding, H heads, d = D / H.
@@ -102,7 +102,7 @@ class Args:
     env_id: str = "tsp20-uniform"
     """instances to train on: tspN-uniform (in the unit square) or tspN-gaussian (standard normal), with N nodes"""
     train_path: str | None = None
-    """train on the instances of this file (ml4co text format) instead of fresh ones at every step"""
+    """train on the instances of this file, in units of the largest, instead of fresh ones at every step"""
     data: tuple[str, ...] = ()
     """files to evaluate on: .tsp (TSPLIB), else ml4co text; without, --eval-episodes instances of --env-id"""
     solve: str | None = None
@@ -130,7 +130,7 @@ class Args:
     baseline_update: Literal["t-test", "mean"] = "t-test"
     """rollout: the policy becomes the baseline once it is better by a paired t-test, or by its mean alone"""
     baseline_instances: int = 10_000
-    """rollout: held instances on which policy and baseline are compared after each epoch"""
+    """rollout: instances on which policy and baseline are compared after each epoch"""
     norm: Literal["batch", "instance"] = "batch"
     """normalization in the encoder"""
     num_layers: int = 3
@@ -169,7 +169,7 @@ def split_heads(x: torch.Tensor, num_nodes: int, num_parts: int, num_heads: int)
 
 
 class EncoderLayer(nn.Module):
-    """Attention among the nodes and a feed-forward layer, each with a skip connection and a norm (eq. 3, 4)."""
+    """Attention among the nodes and a feed-forward layer, each with a skip connection and a norm (eq. 2, 3)."""
 
     def __init__(self, embed_dim: int, num_heads: int, ff_dim: int, norm: str):
         super().__init__()
@@ -239,9 +239,9 @@ def scale_to_unit_square(points: torch.Tensor) -> torch.Tensor:
 class DecoderTables(NamedTuple):
     """All that the decoder needs of an instance, computed once.
 
-    The query of eq. 5 is a sum of a graph, a first-node and a last-node term, so its scores against the glimpse's keys
-    are sums as well, and each term can be tabulated for every node. Values, output projection and logit keys are linear
-    in the attention weights, and merge into one matrix.
+    The query (eq. 4, 5) is a sum of a graph, a first-node and a last-node term, so its scores against the glimpse's
+    keys are sums as well, and each term can be tabulated. From the attention weights on all is linear up to eq. 7, so
+    values, output projection and logit keys merge into one matrix.
     """
 
     scores: torch.Tensor  # [B, 1 + 2 N, H, N] of graph and placeholders; graph and each first node; each last node
@@ -485,7 +485,7 @@ def solve(agent, args: Args, device: torch.device, instances: list, decodings=DE
     bar = tqdm(total=len(decodings) * len(instances), unit="instance", leave=False, delay=2.0)
     for decoding in decodings:
         tours, lengths, start = [None] * len(instances), np.zeros(len(instances)), time.perf_counter()
-        generator = torch.Generator(device).manual_seed(args.seed)
+        generator = torch.Generator(device).manual_seed(args.seed % 2**63)
         for (num_nodes, metric), members in groups.items():
             num_tours = {
                 "greedy": 1,
@@ -615,10 +615,10 @@ def make_run_folder(args: Args, checkpoint: dict | None) -> Path:
         try:
             (Path(args.run_dir) / name).mkdir(parents=True)
             return Path(args.run_dir) / name
-        except OSError as error:
-            if not (Path(args.run_dir) / name).exists():
-                fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
+        except FileExistsError:
             name += "-"  # another run was started in the same second
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
 
 
 def make_writer(args: Args, run_path: Path, global_step: int) -> SummaryWriter:
@@ -654,7 +654,7 @@ def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title,
         return print("no learning_curve.png: pip install matplotlib")
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
-    axes.plot(*zip(*history, strict=True))
+    axes.plot(*zip(*history, strict=True), marker="o" if len(history) == 1 else None)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     writer.add_figure("charts/learning_curve", figure, history[-1][0])
@@ -673,19 +673,18 @@ def check_args(args: Args) -> None:
         fail(f"--env-id {args.env_id}: {error}")
     if args.batch_size % WORLD_SIZE:
         fail(f"--batch-size {args.batch_size} does not divide among {WORLD_SIZE} processes")
-    if args.track and importlib.util.find_spec("wandb") is None:
+    if args.track and not args.evaluate and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
     if args.solve and not (args.evaluate and args.data):
         fail("--solve needs --evaluate and --data")
-    if args.solve and (Path(args.solve).exists() or not Path(args.solve).resolve().parent.is_dir()):
-        fail(f"--solve {args.solve}: it exists already, or its folder does not")
 
 
 def load_files(args: Args) -> tuple[np.ndarray | None, list]:
     """Points [M, N, 2] of --train-path, and instances to evaluate on; exits with code 2 on files that will not do."""
     try:
-        training_points = tsp.read_points(args.train_path, args.env_id) if args.train_path else None
-        instances = [instance for path in args.data for instance in tsp.read_instances(path)]
+        is_needed = args.train_path and not args.evaluate
+        training_points = tsp.read_points(args.train_path, args.env_id) if is_needed else None
+        instances = tsp.read_files(args.data)
     except ValueError as error:
         fail(error)
     instances = instances or tsp.make_test_instances(args.env_id, args.eval_episodes)
@@ -759,8 +758,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         step_fn = capture_graph(step_fn, mutated)
 
     def hold_instances() -> tuple[torch.Tensor, torch.Tensor]:  # fresh ones [n, N, 2], and the baseline's lengths [n]
-        stream = args.baseline_instances, args.seed, 4, progress["baseline_updates"]
-        held = tsp.draw_points(args.env_id, training_points, *stream).to(device)
+        size = min(args.baseline_instances, len(training_points) if args.train_path else args.baseline_instances)
+        stream = args.seed, 4, progress["baseline_updates"]
+        held = tsp.draw_points(args.env_id, training_points, size, *stream).to(device)
         return held, get_greedy_lengths(baseline_agent, held, args)
 
     held = hold_instances() if args.baseline == "rollout" else None
@@ -776,8 +776,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         metrics.zero_()
         is_warmup.fill_(progress["iteration"] == 0)
         agent.train()
-        stream = instances_per_epoch, args.seed, 3, progress["iteration"]
-        fresh_points = tsp.draw_points(args.env_id, training_points, *stream).to(device)
+        stream = args.seed, 3, progress["iteration"]
+        fresh_points = tsp.draw_points(args.env_id, training_points, instances_per_epoch, *stream).to(device)
         for i in range(args.steps_per_epoch):
             done = (progress["iteration"] + i / args.steps_per_epoch) / args.num_epochs
             factor = (1.0 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1.0
@@ -791,8 +791,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         # The policy becomes the baseline once it is better on held instances
         if held is not None:
             differences = get_greedy_lengths(agent, held[0], args) - held[1]
-            is_better = differences.mean() < 0
-            if is_better and (args.baseline_update == "mean" or t_test(differences) < 0.05):
+            if differences.mean() < 0 and (args.baseline_update == "mean" or t_test(differences) < 0.05):
                 baseline_agent.load_state_dict(agent.state_dict())
                 progress["baseline_updates"] += 1
                 held = hold_instances()
@@ -817,11 +816,11 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             bar.set_postfix({goal: f"{value:.2f}"})
             for name, value in scalars.items():
                 writer.add_scalar(name, value, step)
-        if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
-            save()
         if is_main and not is_last and args.eval_interval and iteration % args.eval_interval == 0:
             for name, value in evaluate(agent, args, device, instances).items():
                 writer.add_scalar(name, value, step)
+        if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
+            save()
     bar.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -861,8 +860,8 @@ def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, or evaluate a checkpoint."""
     args, checkpoint = tyro.cli(Args, args=argv), None
     torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
-    if args.resume and args.evaluate:
-        fail("--resume and --evaluate exclude each other")
+    if args.evaluate and (args.resume or WORLD_SIZE > 1):
+        fail("--resume and --evaluate exclude each other, and --evaluate is for one process")
     if path := args.resume or args.evaluate:
         checkpoint = load_checkpoint(path)
         saved = Args(**checkpoint["args"])
@@ -879,6 +878,11 @@ def main(argv: list[str] | None = None) -> None:
     device, (_, instances) = setup_device(args), load_files(args)
     agent = AttentionModel(args.norm, args.num_layers).to(device)
     agent.load_state_dict(checkpoint["agent"])
+    try:
+        if args.solve:
+            Path(args.solve).touch(exist_ok=False)
+    except OSError as error:
+        fail(f"--solve {args.solve}: {error.strerror}")
     found = solve(agent, args, device, instances)
     for name, value in tsp.summarize(found, instances).items():
         print(f"{name} {value:.4f}")
@@ -886,7 +890,7 @@ def main(argv: list[str] | None = None) -> None:
         shortest = np.argmin([lengths for _, lengths, _ in found.values()], 0)
         for i, k in enumerate(shortest):
             instances[i].tour = list(found.values())[k][0][i]
-        write_atomically(Path(args.solve), tsp.format_ml4co(instances).encode())
+        Path(args.solve).write_text(tsp.format_ml4co(instances))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from envs_shared.tsp_files import METRICS, Instance, format_ml4co, read_instances
+from envs_shared.tsp_files import METRICS, Instance, format_ml4co, read_files, read_instances
 
-__all__ = ["Instance", "format_ml4co", "read_instances"]
+__all__ = ["Instance", "format_ml4co", "read_files", "read_instances"]
 
 REFERENCE_FOLDER = Path(__file__).with_name("tsp_reference")
 
@@ -116,12 +116,17 @@ def make_test_instances(env_id: str, num_instances: int) -> list[Instance]:
 
 
 def read_points(path: str, env_id: str) -> np.ndarray:
-    """Points [M, N, 2] of a file's instances; ValueError where one has another number of nodes than `env_id` says."""
+    """Points [M, N, 2] of a file's instances, each moved to the origin, in units of the largest extent of any.
+
+    ValueError where one has another number of nodes than `env_id` says.
+    """
     instances, num_nodes = read_instances(path), parse_env_id(env_id)[1]
     for instance in instances:
         if len(instance.points) != num_nodes:
             raise ValueError(f"{instance.name} has {len(instance.points)} nodes, {env_id} has {num_nodes}")
-    return np.stack([instance.points for instance in instances])
+    points = np.stack([instance.points for instance in instances])
+    points = points - points.min(1, keepdims=True)
+    return points / max(points.max(), np.finfo(np.float64).tiny)
 
 
 def get_reference_lengths(instances: list[Instance]) -> np.ndarray:
@@ -167,13 +172,14 @@ def summarize(found: dict[str, tuple], instances: list[Instance]) -> dict[str, f
     Mean length and time; gap, the mean over instances of length / reference - 1 in percent, and its deviation, where
     there are reference tours. With instances of several files of each file too.
     """
-    files = np.array([instance.name.split(":")[0] for instance in instances])
+    files = np.array([instance.file for instance in instances])
     reference, metrics = get_reference_lengths(instances), {}
     for file in ("", *dict.fromkeys(files)) if len(set(files)) > 1 else ("",):
-        rows, prefix = (files == file, f"eval/{file}") if file else (files != "", "eval")
+        rows, prefix = (files == file, f"eval/{file}") if file else (slice(None), "eval")
         for decoding, (_, lengths, milliseconds) in found.items():
             metrics[f"{prefix}/{decoding}_length"] = float(lengths[rows].mean())
-            gaps = 100.0 * (lengths[rows] / reference[rows] - 1.0)
+            with np.errstate(invalid="ignore"):
+                gaps = np.where(lengths == reference, 0.0, 100.0 * (lengths / reference - 1.0))[rows]
             if len(gaps := gaps[~np.isnan(gaps)]):
                 metrics[f"{prefix}/{decoding}_gap"] = float(gaps.mean())
                 metrics[f"{prefix}/{decoding}_gap_std"] = float(gaps.std())
@@ -193,8 +199,10 @@ def draw_tours(instances: list[Instance], tours: list[np.ndarray]):
         [Instance(i.name, i.points, t, i.metric) for i, t in zip(instances, tours, strict=True)]
     )
     figure = Figure(figsize=(3 * len(instances), 6.4), layout="constrained")
-    rows = ("found", tours, found), ("reference", [i.tour for i in instances], get_reference_lengths(instances))
-    for axes_row, (name, row, lengths) in zip(figure.subplots(2, len(instances), squeeze=False), rows, strict=True):
+    rows = [("found", tours, found), ("reference", [i.tour for i in instances], get_reference_lengths(instances))]
+    rows = rows if any(i.tour is not None for i in instances) else rows[:1]
+    panels = figure.subplots(len(rows), len(instances), squeeze=False)
+    for axes_row, (name, row, lengths) in zip(panels, rows, strict=True):
         for axes, instance, tour, length in zip(axes_row, instances, row, lengths, strict=True):
             axes.set_axis_off()
             if tour is not None:

@@ -14,12 +14,13 @@ import torch
 
 @dataclass
 class Instance:
-    """One problem: `points` [N, 2] float64, its `metric`, and the `tour` [N] it came with, if any."""
+    """One problem: `points` [N, 2] float64, its `metric`, the `tour` [N] it came with, if any, and its file's name."""
 
     name: str
     points: np.ndarray
     tour: np.ndarray | None = None
     metric: str = "EUCLIDEAN"
+    file: str = ""
 
 
 # Distances of two points [..., 2] each: plain, and TSPLIB's (Reinelt 1995, "TSPLIB 95", section 2). All but the first
@@ -78,17 +79,17 @@ def parse_points(numbers: list[str]) -> np.ndarray:
     points = np.array([float(x) for x in numbers])
     if len(points) % 2 or len(points) < 6:
         raise ValueError(f"{len(points)} coordinates, where an even number from 6 is needed")
-    if not np.isfinite(points).all():
-        raise ValueError("a coordinate is not finite")
+    if not (np.abs(points) <= 1e100).all():
+        raise ValueError("a coordinate is not finite, or beyond 1e100")
     return points.reshape(-1, 2)
 
 
 def read_lines(path: Path) -> list[str]:
     """Lines of a text file; ValueError where it cannot be read."""
     try:
-        return Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+        return Path(path).read_text("utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
 
 
 def read_ml4co(path: Path) -> list[Instance]:
@@ -103,7 +104,7 @@ def read_ml4co(path: Path) -> list[Instance]:
             tour = check_tour([int(x) for x in tour.split()], len(points)) if separator else None
         except ValueError as error:
             raise ValueError(f"{path}:{i}: {error}") from None
-        instances.append(Instance(f"{Path(path).stem}:{i}", points, tour))
+        instances.append(Instance(f"{path}:{i}", points, tour, file=Path(path).stem))
     if not instances:
         raise ValueError(f"{path}: no instances")
     return instances
@@ -154,7 +155,9 @@ def read_tsplib(path: Path) -> Instance:
             coordinates += parse_points(point * 3)[0].tolist() if len(point) == 2 else float("none")
         except ValueError:
             raise ValueError(f"{path}:{i}: not a node number and two finite coordinates") from None
-    if header.get("DIMENSION") != str(len(numbers)) or len(numbers) < 3:
+    if "FIXED_EDGES_SECTION" in sections:
+        raise ValueError(f"{path}: fixed edges are not supported")
+    if header.get("DIMENSION", "").lstrip("0") != str(len(numbers)) or len(numbers) < 3:
         dimension = header.get("DIMENSION", "missing")
         raise ValueError(f"{path}: DIMENSION is {dimension}, NODE_COORD_SECTION has {len(numbers)} nodes (from 3)")
     if sorted(numbers) != list(range(1, len(numbers) + 1)):
@@ -162,7 +165,7 @@ def read_tsplib(path: Path) -> Instance:
     points = np.array(coordinates).reshape(-1, 2)[np.argsort(numbers)]
     tour_path = Path(path).with_suffix(".opt.tour")
     tour = read_tsplib_tour(tour_path, len(points)) if tour_path.exists() else None
-    return Instance(Path(path).stem, points, tour, metric)
+    return Instance(str(path), points, tour, metric, Path(path).stem)
 
 
 def read_tsplib_tour(path: Path, num_nodes: int) -> np.ndarray:
@@ -180,6 +183,13 @@ def read_tsplib_tour(path: Path, num_nodes: int) -> np.ndarray:
         raise ValueError(f"{path}: {error}") from None
 
 
+def read_files(paths: tuple[str, ...]) -> list[Instance]:
+    """Instances of several files; ValueError where two of them have the same name."""
+    if len({Path(path).stem for path in paths}) < len(paths):
+        raise ValueError(f"two of the files have the same name: {' '.join(paths)}")
+    return [instance for path in paths for instance in read_instances(path)]
+
+
 def read_instances(path: str | Path) -> list[Instance]:
     """Instances of a file: TSPLIB where its name ends in .tsp, else the ml4co text format."""
-    return [read_tsplib(Path(path))] if str(path).endswith(".tsp") else read_ml4co(Path(path))
+    return [read_tsplib(Path(path))] if str(path).lower().endswith(".tsp") else read_ml4co(Path(path))

@@ -42,14 +42,14 @@ class Case:
 CASES = {
     "ppo": Case(
         "--num-envs 8 --total-timesteps 2560 --eval-episodes 4 --checkpoint-interval 1",
-        "--total-timesteps 20480",
+        "--total-timesteps 20480 --eval-interval 3",
         *("--no-anneal-lr", "--total-timesteps", 2860, 5120),
         progress=("return=", "step/s"),
         tags=("charts/episodic_return", "losses/value_loss"),
     ),
     "reinforce_tsp_attention": Case(
         "--num-epochs 10 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1",
-        "--num-epochs 60",
+        "--num-epochs 60 --eval-interval 3",
         *("--lr-schedule constant", "--num-epochs", 11, 20),
         progress=("gap=", "instance/s"),
         tags=("charts/greedy_gap", "losses/policy_loss"),

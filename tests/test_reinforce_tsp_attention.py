@@ -346,6 +346,17 @@ def test_a_finished_run_goes_on_with_other_instances(tmp_path, capsys):
     assert error.value.code == 2 and "--env-id tsp8-uniform" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_evaluation_needs_no_training_file(tmp_path, capsys):
+    path = tmp_path / "train.txt"
+    path.write_text(tsp.format_ml4co(tsp.make_test_instances("tsp20-uniform", 5)))
+    run_path, *_ = short_run(
+        tmp_path / "runs", "--train-path", path, "--baseline-instances", 7, "--baseline", "rollout"
+    )
+    path.unlink()
+    am.main(["--evaluate", str(run_path / "checkpoint.pt"), "--seed", str(2**64)])
+    assert "eval/greedy_gap" in capsys.readouterr().out
+
+
 def test_learning_rate_schedules(tmp_path):
     def rates(*flags):
         path, *_ = short_run(tmp_path / str(len(list(tmp_path.iterdir()))), "--steps-per-epoch", 1, *flags)
@@ -370,7 +381,7 @@ def test_training_on_a_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(am, "train_step", spy)
     short_run(tmp_path / "runs", "--train-path", path, "--baseline", "rollout", "--baseline-instances", 5)
-    stored = torch.from_numpy(np.stack([i.points for i in instances])).float()
+    stored = torch.from_numpy(tsp.read_points(path, "tsp20-uniform")).float()
     rows = torch.cat(seen)[:, None].eq(stored[None]).all(-1).all(-1)  # [24, 5]
     assert rows.sum(1).eq(1).all() and rows[:5].sum(0).eq(1).all() and rows[:12].sum(0).min() >= 2
 
@@ -505,14 +516,17 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
         ("--data missing.txt", "missing.txt: No such file"),
         ("--data good.txt bad.txt", "bad.txt:1: the tour"),
         ("--train-path bad.txt", "bad.txt:1: the tour"),
-        ("--train-path good.txt", "good:1 has 3 nodes, tsp20-uniform has 20"),
+        ("--train-path good.txt", "good.txt:1 has 3 nodes, tsp20-uniform has 20"),
         ("--batch-size 0", "--batch-size"),
         ("--lr-drop 2", "--lr-drop"),
         ("--baseline-instances 1", "--baseline-instances"),
         ("--solve new.txt", "--solve needs"),
         (f"{checkpoint} --solve new.txt", "--solve needs"),
-        (f"{checkpoint} --data good.txt --solve good.txt", "--solve good.txt: it exists"),
-        (f"{checkpoint} --data good.txt --solve no/new.txt", "--solve no/new.txt: it exists already, or its folder"),
+        (f"{checkpoint} --data good.txt --solve good.txt", "--solve good.txt: File exists"),
+        (f"{checkpoint} --data good.txt --solve no/new.txt", "--solve no/new.txt: No such file or directory"),
+        (f"{checkpoint} --data good.txt --solve {'x' * 300}", "File name too long"),
+        ("--data good.txt ./good.txt", "two of the files have the same name"),
+        (f"--exp-name {'x' * 300}", "File name too long"),
         (f"{checkpoint} --norm instance", "--norm instance"),
         (f"--resume {path / 'checkpoint.pt'} --seed 5", "--seed 5"),
     ):

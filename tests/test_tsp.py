@@ -124,7 +124,7 @@ def test_geo_gives_the_known_optimum(text, optimum):
 @pytest.mark.parametrize(("name", "optimum"), [("berlin52", 7542), ("st70", 675)])
 def test_tsplib_instances_have_their_known_optimum(name, optimum):
     (instance,) = tsp.read_instances(TSPLIB / f"{name}.tsp")
-    assert instance.metric == "EUC_2D" and instance.name == name
+    assert instance.metric == "EUC_2D" and instance.file == name
     assert tsp.get_reference_lengths([instance]).tolist() == [optimum]
 
 
@@ -135,7 +135,7 @@ def test_tsplib_instances_have_their_known_optimum(name, optimum):
     st.lists(
         st.integers(3, 9).flatmap(
             lambda n: st.tuples(
-                st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2 * n, max_size=2 * n),
+                st.lists(st.floats(-1e100, 1e100), min_size=2 * n, max_size=2 * n),
                 st.one_of(st.none(), st.permutations(range(n))),
             )
         ),
@@ -172,6 +172,7 @@ def test_tours_may_be_open_or_closed(tmp_path):
         ("0 0 1 0 1 output 1 2 3 1", "5 coordinates"),
         ("0 0 1 0 output 1 2 1", "4 coordinates"),
         ("0 0 1 0 1 nan output 1 2 3 1", "not finite"),
+        ("0 0 1 0 1 1e101 output 1 2 3 1", "beyond 1e100"),
         ("0 0 1 0 1 x output 1 2 3 1", "could not convert"),
         ("0 0 1 0 1 1 output 1 2 2 1", "does not visit"),
         ("0 0 1 0 1 1 output 0 1 2 0", "does not visit"),
@@ -193,7 +194,7 @@ def test_unreadable_files(tmp_path):
     for path, message in (
         (tmp_path / "missing.txt", "No such file"),
         (tmp_path, "Is a directory"),
-        (tmp_path / "binary.txt", "not a text file"),
+        (tmp_path / "binary.txt", "binary.txt:1: could not convert"),
         (write(tmp_path / "empty.txt", "\n"), "no instances"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -205,7 +206,9 @@ HEADER = "NAME: x\nTYPE: TSP\nDIMENSION: 3\nEDGE_WEIGHT_TYPE: EUC_2D\nNODE_COORD
 
 def test_tsplib_nodes_in_any_order_and_spaced_headers(tmp_path):
     text = "NAME : x\nTYPE : TSP (M.~Hofmeister)\nDIMENSION : 3\nEDGE_WEIGHT_TYPE : CEIL_2D\nNODE_COORD_SECTION\n"
-    path = write(tmp_path / "x.tsp", text + "2 1.5e1 2\n 1 0 0\n3 4 4\nEOF\n")
+    path = tmp_path / "x.TSP"
+    text = text.replace("DIMENSION : 3", "DIMENSION : 03\nCOMMENT : Caf\xe9") + "2 1.5e1 2\n 1 0 0\n3 4 4\nEOF\n"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode("latin-1"))
     write(tmp_path / "x.opt.tour", "NAME : t\nTYPE : TOUR\nDIMENSION : 3\nTOUR_SECTION\n1 3\n2\n-1\nEOF\n")
     (instance,) = tsp.read_instances(path)
     assert instance.points.tolist() == [[0, 0], [15, 2], [4, 4]] and instance.metric == "CEIL_2D"
@@ -224,6 +227,7 @@ def test_tsplib_nodes_in_any_order_and_spaced_headers(tmp_path):
         (HEADER.replace("EDGE_WEIGHT_TYPE: EUC_2D\n", "") + "1 0 0\n", "EDGE_WEIGHT_TYPE is missing"),
         (HEADER.replace("TYPE: TSP", "TYPE: CVRP") + "1 0 0\n", "TYPE is CVRP"),
         ("garbage\n", r"x\.tsp:1: neither"),
+        (HEADER + "1 0 0\n2 1 1\n3 2 2\nFIXED_EDGES_SECTION\n1 2\n-1\n", "fixed edges"),
     ],
 )
 def test_bad_tsplib_files(tmp_path, text, message):
@@ -258,6 +262,27 @@ def test_stored_instances_have_optimal_tours(name):
         assert (exchanged - edges[:, None] - edges[None] + np.diag(np.full(len(p), np.inf)) > -1e-9).all()
 
 
+def test_the_unit_of_a_training_file_does_not_matter(tmp_path):
+    points = np.random.default_rng(0).random((4, 5, 2))
+    expected = None
+    for i, scale in enumerate((1.0, 2.0**40, 2.0**-40)):
+        instances = [tsp.Instance("", (p + 3.0) * scale) for p in points]
+        read = tsp.read_points(write(tmp_path / f"{i}.txt", tsp.format_ml4co(instances)), "tsp5-uniform")
+        expected = read if expected is None else expected
+        np.testing.assert_allclose(read, expected, rtol=1e-12)
+    assert expected.max() == 1 and expected.min() == 0
+    moved = points[0] - points[0].min(0)
+    np.testing.assert_allclose(expected[0] * moved.max(), moved * expected[0].max(), rtol=1e-12)  # one factor
+
+
+def test_files_of_the_same_name_are_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    paths = [write(tmp_path / "x.txt", "0 0 1 0 1 1\n"), write(tmp_path / "a" / "x.txt", "0 0 1 0 1 1\n")]
+    with pytest.raises(ValueError, match="the same name"):
+        tsp.read_files(tuple(map(str, paths)))
+    assert [i.file for i in tsp.read_files((str(paths[1]),))] == ["x"]
+
+
 def test_instances_without_stored_tours_are_always_the_same():
     a, b = (tsp.make_test_instances("tsp9-uniform", 5) for _ in range(2))
     assert all((x.points == y.points).all() and x.tour is None for x, y in zip(a, b, strict=True))
@@ -282,12 +307,15 @@ def test_without_elkai_there_is_no_reference(monkeypatch):
 def test_summary_is_the_mean_of_ratios_by_file():
     square = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
     order, crossed = np.arange(4), np.array([0, 2, 1, 3])
-    instances = [tsp.Instance("a:1", square, order), tsp.Instance("a:2", 10 * square, order), tsp.Instance("b", square)]
+    instances = [tsp.Instance(str(i), square * (1 + 9 * i), order, file="a") for i in range(2)]
+    instances += [tsp.Instance("2", square, file="b")]
     lengths = np.array([2 + 2 * math.sqrt(2), 40.0, 5.0])
     metrics = tsp.summarize({"greedy": ([crossed, order, order], lengths, 1.5)}, instances)
     gap = 100 * ((2 + 2 * math.sqrt(2)) / 4 - 1)
     assert metrics["eval/greedy_gap"] == metrics["eval/a/greedy_gap"] == pytest.approx(gap / 2)
     assert metrics["eval/greedy_gap_std"] == pytest.approx(gap / 2)
     assert metrics["eval/greedy_length"] == pytest.approx(lengths.mean()) and metrics["eval/greedy_ms"] == 1.5
+    point = tsp.Instance("", np.zeros((3, 2)), np.arange(3))
+    assert tsp.summarize({"greedy": ([order], np.zeros(1), 1.0)}, [point])["eval/greedy_gap"] == 0.0
     assert metrics["eval/b/greedy_length"] == 5.0 and "eval/b/greedy_gap" not in metrics
     assert tsp.draw_tours(instances, [crossed, order, order]).axes
