@@ -17,7 +17,7 @@ import sys
 import common
 from tqdm import tqdm
 
-BATCH_SIZE, REPEATS, ROUNDS = 64, 10, 3
+BATCH_SIZE, REPEATS, ROUNDS = 64, 7, 2
 PRECISIONS = ("highest", "medium")
 
 
