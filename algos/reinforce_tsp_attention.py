@@ -176,7 +176,7 @@ class EncoderLayer(nn.Module):
         self.num_heads = num_heads
         self.project_qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.project_out = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.ff = nn.Sequential(nn.Linear(embed_dim, ff_dim), nn.ReLU(), nn.Linear(ff_dim, embed_dim))
+        self.ff = nn.Sequential(nn.Linear(embed_dim, ff_dim), nn.ReLU(inplace=True), nn.Linear(ff_dim, embed_dim))
         self.norm1, self.norm2 = Norm(embed_dim, norm), Norm(embed_dim, norm)
 
     def forward(self, h: torch.Tensor, num_nodes: int) -> torch.Tensor:
