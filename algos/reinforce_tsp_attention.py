@@ -682,8 +682,7 @@ def check_args(args: Args) -> None:
 def load_files(args: Args) -> tuple[np.ndarray | None, list]:
     """Points [M, N, 2] of --train-path, and instances to evaluate on; exits with code 2 on files that will not do."""
     try:
-        is_needed = args.train_path and not args.evaluate
-        training_points = tsp.read_points(args.train_path, args.env_id) if is_needed else None
+        training_points = tsp.read_points(None if args.evaluate else args.train_path, args.env_id)
         instances = tsp.read_files(args.data)
     except ValueError as error:
         fail(error)
@@ -864,6 +863,8 @@ def main(argv: list[str] | None = None) -> None:
         fail("--resume and --evaluate exclude each other, and --evaluate is for one process")
     if path := args.resume or args.evaluate:
         checkpoint = load_checkpoint(path)
+        if args.resume and "optimizer" not in checkpoint:
+            fail(f"--resume {path}: it holds the weights alone, for --evaluate")
         saved = Args(**checkpoint["args"])
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
         is_unfinished = Path(path).with_name("args.json").exists() and not Path(path).with_name("result.json").exists()

@@ -115,11 +115,13 @@ def make_test_instances(env_id: str, num_instances: int) -> list[Instance]:
     return [Instance(f"{env_id}:{i}", x) for i, x in enumerate(points, 1)]
 
 
-def read_points(path: str, env_id: str) -> np.ndarray:
+def read_points(path: str | None, env_id: str) -> np.ndarray | None:
     """Points [M, N, 2] of a file's instances, each moved to the origin, in units of the largest extent of any.
 
-    ValueError where one has another number of nodes than `env_id` says.
+    None without a path. ValueError where an instance has another number of nodes than `env_id` says.
     """
+    if path is None:
+        return None
     instances, num_nodes = read_instances(path), parse_env_id(env_id)[1]
     for instance in instances:
         if len(instance.points) != num_nodes:

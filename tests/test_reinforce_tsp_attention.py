@@ -504,6 +504,19 @@ def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(("name", "gaps"), [("tsp20", (1.5, 0.3, 0.08)), ("tsp50", (5.0, 2.5, 1.0))])
+def test_the_networks_that_come_with_the_repository(capsys, name, gaps):
+    """Gaps on the stored instances: greedy, multi-start, and multi-start of the symmetric images."""
+    path = ROOT / "benchmark" / "checkpoints" / f"{name}.pt"
+    am.main(["--evaluate", str(path), "--eval-episodes", "50", "--num-samples", "2"])
+    printed = {k: float(v) for k, v in (line.split() for line in capsys.readouterr().out.splitlines())}
+    found = [printed[f"eval/{decoding}_gap"] for decoding in ("greedy", "multistart", "multistart_x8")]
+    assert all(-1e-6 <= gap < limit for gap, limit in zip(found, gaps, strict=True)), found
+    with pytest.raises(SystemExit):
+        am.main(["--resume", str(path)])
+    assert "the weights alone" in capsys.readouterr().err
+
+
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
     path, *_ = short_run(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
