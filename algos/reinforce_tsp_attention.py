@@ -335,8 +335,7 @@ def t_test(differences: torch.Tensor) -> float:
     Student's tail is integrated numerically: with x = sqrt(n - 1) tan(phi) its density is a power of cos(phi).
     """
     x, dof = differences.double(), len(differences) - 1
-    std = x.std().item()
-    if not std > 0:
+    if not (std := x.std().item()) > 0:
         return 1.0
     t = -x.mean().item() / (std / math.sqrt(len(x)))
     low = math.atan(abs(t) / math.sqrt(dof))
