@@ -297,7 +297,7 @@ def test_the_baseline_is_replaced_when_the_policy_is_better(tmp_path):
 
 
 def test_baseline_update_by_mean_needs_no_significance(tmp_path, monkeypatch):
-    monkeypatch.setattr(am, "t_test", lambda differences: 0.5)
+    monkeypatch.setattr(am, "t_test", lambda differences: 0.06)
     counts = {}
     for rule in ("t-test", "mean"):
         flags = f"--baseline rollout --env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 20 --baseline-update {rule}"
@@ -394,7 +394,7 @@ args = am.Args(cuda=False, baseline=am.sys.argv[1], norm="instance")
 am.setup_device(args)
 torch.manual_seed(0)
 agent, frozen = am.AttentionModel("instance"), am.AttentionModel("instance")
-points, sample_gumbel = torch.rand(6, 5, 2), am.sample_gumbel
+points, held, sample_gumbel = torch.rand(6, 5, 2), torch.rand(600, 5, 2), am.sample_gumbel
 grads = []
 for rank, size in ((0, 1), (am.RANK, 2)):  # all instances in this process, and half of them in each
     rows = slice(6 * rank // size, 6 * (rank + 1) // size)
@@ -403,7 +403,7 @@ for rank, size in ((0, 1), (am.RANK, 2)):  # all instances in this process, and 
         torch.manual_seed(1)
         return sample_gumbel(shape[0], 6, *shape[2:])[:, rows]
 
-    am.sample_gumbel, am.WORLD_SIZE, running_mean = noise_of_those_rows, size, torch.tensor(3.0)
+    am.sample_gumbel, am.RANK, am.WORLD_SIZE, running_mean = noise_of_those_rows, rank, size, torch.tensor(3.0)
     am.sum_over_ranks = lambda x: x
     if size == 2:
         am.sum_over_ranks = lambda x: (torch.distributed.all_reduce(x), x)[1]
@@ -412,7 +412,7 @@ for rank, size in ((0, 1), (am.RANK, 2)):  # all instances in this process, and 
     (loss / size).backward()
     if size == 2:
         am.sum_gradients(agent.parameters())
-    grads.append([p.grad.clone() for p in agent.parameters()] + [running_mean])
+    grads.append([p.grad.clone() for p in agent.parameters()] + [running_mean, am.get_greedy_lengths(frozen, held, args)])
 for alone, together in zip(*grads, strict=True):
     torch.testing.assert_close(alone, together, atol=1e-6, rtol=1e-4)
 torch.distributed.destroy_process_group()
