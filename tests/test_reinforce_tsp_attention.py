@@ -403,7 +403,8 @@ for rank, size in ((0, 1), (am.RANK, 2)):  # all instances in this process, and 
         torch.manual_seed(1)
         return sample_gumbel(shape[0], 6, *shape[2:])[:, rows]
 
-    am.sample_gumbel, am.RANK, am.WORLD_SIZE, running_mean = noise_of_those_rows, rank, size, torch.tensor(3.0)
+    am.sample_gumbel, am.RANK, am.WORLD_SIZE = noise_of_those_rows, rank, size
+    running_mean = torch.tensor(3.0)
     am.sum_over_ranks = lambda x: x
     if size == 2:
         am.sum_over_ranks = lambda x: (torch.distributed.all_reduce(x), x)[1]
