@@ -413,7 +413,8 @@ for rank, size in ((0, 1), (am.RANK, 2)):  # all instances in this process, and 
     (loss / size).backward()
     if size == 2:
         am.sum_gradients(agent.parameters())
-    grads.append([p.grad.clone() for p in agent.parameters()] + [running_mean, am.get_greedy_lengths(frozen, held, args)])
+    grads.append([p.grad.clone() for p in agent.parameters()])
+    grads[-1] += [running_mean, am.get_greedy_lengths(frozen, held, args)]
 for alone, together in zip(*grads, strict=True):
     torch.testing.assert_close(alone, together, atol=1e-6, rtol=1e-4)
 torch.distributed.destroy_process_group()
