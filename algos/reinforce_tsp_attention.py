@@ -3,7 +3,7 @@
 Papers: Kool, van Hoof, Welling 2019, "Attention, Learn to Solve Routing Problems!" (arXiv:1803.08475);
 Kwon et al. 2020, "POMO: Policy Optimization with Multiple Optima" (arXiv:2010.16011).
 
-    python algos/reinforce_tsp_attention.py                # first run: 20 nodes, three minutes on one core
+    python algos/reinforce_tsp_attention.py                # first run: 20 nodes, 3 to 4 minutes on one core
     python algos/reinforce_tsp_attention.py --env-id tsp50-uniform --batch-size 512 --num-epochs 200   # full size, GPU
     torchrun --nproc-per-node 2 algos/reinforce_tsp_attention.py   # several GPUs (or CPU processes)
     python algos/reinforce_tsp_attention.py --evaluate runs/.../checkpoint.pt --data my.txt --solve tours.txt
