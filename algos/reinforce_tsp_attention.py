@@ -683,8 +683,12 @@ def load_files(args: Args) -> tuple[np.ndarray | None, list]:
     try:
         training_points = tsp.read_points(None if args.evaluate else args.train_path, args.env_id)
         instances = tsp.read_files(args.data)
+        if args.solve:
+            Path(args.solve).touch(exist_ok=False)
     except ValueError as error:
         fail(error)
+    except OSError as error:
+        fail(f"--solve {args.solve}: {error.strerror}")
     instances = instances or tsp.make_test_instances(args.env_id, args.eval_episodes)
     if (missing := tsp.add_reference_tours(instances)) and RANK == 0:
         print(f"no gap for {missing} instances without a reference tour (pip install elkai)", file=sys.stderr)
@@ -878,11 +882,6 @@ def main(argv: list[str] | None = None) -> None:
     device, (_, instances) = setup_device(args), load_files(args)
     agent = AttentionModel(args.norm, args.num_layers).to(device)
     agent.load_state_dict(checkpoint["agent"])
-    try:
-        if args.solve:
-            Path(args.solve).touch(exist_ok=False)
-    except OSError as error:
-        fail(f"--solve {args.solve}: {error.strerror}")
     found = solve(agent, args, device, instances)
     for name, value in tsp.summarize(found, instances).items():
         print(f"{name} {value:.4f}")
