@@ -506,7 +506,7 @@ def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(("name", "gaps"), [("tsp20", (1.5, 0.3, 0.08))])
+@pytest.mark.parametrize(("name", "gaps"), [("tsp20", (1.5, 0.3, 0.08)), ("tsp50", (5.0, 2.5, 1.0))])
 def test_the_networks_that_come_with_the_repository(capsys, name, gaps):
     """Gaps on the stored instances: greedy, multi-start, and multi-start of the symmetric images."""
     path = ROOT / "benchmark" / "checkpoints" / f"{name}.pt"
