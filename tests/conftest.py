@@ -14,6 +14,13 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pa
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def restore_precision():
+    """What the `main` of one script sets does not reach the tests of another."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture
 def run_script(tmp_path):
     """Run a script in a process of its own, in `tmp_path`: run_script("ppo", "--seed", 3) -> CompletedProcess."""
