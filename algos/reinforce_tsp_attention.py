@@ -498,8 +498,9 @@ def solve(agent, args: Args, device: torch.device, instances: list, decodings=DE
                 candidates = choose_tours(agent, points, decoding, args, generator)
                 best = tsp.tour_length(points, candidates, metric).min(1)
                 lengths[part] = best.values.cpu()
-                for i, choices, index in zip(part, candidates.cpu(), best.indices.tolist(), strict=True):
-                    tours[i] = choices[index].numpy()
+                chosen = candidates.take_along_dim(best.indices[:, None, None], 1).squeeze(1).cpu()  # [B, N]
+                for i, tour in zip(part, chosen.numpy(), strict=True):
+                    tours[i] = tour
                 bar.update(len(part))
         found[decoding] = tours, lengths, 1e3 * (time.perf_counter() - start) / len(instances)
     bar.close()
@@ -690,7 +691,7 @@ def load_files(args: Args) -> tuple[np.ndarray | None, list]:
     except OSError as error:
         fail(f"--solve {args.solve}: {error.strerror}")
     instances = instances or tsp.make_test_instances(args.env_id, args.eval_episodes)
-    if (missing := tsp.add_reference_tours(instances)) and RANK == 0:
+    if RANK == 0 and (missing := tsp.add_reference_tours(instances)):
         print(f"no gap for {missing} instances without a reference tour (pip install elkai)", file=sys.stderr)
     return training_points, instances
 
