@@ -18,14 +18,13 @@ from common import (
     ENVIRONMENT,
     FIGURES,
     PEERS,
-    ROOT,
     describe_machine,
     load_results,
     machine_line,
     make_peer_environment,
     run_script,
     save_results,
-    write_section,
+    write_report,
 )
 from tqdm import tqdm
 
@@ -132,9 +131,7 @@ def sections(results: dict) -> dict[str, str]:
 def report(results: dict) -> None:
     """Write the figure and the sections of docs/ppo.md and README.md."""
     draw(results, FIGURES / "ppo_cartpole.png")
-    content = sections(results)
-    write_section(ROOT / "docs" / "ppo.md", "ppo_cartpole", content["ppo_cartpole"])
-    write_section(ROOT / "README.md", "ppo_cartpole_cell", content["ppo_cartpole_cell"])
+    write_report(sections(results), "ppo")
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def main() -> None:
         common.save_results("ppo_control", measure(args.seeds))
     results = common.load_results("ppo_control")
     draw(results, common.FIGURES / "ppo_control.png")
-    common.write_section(common.ROOT / "docs" / "ppo.md", "ppo_control", sections(results)["ppo_control"])
+    common.write_report(sections(results), "ppo")
     print(make_table(results))
 
 
