@@ -3,6 +3,7 @@
 A script sees every environment through this interface, which `torch_cartpole.TorchCartPole` shares:
 
     envs.num_envs, envs.obs_dim, envs.single_action_space, envs.num_columns
+    envs.image_shape     (C, H, W) where an observation is an image with values 0..255, flattened in that order, or None
     envs.same_step       whether an ended episode's last observation is in `final_obs` (else it is the next row's)
     envs.on_device       whether `step` runs on the device without the host, so that CUDA graphs can hold it
     envs.reset(seed)     -> observations [B, D]
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from envs_shared import packages
+
 # Columns of a packed row after the D columns of the observation. The last two describe the episode that this step
 # ended and are zero elsewhere. Environments with SAME_STEP autoreset append the episode's last observation (D columns).
 REWARD, TERMINATED, TRUNCATED, EPISODE_RETURN, EPISODE_LENGTH, NUM_EXTRA = range(6)
@@ -34,22 +37,25 @@ def make_vec(
     vectorization: str = "auto",
     device: torch.device | str = "cpu",
     video_folder: Path | None = None,
+    images: bool = False,
 ):
     """Make `num_envs` environments and reset them with `seed`.
 
     Args:
-        env_id: a gymnasium id; `module:Name-v0` imports the module first.
+        env_id: a gymnasium id; `module:Name-v0` imports the module first, which the ids of MiniGrid, BabyAI, Atari
+            (`ALE/Pong-v5`) and POPGym (`popgym-...`) do without being told.
         vectorization: `auto` (the environment's own vector form where it has one, else `sync`), `sync`, `async`, or
             `torch` (the port in this package, on `device`).
         device: where the rows go; for CUDA, gymnasium's are kept in pinned memory.
         video_folder: record episodes of environment 0 there; `auto` then means `sync`.
+        images: also accept images of bytes, which are put channels first and flattened.
 
     Returns:
         the environments and their first observations [B, D].
 
     Raises:
         ValueError: one line for the user: unknown id, missing package with the pip line that installs it, or spaces
-            other than flat Box or Discrete observations and Discrete, MultiDiscrete or Box actions.
+            other than flat Box, Discrete or MultiDiscrete observations and Discrete, MultiDiscrete or Box actions.
     """
     if vectorization == "torch":
         from envs_shared.torch_cartpole import TorchCartPole
@@ -59,34 +65,39 @@ def make_vec(
         envs = TorchCartPole(num_envs, device)
         return envs, envs.reset(seed)
 
+    env_id, kwargs = packages.look_up(env_id)
+    if "stack_num" in kwargs and (vectorization != "auto" or video_folder is not None):
+        raise ValueError("ALE/ tasks have --vectorization auto alone, and record no video")
+
     def make_single(index: int) -> gym.Env:
+        env = gym.make(env_id, **({} if index > 0 else {"render_mode": "rgb_array"}))
+        for wrapper in kwargs.get("wrappers", ()):
+            env = wrapper(env)
         if index > 0:
-            return gym.make(env_id)
-        env = gym.make(env_id, render_mode="rgb_array")
+            return env
         return gym.wrappers.RecordVideo(env, str(video_folder), name_prefix="env0", disable_logger=True)
 
     try:
         if video_folder is None:
             mode = None if vectorization == "auto" else vectorization
-            envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
+            envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode, **kwargs)
         else:
             vector_class = AsyncVectorEnv if vectorization == "async" else SyncVectorEnv
             envs = vector_class([lambda i=i: make_single(i) for i in range(num_envs)])
-        vec = GymVec(envs, pin_memory=torch.device(device).type == "cuda")
+        vec = GymVec(envs, torch.device(device).type == "cuda", images)
         spec = getattr(envs, "envs", [envs])[0].spec
         vec.reward_threshold = None if spec is None else spec.reward_threshold
         return vec, vec.reset(seed)
     except ModuleNotFoundError as error:
         name = error.name or getattr(error.__cause__, "name", None) or env_id.split(":")[0]
-        hint = "run from the folder it is in, or " if name == env_id.split(":")[0].split(".")[0] else ""
-        raise ValueError(f"no module named {name}; {hint}install it with `pip install {name}`") from error
+        is_users = name == env_id.split(":")[0].split(".")[0] and name not in packages.MODULES
+        hint = "run from the folder it is in, or " if is_users else ""
+        pip_name = "ale-py" if name == "ale_py" else name
+        raise ValueError(f"no module named {name}; {hint}install it with `pip install {pip_name}`") from error
     except ImportError as error:  # an environment that has moved to another package
         raise ValueError(str(error)) from error
     except gym.error.NamespaceNotFound as error:
-        hint = (
-            "pip install ale-py` and `--env-id ale_py:ALE/..." if "ALE" in str(error) else "pip install` of its package"
-        )
-        raise ValueError(f"{error} Try `{hint}`") from error
+        raise ValueError(f"{error} Try `pip install` of its package") from error
     except gym.error.Error as error:  # unknown id or version, or DependencyNotInstalled, whose text has the pip line
         raise ValueError(str(error)) from error
 
@@ -101,7 +112,7 @@ class GymVec:
     on_device = False
     reward_threshold: float | None = None
 
-    def __init__(self, envs: VectorEnv, pin_memory: bool = False):
+    def __init__(self, envs: VectorEnv, pin_memory: bool = False, images: bool = False):
         autoreset_mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         if autoreset_mode == AutoresetMode.DISABLED:
             raise ValueError("the environments must reset themselves, but their autoreset mode is DISABLED")
@@ -109,21 +120,26 @@ class GymVec:
         self.envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
         self.num_envs = envs.num_envs
         self.single_action_space = envs.single_action_space
-        self.single_observation_space = envs.single_observation_space
-        self.obs_dim = flat_obs_dim(envs.single_observation_space)
+        self.single_observation_space = space = envs.single_observation_space
+        self.image_shape = get_image_shape(space) if images else None
+        self.obs_dim = flat_obs_dim(space) if self.image_shape is None else math.prod(self.image_shape)
         check_action_space(envs.single_action_space)
         self.num_columns = self.obs_dim * (1 + self.same_step) + NUM_EXTRA
         self.rows = torch.zeros(self.num_envs, self.num_columns, pin_memory=pin_memory)
         self.rows_np = self.rows.numpy()
 
     def flatten(self, obs: np.ndarray) -> np.ndarray:
-        """Observations [B, ...] to rows [B, D]; Discrete ones become one-hot."""
-        space = self.single_observation_space
-        if isinstance(space, gym.spaces.Discrete):
+        """Observations [B, ...] to rows [B, D]; discrete ones become one-hot, images channels first."""
+        space, obs = self.single_observation_space, np.asarray(obs)
+        if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+            sizes = num_values(space)
+            columns = obs.reshape(len(obs), -1) - np.ravel(space.start) + np.cumsum(sizes) - sizes
             one_hot = np.zeros((len(obs), self.obs_dim), np.float32)
-            one_hot[np.arange(len(obs)), np.asarray(obs) - space.start] = 1.0
+            np.put_along_axis(one_hot, columns, 1.0, axis=1)
             return one_hot
-        return np.asarray(obs).reshape(len(obs), -1)
+        if self.image_shape is not None and obs.ndim == 4 and obs.shape[1:] != self.image_shape:
+            obs = np.moveaxis(obs, -1, 1)  # [B, H, W, C] -> [B, C, H, W]
+        return obs.reshape(len(obs), -1)
 
     def reset(self, seed: int) -> torch.Tensor:
         """Start new episodes from `seed` and return their observations [B, D]."""
@@ -170,15 +186,30 @@ class GymVec:
         self.envs.close()
 
 
+def num_values(space: gym.spaces.Discrete | gym.spaces.MultiDiscrete) -> np.ndarray:
+    """How many values each component of a discrete observation has [components]."""
+    return np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)
+
+
 def flat_obs_dim(space: gym.Space) -> int:
     """Width D of the flattened observation; raises ValueError for what a multilayer perceptron cannot read."""
-    if isinstance(space, gym.spaces.Discrete):
-        return int(space.n)
+    only = "only flat Box, Discrete and MultiDiscrete ones"
+    if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        return int(num_values(space).sum())
     if not isinstance(space, gym.spaces.Box):
-        raise ValueError(f"{type(space).__name__} observations are not supported, only flat Box and Discrete ones")
+        raise ValueError(f"{type(space).__name__} observations are not supported, {only}")
     if len(space.shape) > 2 or (len(space.shape) == 2 and space.dtype == np.uint8):
-        raise ValueError(f"image observations {space.shape} are not supported, only flat Box and Discrete ones")
+        raise ValueError(f"image observations {space.shape} are not supported, {only}")
     return math.prod(space.shape)
+
+
+def get_image_shape(space: gym.Space) -> tuple[int, int, int] | None:
+    """(C, H, W) of images of bytes of 16 pixels or more a side: [H, W], [H, W, C] with C <= 4, or [C, H, W]."""
+    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
+        return None
+    first, *rest = space.shape if len(space.shape) == 3 else (1, *space.shape)
+    channels, height, width = (rest[1], first, rest[0]) if rest[1] <= 4 else (first, *rest)
+    return (channels, height, width) if min(height, width) >= 16 else None
 
 
 def check_action_space(space: gym.Space) -> None:

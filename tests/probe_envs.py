@@ -172,6 +172,63 @@ class Views(Fixed):
         self.position = self.buffer[:2]
 
 
+class Clock(gym.Env):
+    """Episodes of 3 steps whose observations are known from the number of the step: see the subclasses."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(self.steps), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.observe(self.steps), 0.0, self.steps == 3, False, {}
+
+
+class Picture(Clock):
+    """Images of bytes, 3 channels of 16 x 20 pixels (one in layout HW), all values different from step to step."""
+
+    def __init__(self, layout):
+        self.order = {"CHW": (0, 1, 2), "HWC": (1, 2, 0), "HW": (1, 2, 0)}[layout]
+        self.index = (..., 0) if layout == "HW" else ...
+        self.observation_space = gym.spaces.Box(0, 255, self.observe(0).shape, np.uint8)
+
+    @staticmethod
+    def pixels(step):
+        """The image [3, 16, 20] after `step` steps."""
+        return (np.arange(3 * 16 * 20).reshape(3, 16, 20) * 7 + 31 * step).astype(np.uint8)
+
+    def observe(self, step):
+        return self.pixels(step).transpose(self.order)[self.index]
+
+
+class Counters(Clock):
+    """MultiDiscrete observations, flat or [2, 2], whose components count the steps from their own starts."""
+
+    def __init__(self, shape=(4,)):
+        self.sizes, self.starts = (np.array(x).reshape(shape) for x in ([2, 5, 3, 4], [0, -1, 4, 0]))
+        self.observation_space = gym.spaces.MultiDiscrete(self.sizes, start=self.starts)
+
+    def observe(self, step):
+        return self.starts + step % self.sizes
+
+
+class Grid(Clock):
+    """Observations like MiniGrid's, with a text."""
+
+    observation_space = gym.spaces.Dict(
+        direction=gym.spaces.Discrete(4),
+        image=gym.spaces.Box(0, 255, (3, 2, 3), np.uint8),
+        mission=gym.spaces.Text(20),
+    )
+
+    def observe(self, step):
+        image = np.random.default_rng(step).integers((11, 6, 3), size=(3, 2, 3)).astype(np.uint8)
+        return {"direction": (step + 1) % 4, "image": image, "mission": "go"}
+
+
 class Unsupported(gym.Env):
     """Spaces given by name, to be refused."""
 
@@ -180,6 +237,10 @@ class Unsupported(gym.Env):
         self.observation_space, self.action_space = {
             "dict": (gym.spaces.Dict(a=box), discrete),
             "image": (gym.spaces.Box(0, 255, (84, 84, 3), np.uint8), discrete),
+            "floatimage": (gym.spaces.Box(0, 1, (84, 84, 3)), discrete),
+            "smallimage": (gym.spaces.Box(0, 255, (16, 15, 3), np.uint8), discrete),
+            "manychannels": (gym.spaces.Box(0, 255, (16, 16, 5), np.uint8), discrete),
+            "volume": (gym.spaces.Box(0, 255, (1, 16, 16, 3), np.uint8), discrete),
             "multibinary": (box, gym.spaces.MultiBinary(3)),
         }[spaces]
 
@@ -201,7 +262,14 @@ def register(name, entry_point, **kwargs):
 for env_class in (Endless, Ledger, Digits, Shifted, Aim, Fixed, Opaque, NoLimit, Broken, GlobalRandom, Views):
     register(env_class.__name__, env_class)
 register("EndlessTerminating", Endless, kwargs={"ending": "terminate"})
-for spaces in ("dict", "image", "multibinary"):
+for layout in ("CHW", "HWC", "HW"):
+    register(f"Picture{layout}", Picture, kwargs={"layout": layout})
+register("Counters", Counters)
+register("CountersSquare", Counters, kwargs={"shape": (2, 2)})
+register("Grid", Grid)
+register("MiniGrid-Probe", Grid)
+register("MiniGrid-NoGrid", Unsupported, kwargs={"spaces": "dict"})
+for spaces in ("dict", "image", "floatimage", "smallimage", "manychannels", "volume", "multibinary"):
     register(f"Unsupported{spaces}", Unsupported, kwargs={"spaces": spaces})
 gym.register("NeedsMissing-v0", "a_package_that_is_missing.envs:Env")
 gym.register(

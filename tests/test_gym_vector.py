@@ -1,12 +1,16 @@
 """The vector environments: saved states that continue exactly, and errors of one line."""
 
+import sys
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from probe_envs import Picture
 
 from envs_shared import gym_vector
 from envs_shared.gym_vector import make_vec
+from envs_shared.packages import MODULES
 
 
 def play(envs, num_steps, seed):
@@ -33,6 +37,12 @@ def play(envs, num_steps, seed):
         ("Acrobot-v1", "auto"),
         ("MountainCarContinuous-v0", "auto"),
         ("probe_envs:SameStepFixed-v0", "auto"),
+        ("envs_shared.memory:RepeatPreviousEasy-v0", "auto"),
+        ("envs_shared.memory:RepeatPreviousEasy-v0", "sync"),
+        ("envs_shared.memory:TMaze10-v0", "auto"),
+        ("envs_shared.memory:TMaze10-v0", "sync"),
+        ("envs_shared.memory:CartPoleNoVelocity-v0", "auto"),
+        ("envs_shared.memory:CartPoleNoVelocity-v0", "sync"),
     ],
 )
 def test_a_saved_state_continues_bit_for_bit(tmp_path, env_id, vectorization):
@@ -69,10 +79,11 @@ def test_saving_is_a_copy():
         ("CartPole-v9", "CartPole"),
         ("NoSuchTask-v0", "NoSuchTask"),
         ("a_missing_module:Task-v0", "pip install a_missing_module"),
-        ("ALE/Pong-v5", "pip install ale-py"),
         ("Ant-v3", "gymnasium-robotics"),
         ("probe_envs:NeedsMissing-v0", "pip install a_package_that_is_missing"),
         ("probe_envs:Unsupporteddict-v0", "Dict observations"),
+        ("probe_envs:Grid-v0", "Dict observations"),
+        ("probe_envs:MiniGrid-NoGrid-v0", "not MiniGrid's view"),
         ("probe_envs:Unsupportedimage-v0", "image observations"),
         ("probe_envs:Unsupportedmultibinary-v0", "MultiBinary actions"),
         ("probe_envs:DisabledAutoreset-v0", "DISABLED"),
@@ -81,6 +92,121 @@ def test_saving_is_a_copy():
 def test_what_cannot_be_made_is_one_clear_error(env_id, message):
     with pytest.raises(ValueError, match=message):
         make_vec(env_id, 2, 1)
+
+
+@pytest.fixture
+def no_packages(monkeypatch):
+    """As if none of the known packages had been imported."""
+    for name in [name for name in sys.modules if name.split(".")[0] in MODULES]:
+        monkeypatch.delitem(sys.modules, name)
+    known = dict(gym.registry)
+    yield
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    gym.registry.clear()
+    gym.registry.update(known)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "package"),
+    [
+        ("ALE/Pong-v5", "ale-py"),
+        ("ale_py:ALE/Pong-v5", "ale-py"),
+        ("MiniGrid-MemoryS13-v0", "minigrid"),
+        ("BabyAI-GoTo-v0", "minigrid"),
+        ("popgym-RepeatPreviousEasy-v0", "popgym"),
+    ],
+)
+def test_a_known_package_that_is_missing_is_named(monkeypatch, no_packages, env_id, package):
+    module = package.replace("-", "_")
+    for name in [name for name in gym.registry if name.startswith(env_id.split("-")[0].split(":")[-1])]:
+        gym.registry.pop(name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError) as caught:
+        make_vec(env_id, 2, 1)
+    assert str(caught.value) == f"no module named {module}; install it with `pip install {package}`"
+
+
+def test_ids_of_known_packages_import_them_and_are_made_to_be_read(monkeypatch, no_packages, tmp_path):
+    """Atari: one frame, rewards unclipped. MiniGrid: one-hot. Both without `module:` before the id."""
+    (tmp_path / "ale_py.py").write_text(
+        "import gymnasium as gym\n"
+        "import probe_envs\n"
+        "def make(num_envs, **kwargs):\n"
+        "    assert kwargs == {'frameskip': 4, 'stack_num': 1, 'reward_clipping': False}, kwargs\n"
+        "    return gym.make_vec('PictureHW-v0', num_envs=num_envs)\n"
+        "gym.register('ALE/Fake-v5', vector_entry_point=make, kwargs={'frameskip': 4})\n"
+    )
+    (tmp_path / "minigrid.py").write_text(
+        "import gymnasium as gym\n"
+        "import probe_envs\n"
+        "gym.register('MiniGrid-Fake-v0', probe_envs.Grid)\n"
+        "gym.register('BabyAI-Fake-v0', probe_envs.Grid)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make_vec("ALE/Fake-v5", 2, 1, images=True)[0].image_shape == (1, 16, 20)
+    assert make_vec("MiniGrid-Fake-v0", 2, 1)[0].obs_dim == make_vec("BabyAI-Fake-v0", 2, 1)[0].obs_dim == 6 * 20 + 4
+    for flags in ({"vectorization": "sync"}, {"video_folder": tmp_path}):
+        with pytest.raises(ValueError, match="--vectorization auto alone"):
+            make_vec("ALE/Fake-v5", 2, 1, images=True, **flags)
+
+
+@pytest.mark.parametrize("vectorization", ["auto", "async"])
+def test_a_grid_becomes_one_hot(vectorization):
+    """Of each cell object, colour and state, then the direction: found by counting through them."""
+    envs, rows = make_vec("probe_envs:MiniGrid-Probe-v0", 2, 1, vectorization)
+    for step in (0, 1, 2, 3, 0):
+        image = np.random.default_rng(step).integers((11, 6, 3), size=(3, 2, 3))
+        expected = []
+        for cell in image.reshape(6, 3):
+            for value, size in zip(cell, (11, 6, 3), strict=True):
+                expected += [float(i == value) for i in range(size)]
+        expected += [float(i == (step + 1) % 4) for i in range(4)]
+        np.testing.assert_array_equal(rows[:, : envs.obs_dim], [expected] * 2)
+        rows = envs.step(torch.zeros(2, 1))
+    envs.close()
+
+
+def check_rows(env_id, expected, **kwargs):
+    """Observations after 0, 1, 2, 3 steps, ends and resets are `expected(step)` [D], under both kinds of autoreset."""
+    for prefix, steps in (("", (0, 1, 2, 3, 0, 1)), ("SameStep", (0, 1, 2, 0, 1, 2))):
+        envs, rows = make_vec(f"probe_envs:{prefix}{env_id}", 2, 1, **kwargs)
+        d = envs.obs_dim
+        assert rows.dtype == torch.float32 and rows.shape == (2, d)
+        for i, step in enumerate(steps):
+            np.testing.assert_array_equal(rows[:, :d], [expected(step)] * 2)
+            if prefix and i > 0:
+                final = expected(3) if i == 3 else np.zeros(d)
+                np.testing.assert_array_equal(rows[:, d + gym_vector.NUM_EXTRA :], [final] * 2)
+            rows = envs.step(torch.zeros(2, 1))
+    return envs
+
+
+@pytest.mark.parametrize("env_id", ["Counters-v0", "CountersSquare-v0"])
+def test_multi_discrete_observations_are_one_hot_side_by_side(env_id):
+    envs = check_rows(env_id, lambda step: np.concatenate([np.eye(n)[step % n] for n in (2, 5, 3, 4)]))
+    assert envs.image_shape is None
+
+
+@pytest.mark.parametrize(("layout", "channels"), [("CHW", 3), ("HWC", 3), ("HW", 1)])
+def test_images_are_channels_first_in_every_layout(layout, channels):
+    envs = check_rows(f"Picture{layout}-v0", lambda step: Picture.pixels(step)[:channels].ravel(), images=True)
+    assert envs.image_shape == (channels, 16, 20)
+    with pytest.raises(ValueError, match=r"image observations .* are not supported, only flat"):
+        make_vec(f"probe_envs:Picture{layout}-v0", 2, 1)
+
+
+@pytest.mark.parametrize("spaces", ["floatimage", "smallimage", "manychannels", "volume"])
+def test_what_is_no_image_of_bytes_is_refused(spaces):
+    with pytest.raises(ValueError, match="image observations"):
+        make_vec(f"probe_envs:Unsupported{spaces}-v0", 2, 1, images=True)
+
+
+def test_images_change_nothing_for_other_observations():
+    for env_id in ("CartPole-v1", "probe_envs:Counters-v0", "probe_envs:Shifted-v0"):
+        (envs, obs), (_, expected) = (make_vec(env_id, 3, 1, images=images) for images in (True, False))
+        assert envs.image_shape is None
+        torch.testing.assert_close(obs, expected, rtol=0, atol=0)
 
 
 def test_vectorizations_agree():
