@@ -4,6 +4,8 @@ A script sees every environment through this interface, which `torch_cartpole.To
 
     envs.num_envs, envs.obs_dim, envs.single_action_space, envs.num_columns
     envs.image_shape     (C, H, W) where an observation is an image with values 0..255, flattened in that order, or None
+    envs.obs_dtype       type that holds the rows' observations: uint8 for bytes and one-hot rows, else float32
+    envs.obs_scale       their largest value where they are bytes (255 for images), else 1
     envs.same_step       whether an ended episode's last observation is in `final_obs` (else it is the next row's)
     envs.on_device       whether `step` runs on the device without the host, so that CUDA graphs can hold it
     envs.reset(seed)     -> observations [B, D]
@@ -123,6 +125,9 @@ class GymVec:
         self.single_observation_space = space = envs.single_observation_space
         self.image_shape = get_image_shape(space) if images else None
         self.obs_dim = flat_obs_dim(space) if self.image_shape is None else math.prod(self.image_shape)
+        is_bytes = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
+        self.obs_dtype = torch.float32 if isinstance(space, gym.spaces.Box) and not is_bytes else torch.uint8
+        self.obs_scale = float(max(space.high.max(), 1)) if is_bytes else 1.0
         check_action_space(envs.single_action_space)
         self.num_columns = self.obs_dim * (1 + self.same_step) + NUM_EXTRA
         self.rows = torch.zeros(self.num_envs, self.num_columns, pin_memory=pin_memory)

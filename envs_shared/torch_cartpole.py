@@ -35,7 +35,7 @@ class TorchCartPole:
     on_device = True
     reward_threshold = 475.0
     obs_dim = 4
-    image_shape = None
+    image_shape, obs_dtype, obs_scale = None, torch.float32, 1.0
     num_columns = obs_dim + NUM_EXTRA
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", max_episode_steps: int = 500):

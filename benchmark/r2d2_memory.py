@@ -1,0 +1,136 @@
+"""algos/r2d2_lstm.py on memory tasks: LSTM and none, stored and zero state, burn-in and none, several seeds each.
+
+python benchmark/r2d2_memory.py                              # about two hours on one core
+python benchmark/r2d2_memory.py --tasks TMaze20-v0           # some of the tasks; the results of the others are kept
+python benchmark/r2d2_memory.py --report-only                # tables and figure from benchmark/results/r2d2_memory.json
+"""
+
+import argparse
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import common
+from tqdm import tqdm
+
+TASKS = {  # flags, number of seeds of the LSTM and of each other variant
+    "RepeatPreviousEasy-v0": ("", 10, 2),
+    "TMaze20-v0": (
+        "--total-timesteps 400000 --learning-rate 1e-3 --n-step 5 --learn-length 32 --memory-span 50 --epsilon 0.8 "
+        "--replay-ratio 20",
+        *(5, 2),
+    ),
+    "CartPoleNoVelocity-v0": (
+        "--total-timesteps 700000 --learning-rate 1e-3 --n-step 5 --gamma 0.99 --hidden-size 128 --memory-span 20",
+        *(5, 1),
+    ),
+}
+VARIANTS = {
+    "LSTM": "",
+    "no memory": "--no-recurrent",
+    "zero state": "--state-init zero",
+    "no burn-in": "--burn-in 0",
+    "zero state, no burn-in": "--state-init zero --burn-in 0",
+}
+
+
+def measure_run(env_id: str, variant: str, seed: int) -> dict:
+    """What is kept of one run."""
+    flags = (*TASKS[env_id][0].split(), *VARIANTS[variant].split())
+    result = common.run_script("r2d2_lstm", "--env-id", env_id, "--seed", seed, *flags)
+    curve = [[a, round(b, 2), round(c, 3)] for a, b, c in result["curve"][:: max(1, len(result["curve"]) // 60)]]
+    row = {"env_id": env_id, "variant": variant, "seed": seed, "return": result["metrics"]["eval/episodic_return"]}
+    row |= {"solved_cpu_seconds": result["metrics"].get("solved_cpu_seconds"), "steps": result["env_steps"]}
+    return row | {"cpu_seconds": result["cpu_seconds"], "curve": curve}
+
+
+def measure(tasks: list[str], rows: list[dict], jobs: int) -> dict:
+    """Run all variants of `tasks`, `jobs` at a time; their rows take the place of older ones in `rows`."""
+    runs = [(e, v, s) for e in tasks for v in VARIANTS for s in range(1, 1 + TASKS[e][1 if v == "LSTM" else 2])]
+    with ThreadPoolExecutor(jobs) as pool:
+        new = list(tqdm(pool.map(lambda run: measure_run(*run), runs), total=len(runs), unit="run"))
+    return {"machine": common.describe_machine(), "rows": [r for r in rows if r["env_id"] not in tasks] + new}
+
+
+def make_table(results: dict) -> str:
+    """Markdown table over tasks and variants."""
+    lines = [
+        "| task | variant | return of the final policy, 100 episodes, a seed each | mean | CPU-s |",
+        "|--|--|--|--:|--:|",
+    ]
+    for env_id in TASKS:
+        for variant in VARIANTS:
+            rows = [r for r in results["rows"] if r["env_id"] == env_id and r["variant"] == variant]
+            if rows:
+                digits = 0 if rows[0]["return"] > 2 else 2
+                returns = ", ".join(f"{r['return']:.{digits}f}" for r in rows)
+                mean = statistics.mean(r["return"] for r in rows)
+                seconds = statistics.median(r["cpu_seconds"] for r in rows)
+                lines.append(f"| {env_id} | {variant} | {returns} | **{mean:.{digits}f}** | {seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def make_flags(results: dict) -> str:
+    """Markdown list of the flags of each task."""
+    measured = [env_id for env_id in TASKS if any(r["env_id"] == env_id for r in results["rows"])]
+    return "\n".join(f"- {env_id}: `{TASKS[env_id][0] or 'no flags'}`" for env_id in measured)
+
+
+def draw(results: dict, path: Path) -> None:
+    """Learning curves by CPU-seconds, a panel a task, a colour a variant, a line a seed."""
+    from matplotlib.figure import Figure
+
+    measured = [env_id for env_id in TASKS if any(r["env_id"] == env_id for r in results["rows"])]
+    figure = Figure(figsize=(4.2 * len(measured), 3.8), layout="constrained")
+    for axes, env_id in zip(figure.subplots(1, len(measured), squeeze=False).flat, measured, strict=True):
+        for i, variant in enumerate(VARIANTS):
+            rows = [r for r in results["rows"] if r["env_id"] == env_id and r["variant"] == variant]
+            for k, row in enumerate(rows):
+                _, seconds, returns = zip(*row["curve"], strict=True)
+                axes.plot(seconds, returns, color=f"C{i}", alpha=0.7, linewidth=1, label=None if k else variant)
+        axes.set(title=env_id, xlabel="CPU-seconds", ylabel="return, last 20 training episodes")
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(VARIANTS))
+    figure.savefig(path, dpi=110)
+
+
+def summarize(results: dict) -> str:
+    """One line for README.md."""
+    cells = []
+    for env_id, name in (
+        ("RepeatPreviousEasy-v0", "RepeatPrevious easy"),
+        ("CartPoleNoVelocity-v0", "CartPole without velocities"),
+    ):
+        means = []
+        for variant in ("LSTM", "no memory"):
+            returns = [r["return"] for r in results["rows"] if r["env_id"] == env_id and r["variant"] == variant]
+            means.append(f"{statistics.mean(returns):.3g}")
+        cells.append(f"{name} {means[0]} (without memory {means[1]})")
+    return ", ".join(cells)
+
+
+def sections(results: dict) -> dict[str, str]:
+    """What the docs show of the results, by the name of its section."""
+    machine = f"Measured on {common.machine_line(results['machine'])}"
+    text = f"\n{make_table(results)}\n\n{make_flags(results)}\n\n{machine}\n"
+    return {"r2d2_memory": text, "r2d2_memory_cell": summarize(results)}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--report-only", action="store_true")
+    args = parser.parse_args()
+    if not args.report_only:
+        old = common.load_results("r2d2_memory") if (common.RESULTS / "r2d2_memory.json").exists() else {"rows": []}
+        common.save_results("r2d2_memory", measure(args.tasks, old["rows"], args.jobs))
+    results = common.load_results("r2d2_memory")
+    draw(results, common.FIGURES / "r2d2_memory.png")
+    common.write_report(sections(results), "r2d2_lstm")
+    print(make_table(results))
+
+
+if __name__ == "__main__":
+    main()
