@@ -31,7 +31,6 @@ Shapes: T time, B parallel environments, N windows of a batch, D flattened obser
 # ]
 # ///
 
-import copy
 import importlib.util
 import io
 import json
@@ -236,6 +235,7 @@ class SequenceReplay:
         self.rows = {"first": integers(num_rows), "env": integers(num_rows), "end": integers(num_rows)}
         self.rows |= {name: zeros(num_rows, dtype=torch.bool) for name in ("is_warm", "terminated")}
         self.rows["state"] = zeros(num_rows, *width)
+        self.rows["end"] += self.burn_in + 1  # a valid one before rows are filled: a CUDA graph's warm-up reads them
         self.priority, self.num_added = zeros(num_rows), 0  # rows added since the start
         self.state, self.recent_states = zeros(envs.num_envs, *width), zeros(self.num_recent * envs.num_envs, *width)
         self.index = integers(envs.num_envs)  # where in `slots` the current ones are
@@ -709,8 +709,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     envs, obs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, args.vectorization, device)
     run_path = make_run_folder(args, checkpoint) if is_main else None
     seed_everything(args.seed)  # the same weights in every process
-    agent = QNetwork(envs, args).to(device)
-    target = copy.deepcopy(agent).requires_grad_(False)
+    agent, target = (QNetwork(envs, args).to(device) for _ in range(2))
+    target.requires_grad_(False).load_state_dict(agent.state_dict())
     seed_everything(args.seed, 2, RANK, start_step)
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, so that CUDA graphs see it change
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=can_capture(args, device))

@@ -29,12 +29,16 @@ class Endless(gym.Env):
 
 
 class Ledger(gym.Env):
-    """Random rewards and endings (terminated, truncated, or both at once); keeps a ledger of its true transitions."""
+    """Random rewards and endings (terminated, truncated, or both at once); keeps a ledger of its true transitions.
+
+    Each of the two flags is up with probability `p_end` at a step.
+    """
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
     action_space = gym.spaces.Discrete(4)
 
-    def __init__(self):
+    def __init__(self, p_end=0.15):
+        self.p_end = p_end
         self.episodes = []  # each a list of (obs, action, reward, next_obs, terminated, truncated)
 
     def reset(self, seed=None, options=None):
@@ -46,7 +50,7 @@ class Ledger(gym.Env):
     def step(self, action):
         obs, self.obs = self.obs, self.np_random.normal(size=3).astype(np.float32)
         reward = float(self.np_random.normal())
-        terminated, truncated = (bool(x) for x in self.np_random.random(2) < 0.15)
+        terminated, truncated = (bool(x) for x in self.np_random.random(2) < self.p_end)
         self.episodes[-1].append((obs, int(action), reward, self.obs, terminated, truncated))
         return self.obs, reward, terminated, truncated, {}
 
@@ -89,6 +93,35 @@ class Shifted(OneStep):
 
     def score(self, action):
         return float(action == self.obs - 4)
+
+
+class Sums(OneStep):
+    """MultiDiscrete observations with starts of their own: 1 for naming the sum of both counts; optimum 1."""
+
+    observation_space = gym.spaces.MultiDiscrete([2, 3], start=[1, -1])
+    action_space = gym.spaces.Discrete(4)
+
+    def draw(self):
+        return self.np_random.integers([1, -1], [3, 2])
+
+    def score(self, action):
+        return float(action == self.obs.sum())
+
+
+class Quadrants(OneStep):
+    """Images of bytes, 16 x 20 pixels of noise: 1 for naming the quarter that is brighter; optimum 1."""
+
+    observation_space = gym.spaces.Box(0, 255, (16, 20), np.uint8)
+    action_space = gym.spaces.Discrete(4)
+
+    def draw(self):
+        self.brighter = self.np_random.integers(4)
+        image = self.np_random.integers(0, 120, (2, 8, 2, 10))
+        image[self.brighter // 2, :, self.brighter % 2] += 80
+        return image.reshape(16, 20).astype(np.uint8)
+
+    def score(self, action):
+        return float(action == self.brighter)
 
 
 class Aim(OneStep):
@@ -204,6 +237,24 @@ class Picture(Clock):
         return self.pixels(step).transpose(self.order)[self.index]
 
 
+class Recall(gym.Env):
+    """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it and -1 if not; optimum 1."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.cue = 0, int(self.np_random.integers(2))
+        return np.array([2 * self.cue - 1, 0], np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        is_last = self.steps == 5
+        reward = (1.0 if action == self.cue else -1.0) * is_last
+        return np.array([0, self.steps == 4], np.float32), reward, is_last, False, {}
+
+
 class Counters(Clock):
     """MultiDiscrete observations, flat or [2, 2], whose components count the steps from their own starts."""
 
@@ -260,6 +311,8 @@ def register(name, entry_point, **kwargs):
 
 
 for env_class in (Endless, Ledger, Digits, Shifted, Aim, Fixed, Opaque, NoLimit, Broken, GlobalRandom, Views):
+    register(env_class.__name__, env_class)
+for env_class in (Sums, Quadrants, Recall):
     register(env_class.__name__, env_class)
 register("EndlessTerminating", Endless, kwargs={"ending": "terminate"})
 for layout in ("CHW", "HWC", "HW"):

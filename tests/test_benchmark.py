@@ -9,12 +9,17 @@ sys.path.append(str(ROOT / "benchmark"))
 import common
 import ppo_cartpole
 import ppo_control
+import r2d2_memory
+import r2d2_speed
+import r2d2_windows
 import tsp_gaps
 import tsp_speed
 
 DOCS = {
     ppo_cartpole: "ppo",
     ppo_control: "ppo",
+    r2d2_memory: "r2d2_lstm",
+    r2d2_speed: "r2d2_lstm",
     tsp_gaps: "reinforce_tsp_attention",
     tsp_speed: "reinforce_tsp_attention",
 }
@@ -69,10 +74,29 @@ def test_gap_table_shows_mean_and_range_over_seeds():
 
 
 def test_figures_are_drawn(tmp_path):
-    for benchmark in (ppo_cartpole, ppo_control, tsp_gaps):
+    for benchmark in (ppo_cartpole, ppo_control, r2d2_memory, tsp_gaps):
         path = tmp_path / f"{benchmark.__name__}.png"
         benchmark.draw(common.load_results(benchmark.__name__), path)
         assert path.stat().st_size > 20_000
+
+
+def test_window_figure_shows_what_the_replay_holds(tmp_path):
+    replay = r2d2_windows.fill_replay()
+    assert replay.rows["first"][:3].tolist() == [-4, 1, 6] and replay.rows["end"][:3].tolist() == [10, 10, 6]
+    assert replay.num_added == 3 and replay.rows["terminated"][:3].tolist() == [False, False, True]
+    r2d2_windows.draw(tmp_path / "windows.png")
+    assert (tmp_path / "windows.png").stat().st_size > 5_000
+
+
+def test_memory_table_has_a_line_for_each_variant_measured():
+    base = {"env_id": "TMaze20-v0", "cpu_seconds": 60.0, "steps": 10, "curve": [[1, 1.0, 0.5]]}
+    rows = [
+        base | {"variant": v, "seed": s, "return": r}
+        for v, s, r in (("LSTM", 1, 1.0), ("LSTM", 2, 0.9), ("no memory", 1, 0.1))
+    ]
+    table = r2d2_memory.make_table({"rows": rows})
+    assert "| TMaze20-v0 | LSTM | 1.00, 0.90 | **0.95** | 60 |" in table
+    assert "| TMaze20-v0 | no memory | 0.10 | **0.10** | 60 |" in table and "burn-in" not in table
 
 
 def test_a_missing_section_is_an_error_not_a_silent_no_op():

@@ -47,6 +47,14 @@ CASES = {
         progress=("return=", "step/s"),
         tags=("charts/episodic_return", "losses/value_loss"),
     ),
+    "r2d2_lstm": Case(
+        "--num-envs 8 --total-timesteps 2560 --num-steps 32 --learning-starts 256 --buffer-size 100 --batch-size 8"
+        " --replay-ratio 1 --eval-episodes 4 --checkpoint-interval 1 --checkpoint-replay",
+        "--total-timesteps 10240 --eval-interval 3",
+        *("--no-anneal-lr", "--total-timesteps", 2860, 5120),
+        progress=("return=", "step/s"),
+        tags=("charts/episodic_return", "losses/q_loss"),
+    ),
     "reinforce_tsp_attention": Case(
         "--num-epochs 10 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1",
         "--num-epochs 60 --eval-interval 3",
