@@ -101,11 +101,11 @@ def summarize(results: dict) -> str:
         ("RepeatPreviousEasy-v0", "RepeatPrevious easy"),
         ("CartPoleNoVelocity-v0", "CartPole without velocities"),
     ):
-        means = []
-        for variant in ("LSTM", "no memory"):
-            returns = [r["return"] for r in results["rows"] if r["env_id"] == env_id and r["variant"] == variant]
-            means.append(f"{statistics.mean(returns):.3g}")
-        cells.append(f"{name} {means[0]} (without memory {means[1]})")
+        rows = [r for r in results["rows"] if r["env_id"] == env_id]
+        variants = [[r["return"] for r in rows if r["variant"] == variant] for variant in ("LSTM", "no memory")]
+        if all(variants):
+            lstm, control = (statistics.mean(returns) for returns in variants)
+            cells.append(f"{name} {lstm:.3g} (without memory {control:.3g})")
     return ", ".join(cells)
 
 

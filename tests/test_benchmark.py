@@ -97,6 +97,9 @@ def test_memory_table_has_a_line_for_each_variant_measured():
     table = r2d2_memory.make_table({"rows": rows})
     assert "| TMaze20-v0 | LSTM | 1.00, 0.90 | **0.95** | 60 |" in table
     assert "| TMaze20-v0 | no memory | 0.10 | **0.10** | 60 |" in table and "burn-in" not in table
+    assert r2d2_memory.summarize({"rows": rows}) == ""
+    rows = [row | {"env_id": "RepeatPreviousEasy-v0"} for row in rows]
+    assert r2d2_memory.summarize({"rows": rows}) == "RepeatPrevious easy 0.95 (without memory 0.1)"
 
 
 def test_a_missing_section_is_an_error_not_a_silent_no_op():
