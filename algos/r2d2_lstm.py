@@ -161,10 +161,7 @@ class Args:
 
 
 class QNetwork(nn.Module):
-    """Encoder, LSTM, dueling heads (Wang et al. 2016): Q(history, .) of observation, previous action and reward.
-
-    The encoder is one layer, for images after the convolutions of Mnih et al. 2015 (smaller ones for sides under 36).
-    """
+    """Encoder, LSTM, dueling heads (Wang et al. 2016): Q(history, .) of observation, previous action and reward."""
 
     def __init__(self, envs, args: Args):
         super().__init__()
@@ -172,7 +169,7 @@ class QNetwork(nn.Module):
         self.recurrent, self.obs_scale = args.recurrent, envs.obs_scale
         self.register_buffer("action_ids", torch.arange(num_actions), persistent=False)
         layers = []
-        if envs.image_shape is not None:
+        if envs.image_shape is not None:  # the convolutions of Mnih et al. 2015, smaller ones for sides under 36
             kernels = ((8, 4), (4, 2), (3, 1)) if min(envs.image_shape[1:]) >= 36 else ((3, 2), (3, 2), (3, 1))
             layers, channels = [nn.Unflatten(-1, envs.image_shape)], (envs.image_shape[0], 32, 64, 64)
             for c_in, c_out, (kernel, stride) in zip(channels[:-1], channels[1:], kernels, strict=True):
@@ -185,11 +182,9 @@ class QNetwork(nn.Module):
         if args.recurrent:  # forget gates tau / (1 + tau) with tau from 1 to memory_span (Tallec et al. 2018)
             self.core.bias_hh_l0.data.zero_()
             self.core.bias_ih_l0.data.chunk(4)[1].copy_(torch.linspace(0, math.log(args.memory_span), hidden_size))
-
         hidden = [nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU()) for _ in range(2)]
-        self.advantage, self.value = (
-            hidden[i].append(nn.Linear(hidden_size, n)) for i, n in enumerate((num_actions, 1))
-        )
+        self.advantage = hidden[0].append(nn.Linear(hidden_size, num_actions))
+        self.value = hidden[1].append(nn.Linear(hidden_size, 1))
 
     def forward(self, obs, last_action, last_reward, state):
         """Q values [T, B, A] and the state after T steps, from the state (h, c) [B, 2, H] of the LSTM before them.
@@ -260,7 +255,9 @@ class SequenceReplay:
         self.state[which] = self.recent_states[recent] = state * keep[:, None, None]
 
     def begin_episodes(self, obs: torch.Tensor) -> None:
-        """Every environment begins an episode with `obs` [B, D]; what was not learned of the last ones is dropped."""
+        """Every environment begins an episode with `obs` [B, D]; one that was running counts as truncated."""
+        self.ended[:] = True
+        self.complete_windows(np.zeros_like(self.ended))
         self.ended[:] = False
         self.write_slot(self.env_ids, obs.to(self.index.device), -1, self.state[:, 0, 0], self.state, self.env_ids >= 0)
 
@@ -275,6 +272,12 @@ class SequenceReplay:
         if self.same_step:
             last_obs[ended] = rows[ended, self.obs_dim + NUM_EXTRA :]
         self.write_slot(self.env_ids, last_obs, actions, rewards, state, is_reset)
+        self.complete_windows(terminated)
+        if self.same_step and len(ended):
+            self.write_slot(ended, obs[ended], -1, rewards[ended], self.state[ended], ended >= 0)
+
+    def complete_windows(self, terminated: np.ndarray) -> None:
+        """Note the windows that have all their slots, or end with an episode (`terminated` [B] or truncated)."""
         while True:  # an environment's last windows are complete all at once when its episode ends
             first = self.next_learned - self.burn_in
             is_complete = self.position - first >= self.length - 1
@@ -286,8 +289,6 @@ class SequenceReplay:
             recent = np.where(is_warm, first, learned) % self.num_recent * self.num_envs + ready
             self.pending.append(np.stack((first, ready, end, is_warm, terminated[ready], recent)))
             self.next_learned[ready] += self.learn_length
-        if self.same_step and len(ended):
-            self.write_slot(ended, obs[ended], -1, rewards[ended], self.state[ended], ended >= 0)
 
     def add_windows(self) -> int:
         """Turn the windows completed since the last call into rows of the largest priority; returns their number."""
@@ -311,7 +312,7 @@ class SequenceReplay:
         cumulative = self.priority.pow(alpha).double().cumsum(0)
         noise = torch.rand(num_windows, dtype=torch.float64, device=cumulative.device)
         points = (torch.arange(num_windows, device=noise.device) + noise) / num_windows * cumulative[-1]
-        index = torch.searchsorted(cumulative, points, right=True).clamp(max=len(cumulative) - 1)
+        index = torch.searchsorted(cumulative, points.clamp(min=1e-300)).clamp(max=len(cumulative) - 1)
         weights = self.priority[index].pow(-alpha * beta)
         return index, weights / weights.max()
 
@@ -410,7 +411,7 @@ def compute_targets(q, target_q, rewards, end, terminated, args: Args) -> torch.
     bootstrap = (time + args.n_step).minimum(end)  # k [m, N]
     values = inverse_value_rescale(target_q.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1))  # [m + n, N]
     values = values.gather(0, bootstrap) * ~(terminated & (bootstrap == end))
-    return value_rescale(returns + args.gamma ** (bootstrap - time) * values)
+    return value_rescale(returns + args.gamma ** (bootstrap - time).clamp(min=0) * values)
 
 
 def sequence_priority(td_errors: torch.Tensor, is_real: torch.Tensor, eta: float = 0.9) -> torch.Tensor:
@@ -500,8 +501,7 @@ def evaluate(agent: QNetwork, args: Args, device: torch.device) -> dict[str, flo
     """Play --eval-episodes episodes greedily, in the same environments for every call with the same seed."""
     seed = int(np.random.SeedSequence([args.seed, 1]).generate_state(1)[0])
     envs, obs = make_envs(args, min(args.num_envs, args.eval_episodes), seed, "auto", device)
-    quota = np.full(envs.num_envs, args.eval_episodes // envs.num_envs)  # equal, not to favour short episodes
-    quota[: args.eval_episodes % envs.num_envs] += 1
+    quota = args.eval_episodes // envs.num_envs + (np.arange(envs.num_envs) < args.eval_episodes % envs.num_envs)
     replay = SequenceReplay(envs, replace(args, buffer_size=1, num_steps=1), device)  # for its reading of the present
     replay.begin_episodes(obs)
     episodes = []
@@ -672,14 +672,13 @@ def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title,
 
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
-    check_range(
-        args, "torch_threads eval_episodes num_envs total_timesteps num_steps learning_rate n_step", 0, above=True
-    )
-    check_range(args, "hidden_size learn_length buffer_size batch_size target_interval", 0, above=True)
-    check_range(args, "replay_ratio max_grad_norm", 0, above=True)
+    check_range(args, "torch_threads eval_episodes total_timesteps num_steps learning_rate n_step", 0, above=True)
+    check_range(args, "learn_length buffer_size batch_size target_interval replay_ratio max_grad_norm", 0, above=True)
+    check_range(args, "num_envs hidden_size memory_span", 1, 100_000)
     check_range(args, "seed checkpoint_interval eval_interval burn_in learning_starts", 0)
-    check_range(args, "memory_span", 1)
     check_range(args, "gamma epsilon", 0, 1)
+    if not args.resume and not args.evaluate and args.learning_starts >= args.total_timesteps:
+        fail(f"--learning-starts {args.learning_starts}: --total-timesteps {args.total_timesteps} end before")
     for name in ("num_envs", "batch_size"):
         if (value := getattr(args, name)) % WORLD_SIZE:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
@@ -707,14 +706,17 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         fail(f"--resume {args.resume}: its {start_step} steps are done; raise --total-timesteps")
     env_seed = seed_everything(args.seed, 0, RANK, start_step)
     envs, obs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, args.vectorization, device)
-    run_path = make_run_folder(args, checkpoint) if is_main else None
     seed_everything(args.seed)  # the same weights in every process
-    agent, target = (QNetwork(envs, args).to(device) for _ in range(2))
+    try:
+        agent, target = (QNetwork(envs, args).to(device) for _ in range(2))
+        replay = SequenceReplay(envs, args, device)
+    except (RuntimeError, MemoryError):
+        fail("not enough memory: lower --buffer-size, --hidden-size, --num-envs or the length of a window")
+    run_path = make_run_folder(args, checkpoint) if is_main else None
     target.requires_grad_(False).load_state_dict(agent.state_dict())
     seed_everything(args.seed, 2, RANK, start_step)
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, so that CUDA graphs see it change
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=can_capture(args, device))
-    replay = SequenceReplay(envs, args, device)
     epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE].to(device)  # [B]
     greedier = (epsilons <= epsilons.median()).cpu().numpy()  # whose returns are shown
 
@@ -744,7 +746,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         elif is_main:
             print("the checkpoint does not hold the state of these environments: they start from a reset")
         if state["replay"] is None and is_main:
-            print("the checkpoint does not hold the replay: it is filled anew before learning goes on")
+            print(f"the checkpoint has no replay: learning goes on at step {learning_starts} of {args.total_timesteps}")
     if checkpoint is None or state["envs"] is None:
         replay.begin_episodes(obs)
     writer = make_writer(args, run_path, start_step) if is_main else None
@@ -878,9 +880,8 @@ def main(argv: list[str] | None = None) -> None:
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
         fixed = "env_id recurrent hidden_size seed num_envs vectorization num_steps burn_in learn_length n_step".split()
         for name in [*fixed, "buffer_size"] if args.resume else fixed[:3]:
-            value, trained = getattr(args, name), getattr(saved, name)
-            if value != trained:
-                fail(f"--{name.replace('_', '-')} {value}: {path} was trained with {trained}")
+            if getattr(args, name) != (trained := getattr(saved, name)):
+                fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {trained}")
     check_args(args)
     if not args.evaluate:
         return train(args, checkpoint)

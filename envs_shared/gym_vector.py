@@ -198,7 +198,7 @@ def num_values(space: gym.spaces.Discrete | gym.spaces.MultiDiscrete) -> np.ndar
 
 def flat_obs_dim(space: gym.Space) -> int:
     """Width D of the flattened observation; raises ValueError for what a multilayer perceptron cannot read."""
-    only = "only flat Box, Discrete and MultiDiscrete ones"
+    only = "only flat Box, Discrete and MultiDiscrete ones (in R2D2 images of bytes from 16 x 16 too)"
     if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         return int(num_values(space).sum())
     if not isinstance(space, gym.spaces.Box):
@@ -225,7 +225,7 @@ def check_action_space(space: gym.Space) -> None:
     is_flat_multi = isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1
     if not (is_float_box or is_flat_multi or isinstance(space, gym.spaces.Discrete)):
         raise ValueError(
-            f"{type(space).__name__} actions are not supported, only Discrete, MultiDiscrete and float Box"
+            f"{type(space).__name__} actions are not supported, only Discrete (and in PPO MultiDiscrete and float Box)"
         )
 
 

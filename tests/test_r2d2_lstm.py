@@ -91,7 +91,7 @@ def check_rows(replay, ledgers, args):
     for i in range(num_rows):
         env, number, step = places[windows["obs"][args.burn_in, i].tobytes()]
         episode, end = ledgers[env].episodes[number], windows["end"][i]
-        is_finished = episode[-1][4] or episode[-1][5]
+        is_finished = episode[-1][4] or episode[-1][5] or number < len(ledgers[env].episodes) - 1  # or cut by a reset
         assert env == windows["env"][i] and args.burn_in < end < len(windows["obs"])
         assert windows["is_warm"][i] == (step >= args.burn_in)
         last = step + end - args.burn_in  # step of the observation at `end`
@@ -229,6 +229,15 @@ def test_targets_equal_brute_force(learn_length, n_step, gamma, seed):
             one = (x[:, i] for x in (q, target_q, rewards))
             expected = brute_force_target(*one, end[i], terminated[i], t, gamma, n_step)
             assert found[t, i].item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.1])
+def test_padding_far_beyond_the_end_is_finite(gamma):
+    """The discount over the steps from the padding back to the end would be gamma to the power of -79."""
+    args = Args(gamma=gamma, n_step=1, learn_length=80)
+    end, terminated = torch.ones(2, dtype=torch.int64), torch.tensor([True, False])
+    targets = compute_targets(*torch.randn(2, 81, 2, 3), torch.randn(80, 2), end, terminated, args)
+    assert targets.isfinite().all()
 
 
 def make_windows(args, num_windows=8, obs_dim=3, num_actions=4, seed=0):
@@ -721,6 +730,9 @@ def test_losses_that_are_not_finite_stop_the_run(tmp_path):
         ("--replay-ratio 0", "--replay-ratio"),
         ("--target-interval 0", "--target-interval"),
         ("--learning-starts -1", "--learning-starts"),
+        ("--learning-starts 500000", "--total-timesteps 500000 end before"),
+        ("--num-envs 1000000000", "--num-envs must be in [1, 100000]"),
+        ("--buffer-size 10000000000000", "not enough memory"),
         ("--max-grad-norm 0", "--max-grad-norm"),
         ("2 processes --num-envs 3", "--num-envs 3 does not divide"),
         ("2 processes --batch-size 7", "--batch-size 7 does not divide"),
@@ -850,7 +862,8 @@ def resume(tmp_path, env_id, *flags):
 def test_resume_without_the_replay_says_so_and_fills_it_first(tmp_path, capsys):
     first, second, num_updates = resume(tmp_path, "RepeatPreviousEasy-v0")
     output = capsys.readouterr().out
-    assert "start from a reset" in output and "does not hold the replay" in output
+    step = first["global_step"] + 100
+    assert "start from a reset" in output and f"no replay: learning goes on at step {step} of 1500" in output
     assert first["ranks"][0]["replay"] is None and second["global_step"] >= 1500
     for step, n in num_updates.items():
         assert (n == first["num_updates"]) == (step < first["global_step"] + 100)
@@ -867,7 +880,7 @@ def test_environments_that_cannot_be_saved_restart_and_keep_the_replay(tmp_path,
     monkeypatch.setattr(SequenceReplay, "begin_episodes", watch)
     first, second, num_updates = resume(tmp_path, "probe_envs:Opaque-v0", "--checkpoint-replay")
     output = capsys.readouterr().out
-    assert "start from a reset" in output and "does not hold the replay" not in output
+    assert "start from a reset" in output and "no replay" not in output
     assert first["ranks"][0]["envs"] is None and first["ranks"][0]["num_added"] in num_added
     assert second["ranks"][0]["num_added"] > first["ranks"][0]["num_added"]
     assert min(num_updates.values()) > first["num_updates"]  # from the first iteration on
@@ -881,13 +894,28 @@ def test_windows_stay_true_when_all_environments_are_reset(env_id):
         play(parts, 5, 2)
         parts[2].begin_episodes(parts[0].reset(1000 * seed + 1000))
     play(parts, 5, 20)
-    learned = check_rows(parts[2], ledgers_of(parts[0]), args)
+    ledgers = ledgers_of(parts[0])
+    learned = check_rows(parts[2], ledgers, args)
     assert len(learned) > 500 and max(learned.values()) == 1
+    for env, ledger in enumerate(ledgers):  # what a reset cuts off is learned as well, as truncated
+        for number, episode in enumerate(ledger.episodes[:-1]):
+            assert all((env, number, t) in learned for t in range(len(episode)))
+
+
+def test_resets_do_not_wear_out_the_ring():
+    """Windows still read their own slots however often the environments are reset between two collections."""
+    args = Args(env_id="probe_envs:Ledger-v0", num_envs=1, hidden_size=2, burn_in=0, learn_length=4, n_step=1)
+    args.num_steps, args.buffer_size = 2, 4
+    parts = make_trained_parts(args)
+    for seed in range(60):
+        play(parts, 2, 1)
+        parts[2].begin_episodes(parts[0].reset(1000 + seed))
+    check_rows(parts[2], ledgers_of(parts[0]), args)
 
 
 @pytest.mark.parametrize("flags", ["--hidden-size 9", "--env-id TMaze10-v0", "--no-recurrent", "--buffer-size 61"])
 def test_a_checkpoint_is_not_resumed_with_other_shapes(tmp_path, capsys, flags):
-    r2d2.main([*SMALL.split(), "--total-timesteps", "64", "--run-dir", str(tmp_path)])
+    r2d2.main([*SMALL.split(), "--total-timesteps", "164", "--run-dir", str(tmp_path)])
     path = str(read_result(tmp_path)[0] / "checkpoint.pt")
     for mode in ("--resume", "--evaluate")[: 1 + ("buffer" not in flags)]:
         capsys.readouterr()
