@@ -123,6 +123,8 @@ class Args:
     """steps of each environment between two rounds of updates"""
     gamma: float = 0.98
     """discount gamma"""
+    reward_scale: float = 1.0
+    """factor of the rewards in eq. 2, that brings values to the order of one"""
     recurrent: bool = True
     """an LSTM; --no-recurrent puts a feed-forward layer of equal width in its place"""
     hidden_size: int = 64
@@ -405,7 +407,7 @@ def compute_targets(q, target_q, rewards, end, terminated, args: Args) -> torch.
     step `end` [N] in [1, m + n - 1], where the episode may have `terminated` [N]; rows t >= end mean nothing.
     """
     time = torch.arange(len(q), device=q.device).unsqueeze(1)
-    rewards = rewards * (time[:-1] < end)
+    rewards = rewards * args.reward_scale * (time[:-1] < end)
     returns = rewards.unfold(0, args.n_step, 1) @ args.gamma ** torch.arange(args.n_step, device=q.device)  # [m, N]
     time = time[: args.learn_length]
     bootstrap = (time + args.n_step).minimum(end)  # k [m, N]
@@ -504,10 +506,8 @@ def evaluate(agent: QNetwork, args: Args, device: torch.device) -> dict[str, flo
     quota = args.eval_episodes // envs.num_envs + (np.arange(envs.num_envs) < args.eval_episodes % envs.num_envs)
     replay = SequenceReplay(envs, replace(args, buffer_size=1, num_steps=1), device)  # for its reading of the present
     replay.begin_episodes(obs)
-    episodes = []
-    for _ in range(10_000 * quota.max()):
-        if not quota.any():
-            break
+    episodes, limit = [], 10_000 * quota.max()
+    while quota.any() and (limit := limit - 1) >= 0:
         ended = collect_steps(agent, envs, replay, None, 1)[1][0].numpy()  # [B, 2]
         replay.pending.clear()
         is_counted = (ended[:, 1] > 0) & (quota > 0)
@@ -673,8 +673,8 @@ def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title,
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
     check_range(args, "torch_threads eval_episodes total_timesteps num_steps learning_rate n_step", 0, above=True)
-    check_range(args, "learn_length buffer_size batch_size target_interval replay_ratio max_grad_norm", 0, above=True)
-    check_range(args, "num_envs hidden_size memory_span", 1, 100_000)
+    check_range(args, "learn_length buffer_size batch_size replay_ratio max_grad_norm reward_scale", 0, above=True)
+    check_range(args, "num_envs hidden_size memory_span target_interval", 1, 100_000)
     check_range(args, "seed checkpoint_interval eval_interval burn_in learning_starts", 0)
     check_range(args, "gamma epsilon", 0, 1)
     if not args.resume and not args.evaluate and args.learning_starts >= args.total_timesteps:

@@ -214,19 +214,19 @@ def brute_force_target(q, target_q, rewards, end, terminated, t, gamma, n_step):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 7), st.floats(0, 1), st.integers(0, 2**31))
-def test_targets_equal_brute_force(learn_length, n_step, gamma, seed):
+@given(st.integers(1, 6), st.integers(1, 7), st.floats(0, 1), st.sampled_from((1.0, 7.0)), st.integers(0, 2**31))
+def test_targets_equal_brute_force(learn_length, n_step, gamma, reward_scale, seed):
     rng, num_windows, length = np.random.default_rng(seed), 7, learn_length + n_step
     q, target_q = rng.normal(size=(2, length, num_windows, 3)) * 5
     rewards = rng.normal(size=(length - 1, num_windows)) * 10
     end, terminated = rng.integers(1, length, num_windows), rng.random(num_windows) < 0.5
     floats = (torch.tensor(x, dtype=torch.float32) for x in (q, target_q, rewards))
-    args = Args(gamma=gamma, n_step=n_step, learn_length=learn_length)
+    args = Args(gamma=gamma, n_step=n_step, learn_length=learn_length, reward_scale=reward_scale)
     found = compute_targets(*floats, torch.tensor(end), torch.tensor(terminated), args)
     assert found.shape == (learn_length, num_windows)
     for i in range(num_windows):
         for t in range(min(learn_length, end[i])):
-            one = (x[:, i] for x in (q, target_q, rewards))
+            one = (x[:, i] for x in (q, target_q, rewards * reward_scale))
             expected = brute_force_target(*one, end[i], terminated[i], t, gamma, n_step)
             assert found[t, i].item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
@@ -734,6 +734,7 @@ def test_losses_that_are_not_finite_stop_the_run(tmp_path):
         ("--num-envs 1000000000", "--num-envs must be in [1, 100000]"),
         ("--buffer-size 10000000000000", "not enough memory"),
         ("--max-grad-norm 0", "--max-grad-norm"),
+        ("--reward-scale 0", "--reward-scale"),
         ("2 processes --num-envs 3", "--num-envs 3 does not divide"),
         ("2 processes --batch-size 7", "--batch-size 7 does not divide"),
     ],
