@@ -2,6 +2,7 @@
 
 python benchmark/r2d2_memory.py                              # about two hours on one core
 python benchmark/r2d2_memory.py --tasks TMaze20-v0           # some of the tasks; the results of the others are kept
+pip install minigrid && python benchmark/r2d2_memory.py --tasks MiniGrid-MemoryS13-v0 --variants LSTM "no memory"
 python benchmark/r2d2_memory.py --report-only                # tables and figure from benchmark/results/r2d2_memory.json
 """
 
@@ -24,7 +25,18 @@ TASKS = {  # flags, number of seeds of the LSTM and of each other variant
         "--total-timesteps 700000 --learning-rate 1e-3 --n-step 5 --gamma 0.99 --hidden-size 128 --memory-span 20",
         *(5, 1),
     ),
+    "RepeatPreviousMedium-v0": (
+        "--total-timesteps 4200000 --learning-rate 1e-3 --reward-scale 72 --gamma 0 --burn-in 0 --learn-length 104 "
+        "--hidden-size 256 --memory-span 64 --batch-size 32 --replay-ratio 16 --buffer-size 20000",
+        *(2, 1),
+    ),
+    "MiniGrid-MemoryS13-v0": (
+        "--total-timesteps 1800000 --learning-rate 5e-4 --n-step 5 --gamma 0.99 --burn-in 8 --learn-length 40 "
+        "--hidden-size 128 --memory-span 50 --epsilon 0.8 --replay-ratio 16",
+        *(2, 1),
+    ),
 }
+NEEDS_NOTHING = ("RepeatPreviousEasy-v0", "TMaze20-v0", "CartPoleNoVelocity-v0")  # no package, and minutes
 VARIANTS = {
     "LSTM": "",
     "no memory": "--no-recurrent",
@@ -41,15 +53,16 @@ def measure_run(env_id: str, variant: str, seed: int) -> dict:
     curve = [[a, round(b, 2), round(c, 3)] for a, b, c in result["curve"][:: max(1, len(result["curve"]) // 60)]]
     row = {"env_id": env_id, "variant": variant, "seed": seed, "return": result["metrics"]["eval/episodic_return"]}
     row |= {"solved_cpu_seconds": result["metrics"].get("solved_cpu_seconds"), "steps": result["env_steps"]}
-    return row | {"cpu_seconds": result["cpu_seconds"], "curve": curve}
+    return row | {"cpu_seconds": result["cpu_seconds"], "commit": result["commit"], "curve": curve}
 
 
-def measure(tasks: list[str], rows: list[dict], jobs: int) -> dict:
-    """Run all variants of `tasks`, `jobs` at a time; their rows take the place of older ones in `rows`."""
-    runs = [(e, v, s) for e in tasks for v in VARIANTS for s in range(1, 1 + TASKS[e][1 if v == "LSTM" else 2])]
+def measure(tasks: list[str], variants: list[str], rows: list[dict], jobs: int) -> dict:
+    """Run `variants` of `tasks`, `jobs` at a time; their rows take the place of older ones in `rows`."""
+    runs = [(e, v, s) for e in tasks for v in variants for s in range(1, 1 + TASKS[e][1 if v == "LSTM" else 2])]
     with ThreadPoolExecutor(jobs) as pool:
         new = list(tqdm(pool.map(lambda run: measure_run(*run), runs), total=len(runs), unit="run"))
-    return {"machine": common.describe_machine(), "rows": [r for r in rows if r["env_id"] not in tasks] + new}
+    kept = [r for r in rows if r["env_id"] not in tasks or r["variant"] not in variants]
+    return {"machine": common.describe_machine(), "rows": kept + new}
 
 
 def make_table(results: dict) -> str:
@@ -111,7 +124,8 @@ def summarize(results: dict) -> str:
 
 def sections(results: dict) -> dict[str, str]:
     """What the docs show of the results, by the name of its section."""
-    machine = f"Measured on {common.machine_line(results['machine'])}"
+    commits = sorted({r["commit"] for r in results["rows"]})
+    machine = f"Measured on {common.machine_line(results['machine'] | {'commit': ' and '.join(commits)})}"
     text = f"\n{make_table(results)}\n\n{make_flags(results)}\n\n{machine}\n"
     return {"r2d2_memory": text, "r2d2_memory_cell": summarize(results)}
 
@@ -119,13 +133,14 @@ def sections(results: dict) -> dict[str, str]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=NEEDS_NOTHING)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--report-only", action="store_true")
     args = parser.parse_args()
     if not args.report_only:
         old = common.load_results("r2d2_memory") if (common.RESULTS / "r2d2_memory.json").exists() else {"rows": []}
-        common.save_results("r2d2_memory", measure(args.tasks, old["rows"], args.jobs))
+        common.save_results("r2d2_memory", measure(args.tasks, args.variants, old["rows"], args.jobs))
     results = common.load_results("r2d2_memory")
     draw(results, common.FIGURES / "r2d2_memory.png")
     common.write_report(sections(results), "r2d2_lstm")
