@@ -26,7 +26,7 @@ TASKS = {  # flags, number of seeds of the LSTM and of each other variant
         *(5, 1),
     ),
     "RepeatPreviousMedium-v0": (
-        "--total-timesteps 4200000 --learning-rate 1e-3 --reward-scale 72 --gamma 0 --burn-in 0 --learn-length 104 "
+        "--total-timesteps 2200000 --learning-rate 1e-3 --reward-scale 72 --gamma 0 --burn-in 0 --learn-length 104 "
         "--hidden-size 256 --memory-span 64 --batch-size 32 --replay-ratio 16 --buffer-size 20000",
         *(2, 1),
     ),
