@@ -94,16 +94,21 @@ def draw(results: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     measured = [env_id for env_id in TASKS if any(r["env_id"] == env_id for r in results["rows"])]
-    figure = Figure(figsize=(4.2 * len(measured), 3.8), layout="constrained")
-    for axes, env_id in zip(figure.subplots(1, len(measured), squeeze=False).flat, measured, strict=True):
+    columns = min(3, len(measured))
+    num_rows = -(-len(measured) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.2 * num_rows + 0.6), layout="constrained")
+    panels = figure.subplots(num_rows, columns, squeeze=False).ravel()
+    for axes in panels[len(measured) :]:
+        axes.set_axis_off()
+    for axes, env_id in zip(panels, measured, strict=False):
         for i, variant in enumerate(VARIANTS):
             rows = [r for r in results["rows"] if r["env_id"] == env_id and r["variant"] == variant]
             for k, row in enumerate(rows):
                 _, seconds, returns = zip(*row["curve"], strict=True)
                 axes.plot(seconds, returns, color=f"C{i}", alpha=0.7, linewidth=1, label=None if k else variant)
-        axes.set(title=env_id, xlabel="CPU-seconds", ylabel="return, last 20 training episodes")
+        axes.set(title=env_id, xlabel="CPU-seconds", ylabel="return, last 20 episodes")
         axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(VARIANTS))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(VARIANTS))
     figure.savefig(path, dpi=110)
 
 
