@@ -710,8 +710,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     try:
         agent, target = (QNetwork(envs, args).to(device) for _ in range(2))
         replay = SequenceReplay(envs, args, device)
-    except (RuntimeError, MemoryError):
-        fail("not enough memory: lower --buffer-size, --hidden-size, --num-envs or the length of a window")
+    except (RuntimeError, MemoryError) as error:
+        fail(f"network and replay cannot be made (lower --buffer-size, --hidden-size or --num-envs): {error}")
     run_path = make_run_folder(args, checkpoint) if is_main else None
     target.requires_grad_(False).load_state_dict(agent.state_dict())
     seed_everything(args.seed, 2, RANK, start_step)

@@ -1,6 +1,6 @@
 """algos/r2d2_lstm.py on memory tasks: LSTM and none, stored and zero state, burn-in and none, several seeds each.
 
-python benchmark/r2d2_memory.py                              # about two hours on one core
+python benchmark/r2d2_memory.py                              # about 45 minutes on one core
 python benchmark/r2d2_memory.py --tasks TMaze20-v0           # some of the tasks; the results of the others are kept
 pip install minigrid && python benchmark/r2d2_memory.py --tasks MiniGrid-MemoryS13-v0 --variants LSTM "no memory"
 python benchmark/r2d2_memory.py --report-only                # tables and figure from benchmark/results/r2d2_memory.json
@@ -36,7 +36,7 @@ TASKS = {  # flags, number of seeds of the LSTM and of each other variant
         *(2, 1),
     ),
 }
-NEEDS_NOTHING = ("RepeatPreviousEasy-v0", "TMaze20-v0", "CartPoleNoVelocity-v0")  # no package, and minutes
+QUICK_TASKS = ("RepeatPreviousEasy-v0", "TMaze20-v0", "CartPoleNoVelocity-v0")  # minutes a run, and no package
 VARIANTS = {
     "LSTM": "",
     "no memory": "--no-recurrent",
@@ -56,13 +56,14 @@ def measure_run(env_id: str, variant: str, seed: int) -> dict:
     return row | {"cpu_seconds": result["cpu_seconds"], "commit": result["commit"], "curve": curve}
 
 
-def measure(tasks: list[str], variants: list[str], rows: list[dict], jobs: int) -> dict:
-    """Run `variants` of `tasks`, `jobs` at a time; their rows take the place of older ones in `rows`."""
+def measure(tasks: list[str], variants: list[str], rows: list[dict], jobs: int) -> None:
+    """Run `variants` of `tasks`, `jobs` at a time; each is saved as it ends, in place of the same run in `rows`."""
     runs = [(e, v, s) for e in tasks for v in variants for s in range(1, 1 + TASKS[e][1 if v == "LSTM" else 2])]
+    machine, keys = common.describe_machine(), ("env_id", "variant", "seed")
     with ThreadPoolExecutor(jobs) as pool:
-        new = list(tqdm(pool.map(lambda run: measure_run(*run), runs), total=len(runs), unit="run"))
-    kept = [r for r in rows if r["env_id"] not in tasks or r["variant"] not in variants]
-    return {"machine": common.describe_machine(), "rows": kept + new}
+        for new in tqdm(pool.map(lambda run: measure_run(*run), runs), total=len(runs), unit="run"):
+            rows = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
+            common.save_results("r2d2_memory", {"machine": machine, "rows": rows})
 
 
 def make_table(results: dict) -> str:
@@ -138,14 +139,14 @@ def sections(results: dict) -> dict[str, str]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=NEEDS_NOTHING)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=QUICK_TASKS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--report-only", action="store_true")
     args = parser.parse_args()
     if not args.report_only:
         old = common.load_results("r2d2_memory") if (common.RESULTS / "r2d2_memory.json").exists() else {"rows": []}
-        common.save_results("r2d2_memory", measure(args.tasks, args.variants, old["rows"], args.jobs))
+        measure(args.tasks, args.variants, old["rows"], args.jobs)
     results = common.load_results("r2d2_memory")
     draw(results, common.FIGURES / "r2d2_memory.png")
     common.write_report(sections(results), "r2d2_lstm")

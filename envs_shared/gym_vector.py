@@ -124,7 +124,7 @@ class GymVec:
         self.single_action_space = envs.single_action_space
         self.single_observation_space = space = envs.single_observation_space
         self.image_shape = get_image_shape(space) if images else None
-        self.obs_dim = flat_obs_dim(space) if self.image_shape is None else math.prod(self.image_shape)
+        self.obs_dim = flat_obs_dim(space, images) if self.image_shape is None else math.prod(self.image_shape)
         is_bytes = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
         self.obs_dtype = torch.float32 if isinstance(space, gym.spaces.Box) and not is_bytes else torch.uint8
         self.obs_scale = float(max(space.high.max(), 1)) if is_bytes else 1.0
@@ -196,9 +196,12 @@ def num_values(space: gym.spaces.Discrete | gym.spaces.MultiDiscrete) -> np.ndar
     return np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)
 
 
-def flat_obs_dim(space: gym.Space) -> int:
-    """Width D of the flattened observation; raises ValueError for what a multilayer perceptron cannot read."""
-    only = "only flat Box, Discrete and MultiDiscrete ones (in R2D2 images of bytes from 16 x 16 too)"
+def flat_obs_dim(space: gym.Space, images: bool = False) -> int:
+    """Width D of the flattened observation; raises ValueError for what a multilayer perceptron cannot read.
+
+    `images`: whether images are read elsewhere, for the message.
+    """
+    only = "only flat Box, Discrete and MultiDiscrete ones" + images * " and images of bytes from 16 x 16 pixels"
     if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         return int(num_values(space).sum())
     if not isinstance(space, gym.spaces.Box):
@@ -225,7 +228,7 @@ def check_action_space(space: gym.Space) -> None:
     is_flat_multi = isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1
     if not (is_float_box or is_flat_multi or isinstance(space, gym.spaces.Discrete)):
         raise ValueError(
-            f"{type(space).__name__} actions are not supported, only Discrete (and in PPO MultiDiscrete and float Box)"
+            f"{type(space).__name__} actions are not supported, only Discrete, MultiDiscrete and float Box"
         )
 
 

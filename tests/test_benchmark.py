@@ -106,3 +106,18 @@ def test_a_missing_section_is_an_error_not_a_silent_no_op():
     assert common.replace_section("a<!-- x -->old<!-- /x -->b", "x", "new") == "a<!-- x -->new<!-- /x -->b"
     with pytest.raises(ValueError, match="no <!-- y -->"):
         common.replace_section("a", "y", "new")
+
+
+def test_each_run_of_the_memory_tasks_is_saved_as_it_ends(tmp_path, monkeypatch):
+    def run(env_id, variant, seed):
+        if seed == 2:
+            raise RuntimeError("killed")
+        return {"env_id": env_id, "variant": variant, "seed": seed, "return": 1.0}
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(r2d2_memory, "measure_run", run)
+    old = {"env_id": "TMaze20-v0", "variant": "LSTM", "return": 0.5}
+    with pytest.raises(RuntimeError, match="killed"):
+        r2d2_memory.measure(["TMaze20-v0"], ["LSTM"], [old | {"seed": 1}, old | {"seed": 2}], 1)
+    rows = common.load_results("r2d2_memory")["rows"]
+    assert [(row["seed"], row["return"]) for row in rows] == [(2, 0.5), (1, 1.0)]
