@@ -1,0 +1,88 @@
+"""Pairs of pictures as tensors: synthetic ones or those of a folder, batches of them, and pictures of any size."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from envs_shared import change_files, change_pairs
+from envs_shared.change_files import audit, read_data_dir, read_image, write_map
+
+__all__ = ["audit", "read_data_dir", "read_image", "write_map"]
+
+
+class Pairs(NamedTuple):
+    """M pairs. The pictures are reflected beyond their borders, by a quarter of a patch."""
+
+    images: torch.Tensor  # uint8 [M, 6, H + P / 2, W + P / 2], RGB before, RGB after
+    pixels: torch.Tensor  # uint8 [M, H, W], class of each pixel; 255: does not count
+    labels: torch.Tensor  # int64 [M, N], class of each patch; -1: does not count
+
+
+def label_patches(pixels: torch.Tensor, patch_size: int, num_classes: int, change_share: float = 0.25) -> torch.Tensor:
+    """Classes [M, N] of patches from those of pixels [M, H, W].
+
+    A patch is changed where at least `change_share` of the pixels that count are; it has their most frequent class.
+    """
+    cells = pixels.unfold(1, patch_size, patch_size).unfold(2, patch_size, patch_size).flatten(3).flatten(1, 2)
+    counts = torch.stack([(cells == c).sum(-1) for c in range(num_classes)], -1)  # [M, N, C]
+    total, changed = counts.sum(-1), counts[..., 1:].sum(-1)
+    classes = torch.where((changed >= change_share * total) & (changed > 0), counts[..., 1:].argmax(-1) + 1, 0)
+    return classes.masked_fill(total == 0, -1)
+
+
+def to_pairs(images: np.ndarray, pixels: np.ndarray, patch_size: int, num_classes: int) -> Pairs:
+    """Pairs of images uint8 [M, 2, H, W, 3] and classes uint8 [M, H, W]."""
+    margin, images = patch_size // 4, images.transpose(0, 1, 4, 2, 3).reshape(len(images), 6, *images.shape[2:4])
+    images = np.pad(images, ((0, 0), (0, 0), (margin, margin), (margin, margin)), mode="reflect")
+    pixels = torch.from_numpy(pixels)
+    return Pairs(torch.from_numpy(images), pixels, label_patches(pixels, patch_size, num_classes))
+
+
+def load_pairs(args) -> dict[str, Pairs]:
+    """Train, val and test of `args` (env_id, data_dir, ...); ValueError where they cannot be had."""
+    if args.data_dir is None:
+        numbers = {"train": args.num_train_pairs, "val": args.num_eval_pairs, "test": args.num_eval_pairs}
+        sizes = args.image_size, args.num_classes, args.data_seed
+        drawn = {s: change_pairs.make_pairs(args.env_id, n, *sizes, i) for i, (s, n) in enumerate(numbers.items())}
+    else:
+        splits = change_files.read_data_dir(args.data_dir, args.num_classes, args.dir_names)
+        print("\n".join(change_files.audit(splits)))
+        drawn = {split: change_files.cut(splits[split], args.image_size) for split in splits}
+    return {split: to_pairs(*x, args.patch_size, args.num_classes) for split, x in drawn.items()}
+
+
+def draw_batch(pairs: Pairs, batch_size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Images and labels of random pairs, all turned and mirrored alike, into one of the eight images of the square."""
+    index, (swap, *flips) = torch.randint(len(pairs.labels), (batch_size,)), torch.randint(2, (3,)).tolist()
+    side = round(pairs.labels.shape[1] ** 0.5)
+    batch = {"images": pairs.images[index], "labels": pairs.labels[index].unflatten(1, (side, side))}
+    for name, x in batch.items():
+        x = x.flip([axis for axis, is_flipped in zip((-1, -2), flips, strict=True) if is_flipped])
+        batch[name] = (x.transpose(-1, -2) if swap else x).contiguous().to(device, non_blocking=True)
+    return batch | {"labels": batch["labels"].flatten(1)}
+
+
+def split_picture(path_a: str, path_b: str, size: int, patch_size: int) -> tuple:
+    """Tiles [M, 6, ...] as in `Pairs` of two picture files, their corners and (H, W); borders that lack are reflected.
+
+    ValueError where a file is no picture or their sizes differ.
+    """
+    a, b = read_image(path_a), read_image(path_b)
+    if a.shape != b.shape:
+        raise ValueError(f"{path_a} and {path_b} have different sizes, {a.shape[:2]} and {b.shape[:2]}")
+    height, width = a.shape[:2]
+    lack = (0, -height % size), (0, -width % size)
+    pair = np.stack([np.pad(x, (*lack, (0, 0)), mode="symmetric") for x in (a, b)])
+    corners = [(y, x) for y in range(0, height, size) for x in range(0, width, size)]
+    tiles = np.stack([pair[:, y : y + size, x : x + size] for y, x in corners])
+    return to_pairs(tiles, np.zeros((len(tiles), size, size), np.uint8), patch_size, 2).images, corners, (height, width)
+
+
+def join_tiles(tiles: np.ndarray, corners: list[tuple[int, int]], shape: tuple[int, int]) -> np.ndarray:
+    """The picture [H, W] of tiles [M, size, size] at `corners`."""
+    size = tiles.shape[1]
+    canvas = np.zeros([-(-n // size) * size for n in shape], tiles.dtype)
+    for (y, x), tile in zip(corners, tiles, strict=True):
+        canvas[y : y + size, x : x + size] = tile
+    return canvas[: shape[0], : shape[1]]
