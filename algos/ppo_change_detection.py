@@ -59,7 +59,16 @@ from envs_shared import change_data, change_scores
 
 SCRIPT = "ppo_change_detection"
 COARSE, CORRECTION_DIM = 4, 8  # pixels averaged along each side for the coarse pictures; width R of a correction
-MOBILENET_BLOCKS = "1 16 1 1, 6 24 2 2, 6 32 3 2, 6 64 4 2, 6 96 3 1, 6 160 3 2, 6 320 1 1"  # table 2 of its paper
+# MobileNetV2, table 2 of its paper: expansion, width, number and stride of the blocks
+MOBILENET_BLOCKS = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 
@@ -103,7 +112,7 @@ class Args:
 
     # Environment
     env_id: str = "buildings"
-    """synthetic pairs: buildings, buildings-cloudy (clouds over a third of the picture: looking is useless there)"""
+    """synthetic pairs: buildings, or buildings-cloudy, where clouds cover much and a look at them shows nothing"""
     data_dir: str | None = None
     """folder of a real set, in place of --env-id: train/{A,B,label}, or {A,B,label} with list/*.txt or split prefixes"""
     dir_names: tuple[str, str, str] = ("A", "B", "label")
@@ -129,7 +138,7 @@ class Args:
     beta: float = 0.1
     """weight of the gain in log-likelihood in eq. 1"""
     credit: Literal["query", "image"] = "query"
-    """reward of each query by itself, or the mean over the pair for all"""
+    """reward of each query by itself, or the mean over the pair for all of them"""
     evidence: Literal["glimpse", "none"] = "glimpse"
     """what a look shows: the window at full resolution, or nothing new"""
     tile: int = 1
@@ -137,15 +146,15 @@ class Args:
 
     # Algorithm
     backbone_weights: str | None = None
-    """state dict of torchvision's MobileNetV2, to begin with; without, a small network is trained from nothing"""
-    pretrain_iterations: int = 60
+    """state dict of torchvision's MobileNetV2 to begin with; without, a small network is trained from nothing"""
+    pretrain_iterations: int = 40
     """iterations of supervised training of the coarse classifier, of 20 gradient steps each"""
-    warm_iterations: int = 40
+    warm_iterations: int = 60
     """iterations of supervised training of the corrections, of 20 gradient steps each"""
     num_iterations: int = 100
     """iterations of PPO, and of cross entropy alone for the same number of gradient steps, as a control"""
-    batch_size: int = 64
-    """pairs of a supervised gradient step, over all processes"""
+    batch_size: int = 32
+    """pairs of a gradient step before PPO, over all processes"""
     num_envs: int = 128
     """pairs B of a rollout, over all processes"""
     learning_rate: float = 1e-3
@@ -168,7 +177,7 @@ class Args:
     """weight c_e of the entropy of the stop decision"""
     vf_coef: float = 0.5
     """weight c_v of the value loss"""
-    joint_coef: float = 2.0
+    joint_coef: float = 5.0
     """weight c_j of the classification loss"""
     max_grad_norm: float = 1.0
     """largest global norm of the gradient"""
@@ -213,8 +222,7 @@ class MobileNetV2(nn.Module):
     def __init__(self):
         super().__init__()
         layers, dim_in = [conv_norm(3, 32, 3, 2)], 32
-        for block in MOBILENET_BLOCKS.split(","):
-            expansion, dim, number, stride = map(int, block.split())
+        for expansion, dim, number, stride in MOBILENET_BLOCKS:
             for i in range(number):
                 layers.append(InvertedResidual(dim_in, dim, 1 if i else stride, expansion))
                 dim_in = dim
@@ -227,15 +235,15 @@ class MobileNetV2(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Coarse pairs [B, 6, H / f, W / f] in [0, 1] to queries [B, N, D], one a patch."""
+    """Coarse pairs [B, 6, H / 4, W / 4] in [0, 1] to queries [B, N, D], one a patch."""
 
     def __init__(self, args: Args, embed_dim: int = 64):
         super().__init__()
-        self.side, cells = args.image_size // args.patch_size, args.patch_size // COARSE
+        self.side, kernel, dim = args.image_size // args.patch_size, args.patch_size // COARSE, 32
         if args.backbone_weights:
             self.mobilenet, kernel, dim = MobileNetV2(), 1, 96
         else:
-            self.stem, kernel, dim = nn.Sequential(nn.Conv2d(6, 32, 3, padding=1), nn.GELU()), cells, 32
+            self.stem = nn.Sequential(nn.Conv2d(6, dim, 3, padding=1), nn.GELU())
         self.patch = nn.Sequential(nn.Conv2d(dim, embed_dim, kernel, kernel), nn.GELU())
         self.mix = nn.ModuleList([nn.Conv2d(embed_dim, embed_dim, 3, padding=1) for _ in range(2)])
         self.norm = nn.LayerNorm(embed_dim)
@@ -243,7 +251,7 @@ class Backbone(nn.Module):
     def forward(self, coarse: torch.Tensor) -> torch.Tensor:
         if hasattr(self, "mobilenet"):
             a, b = self.mobilenet(coarse.unflatten(1, (2, 3)).flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
-            x = F.adaptive_avg_pool2d(torch.cat((a, b, (a - b).abs()), 1), self.side)
+            x = F.interpolate(torch.cat((a, b, (a - b).abs()), 1), (self.side, self.side), mode="bilinear")
         else:
             x = self.stem(coarse - 0.5)
         x = self.patch(x)  # [B, D, side, side]
@@ -255,14 +263,14 @@ class Backbone(nn.Module):
 class Refiner(nn.Module):
     """What is paid for: a glimpse of a query's window, and a transformer block that reads it and the neighbours."""
 
-    def __init__(self, args: Args, dim: int = 64, num_heads: int = 4):
+    def __init__(self, args: Args, dim: int = 64, glimpse_dim: int = 24, num_heads: int = 4):
         super().__init__()
         self.num_heads, self.evidence = num_heads, args.evidence
-        first = nn.Conv2d(3, 24, args.patch_size // 2, args.patch_size // 4)
-        self.glimpse = nn.Sequential(first, nn.GELU(), nn.Conv2d(24, 32, 3), nn.GELU(), nn.Flatten())  # of one date
-        self.read, self.step = nn.Linear(2 * 32 * 9, dim), nn.Embedding(args.num_steps, dim)
+        self.date = nn.Conv2d(3, glimpse_dim, args.patch_size // 2, args.patch_size // 4)
+        self.compare = nn.Conv2d(3 * glimpse_dim, glimpse_dim, 1)
+        self.read, self.step = nn.Linear(glimpse_dim * 25, dim), nn.Embedding(args.num_steps, dim)
         self.norm_query, self.norm_neighbours = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.q, self.kv, self.out = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.q, self.kv, self.out = nn.Linear(dim, dim // 2), nn.Linear(dim, dim), nn.Linear(dim // 2, dim)
         self.ff = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
         self.mean = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, CORRECTION_DIM))
 
@@ -270,8 +278,9 @@ class Refiner(nn.Module):
         """Means [K, R] of the corrections of queries [K, D], from neighbours [K, 9, D], windows [K, 6, w, w], step [K]."""
         x = query + self.step(step)
         if self.evidence == "glimpse":
-            dates = self.glimpse(window.unflatten(1, (2, 3)).flatten(0, 1).to(x.dtype) / 255 - 0.5)  # [2 K, 288]
-            x = x + self.read(dates.unflatten(0, (len(x), 2)).flatten(1))
+            pixels = window.unflatten(1, (2, 3)).flatten(0, 1).to(x.dtype) / 255 - 0.5  # [2 K, 3, w, w]
+            a, b = F.relu(self.date(pixels)).unflatten(0, (-1, 2)).unbind(1)  # [K, c, 5, 5] each
+            x = x + self.read(F.relu(self.compare(torch.cat((a, b, (a - b).abs()), 1))).flatten(1))
         q = self.q(self.norm_query(x)).unflatten(-1, (self.num_heads, 1, -1))  # [K, heads, 1, d]
         k, v = self.kv(self.norm_neighbours(neighbours)).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         attention = ((q * k).sum(-1, keepdim=True) / math.sqrt(q.shape[-1])).softmax(2)  # [K, heads, 9, 1]
@@ -287,30 +296,29 @@ class ChangeDetector(nn.Module):
         self.args = args
         self.backbone, self.refiner = Backbone(args), Refiner(args)
         self.up = nn.Linear(CORRECTION_DIM, embed_dim, bias=False)  # correction to query
-        self.log_std = nn.Parameter(torch.full((CORRECTION_DIM,), -1.0))
+        nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
+        self.log_std = nn.Parameter(torch.full((CORRECTION_DIM,), -2.0))
         self.class_head = make_head(embed_dim, args.num_classes)
         inputs = embed_dim * (1 + (args.tile > 1)) + args.num_steps
         self.policy_head, self.value_head = make_head(inputs, 1), make_head(inputs, 1)
 
     def decide(self, obs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of stopping and values, [B, N] each, of an observation."""
-        query = F.layer_norm(obs["query"], obs["query"].shape[-1:])
-        if self.args.tile > 1:
-            query = torch.cat((query, tile_mean(query, self.args.tile)), -1)
-        step = F.one_hot(obs["step"].clamp(max=self.args.num_steps - 1), self.args.num_steps).to(query.dtype)
+        query, args = F.layer_norm(obs["query"], obs["query"].shape[-1:]), self.args
+        if args.tile > 1:
+            query = torch.cat((query, tile_mean(query, args.tile)), -1)
+        step = F.one_hot(obs["step"].clamp(max=args.num_steps - 1), args.num_steps).to(query.dtype)
         query = torch.cat((query, step.unsqueeze(1).expand(-1, query.shape[1], -1)), -1)
         return self.policy_head(query).squeeze(-1), self.value_head(query).squeeze(-1)
 
     def correct(self, obs: dict, goes_on: torch.Tensor) -> torch.Tensor:
         """Means [K, R] of the corrections where `goes_on` [B, N], reading only these windows."""
-        b, n = goes_on.nonzero(as_tuple=True)
-        side, patch = self.args.image_size // self.args.patch_size, self.args.patch_size
-        windows = obs["memory"].unfold(2, 3 * patch // 2, patch).unfold(3, 3 * patch // 2, patch)
+        (b, n), query, patch = goes_on.nonzero(as_tuple=True), obs["query"], self.args.patch_size
+        side = self.args.image_size // patch
+        windows = obs["memory"].unfold(2, 3 * patch // 2, patch).unfold(3, 3 * patch // 2, patch)  # a view
         window = windows[b, :, n // side, n % side]  # [K, 6, w, w]
-        query = obs["query"]
-        return self.refiner(
-            query[b, n], query[b.unsqueeze(1), get_neighbours(side, query.device)[n]], window, obs["step"][b]
-        )
+        neighbours = query[b.unsqueeze(1), get_neighbours(side, query.device)[n]]  # [K, 9, D]
+        return self.refiner(query[b, n], neighbours, window, obs["step"][b])
 
 
 def make_head(dim_in: int, dim_out: int) -> nn.Sequential:
@@ -332,24 +340,36 @@ def tile_mean(x: torch.Tensor, tile: int) -> torch.Tensor:
     return means.repeat_interleave(tile, 2).repeat_interleave(tile, 3).flatten(2).transpose(1, 2)
 
 
+def load_backbone(network: ChangeDetector, path: str) -> None:
+    """Load a state dict of torchvision's MobileNetV2, all of it; exits with code 2 where it is none."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        network.backbone.mobilenet.load_state_dict(state)
+    except FileNotFoundError:
+        fail(f"--backbone-weights {path}: no such file")
+    except Exception as error:
+        fail(f"--backbone-weights {path}: no state dict of torchvision's MobileNetV2 ({str(error)[:300]})")
+    print(f"--backbone-weights {path}: {len(state)} of {len(state)} tensors matched")
+
+
 # ---- Storage ---------------------------------------------------------------------------------------------------------
 
 
 class RolloutBuffer:
     """A rollout of T steps of B pairs in tensors made at the first `add`, on one device.
 
-    Every field is [T, B, ...]. `add` and `finish` raise ValueError where a shape is not that of the first step.
+    Every field is [T, B, ...]. `add` raises ValueError where a shape is not that of the first step.
     """
 
     def __init__(self, num_steps: int, device: torch.device):
         self.num_steps, self.device, self.data, self.position = num_steps, device, {}, 0
 
     def add(self, obs: dict, **fields: torch.Tensor) -> None:
-        """Store a step: the observation's entries and raw_corr, stop, log_prob, value, reward, done and so on."""
+        """Store a step: the entries of the observation, and raw_corr, stop, log_prob, value, reward, done and so on."""
         step = {f"obs_{name}": x for name, x in obs.items()} | fields
         if not self.data:
-            for name, x in step.items():
-                self.data[name] = torch.zeros(self.num_steps, *x.shape, dtype=x.dtype, device=self.device)
+            shapes = {name: (self.num_steps, *x.shape) for name, x in step.items()}
+            self.data = {name: x.new_zeros(shapes[name], device=self.device) for name, x in step.items()}
         if self.position == self.num_steps:
             raise ValueError(f"the buffer is full after {self.num_steps} steps")
         for name, x in step.items():
@@ -368,11 +388,9 @@ class RolloutBuffer:
     def get_generator(self, num_minibatches: int, device: torch.device):
         """Shuffled minibatches of the T * B steps on `device`: {"obs": {...}, field: [n, ...]}."""
         flat = {name: x[: self.position].flatten(0, 1) for name, x in self.data.items()}
-        num_samples = len(flat["reward"])
-        for index in torch.randperm(num_samples, device=self.device).chunk(num_minibatches):
+        for index in torch.randperm(len(flat["reward"]), device=self.device).chunk(num_minibatches):
             batch = {name: x[index].to(device, non_blocking=True) for name, x in flat.items()}
-            obs = {name.removeprefix("obs_"): batch.pop(name) for name in [k for k in batch if k.startswith("obs_")]}
-            yield batch | {"obs": obs}
+            yield batch | {"obs": {name[4:]: x for name, x in batch.items() if name.startswith("obs_")}}
 
 
 # ---- PPO -------------------------------------------------------------------------------------------------------------
@@ -395,6 +413,20 @@ def correction_log_prob(raw_corr: torch.Tensor, mean: torch.Tensor, log_std: tor
     return (-((raw_corr - mean) / log_std.exp()).square() / 2 - log_std - math.log(2 * math.pi) / 2).sum(-1)
 
 
+def normalize(advantage: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    """Advantages [B, N] to mean 0 and deviation 1 over the active queries of all processes."""
+    x = advantage * active
+    count, *sums = sum_over_ranks(torch.stack((active.sum().to(x.dtype), x.sum(), x.square().sum())))
+    mean, square = (total / count.clamp(min=1) for total in sums)
+    return (advantage - mean) / ((square - mean.square()).clamp(min=0).sqrt() + 1e-8)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean over the labels [...] that count of logits [..., C]; 0 where none does."""
+    total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=-1, reduction="sum")
+    return total / (labels >= 0).sum().clamp(min=1)
+
+
 class RewardCalculator:
     """Rewards of eq. 1 and 2, with a running F1."""
 
@@ -411,11 +443,10 @@ class RewardCalculator:
         `stop_decision`, `pre_action_mask` and `done_mask` [B, N]: who stops, was active before, and is done after.
         """
         args, goes_on, is_counted = self.args, pre_action_mask & ~stop_decision, labels >= 0
-        target, f1 = labels.clamp(min=0), self.running_f1.to(logits.device)
-        gains = []
+        gains, f1 = [], self.running_f1.to(logits.device)
         for z in (self.logits, logits):
-            log_likelihood = z.float().log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
-            gains.append(args.beta * log_likelihood + (z.argmax(-1) > 0) * (2.0 * (target > 0) - f1))
+            log_likelihood = z.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
+            gains.append(args.beta * log_likelihood + (z.argmax(-1) > 0) * (2.0 * (labels > 0) - f1))
         reward = (gains[1] - gains[0]) * is_counted
         if args.tile > 1:  # those of a tile share its gain and its price
             reward = tile_mean(reward.unsqueeze(-1), args.tile).squeeze(-1)
@@ -428,11 +459,9 @@ class RewardCalculator:
 
     def finish(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Move the running F1 towards that of an episode's last logits."""
-        said, true = logits.argmax(-1) > 0, labels > 0
-        counts = sum_over_ranks(
-            torch.stack([(said & true).sum(), (said & (labels >= 0)).sum(), true.sum()]).float()
-        ).cpu()
-        self.running_f1 = torch.lerp(self.running_f1, 2 * counts[0] / counts[1:].sum().clamp(min=1), 0.05)
+        said, true = (logits.argmax(-1) > 0) & (labels >= 0), labels > 0
+        tp, *both = sum_over_ranks(torch.stack([x.sum().float() for x in (said & true, said, true)])).cpu()
+        self.running_f1 = torch.lerp(self.running_f1, 2 * tp / sum(both).clamp(min=1), 0.05)
 
 
 class TransformerRLEnv:
@@ -448,8 +477,7 @@ class TransformerRLEnv:
         """
         images, margin = batch_data["images"], self.args.patch_size // 4
         inner = images[:, :, margin:-margin, margin:-margin].float() / 255
-        query = self.network.backbone(F.avg_pool2d(inner, COARSE)).float()
-        self.batch_size = len(images)
+        query, self.batch_size = self.network.backbone(F.avg_pool2d(inner, COARSE)).float(), len(images)
         active = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
         step = torch.zeros(len(images), dtype=torch.long, device=query.device)
         self.obs = {"query": query, "memory": images, "active": active, "step": step}
@@ -467,15 +495,12 @@ class TransformerRLEnv:
         query = obs["query"] + action["correction"] * goes_on.unsqueeze(-1)
         self.obs = obs | {"query": query, "active": goes_on, "step": obs["step"] + 1}
         done = ~goes_on | (self.obs["step"] >= self.args.num_steps).unsqueeze(1)
-        info = {"pre_action_mask": pre_action_mask, "cls_input_q": query, "step": obs["step"]}
-        return self.obs, done, info
+        return self.obs, done, {"pre_action_mask": pre_action_mask, "cls_input_q": query, "step": obs["step"]}
 
 
 def share_in_tile(stop: torch.Tensor, active: torch.Tensor, tile: int) -> torch.Tensor:
     """Who stops [B, N] once every tile with an active query that goes on takes along its others."""
-    if tile == 1:
-        return stop
-    return tile_mean((active & ~stop).float().unsqueeze(-1), tile).squeeze(-1) == 0
+    return stop if tile == 1 else tile_mean((active & ~stop).float().unsqueeze(-1), tile).squeeze(-1) == 0
 
 
 METRICS = ("policy_loss", "value_loss", "entropy", "joint_loss", "approx_kl", "clip_fraction", "grad_norm")
@@ -484,12 +509,13 @@ METRICS = ("policy_loss", "value_loss", "entropy", "joint_loss", "approx_kl", "c
 class PPOAgent:
     """The policy over a network, and its update."""
 
-    def __init__(self, network: ChangeDetector, optimizer: torch.optim.Optimizer | None = None):
-        self.network, self.optimizer, self.args = network, optimizer, network.args
+    def __init__(self, network: ChangeDetector, lr: torch.Tensor | None = None):
+        self.network, self.args = network, network.args
+        self.optimizer = None if lr is None else torch.optim.Adam(network.parameters(), lr, fused=True)
 
     @torch.no_grad()
     def get_action(self, obs: dict, stop: torch.Tensor | None = None, deterministic: bool = False) -> tuple:
-        """Action {"correction", "stop"}, raw correction [B, N, R], vote to stop, log-prob and value [B, N].
+        """Action {"correction", "stop"}, raw correction [B, N, R], vote to stop, log-prob and value [B, N] (eq. 4).
 
         `stop` [B, N] takes the decision in place of the policy. Deterministic: likely decisions, mean corrections.
         """
@@ -499,13 +525,11 @@ class PPOAgent:
             stop = logit > 0 if deterministic else torch.rand_like(logit) < logit.sigmoid()
             log_prob = -F.binary_cross_entropy_with_logits(logit, stop.to(logit.dtype), reduction="none")
         shared = share_in_tile(stop, obs["active"], self.args.tile)
-        goes_on = obs["active"] & ~shared
-        raw_corr = torch.zeros(*goes_on.shape, len(network.log_std), device=goes_on.device)
+        goes_on, correction = obs["active"] & ~shared, torch.zeros_like(obs["query"])
+        raw_corr = correction[..., :CORRECTION_DIM].clone()
         mean = network.correct(obs, goes_on).float()
         sample = mean if deterministic else mean + network.log_std.exp() * torch.randn_like(mean)
-        raw_corr[goes_on] = sample
-        correction = torch.zeros_like(obs["query"])
-        correction[goes_on] = network.up(sample).float()
+        raw_corr[goes_on], correction[goes_on] = sample, network.up(sample).float()
         if log_prob is not None:
             log_prob[goes_on] += correction_log_prob(sample, mean, network.log_std)
         return {"correction": correction, "stop": shared}, raw_corr, stop, log_prob, value
@@ -519,21 +543,19 @@ class PPOAgent:
             logit, value = network.decide(obs)
             mean = network.correct(obs, goes_on)
             refined = obs["query"][goes_on] + network.up(mean)
-            logits = torch.cat((network.class_head(batch["cls_query"].flatten(0, 1)), network.class_head(refined)))
+            logits = torch.cat((network.class_head(batch["cls_query"]).flatten(0, 1), network.class_head(refined)))
         logit, value, mean = logit.float(), value.float(), mean.float()
         log_prob = -F.binary_cross_entropy_with_logits(logit, batch["stop"].to(logit.dtype), reduction="none")
         correction = torch.zeros_like(log_prob)
         correction[goes_on] = correction_log_prob(batch["raw_corr"][goes_on], mean, network.log_std)
         log_ratio = (log_prob + correction - batch["log_prob"]) * active
-        ratio = log_ratio.exp()
-        advantage = normalize(batch["advantage"], active)
+        ratio, advantage = log_ratio.exp(), normalize(batch["advantage"], active)
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_loss = (-torch.minimum(ratio * advantage, clipped * advantage) * active).sum() / count
         value_loss = ((value - batch["return"]).square() * active).sum() / 2 / count
         entropy = (F.softplus(logit) - logit * logit.sigmoid()).mul(active).sum() / count
-        # The seed's form on stored queries trains the class head; the refined ones, by one step, also the corrections
-        labels = torch.cat((batch["labels"].flatten(), batch["labels"][goes_on]))
-        joint_loss = F.cross_entropy(logits.float(), labels, ignore_index=-1)
+        # On stored queries it trains the class head; on the refined ones, one step on, the corrections as well
+        joint_loss = cross_entropy(logits, torch.cat((batch["labels"].flatten(), batch["labels"][goes_on])))
         loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + args.joint_coef * joint_loss
         grad_norm = self.take_step(loss)
         with torch.no_grad():
@@ -552,17 +574,8 @@ class PPOAgent:
         return grad_norm
 
 
-def normalize(advantage: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-    """Advantages [B, N] to mean 0 and deviation 1 over the active queries of all processes."""
-    x = advantage * active
-    total = sum_over_ranks(torch.stack((active.sum().to(x.dtype), x.sum(), x.square().sum())))
-    mean = total[1] / total[0].clamp(min=1)
-    std = (total[2] / total[0].clamp(min=1) - mean.square()).clamp(min=0).sqrt()
-    return (advantage - mean) / (std + 1e-8)
-
-
 def supervised_loss(network: ChangeDetector, batch: dict, refine: bool) -> torch.Tensor:
-    """Cross entropy of the coarse classification; with `refine` of the corrected one instead, over all steps.
+    """Cross entropy of the coarse classification; with `refine` that of all queries after each step instead.
 
     A random share of the queries goes on, so that corrections are learned next to queries that have stopped.
     """
@@ -571,17 +584,17 @@ def supervised_loss(network: ChangeDetector, batch: dict, refine: bool) -> torch
         with torch.set_grad_enabled(not refine):
             obs = env.reset(batch)
         if not refine:
-            return F.cross_entropy(env.final_logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-1)
-        share = torch.rand(len(obs["query"]), 1, device=obs["query"].device) * 0.8 + 0.1
-        loss = 0.0
+            return cross_entropy(env.final_logits, batch["labels"])
+        share, loss = torch.rand(len(obs["query"]), 1, device=obs["query"].device) * 0.8 + 0.1, 0.0
         for _ in range(network.args.num_steps):
-            goes_on = obs["active"] & (torch.rand_like(share.expand(obs["active"].shape)) < share)
-            mean = network.correct(obs, goes_on)
-            mean = mean + network.log_std.detach().exp() * torch.randn_like(mean)
-            correction = torch.zeros_like(obs["query"]).masked_scatter(goes_on.unsqueeze(-1), network.up(mean).float())
-            obs, _, _ = env.step({"correction": correction, "stop": ~goes_on})
-            loss = loss + F.cross_entropy(env.final_logits[goes_on], batch["labels"][goes_on], ignore_index=-1)
-    return loss / network.args.num_steps
+            stop = share_in_tile(torch.rand_like(obs["query"][..., 0]) > share, obs["active"], network.args.tile)
+            goes_on, correction = obs["active"] & ~stop, torch.zeros_like(obs["query"])
+            mean = network.correct(obs, goes_on).float()
+            sample = mean + network.log_std.detach().exp() * torch.randn_like(mean)
+            correction = correction.masked_scatter(goes_on.unsqueeze(-1), network.up(sample).float())
+            obs, _, _ = env.step({"correction": correction, "stop": stop})
+            loss = loss + cross_entropy(env.final_logits, batch["labels"]) / network.args.num_steps
+    return loss
 
 
 SUPERVISED_STEPS = 20  # gradient steps of an iteration before PPO
@@ -603,21 +616,13 @@ def collect_rollouts(agent: PPOAgent, rewards: RewardCalculator, buffer: Rollout
     for _ in range(args.num_steps):
         action, raw_corr, stop, log_prob, value = agent.get_action(obs)
         next_obs, next_done, info = env.step(action)
-        mask = info["pre_action_mask"]
-        reward, reward_info = rewards.compute_reward(env.final_logits, labels, action["stop"], mask, next_done)
-        fields = {
-            "raw_corr": raw_corr,
-            "stop": stop,
-            "log_prob": log_prob,
-            "value": value,
-            "reward": reward,
-            "done": done,
-        }
-        goes_on, total[2] = mask & ~action["stop"], reward_info["settled_acc"]
-        fields |= {"goes_on": goes_on, "cls_query": info["cls_input_q"], "labels": labels, "step_indices": info["step"]}
-        buffer.add(obs, **fields)
+        mask, goes_on = info["pre_action_mask"], next_obs["active"]
+        reward, accuracy = rewards.compute_reward(env.final_logits, labels, action["stop"], mask, next_done)
+        fields = {"raw_corr": raw_corr, "stop": stop, "goes_on": goes_on, "log_prob": log_prob, "value": value}
+        fields |= {"reward": reward, "done": done, "labels": labels}
+        buffer.add(obs, **fields, cls_query=info["cls_input_q"], step_indices=info["step"])
         total[:2] += torch.stack((reward.mean(), goes_on.float().mean()))
-        obs, done = next_obs, next_done
+        obs, done, total[2] = next_obs, next_done, accuracy["settled_acc"]
     rewards.finish(env.final_logits, labels)
     buffer.compute_returns_and_advantage(agent.network.decide(obs)[1], done, args.gamma, args.gae_lambda)
     return total
@@ -629,26 +634,24 @@ METHODS = ("ppo", *change_scores.RULES)
 
 
 @torch.no_grad()
-def classify(network: ChangeDetector, images: torch.Tensor, rule, chunk: int = 64):
-    """Logits [M, N, C], looks [M, N] and milliseconds per pair of pictures [M, 6, h, w], stopping by a rule, or by PPO."""
-    env, agent, logits, looks, seconds = TransformerRLEnv(network), PPOAgent(network), [], [], 0.0
-    device = network.log_std.device
+def classify(network: ChangeDetector, images: torch.Tensor, rule=None, chunk: int = 64) -> tuple:
+    """Logits [M, N, C], looks [M, N] and ms per pair of pictures [M, 6, h, w], stopping by a rule, without by policy."""
+    env, agent, logits, looks, device = TransformerRLEnv(network), PPOAgent(network), [], [], network.log_std.device
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    start = clock()
     for part in images.split(chunk):
-        start = time.process_time() if device.type == "cpu" else time.perf_counter()
-        obs = env.reset({"images": part.to(device)})
-        total = torch.zeros_like(obs["active"], dtype=torch.int64)
-        for step in range(network.args.num_steps):
-            stop = rule(1.0 - env.final_logits.softmax(-1)[..., 0], step) if rule else None
-            action = agent.get_action(obs, stop, deterministic=True)[0]
-            total += obs["active"] & ~action["stop"]
-            obs, _, _ = env.step(action)
+        with torch.autocast(device.type, torch.bfloat16, enabled=network.args.bf16):
+            obs = env.reset({"images": part.to(device)})
+            total = torch.zeros_like(obs["active"], dtype=torch.int64)
+            for step in range(network.args.num_steps):
+                stop = rule(1.0 - env.final_logits.softmax(-1)[..., 0], step) if rule else None
+                obs, _, _ = env.step(agent.get_action(obs, stop, deterministic=True)[0])
+                total += obs["active"]
         logits.append(env.final_logits.cpu())
         looks.append(total.cpu())
-        seconds += (time.process_time() if device.type == "cpu" else time.perf_counter()) - start
-    return torch.cat(logits), torch.cat(looks), 1e3 * seconds / len(images)
+    return torch.cat(logits), torch.cat(looks), 1e3 * (clock() - start) / len(images)
 
 
-@torch.no_grad()
 def evaluate(network: ChangeDetector, control: ChangeDetector, val, test) -> tuple[dict[str, float], dict[str, tuple]]:
     """Scores of all METHODS on `test`, thresholds tuned on `val`; and logits [M, N, C] and looks [M, N] by method.
 
@@ -660,12 +663,11 @@ def evaluate(network: ChangeDetector, control: ChangeDetector, val, test) -> tup
         for method in tqdm(METHODS, unit="method", leave=False, delay=2.0):
             judge, rule = network if method in METHODS[:3] else control, None
             if method != "ppo":
-                rule = partial(change_scores.make_rule, method, centre=centre)
-                level = 0.5
+                make, level = partial(change_scores.make_rule, method, centre=centre), 0.5
                 if method in METHODS[4:]:
-                    count = lambda x: classify(judge, val.images, rule(x))[1].float().mean().item()  # noqa: B023, E731
+                    count = lambda x: classify(judge, val.images, make(x))[1].float().mean().item()  # noqa: B023, E731
                     level = change_scores.find_level(method, count, num_looks)
-                rule = rule(level)
+                rule = make(level)
             logits, looks, _ = classify(judge, val.images, rule)
             threshold = change_scores.choose_threshold(1.0 - logits.softmax(-1)[..., 0], val.labels)
             num_looks = looks.float().mean().item() if method == "ppo" else num_looks
@@ -681,13 +683,13 @@ def predict(network: ChangeDetector, args: Args) -> None:
     """Write the likely classes of the pictures --predict to --output; exits with code 2 where that cannot be."""
     try:
         tiles, corners, shape = change_data.split_picture(*args.predict, args.image_size, args.patch_size)
-        logits, looks, _ = classify(network, tiles, None)
+        logits, looks, _ = classify(network, tiles)
         classes = change_scores.decide_classes(change_scores.upsample_logits(logits, args.image_size), 0.5)
-        change_data.write_map(args.output, change_data.join_tiles(classes.numpy(), corners, shape))
+        classes = change_data.join_tiles(classes.numpy(), corners, shape)
+        change_data.write_map(args.output, classes)
     except ValueError as error:
         fail(f"--predict: {error}")
-    share = 100 * (classes > 0).float().mean().item()
-    print(f"{args.output}: {share:.1f} % changed, {looks.float().mean().item():.2f} looks per query")
+    print(f"{args.output}: {100 * (classes > 0).mean():.1f} % changed, {looks.float().mean():.2f} looks per query")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -848,22 +850,20 @@ def check_args(args: Args) -> None:
     check_range(args, "gamma gae_lambda", 0, 1)
     check_range(args, "num_classes", 2, 255 if args.data_dir else 3)
     check_range(args, "patch_size", 4, 256)
-    side = args.image_size // args.patch_size
-    if args.image_size % args.patch_size or args.patch_size % 4 or side < 2:
-        fail(
-            "--image-size must be a multiple of --patch-size, and that of 4 and of --coarse, with 2 patches a side or more"
-        )
+    side, size = args.image_size // args.patch_size, args.num_steps * args.num_envs // WORLD_SIZE
+    if args.image_size % args.patch_size or args.patch_size % COARSE or side < 2:
+        fail("--image-size must be a multiple, by 2 or more, of --patch-size, and that a multiple of 4")
     if side % args.tile:
         fail(f"--tile {args.tile} does not divide the {side} patches of a side")
     for name in ("num_envs", "batch_size"):
         if (value := getattr(args, name)) % WORLD_SIZE:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
-    if args.num_minibatches > args.num_steps * args.num_envs // WORLD_SIZE:
-        fail(
-            f"--num-minibatches {args.num_minibatches}: a rollout has only {args.num_steps * args.num_envs // WORLD_SIZE} rows"
-        )
-    if args.predict and not args.evaluate:
+    if size % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} does not divide the {size} steps of a rollout")
+    if (args.predict is not None) > (args.evaluate is not None):
         fail("--predict needs --evaluate")
+    if args.buffer_device == "cuda" and not (args.cuda and torch.cuda.is_available()):
+        fail("--buffer-device cuda: no GPU is used")
     if args.track and not args.evaluate and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
 
@@ -873,7 +873,7 @@ def load_pairs(args: Args) -> dict[str, change_data.Pairs]:
     try:
         return change_data.load_pairs(args)
     except ValueError as error:
-        fail(error)
+        fail(f"--data-dir {error}" if args.data_dir else f"--env-id {args.env_id}: {error}")
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
@@ -882,29 +882,27 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     device, is_main = setup_device(args), RANK == 0
     first_warm, first_ppo = args.pretrain_iterations, args.pretrain_iterations + args.warm_iterations
     num_iterations, start_step = first_ppo + args.num_iterations, checkpoint["global_step"] if checkpoint else 0
-    is_done = checkpoint is not None and checkpoint["iteration"] >= num_iterations
-    if is_done and Path(args.resume).with_name("result.json").exists():
-        fail(f"--resume {args.resume}: its iterations are done; raise --num-iterations")
+    if checkpoint and checkpoint["iteration"] >= num_iterations and Path(args.resume).with_name("result.json").exists():
+        fail(f"--resume {args.resume}: its {args.num_iterations} iterations are done; raise --num-iterations")
     pairs, val, test = load_pairs(args).values()
-    run_path = make_run_folder(args, checkpoint) if is_main else None
     seed_everything(args.seed)  # the same weights in every process
-    network = ChangeDetector(args).to(device, memory_format=torch.channels_last)
-    control = copy.deepcopy(network)
-    seed_everything(args.seed, 2, RANK, start_step)
     lr = torch.tensor(args.supervised_lr, device=device)  # a tensor, so that CUDA graphs see it change
-    optimizers = [torch.optim.Adam(x.parameters(), lr, fused=True) for x in (network, control)]
-    agent, control_agent = PPOAgent(network, optimizers[0]), PPOAgent(control, optimizers[1])
+    networks = [ChangeDetector(args).to(device, memory_format=torch.channels_last) for _ in range(2)]
+    if args.backbone_weights and checkpoint is None:
+        load_backbone(networks[0], args.backbone_weights)
+    agent, control = (PPOAgent(network, lr) for network in networks)
+    run_path = make_run_folder(args, checkpoint) if is_main else None
+    seed_everything(args.seed, 2, RANK, start_step)
     rewards = RewardCalculator(args)
     buffer = RolloutBuffer(args.num_steps, torch.device(args.buffer_device or device.type))
 
     progress = {"iteration": 0, "global_step": 0, "history": []}
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
-        network.load_state_dict(checkpoint["agent"])
-        control.load_state_dict(checkpoint["control"])
-        for optimizer, name in zip(optimizers, ("optimizer", "control_optimizer"), strict=True):
-            optimizer.load_state_dict(checkpoint[name])
-            optimizer.param_groups[0]["lr"] = lr
+        for learner, prefix in ((agent, ""), (control, "control_")):
+            learner.network.load_state_dict(checkpoint[f"{prefix}agent"])
+            learner.optimizer.load_state_dict(checkpoint[f"{prefix}optimizer"])
+            learner.optimizer.param_groups[0]["lr"] = lr
         rewards.running_f1 = checkpoint["running_f1"]
         wall_start, cpu_start = wall_start - checkpoint["wall_seconds"], cpu_start - checkpoint["cpu_seconds"]
         if len(checkpoint["ranks"]) == WORLD_SIZE:
@@ -918,37 +916,33 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         cuda_rng = torch.cuda.get_rng_state() if device.type == "cuda" else None
         ranks = [state := {"torch_rng": torch.get_rng_state(), "cuda_rng": cuda_rng}] * WORLD_SIZE
         if WORLD_SIZE > 1:
-            ranks = [None] * WORLD_SIZE
             dist.all_gather_object(ranks, state)
         if is_main:
             seconds = {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
             content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "ranks": ranks, **progress, **seconds}
-            content |= {
-                "agent": network.state_dict(),
-                "control": control.state_dict(),
-                "running_f1": rewards.running_f1,
-            }
-            content |= {"optimizer": optimizers[0].state_dict(), "control_optimizer": optimizers[1].state_dict()}
+            for learner, prefix in ((agent, ""), (control, "control_")):
+                content[f"{prefix}agent"] = learner.network.state_dict()
+                content[f"{prefix}optimizer"] = learner.optimizer.state_dict()
             writer.flush()  # so that the log never lacks what the checkpoint has
-            save_checkpoint(run_path / "checkpoint.pt", content)
+            save_checkpoint(run_path / "checkpoint.pt", content | {"running_f1": rewards.running_f1})
 
-    size, metrics = args.batch_size // WORLD_SIZE, torch.zeros(2, device=device)
+    size, num_envs = args.batch_size // WORLD_SIZE, args.num_envs // WORLD_SIZE
+    backbone, autocast = agent.network.backbone, partial(torch.autocast, device.type, torch.bfloat16, args.bf16)
     if args.compile:
-        network.backbone.compile()
-        network.refiner.compile(dynamic=True)
-    if (
-        args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1
-    ):  # in training mode, which is in pretraining alone
+        for network in networks:
+            network.backbone.compile()
+            network.refiner.compile(dynamic=True)
+    elif args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1:  # all of other shapes than this is eager
         sample = torch.zeros(size, 6, *[args.image_size // COARSE] * 2, device=device)
-        network.backbone = torch.cuda.make_graphed_callables(network.backbone.train(), (sample,))
+        with autocast(cache_enabled=False):
+            torch.cuda.make_graphed_callables(backbone.train(), (sample,))  # which is eager in eval mode
     if checkpoint is None:
         save()
-    loop_start, num_envs = time.time(), args.num_envs // WORLD_SIZE
+    metrics, loop_start = torch.zeros(2, device=device), time.time()
     bar = tqdm(total=num_iterations, initial=progress["iteration"], unit="iteration", disable=not is_main)
     if is_main:
         bar.write(f"run folder {run_path}")
-    while progress["iteration"] < num_iterations:
-        iteration = progress["iteration"]
+    while (iteration := progress["iteration"]) < num_iterations:
         stage = (iteration >= first_warm) + (iteration >= first_ppo)  # 0: pretraining, 1: warm start, 2: PPO
         begin, end = (0, first_warm, first_ppo, num_iterations)[stage : stage + 2]
         lr.fill_(args.learning_rate if stage == 2 else args.supervised_lr)
@@ -956,36 +950,37 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             lr.mul_(min(1.0, 1.5 * (1.0 - (iteration - begin) / (end - begin))))
         metrics.zero_()
         scalars = {"charts/learning_rate": lr.item(), "charts/stage": stage}
+        agent.network.train(stage == 0)
+        control.network.eval()
         if stage < 2:
-            network.train(stage == 0)
             for _ in range(SUPERVISED_STEPS):
                 supervised_step(agent, stage == 1, change_data.draw_batch(pairs, size, device), metrics)
             losses = (sum_over_ranks(metrics) / SUPERVISED_STEPS / WORLD_SIZE).tolist()
             scalars |= {"losses/cross_entropy": losses[0], "losses/grad_norm": losses[1]}
-            num_pairs = SUPERVISED_STEPS * args.batch_size
+            num_pairs, shown = SUPERVISED_STEPS * args.batch_size, {"loss": f"{losses[0]:.3f}"}
         else:
             if iteration == first_ppo:
-                control.load_state_dict(network.state_dict())
-                optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-                optimizers[1].param_groups[0]["lr"] = lr
+                control.network.load_state_dict(agent.network.state_dict())
+                control.optimizer.load_state_dict(copy.deepcopy(agent.optimizer.state_dict()))
+                control.optimizer.param_groups[0]["lr"] = lr
 
             # Collect a rollout, optimize for some epochs of minibatches, and train the control on the same pairs
             rollout = change_data.draw_batch(pairs, num_envs, device)
-            totals = collect_rollouts(agent, rewards, buffer, rollout)
+            with autocast():
+                totals = collect_rollouts(agent, rewards, buffer, rollout)
             update = torch.zeros(len(METRICS), device=device)
             for _ in range(args.update_epochs):
                 for minibatch in buffer.get_generator(args.num_minibatches, device):
                     update += agent.update(minibatch)
-                    index = torch.randint(num_envs, (max(num_envs // args.num_minibatches, 1),), device=device)
-                    supervised_step(control_agent, True, {name: x[index] for name, x in rollout.items()}, metrics)
-            num_updates = args.update_epochs * args.num_minibatches
-            losses = (sum_over_ranks(update) / num_updates / WORLD_SIZE).tolist()
+                    index = torch.randint(num_envs, (len(minibatch["labels"]) // args.num_steps,), device=device)
+                    supervised_step(control, True, {name: x[index] for name, x in rollout.items()}, metrics)
+            num_updates = args.update_epochs * args.num_minibatches * WORLD_SIZE
+            losses, totals = (sum_over_ranks(update) / num_updates).tolist(), sum_over_ranks(totals) / WORLD_SIZE
             scalars |= {f"losses/{name}": value for name, value in zip(METRICS, losses, strict=True)}
-            scalars["losses/control"] = (sum_over_ranks(metrics) / num_updates / WORLD_SIZE)[0].item()
-            totals = (sum_over_ranks(totals) / WORLD_SIZE).tolist()
-            names = ("charts/episodic_return", "charts/looks", "charts/settled_acc")
-            scalars |= dict(zip(names, totals, strict=True)) | {"charts/running_f1": rewards.running_f1.item()}
-            num_pairs = args.num_envs
+            scalars["losses/control"] = (sum_over_ranks(metrics) / num_updates)[0].item()
+            names = "charts/episodic_return", "charts/looks", "charts/settled_acc", "charts/running_f1"
+            scalars |= zip(names, (mean_return := totals[0].item(), *totals[1:].tolist(), rewards.running_f1.item()))
+            num_pairs, shown = args.num_envs, {"return": f"{mean_return:.3f}", "looks": f"{totals[1]:.2f}"}
 
         # Log, evaluate, checkpoint
         step, iteration = progress["global_step"] + num_pairs, iteration + 1
@@ -999,17 +994,12 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, step)
             if stage == 2:
-                progress["history"].append([step, scalars["charts/episodic_return"]])
-            shown = (
-                {"return": f"{totals[0]:.3f}", "looks": f"{totals[1]:.2f}"}
-                if stage == 2
-                else {"loss": f"{losses[0]:.3f}"}
-            )
+                progress["history"].append([step, mean_return])
             bar.set_postfix(shown, refresh=False)
             bar.update()
         if is_main and not is_last and args.eval_interval and iteration % args.eval_interval == 0:
             part = change_data.Pairs(*(x[: args.eval_episodes] for x in val))
-            logits, looks, _ = classify(network, part.images, None)
+            logits, looks, _ = classify(agent.network.eval(), part.images)
             for name, value in change_scores.score_maps(logits, part, 0.5, looks).items():
                 writer.add_scalar(f"eval/val_{name}", value, step)
         if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
@@ -1019,7 +1009,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         dist.destroy_process_group()
     if not is_main:
         return
-    eval_metrics, found = evaluate(network.eval(), control.eval(), val, test)
+    eval_metrics, found = evaluate(*(network.eval() for network in networks), val, test)
     step, history = progress["global_step"], progress["history"]
     for name, value in eval_metrics.items():
         writer.add_scalar(name, value, step)
@@ -1031,16 +1021,13 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     if figure := change_scores.draw_pairs(test, found["coarse"][0], *found["ppo"]):
         figure.savefig(run_path / "changes.png", dpi=100)
         writer.add_figure("eval/changes", figure, step)
-    labels = f"{args.env_id}, seed {args.seed}", "pairs", "return of an episode"
-    plot_learning_curve(run_path / "learning_curve.png", writer, history, *labels)
+    title, path = f"{args.data_dir or args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
+    plot_learning_curve(path, writer, history, title, "pairs", "return of an episode, mean over queries")
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
     print(change_scores.format_table(eval_metrics, METHODS))
     scores = (eval_metrics[f"eval/{name}"] for name in ("ppo_f1", "ppo_looks", "everywhere_f1", "coarse_f1"))
-    print(
-        "{}: F1 {:.3f} at {:.2f} looks a query (everywhere {:.3f}, nowhere {:.3f})".format(args.env_id, *scores),
-        end=" ",
-    )
+    print("{}: F1 {:.3f} at {:.2f} looks a query, everywhere {:.3f}, nowhere {:.3f}".format(title, *scores), end=" ")
     print(f"after {step:,} pairs in {result['wall_seconds']:.1f} s; run folder {run_path}")
 
 
@@ -1054,19 +1041,18 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = Args(**checkpoint["args"])
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = (
-            "image_size patch_size coarse num_classes num_steps tile evidence backbone_weights seed data_seed num_envs"
-        )
-        for name in fixed.split() if args.resume else fixed.split()[:7]:
+        fixed = "image_size patch_size num_classes num_steps tile evidence backbone_weights env_id data_dir data_seed"
+        fixed = [*fixed.split(), "num_envs", "pretrain_iterations", "warm_iterations", "num_train_pairs", "seed"]
+        for name in fixed if args.resume else fixed[:7]:
             if getattr(args, name) != (trained := getattr(saved, name)):
                 fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {trained}")
     check_args(args)
     if not args.evaluate:
         return train(args, checkpoint)
     device = setup_device(args)
-    network, control = (ChangeDetector(args).to(device) for _ in range(2))
+    network, control = (ChangeDetector(args).to(device).eval() for _ in range(2))
     network.load_state_dict(checkpoint["agent"])
-    control.load_state_dict(checkpoint["control"])
+    control.load_state_dict(checkpoint["control_agent"])
     if args.predict:
         return predict(network, args)
     _, val, test = load_pairs(args).values()
