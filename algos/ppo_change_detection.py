@@ -17,7 +17,7 @@ What is computed, for each query n of each pair:
     (4) pi(a | s) = pi(stop | q) N(correction | mean(q, glimpse), sigma)^(1 - stop)
     (5) L = E[-min(ratio A, clip(ratio, 1 - eps, 1 + eps) A)] + c_v (V - R)^2 / 2 - c_e H(stop) + c_j cross entropy
 
-Shapes: T steps, B pairs, N queries, D embedding, R correction, C classes, K queries that go on, P pixels of a patch side.
+Shapes: T steps, B pairs, N queries, D embedding, R correction, C classes, K queries that go on, P side of a patch.
 """
 
 # /// script
@@ -50,6 +50,7 @@ import torch._dynamo  # what torch.optim imports on first use: a second, kept ou
 import torch.distributed as dist
 import tyro
 from torch import nn
+from torch.distributions import Bernoulli, Normal
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -59,17 +60,10 @@ from envs_shared import change_data, change_scores
 
 SCRIPT = "ppo_change_detection"
 COARSE, CORRECTION_DIM = 4, 8  # pixels averaged along each side for the coarse pictures; width R of a correction
-# MobileNetV2, table 2 of its paper: expansion, width, number and stride of the blocks
-MOBILENET_BLOCKS = (
-    (1, 16, 1, 1),
-    (6, 24, 2, 2),
-    (6, 32, 3, 2),
-    (6, 64, 4, 2),
-    (6, 96, 3, 1),
-    (6, 160, 3, 2),
-    (6, 320, 1, 1),
-)
+MOBILENET_BLOCKS = "1 16 1 1, 6 24 2 2, 6 32 3 2, 6 64 4 2, 6 96 3 1, 6 160 3 2, 6 320 1 1"  # table 2 of its paper
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+SUPERVISED_STEPS = 20  # gradient steps of an iteration before PPO
+METRICS = ("policy_loss", "value_loss", "entropy", "joint_loss", "approx_kl", "clip_fraction", "grad_norm")
 
 
 @dataclass
@@ -114,7 +108,7 @@ class Args:
     env_id: str = "buildings"
     """synthetic pairs: buildings, or buildings-cloudy, where clouds cover much and a look at them shows nothing"""
     data_dir: str | None = None
-    """folder of a real set, in place of --env-id: train/{A,B,label}, or {A,B,label} with list/*.txt or split prefixes"""
+    """folder of a real set, in place of --env-id: train/{A,B,label}, {A,B,label} with list/*.txt, or prefixes"""
     dir_names: tuple[str, str, str] = ("A", "B", "label")
     """--data-dir: names of the folders of the first date, the second date and the labels"""
     data_seed: int = 1
@@ -128,7 +122,7 @@ class Args:
     patch_size: int = 8
     """side P of a query's patch in pixels, a multiple of 4"""
     num_classes: int = 2
-    """classes C: unchanged and changed; 3: unchanged, appeared, vanished; labels of --data-dir hold the classes' numbers"""
+    """classes C: unchanged and changed; 3: unchanged, appeared, vanished; --data-dir: labels hold 0 to C - 1"""
 
     # Decisions
     num_steps: int = 2
@@ -222,7 +216,7 @@ class MobileNetV2(nn.Module):
     def __init__(self):
         super().__init__()
         layers, dim_in = [conv_norm(3, 32, 3, 2)], 32
-        for expansion, dim, number, stride in MOBILENET_BLOCKS:
+        for expansion, dim, number, stride in (map(int, block.split()) for block in MOBILENET_BLOCKS.split(",")):
             for i in range(number):
                 layers.append(InvertedResidual(dim_in, dim, 1 if i else stride, expansion))
                 dim_in = dim
@@ -250,8 +244,10 @@ class Backbone(nn.Module):
 
     def forward(self, coarse: torch.Tensor) -> torch.Tensor:
         if hasattr(self, "mobilenet"):
-            a, b = self.mobilenet(coarse.unflatten(1, (2, 3)).flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
-            x = F.interpolate(torch.cat((a, b, (a - b).abs()), 1), (self.side, self.side), mode="bilinear")
+            dates = coarse.unflatten(1, (2, 3)).flatten(0, 1)
+            dates = self.mobilenet(F.interpolate(dates, scale_factor=float(COARSE), mode="bilinear"))
+            a, b = dates.unflatten(0, (-1, 2)).unbind(1)
+            x = F.adaptive_avg_pool2d(torch.cat((a, b, (a - b).abs()), 1), self.side)
         else:
             x = self.stem(coarse - 0.5)
         x = self.patch(x)  # [B, D, side, side]
@@ -275,7 +271,7 @@ class Refiner(nn.Module):
         self.mean = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, CORRECTION_DIM))
 
     def forward(self, query, neighbours, window, step) -> torch.Tensor:
-        """Means [K, R] of the corrections of queries [K, D], from neighbours [K, 9, D], windows [K, 6, w, w], step [K]."""
+        """Mean corrections [K, R] of queries [K, D] from neighbours [K, 9, D], windows [K, 6, w, w] and step [K]."""
         x = query + self.step(step)
         if self.evidence == "glimpse":
             pixels = window.unflatten(1, (2, 3)).flatten(0, 1).to(x.dtype) / 255 - 0.5  # [2 K, 3, w, w]
@@ -309,28 +305,22 @@ class ChangeDetector(nn.Module):
             query = torch.cat((query, tile_mean(query, args.tile)), -1)
         step = F.one_hot(obs["step"].clamp(max=args.num_steps - 1), args.num_steps).to(query.dtype)
         query = torch.cat((query, step.unsqueeze(1).expand(-1, query.shape[1], -1)), -1)
-        return self.policy_head(query).squeeze(-1), self.value_head(query).squeeze(-1)
+        return self.policy_head(query).squeeze(-1).float(), self.value_head(query).squeeze(-1).float()
 
     def correct(self, obs: dict, goes_on: torch.Tensor) -> torch.Tensor:
         """Means [K, R] of the corrections where `goes_on` [B, N], reading only these windows."""
-        (b, n), query, patch = goes_on.nonzero(as_tuple=True), obs["query"], self.args.patch_size
-        side = self.args.image_size // patch
+        (b, n), patch = goes_on.nonzero(as_tuple=True), self.args.patch_size
+        side, near = self.args.image_size // patch, torch.arange(-1, 2, device=b.device)
+        row, column = n // side, n % side
         windows = obs["memory"].unfold(2, 3 * patch // 2, patch).unfold(3, 3 * patch // 2, patch)  # a view
-        window = windows[b, :, n // side, n % side]  # [K, 6, w, w]
-        neighbours = query[b.unsqueeze(1), get_neighbours(side, query.device)[n]]  # [K, 9, D]
-        return self.refiner(query[b, n], neighbours, window, obs["step"][b])
+        rows, columns = ((x.unsqueeze(1) + near).clamp(0, side - 1) for x in (row, column))  # the border repeats
+        neighbours = obs["query"][b[:, None, None], rows.unsqueeze(2) * side + columns.unsqueeze(1)].flatten(1, 2)
+        return self.refiner(obs["query"][b, n], neighbours, windows[b, :, row, column], obs["step"][b])
 
 
 def make_head(dim_in: int, dim_out: int) -> nn.Sequential:
     """A hidden layer of 64."""
     return nn.Sequential(nn.LayerNorm(dim_in), nn.Linear(dim_in, 64), nn.GELU(), nn.Linear(64, dim_out))
-
-
-def get_neighbours(side: int, device) -> torch.Tensor:
-    """Numbers [N, 9] of each query's neighbourhood of 3 x 3 in a square of `side` queries; the border repeats."""
-    at, near = torch.arange(side, device=device), torch.arange(-1, 2, device=device)
-    index = (at.unsqueeze(1) + near).clamp(0, side - 1)  # [side, 3]
-    return (index[:, None, :, None] * side + index[None, :, None, :]).reshape(side * side, 9)
 
 
 def tile_mean(x: torch.Tensor, tile: int) -> torch.Tensor:
@@ -345,10 +335,8 @@ def load_backbone(network: ChangeDetector, path: str) -> None:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         network.backbone.mobilenet.load_state_dict(state)
-    except FileNotFoundError:
-        fail(f"--backbone-weights {path}: no such file")
     except Exception as error:
-        fail(f"--backbone-weights {path}: no state dict of torchvision's MobileNetV2 ({str(error)[:300]})")
+        fail(f"--backbone-weights {path}: no state dict of torchvision's MobileNetV2 ({str(error)[:200]})")
     print(f"--backbone-weights {path}: {len(state)} of {len(state)} tensors matched")
 
 
@@ -408,11 +396,6 @@ def compute_gae(rewards, values, dones, last_value, last_done, gamma: float, gae
     return advantages
 
 
-def correction_log_prob(raw_corr: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor) -> torch.Tensor:
-    """log N(raw_corr | mean, exp(log_std)) of corrections [K, R], summed over R."""
-    return (-((raw_corr - mean) / log_std.exp()).square() / 2 - log_std - math.log(2 * math.pi) / 2).sum(-1)
-
-
 def normalize(advantage: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
     """Advantages [B, N] to mean 0 and deviation 1 over the active queries of all processes."""
     x = advantage * active
@@ -431,11 +414,8 @@ class RewardCalculator:
     """Rewards of eq. 1 and 2, with a running F1."""
 
     def __init__(self, args: Args):
-        self.args, self.running_f1, self.logits = args, torch.tensor(0.5), None
-
-    def reset(self, logits: torch.Tensor) -> None:
-        """Begin an episode at logits [B, N, C]."""
-        self.logits = logits
+        self.args, self.running_f1 = args, torch.tensor(0.5)
+        self.logits: torch.Tensor | None = None  # [B, N, C] before the step, set at the begin of an episode
 
     def compute_reward(self, logits, labels, stop_decision, pre_action_mask, done_mask) -> tuple[torch.Tensor, dict]:
         """Rewards [B, N] of the step to `logits` [B, N, C], and settled_acc, the accuracy of the queries that are done.
@@ -498,14 +478,6 @@ class TransformerRLEnv:
         return self.obs, done, {"pre_action_mask": pre_action_mask, "cls_input_q": query, "step": obs["step"]}
 
 
-def share_in_tile(stop: torch.Tensor, active: torch.Tensor, tile: int) -> torch.Tensor:
-    """Who stops [B, N] once every tile with an active query that goes on takes along its others."""
-    return stop if tile == 1 else tile_mean((active & ~stop).float().unsqueeze(-1), tile).squeeze(-1) == 0
-
-
-METRICS = ("policy_loss", "value_loss", "entropy", "joint_loss", "approx_kl", "clip_fraction", "grad_norm")
-
-
 class PPOAgent:
     """The policy over a network, and its update."""
 
@@ -513,7 +485,6 @@ class PPOAgent:
         self.network, self.args = network, network.args
         self.optimizer = None if lr is None else torch.optim.Adam(network.parameters(), lr, fused=True)
 
-    @torch.no_grad()
     def get_action(self, obs: dict, stop: torch.Tensor | None = None, deterministic: bool = False) -> tuple:
         """Action {"correction", "stop"}, raw correction [B, N, R], vote to stop, log-prob and value [B, N] (eq. 4).
 
@@ -523,16 +494,17 @@ class PPOAgent:
         if stop is None:
             logit, value = network.decide(obs)
             stop = logit > 0 if deterministic else torch.rand_like(logit) < logit.sigmoid()
-            log_prob = -F.binary_cross_entropy_with_logits(logit, stop.to(logit.dtype), reduction="none")
-        shared = share_in_tile(stop, obs["active"], self.args.tile)
-        goes_on, correction = obs["active"] & ~shared, torch.zeros_like(obs["query"])
+            log_prob = Bernoulli(logits=logit).log_prob(stop.float())
+        goes_on, correction = obs["active"] & ~stop, torch.zeros_like(obs["query"])
+        if self.args.tile > 1:  # one that goes on takes along the others of its tile
+            goes_on = obs["active"] & (tile_mean(goes_on.float().unsqueeze(-1), self.args.tile).squeeze(-1) > 0)
         raw_corr = correction[..., :CORRECTION_DIM].clone()
         mean = network.correct(obs, goes_on).float()
-        sample = mean if deterministic else mean + network.log_std.exp() * torch.randn_like(mean)
+        sample = mean if deterministic else mean + network.log_std.detach().exp() * torch.randn_like(mean)
         raw_corr[goes_on], correction[goes_on] = sample, network.up(sample).float()
         if log_prob is not None:
-            log_prob[goes_on] += correction_log_prob(sample, mean, network.log_std)
-        return {"correction": correction, "stop": shared}, raw_corr, stop, log_prob, value
+            log_prob[goes_on] += Normal(mean, network.log_std.exp()).log_prob(sample).sum(-1)
+        return {"correction": correction, "stop": ~goes_on}, raw_corr, stop, log_prob, value
 
     def update(self, batch: dict) -> torch.Tensor:
         """One gradient step of eq. 5 on a minibatch of the buffer; returns the METRICS [7]."""
@@ -541,19 +513,18 @@ class PPOAgent:
         count = sum_over_ranks(active.sum().float()).clamp(min=1) / WORLD_SIZE
         with torch.autocast(active.device.type, torch.bfloat16, enabled=args.bf16):
             logit, value = network.decide(obs)
-            mean = network.correct(obs, goes_on)
+            mean = network.correct(obs, goes_on).float()
             refined = obs["query"][goes_on] + network.up(mean)
             logits = torch.cat((network.class_head(batch["cls_query"]).flatten(0, 1), network.class_head(refined)))
-        logit, value, mean = logit.float(), value.float(), mean.float()
-        log_prob = -F.binary_cross_entropy_with_logits(logit, batch["stop"].to(logit.dtype), reduction="none")
+        log_prob = Bernoulli(logits=logit).log_prob(batch["stop"].float())
         correction = torch.zeros_like(log_prob)
-        correction[goes_on] = correction_log_prob(batch["raw_corr"][goes_on], mean, network.log_std)
+        correction[goes_on] = Normal(mean, network.log_std.exp()).log_prob(batch["raw_corr"][goes_on]).sum(-1)
         log_ratio = (log_prob + correction - batch["log_prob"]) * active
         ratio, advantage = log_ratio.exp(), normalize(batch["advantage"], active)
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_loss = (-torch.minimum(ratio * advantage, clipped * advantage) * active).sum() / count
         value_loss = ((value - batch["return"]).square() * active).sum() / 2 / count
-        entropy = (F.softplus(logit) - logit * logit.sigmoid()).mul(active).sum() / count
+        entropy = (Bernoulli(logits=logit).entropy() * active).sum() / count
         # On stored queries it trains the class head; on the refined ones, one step on, the corrections as well
         joint_loss = cross_entropy(logits, torch.cat((batch["labels"].flatten(), batch["labels"][goes_on])))
         loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + args.joint_coef * joint_loss
@@ -563,6 +534,24 @@ class PPOAgent:
             clip_fraction = (((ratio - 1).abs() > args.clip_coef) & active).sum() / count
         metrics = (policy_loss, value_loss, entropy, joint_loss, approx_kl, clip_fraction, grad_norm)
         return torch.stack([x.detach().float() for x in metrics])
+
+    def supervise(self, batch: dict, refine: bool, metrics: torch.Tensor) -> None:
+        """One gradient step of cross entropy, coarse or with `refine` after each look; adds loss and norm to `metrics`.
+
+        A random share of the queries goes on, so that corrections are learned next to queries that have stopped.
+        """
+        env, num_steps, loss = TransformerRLEnv(self.network), self.args.num_steps, 0.0
+        with torch.autocast(batch["images"].device.type, torch.bfloat16, enabled=self.args.bf16):
+            with torch.set_grad_enabled(not refine):
+                obs = env.reset(batch)
+            if not refine:
+                loss = cross_entropy(env.final_logits, batch["labels"])
+            share = torch.rand(len(obs["active"]), 1, device=obs["active"].device) * 0.8 + 0.1
+            for _ in range(num_steps if refine else 0):
+                stop = torch.rand_like(obs["query"][..., 0]) > share
+                obs, _, _ = env.step(self.get_action(obs, stop)[0])
+                loss = loss + cross_entropy(env.final_logits, batch["labels"]) / num_steps
+        metrics.add_(torch.stack((loss.detach(), self.take_step(loss))))
 
     def take_step(self, loss: torch.Tensor) -> torch.Tensor:
         """Gradient step on `loss`, averaged over processes; returns the norm of the gradient."""
@@ -574,44 +563,12 @@ class PPOAgent:
         return grad_norm
 
 
-def supervised_loss(network: ChangeDetector, batch: dict, refine: bool) -> torch.Tensor:
-    """Cross entropy of the coarse classification; with `refine` that of all queries after each step instead.
-
-    A random share of the queries goes on, so that corrections are learned next to queries that have stopped.
-    """
-    env = TransformerRLEnv(network)
-    with torch.autocast(batch["images"].device.type, torch.bfloat16, enabled=network.args.bf16):
-        with torch.set_grad_enabled(not refine):
-            obs = env.reset(batch)
-        if not refine:
-            return cross_entropy(env.final_logits, batch["labels"])
-        share, loss = torch.rand(len(obs["query"]), 1, device=obs["query"].device) * 0.8 + 0.1, 0.0
-        for _ in range(network.args.num_steps):
-            stop = share_in_tile(torch.rand_like(obs["query"][..., 0]) > share, obs["active"], network.args.tile)
-            goes_on, correction = obs["active"] & ~stop, torch.zeros_like(obs["query"])
-            mean = network.correct(obs, goes_on).float()
-            sample = mean + network.log_std.detach().exp() * torch.randn_like(mean)
-            correction = correction.masked_scatter(goes_on.unsqueeze(-1), network.up(sample).float())
-            obs, _, _ = env.step({"correction": correction, "stop": stop})
-            loss = loss + cross_entropy(env.final_logits, batch["labels"]) / network.args.num_steps
-    return loss
-
-
-SUPERVISED_STEPS = 20  # gradient steps of an iteration before PPO
-
-
-def supervised_step(agent: PPOAgent, refine: bool, batch: dict, metrics: torch.Tensor) -> None:
-    """One gradient step of cross entropy on a batch; adds loss and norm of the gradient to `metrics` [2]."""
-    loss = supervised_loss(agent.network, batch, refine)
-    metrics.add_(torch.stack((loss.detach(), agent.take_step(loss).detach())))
-
-
 @torch.no_grad()
 def collect_rollouts(agent: PPOAgent, rewards: RewardCalculator, buffer: RolloutBuffer, batch: dict) -> torch.Tensor:
     """Play an episode on every pair of a batch into the buffer: return, looks and settled accuracy, means [3]."""
     env, args, labels = TransformerRLEnv(agent.network), agent.args, batch["labels"]
     obs, buffer.position = env.reset(batch), 0
-    rewards.reset(env.final_logits)
+    rewards.logits = env.final_logits
     done, total = torch.zeros_like(obs["active"]), torch.zeros(3, device=labels.device)
     for _ in range(args.num_steps):
         action, raw_corr, stop, log_prob, value = agent.get_action(obs)
@@ -630,12 +587,10 @@ def collect_rollouts(agent: PPOAgent, rewards: RewardCalculator, buffer: Rollout
 
 # ---- Evaluation and checkpoints --------------------------------------------------------------------------------------
 
-METHODS = ("ppo", *change_scores.RULES)
-
 
 @torch.no_grad()
 def classify(network: ChangeDetector, images: torch.Tensor, rule=None, chunk: int = 64) -> tuple:
-    """Logits [M, N, C], looks [M, N] and ms per pair of pictures [M, 6, h, w], stopping by a rule, without by policy."""
+    """Logits [M, N, C], looks [M, N] and ms per pair of pictures [M, 6, h, w], stopping by a rule or the policy."""
     env, agent, logits, looks, device = TransformerRLEnv(network), PPOAgent(network), [], [], network.log_std.device
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     start = clock()
@@ -653,43 +608,10 @@ def classify(network: ChangeDetector, images: torch.Tensor, rule=None, chunk: in
 
 
 def evaluate(network: ChangeDetector, control: ChangeDetector, val, test) -> tuple[dict[str, float], dict[str, tuple]]:
-    """Scores of all METHODS on `test`, thresholds tuned on `val`; and logits [M, N, C] and looks [M, N] by method.
-
-    coarse and everywhere are of `network`, the others of `control`, those with a level at as many looks as PPO takes.
-    """
-    metrics, found, num_looks, centre = {}, {}, 0.0, 0.5
+    """Scores of all methods on `test`, thresholds tuned on `val`; and logits [M, N, C] and looks [M, N] by method."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(network.args.seed)
-        for method in tqdm(METHODS, unit="method", leave=False, delay=2.0):
-            judge, rule = network if method in METHODS[:3] else control, None
-            if method != "ppo":
-                make, level = partial(change_scores.make_rule, method, centre=centre), 0.5
-                if method in METHODS[4:]:
-                    count = lambda x: classify(judge, val.images, make(x))[1].float().mean().item()  # noqa: B023, E731
-                    level = change_scores.find_level(method, count, num_looks)
-                rule = make(level)
-            logits, looks, _ = classify(judge, val.images, rule)
-            threshold = change_scores.choose_threshold(1.0 - logits.softmax(-1)[..., 0], val.labels)
-            num_looks = looks.float().mean().item() if method == "ppo" else num_looks
-            centre = threshold if method == "cross_entropy" else centre
-            logits, looks, ms = classify(judge, test.images, rule)
-            scores = change_scores.score_maps(logits, test, threshold, looks) | {"ms": ms, "threshold": threshold}
-            metrics |= {f"eval/{method}_{name}": value for name, value in scores.items()}
-            found[method] = logits, looks
-    return metrics, found
-
-
-def predict(network: ChangeDetector, args: Args) -> None:
-    """Write the likely classes of the pictures --predict to --output; exits with code 2 where that cannot be."""
-    try:
-        tiles, corners, shape = change_data.split_picture(*args.predict, args.image_size, args.patch_size)
-        logits, looks, _ = classify(network, tiles)
-        classes = change_scores.decide_classes(change_scores.upsample_logits(logits, args.image_size), 0.5)
-        classes = change_data.join_tiles(classes.numpy(), corners, shape)
-        change_data.write_map(args.output, classes)
-    except ValueError as error:
-        fail(f"--predict: {error}")
-    print(f"{args.output}: {100 * (classes > 0).mean():.1f} % changed, {looks.float().mean():.2f} looks per query")
+        return change_scores.compare_methods(partial(classify, network), partial(classify, control), val, test)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -868,14 +790,6 @@ def check_args(args: Args) -> None:
         fail("--track needs Weights & Biases: pip install wandb")
 
 
-def load_pairs(args: Args) -> dict[str, change_data.Pairs]:
-    """Train, val and test pairs; exits with code 2 where they cannot be had."""
-    try:
-        return change_data.load_pairs(args)
-    except ValueError as error:
-        fail(f"--data-dir {error}" if args.data_dir else f"--env-id {args.env_id}: {error}")
-
-
 def train(args: Args, checkpoint: dict | None = None) -> None:
     """Train as `args` say, from `checkpoint` if given, and leave a run folder with result.json."""
     wall_start, cpu_start = time.time(), time.process_time()
@@ -884,7 +798,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     num_iterations, start_step = first_ppo + args.num_iterations, checkpoint["global_step"] if checkpoint else 0
     if checkpoint and checkpoint["iteration"] >= num_iterations and Path(args.resume).with_name("result.json").exists():
         fail(f"--resume {args.resume}: its {args.num_iterations} iterations are done; raise --num-iterations")
-    pairs, val, test = load_pairs(args).values()
+    pairs, val, test = change_data.load_pairs(args, fail).values()
     seed_everything(args.seed)  # the same weights in every process
     lr = torch.tensor(args.supervised_lr, device=device)  # a tensor, so that CUDA graphs see it change
     networks = [ChangeDetector(args).to(device, memory_format=torch.channels_last) for _ in range(2)]
@@ -954,7 +868,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         control.network.eval()
         if stage < 2:
             for _ in range(SUPERVISED_STEPS):
-                supervised_step(agent, stage == 1, change_data.draw_batch(pairs, size, device), metrics)
+                agent.supervise(change_data.draw_batch(pairs, size, device), stage == 1, metrics)
             losses = (sum_over_ranks(metrics) / SUPERVISED_STEPS / WORLD_SIZE).tolist()
             scalars |= {"losses/cross_entropy": losses[0], "losses/grad_norm": losses[1]}
             num_pairs, shown = SUPERVISED_STEPS * args.batch_size, {"loss": f"{losses[0]:.3f}"}
@@ -973,14 +887,15 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 for minibatch in buffer.get_generator(args.num_minibatches, device):
                     update += agent.update(minibatch)
                     index = torch.randint(num_envs, (len(minibatch["labels"]) // args.num_steps,), device=device)
-                    supervised_step(control, True, {name: x[index] for name, x in rollout.items()}, metrics)
+                    control.supervise({name: x[index] for name, x in rollout.items()}, True, metrics)
             num_updates = args.update_epochs * args.num_minibatches * WORLD_SIZE
             losses, totals = (sum_over_ranks(update) / num_updates).tolist(), sum_over_ranks(totals) / WORLD_SIZE
             scalars |= {f"losses/{name}": value for name, value in zip(METRICS, losses, strict=True)}
             scalars["losses/control"] = (sum_over_ranks(metrics) / num_updates)[0].item()
-            names = "charts/episodic_return", "charts/looks", "charts/settled_acc", "charts/running_f1"
-            scalars |= zip(names, (mean_return := totals[0].item(), *totals[1:].tolist(), rewards.running_f1.item()))
-            num_pairs, shown = args.num_envs, {"return": f"{mean_return:.3f}", "looks": f"{totals[1]:.2f}"}
+            mean_return, looks, settled_acc = totals.tolist()
+            scalars |= {"charts/episodic_return": mean_return, "charts/looks": looks, "charts/settled_acc": settled_acc}
+            scalars["charts/running_f1"] = rewards.running_f1.item()
+            num_pairs, shown = args.num_envs, {"return": f"{mean_return:.3f}", "looks": f"{looks:.2f}"}
 
         # Log, evaluate, checkpoint
         step, iteration = progress["global_step"] + num_pairs, iteration + 1
@@ -1025,7 +940,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     plot_learning_curve(path, writer, history, title, "pairs", "return of an episode, mean over queries")
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
-    print(change_scores.format_table(eval_metrics, METHODS))
+    print(change_scores.format_table(eval_metrics))
     scores = (eval_metrics[f"eval/{name}"] for name in ("ppo_f1", "ppo_looks", "everywhere_f1", "coarse_f1"))
     print("{}: F1 {:.3f} at {:.2f} looks a query, everywhere {:.3f}, nowhere {:.3f}".format(title, *scores), end=" ")
     print(f"after {step:,} pairs in {result['wall_seconds']:.1f} s; run folder {run_path}")
@@ -1054,8 +969,8 @@ def main(argv: list[str] | None = None) -> None:
     network.load_state_dict(checkpoint["agent"])
     control.load_state_dict(checkpoint["control_agent"])
     if args.predict:
-        return predict(network, args)
-    _, val, test = load_pairs(args).values()
+        return print(change_data.write_change_map(args, partial(classify, network), fail))
+    _, val, test = change_data.load_pairs(args, fail).values()
     for name, value in evaluate(network, control, val, test)[0].items():
         print(f"{name} {value:.4f}")
 

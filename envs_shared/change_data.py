@@ -1,14 +1,12 @@
 """Pairs of pictures as tensors: synthetic ones or those of a folder, batches of them, and pictures of any size."""
 
+import os
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from envs_shared import change_files, change_pairs
-from envs_shared.change_files import audit, read_data_dir, read_image, write_map
-
-__all__ = ["audit", "read_data_dir", "read_image", "write_map"]
+from envs_shared import change_files, change_pairs, change_scores
 
 
 class Pairs(NamedTuple):
@@ -39,17 +37,22 @@ def to_pairs(images: np.ndarray, pixels: np.ndarray, patch_size: int, num_classe
     return Pairs(torch.from_numpy(images), pixels, label_patches(pixels, patch_size, num_classes))
 
 
-def load_pairs(args) -> dict[str, Pairs]:
-    """Train, val and test of `args` (env_id, data_dir, ...); ValueError where they cannot be had."""
-    if args.data_dir is None:
-        numbers = {"train": args.num_train_pairs, "val": args.num_eval_pairs, "test": args.num_eval_pairs}
-        sizes = args.image_size, args.num_classes, args.data_seed
-        drawn = {s: change_pairs.make_pairs(args.env_id, n, *sizes, i) for i, (s, n) in enumerate(numbers.items())}
-    else:
-        splits = change_files.read_data_dir(args.data_dir, args.num_classes, args.dir_names)
-        print("\n".join(change_files.audit(splits)))
-        drawn = {split: change_files.cut(splits[split], args.image_size) for split in splits}
-    return {split: to_pairs(*x, args.patch_size, args.num_classes) for split, x in drawn.items()}
+def load_pairs(args, fail) -> dict[str, Pairs]:
+    """Train, val and test of `args` (env_id, data_dir, ...); calls `fail` with a message where they cannot be had."""
+    try:
+        if args.data_dir is None:
+            numbers = args.num_train_pairs, args.num_eval_pairs, args.num_eval_pairs
+            sizes = args.image_size, args.num_classes, args.data_seed
+            drawn = [change_pairs.make_pairs(args.env_id, n, *sizes, i) for i, n in enumerate(numbers)]
+        else:
+            splits = change_files.read_data_dir(args.data_dir, args.num_classes, args.dir_names)
+            if int(os.environ.get("RANK", 0)) == 0:
+                print("\n".join(change_files.audit(splits)))
+            drawn = [change_files.cut(splits[split], args.image_size) for split in change_files.SPLITS]
+    except ValueError as error:
+        fail(f"--data-dir: {error}" if args.data_dir else f"--env-id {args.env_id}: {error}")
+    pairs = [to_pairs(*x, args.patch_size, args.num_classes) for x in drawn]
+    return dict(zip(change_files.SPLITS, pairs, strict=True))
 
 
 def draw_batch(pairs: Pairs, batch_size: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -68,7 +71,7 @@ def split_picture(path_a: str, path_b: str, size: int, patch_size: int) -> tuple
 
     ValueError where a file is no picture or their sizes differ.
     """
-    a, b = read_image(path_a), read_image(path_b)
+    a, b = change_files.read_image(path_a), change_files.read_image(path_b)
     if a.shape != b.shape:
         raise ValueError(f"{path_a} and {path_b} have different sizes, {a.shape[:2]} and {b.shape[:2]}")
     height, width = a.shape[:2]
@@ -86,3 +89,20 @@ def join_tiles(tiles: np.ndarray, corners: list[tuple[int, int]], shape: tuple[i
     for (y, x), tile in zip(corners, tiles, strict=True):
         canvas[y : y + size, x : x + size] = tile
     return canvas[: shape[0], : shape[1]]
+
+
+def write_change_map(args, classify, fail) -> str:
+    """Write the likely classes of the pictures args.predict to args.output, and say what they are.
+
+    `classify(tiles)` gives logits [M, N, C] and looks [M, N]. Calls `fail` where a file cannot be read or written.
+    """
+    try:
+        tiles, corners, shape = split_picture(*args.predict, args.image_size, args.patch_size)
+        logits, looks, _ = classify(tiles)
+        classes = change_scores.decide_classes(change_scores.upsample_logits(logits, args.image_size), 0.5)
+        classes = join_tiles(classes.numpy(), corners, shape)
+        change_files.write_map(args.output, classes)
+    except ValueError as error:
+        fail(f"--predict: {error}")
+    share, mean_looks = 100 * (classes > 0).mean(), looks.float().mean()
+    return f"{args.output}: {share:.1f} % changed, {mean_looks:.2f} looks per query"

@@ -1,8 +1,6 @@
-"""Bi-temporal pairs for change detection: procedural scenes of buildings, the scores of a change map, and pictures.
+"""Bi-temporal pairs for change detection: procedural scenes of buildings. Real sets are read by change_files.py."""
 
-Real sets are read by change_files.py.
-"""
-
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -68,20 +66,20 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
         owner[np.abs(distance) < 0.035 * np.hypot(road[:, 0], road[:, 1])[:, None, None]] = 2
         # Bare plots: as large and as bright as a roof, but rough
         for k in range(plots["x"].shape[1]):
-            stamp(owner, plots, k, rng.random(num_scenes) < 0.5, lambda u, v, hu, hv, n=len(palette): n)
+            stamp(owner, plots, k, rng.random(num_scenes) < 0.5, partial(fill, len(palette)))
             palette.append(roof_colours(rng, (num_scenes,)) * 0.9)
             rough.append(40.0)
         # Car parks: rows of cars
         for k in range(parks["x"].shape[1]):
             n = len(palette)
-            stamp(owner, parks, k, rng.random(num_scenes) < 0.5, lambda u, v, hu, hv, n=n: car_rows(u, v, n))
+            stamp(owner, parks, k, rng.random(num_scenes) < 0.5, partial(fill_with_cars, n))
             palette += [np.full((num_scenes, 3), 95.0), rng.uniform(120, 250, (num_scenes, 3))]
             palette += [rng.uniform(120, 250, (num_scenes, 3)), rng.uniform(20, 250, (num_scenes, 3))]
             rough += [3.0, 10.0, 10.0, 10.0]
         cars = place(rng, num_scenes, side, 4.0, 1.0, 1.2)
         cars["hv"] = cars["hu"] * 2
         for k in range(cars["x"].shape[1]):
-            stamp(owner, cars, k, np.full(num_scenes, True), lambda u, v, hu, hv, n=len(palette): n)
+            stamp(owner, cars, k, np.full(num_scenes, True), partial(fill, len(palette)))
             palette.append(rng.uniform(20, 250, (num_scenes, 3)))
             rough.append(3.0)
         # Shadows, then the roofs, in two shades
@@ -99,16 +97,10 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
                 cast = {name: x.copy() for name, x in moved.items()}
                 cast["x"] = cast["x"] + part * (length * np.cos(sun))[:, None]
                 cast["y"] = cast["y"] + part * (length * np.sin(sun))[:, None]
-                stamp(shadow, cast, k, is_there[date][:, k], lambda u, v, hu, hv: 1)
+                stamp(shadow, cast, k, is_there[date][:, k], partial(fill, 1))
         for k in range(fate.shape[1]):
             n = len(palette)
-            stamp(
-                owner,
-                moved,
-                k,
-                is_there[date][:, k],
-                lambda u, v, hu, hv, n=n: n + np.where((hu - abs(u) < 1.2) | (hv - abs(v) < 1.2), 2, u > 0),
-            )
+            stamp(owner, moved, k, is_there[date][:, k], partial(fill_with_roof, n))
             ridge = rng.uniform(0.8, 1.0, (num_scenes, 1))
             palette += [roofs[:, k], roofs[:, k] * ridge, roofs[:, k] * 0.6]
             rough += [3.0, 3.0, 3.0]
@@ -131,7 +123,7 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
 
 
 def place(rng, num_scenes: int, side: int, density: float, low: float, high: float) -> dict[str, np.ndarray]:
-    """Centres, half sides (pixels) and directions of rectangles, `density` on 64 x 64 pixels: [num_scenes, number] each."""
+    """Centres, half sides (pixels) and directions of rectangles [num_scenes, number], `density` on 64 x 64 pixels."""
     reach = WINDOW / 2 + 13
     shape = num_scenes, round(density * ((side - 2 * reach) / 64) ** 2)
     place = {axis: rng.uniform(reach, side - reach, shape) for axis in "xy"}
@@ -155,10 +147,20 @@ def stamp(canvas: np.ndarray, shapes: dict, k: int, is_there: np.ndarray, value)
     canvas[at] = np.where(inside, value(u, v, hu, hv), canvas[at])
 
 
-def car_rows(u: np.ndarray, v: np.ndarray, n: int) -> np.ndarray:
+def fill(n: int, *_) -> int:
+    """Palette entry n."""
+    return n
+
+
+def fill_with_cars(n: int, u: np.ndarray, v: np.ndarray, *_) -> np.ndarray:
     """Palette entries n (asphalt) to n + 3 of rows of cars at u, v (pixels)."""
     is_car = (u % 3.0 < 1.9) & (v % 5.0 < 3.8)
     return n + is_car * (1 + (np.floor(u / 3.0) * 7 + np.floor(v / 5.0) * 5).astype(np.int64) % 3)
+
+
+def fill_with_roof(n: int, u: np.ndarray, v: np.ndarray, hu: np.ndarray, hv: np.ndarray) -> np.ndarray:
+    """Palette entries n and n + 1 (the two sides of a roof) and n + 2 (its border) at u, v of half sides hu, hv."""
+    return n + np.where((hu - abs(u) < 1.2) | (hv - abs(v) < 1.2), 2, u > 0)
 
 
 def roof_colours(rng, shape: tuple) -> np.ndarray:

@@ -1,9 +1,11 @@
 """Scores of change maps by patch and by pixel, their table, and pictures of what was looked at."""
 
 import math
+from functools import partial
 
 import torch
 from torch.nn import functional as F
+from tqdm import tqdm
 
 SCORES = ("precision", "recall", "f1", "iou", "oa", "kappa")
 
@@ -56,13 +58,13 @@ def upsample_logits(logits: torch.Tensor, size: int) -> torch.Tensor:
     return F.interpolate(grid, (size, size), mode="bilinear", align_corners=False).permute(0, 2, 3, 1)
 
 
-def format_table(metrics: dict[str, float], methods: tuple[str, ...]) -> str:
+def format_table(metrics: dict[str, float]) -> str:
     """The scores eval/{method}_{score} as lines of columns."""
-    columns = [*SCORES, "looks", "pixel_f1", "ms"]
-    lines = [" ".join([f"{'':14}", *(f"{name:>9}" for name in columns)])]
-    for method in methods:
+    columns = [*SCORES, "looks", "settled_acc", "pixel_f1", "pixel_iou", "ms"]
+    lines = [" ".join([f"{'':13}", *(f"{name.removesuffix('_acc'):>9}" for name in columns)])]
+    for method in METHODS:
         values = (metrics[f"eval/{method}_{name}"] for name in columns)
-        lines.append(" ".join([f"{method:14}", *(f"{value:9.3f}" for value in values)]))
+        lines.append(" ".join([f"{method:13}", *(f"{value:9.3f}" for value in values)]))
     return "\n".join(lines)
 
 
@@ -90,16 +92,16 @@ def draw_pairs(pairs, coarse: torch.Tensor, final: torch.Tensor, looks: torch.Te
     return figure
 
 
-# ---- Rules that stop by the change probability, to compare a policy with ----
+# ---- Rules that stop by the probability of change, to compare a policy with ----
 
-RULES = ("coarse", "everywhere", "cross_entropy", "random", "confidence", "band", "threshold")
+METHODS = ("ppo", "coarse", "everywhere", "cross_entropy", "random", "confidence", "band", "threshold")
 
 
 def make_rule(method: str, level: float, centre: float):
     """Who stops, as a function of change probabilities [B, N] and the step, by a rule and its level in [0, 1].
 
     coarse: all; everywhere, cross_entropy: none; random: with this chance; confidence: once a class is surer than this;
-    band: but for one look within `level` of `centre`; threshold: but for one look at what is likelier changed than this.
+    band: but for one look within `level` of `centre`; threshold: but for one look at what is likelier changed.
     """
     return {
         "coarse": lambda p, step: torch.ones_like(p, dtype=torch.bool),
@@ -110,12 +112,12 @@ def make_rule(method: str, level: float, centre: float):
     }.get(method, lambda p, step: torch.zeros_like(p, dtype=torch.bool))
 
 
-def find_level(method: str, count_looks, num_looks: float, num_halvings: int = 9) -> float:
-    """The level at which `count_looks(level)` is `num_looks`, by bisection."""
+def find_level(method: str, count, num_looks: float, num_halvings: int = 9) -> float:
+    """The level at which `count(level)` is `num_looks`, by bisection."""
     low, high, grows = 0.0, 1.0, method in ("confidence", "band")
     for _ in range(num_halvings):
         level = (low + high) / 2
-        low, high = (low, level) if (count_looks(level) > num_looks) == grows else (level, high)
+        low, high = (low, level) if (count(level) > num_looks) == grows else (level, high)
     return (low + high) / 2
 
 
@@ -141,3 +143,34 @@ def score_maps(logits: torch.Tensor, pairs, threshold: float, looks: torch.Tenso
         "pixel_iou": pixel_scores["iou"],
         "looks": looks.float().mean().item(),
     }
+
+
+def compare_methods(classify, classify_control, val, test) -> tuple[dict[str, float], dict[str, tuple]]:
+    """Scores of all METHODS on `test`, with thresholds and levels tuned on `val`; logits and looks by method.
+
+    `classify(images, rule)` and `classify_control` give logits [M, N, C], looks [M, N] and milliseconds a pair. coarse
+    and everywhere are of the network of the policy; the other rules of the one trained by cross entropy alone, those
+    with a level at as many looks as the policy takes.
+    """
+    metrics, found, num_looks, centre = {}, {}, 0.0, 0.5
+    for method in tqdm(METHODS, unit="method", leave=False, delay=2.0):
+        judge, rule = classify if method in METHODS[:3] else classify_control, None
+        if method != "ppo":
+            make, level = partial(make_rule, method, centre=centre), 0.5
+            if method in METHODS[4:]:
+                level = find_level(method, partial(count_looks, judge, val.images, make), num_looks)
+            rule = make(level)
+        logits, looks, _ = judge(val.images, rule)
+        threshold = choose_threshold(1.0 - logits.softmax(-1)[..., 0], val.labels)
+        num_looks = looks.float().mean().item() if method == "ppo" else num_looks
+        centre = threshold if method == "cross_entropy" else centre
+        logits, looks, ms = judge(test.images, rule)
+        scores = score_maps(logits, test, threshold, looks) | {"ms": ms, "threshold": threshold}
+        metrics |= {f"eval/{method}_{name}": value for name, value in scores.items()}
+        found[method] = logits, looks
+    return metrics, found
+
+
+def count_looks(judge, images: torch.Tensor, make, level: float) -> float:
+    """Looks per query on `images` by the rule `make(level)`."""
+    return judge(images, make(level))[1].float().mean().item()
