@@ -515,7 +515,7 @@ class PPOAgent:
             logit, value = network.decide(obs)
             mean = network.correct(obs, goes_on).float()
             refined = obs["query"][goes_on] + network.up(mean)
-            logits = torch.cat((network.class_head(batch["cls_query"]).flatten(0, 1), network.class_head(refined)))
+            logits, refined_logits = network.class_head(batch["cls_query"]), network.class_head(refined)
         log_prob = Bernoulli(logits=logit).log_prob(batch["stop"].float())
         correction = torch.zeros_like(log_prob)
         correction[goes_on] = Normal(mean, network.log_std.exp()).log_prob(batch["raw_corr"][goes_on]).sum(-1)
@@ -525,8 +525,9 @@ class PPOAgent:
         policy_loss = (-torch.minimum(ratio * advantage, clipped * advantage) * active).sum() / count
         value_loss = ((value - batch["return"]).square() * active).sum() / 2 / count
         entropy = (Bernoulli(logits=logit).entropy() * active).sum() / count
-        # On stored queries it trains the class head; on the refined ones, one step on, the corrections as well
-        joint_loss = cross_entropy(logits, torch.cat((batch["labels"].flatten(), batch["labels"][goes_on])))
+        # On stored queries it trains the class head; on those corrected anew, by one step, the refiner as well
+        labels = batch["labels"]
+        joint_loss = cross_entropy(logits, labels) + cross_entropy(refined_logits, labels[goes_on])
         loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + args.joint_coef * joint_loss
         grad_norm = self.take_step(loss)
         with torch.no_grad():
