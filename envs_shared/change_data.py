@@ -1,6 +1,7 @@
 """Pairs of pictures as tensors: synthetic ones or those of a folder, batches of them, and pictures of any size."""
 
 import os
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ def load_pairs(args, fail) -> dict[str, Pairs]:
         else:
             splits = change_files.read_data_dir(args.data_dir, args.num_classes, args.dir_names)
             if int(os.environ.get("RANK", 0)) == 0:
-                print("\n".join(change_files.audit(splits)))
+                print("\n".join(change_files.audit(splits)), file=sys.stderr)
             drawn = [change_files.cut(splits[split], args.image_size) for split in change_files.SPLITS]
     except ValueError as error:
         fail(f"--data-dir: {error}" if args.data_dir else f"--env-id {args.env_id}: {error}")
