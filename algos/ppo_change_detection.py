@@ -127,7 +127,7 @@ class Args:
     # Decisions
     num_steps: int = 2
     """steps T of an episode, the most looks that a query can take"""
-    cost: float = 0.02
+    cost: float = 0.03
     """price of a look, in the units of eq. 1"""
     beta: float = 0.1
     """weight of the gain in log-likelihood in eq. 1"""
@@ -163,7 +163,7 @@ class Args:
     """lambda of generalized advantage estimation"""
     num_minibatches: int = 4
     """minibatches of an epoch"""
-    update_epochs: int = 2
+    update_epochs: int = 1
     """epochs over each rollout"""
     clip_coef: float = 0.2
     """epsilon of the clipped ratio"""
@@ -171,7 +171,7 @@ class Args:
     """weight c_e of the entropy of the stop decision"""
     vf_coef: float = 0.5
     """weight c_v of the value loss"""
-    joint_coef: float = 5.0
+    joint_coef: float = 50.0
     """weight c_j of the classification loss"""
     max_grad_norm: float = 1.0
     """largest global norm of the gradient"""
