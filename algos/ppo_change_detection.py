@@ -396,14 +396,6 @@ def compute_gae(rewards, values, dones, last_value, last_done, gamma: float, gae
     return advantages
 
 
-def normalize(advantage: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-    """Advantages [B, N] to mean 0 and deviation 1 over the active queries of all processes."""
-    x = advantage * active
-    count, *sums = sum_over_ranks(torch.stack((active.sum().to(x.dtype), x.sum(), x.square().sum())))
-    mean, square = (total / count.clamp(min=1) for total in sums)
-    return (advantage - mean) / ((square - mean.square()).clamp(min=0).sqrt() + 1e-8)
-
-
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean over the labels [...] that count of logits [..., C]; 0 where none does."""
     total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=-1, reduction="sum")
@@ -494,7 +486,7 @@ class PPOAgent:
         if stop is None:
             logit, value = network.decide(obs)
             stop = logit > 0 if deterministic else torch.rand_like(logit) < logit.sigmoid()
-            log_prob = Bernoulli(logits=logit).log_prob(stop.float())
+            log_prob = Bernoulli(logits=logit, validate_args=False).log_prob(stop.float())
         goes_on, correction = obs["active"] & ~stop, torch.zeros_like(obs["query"])
         if self.args.tile > 1:  # one that goes on takes along the others of its tile
             goes_on = obs["active"] & (tile_mean(goes_on.float().unsqueeze(-1), self.args.tile).squeeze(-1) > 0)
@@ -503,28 +495,32 @@ class PPOAgent:
         sample = mean if deterministic else mean + network.log_std.detach().exp() * torch.randn_like(mean)
         raw_corr[goes_on], correction[goes_on] = sample, network.up(sample).float()
         if log_prob is not None:
-            log_prob[goes_on] += Normal(mean, network.log_std.exp()).log_prob(sample).sum(-1)
+            log_prob[goes_on] += Normal(mean, network.log_std.exp(), validate_args=False).log_prob(sample).sum(-1)
         return {"correction": correction, "stop": ~goes_on}, raw_corr, stop, log_prob, value
 
     def update(self, batch: dict) -> torch.Tensor:
         """One gradient step of eq. 5 on a minibatch of the buffer; returns the METRICS [7]."""
         args, network, obs = self.args, self.network, batch["obs"]
         active, goes_on = obs["active"], batch["goes_on"]
-        count = sum_over_ranks(active.sum().float()).clamp(min=1) / WORLD_SIZE
         with torch.autocast(active.device.type, torch.bfloat16, enabled=args.bf16):
             logit, value = network.decide(obs)
-            mean = network.correct(obs, goes_on).float()
-            refined = obs["query"][goes_on] + network.up(mean)
+            center = network.correct(obs, goes_on).float()
+            refined = obs["query"][goes_on] + network.up(center)
             logits, refined_logits = network.class_head(batch["cls_query"]), network.class_head(refined)
-        log_prob = Bernoulli(logits=logit).log_prob(batch["stop"].float())
+        stop = Bernoulli(logits=logit, validate_args=False)
+        log_prob = stop.log_prob(batch["stop"].float())
         correction = torch.zeros_like(log_prob)
-        correction[goes_on] = Normal(mean, network.log_std.exp()).log_prob(batch["raw_corr"][goes_on]).sum(-1)
+        normal = Normal(center, network.log_std.exp(), validate_args=False)
+        correction[goes_on] = normal.log_prob(batch["raw_corr"][goes_on]).sum(-1)
         log_ratio = (log_prob + correction - batch["log_prob"]) * active
-        ratio, advantage = log_ratio.exp(), normalize(batch["advantage"], active)
+        total = sum_over_ranks(torch.stack([(batch["advantage"] ** k * active).sum() for k in (0, 1, 2)]))
+        mean, square = total[1:] / total[0].clamp(min=1)
+        advantage = (batch["advantage"] - mean) / ((square - mean**2).clamp(min=0).sqrt() + 1e-8)
+        ratio, count = log_ratio.exp(), total[0].clamp(min=1) / WORLD_SIZE
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_loss = (-torch.minimum(ratio * advantage, clipped * advantage) * active).sum() / count
         value_loss = ((value - batch["return"]).square() * active).sum() / 2 / count
-        entropy = (Bernoulli(logits=logit).entropy() * active).sum() / count
+        entropy = (stop.entropy() * active).sum() / count
         # On stored queries it trains the class head; on those corrected anew, by one step, the refiner as well
         labels = batch["labels"]
         joint_loss = cross_entropy(logits, labels) + cross_entropy(refined_logits, labels[goes_on])
@@ -547,9 +543,9 @@ class PPOAgent:
                 obs = env.reset(batch)
             if not refine:
                 loss = cross_entropy(env.final_logits, batch["labels"])
-            share = torch.rand(len(obs["active"]), 1, device=obs["active"].device) * 0.8 + 0.1
+            share = 0.1 + 0.8 * torch.rand(len(obs["active"]), 1, device=obs["active"].device)
             for _ in range(num_steps if refine else 0):
-                stop = torch.rand_like(obs["query"][..., 0]) > share
+                stop = torch.rand_like(obs["query"][..., 0]) < (1 - share) ** self.args.tile**-2
                 obs, _, _ = env.step(self.get_action(obs, stop)[0])
                 loss = loss + cross_entropy(env.final_logits, batch["labels"]) / num_steps
         metrics.add_(torch.stack((loss.detach(), self.take_step(loss))))
@@ -765,15 +761,16 @@ def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title,
 
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
-    check_range(args, "torch_threads eval_episodes num_iterations batch_size num_envs num_steps num_minibatches", 1)
-    check_range(args, "update_epochs num_train_pairs num_eval_pairs tile", 1)
+    check_range(args, "torch_threads eval_episodes num_iterations batch_size num_envs num_steps update_epochs", 1)
+    check_range(args, "num_train_pairs num_eval_pairs tile", 1)
     check_range(args, "learning_rate supervised_lr max_grad_norm", 0, above=True)
     check_range(args, "seed data_seed checkpoint_interval eval_interval pretrain_iterations warm_iterations cost", 0)
     check_range(args, "beta clip_coef ent_coef vf_coef joint_coef", 0)
     check_range(args, "gamma gae_lambda", 0, 1)
     check_range(args, "num_classes", 2, 255 if args.data_dir else 3)
     check_range(args, "patch_size", 4, 256)
-    side, size = args.image_size // args.patch_size, args.num_steps * args.num_envs // WORLD_SIZE
+    check_range(args, "num_minibatches", 1, args.num_steps * args.num_envs // WORLD_SIZE)
+    side = args.image_size // args.patch_size
     if args.image_size % args.patch_size or args.patch_size % COARSE or side < 2:
         fail("--image-size must be a multiple, by 2 or more, of --patch-size, and that a multiple of 4")
     if side % args.tile:
@@ -781,9 +778,7 @@ def check_args(args: Args) -> None:
     for name in ("num_envs", "batch_size"):
         if (value := getattr(args, name)) % WORLD_SIZE:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
-    if size % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} does not divide the {size} steps of a rollout")
-    if (args.predict is not None) > (args.evaluate is not None):
+    if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
     if args.buffer_device == "cuda" and not (args.cuda and torch.cuda.is_available()):
         fail("--buffer-device cuda: no GPU is used")

@@ -47,6 +47,14 @@ CASES = {
         progress=("return=", "step/s"),
         tags=("charts/episodic_return", "losses/value_loss"),
     ),
+    "ppo_change_detection": Case(
+        "--num-train-pairs 64 --num-eval-pairs 16 --image-size 32 --batch-size 8 --num-envs 8 --num-iterations 8"
+        " --pretrain-iterations 1 --warm-iterations 1 --eval-episodes 4 --checkpoint-interval 1",
+        "--num-iterations 80 --eval-interval 3",
+        *("--no-anneal-lr", "--num-iterations", 9, 16),
+        progress=("return=", "iteration"),
+        tags=("charts/episodic_return", "losses/value_loss"),
+    ),
     "r2d2_lstm": Case(
         "--num-envs 8 --total-timesteps 2560 --num-steps 32 --learning-starts 256 --buffer-size 100 --batch-size 8"
         " --replay-ratio 1 --eval-episodes 4 --checkpoint-interval 1 --checkpoint-replay",
@@ -335,7 +343,7 @@ def test_shared_functions_are_the_same_to_the_letter(script):
 def test_sections_are_in_order(script):
     titles = re.findall(r"^# ---- (.+) -+$", source(script), re.M)
     assert [None if i == 2 else t for i, t in enumerate(titles)] == SECTIONS
-    assert source(script).count("\n") <= 900
+    assert source(script).count("\n") <= 950
 
 
 def parse_pep723(script):
