@@ -305,7 +305,8 @@ class ChangeDetector(nn.Module):
             query = torch.cat((query, tile_mean(query, args.tile)), -1)
         step = F.one_hot(obs["step"].clamp(max=args.num_steps - 1), args.num_steps).to(query.dtype)
         query = torch.cat((query, step.unsqueeze(1).expand(-1, query.shape[1], -1)), -1)
-        return self.policy_head(query).squeeze(-1).float(), self.value_head(query).squeeze(-1).float()
+        logit, value = self.policy_head(query).float(), self.value_head(query).float()
+        return (tile_mean(logit, args.tile) if args.tile > 1 else logit).squeeze(-1), value.squeeze(-1)
 
     def correct(self, obs: dict, goes_on: torch.Tensor) -> torch.Tensor:
         """Means [K, R] of the corrections where `goes_on` [B, N], reading only these windows."""
@@ -328,6 +329,12 @@ def tile_mean(x: torch.Tensor, tile: int) -> torch.Tensor:
     side = math.isqrt(x.shape[1])
     means = F.avg_pool2d(x.transpose(1, 2).unflatten(2, (side, side)), tile)
     return means.repeat_interleave(tile, 2).repeat_interleave(tile, 3).flatten(2).transpose(1, 2)
+
+
+def spread(x: torch.Tensor, tile: int) -> torch.Tensor:
+    """x [B, N] with the first of each tile in the place of its others."""
+    first = x.unflatten(1, (math.isqrt(x.shape[1]), -1))[:, ::tile, ::tile]
+    return first.repeat_interleave(tile, 1).repeat_interleave(tile, 2).flatten(1)
 
 
 def load_backbone(network: ChangeDetector, path: str) -> None:
@@ -485,7 +492,7 @@ class PPOAgent:
         network, log_prob, value = self.network, None, None
         if stop is None:
             logit, value = network.decide(obs)
-            stop = logit > 0 if deterministic else torch.rand_like(logit) < logit.sigmoid()
+            stop = logit > 0 if deterministic else spread(torch.rand_like(logit), self.args.tile) < logit.sigmoid()
             log_prob = Bernoulli(logits=logit, validate_args=False).log_prob(stop.float())
         goes_on, correction = obs["active"] & ~stop, torch.zeros_like(obs["query"])
         if self.args.tile > 1:  # one that goes on takes along the others of its tile
