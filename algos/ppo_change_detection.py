@@ -127,7 +127,7 @@ class Args:
     # Decisions
     num_steps: int = 2
     """steps T of an episode, the most looks that a query can take"""
-    cost: float = 0.03
+    cost: float = 0.04
     """price of a look, in the units of eq. 1"""
     beta: float = 0.1
     """weight of the gain in log-likelihood in eq. 1"""
@@ -263,22 +263,22 @@ class Refiner(nn.Module):
         super().__init__()
         self.num_heads, self.evidence = num_heads, args.evidence
         self.date = nn.Conv2d(3, glimpse_dim, args.patch_size // 2, args.patch_size // 4)
-        self.compare = nn.Conv2d(3 * glimpse_dim, glimpse_dim, 1)
+        self.compare = nn.Conv2d(2 * glimpse_dim, glimpse_dim, 1)
         self.read, self.step = nn.Linear(glimpse_dim * 25, dim), nn.Embedding(args.num_steps, dim)
-        self.norm_query, self.norm_neighbours = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.q, self.kv, self.out = nn.Linear(dim, dim // 2), nn.Linear(dim, dim), nn.Linear(dim // 2, dim)
+        self.kv = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
+        self.q, self.out = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim // 2)), nn.Linear(dim // 2, dim)
         self.ff = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
         self.mean = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, CORRECTION_DIM))
 
     def forward(self, query, neighbours, window, step) -> torch.Tensor:
-        """Mean corrections [K, R] of queries [K, D] from neighbours [K, 9, D], windows [K, 6, w, w] and step [K]."""
+        """Mean corrections [K, R] of queries [K, D] from keys and values [K, 9, D], windows [K, 6, w, w] and step [K]."""
         x = query + self.step(step)
         if self.evidence == "glimpse":
-            pixels = window.unflatten(1, (2, 3)).flatten(0, 1).to(x.dtype) / 255 - 0.5  # [2 K, 3, w, w]
-            a, b = F.relu(self.date(pixels)).unflatten(0, (-1, 2)).unbind(1)  # [K, c, 5, 5] each
-            x = x + self.read(F.relu(self.compare(torch.cat((a, b, (a - b).abs()), 1))).flatten(1))
-        q = self.q(self.norm_query(x)).unflatten(-1, (self.num_heads, 1, -1))  # [K, heads, 1, d]
-        k, v = self.kv(self.norm_neighbours(neighbours)).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            pixels = (window.unflatten(1, (2, 3)).flatten(0, 1) - 127.5) / 255  # [2 K, 3, w, w]
+            dates = F.relu(self.date(pixels)).unflatten(0, (-1, 2)).flatten(1, 2)  # [K, 2 c, 5, 5]
+            x = x + self.read(F.relu(self.compare(dates)).flatten(1))
+        q = self.q(x).unflatten(-1, (self.num_heads, 1, -1))  # [K, heads, 1, d]
+        k, v = neighbours.unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         attention = ((q * k).sum(-1, keepdim=True) / math.sqrt(q.shape[-1])).softmax(2)  # [K, heads, 9, 1]
         x = x + self.out((attention * v).sum(2).flatten(1))
         return self.mean(x + self.ff(x))
@@ -300,7 +300,7 @@ class ChangeDetector(nn.Module):
 
     def decide(self, obs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of stopping and values, [B, N] each, of an observation."""
-        query, args = F.layer_norm(obs["query"], obs["query"].shape[-1:]), self.args
+        query, args = obs["query"], self.args
         if args.tile > 1:
             query = torch.cat((query, tile_mean(query, args.tile)), -1)
         step = F.one_hot(obs["step"].clamp(max=args.num_steps - 1), args.num_steps).to(query.dtype)
@@ -310,13 +310,17 @@ class ChangeDetector(nn.Module):
 
     def correct(self, obs: dict, goes_on: torch.Tensor) -> torch.Tensor:
         """Means [K, R] of the corrections where `goes_on` [B, N], reading only these windows."""
-        (b, n), patch = goes_on.nonzero(as_tuple=True), self.args.patch_size
-        side, near = self.args.image_size // patch, torch.arange(-1, 2, device=b.device)
-        row, column = n // side, n % side
+        query, patch, device, means = obs["query"], self.args.patch_size, goes_on.device, []
+        side, near = self.args.image_size // patch, torch.arange(-1, 2, device=device)
         windows = obs["memory"].unfold(2, 3 * patch // 2, patch).unfold(3, 3 * patch // 2, patch)  # a view
-        rows, columns = ((x.unsqueeze(1) + near).clamp(0, side - 1) for x in (row, column))  # the border repeats
-        neighbours = obs["query"][b[:, None, None], rows.unsqueeze(2) * side + columns.unsqueeze(1)].flatten(1, 2)
-        return self.refiner(obs["query"][b, n], neighbours, windows[b, :, row, column], obs["step"][b])
+        memory = self.refiner.kv(query)  # [B, N, 2 d]
+        for index in goes_on.nonzero().split(512 if device.type == "cpu" else goes_on.numel()):  # what fits the cache
+            b, n = index.unbind(1)
+            row, column = n // side, n % side
+            rows, columns = ((x.unsqueeze(1) + near).clamp(0, side - 1) for x in (row, column))  # the border repeats
+            neighbours = memory[b[:, None, None], rows.unsqueeze(2) * side + columns.unsqueeze(1)].flatten(1, 2)
+            means.append(self.refiner(query[b, n], neighbours, windows[b, :, row, column], obs["step"][b]))
+        return torch.cat(means)
 
 
 def make_head(dim_in: int, dim_out: int) -> nn.Sequential:
@@ -455,8 +459,8 @@ class TransformerRLEnv:
         query [B, N, D]; memory: the pictures, of which only the windows paid for are read; active [B, N]; step [B].
         """
         images, margin = batch_data["images"], self.args.patch_size // 4
-        inner = images[:, :, margin:-margin, margin:-margin].float() / 255
-        query, self.batch_size = self.network.backbone(F.avg_pool2d(inner, COARSE)).float(), len(images)
+        coarse = F.avg_pool2d(images[:, :, margin:-margin, margin:-margin].float(), COARSE) / 255
+        query, self.batch_size = self.network.backbone(coarse).float(), len(images)
         active = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
         step = torch.zeros(len(images), dtype=torch.long, device=query.device)
         self.obs = {"query": query, "memory": images, "active": active, "step": step}

@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmark"))
+import change_detection
 import common
 import ppo_cartpole
 import ppo_control
@@ -16,6 +17,7 @@ import tsp_gaps
 import tsp_speed
 
 DOCS = {
+    change_detection: "ppo_change_detection",
     ppo_cartpole: "ppo",
     ppo_control: "ppo",
     r2d2_memory: "r2d2_lstm",
@@ -121,3 +123,10 @@ def test_each_run_of_the_memory_tasks_is_saved_as_it_ends(tmp_path, monkeypatch)
         r2d2_memory.measure(["TMaze20-v0"], ["LSTM"], [old | {"seed": 1}, old | {"seed": 2}], 1)
     rows = common.load_results("r2d2_memory")["rows"]
     assert [(row["seed"], row["return"]) for row in rows] == [(2, 0.5), (1, 1.0)]
+
+
+def test_gains_of_ppo_are_paired_over_runs():
+    rows = [{"metrics": {"ppo_f1": a, "threshold_f1": b}} for a, b in ((0.8, 0.7), (0.7, 0.72), (0.9, 0.8))]
+    gain, interval, wins = change_detection.compare(rows, "threshold")
+    assert gain == pytest.approx(0.06) and wins == 2
+    assert interval == pytest.approx(4.303 * 0.0692820 / 3**0.5, rel=1e-4)
