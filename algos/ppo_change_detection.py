@@ -271,7 +271,7 @@ class Refiner(nn.Module):
         self.mean = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, CORRECTION_DIM))
 
     def forward(self, query, neighbours, window, step) -> torch.Tensor:
-        """Mean corrections [K, R] of queries [K, D] from keys and values [K, 9, D], windows [K, 6, w, w] and step [K]."""
+        """Mean corrections [K, R] of queries [K, D] by keys and values [K, 9, D], windows [K, 6, w, w] and step [K]."""
         x = query + self.step(step)
         if self.evidence == "glimpse":
             pixels = (window.unflatten(1, (2, 3)).flatten(0, 1) - 127.5) / 255  # [2 K, 3, w, w]
@@ -943,7 +943,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     if figure := change_scores.draw_pairs(test, found["coarse"][0], *found["ppo"]):
         figure.savefig(run_path / "changes.png", dpi=100)
         writer.add_figure("eval/changes", figure, step)
-    title, path = f"{args.data_dir or args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
+    title, path = f"{args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
     plot_learning_curve(path, writer, history, title, "pairs", "return of an episode, mean over queries")
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
@@ -969,6 +969,8 @@ def main(argv: list[str] | None = None) -> None:
             if getattr(args, name) != (trained := getattr(saved, name)):
                 fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {trained}")
     check_args(args)
+    if args.data_dir:
+        args.env_id = Path(args.data_dir).resolve().name
     if not args.evaluate:
         return train(args, checkpoint)
     device = setup_device(args)

@@ -21,6 +21,7 @@ REGIMES = {  # flags, number of data seeds, number of training seeds
     "buildings": ("", 3, 3),
     "buildings-cloudy": ("--env-id buildings-cloudy", 3, 3),
     "buildings, tiles of 2 x 2": ("--tile 2", 1, 3),
+    "buildings-cloudy, tiles of 2 x 2": ("--env-id buildings-cloudy --tile 2", 1, 3),
     "buildings, credit by image": ("--credit image", 1, 2),
     "buildings, no evidence": ("--evidence none", 1, 2),
 }
@@ -137,7 +138,7 @@ def draw(results: dict, path: Path) -> None:
     """F1 by looks per query, a panel a regime, a colour a method, a point a run."""
     from matplotlib.figure import Figure
 
-    regimes = [regime for regime in list(REGIMES)[:3] if any(row["regime"] == regime for row in results["rows"])]
+    regimes = [regime for regime in list(REGIMES)[:4] if any(row["regime"] == regime for row in results["rows"])]
     figure = Figure(figsize=(4.3 * len(regimes), 4.2), layout="constrained")
     panels = figure.subplots(1, len(regimes), squeeze=False)[0]
     for axes, regime in zip(panels, regimes, strict=True):
