@@ -302,11 +302,11 @@ class ChangeDetector(nn.Module):
         """Logits of stopping and values, [B, N] each, of an observation."""
         query, args = obs["query"], self.args
         if args.tile > 1:
-            query = torch.cat((query, tile_mean(query, args.tile)), -1)
+            query = torch.cat((query, change_data.tile_mean(query, args.tile)), -1)
         step = F.one_hot(obs["step"].clamp(max=args.num_steps - 1), args.num_steps).to(query.dtype)
         query = torch.cat((query, step.unsqueeze(1).expand(-1, query.shape[1], -1)), -1)
         logit, value = self.policy_head(query).float(), self.value_head(query).float()
-        return (tile_mean(logit, args.tile) if args.tile > 1 else logit).squeeze(-1), value.squeeze(-1)
+        return change_data.tile_mean(logit, args.tile).squeeze(-1), value.squeeze(-1)
 
     def correct(self, obs: dict, goes_on: torch.Tensor) -> torch.Tensor:
         """Means [K, R] of the corrections where `goes_on` [B, N], reading only these windows."""
@@ -326,19 +326,6 @@ class ChangeDetector(nn.Module):
 def make_head(dim_in: int, dim_out: int) -> nn.Sequential:
     """A hidden layer of 64."""
     return nn.Sequential(nn.LayerNorm(dim_in), nn.Linear(dim_in, 64), nn.GELU(), nn.Linear(64, dim_out))
-
-
-def tile_mean(x: torch.Tensor, tile: int) -> torch.Tensor:
-    """Each query's mean of x [B, N, D] over its tile of `tile` x `tile` queries."""
-    side = math.isqrt(x.shape[1])
-    means = F.avg_pool2d(x.transpose(1, 2).unflatten(2, (side, side)), tile)
-    return means.repeat_interleave(tile, 2).repeat_interleave(tile, 3).flatten(2).transpose(1, 2)
-
-
-def spread(x: torch.Tensor, tile: int) -> torch.Tensor:
-    """x [B, N] with the first of each tile in the place of its others."""
-    first = x.unflatten(1, (math.isqrt(x.shape[1]), -1))[:, ::tile, ::tile]
-    return first.repeat_interleave(tile, 1).repeat_interleave(tile, 2).flatten(1)
 
 
 def load_backbone(network: ChangeDetector, path: str) -> None:
@@ -431,8 +418,7 @@ class RewardCalculator:
             log_likelihood = z.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
             gains.append(args.beta * log_likelihood + (z.argmax(-1) > 0) * (2.0 * (labels > 0) - f1))
         reward = (gains[1] - gains[0]) * is_counted
-        if args.tile > 1:  # those of a tile share its gain and its price
-            reward = tile_mean(reward.unsqueeze(-1), args.tile).squeeze(-1)
+        reward = change_data.tile_mean(reward.unsqueeze(-1), args.tile).squeeze(-1)  # a tile shares gain and price
         reward = (reward - args.cost) * goes_on
         if args.credit == "image":
             reward = reward.mean(1, keepdim=True) * pre_action_mask
@@ -496,11 +482,11 @@ class PPOAgent:
         network, log_prob, value = self.network, None, None
         if stop is None:
             logit, value = network.decide(obs)
-            stop = logit > 0 if deterministic else spread(torch.rand_like(logit), self.args.tile) < logit.sigmoid()
+            noise = change_data.spread_tiles(torch.rand_like(logit), self.args.tile)  # one draw a tile
+            stop = logit > 0 if deterministic else noise < logit.sigmoid()
             log_prob = Bernoulli(logits=logit, validate_args=False).log_prob(stop.float())
-        goes_on, correction = obs["active"] & ~stop, torch.zeros_like(obs["query"])
-        if self.args.tile > 1:  # one that goes on takes along the others of its tile
-            goes_on = obs["active"] & (tile_mean(goes_on.float().unsqueeze(-1), self.args.tile).squeeze(-1) > 0)
+        goes_on = change_data.any_in_tile(obs["active"] & ~stop, self.args.tile)
+        correction = torch.zeros_like(obs["query"])
         raw_corr = correction[..., :CORRECTION_DIM].clone()
         mean = network.correct(obs, goes_on).float()
         sample = mean if deterministic else mean + network.log_std.detach().exp() * torch.randn_like(mean)
@@ -921,8 +907,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             bar.update()
         if is_main and not is_last and args.eval_interval and iteration % args.eval_interval == 0:
             part = change_data.Pairs(*(x[: args.eval_episodes] for x in val))
-            logits, looks, _ = classify(agent.network.eval(), part.images)
-            for name, value in change_scores.score_maps(logits, part, 0.5, looks).items():
+            found = classify(agent.network.eval(), part.images)
+            for name, value in change_scores.score_maps(part, *found[:2], threshold=0.5).items():
                 writer.add_scalar(f"eval/val_{name}", value, step)
         if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
             save()
@@ -948,8 +934,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
     print(change_scores.format_table(eval_metrics))
-    scores = (eval_metrics[f"eval/{name}"] for name in ("ppo_f1", "ppo_looks", "everywhere_f1", "coarse_f1"))
-    print("{}: F1 {:.3f} at {:.2f} looks a query, everywhere {:.3f}, nowhere {:.3f}".format(title, *scores), end=" ")
+    print(f"{title}: {change_scores.summarize(eval_metrics)}", end=" ")
     print(f"after {step:,} pairs in {result['wall_seconds']:.1f} s; run folder {run_path}")
 
 

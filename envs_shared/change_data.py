@@ -1,11 +1,13 @@
 """Pairs of pictures as tensors: synthetic ones or those of a folder, batches of them, and pictures of any size."""
 
+import math
 import os
 import sys
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from envs_shared import change_files, change_pairs, change_scores
 
@@ -65,6 +67,28 @@ def draw_batch(pairs: Pairs, batch_size: int, device: torch.device) -> dict[str,
         x = x.flip([axis for axis, is_flipped in zip((-1, -2), flips, strict=True) if is_flipped])
         batch[name] = (x.transpose(-1, -2) if swap else x).contiguous().to(device, non_blocking=True)
     return batch | {"labels": batch["labels"].flatten(1)}
+
+
+def tile_mean(x: torch.Tensor, tile: int) -> torch.Tensor:
+    """Each query's mean of x [B, N, D] over its tile of `tile` x `tile` queries."""
+    if tile == 1:
+        return x
+    side = math.isqrt(x.shape[1])
+    means = F.avg_pool2d(x.transpose(1, 2).unflatten(2, (side, side)), tile)
+    return means.repeat_interleave(tile, 2).repeat_interleave(tile, 3).flatten(2).transpose(1, 2)
+
+
+def any_in_tile(x: torch.Tensor, tile: int) -> torch.Tensor:
+    """Whether any query of the same tile is marked in x [B, N]."""
+    return x if tile == 1 else tile_mean(x.float().unsqueeze(-1), tile).squeeze(-1) > 0
+
+
+def spread_tiles(x: torch.Tensor, tile: int) -> torch.Tensor:
+    """x [B, N] with the first query of each tile in the place of its others."""
+    if tile == 1:
+        return x
+    first = x.unflatten(1, (math.isqrt(x.shape[1]), -1))[:, ::tile, ::tile]
+    return first.repeat_interleave(tile, 1).repeat_interleave(tile, 2).flatten(1)
 
 
 def split_picture(path_a: str, path_b: str, size: int, patch_size: int) -> tuple:

@@ -68,6 +68,12 @@ def format_table(metrics: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def summarize(metrics: dict[str, float]) -> str:
+    """The policy's F1 and looks, beside the F1 of looking everywhere and nowhere."""
+    values = (metrics[f"eval/{name}"] for name in ("ppo_f1", "ppo_looks", "everywhere_f1", "coarse_f1"))
+    return "F1 {:.3f} at {:.2f} looks a query, everywhere {:.3f}, nowhere {:.3f}".format(*values)
+
+
 def draw_pairs(pairs, coarse: torch.Tensor, final: torch.Tensor, looks: torch.Tensor, number: int = 6):
     """The first pairs that change, with label, maps of logits [M, N, C] and looks [M, N]; None without matplotlib."""
     try:
@@ -121,7 +127,7 @@ def find_level(method: str, count, num_looks: float, num_halvings: int = 9) -> f
     return (low + high) / 2
 
 
-def score_maps(logits: torch.Tensor, pairs, threshold: float, looks: torch.Tensor) -> dict[str, float]:
+def score_maps(pairs, logits: torch.Tensor, looks: torch.Tensor, threshold: float) -> dict[str, float]:
     """SCORES by patch, pixel_f1 and pixel_iou, looks per query and settled_acc of logits [M, N, C], looks [M, N].
 
     settled_acc is the share of right patches among those never looked at, 0 where there are none.
@@ -165,7 +171,7 @@ def compare_methods(classify, classify_control, val, test) -> tuple[dict[str, fl
         num_looks = looks.float().mean().item() if method == "ppo" else num_looks
         centre = threshold if method == "cross_entropy" else centre
         logits, looks, ms = judge(test.images, rule)
-        scores = score_maps(logits, test, threshold, looks) | {"ms": ms, "threshold": threshold}
+        scores = score_maps(test, logits, looks, threshold) | {"ms": ms, "threshold": threshold}
         metrics |= {f"eval/{method}_{name}": value for name, value in scores.items()}
         found[method] = logits, looks
     return metrics, found

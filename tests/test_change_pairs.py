@@ -234,7 +234,7 @@ def test_maps_are_scored_by_patch_and_by_pixel():
     pairs = change_data.Pairs(torch.zeros(1, 6, 10, 10), pixels, labels)
     logits = torch.tensor([[[-9.0, 9.0], [9.0, -9.0], [-9.0, 9.0], [9.0, -9.0]]])
     looks = torch.tensor([[1, 0, 0, 0]])
-    scores = change_scores.score_maps(logits, pairs, 0.5, looks)
+    scores = change_scores.score_maps(pairs, logits, looks, 0.5)
     assert scores["precision"] == 0.5 and scores["recall"] == 1.0 and scores["oa"] == pytest.approx(2 / 3)
     assert scores["looks"] == 0.25 and scores["settled_acc"] == 0.5
     assert scores["pixel_f1"] == pytest.approx(2 * 16 / (16 + 32)) and scores["pixel_iou"] == pytest.approx(0.5)
