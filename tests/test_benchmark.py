@@ -7,6 +7,7 @@ from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmark"))
 import change_detection
+import change_speed
 import common
 import ppo_cartpole
 import ppo_control
@@ -18,6 +19,7 @@ import tsp_speed
 
 DOCS = {
     change_detection: "ppo_change_detection",
+    change_speed: "ppo_change_detection",
     ppo_cartpole: "ppo",
     ppo_control: "ppo",
     r2d2_memory: "r2d2_lstm",
