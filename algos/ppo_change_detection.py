@@ -414,7 +414,7 @@ class RewardCalculator:
         """
         args, goes_on, is_counted = self.args, pre_action_mask & ~stop_decision, labels >= 0
         gains, f1 = [], self.running_f1.to(logits.device)
-        for z in (self.logits, logits):
+        for z in (logits if self.logits is None else self.logits, logits):
             log_likelihood = z.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
             gains.append(args.beta * log_likelihood + (z.argmax(-1) > 0) * (2.0 * (labels > 0) - f1))
         reward = (gains[1] - gains[0]) * is_counted
