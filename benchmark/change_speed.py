@@ -106,10 +106,13 @@ def make_table(results: dict) -> str:
             lines.append(f"| {part} | {1e3 * value:.1f} | {value / total:.0%} |")
         one, every = seconds["classification"], seconds["classification, everywhere"]
         update, supervised = seconds["PPO update of 64 steps of a pair"], seconds["supervised update of 32 pairs"]
-        text = f"**{run['pairs'] / total:,.0f} pairs per second** of rollout. An update of PPO takes {1e3 * update:.0f} ms, "
-        text += f"one of the supervised stages {1e3 * supervised:.0f} ms. Classification with as many looks takes "
-        text += f"{1e3 * one / run['classified']:.2f} ms a pair, {one / every:.0%} of the "
-        lines += ["", f"{text}{1e3 * every / run['classified']:.2f} ms of two looks everywhere."]
+        text = f"**{run['pairs'] / total:,.0f} pairs per second** of rollout. "
+        text += (
+            f"An update of PPO takes {1e3 * update:.0f} ms, one of the supervised stages {1e3 * supervised:.0f} ms. "
+        )
+        text += f"Classification with as many looks takes {1e3 * one / run['classified']:.2f} ms a pair, "
+        text += f"{one / every:.0%} of the {1e3 * every / run['classified']:.2f} ms of two looks everywhere."
+        lines += ["", text]
     return "\n".join(lines[1:])
 
 
