@@ -11,7 +11,7 @@ Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:17
 
 What is computed, for each query n of each pair:
 
-    (1) r_t = beta (log p_{t+1}(y) - log p_t(y)) + g(p_{t+1}) - g(p_t) - cost, while the query goes on
+    (1) r_t = beta (log p_{t+1}(y) - log p_t(y)) + g(p_{t+1}) - g(p_t) - cost, while the query goes on; log p >= -7
     (2) g(p) = 1[p says change] (2 y - F), the gain in F1 = 2 TP / (predicted + true) by one more prediction, linearized
     (3) A_t = delta_t + gamma lambda (1 - done_t) A_{t+1}, delta_t = r_t + gamma (1 - done_t) V(s_{t+1}) - V(s_t)
     (4) pi(a | s) = pi(stop | q) N(correction | mean(q, glimpse), sigma)^(1 - stop)
@@ -156,7 +156,7 @@ class Args:
     supervised_lr: float = 3e-3
     """Adam's learning rate before PPO"""
     anneal_lr: bool = True
-    """lower the learning rate linearly to zero, within each stage"""
+    """hold the learning rate for a third of each stage, then lower it linearly to zero"""
     gamma: float = 1.0
     """discount gamma"""
     gae_lambda: float = 0.95
@@ -182,7 +182,7 @@ class Args:
 
     # Prediction
     predict: tuple[str, str] | None = None
-    """with --evaluate: two pictures of any size, to write the change map of"""
+    """with --evaluate: two pictures of one size, to write the map of where change is likely"""
     output: str = "change_map.png"
     """file of the change map, which must not exist"""
 
@@ -290,7 +290,7 @@ class ChangeDetector(nn.Module):
     def __init__(self, args: Args, embed_dim: int = 64):
         super().__init__()
         self.args = args
-        self.backbone, self.refiner = Backbone(args), Refiner(args)
+        self.backbone, self.refiner = Backbone(args, embed_dim), Refiner(args, embed_dim)
         self.up = nn.Linear(CORRECTION_DIM, embed_dim, bias=False)  # correction to query
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((CORRECTION_DIM,), -2.0))
@@ -335,7 +335,8 @@ def load_backbone(network: ChangeDetector, path: str) -> None:
         network.backbone.mobilenet.load_state_dict(state)
     except Exception as error:
         fail(f"--backbone-weights {path}: no state dict of torchvision's MobileNetV2 ({str(error)[:200]})")
-    print(f"--backbone-weights {path}: {len(state)} of {len(state)} tensors matched")
+    if RANK == 0:
+        print(f"--backbone-weights {path}: {len(state)} of {len(state)} tensors matched")
 
 
 # ---- Storage ---------------------------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ class RolloutBuffer:
     def get_generator(self, num_minibatches: int, device: torch.device):
         """Shuffled minibatches of the T * B steps on `device`: {"obs": {...}, field: [n, ...]}."""
         flat = {name: x[: self.position].flatten(0, 1) for name, x in self.data.items()}
-        for index in torch.randperm(len(flat["reward"]), device=self.device).chunk(num_minibatches):
+        for index in torch.randperm(len(flat["reward"]), device=self.device).tensor_split(num_minibatches):
             batch = {name: x[index].to(device, non_blocking=True) for name, x in flat.items()}
             yield batch | {"obs": {name[4:]: x for name, x in batch.items() if name.startswith("obs_")}}
 
@@ -416,7 +417,7 @@ class RewardCalculator:
         gains, f1 = [], self.running_f1.to(logits.device)
         for z in (logits if self.logits is None else self.logits, logits):
             log_likelihood = z.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
-            gains.append(args.beta * log_likelihood + (z.argmax(-1) > 0) * (2.0 * (labels > 0) - f1))
+            gains.append(args.beta * log_likelihood + (z.softmax(-1)[..., 0] < 0.5) * (2.0 * (labels > 0) - f1))
         reward = (gains[1] - gains[0]) * is_counted
         reward = change_data.tile_mean(reward.unsqueeze(-1), args.tile).squeeze(-1)  # a tile shares gain and price
         reward = (reward - args.cost) * goes_on
@@ -428,7 +429,7 @@ class RewardCalculator:
 
     def finish(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Move the running F1 towards that of an episode's last logits."""
-        said, true = (logits.argmax(-1) > 0) & (labels >= 0), labels > 0
+        said, true = (logits.softmax(-1)[..., 0] < 0.5) & (labels >= 0), labels > 0
         tp, *both = sum_over_ranks(torch.stack([x.sum().float() for x in (said & true, said, true)])).cpu()
         self.running_f1 = torch.lerp(self.running_f1, 2 * tp / sum(both).clamp(min=1), 0.05)
 
@@ -482,8 +483,9 @@ class PPOAgent:
         network, log_prob, value = self.network, None, None
         if stop is None:
             logit, value = network.decide(obs)
-            noise = change_data.spread_tiles(torch.rand_like(logit), self.args.tile)  # one draw a tile
-            stop = logit > 0 if deterministic else noise < logit.sigmoid()
+            stop = logit > 0
+            if not deterministic:  # one draw a tile
+                stop = change_data.spread_tiles(torch.rand_like(logit), self.args.tile) < logit.sigmoid()
             log_prob = Bernoulli(logits=logit, validate_args=False).log_prob(stop.float())
         goes_on = change_data.any_in_tile(obs["active"] & ~stop, self.args.tile)
         correction = torch.zeros_like(obs["query"])
@@ -764,7 +766,7 @@ def check_args(args: Args) -> None:
     check_range(args, "seed data_seed checkpoint_interval eval_interval pretrain_iterations warm_iterations cost", 0)
     check_range(args, "beta clip_coef ent_coef vf_coef joint_coef", 0)
     check_range(args, "gamma gae_lambda", 0, 1)
-    check_range(args, "num_classes", 2, 255 if args.data_dir else 3)
+    check_range(args, "num_classes", 2, 3 if args.data_dir is None else 255)
     check_range(args, "patch_size", 4, 256)
     check_range(args, "num_minibatches", 1, args.num_steps * args.num_envs // WORLD_SIZE)
     side = args.image_size // args.patch_size
@@ -777,7 +779,7 @@ def check_args(args: Args) -> None:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
-    if args.buffer_device == "cuda" and not (args.cuda and torch.cuda.is_available()):
+    if args.buffer_device == "cuda" and not args.evaluate and not (args.cuda and torch.cuda.is_available()):
         fail("--buffer-device cuda: no GPU is used")
     if args.track and not args.evaluate and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
@@ -793,7 +795,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         fail(f"--resume {args.resume}: its {args.num_iterations} iterations are done; raise --num-iterations")
     pairs, val, test = change_data.load_pairs(args, fail).values()
     seed_everything(args.seed)  # the same weights in every process
-    lr = torch.tensor(args.supervised_lr, device=device)  # a tensor, so that CUDA graphs see it change
+    lr = torch.tensor(args.supervised_lr, device=device)  # a tensor: set once for both
     networks = [ChangeDetector(args).to(device, memory_format=torch.channels_last) for _ in range(2)]
     if args.backbone_weights and checkpoint is None:
         load_backbone(networks[0], args.backbone_weights)
@@ -839,7 +841,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         for network in networks:
             network.backbone.compile()
             network.refiner.compile(dynamic=True)
-    elif args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1:  # all of other shapes than this is eager
+    elif (
+        args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1 and not args.backbone_weights
+    ):  # all of other shapes than this is eager
         sample = torch.zeros(size, 6, *[args.image_size // COARSE] * 2, device=device)
         with autocast(cache_enabled=False):
             torch.cuda.make_graphed_callables(backbone.train(), (sample,))  # which is eager in eval mode
@@ -857,7 +861,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             lr.mul_(min(1.0, 1.5 * (1.0 - (iteration - begin) / (end - begin))))
         metrics.zero_()
         scalars = {"charts/learning_rate": lr.item(), "charts/stage": stage}
-        agent.network.train(stage == 0)
+        agent.network.train(stage == 0 and not args.backbone_weights)  # whose batch norm keeps its statistics
         control.network.eval()
         if stage < 2:
             for _ in range(SUPERVISED_STEPS):
@@ -879,7 +883,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             for _ in range(args.update_epochs):
                 for minibatch in buffer.get_generator(args.num_minibatches, device):
                     update += agent.update(minibatch)
-                    index = torch.randint(num_envs, (len(minibatch["labels"]) // args.num_steps,), device=device)
+                    size = max(1, len(minibatch["labels"]) // args.num_steps)
+                    index = torch.randint(num_envs, (size,), device=device)
                     control.supervise({name: x[index] for name, x in rollout.items()}, True, metrics)
             num_updates = args.update_epochs * args.num_minibatches * WORLD_SIZE
             losses, totals = (sum_over_ranks(update) / num_updates).tolist(), sum_over_ranks(totals) / WORLD_SIZE
@@ -954,14 +959,15 @@ def main(argv: list[str] | None = None) -> None:
             if getattr(args, name) != (trained := getattr(saved, name)):
                 fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {trained}")
     check_args(args)
-    if args.data_dir:
+    if args.data_dir is not None:
         args.env_id = Path(args.data_dir).resolve().name
     if not args.evaluate:
         return train(args, checkpoint)
     device = setup_device(args)
     network, control = (ChangeDetector(args).to(device).eval() for _ in range(2))
     network.load_state_dict(checkpoint["agent"])
-    control.load_state_dict(checkpoint["control_agent"])
+    has_control = checkpoint["iteration"] > args.pretrain_iterations + args.warm_iterations  # made when PPO begins
+    control.load_state_dict(checkpoint["control_agent" if has_control else "agent"])
     if args.predict:
         return print(change_data.write_change_map(args, partial(classify, network), fail))
     _, val, test = change_data.load_pairs(args, fail).values()

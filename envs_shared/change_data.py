@@ -52,8 +52,8 @@ def load_pairs(args, fail) -> dict[str, Pairs]:
             if int(os.environ.get("RANK", 0)) == 0:
                 print("\n".join(change_files.audit(splits)), file=sys.stderr)
             drawn = [change_files.cut(splits[split], args.image_size) for split in change_files.SPLITS]
-    except ValueError as error:
-        fail(f"--data-dir: {error}" if args.data_dir else f"--env-id {args.env_id}: {error}")
+    except (ValueError, MemoryError) as error:
+        fail(f"--data-dir: {error}" if args.data_dir is not None else f"--env-id {args.env_id}: {error}")
     pairs = [to_pairs(*x, args.patch_size, args.num_classes) for x in drawn]
     return dict(zip(change_files.SPLITS, pairs, strict=True))
 
@@ -117,7 +117,7 @@ def join_tiles(tiles: np.ndarray, corners: list[tuple[int, int]], shape: tuple[i
 
 
 def write_change_map(args, classify, fail) -> str:
-    """Write the likely classes of the pictures args.predict to args.output, and say what they are.
+    """Write where change between the pictures args.predict is likely, above 0.5, to args.output; tells what was found.
 
     `classify(tiles)` gives logits [M, N, C] and looks [M, N]. Calls `fail` where a file cannot be read or written.
     """

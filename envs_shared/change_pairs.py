@@ -56,7 +56,7 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
     road = rng.uniform(-1, 1, (num_scenes, 3))
     footprints = []
     for date in range(2):
-        owner = np.zeros((num_scenes, side, side), np.uint8)
+        owner = np.zeros((num_scenes, side, side), np.uint16)
         season = ground * rng.uniform(0.85, 1.2, (num_scenes, 1, 3)) * rng.uniform(0.93, 1.07, (num_scenes, 2, 3))
         palette = [season[:, 0], season[:, 1], rng.uniform(85, 110, (num_scenes, 1)) + np.zeros(3)]
         rough = [4.0, 4.0, 3.0]

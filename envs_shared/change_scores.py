@@ -118,12 +118,15 @@ def make_rule(method: str, level: float, centre: float):
     }.get(method, lambda p, step: torch.zeros_like(p, dtype=torch.bool))
 
 
-def find_level(method: str, count, num_looks: float, num_halvings: int = 9) -> float:
-    """The level at which `count(level)` is `num_looks`, by bisection."""
+def find_level(method: str, count, num_looks: float, tolerance: float = 0.002, num_halvings: int = 24) -> float:
+    """The level at which `count(level)` is `num_looks` within `tolerance`, by bisection."""
     low, high, grows = 0.0, 1.0, method in ("confidence", "band")
     for _ in range(num_halvings):
         level = (low + high) / 2
-        low, high = (low, level) if (count(level) > num_looks) == grows else (level, high)
+        excess = count(level) - num_looks
+        if abs(excess) <= tolerance:
+            return level
+        low, high = (low, level) if (excess > 0) == grows else (level, high)
     return (low + high) / 2
 
 

@@ -1,5 +1,6 @@
 """The benchmark's reports follow from the committed results, and its arithmetic is right."""
 
+import statistics
 import sys
 
 import pytest
@@ -127,8 +128,13 @@ def test_each_run_of_the_memory_tasks_is_saved_as_it_ends(tmp_path, monkeypatch)
     assert [(row["seed"], row["return"]) for row in rows] == [(2, 0.5), (1, 1.0)]
 
 
-def test_gains_of_ppo_are_paired_over_runs():
-    rows = [{"metrics": {"ppo_f1": a, "threshold_f1": b}} for a, b in ((0.8, 0.7), (0.7, 0.72), (0.9, 0.8))]
+def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():
+    values = ((1, 0.8, 0.7), (1, 0.7, 0.72), (2, 0.9, 0.8), (3, 0.8, 0.75))
+    rows = [{"data_seed": d, "metrics": {"ppo_f1": a, "threshold_f1": b}} for d, a, b in values]
     gain, interval, wins = change_detection.compare(rows, "threshold")
-    assert gain == pytest.approx(0.06) and wins == 2
-    assert interval == pytest.approx(4.303 * 0.0692820 / 3**0.5, rel=1e-4)
+    assert gain == pytest.approx(0.0575) and wins == 3
+    assert interval == pytest.approx(4.303 * statistics.stdev((0.04, 0.1, 0.05)) / 3**0.5)
+    assert change_detection.compare(rows[:2], "threshold")[1] == pytest.approx(
+        12.71 * statistics.stdev((0.1, -0.02)) / 2**0.5
+    )
+    assert change_detection.compare(rows[:1], "threshold")[1] is None

@@ -27,6 +27,11 @@ def test_pairs_depend_on_the_seed_and_their_number_alone(env_id):
     assert len(np.unique(images[:, 0].reshape(70, -1), axis=0)) == 70  # none is drawn twice
 
 
+def test_large_pictures_have_as_much_change_as_small_ones():
+    shares = [(change_pairs.make_pairs("buildings", 8, size, 2, 1).labels > 0).mean() for size in (64, 256)]
+    assert shares[1] == pytest.approx(shares[0], abs=0.04) and shares[1] > 0.04
+
+
 def test_unknown_pairs_are_an_error():
     with pytest.raises(ValueError, match="unknown pairs"):
         change_pairs.make_pairs("forests", 1, 64, 2, 1)
@@ -224,7 +229,7 @@ def test_levels_are_found_by_bisection(method):
     def count_looks(level):
         return 2 * (level if method == "confidence" else 1 - level) ** 2
 
-    level = change_scores.find_level(method, count_looks, 0.5, 20)
+    level = change_scores.find_level(method, count_looks, 0.5, 1e-5)
     assert count_looks(level) == pytest.approx(0.5, abs=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -249,13 +250,27 @@ def test_reward_is_equation_1():
     torch.testing.assert_close(shared, active.double() * sum(expected) / 5, atol=1e-6, rtol=0)
 
 
-def test_one_prediction_changes_f1_by_its_linearized_gain():
-    """F1 = 2 TP / (predicted + true): a prediction more moves it by (2 y - F) / (predicted + true), to first order."""
+def test_one_prediction_changes_f1_by_its_reward():
+    """A prediction more moves F1 = 2 TP / (predicted + true) by the reward / (predicted + true), to first order."""
+    rewards = cd.RewardCalculator(make_args(cost=0.0, beta=0.0))
+    yes = torch.ones(1, 1, dtype=torch.bool)
     for tp, predicted, true in ((300, 500, 450), (50, 900, 200), (700, 720, 900)):
         f1 = 2 * tp / (predicted + true)
+        rewards.running_f1 = torch.tensor(f1)
         for y in (0, 1):
+            rewards.logits = make_logits([[0.1]])
+            reward, _ = rewards.compute_reward(make_logits([[0.9]]), torch.tensor([[y]]), ~yes, yes, ~yes)
             gain = 2 * (tp + y) / (predicted + 1 + true) - f1
-            assert gain == pytest.approx((2 * y - f1) / (predicted + true), rel=0.005)
+            assert gain == pytest.approx(reward.item() / (predicted + true), rel=0.005)
+
+
+def test_with_three_classes_reward_and_scores_decide_alike():
+    p = torch.tensor([[[0.45, 0.3, 0.25], [0.55, 0.45, 0.0]]])  # the first is likelier changed than not
+    rewards, labels = cd.RewardCalculator(make_args(num_classes=3)), torch.tensor([[1, 1]])
+    for _ in range(400):
+        rewards.finish(p.log(), labels)
+    confusions = change_scores.count_confusions(labels, change_scores.decide_classes(p.log(), 0.5), 3)
+    assert rewards.running_f1.item() == pytest.approx(change_scores.score_confusions(confusions)["f1"], abs=1e-6)
 
 
 def test_running_f1_goes_to_the_f1_of_the_predictions():
@@ -461,6 +476,26 @@ def test_price_of_a_look(cost, low, high, tmp_path, monkeypatch):
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_evaluations_on_the_way_change_nothing(tmp_path):
+    weights = []
+    for interval in (0, 1):
+        cd.main([*TINY.split(), "--eval-interval", str(interval), "--run-dir", str(tmp_path / str(interval))])
+        weights.append(torch.load(read_result(tmp_path / str(interval))[0] / "checkpoint.pt", weights_only=True))
+    for name in ("agent", "control_agent"):
+        assert all(torch.equal(x, weights[1][name][key]) for key, x in weights[0][name].items())
+
+
+def test_a_checkpoint_from_before_ppo_is_its_own_control(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cd, "collect_rollouts", lambda *_: sys.exit("killed"))
+    with pytest.raises(SystemExit, match="killed"):
+        cd.main([*TINY.split(), "--checkpoint-interval", "1", "--run-dir", str(tmp_path)])
+    capsys.readouterr()
+    cd.main(["--evaluate", str(next(tmp_path.glob("*/checkpoint.pt")))])
+    found = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    for name in (*change_scores.SCORES, "threshold"):
+        assert found[f"eval/everywhere_{name}"] == found[f"eval/cross_entropy_{name}"]
 
 
 def test_table_pictures_and_methods(tmp_path, capsys):
