@@ -405,8 +405,7 @@ class RewardCalculator:
     """Rewards of eq. 1 and 2, with a running F1."""
 
     def __init__(self, args: Args):
-        self.args, self.running_f1 = args, torch.tensor(0.5)
-        self.logits: torch.Tensor | None = None  # [B, N, C] before the step, set at the begin of an episode
+        self.args, self.running_f1, self.logits = args, torch.tensor(0.5), None  # logits [B, N, C] before the step
 
     def compute_reward(self, logits, labels, stop_decision, pre_action_mask, done_mask) -> tuple[torch.Tensor, dict]:
         """Rewards [B, N] of the step to `logits` [B, N, C], and settled_acc, the accuracy of the queries that are done.
@@ -418,9 +417,8 @@ class RewardCalculator:
         for z in (logits if self.logits is None else self.logits, logits):
             log_likelihood = z.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
             gains.append(args.beta * log_likelihood + (z.softmax(-1)[..., 0] < 0.5) * (2.0 * (labels > 0) - f1))
-        reward = (gains[1] - gains[0]) * is_counted
-        reward = change_data.tile_mean(reward.unsqueeze(-1), args.tile).squeeze(-1)  # a tile shares gain and price
-        reward = (reward - args.cost) * goes_on
+        gain = ((gains[1] - gains[0]) * is_counted).unsqueeze(-1)
+        reward = (change_data.tile_mean(gain, args.tile).squeeze(-1) - args.cost) * goes_on  # a tile shares its gain
         if args.credit == "image":
             reward = reward.mean(1, keepdim=True) * pre_action_mask
         self.logits = logits
@@ -779,7 +777,7 @@ def check_args(args: Args) -> None:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
-    if args.buffer_device == "cuda" and not args.evaluate and not (args.cuda and torch.cuda.is_available()):
+    if args.buffer_device == "cuda" and not (args.evaluate or (args.cuda and torch.cuda.is_available())):
         fail("--buffer-device cuda: no GPU is used")
     if args.track and not args.evaluate and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
@@ -837,13 +835,11 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
     size, num_envs = args.batch_size // WORLD_SIZE, args.num_envs // WORLD_SIZE
     backbone, autocast = agent.network.backbone, partial(torch.autocast, device.type, torch.bfloat16, args.bf16)
+    can_capture = device.type == "cuda" and WORLD_SIZE == 1 and not args.backbone_weights
     if args.compile:
-        for network in networks:
-            network.backbone.compile()
-            network.refiner.compile(dynamic=True)
-    elif (
-        args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1 and not args.backbone_weights
-    ):  # all of other shapes than this is eager
+        for module in (module for network in networks for module in (network.backbone, network.refiner)):
+            module.compile(dynamic=True)
+    elif args.cuda_graphs and can_capture:
         sample = torch.zeros(size, 6, *[args.image_size // COARSE] * 2, device=device)
         with autocast(cache_enabled=False):
             torch.cuda.make_graphed_callables(backbone.train(), (sample,))  # which is eager in eval mode
@@ -883,8 +879,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             for _ in range(args.update_epochs):
                 for minibatch in buffer.get_generator(args.num_minibatches, device):
                     update += agent.update(minibatch)
-                    size = max(1, len(minibatch["labels"]) // args.num_steps)
-                    index = torch.randint(num_envs, (size,), device=device)
+                    num_rows = max(1, len(minibatch["labels"]) // args.num_steps)
+                    index = torch.randint(num_envs, (num_rows,), device=device)
                     control.supervise({name: x[index] for name, x in rollout.items()}, True, metrics)
             num_updates = args.update_epochs * args.num_minibatches * WORLD_SIZE
             losses, totals = (sum_over_ranks(update) / num_updates).tolist(), sum_over_ranks(totals) / WORLD_SIZE
