@@ -5,7 +5,7 @@ or goes on: it pays for a glimpse of its own window at full resolution and is co
 Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347).
 
     python algos/ppo_change_detection.py                             # first run: synthetic pairs, 4 minutes on one core
-    python algos/ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --patch-size 16 --num-iterations 1000
+    python algos/ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --patch-size 16 --warm-iterations 500
     torchrun --nproc-per-node 2 algos/ppo_change_detection.py        # several GPUs (or CPU processes)
     python algos/ppo_change_detection.py --evaluate runs/.../checkpoint.pt --predict before.png after.png
 
