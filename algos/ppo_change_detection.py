@@ -55,7 +55,7 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
+sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared
 from envs_shared import change_data, change_scores
 
 SCRIPT = "ppo_change_detection"
@@ -334,7 +334,7 @@ def load_backbone(network: ChangeDetector, path: str) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
         network.backbone.mobilenet.load_state_dict(state)
     except Exception as error:
-        fail(f"--backbone-weights {path}: no state dict of torchvision's MobileNetV2 ({str(error)[:200]})")
+        fail(f"--backbone-weights {path}: no state dict of torchvision's MobileNetV2 ({type(error).__name__})")
     if RANK == 0:
         print(f"--backbone-weights {path}: {len(state)} of {len(state)} tensors matched")
 
@@ -604,7 +604,7 @@ def classify(network: ChangeDetector, images: torch.Tensor, rule=None, chunk: in
 def evaluate(network: ChangeDetector, control: ChangeDetector, val, test) -> tuple[dict[str, float], dict[str, tuple]]:
     """Scores of all methods on `test`, thresholds tuned on `val`; and logits [M, N, C] and looks [M, N] by method."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(network.args.seed)
+        torch.manual_seed(network.args.seed % 2**63)
         return change_scores.compare_methods(partial(classify, network), partial(classify, control), val, test)
 
 
@@ -791,12 +791,12 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     num_iterations, start_step = first_ppo + args.num_iterations, checkpoint["global_step"] if checkpoint else 0
     if checkpoint and checkpoint["iteration"] >= num_iterations and Path(args.resume).with_name("result.json").exists():
         fail(f"--resume {args.resume}: its {args.num_iterations} iterations are done; raise --num-iterations")
-    pairs, val, test = change_data.load_pairs(args, fail).values()
     seed_everything(args.seed)  # the same weights in every process
     lr = torch.tensor(args.supervised_lr, device=device)  # a tensor: set once for both
     networks = [ChangeDetector(args).to(device, memory_format=torch.channels_last) for _ in range(2)]
     if args.backbone_weights and checkpoint is None:
         load_backbone(networks[0], args.backbone_weights)
+    pairs, val, test = change_data.load_pairs(args, fail).values()
     agent, control = (PPOAgent(network, lr) for network in networks)
     run_path = make_run_folder(args, checkpoint) if is_main else None
     seed_everything(args.seed, 2, RANK, start_step)
@@ -931,7 +931,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         figure.savefig(run_path / "changes.png", dpi=100)
         writer.add_figure("eval/changes", figure, step)
     title, path = f"{args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
-    plot_learning_curve(path, writer, history, title, "pairs", "return of an episode, mean over queries")
+    plot_learning_curve(
+        path, writer, history, title, "pairs of all stages", "PPO: return of an episode, mean over queries"
+    )
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
     print(change_scores.format_table(eval_metrics))
@@ -949,7 +951,7 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = Args(**checkpoint["args"])
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = "image_size patch_size num_classes num_steps tile evidence backbone_weights env_id data_dir data_seed"
+        fixed = "image_size patch_size num_classes num_steps tile evidence backbone_weights env_id data_seed"
         fixed = [*fixed.split(), "num_envs", "pretrain_iterations", "warm_iterations", "num_train_pairs", "seed"]
         for name in fixed if args.resume else fixed[:7]:
             if getattr(args, name) != (trained := getattr(saved, name)):

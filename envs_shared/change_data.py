@@ -34,28 +34,34 @@ def label_patches(pixels: torch.Tensor, patch_size: int, num_classes: int, chang
 
 def to_pairs(images: np.ndarray, pixels: np.ndarray, patch_size: int, num_classes: int) -> Pairs:
     """Pairs of images uint8 [M, 2, H, W, 3] and classes uint8 [M, H, W]."""
-    margin, images = patch_size // 4, images.transpose(0, 1, 4, 2, 3).reshape(len(images), 6, *images.shape[2:4])
-    images = np.pad(images, ((0, 0), (0, 0), (margin, margin), (margin, margin)), mode="reflect")
+    margin = patch_size // 4
+    widths = (0, 0), (0, 0), (0, 0), (margin, margin), (margin, margin)
+    images = torch.from_numpy(np.pad(images.transpose(0, 1, 4, 2, 3), widths, mode="reflect")).flatten(1, 2)
     pixels = torch.from_numpy(pixels)
-    return Pairs(torch.from_numpy(images), pixels, label_patches(pixels, patch_size, num_classes))
+    return Pairs(images, pixels, label_patches(pixels, patch_size, num_classes))
 
 
 def load_pairs(args, fail) -> dict[str, Pairs]:
     """Train, val and test of `args` (env_id, data_dir, ...); calls `fail` with a message where they cannot be had."""
+    pairs = {}
     try:
         if args.data_dir is None:
             numbers = args.num_train_pairs, args.num_eval_pairs, args.num_eval_pairs
             sizes = args.image_size, args.num_classes, args.data_seed
-            drawn = [change_pairs.make_pairs(args.env_id, n, *sizes, i) for i, n in enumerate(numbers)]
+            for i, (split, number) in enumerate(zip(change_files.SPLITS, numbers, strict=True)):
+                drawn = change_pairs.make_pairs(args.env_id, number, *sizes, i)
+                pairs[split] = to_pairs(*drawn, args.patch_size, args.num_classes)
         else:
             splits = change_files.read_data_dir(args.data_dir, args.num_classes, args.dir_names)
+            lines = change_files.audit(splits)
+            for split in change_files.SPLITS:  # one by one, as real sets fill the memory
+                crops = change_files.cut(splits.pop(split), args.image_size)
+                pairs[split] = to_pairs(*crops, args.patch_size, args.num_classes)
             if int(os.environ.get("RANK", 0)) == 0:
-                print("\n".join(change_files.audit(splits)), file=sys.stderr)
-            drawn = [change_files.cut(splits[split], args.image_size) for split in change_files.SPLITS]
+                print("\n".join(lines), file=sys.stderr)
     except (ValueError, MemoryError) as error:
         fail(f"--data-dir: {error}" if args.data_dir is not None else f"--env-id {args.env_id}: {error}")
-    pairs = [to_pairs(*x, args.patch_size, args.num_classes) for x in drawn]
-    return dict(zip(change_files.SPLITS, pairs, strict=True))
+    return pairs
 
 
 def draw_batch(pairs: Pairs, batch_size: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -122,6 +128,8 @@ def write_change_map(args, classify, fail) -> str:
     `classify(tiles)` gives logits [M, N, C] and looks [M, N]. Calls `fail` where a file cannot be read or written.
     """
     try:
+        if not args.output.lower().endswith(".png") or os.path.lexists(args.output):  # before any work
+            raise ValueError(f"{args.output}: {'exists' if os.path.lexists(args.output) else 'must end in .png'}")
         tiles, corners, shape = split_picture(*args.predict, args.image_size, args.patch_size)
         logits, looks, _ = classify(tiles)
         classes = change_scores.decide_classes(change_scores.upsample_logits(logits, args.image_size), 0.5)

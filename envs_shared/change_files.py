@@ -150,10 +150,10 @@ def read_list(path: Path, known: set[str]) -> set[str]:
 def find_pairs(path: Path, dir_names: tuple[str, str, str]) -> dict[str, dict[str, list[Path]]]:
     """Files [A, B, label] by split and sorted name; ValueError where the layout is none of the three, or has gaps."""
     if len(dir_names) != 3 or len({Path(x) for x in dir_names} - {Path()}) != 3:
-        raise ValueError(f"dir_names are three different folders, of A, B and label, not {dir_names!r}")
+        raise ValueError(f"--dir-names are three different folders, of A, B and label, not {dir_names!r}")
     a, b, label = dir_names
     layouts = f"needed are train/{a}/x.png, or {a}/x.png and list/train.txt, or {a}/train_x.png, for val and test too, "
-    layouts += f"and {b} and {label} beside {a} (other names: dir_names)"
+    layouts += f"and {b} and {label} beside {a} (other names: --dir-names)"
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder")
     has_split_folders = any((path / split).is_dir() for split in SPLITS)
@@ -234,7 +234,7 @@ def audit(splits: dict[str, Split]) -> list[str]:
         values = sorted(set().union(*(np.unique(x).tolist() for x in labels)))
         changed = [np.count_nonzero(x) for x in labels]
         lines.append(
-            f"{split}: {len(names)} pairs, height x width {span}, labels {' '.join(map(str, values))}, "
+            f"{split}: {len(names)} pairs, height x width {span}, classes {' '.join(map(str, values))}, "
             f"{100 * sum(changed) / sum(x.size for x in labels):.2f} % changed, {changed.count(0)} pairs without change"
         )
     return lines
@@ -249,7 +249,9 @@ def cut(split: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     corners = []
     for i, (label, name) in enumerate(zip(split.labels, split.names, strict=True)):
         if not 1 <= size <= min(label.shape):
-            raise ValueError(f"{name}: no crops of {size} pixels from height and width {label.shape}")
+            raise ValueError(
+                f"{name}: smaller than a crop of {size} pixels (--image-size), its height and width are {label.shape}"
+            )
         starts = [sorted({*range(0, n - size + 1, size), n - size}) for n in label.shape]
         corners += [(i, y, x) for y in starts[0] for x in starts[1]]
     images = np.empty((len(corners), 2, size, size, 3), np.uint8)

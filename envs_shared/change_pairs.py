@@ -4,6 +4,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 CLASSES = ("unchanged", "appeared", "vanished")
 ENV_IDS = {  # share of the pictures with clouds; smallest and largest share of one that they cover; building density
@@ -34,7 +35,7 @@ def make_pairs(env_id: str, num_pairs: int, size: int, num_classes: int, *seed: 
         raise ValueError(f"unknown pairs (known: {', '.join(ENV_IDS)})")
     images = np.empty((num_pairs, 2, size, size, 3), np.uint8)
     labels = np.empty((num_pairs, size, size), np.uint8)
-    for start in range(0, num_pairs, 64):
+    for start in tqdm(range(0, num_pairs, 64), desc="draw", unit="batch", leave=False, delay=2.0):
         rng = np.random.default_rng([*seed, start])
         part = slice(start, start + 64)
         drawn = draw_scenes(rng, ENV_IDS[env_id], size)

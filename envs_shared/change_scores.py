@@ -168,6 +168,7 @@ def compare_methods(classify, classify_control, val, test) -> tuple[dict[str, fl
             make, level = partial(make_rule, method, centre=centre), 0.5
             if method in METHODS[4:]:
                 level = find_level(method, partial(count_looks, judge, val.images, make), num_looks)
+                metrics[f"eval/{method}_level"] = level
             rule = make(level)
         logits, looks, _ = judge(val.images, rule)
         threshold = choose_threshold(1.0 - logits.softmax(-1)[..., 0], val.labels)

@@ -275,7 +275,7 @@ def test_missing_folders(tmp_path):
     assert read_error(tmp_path / "file") == f"{tmp_path / 'file'}: no such folder"
     message = read_error(tmp_path)
     assert message.startswith(f"{tmp_path}: no layout that is known; needed are ")
-    for part in ("train/A/x.png", "A/x.png and list/train.txt", "A/train_x.png", "B and label", "dir_names"):
+    for part in ("train/A/x.png", "A/x.png and list/train.txt", "A/train_x.png", "B and label", "--dir-names"):
         assert part in message
     make_set(tmp_path)
     for split in SPLITS:
@@ -293,7 +293,7 @@ def test_missing_folders(tmp_path):
 )
 def test_bad_folder_names(tmp_path, dir_names):
     make_set(tmp_path)
-    assert read_error(tmp_path, dir_names=dir_names).startswith("dir_names are three different folders")
+    assert read_error(tmp_path, dir_names=dir_names).startswith("--dir-names are three different folders")
 
 
 @pytest.mark.parametrize("num_classes", [1, 256])
@@ -436,8 +436,8 @@ def test_audit():
     labels[2][0, 0] = 3
     splits = {"train": Split(images, labels, ["a", "b", "c"]), "val": Split(images[:1], labels[:1], ["a"])}
     assert change_files.audit(splits) == [
-        "train: 3 pairs, height x width 10x2 to 5x5, labels 0 1 3, 8.70 % changed, 1 pairs without change",
-        "val: 1 pairs, height x width 4x6, labels 0, 0.00 % changed, 1 pairs without change",
+        "train: 3 pairs, height x width 10x2 to 5x5, classes 0 1 3, 8.70 % changed, 1 pairs without change",
+        "val: 1 pairs, height x width 4x6, classes 0, 0.00 % changed, 1 pairs without change",
     ]
 
 
@@ -478,7 +478,7 @@ def test_pictures_smaller_than_a_crop():
     split = Split([np.zeros((2, *x.shape, 3), np.uint8) for x in labels], labels, ["wide", "narrow"])
     assert change_files.cut(split, 7)[1].shape == (6, 7, 7)
     for size, name in ((8, "narrow"), (9, "wide"), (0, "wide"), (-1, "wide")):
-        with pytest.raises(ValueError, match=f"{name}: no crops of {size} pixels"):
+        with pytest.raises(ValueError, match=f"{name}: smaller than a crop of {size} pixels"):
             change_files.cut(split, size)
 
 

@@ -503,7 +503,8 @@ def test_table_pictures_and_methods(tmp_path, capsys):
     path, result = read_result(tmp_path)
     metrics, lines = result["metrics"], capsys.readouterr().out.splitlines()
     scores = (*change_scores.SCORES, "looks", "settled_acc", "pixel_f1", "pixel_iou", "ms", "threshold")
-    assert metrics.keys() == {f"eval/{m}_{s}" for m in change_scores.METHODS for s in scores}
+    levels = {f"eval/{method}_level" for method in ("random", "confidence", "band", "threshold")}
+    assert metrics.keys() == levels | {f"eval/{m}_{s}" for m in change_scores.METHODS for s in scores}
     assert [line.split()[0] for line in lines[-9:-1]] == list(change_scores.METHODS)
     assert metrics["eval/everywhere_looks"] == 2.0 and metrics["eval/coarse_looks"] == 0.0
     assert (path / "changes.png").read_bytes().startswith(b"\x89PNG")
@@ -554,7 +555,10 @@ def test_a_real_set_trains_and_a_checkpoint_predicts(tmp_path, capsys):
     assert "map.png: " in capsys.readouterr().out
     written = np.array(Image.open(tmp_path / "map.png"))
     assert written.shape == (70, 70) and set(np.unique(written)) <= {0, 255}
-    for change, message in ((flags, "exists"), ([*flags[:3], pair[0], "missing.png", *flags[5:]], "missing.png")):
+    for change, message in (
+        (flags, "not overwritten"),
+        ([*flags[:3], pair[0], "missing.png", *flags[5:]], "missing.png"),
+    ):
         with pytest.raises(SystemExit) as error:
             cd.main(change)
         assert error.value.code == 2 and message in capsys.readouterr().err
