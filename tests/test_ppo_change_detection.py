@@ -555,13 +555,13 @@ def test_a_real_set_trains_and_a_checkpoint_predicts(tmp_path, capsys):
     assert "map.png: " in capsys.readouterr().out
     written = np.array(Image.open(tmp_path / "map.png"))
     assert written.shape == (70, 70) and set(np.unique(written)) <= {0, 255}
-    for change, message in (
-        (flags, "not overwritten"),
-        ([*flags[:3], pair[0], "missing.png", *flags[5:]], "missing.png"),
-    ):
+    other = [*flags[:-1], str(tmp_path / "other.png")]
+    missing, jpeg = [*other[:3], pair[0], "missing.png", *other[5:]], [*other[:-1], str(tmp_path / "map.jpg")]
+    for change, message in ((flags, "map.png: exists"), (missing, "missing.png"), (jpeg, "map.jpg: must end in .png")):
         with pytest.raises(SystemExit) as error:
             cd.main(change)
         assert error.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "other.png").exists()
 
 
 def test_prediction_of_a_whole_picture_is_that_of_its_tiles(tmp_path):
