@@ -275,7 +275,7 @@ class Refiner(nn.Module):
         x = query + self.step(step)
         if self.evidence == "glimpse":
             pixels = (window.unflatten(1, (2, 3)).flatten(0, 1) - 127.5) / 255  # [2 K, 3, w, w]
-            dates = F.relu(self.date(pixels)).unflatten(0, (-1, 2)).flatten(1, 2)  # [K, 2 c, 5, 5]
+            dates = F.relu(self.date(pixels)).reshape(len(x), 2 * self.date.out_channels, 5, 5)
             x = x + self.read(F.relu(self.compare(dates)).flatten(1))
         q = self.q(x).unflatten(-1, (self.num_heads, 1, -1))  # [K, heads, 1, d]
         k, v = neighbours.unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
