@@ -775,6 +775,8 @@ def check_args(args: Args) -> None:
     for name in ("num_envs", "batch_size"):
         if (value := getattr(args, name)) % WORLD_SIZE:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
+    if Path(args.run_dir).exists() and not Path(args.run_dir).is_dir():  # told before pairs are drawn
+        fail(f"--run-dir {args.run_dir}: not a folder")
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
     if args.buffer_device == "cuda" and not (args.evaluate or (args.cuda and torch.cuda.is_available())):

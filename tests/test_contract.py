@@ -343,7 +343,7 @@ def test_shared_functions_are_the_same_to_the_letter(script):
 def test_sections_are_in_order(script):
     titles = re.findall(r"^# ---- (.+) -+$", source(script), re.M)
     assert [None if i == 2 else t for i, t in enumerate(titles)] == SECTIONS
-    assert source(script).count("\n") <= 980
+    assert source(script).count("\n") <= 985
 
 
 def parse_pep723(script):
