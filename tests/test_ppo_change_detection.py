@@ -637,6 +637,16 @@ def test_what_a_checkpoint_was_trained_with_stays(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_the_default_run_looks_seldom_and_keeps_f1(tmp_path):
+    """On seeds that nothing was chosen with."""
+    cd.main(["--data-seed", "21", "--seed", "21", "--run-dir", str(tmp_path)])
+    found = {name.removeprefix("eval/"): value for name, value in read_result(tmp_path)[1]["metrics"].items()}
+    assert found["ppo_looks"] < 0.5 and found["coarse_f1"] < 0.65
+    assert found["ppo_f1"] >= 0.97 * max(found["everywhere_f1"], found["cross_entropy_f1"]) > 0.75
+    assert found["ppo_f1"] > found["confidence_f1"] and found["ppo_ms"] <= 0.6 * found["everywhere_ms"]
+
+
+@pytest.mark.slow
 def test_compiled_equals_eager(tmp_path):
     losses = []
     for name, flags in (("eager", []), ("compiled", ["--compile"])):
