@@ -574,7 +574,7 @@ def collect_rollouts(agent: PPOAgent, rewards: RewardCalculator, buffer: Rollout
         buffer.add(obs, **fields, cls_query=info["cls_input_q"], step_indices=info["step"])
         total[:2] += torch.stack((reward.mean(), goes_on.float().mean()))
         obs, done, total[2] = next_obs, next_done, accuracy["settled_acc"]
-    rewards.finish(env.final_logits, labels)
+    rewards.finish(rewards.logits, labels)
     buffer.compute_returns_and_advantage(agent.network.decide(obs)[1], done, args.gamma, args.gae_lambda)
     return total
 
@@ -795,7 +795,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         fail(f"--resume {args.resume}: its {args.num_iterations} iterations are done; raise --num-iterations")
     seed_everything(args.seed)  # the same weights in every process
     lr = torch.tensor(args.supervised_lr, device=device)  # a tensor: set once for both
-    networks = [ChangeDetector(args).to(device, memory_format=torch.channels_last) for _ in range(2)]
+    networks = [ChangeDetector(args).to(device, memory_format=torch.channels_last).eval() for _ in range(2)]
     if args.backbone_weights and checkpoint is None:
         load_backbone(networks[0], args.backbone_weights)
     pairs, val, test = change_data.load_pairs(args, fail).values()
@@ -859,8 +859,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             lr.mul_(min(1.0, 1.5 * (1.0 - (iteration - begin) / (end - begin))))
         metrics.zero_()
         scalars = {"charts/learning_rate": lr.item(), "charts/stage": stage}
-        agent.network.train(stage == 0 and not args.backbone_weights)  # whose batch norm keeps its statistics
-        control.network.eval()
+        backbone.train(stage == 0 and can_capture)  # replays its CUDA graph; batch norm keeps its statistics otherwise
         if stage < 2:
             for _ in range(SUPERVISED_STEPS):
                 agent.supervise(change_data.draw_batch(pairs, size, device), stage == 1, metrics)
@@ -933,9 +932,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         figure.savefig(run_path / "changes.png", dpi=100)
         writer.add_figure("eval/changes", figure, step)
     title, path = f"{args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
-    plot_learning_curve(
-        path, writer, history, title, "pairs of all stages", "PPO: return of an episode, mean over queries"
-    )
+    plot_learning_curve(path, writer, history, title, "pairs of all stages", "PPO: return, mean over queries")
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
     print(change_scores.format_table(eval_metrics))

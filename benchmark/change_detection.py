@@ -7,7 +7,6 @@ python benchmark/change_detection.py --report-only                # tables and f
 
 import argparse
 import json
-import math
 import shutil
 import statistics
 import tempfile
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
+from scipy import stats
 from tqdm import tqdm
 
 REGIMES = {  # flags, number of data seeds, number of training seeds
@@ -39,7 +39,6 @@ METHODS = {
     "threshold": "one look above a threshold",
 }
 SCORES = "precision recall f1 iou oa kappa looks settled_acc pixel_f1 pixel_iou ms".split()
-T_QUANTILE = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % of Student's t by the number of values
 
 
 def measure_run(regime: str, data_seed: int, seed: int) -> dict:
@@ -77,7 +76,7 @@ def compare(rows: list[dict], method: str) -> tuple[float, float | None, int]:
     means = [statistics.mean(group) for group in groups.values()] if len(groups) > 1 else differences
     interval = None
     if len(means) > 1:
-        interval = T_QUANTILE[len(means)] * statistics.stdev(means) / math.sqrt(len(means))
+        interval = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
     return statistics.mean(differences), interval, sum(d > 0 for d in differences)
 
 

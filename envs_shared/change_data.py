@@ -67,7 +67,7 @@ def load_pairs(args, fail) -> dict[str, Pairs]:
 def draw_batch(pairs: Pairs, batch_size: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Images and labels of random pairs, all turned and mirrored alike, into one of the eight images of the square."""
     index, (swap, *flips) = torch.randint(len(pairs.labels), (batch_size,)), torch.randint(2, (3,)).tolist()
-    side = round(pairs.labels.shape[1] ** 0.5)
+    side = math.isqrt(pairs.labels.shape[1])
     batch = {"images": pairs.images[index], "labels": pairs.labels[index].unflatten(1, (side, side))}
     for name, x in batch.items():
         x = x.flip([axis for axis, is_flipped in zip((-1, -2), flips, strict=True) if is_flipped])

@@ -37,6 +37,7 @@ class Case:
     double: int  # and one that goes well beyond
     progress: tuple[str, str]  # words of the progress bar
     tags: tuple[str, str]  # logged tags
+    max_lines: int = 900
 
 
 CASES = {
@@ -54,6 +55,7 @@ CASES = {
         *("--no-anneal-lr", "--num-iterations", 9, 16),
         progress=("return=", "iteration"),
         tags=("charts/episodic_return", "losses/value_loss"),
+        max_lines=980,  # three stages of training, and MobileNetV2
     ),
     "r2d2_lstm": Case(
         "--num-envs 8 --total-timesteps 2560 --num-steps 32 --learning-starts 256 --buffer-size 100 --batch-size 8"
@@ -343,7 +345,7 @@ def test_shared_functions_are_the_same_to_the_letter(script):
 def test_sections_are_in_order(script):
     titles = re.findall(r"^# ---- (.+) -+$", source(script), re.M)
     assert [None if i == 2 else t for i, t in enumerate(titles)] == SECTIONS
-    assert source(script).count("\n") <= 985
+    assert source(script).count("\n") <= CASES[script].max_lines
 
 
 def parse_pep723(script):
