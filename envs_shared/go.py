@@ -1,0 +1,168 @@
+"""Go on many boards at once: area scoring, no suicide, positional superko, as tensors on the CPU or a GPU.
+
+A board of n x n points lies in a row of S = (n + 2) (n + 1) + 1 cells with one column and two rows of walls, so that the
+neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1. Moves are numbered row * n + column, the pass is n * n.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+WALL = 2  # in `stones`: 1 of the player to move is `to_play`, black 1, white -1, empty 0
+
+
+class Boards(NamedTuple):
+    """B positions and how they came about. Passing twice, or 2 n^2 moves, ends a game."""
+
+    stones: torch.Tensor  # int8 [B, S]: 1 black, -1 white, 0 empty, 2 wall
+    groups: torch.Tensor  # int64 [B, S]: a cell of the group of each stone; the last cell, a wall, elsewhere
+    to_play: torch.Tensor  # int8 [B]: 1 black, -1 white
+    num_moves: torch.Tensor  # int64 [B], passes included
+    num_passes: torch.Tensor  # int64 [B] in a row, up to 2
+    hashes: torch.Tensor  # int64 [B, 2 n^2 + 1]: of the position after each move; the empty board is 0
+
+    @property
+    def is_over(self) -> torch.Tensor:
+        """Which games are over, [B]."""
+        return (self.num_passes >= 2) | (self.num_moves >= self.hashes.shape[1] - 1)
+
+
+class Go:
+    """The rules on boards of one size."""
+
+    def __init__(self, size: int, device: torch.device | str = "cpu"):
+        if not 1 <= size <= 19:
+            raise ValueError(f"boards have 1 to 19 lines, not {size}")
+        self.size, self.width, self.num_points = size, size + 1, size * size
+        self.num_cells, self.max_moves = (size + 2) * (size + 1) + 1, 2 * size * size
+        self.device = torch.device(device)
+        rows, columns = np.divmod(np.arange(self.num_points), size)
+        self.cells = torch.from_numpy((rows + 1) * self.width + columns + 1).to(self.device)  # [n^2] cell of a move
+        # Keys for sums modulo 2^64: a position's hash is the sum over its stones
+        keys = np.random.default_rng(0).integers(-(2**63), 2**63, (2, self.num_cells), np.int64)
+        self.keys = torch.from_numpy(keys).to(self.device)  # black, white
+        cell = torch.arange(self.num_cells, device=self.device)
+        # A liberty in one number: 1, its cell and the square of that, whose sums over a group tell if all are the same
+        self.liberty = 1 + (cell << 13) + (cell * cell << 34)
+        self.inner = slice(self.width, self.num_cells - self.width)  # cells that have four neighbours
+        self.offsets = (-1, 1, -self.width, self.width)
+
+    def new(self, num_boards: int) -> Boards:
+        """Empty boards, black to play."""
+        stones = torch.full((num_boards, self.num_cells), WALL, dtype=torch.int8, device=self.device)
+        stones[:, self.cells] = 0
+        groups = torch.full((num_boards, self.num_cells), self.num_cells - 1, device=self.device)
+        zeros = torch.zeros(num_boards, dtype=torch.int64, device=self.device)
+        hashes = torch.zeros(num_boards, self.max_moves + 1, dtype=torch.int64, device=self.device)
+        return Boards(stones, groups, torch.ones_like(zeros, dtype=torch.int8), zeros, zeros.clone(), hashes)
+
+    def neighbours(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x [B, S] at the left, right, upper and lower neighbour of each inner cell: four views."""
+        return [x[:, self.inner.start + k : self.inner.stop + k] for k in self.offsets]
+
+    def analyse(self, boards: Boards) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per cell [B, S]: whether its stone's group has one liberty left, and the sum of that group's keys."""
+        stones, groups = boards.stones, boards.groups
+        empty = stones == 0
+        liberties = torch.where(empty, self.liberty, 0)
+        own = torch.zeros_like(groups)
+        around = self.neighbours(liberties)
+        own[:, self.inner] = around[0] + around[1] + around[2] + around[3]
+        is_stone = (stones == 1) | (stones == -1)
+        own.masked_fill_(~is_stone, 0)
+        total = torch.zeros_like(groups).scatter_add_(1, groups, own)
+        count, sums, squares = total & 8191, (total >> 13) & (2**21 - 1), total >> 34
+        in_atari = (count * squares == sums * sums).gather(1, groups) & is_stone
+        keys = torch.where(stones == 1, self.keys[0], self.keys[1]).masked_fill_(~is_stone, 0)
+        return in_atari, torch.zeros_like(groups).scatter_add_(1, groups, keys).gather(1, groups)
+
+    def legal_moves(self, boards: Boards) -> torch.Tensor:
+        """Which moves are legal, bool [B, n^2 + 1]; none where the game is over."""
+        in_atari, group_keys = self.analyse(boards)
+        is_black = (boards.to_play == 1).unsqueeze(1)
+        stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 other; walls are 2 or -2
+        can_live = torch.zeros_like(stones[:, self.inner], dtype=torch.bool)
+        gained = torch.zeros_like(group_keys[:, self.inner])
+        seen = []
+        views = (self.neighbours(x) for x in (stones, in_atari, boards.groups, group_keys))
+        for stone, atari, group, keys in zip(*views, strict=True):
+            captured = (stone == -1) & atari
+            can_live |= (stone == 0) | captured | ((stone == 1) & ~atari)
+            is_new = captured
+            for other in seen:
+                is_new = is_new & (group != other)
+            seen.append(group)
+            gained += torch.where(is_new, keys, 0)
+        own = torch.where(is_black, self.keys[0], self.keys[1])[:, self.inner]
+        position = boards.hashes.gather(1, boards.num_moves.unsqueeze(1))
+        after = position + own - gained  # [B, inner] hash of the position after each move
+        can_live &= boards.stones[:, self.inner] == 0
+        at = self.cells - self.inner.start
+        legal, after = can_live[:, at], after[:, at]
+        legal &= ~self.was_before(boards, after)
+        legal = torch.cat((legal, torch.ones_like(legal[:, :1])), 1)
+        return legal & ~boards.is_over.unsqueeze(1)
+
+    def was_before(self, boards: Boards, hashes: torch.Tensor) -> torch.Tensor:
+        """Whether positions of hashes [B, n^2] have been on the board."""
+        last = int(boards.num_moves.max()) + 1
+        past = boards.hashes[:, :last]
+        past = torch.where(torch.arange(last, device=self.device) <= boards.num_moves.unsqueeze(1), past, past[:, :1])
+        # Most hashes differ in their low bits from all of the past; the few that do not are compared in full
+        table = torch.zeros(len(past), 4096, dtype=torch.bool, device=self.device)
+        table.scatter_(1, past & 4095, True)
+        found = table.gather(1, hashes & 4095)
+        b, p = found.nonzero(as_tuple=True)
+        found[b, p] = (hashes[b, p].unsqueeze(1) == past[b]).any(1)
+        return found
+
+    def play(self, boards: Boards, moves: torch.Tensor) -> Boards:
+        """The boards after legal moves [B]."""
+        is_pass = moves == self.num_points
+        cell = self.cells[moves.clamp(max=self.num_points - 1)].unsqueeze(1)  # [B, 1]
+        in_atari, group_keys = self.analyse(boards)
+        rows = torch.arange(len(moves), device=self.device).unsqueeze(1)
+        around = cell + torch.tensor(self.offsets, device=self.device)  # [B, 4]
+        near, ids = boards.stones.gather(1, around), boards.groups.gather(1, around)
+        own = boards.to_play.unsqueeze(1)
+        nowhere = self.num_cells - 1
+        captures = (near == -own) & in_atari.gather(1, around) & ~is_pass.unsqueeze(1)
+        captured = torch.where(captures, ids, -1)
+        merged = torch.where((near == own) & ~is_pass.unsqueeze(1), ids, -1)
+        stones, groups = boards.stones.clone(), boards.groups.clone()
+        removed = torch.zeros_like(stones, dtype=torch.bool)
+        joined = torch.zeros_like(removed)
+        for k in range(4):
+            removed |= boards.groups == captured[:, k : k + 1]
+            joined |= boards.groups == merged[:, k : k + 1]
+        stones.masked_fill_(removed, 0)
+        groups.masked_fill_(removed, nowhere)
+        groups = torch.where(joined, cell, groups)
+        played = ~is_pass
+        stones.scatter_(1, cell, torch.where(is_pass.unsqueeze(1), stones.gather(1, cell), own))
+        groups.scatter_(1, cell, torch.where(is_pass.unsqueeze(1), groups.gather(1, cell), cell))
+        gone = (torch.where(removed, torch.where(boards.stones == 1, self.keys[0], self.keys[1]), 0)).sum(1)
+        key = torch.where(boards.to_play == 1, self.keys[0][cell[:, 0]], self.keys[1][cell[:, 0]])
+        position = boards.hashes.gather(1, boards.num_moves.unsqueeze(1))[:, 0]
+        position = position + torch.where(played, key, 0) - gone
+        num_moves = boards.num_moves + 1
+        hashes = boards.hashes.clone()
+        hashes[rows[:, 0], num_moves] = position
+        num_passes = torch.where(is_pass, boards.num_passes + 1, 0)
+        return Boards(stones, groups, -boards.to_play, num_moves, num_passes, hashes)
+
+    def score(self, boards: Boards) -> torch.Tensor:
+        """Area of black less area of white, int64 [B], without komi."""
+        empty = (boards.stones == 0)[:, self.inner]
+        areas = []
+        for colour in (1, -1):
+            reached = boards.stones == colour
+            count = -1
+            while count != (count := int(reached.sum())):
+                a, b, c, d = self.neighbours(reached)
+                spread = empty & (a | b | c | d)
+                reached = reached.clone()
+                reached[:, self.inner] |= spread
+            areas.append(reached)
+        return (areas[0] & ~areas[1]).sum(1) - (areas[1] & ~areas[0]).sum(1)
