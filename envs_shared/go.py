@@ -1,6 +1,6 @@
 """Go on many boards at once: area scoring, no suicide, positional superko, as tensors on the CPU or a GPU.
 
-A board of n x n points lies in a row of S = (n + 2) (n + 1) + 1 cells with one column and two rows of walls, so that the
+A board of n x n points is a row of S = (n + 2) (n + 1) + 1 cells with a column and two rows of walls, so that the
 neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1. Moves are numbered row * n + column, the pass is n * n.
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-WALL = 2  # in `stones`: 1 of the player to move is `to_play`, black 1, white -1, empty 0
+WALL = 2  # in `stones`, beside 1 for black, -1 for white and 0 for empty
 
 
 class Boards(NamedTuple):
@@ -57,6 +57,31 @@ class Go:
         hashes = torch.zeros(num_boards, self.max_moves + 1, dtype=torch.int64, device=self.device)
         return Boards(stones, groups, torch.ones_like(zeros, dtype=torch.int8), zeros, zeros.clone(), hashes)
 
+    def set_up(self, points: torch.Tensor, to_play: torch.Tensor) -> Boards:
+        """Boards of stones int8 [B, n^2] (1 black, -1 white), with no past but the position itself."""
+        boards = self.new(len(points))
+        boards.stones[:, self.cells] = points.to(self.device)
+        is_stone = boards.stones.abs() == 1
+        groups = torch.where(is_stone, torch.arange(self.num_cells, device=self.device), -1)
+        while True:  # the largest cell of a group spreads over it
+            before = groups
+            spread = [
+                torch.where(stone == boards.stones[:, self.inner], group, -1)
+                for stone, group in zip(self.neighbours(boards.stones), self.neighbours(groups), strict=True)
+            ]
+            groups = groups.clone()
+            groups[:, self.inner] = torch.stack([groups[:, self.inner], *spread]).amax(0)
+            groups = torch.where(is_stone, groups, -1)
+            if torch.equal(groups, before):
+                break
+        groups = torch.where(is_stone, groups, self.num_cells - 1)
+        boards.hashes[:, 0] = torch.where(is_stone, self.stone_keys(boards.stones), 0).sum(1)
+        return boards._replace(groups=groups, to_play=to_play.to(torch.int8))
+
+    def stone_keys(self, stones: torch.Tensor) -> torch.Tensor:
+        """Key of each stone [B, S]; that of white where there is none."""
+        return torch.where(stones == 1, self.keys[0], self.keys[1])
+
     def neighbours(self, x: torch.Tensor) -> list[torch.Tensor]:
         """x [B, S] at the left, right, upper and lower neighbour of each inner cell: four views."""
         return [x[:, self.inner.start + k : self.inner.stop + k] for k in self.offsets]
@@ -74,7 +99,7 @@ class Go:
         total = torch.zeros_like(groups).scatter_add_(1, groups, own)
         count, sums, squares = total & 8191, (total >> 13) & (2**21 - 1), total >> 34
         in_atari = (count * squares == sums * sums).gather(1, groups) & is_stone
-        keys = torch.where(stones == 1, self.keys[0], self.keys[1]).masked_fill_(~is_stone, 0)
+        keys = self.stone_keys(stones).masked_fill_(~is_stone, 0)
         return in_atari, torch.zeros_like(groups).scatter_add_(1, groups, keys).gather(1, groups)
 
     def legal_moves(self, boards: Boards) -> torch.Tensor:
@@ -121,7 +146,7 @@ class Go:
         """The boards after legal moves [B]."""
         is_pass = moves == self.num_points
         cell = self.cells[moves.clamp(max=self.num_points - 1)].unsqueeze(1)  # [B, 1]
-        in_atari, group_keys = self.analyse(boards)
+        in_atari, _ = self.analyse(boards)
         rows = torch.arange(len(moves), device=self.device).unsqueeze(1)
         around = cell + torch.tensor(self.offsets, device=self.device)  # [B, 4]
         near, ids = boards.stones.gather(1, around), boards.groups.gather(1, around)
@@ -142,7 +167,7 @@ class Go:
         played = ~is_pass
         stones.scatter_(1, cell, torch.where(is_pass.unsqueeze(1), stones.gather(1, cell), own))
         groups.scatter_(1, cell, torch.where(is_pass.unsqueeze(1), groups.gather(1, cell), cell))
-        gone = (torch.where(removed, torch.where(boards.stones == 1, self.keys[0], self.keys[1]), 0)).sum(1)
+        gone = torch.where(removed, self.stone_keys(boards.stones), 0).sum(1)
         key = torch.where(boards.to_play == 1, self.keys[0][cell[:, 0]], self.keys[1][cell[:, 0]])
         position = boards.hashes.gather(1, boards.num_moves.unsqueeze(1))[:, 0]
         position = position + torch.where(played, key, 0) - gone

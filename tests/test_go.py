@@ -1,0 +1,122 @@
+"""The rules of Go against games of OpenSpiel and GNU Go, brute force and known counts."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from envs_shared.go import Boards, Go
+
+DATA = Path(__file__).parent / "data" / "go"
+
+
+def read_games(name):
+    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+
+
+def pick(boards, index):
+    return Boards(*(x[index] for x in boards))
+
+
+def get_points(go, boards):
+    return boards.stones[:, go.cells]
+
+
+@pytest.mark.parametrize("size", [9, 19])
+def test_openspiel_games(size):
+    """All games of a size side by side: legal moves before each move, final board and area score."""
+    games, go = [game for game in read_games("openspiel.jsonl") if game["size"] == size], Go(size)
+    boards = go.new(len(games))
+    for i in range(max(len(game["moves"]) for game in games)):
+        index = [j for j, game in enumerate(games) if i < len(game["moves"])]
+        moves = torch.tensor([games[j]["moves"][i] for j in index])
+        part = pick(boards, index)
+        legal = go.legal_moves(part)
+        assert legal.sum(1).tolist() == [games[j]["legal_counts"][i] for j in index]
+        assert legal[torch.arange(len(index)), moves].all()
+        after = go.play(part, moves)
+        for x, y in zip(boards, after, strict=True):
+            x[index] = y
+    assert get_points(go, boards).tolist() == [game["final_board"] for game in games]
+    assert go.score(boards).tolist() == [game["score"] for game in games]
+    assert go.legal_moves(boards).sum() == 0 or not boards.is_over.all()
+
+
+def test_gnugo_games_with_superko():
+    for game in read_games("gnugo.jsonl"):
+        go = Go(game["n"])
+        boards = go.new(1)
+        for move, count in zip(game["moves"], game["legal_counts_no_pass"], strict=True):
+            boards = boards._replace(num_passes=torch.zeros_like(boards.num_passes))  # they go on after two passes
+            if int(boards.num_moves) >= go.max_moves:
+                break
+            legal = go.legal_moves(boards)[0]
+            assert legal[:-1].sum() == count and legal[move]
+            boards = go.play(boards, torch.tensor([move]))
+        else:
+            assert get_points(go, boards)[0].tolist() == game["final_board"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 9])
+def test_number_of_sequences(size):
+    expected, go = json.loads((DATA / "perft.json").read_text())[str(size)], Go(size)
+    boards = go.new(1)
+    for i, count in enumerate(expected):
+        legal = go.legal_moves(boards)
+        assert legal.sum() == count
+        if i + 1 < len(expected):
+            parent, moves = legal.nonzero(as_tuple=True)
+            boards = go.play(pick(boards, parent), moves)
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 57), (3, 12675)])
+def test_number_of_legal_positions(size, count):
+    """Tromp and Farneback 2007, "Combinatorics of Go": positions in which every group has a liberty."""
+    go = Go(size)
+    points = torch.tensor(list(itertools.product((-1, 0, 1), repeat=size * size)), dtype=torch.int8)
+    boards = go.set_up(points, torch.ones(len(points)))
+    is_free = torch.zeros_like(boards.stones, dtype=torch.bool)
+    is_free[:, go.inner] = torch.stack(go.neighbours(boards.stones == 0)).any(0)
+    has_liberty = (
+        torch.zeros_like(boards.groups).scatter_add_(1, boards.groups, is_free.long()).gather(1, boards.groups)
+    )
+    is_stone = boards.stones.abs() == 1
+    assert ((has_liberty > 0) | ~is_stone).all(1).sum() == count
+
+
+@pytest.mark.parametrize("size", [3, 7])
+def test_groups_and_hashes_grow_as_they_are_set_up(size):
+    go = Go(size)
+    boards = go.new(32)
+    torch.manual_seed(0)
+    for _ in range(min(60, go.max_moves - 2)):
+        weights = go.legal_moves(boards).double()
+        weights[:, -1] = 1e-9 + boards.is_over.double()
+        boards = go.play(boards, torch.multinomial(weights, 1)[:, 0])
+        again = go.set_up(get_points(go, boards), boards.to_play)
+        same = [x.groups.unsqueeze(1) == x.groups.unsqueeze(2) for x in (boards, again)]
+        assert torch.equal(*same)
+        now = boards.hashes.gather(1, boards.num_moves.unsqueeze(1))
+        assert torch.equal(now, again.hashes[:, :1])
+
+
+def test_games_end():
+    go = Go(3)
+    boards = go.new(2)
+    for _ in range(2):
+        assert not boards.is_over.any()
+        boards = go.play(boards, torch.tensor([9, 9]))
+    assert boards.is_over.all() and not go.legal_moves(boards).any()
+    boards = go.new(1)
+    for i in range(go.max_moves):
+        assert not boards.is_over.any()
+        legal = go.legal_moves(boards)[0, :-1].nonzero().flatten().tolist()
+        move = legal[0] if (legal and i % 2 == 0) or (boards.num_passes[0] == 1 and legal) else 9
+        boards = go.play(boards, torch.tensor([move]))
+        boards = boards._replace(num_passes=boards.num_passes.clamp(max=1))
+    assert boards.is_over.all()  # the cap of moves
+    for size in (0, 20):
+        with pytest.raises(ValueError, match="1 to 19 lines"):
+            Go(size)
