@@ -7,17 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from envs_shared.go import Boards, Go
+from envs_shared.go import Go
 
 DATA = Path(__file__).parent / "data" / "go"
 
 
 def read_games(name):
     return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
-
-
-def pick(boards, index):
-    return Boards(*(x[index] for x in boards))
 
 
 def get_points(go, boards):
@@ -32,13 +28,12 @@ def test_openspiel_games(size):
     for i in range(max(len(game["moves"]) for game in games)):
         index = [j for j, game in enumerate(games) if i < len(game["moves"])]
         moves = torch.tensor([games[j]["moves"][i] for j in index])
-        part = pick(boards, index)
+        part = boards.pick(torch.tensor(index))
         legal = go.legal_moves(part)
         assert legal.sum(1).tolist() == [games[j]["legal_counts"][i] for j in index]
         assert legal[torch.arange(len(index)), moves].all()
         after = go.play(part, moves)
-        for x, y in zip(boards, after, strict=True):
-            x[index] = y
+        boards.replace_rows(torch.tensor(index), after)
     assert get_points(go, boards).tolist() == [game["final_board"] for game in games]
     assert go.score(boards).tolist() == [game["score"] for game in games]
     assert go.legal_moves(boards).sum() == 0 or not boards.is_over.all()
@@ -68,7 +63,7 @@ def test_number_of_sequences(size):
         assert legal.sum() == count
         if i + 1 < len(expected):
             parent, moves = legal.nonzero(as_tuple=True)
-            boards = go.play(pick(boards, parent), moves)
+            boards = go.play(boards.pick(parent), moves)
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 57), (3, 12675)])
@@ -98,8 +93,8 @@ def test_groups_and_hashes_grow_as_they_are_set_up(size):
         again = go.set_up(get_points(go, boards), boards.to_play)
         same = [x.groups.unsqueeze(1) == x.groups.unsqueeze(2) for x in (boards, again)]
         assert torch.equal(*same)
-        now = boards.hashes.gather(1, boards.num_moves.unsqueeze(1))
-        assert torch.equal(now, again.hashes[:, :1])
+        now = boards.history.gather(1, boards.num_moves.unsqueeze(1))
+        assert torch.equal(now, again.history[:, :1])
 
 
 def test_games_end():

@@ -1,0 +1,98 @@
+"""Matches between players of Go: games side by side, random moves, ratings."""
+
+import math
+
+import torch
+
+from envs_shared.go import Boards, Go
+from envs_shared.go_files import write_sgf
+
+
+def choose_random_moves(go: Go, boards: Boards, legal, generator=None, fill_eyes: bool = True) -> torch.Tensor:
+    """Moves [B] at random among the legal ones, bool [B, n^2 + 1].
+
+    Without `fill_eyes` a side passes only when all that it could do is to fill its own eyes.
+    """
+    weights = legal.float()
+    if not fill_eyes:
+        weights[:, :-1] *= ~go.find_eyes(boards)
+        weights[:, -1] = 1e-6
+    return torch.multinomial(weights, 1, generator=generator)[:, 0]
+
+
+class RolloutEvaluator:
+    """Equal logits, and for values the results of random games that fill no eyes: plain Monte-Carlo tree search."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, go: Go, komi: float, seed: int):
+        self.go, self.komi = go, komi
+        self.generator = torch.Generator(go.device).manual_seed(seed)
+
+    def __call__(self, boards: Boards, legal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, A] and values [B], for the side to move, of positions with legal moves [B, A]."""
+        to_play, rows = boards.to_play, torch.arange(len(legal))
+        logits, won = torch.zeros_like(legal, dtype=torch.float32), torch.zeros(len(legal))
+        while len(rows):
+            boards = self.go.play(boards, choose_random_moves(self.go, boards, legal, self.generator, fill_eyes=False))
+            over = boards.is_over
+            if over.any():
+                won[rows[over]] = ((self.go.score(boards.pick(over)) - self.komi).sign() + 1) / 2
+                boards, rows = boards.pick(~over), rows[~over]
+            legal = self.go.legal_moves(boards) if len(rows) else legal
+        return logits, torch.where(to_play == 1, won, 1 - won)
+
+
+@torch.no_grad()
+def play_match(go: Go, players: tuple, num_games: int, komi: float, seed: int) -> dict:
+    """Games between two players, each a function from boards [B] to moves [B].
+
+    Every opening of two random moves is played twice, with colours exchanged. Returns the first player's win rate with
+    Wilson's 95 % interval (a draw is half a win) and mean margin in points, and by game its moves, black's margin and
+    whether the first player was black.
+    """
+    generator = torch.Generator(go.device).manual_seed(seed)
+    num_pairs = (num_games + 1) // 2
+    boards, moves = go.new(num_pairs), []
+    for _ in range(2 if go.size > 2 else 0):
+        moves.append(choose_random_moves(go, boards, go.legal_moves(boards), generator, fill_eyes=False))
+        boards = go.play(boards, moves[-1])
+    pair = torch.arange(num_games, device=go.device) % num_pairs
+    boards, moves = boards.pick(pair), [x[pair] for x in moves]
+    is_first_black = torch.arange(num_games, device=go.device) < num_pairs
+    while not boards.is_over.all():
+        chosen = torch.full_like(boards.num_moves, -1)
+        for player, is_black in zip(players, (is_first_black, ~is_first_black), strict=True):
+            rows = (~boards.is_over & ((boards.to_play == 1) == is_black)).nonzero()[:, 0]
+            if len(rows):
+                chosen[rows] = player(boards.pick(rows))
+        rows = (chosen >= 0).nonzero()[:, 0]
+        boards.replace_rows(rows, go.play(boards.pick(rows), chosen[rows]))
+        moves.append(chosen)
+    margins = go.score(boards) - komi
+    own = torch.where(is_first_black, margins, -margins)
+    win_rate = own.sign().add(1).div(2).mean().item()
+    low, high = compute_interval(win_rate, num_games)
+    scores = {"win_rate": win_rate, "win_rate_low": low, "win_rate_high": high, "margin": own.float().mean().item()}
+    games = [[m for m in game if m >= 0] for game in torch.stack(moves, 1).tolist()]
+    return {**scores, "games": games, "margins": margins.tolist(), "is_first_black": is_first_black.tolist()}
+
+
+def format_games(match: dict, size: int, komi: float, first: str, second: str) -> str:
+    """The games of a match as SGF."""
+    games = zip(match["games"], match["margins"], match["is_first_black"], strict=True)
+    names = {True: (first, second), False: (second, first)}
+    return "".join(write_sgf(moves, size, komi, margin, *names[is_black]) for moves, margin, is_black in games)
+
+
+def compute_elo(win_rate: float, num_games: int) -> float:
+    """Elo points that a win rate stands for; half a game is added to both sides, so that they are finite."""
+    wins = win_rate * num_games
+    return 400 * math.log10((wins + 0.5) / (num_games - wins + 0.5))
+
+
+def compute_interval(win_rate: float, num_games: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a win rate."""
+    z2 = 1.96**2 / num_games
+    center, half = win_rate + z2 / 2, 1.96 * math.sqrt(win_rate * (1 - win_rate) / num_games + z2 / 4 / num_games)
+    return (center - half) / (1 + z2), (center + half) / (1 + z2)
