@@ -215,7 +215,7 @@ class Agent(nn.Module):
 
     def __init__(self, size: int, args: Args, is_folded: bool = False):
         super().__init__()
-        make, width = partial(ConvNorm, is_folded=is_folded), args.channels
+        make, width, self.autocasts = partial(ConvNorm, is_folded=is_folded), args.channels, args.bf16 and not is_folded
         self.stem = make(NUM_PLANES, width, 3)
         self.blocks = nn.ModuleList(
             nn.ModuleList([make(width, width, 3) for _ in range(2)]) for _ in range(args.blocks)
@@ -226,11 +226,12 @@ class Agent(nn.Module):
 
     def forward(self, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, A] of all moves and values [B] in [0, 1] of planes [B, NUM_PLANES, n, n]."""
-        x = self.stem(planes.to(self.policy_head.weight.dtype, memory_format=torch.channels_last)).relu()
-        for first, second in self.blocks:
-            x = (x + second(first(x).relu())).relu()  # [B, channels, n, n]
-        logits = self.policy_head(self.policy_conv(x).relu().flatten(1))
-        value = self.value_head(self.value_conv(x).relu().flatten(1)).squeeze(1)
+        with torch.autocast(planes.device.type, torch.bfloat16, enabled=self.autocasts):
+            x = self.stem(planes.to(self.policy_head.weight.dtype, memory_format=torch.channels_last)).relu()
+            for first, second in self.blocks:
+                x = (x + second(first(x).relu())).relu()  # [B, channels, n, n]
+            logits = self.policy_head(self.policy_conv(x).relu().flatten(1))
+            value = self.value_head(self.value_conv(x).relu().flatten(1)).squeeze(1)
         return logits.float(), value.float().sigmoid()
 
     @torch.no_grad()
@@ -274,18 +275,18 @@ class Pool:
         self.epoch, self.num_uses, self.position = torch.zeros(3, capacity, dtype=torch.int64, device=device)
         self.size, self.num_positions = 0, 0
 
-    def add(self, images: Records, loss: torch.Tensor, epoch: int, args: Args) -> int:
+    def add(self, images: Records, loss: torch.Tensor, epoch: int, max_age: int | None) -> int:
         """Put in images of positions [8 M, ...] with their loss [8 M]; returns how many records were evicted.
 
-        Beyond the capacity those older than --max-age leave first, then those of the lowest loss, be they old or new;
-        with --replay-order uniform the oldest.
+        Beyond the capacity those older than `max_age` epochs leave first, then those of the lowest loss, be they old or
+        new; the oldest if it is None.
         """
         num_new, capacity = len(loss), len(self.loss)
         if num_new == 0:
             return 0
         keys = torch.cat((self.loss[: self.size], loss))
         epochs = torch.cat((self.epoch[: self.size], torch.full_like(loss, epoch, dtype=torch.int64)))
-        keys = epochs.float() if args.replay_order == "uniform" else keys.masked_fill(epochs < epoch - args.max_age, -1)
+        keys = epochs.float() if max_age is None else keys.masked_fill(epochs < epoch - max_age, -1)
         num_evicted = max(0, self.size + num_new - capacity)
         evicted = keys.topk(num_evicted, largest=False).indices
         stays = torch.ones_like(loss, dtype=torch.bool)
@@ -305,7 +306,7 @@ class Pool:
         """Index of up to `num_records` records in the --replay-order, no two of them images of the same position."""
         loss = self.loss[: self.size].clamp(max=args.loss_clamp)
         loss = torch.where(self.num_uses[: self.size] < args.max_reuse, loss + 1e-6, 0.0)
-        count = min(4 * num_records, self.size)
+        count = min(8 * num_records, self.size)  # which are images of `num_records` positions at least
         if args.replay_order == "loss":  # equal ones, as those at the clamp are, in random order
             index = (loss + 1e-6 * torch.rand_like(loss)).topk(count).indices
         else:
@@ -457,7 +458,7 @@ class Slot:
     """
 
     def __init__(self, evaluator, num_games: int, max_depth: int, device: torch.device):
-        self.evaluator, self.busy_seconds, self.trace = evaluator, 0.0, None
+        self.evaluator, self.busy_seconds, self.outputs = evaluator, 0.0, None
         self.games = torch.arange(0, device=device)  # those with a leaf on its way
         self.edges = torch.zeros(num_games, max_depth, dtype=torch.int64, device=device)
         self.depth, self.leaf, self.num_pseudo = torch.zeros(3, num_games, dtype=torch.int64, device=device)
@@ -474,6 +475,8 @@ class Slot:
         if not self.is_gpu:
             self.future = self.thread.submit(self.work)
             return
+        if self.outputs is not None:
+            self.busy_seconds += self.start.elapsed_time(self.end) / 1e3
         self.stream.wait_stream(torch.cuda.current_stream(self.evaluator.device))
         with torch.cuda.stream(self.stream):
             self.start.record()
@@ -486,8 +489,6 @@ class Slot:
         start = time.perf_counter()
         outputs = self.evaluator(self.boards, self.legal)
         self.busy_seconds += time.perf_counter() - start
-        if self.trace is not None:
-            self.trace.append(("evaluate", start, time.perf_counter()))
         return outputs
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -768,7 +769,8 @@ class Thinker:
             for boards in positions[len(self.positions) :]:
                 self.search.advance(boards.last_move, boards, torch.tensor([False]))
         else:
-            self.search = Search(self.go, self.evaluators, 1, MAX_TREE, self.args, komi=komi)
+            size = max(MAX_TREE, self.args.simulations_end)
+            self.search = Search(self.go, self.evaluators, 1, size, self.args, komi=komi)
             self.search.reset(positions[-1])
         self.positions, self.komi, search = list(positions), komi, self.search
         wanted = self.args.simulations_end if num_simulations is None else num_simulations
@@ -791,8 +793,8 @@ class SelfPlay:
         self.is_holdout = torch.rand(num_games, device=device) < args.holdout_fraction
 
     @torch.no_grad()
-    def play_moves(self, search: Search | None, num_simulations: int, epsilon: float) -> tuple[Records, torch.Tensor]:
-        """A move in each game, searched or else at random: records of the games that ended, and which are held out."""
+    def play_moves(self, search: Search | None, num_simulations: int, epsilon: float) -> tuple[Records, Records]:
+        """A move in each game, searched or else at random: what `finish_games` gives for those that ended."""
         go, boards, args = self.go, self.boards, self.args
         legal = go.legal_moves(boards)
         if search is None:
@@ -823,8 +825,8 @@ class SelfPlay:
             search.advance(moves, boards, over)
         return records
 
-    def finish_games(self, games: torch.Tensor) -> tuple[Records, torch.Tensor]:
-        """Records of `games` [R], which are over, and for each whether it is held out."""
+    def finish_games(self, games: torch.Tensor) -> tuple[Records, Records]:
+        """Records of `games` [R], which are over: those to learn from, and those of games that are held out."""
         boards, args = self.boards.pick(games), self.args
         z = compute_result(self.go.score(boards), args.komi, args.score_weight, self.go.num_points).unsqueeze(1)
         moves_left = boards.num_moves.unsqueeze(1) - torch.arange(self.q.shape[1], device=games.device)
@@ -832,7 +834,8 @@ class SelfPlay:
         z = decay_result(torch.where(to_play == 1, z, 1 - z), moves_left, args.gamma)[is_move]
         q = self.q[games][is_move]
         records = Records(self.planes[games][is_move], self.visits[games][is_move], torch.where(q.isnan(), z, q), z)
-        return records, self.is_holdout[games].unsqueeze(1).expand_as(is_move)[is_move]
+        held_out = self.is_holdout[games].unsqueeze(1).expand_as(is_move)[is_move]
+        return tuple(Records(*(x[rows] for x in records)) for rows in (~held_out, held_out))
 
     def state_dict(self) -> dict:
         """What a checkpoint needs of it."""
@@ -852,9 +855,8 @@ def make_images(records: Records, symmetries: torch.Tensor) -> Records:
     """All images [8 M] of records [M], image k of record m in row k M + m."""
     planes = records.planes.unflatten(1, (NUM_PLANES, -1))
     planes = torch.cat([planes[..., s[:-1]].flatten(1) for s in symmetries])
-    return Records(
-        planes, torch.cat([records.visits[:, s] for s in symmetries]), records.q.repeat(8), records.z.repeat(8)
-    )
+    visits = torch.cat([records.visits[:, s] for s in symmetries])
+    return Records(planes, visits, records.q.repeat(8), records.z.repeat(8))
 
 
 def record_losses(network, records: Records, size: int, q_weight: float) -> tuple:
@@ -867,30 +869,28 @@ def record_losses(network, records: Records, size: int, q_weight: float) -> tupl
 
 
 @torch.no_grad()
-def rank_losses(network, records: Records, args: Args, size: int, q_weight: float, chunk: int = 512) -> torch.Tensor:
+def rank_losses(network, records: Records, size: int, q_weight: float, value_coef: float, chunk=512) -> torch.Tensor:
     """Eq. 7 for records [M], by a network in evaluation mode."""
     losses = []
     for part in zip(*(x.split(chunk) for x in records), strict=True):
         _, value_loss, kl = record_losses(network, Records(*part), size, q_weight)
-        losses.append(mix_losses(kl, value_loss, size**2 + 1, args.value_coef))
+        losses.append(mix_losses(kl, value_loss, size**2 + 1, value_coef))
     return torch.cat(losses) if losses else records.q
 
 
 METRICS = ("policy_loss", "value_loss", "kl", "loss", "grad_norm")
+SCORES = ("win_rate", "win_rate_low", "win_rate_high", "margin")  # of a match
 HOLDOUT_SIZE = 4096  # records of games kept out of the pool
 MAX_TREE = 10_000  # simulations that the tree of a game of GTP has room for
 
 
-def update_network(agent: Agent, optimizer, records: Records, args: Args, size: int, q_weight: float, value_only: bool):
-    """One gradient step of eq. 6 on a minibatch; returns its METRICS [5]. With `value_only` the policy head stays."""
-    device = records.q.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-        policy_loss, value_loss, kl = (x.mean() for x in record_losses(agent, records, size, q_weight))
-    value_coef = 1.0 if value_only else args.value_coef
+def update_network(agent: Agent, optimizer, records: Records, size: int, q_weight: float, value_coef: float):
+    """One gradient step of eq. 6 on a minibatch; returns its METRICS [5]. With value_coef 1 the policy head stays."""
+    policy_loss, value_loss, kl = (x.mean() for x in record_losses(agent, records, size, q_weight))
     loss = mix_losses(policy_loss, value_loss, size**2 + 1, value_coef)
     optimizer.zero_grad(set_to_none=True)
     (loss / WORLD_SIZE).backward()
-    if value_only:
+    if value_coef == 1:
         for p in (*agent.policy_conv.parameters(), *agent.policy_head.parameters()):
             p.grad = None
     sum_gradients(agent.parameters())
@@ -920,7 +920,7 @@ def describe_search(search: Search, num_simulations: int, seconds: float) -> dic
     busy = sum(slot.busy_seconds for slot in search.slots)
     return {
         "search/sims_per_second": num_simulations / seconds,
-        "search/fail_rate": counts["fails"] / max(1, counts["requests"]),
+        "search/fail_rate": counts["fails"] / max(1, counts["turns"]),
         "search/collision_rate": counts["collisions"] / max(1, counts["requests"]),
         "search/slot_fill": counts["evaluated"] / max(1, counts["turns"]),
         "search/device_idle": max(0.0, 1 - busy / seconds),
@@ -953,22 +953,19 @@ def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str
     evaluators = make_evaluators(network, tree_go, args.eval_episodes, args)
     seed = int(np.random.SeedSequence([args.seed, 1]).generate_state(1)[0])
     metrics, matches = {}, {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        generator = torch.Generator().manual_seed(seed)
-        rollouts = [RolloutEvaluator(go, args.komi, seed)]
+    generator = torch.Generator().manual_seed(seed)
 
-        def move_at_random(boards: Boards) -> torch.Tensor:
-            return choose_random_moves(go, boards, go.legal_moves(boards), generator)
+    def move_at_random(boards: Boards) -> torch.Tensor:
+        return choose_random_moves(go, boards, go.legal_moves(boards), generator)
 
-        def search(boards: Boards) -> torch.Tensor:
-            return make_player(tree_go, evaluators, args)(Boards(*(x.to(device) for x in boards))).cpu()
+    def search(boards: Boards) -> torch.Tensor:
+        return make_player(tree_go, evaluators, args)(Boards(*(x.to(device) for x in boards))).cpu()
 
-        plain = make_player(go, rollouts, args, scores=ucb1_scores)
-        for name, opponent in (("random", move_at_random), ("mcts", plain)):
-            matches[name] = match = play_match(go, (search, opponent), args.eval_episodes, args.komi, seed)
-            for key in ("win_rate", "win_rate_low", "win_rate_high", "margin"):
-                metrics[f"eval/{key}_{name}"] = match[key]
+    plain_mcts = make_player(go, [RolloutEvaluator(go, args.komi, seed)], args, scores=ucb1_scores)
+    for name, opponent in (("random", move_at_random), ("mcts", plain_mcts)):
+        matches[name] = match = play_match(go, (search, opponent), args.eval_episodes, args.komi, seed)
+        for key in SCORES:
+            metrics[f"eval/{key}_{name}"] = match[key]
     return metrics, matches
 
 
@@ -978,25 +975,22 @@ def compete(go: Go, network: Agent, reference: Agent, args: Args, epoch: int, ru
     match = play_match(go, players, args.arena_games, args.komi, args.seed * 1000 + epoch)
     progress["elo"] += go_match.compute_elo(match["win_rate"], args.arena_games)
     text = go_match.format_games(match, go.size, args.komi, SCRIPT, f"{SCRIPT}, {args.arena_interval} epochs before")
-    (run_path / "games").mkdir(exist_ok=True)
-    write_atomically(run_path / "games" / f"epoch_{epoch:04d}.sgf", text.encode())
-    names = ("win_rate", "win_rate_low", "win_rate_high", "margin")
-    return {f"arena/{name}": match[name] for name in names} | {"arena/elo": progress["elo"]}
+    write_atomically(run_path / f"games_epoch_{epoch:04d}.sgf", text.encode())
+    return {f"arena/{name}": match[name] for name in SCORES} | {"arena/elo": progress["elo"]}
 
 
-def draw_search(network: Agent, args: Args, device: torch.device, moves: list[int]):
+def draw_search(network: Agent, args: Args, moves: list[int]):
     """Picture of a search in the middle of the game `moves`; None where matplotlib is missing."""
-    go = Go(get_size(args), device)
-    boards = go.new(1)
+    go = Go(get_size(args))
+    positions = [go.new(1)]
     for move in moves[: len(moves) // 3]:
-        boards = go.play(boards, torch.tensor([move], device=device))
-    search = Search(go, make_evaluators(network, go, 1, args), 1, args.simulations_end, args)
-    search.reset(boards)
-    search.run(args.simulations_end)
-    visits, colour = search.visit_counts()[0], "black" if int(boards.to_play) == 1 else "white"
-    title = f"{colour} to play: {search.root_values().item():.0%} to win"
+        positions.append(go.play(positions[-1], torch.tensor([move])))
+    boards, evaluators = positions[-1], make_evaluators(network, go, 1, args)
+    analysis = Thinker(go, evaluators, args).think(positions, args.komi, math.inf, None)
+    heat, colour = torch.tensor(analysis.visits), "black" if int(boards.to_play) == 1 else "white"
+    title = f"{colour} to play, {analysis.values[int(heat.argmax())]:.0%} for it after the best move"
     points = boards.stones[0, go.cells].tolist()
-    return go_files.draw_board(points, go.size, (visits / visits.sum()).tolist(), int(boards.last_move), title)
+    return go_files.draw_board(points, go.size, (heat / heat.sum()).tolist(), int(boards.last_move), title)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -1196,14 +1190,12 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     wall_start, cpu_start = time.time(), time.process_time()
     device, is_main = setup_device(args), RANK == 0
     start_step = checkpoint["global_step"] if checkpoint else 0
-    if (
-        checkpoint
-        and checkpoint["iteration"] >= args.num_epochs
-        and Path(args.resume).with_name("result.json").exists()
-    ):
+    is_done = checkpoint is not None and checkpoint["iteration"] >= args.num_epochs
+    if is_done and Path(args.resume).with_name("result.json").exists():
         fail(f"--resume {args.resume}: its {args.num_epochs} epochs are done; raise --num-epochs")
     seed_everything(args.seed)  # the same weights in every process
-    size = get_size(args)
+    size, first_search = get_size(args), args.pretrain_value_epochs
+    first_play = first_search + args.pretrain_search_epochs
     agent = Agent(size, args).to(device, memory_format=torch.channels_last)
     lr = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.AdamW(agent.parameters(), lr=lr, weight_decay=args.weight_decay, fused=True)
@@ -1261,13 +1253,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     if is_main:
         bar.write(f"run folder {run_path}")
     while (epoch := progress["iteration"]) < args.num_epochs:
-        stage = (epoch >= args.pretrain_value_epochs) + (
-            epoch >= args.pretrain_value_epochs + args.pretrain_search_epochs
-        )
-        if epoch > 0 and epoch in (
-            args.pretrain_value_epochs,
-            args.pretrain_value_epochs + args.pretrain_search_epochs,
-        ):
+        stage = (epoch >= first_search) + (epoch >= first_play)  # 0: random games, 1: uniform prior, 2: self-play
+        if epoch > 0 and epoch in (first_search, first_play):
             pool.size = holdout.size = 0  # another kind of games begins
         if args.anneal_lr:
             lr.fill_(args.learning_rate * (1.0 - 0.99 * epoch / args.num_epochs))
@@ -1276,39 +1263,34 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         q_weight = interpolate(args.q_weight_start, args.q_weight_end, epoch, args)
 
         # Prepare: play until there are enough new records, with trees that begin anew after the network has changed
-        play_start, num_moves, evicted, parts = time.perf_counter(), 0, 0, []
-        search = None
+        play_start, num_moves, parts, search = time.perf_counter(), 0, [], None
+        value_coef = 1.0 if stage == 0 else args.value_coef
         if stage > 0:
             scores = puct_scores if stage == 2 else ucb1_scores
             search = Search(go, evaluators, num_games, num_simulations, args, scores=scores)
             search.reset(self_play.boards)
-        while 8 * sum(len(records.q) for records, _ in parts) < num_new:
+        while 8 * sum(len(records[0].q) for records in parts) < num_new:
             parts.append(self_play.play_moves(search, num_simulations, epsilon))
             num_moves += num_games
-        seconds = time.perf_counter() - play_start
-        records = Records(*(torch.cat(x) for x in zip(*(records for records, _ in parts), strict=True)))
-        held_out = torch.cat([x for _, x in parts])
-        for rows, target in ((~held_out, pool), (held_out, holdout)):
-            images = make_images(Records(*(x[rows] for x in records)), go.symmetries)
-            num_evicted = target.add(images, rank_losses(network, images, args, size, q_weight), epoch, args)
-            evicted = num_evicted if target is pool else evicted
+        seconds, evicted = time.perf_counter() - play_start, 0
+        new, held_out = (Records(*map(torch.cat, zip(*x, strict=True))) for x in zip(*parts, strict=True))
+        for target, records in ((holdout, held_out), (pool, new)):
+            max_age = None if target is holdout or args.replay_order == "uniform" else args.max_age
+            images = make_images(records, go.symmetries)
+            evicted = target.add(images, rank_losses(network, images, size, q_weight, value_coef), epoch, max_age)
 
         # Train on what the pool holds, ranking what was trained on anew after each batch
-        agent.train()
         ranks, trained, metrics = pool.rank(), [], torch.zeros(len(METRICS), device=device)
         sampled_loss = torch.zeros(2, device=device)
         for _ in range(num_updates):
             index = pool.sample(batch_size, args)
             batch = Records(*(x[index] for x in pool.records))
-            metrics += update_network(agent, optimizer, batch, args, size, q_weight, stage == 0)
-            agent.eval()
-            loss = rank_losses(agent, batch, args, size, q_weight)
-            agent.train()
+            metrics += update_network(agent.train(), optimizer, batch, size, q_weight, value_coef)
+            loss = rank_losses(agent.eval(), batch, size, q_weight, value_coef)
             sampled_loss += torch.stack((pool.loss[index].mean(), loss.mean()))
             pool.loss[index] = loss
             pool.num_uses[index] += 1
             trained.append(index)
-        agent.eval()
         if WORLD_SIZE > 1:
             for x in agent.buffers():
                 x.copy_(sum_over_ranks(x.float()) / WORLD_SIZE)
@@ -1371,7 +1353,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     for name, match in matches.items():
         text = go_match.format_games(match, size, args.komi, SCRIPT, name)
         write_atomically(run_path / f"games_{name}.sgf", text.encode())
-    if figure := draw_search(network, args, device, matches["mcts"]["games"][0]):
+    if figure := draw_search(network, args, matches["mcts"]["games"][0]):
         figure.savefig(run_path / "board.png", dpi=120)
         writer.add_figure("eval/board", figure, step)
     title, path = f"{args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
@@ -1379,11 +1361,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     writer.close()
     write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
     rates = [f"{name} {eval_metrics[f'eval/win_rate_{name}']:.0%}" for name in matches]
-    print(
-        f"{args.env_id}: wins against {' and '.join(rates)} of {args.eval_episodes} games, Elo {progress['elo']:+.0f}",
-        end=" ",
-    )
-    print(f"after {step:,} moves in {result['wall_seconds']:.1f} s; run folder {run_path}")
+    verdict = f"wins against {' and '.join(rates)} of {args.eval_episodes} games, Elo {progress['elo']:+.0f}"
+    print(f"{args.env_id}: {verdict} after {step:,} moves in {result['wall_seconds']:.1f} s; run folder {run_path}")
 
 
 def play_gtp(network: Agent, args: Args, device: torch.device) -> None:

@@ -180,7 +180,7 @@ class Go:
         history = boards.history.scatter(1, num_moves.unsqueeze(1), position)
         num_passes = torch.where(is_pass[:, 0], boards.num_passes + 1, 0)
         in_atari = self.find_atari(stones, groups)
-        return Boards(stones, groups, in_atari, -boards.to_play, num_moves, num_passes, moves, history)
+        return Boards(stones, groups, in_atari, -boards.to_play, num_moves, num_passes, moves.clone(), history)
 
     def find_eyes(self, boards: Boards) -> torch.Tensor:
         """Empty points with stones of the side to move, or the border, on all four sides, bool [B, n^2]."""

@@ -1,14 +1,19 @@
 """AlphaZero for Go: the search against a plain recursive one, its slots, the pool, the losses, the engine."""
 
+import io
 import math
-from dataclasses import replace
+import shutil
+import sys
+import time
 
 import pytest
 import torch
+from conftest import ROOT, read_result
 
 from algos import alphazero_go as az
+from envs_shared import go_files, gtp
 from envs_shared.go import Go
-from envs_shared.go_match import choose_random_moves
+from envs_shared.go_match import RolloutEvaluator, choose_random_moves, compute_elo, compute_interval, play_match
 
 CPU = torch.device("cpu")
 
@@ -79,13 +84,16 @@ class PlainSearch:
 def make_boards(go, num_games, num_moves, seed=0):
     generator = torch.Generator().manual_seed(seed)
     boards = go.new(num_games)
-    for i in range(num_moves):
+    for _ in range(num_moves):
         moves = choose_random_moves(go, boards, go.legal_moves(boards), generator, fill_eyes=False)
-        moves[: num_games * i // (2 * num_moves)] = (
-            go.num_points if i % 2 else moves[: num_games * i // (2 * num_moves)]
-        )
-        boards = go.play(boards, torch.where(boards.num_passes > 0, moves, moves))
+        boards = go.play(boards, moves)
     return boards
+
+
+def set_up(go, text, to_play=1):
+    """Boards [1] of a picture: X black, O white, rows from the top."""
+    points = torch.tensor([[".XO".index(c) for c in text.replace(" ", "")]])
+    return go.set_up(torch.where(points == 2, -1, points).to(torch.int8), torch.tensor([to_play]))
 
 
 def assert_same_tree(search, plain, game):
@@ -136,3 +144,669 @@ def test_one_slot_is_the_serial_search(size, fpu):
                 continue
             child = plain[g].root["children"][int(moves[g])]
             plain[g].root = child
+
+
+def test_scores_are_eq_1_and_ucb1():
+    q, n, p = torch.tensor([[0.2, 0.5, 0.0]]), torch.tensor([[3.0, 0.0, 8.0]]), torch.tensor([[0.5, 0.3, 0.2]])
+    found = az.puct_scores(q, n, p, torch.tensor([12.0]), 1.5)[0]
+    expected = [0.2 + 1.5 * 12**0.5 / 4 * 0.5, 0.5 + 1.5 * 12**0.5 * 0.3, 1.5 * 12**0.5 / 9 * 0.2]
+    assert found.tolist() == pytest.approx(expected)
+    at_start = az.puct_scores(q, n * 0, p, torch.tensor([0.0]), 1.5)[0]  # max(N, 1)
+    assert at_start.tolist() == pytest.approx((q + 1.5 * p)[0].tolist())
+    found = az.ucb1_scores(q, n, p, torch.tensor([12.0]), 1.5)[0].tolist()
+    assert found[0] == pytest.approx(0.2 + 1.5 * (math.log(12) / 3) ** 0.5) and found[1] > 1e5
+
+
+def test_root_noise_in_both_forms():
+    torch.manual_seed(0)
+    prior = torch.tensor([0.0, 0.5, 0.3, 0.2]).expand(20_000, 4)
+    added = az.add_dirichlet_noise(prior, 0.3, 0.25, "additive")
+    mixed = az.add_dirichlet_noise(prior, 0.3, 0.25, "convex")
+    assert (added.sum(1) - 1.25).abs().max() < 1e-5 and (mixed.sum(1) - 1).abs().max() < 1e-5
+    assert not added[:, 0].any() and not mixed[:, 0].any()  # illegal
+    noise = (added - prior)[:, 1:] / 0.25  # a Dirichlet of three entries: mean 1/3, variance (1/3)(2/3)/(3 a + 1)
+    assert noise.mean(0).tolist() == pytest.approx([1 / 3] * 3, abs=0.01)
+    assert noise.var(0).tolist() == pytest.approx([2 / 9 / 1.9] * 3, abs=0.005)
+    assert (mixed - 0.75 * prior).mean(0)[1:].tolist() == pytest.approx([0.25 / 3] * 3, abs=0.01)
+    assert torch.isfinite(az.add_dirichlet_noise(prior[:, 1:], 1e-3, 0.25, "convex")).all()
+
+
+def test_two_slots_leave_no_pseudo_visits_and_hardly_fail_once_under_way():
+    go, num_games = Go(7), 16
+    args, boards = az.Args(komi=0.5, c_puct=2.0), make_boards(Go(7), 16, 8)
+    search = az.Search(go, [HashEvaluator(go) for _ in range(2)], num_games, 400, args)
+    search.reset(boards)
+    request, finish, most = search.request, search.finish, []
+
+    def watch(slot, games):
+        done = request(slot, games)
+        assert search.pseudo.long().sum(1)[search.roots].equal(search.root_pseudo)
+        limit = args.pseudo_limit * search.visits[search.roots]
+        assert (search.root_pseudo <= limit).all()
+        both = [slot.leaf[slot.games] for slot in search.slots]
+        assert len(torch.cat(both).unique()) == sum(map(len, both))  # no leaf is on its way twice
+        most.append(int(search.root_pseudo.max()))
+        return done
+
+    def check_finish(slot):
+        finish(slot)
+        if not any(len(slot.games) for slot in search.slots):
+            assert not search.pseudo.any() and not search.root_pseudo.any()
+
+    search.request, search.finish = watch, check_finish
+    rates = []
+    for num_simulations in (50, 350):
+        search.counts = dict.fromkeys(search.counts, 0)
+        search.run(num_simulations)
+        rates.append(search.counts["fails"] / search.counts["turns"])
+        assert not search.pseudo.any() and not search.root_pseudo.any()
+    assert (search.visits[search.roots] == 401).all()
+    assert (search.visit_counts().sum(1) == 400).all()
+    assert max(most) > 0  # there were collisions
+    assert 0.1 < rates[0] < 0.25 and rates[1] < 0.02
+
+
+def test_without_room_for_pseudo_visits_two_slots_are_the_serial_search():
+    """k = 0: whoever collides waits; the other slot's leaf differs from what a serial search would take, or nothing."""
+    go, args = Go(5), az.Args(komi=0.5, pseudo_limit=0.0)
+    boards, evaluator, counts = make_boards(Go(5), 8, 4), HashEvaluator(Go(5)), []
+    for num_slots in (1, 2):
+        search = az.Search(go, [evaluator] * num_slots, 8, 300, args)
+        search.reset(boards)
+        search.run(300)
+        counts.append(search.visit_counts())
+    assert search.counts["fails"] == search.counts["collisions"] > 0
+    assert torch.equal(*counts)  # a second request without pseudo visits always runs into the first
+
+
+def test_two_slots_stay_close_to_the_serial_search():
+    go, args = Go(7), az.Args(komi=0.5)
+    boards, evaluator, counts = make_boards(Go(7), 16, 8), HashEvaluator(Go(7)), []
+    for num_slots in (1, 2):
+        search = az.Search(go, [evaluator] * num_slots, 16, 800, args)
+        search.reset(boards)
+        search.run(800)
+        counts.append(search.visit_counts() / 800)
+    distance = (counts[0] - counts[1]).abs().sum(1) / 2
+    assert 0 < distance.mean() < 0.15  # values that are random numbers, the worst case
+
+
+def test_time_and_games_that_are_over_stop_a_search():
+    go = Go(5)
+    boards = go.new(2)
+    boards = go.play(boards, torch.tensor([25, 12]))
+    boards = go.play(boards, torch.tensor([25, 25]))  # the first game is over
+    search = az.Search(go, [HashEvaluator(go)], 2, 10_000, az.Args(komi=0.5))
+    search.reset(boards)
+    assert search.value[search.roots[0]] == 0  # black to move, nothing on the board, half a point of komi
+    start = time.monotonic()
+    search.run(10_000, start + 0.3)
+    assert time.monotonic() - start < 2
+    visits = search.visit_counts().sum(1)
+    assert visits[0] == 0 and 10 < visits[1] < 10_000
+
+
+class AreaEvaluator:
+    """Perfect values where every stone on the board lives: who is ahead wins, whatever is played."""
+
+    device = CPU
+
+    def __init__(self, go, komi):
+        self.go, self.komi = go, komi
+
+    def __call__(self, boards, legal):
+        z = ((self.go.score(boards) - self.komi).sign() + 1) / 2
+        return torch.zeros_like(legal, dtype=torch.float32), torch.where(boards.to_play == 1, z, 1 - z)
+
+
+def test_a_won_game_is_not_hurried():
+    """Where all moves win, ending the game at once is worth no more than going on."""
+    go, komi = Go(3), -20.0
+    boards = go.play(set_up(go, "X.X XXX .X.", -1), torch.tensor([9]))  # white passed: a pass of black wins at once
+    search = az.Search(go, [AreaEvaluator(go, komi)], 1, 300, az.Args(komi=komi, num_slots=1))
+    search.reset(boards)
+    search.run(300)
+    counts, q, _ = search.edges[0][:, search.edges[0, 2] > 0]
+    assert len(counts) == 4 and (q == 1).all() and counts.tolist() == [75] * 4  # equal priors, equal visits
+
+
+def test_score_weight_prefers_larger_wins():
+    """White's last stone is in atari: passing wins by less than capturing it."""
+    go = Go(3)
+    boards = go.play(set_up(go, "XX. X.X XXO", -1), torch.tensor([9]))
+    visits = []
+    for score_weight in (0.0, 0.9):
+        args = az.Args(komi=0.5, num_slots=1, score_weight=score_weight)
+        search = az.Search(go, [AreaEvaluator(go, 0.5)], 1, 200, args)
+        search.reset(boards)
+        assert search.go.score(search.boards) > 0
+        search.run(200)
+        visits.append(search.visit_counts()[0, 9] / 200)
+    assert visits[1] < visits[0]
+
+
+EYE_OF_THREE = ".X.XX XXXXX OOOOO O...O OOOOO"  # white lives or dies at C2, black lives
+
+
+@pytest.mark.parametrize(
+    ("text", "to_play", "komi", "move", "num_simulations", "num_slots"),
+    [
+        (EYE_OF_THREE, 1, 0.5, 17, 200, 1),
+        (EYE_OF_THREE, 1, 0.5, 17, 200, 2),
+        (EYE_OF_THREE, -1, 0.5, 17, 200, 2),
+        ("... ... ...", 1, 8.5, 4, 1000, 2),  # the centre, and only it, wins the board
+    ],
+)
+def test_forced_wins_are_found(text, to_play, komi, move, num_simulations, num_slots):
+    """The only moves that win, for a search that knows nothing but the rules and the results of random games."""
+    go = Go(len(text.split()))
+    evaluators = [RolloutEvaluator(go, komi, k) for k in range(num_slots)]
+    search = az.Search(go, evaluators, 1, num_simulations, az.Args(komi=komi), scores=az.ucb1_scores)
+    search.reset(set_up(go, text, to_play))
+    search.run(num_simulations)
+    assert int(search.visit_counts()[0].argmax()) == move
+
+
+def make_agent(size=5, **options):
+    """A network whose batch norms have statistics of their own."""
+    torch.manual_seed(0)
+    args = az.Args(**{"blocks": 2, "channels": 8, **options})
+    agent = az.Agent(size, args)
+    for _ in range(3):
+        agent.train()(torch.rand(64, 9, size, size) > 0.5)
+    return agent.eval(), args
+
+
+def test_folded_network_is_the_network():
+    agent, args = make_agent()
+    planes = torch.rand(32, 9, 5, 5) > 0.5
+    with torch.no_grad():
+        expected = agent(planes)
+        folded = agent.fold_into(az.make_network(5, args, CPU))
+        for x, y in zip(folded(planes), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        assert (agent.train()(planes)[0] - expected[0]).abs().max() > 1e-3  # the statistics matter
+        args.bf16 = True
+        for x, y in zip(agent.eval().fold_into(az.make_network(5, args, CPU))(planes), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0.1, atol=0.05)
+            assert x.dtype == torch.float32
+
+
+def test_compiled_network_searches_alike():
+    counts, go = [], Go(5)
+    for is_compiled in (False, True):
+        agent, args = make_agent(compile=is_compiled)
+        network = agent.fold_into(az.make_network(5, args, CPU))
+        if is_compiled:
+            network.compile(dynamic=True)
+        search = az.Search(go, az.make_evaluators(network, go, 70, args), 70, 16, args)
+        search.reset(make_boards(go, 70, 4))
+        search.run(16)
+        counts.append(search.visit_counts())
+    assert (counts[0] - counts[1]).abs().sum() <= 0.01 * counts[0].sum()
+
+
+def test_losses_in_float64():
+    """Eq. 4 to 7 by hand, and the gradient of the policy loss in closed form."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 10, requires_grad=True)
+    legal = torch.rand(6, 10) > 0.4
+    legal[:, -1] = True
+    visits = torch.rand(6, 10) * legal
+    visits /= visits.sum(1, keepdim=True)
+    visits[0] = torch.eye(10)[9]
+    value, target = torch.rand(6), torch.rand(6)
+    policy_loss, value_loss, kl = az.compute_losses(logits, value, legal, visits, target)
+    for i in range(6):
+        x = [math.exp(a) for a, ok in zip(logits[i].tolist(), legal[i], strict=True) if ok]
+        p = [a / sum(x) for a in x]
+        pi = [a for a, ok in zip(visits[i].tolist(), legal[i], strict=True) if ok]
+        assert policy_loss[i].item() == pytest.approx(
+            -sum(a * math.log(b) for a, b in zip(pi, p, strict=True)), rel=1e-5
+        )
+        divergence = sum(a * math.log(a / b) for a, b in zip(pi, p, strict=True) if a > 0)
+        assert kl[i].item() == pytest.approx(divergence, rel=1e-4, abs=1e-6)
+        assert value_loss[i].item() == pytest.approx((value[i].item() - target[i].item()) ** 2, rel=1e-5)
+    policy_loss.sum().backward()
+    softmax = logits.detach().masked_fill(~legal, -torch.inf).softmax(1)
+    torch.testing.assert_close(logits.grad, softmax - visits)
+    blank = az.mix_losses(torch.tensor(10.0).log(), torch.tensor(0.25), 10, 0.2)
+    assert blank.item() == pytest.approx(1.0)  # uniform policy, value 1/2: 1 whatever the weights
+    assert az.mix_losses(torch.tensor(1.0), torch.tensor(0.0), 10, 0.2).item() == pytest.approx(0.8 / math.log(10))
+
+
+def test_results():
+    score = torch.tensor([25, 3, 0, -4])
+    assert az.compute_result(score, 3.0, 0.0, 25).tolist() == [1, 0.5, 0, 0]
+    mixed = az.compute_result(score, 3.0, 0.4, 25).tolist()
+    assert mixed == pytest.approx([0.6 + 0.4 * 0.94, 0.5, 0.4 * (0.5 - 3 / 50), 0.4 * (0.5 - 7 / 50)])
+    assert az.decay_result(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([2, 1, 3]), 0.9).tolist() == pytest.approx(
+        [0.905, 0.05, 0.5]
+    )
+    assert compute_elo(0.75, 10**6) == pytest.approx(400 * math.log10(3), abs=0.01) and compute_elo(1.0, 10) > 0
+    assert compute_interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson's, by R's prop.test
+    assert compute_interval(1.0, 20)[0] == pytest.approx(0.8389, abs=1e-4)
+
+
+def test_images_are_what_the_turned_game_looks_like():
+    go, turned = Go(5), Go(5)
+    torch.manual_seed(1)
+    moves = []
+    boards = go.new(4)
+    for _ in range(12):
+        moves.append(choose_random_moves(go, boards, go.legal_moves(boards), fill_eyes=False))
+        boards = go.play(boards, moves[-1])
+    legal = go.legal_moves(boards)
+    visits = torch.rand(4, 26).half()
+    planes = go.planes(boards, legal).flatten(1)
+    images = az.make_images(az.Records(planes, visits, torch.arange(4.0), torch.rand(4)), go.symmetries)
+    assert len(set(map(tuple, go.symmetries.tolist()))) == 8
+    for k, symmetry in enumerate(go.symmetries):
+        where = torch.empty(26, dtype=torch.int64).scatter_(0, symmetry, torch.arange(26))  # move m becomes where[m]
+        again = turned.new(4)
+        for move in moves:
+            again = turned.play(again, where[move])
+        rows = slice(4 * k, 4 * k + 4)
+        assert torch.equal(images.planes[rows], turned.planes(again, turned.legal_moves(again)).flatten(1))
+        assert torch.equal(images.visits[rows][:, where], visits)
+        assert images.q[rows].tolist() == [0, 1, 2, 3]
+
+
+def make_images(num_positions, start=0):
+    number = torch.arange(start, start + num_positions).float()
+    planes = torch.zeros(8 * num_positions, 9 * 4, dtype=torch.bool)
+    return az.Records(planes, torch.zeros(8 * num_positions, 5).half(), number.repeat(8), number.repeat(8))
+
+
+def test_pool_evicts_the_smallest_losses_and_the_old():
+    """Against sorting, over many epochs."""
+    torch.manual_seed(0)
+    pool, kept = az.Pool(200, 5, CPU), []
+    for epoch in range(12):
+        images, loss = make_images(10, 10 * epoch), torch.rand(80)
+        num_evicted = pool.add(images, loss, epoch, max_age=4)
+        kept += [(epoch, x, q) for x, q in zip(loss.tolist(), images.q.tolist(), strict=True)]
+        before = len(kept)
+        kept = sorted(kept, key=lambda r: (epoch - r[0] <= 4, r[1]))[-200:]
+        assert num_evicted == before - len(kept)
+        got = sorted(zip(pool.epoch.tolist(), pool.loss.tolist(), pool.records.q.tolist(), strict=True))[-pool.size :]
+        assert got == sorted(kept)
+        assert (pool.position[: pool.size] == pool.records.q[: pool.size]).all()  # images share their number
+    oldest_first = az.Pool(200, 5, CPU)
+    for epoch in range(4):
+        oldest_first.add(make_images(10), torch.rand(80), epoch, None)
+    assert sorted(oldest_first.epoch.tolist()) == [1] * 40 + [2] * 80 + [3] * 80
+
+
+def test_pool_samples_in_its_order():
+    torch.manual_seed(0)
+    pool = az.Pool(800, 5, CPU)
+    loss = torch.rand(800)
+    pool.add(make_images(100), loss, 0, 30)
+    args = az.Args(replay_order="loss", loss_clamp=2.0, max_reuse=2)
+    index = pool.sample(20, args)
+    assert len(index) == 20 == len(pool.position[index].unique())
+    best = pool.loss.view(8, 100).amax(0).topk(20).values  # the largest image of each position
+    assert pool.loss[index].sort(descending=True).values.tolist() == pytest.approx(best.tolist(), abs=1e-5)
+    pool.num_uses[index] = 2  # used up
+    assert not set(index.tolist()) & set(pool.sample(20, args).tolist())
+    args.loss_clamp = 0.3  # most are equal now: any of them
+    drawn = torch.cat([pool.sample(20, args) for _ in range(50)])
+    assert len(drawn.unique()) > 300 and (pool.loss[drawn] > 0.29).all()
+    pool.num_uses[:] = 0
+    counts = {}
+    for order in ("mix", "uniform"):
+        args.replay_order, args.loss_clamp = order, 0.5
+        drawn = torch.cat([pool.sample(10, args) for _ in range(4000)])
+        counts[order] = torch.bincount(drawn, minlength=800) / len(drawn)
+    assert (counts["uniform"] * 800 - 1).abs().mean() < 0.15
+    share = pool.loss.clamp(max=0.5)
+    expected = 0.5 * share / share.sum() + 0.5 / 800
+    assert (counts["mix"] - expected).abs().sum() < 0.15 < (counts["uniform"] - expected).abs().sum()
+    assert pool.rank()[pool.loss.argmax()] == 0 and pool.rank()[pool.loss.argmin()] == 1
+
+
+def test_pool_survives_a_checkpoint():
+    pool = az.Pool(100, 5, CPU)
+    pool.add(make_images(10), torch.rand(80), 3, 30)
+    for capacity in (100, 120, 40):
+        again = az.Pool(capacity, 5, CPU)
+        again.load_state_dict(pool.state_dict())
+        size = min(80, capacity)
+        assert again.size == size and torch.equal(again.loss[:size], pool.loss[:size])
+        assert torch.equal(again.records.q[:size], pool.records.q[:size]) and again.num_positions == 10
+
+
+def test_self_play_records_are_the_games():
+    """Every record against the game replayed from its moves: inputs, result from the mover's side, visits, held out."""
+    go = Go(3)
+    torch.manual_seed(0)
+    args = az.Args(komi=0.5, num_games=8, gamma=0.9, holdout_fraction=0.4)
+    play, played = az.SelfPlay(go, 8, args), [[] for _ in range(8)]
+    search = az.Search(go, [HashEvaluator(go)], 8, 12, args)
+    search.reset(play.boards)
+    advance, num_finished = search.advance, 0
+
+    def watch(moves, boards, is_new):
+        for game, move, visits in zip(played, moves.tolist(), search.visit_counts(), strict=True):
+            game.append((move, visits / visits.sum()))
+        advance(moves, boards, is_new)
+
+    search.advance = watch
+    for _ in range(60):
+        is_holdout = play.is_holdout.clone()
+        records = play.play_moves(search, 12, 0.0)
+        assert (search.boards.num_moves == play.boards.num_moves).all()
+        expected = ([], [])
+        for game in range(8):
+            if play.boards.num_moves[game] > 0:
+                continue
+            boards, rows = go.new(1), []
+            for move, visits in played[game]:
+                assert not boards.is_over
+                rows.append((go.planes(boards, go.legal_moves(boards)).flatten(), visits, int(boards.to_play)))
+                boards = go.play(boards, torch.tensor([move]))
+            assert boards.is_over
+            black_won = go.score(boards).item() > 0.5
+            for t, (planes, visits, to_play) in enumerate(rows):
+                z = 0.5 + 0.9 ** (len(rows) - t) * (0.5 if black_won == (to_play == 1) else -0.5)
+                expected[int(is_holdout[game])].append((planes, visits, z))
+            played[game], num_finished = [], num_finished + 1
+        for found, rows in zip(records, expected, strict=True):
+            assert len(found.z) == len(rows)
+            for i, (planes, visits, z) in enumerate(rows):
+                assert torch.equal(found.planes[i], planes) and found.z[i].item() == pytest.approx(z)
+                assert (found.visits[i] - visits).abs().max() < 1e-3
+                assert 0 <= found.q[i] <= 1
+    assert num_finished > 20
+
+
+def test_moves_of_self_play():
+    """Epsilon-greedy and by temperature, and random games."""
+    go = Go(5)
+    torch.manual_seed(0)
+    for choice, epsilon, low, high in (
+        ("epsilon", 0.5, 0.4, 0.65),
+        ("epsilon", 0.0, 1.0, 1.0),
+        ("temperature", 0.5, 0.05, 0.6),
+    ):
+        args = az.Args(komi=0.5, move_choice=choice, noise="none")
+        play = az.SelfPlay(go, 200, args)
+        search = az.Search(go, [HashEvaluator(go, 3.0)], 200, 20, args)
+        search.reset(play.boards)
+        play.play_moves(search, 20, epsilon)
+        best = play.visits[:, 0].argmax(1)
+        assert low <= (play.boards.last_move == best).float().mean() <= high
+    play.boards = play.boards._replace(num_moves=torch.full_like(play.boards.num_moves, 9))  # no longer early
+    search.reset(play.boards)
+    play.play_moves(search, 20, 0.0)
+    assert (play.boards.last_move == play.visits[:, 9].argmax(1))[play.boards.num_moves > 0].all()
+    play = az.SelfPlay(go, 8, az.Args(komi=0.5))
+    records = [play.play_moves(None, 0, 0.0)[0] for _ in range(60)]
+    q, z = torch.cat([r.q for r in records]), torch.cat([r.z for r in records])
+    assert len(z) > 100 and torch.equal(q, z) and set(z.tolist()) == {0.0, 1.0}
+
+
+def test_pretraining_on_values_freezes_the_policy_head():
+    agent, args = make_agent()
+    optimizer = torch.optim.AdamW(agent.parameters(), lr=torch.tensor(1e-2), fused=True)
+    go = Go(5)
+    play = az.SelfPlay(go, 8, args)
+    records = az.Records(*map(torch.cat, zip(*(play.play_moves(None, 0, 0.0)[0] for _ in range(60)), strict=True)))
+    before = {k: v.clone() for k, v in agent.state_dict().items()}
+    losses = [az.update_network(agent.train(), optimizer, records, 5, 0.0, 1.0)[1].item() for _ in range(40)]
+    after = agent.state_dict()
+    for name in before:
+        if "num_batches" not in name and "running" not in name:
+            assert torch.equal(before[name], after[name]) == name.startswith("policy"), name
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_matches_are_balanced_and_counted():
+    go = Go(5)
+
+    def first_legal(boards):
+        return go.legal_moves(boards).long().argmax(1)
+
+    def always_pass(boards):
+        return torch.full_like(boards.num_moves, 25)
+
+    match = play_match(go, (first_legal, always_pass), 10, 0.5, 0)
+    assert match["is_first_black"] == [True] * 5 + [False] * 5
+    for i, (game, margin) in enumerate(zip(match["games"], match["margins"], strict=True)):
+        boards = go.new(1)
+        for move in game:
+            assert go.legal_moves(boards)[0, move]
+            boards = go.play(boards, torch.tensor([move]))
+        assert boards.is_over and go.score(boards).item() - 0.5 == margin
+        assert game[:2] == match["games"][i % 5][:2] and 25 not in game[:2]  # the same opening from both sides
+        assert all(move == 25 for move in game[(3 if i < 5 else 2) :: 2])
+    own = [m if black else -m for m, black in zip(match["margins"], match["is_first_black"], strict=True)]
+    assert match["win_rate"] == sum(m > 0 for m in own) / 10 and match["margin"] == pytest.approx(sum(own) / 10)
+
+
+def test_rollouts_are_fair():
+    """On the empty board random games know no colour; a board of black stones with two eyes is black's."""
+    go = Go(5)
+    boards = go.new(400)
+    _, values = RolloutEvaluator(go, 0.0, 0)(boards, go.legal_moves(boards))
+    assert 0.45 < values.mean() < 0.75  # the first move is worth something
+    boards = set_up(go, ".X.XX XXXXX XXXXX X...X XXXXX", -1)
+    assert RolloutEvaluator(go, 0.5, 0)(boards, go.legal_moves(boards))[1].item() == 0.0
+
+
+# ---- Play ------------------------------------------------------------------------------------------------------------
+
+
+def make_engine(size=5, komi=0.5):
+    agent, args = make_agent(size, simulations_end=16, komi=komi)
+    go = Go(size)
+    thinker = az.Thinker(go, az.make_evaluators(agent.fold_into(az.make_network(size, args, CPU)), go, 1, args), args)
+    return gtp.Engine(thinker.think, "alphazero_go", "1", size, komi, io.StringIO())
+
+
+def ask(engine, *lines):
+    """Answers to commands, without the blank lines."""
+    engine.out.seek(0)
+    engine.out.truncate()
+    for line in lines:
+        engine.answer(line)
+    text = engine.out.getvalue()
+    assert text == "" or text.endswith("\n\n")
+    return text.strip("\n").split("\n\n")
+
+
+def test_gtp_answers():
+    engine = make_engine()
+    assert ask(engine, "protocol_version", "12 name", "version") == ["= 2", "=12 alphazero_go", "= 1"]
+    assert ask(engine, "known_command genmove", "known_command sing") == ["= true", "= false"]
+    names = ask(engine, "list_commands")[0][2:].split("\n")
+    wanted = "protocol_version name version known_command list_commands boardsize clear_board komi play genmove undo"
+    wanted += " showboard final_score time_settings time_left loadsgf quit lz-analyze"
+    assert set(wanted.split()) <= set(names)
+    assert ask(engine, "  # a comment", "", "\t4\tkomi\t6.5 # another", "boardsize 5") == ["=4", "="]
+    assert ask(engine, "play b C3", "play WHITE d4", "play b pass") == ["=", "=", "="]
+    board = ask(engine, "showboard")[0].splitlines()
+    assert board[3] == " 4 . . . O . 4" and board[4] == " 3 . . X . . 3"
+    assert ask(engine, "final_score") == ["= W+6.5"] and ask(engine, "komi -3", "final_score") == ["=", "= B+3"]
+    assert ask(engine, "undo", "undo", "undo", "undo") == ["=", "=", "=", "? cannot undo"]
+    assert ask(engine, "clear_board", "showboard")[1].count(".") == 25
+    for wrong, answer in (
+        ("play b Z9", "invalid vertex"),
+        ("play b I5", "invalid vertex"),
+        ("play green C3", "'green' is no colour"),
+        ("play b", "wrong number of arguments"),
+        ("genmove", "wrong number of arguments"),
+        ("boardsize 19", "unacceptable size"),
+        ("boardsize five", "'five' is no number"),
+        ("komi nan", "'nan' is no number"),
+        ("sing", "unknown command"),
+        ("7", "unknown command"),
+        ("loadsgf /nowhere.sgf", "cannot load file"),
+        ("time_settings -1 0 0", "times are not negative"),
+        ("lz-analyze often", "'often' is no number"),
+    ):
+        (found,) = ask(engine, wrong)
+        assert found.endswith(answer) and found.lstrip("=\n").startswith("?"), (wrong, found)
+    assert ask(engine, "play b C3", "play w C3") == ["=", "? illegal move"]
+    assert int(engine.boards.to_play) == -1 and len(engine.positions) == 2  # what was wrong changed nothing
+
+
+def test_gtp_keeps_the_rules():
+    engine = make_engine(3)
+    for move in ("b A2", "w C3", "b B1"):
+        assert ask(engine, f"play {move}") == ["="]
+    assert ask(engine, "play w A1") == ["? illegal move"]  # suicide
+    assert ask(engine, "play w pass", "play b pass") == ["=", "="]
+    assert ask(engine, "genmove w") == ["= pass"]  # the game is over
+    assert ask(engine, "play b C1") == ["="]  # but may be taken up again
+    vertex = ask(engine, "genmove b")[0]  # twice in a row
+    assert vertex.startswith("= ") and int(engine.boards.to_play) == -1
+
+
+def test_gtp_plays_legal_games_and_goes_on_with_its_tree():
+    engine = make_engine()
+    searches = []
+    think = engine.think
+
+    def watch(positions, *rest):
+        analysis = think(positions, *rest)
+        searches.append((sum(analysis.visits), think.__self__.search))
+        return analysis
+
+    engine.think = watch
+    for i in range(12):
+        answer = ask(engine, f"genmove {'bw'[i % 2]}")[0]
+        assert answer.startswith("= ")
+    assert len({id(search) for _, search in searches}) == 1 and max(n for n, _ in searches) > 16
+    ask(engine, "undo", "undo")
+    ask(engine, "genmove b")
+    assert searches[-1][1] is not searches[0][1] and searches[-1][0] == 16
+
+
+def test_gtp_thinks_no_longer_than_the_clock_allows():
+    engine = make_engine()
+    engine.think.__self__.args.simulations_end = 100_000
+    assert engine.budget(1) == math.inf
+    ask(engine, "time_settings 4 0 0")
+    assert engine.budget(1) == pytest.approx(0.8 * 4 / 12 - 0.1)
+    start = time.monotonic()
+    ask(engine, "genmove b")
+    assert time.monotonic() - start < 1.5
+    ask(engine, "time_left w 3 2")
+    assert engine.budget(-1) == pytest.approx(0.8 * 3 / 2 - 0.1)
+    ask(engine, "time_left w 0 0")
+    assert engine.budget(-1) == 0.05
+    ask(engine, "time_settings 0 20 5")  # five moves in 20 seconds
+    assert engine.budget(1) == pytest.approx(0.8 * 4 - 0.1)
+    ask(engine, "time_settings 0 1 0")  # by the protocol: no limits
+    assert engine.budget(1) == math.inf
+
+
+def test_gtp_analysis():
+    engine = make_engine()
+    ask(engine, "play b C3")
+    engine.answer("lz-genmove_analyze w 10")
+    text = engine.out.getvalue().split("=\n")[-1].splitlines()
+    assert text[0].startswith("info move ") and " pv " in text[0] and text[1].startswith("play ")
+    first = text[0].split(" info ")[0].split()
+    fields = dict(zip(first[1::2], first[2::2], strict=False))
+    assert fields["move"] == text[1].split()[1] == first[first.index("pv") + 1] and fields["order"] == "0"
+    assert 0 <= int(fields["winrate"]) <= 10_000 and int(fields["visits"]) > 0
+    lines = iter(["lz-analyze b 5\n"])
+
+    def slow_lines():
+        yield next(lines)
+        time.sleep(1.0)
+        yield "name\n"
+
+    engine.out.truncate(0)
+    engine.serve(slow_lines())  # analyses until the next line comes
+    answers = engine.out.getvalue().strip("\0")
+    assert answers.count("\ninfo move ") + answers.startswith("=\ninfo") >= 3 and "= alphazero_go\n\n" in answers
+
+
+def test_sgf_there_and_back(tmp_path):
+    moves = [12, 25, 0, 24, 7]
+    text = go_files.write_sgf(moves, 5, 0.5, 3.5, "a]b", "c\\d")
+    path = tmp_path / "game.sgf"
+    path.write_text(text)
+    assert "PB[a\\]b]" in text and "PW[c\\\\d]" in text and "RE[B+3.5]" in text
+    game = go_files.read_sgf(path)
+    assert game == {"size": 5, "komi": 0.5, "setup": [], "moves": [(1, 12), (-1, 25), (1, 0), (-1, 24), (1, 7)]}
+    engine = make_engine()
+    assert ask(engine, f"loadsgf {path}") == ["= white"] and int(engine.boards.num_moves) == 5
+    assert ask(engine, f"loadsgf {path} 3") == ["= black"] and int(engine.boards.num_moves) == 2
+    # As other programs write: variations, comments, moves set up, lower-case letters in names, tt for the pass
+    path.write_text("(;GM[1]FF[3]SiZe[5]SZ[5]\n C[a [b\\] c]AB[aa:ab][cc]AW[dd];W[tt] ;B [ba](;W[ee];B[ed])(;W[eb]))")
+    game = go_files.read_sgf(path)
+    assert game["setup"] == [(1, 0), (1, 5), (1, 12), (-1, 18)] and game["moves"] == [
+        (-1, 25),
+        (1, 1),
+        (-1, 24),
+        (1, 19),
+    ]
+    assert ask(engine, f"loadsgf {path}") == ["= white"]
+    for wrong in ("", "no sgf", "(;SZ[5];B[zz])", "(;SZ[x])", "(;SZ[9];B[aa])", "(;SZ[5];B[aa];W[aa])"):
+        path.write_text(wrong)
+        before = engine.positions
+        assert ask(engine, f"loadsgf {path}")[0].startswith("? ") and engine.positions is before
+
+
+def test_vertices():
+    for size in (5, 19):
+        for move in range(size * size + 1):
+            assert go_files.parse_vertex(go_files.format_vertex(move, size).lower(), size) == move
+    assert go_files.format_vertex(0, 19) == "A19" and go_files.format_vertex(8, 19) == "J19"  # no column I
+    for wrong in ("A0", "A6", "F1", "", "11", "I1"):
+        with pytest.raises(ValueError):
+            go_files.parse_vertex(wrong, 5)
+
+
+gnugo = shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
+GNUGO = f"{gnugo} --mode gtp --chinese-rules --positional-superko --capture-all-dead --level"
+
+
+@pytest.mark.skipif(gnugo is None, reason="GNU Go is not installed: apt install gnugo")
+def test_games_against_gnugo(run_script, tmp_path):
+    """Whole games between two programs over GTP: every move legal for both, and both count the same score."""
+    flags = "--env-id Go-5x5 --num-games 8 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 16"
+    run = run_script(
+        *("alphazero_go", *flags.split(), "--num-epochs", 1, "--pool-size", 1024, "--eval-episodes", 2),
+        *("--run-dir", tmp_path, "--arena-interval", 0),
+    )
+    assert run.returncode == 0, run.stderr
+    checkpoint = read_result(tmp_path)[0] / "checkpoint.pt"
+    command = f"{sys.executable} {ROOT / 'algos' / 'alphazero_go.py'} --gtp {checkpoint}"
+    with gtp.Client(command) as mine, gtp.Client(f"{GNUGO} 1") as other:
+        for players in ((mine, other), (other, mine)):
+            moves, margin = gtp.play_game(*players, 5, 0.5, opening=(12,))
+            assert len(moves) > 4
+            score = other.send("final_score")
+            assert score == go_files.format_score(margin) and mine.send("final_score") == score
+            assert mine.send("showboard").count("X") == other.send("showboard").count("X") - 1  # its caption has one
+        with pytest.raises(gtp.GtpError, match="illegal move"):
+            mine.send("clear_board")
+            mine.send("play b A1")
+            mine.send("play w A1")
+        assert mine.send("quit") == ""
+
+
+def test_gtp_needs_a_checkpoint_to_play_with(tmp_path, capsys):
+    torch.save({"script": "ppo", "args": {}}, tmp_path / "other.pt")
+    for flags, message in (
+        (["--gtp", str(tmp_path / "other.pt")], "a checkpoint of ppo.py"),
+        (["--gtp", "a", "--evaluate", "b"], "exclude each other"),
+        (["--env-id", "Go-1x1"], "--env-id Go-1x1: Go-2x2 to Go-19x19"),
+        (["--env-id", "Go-9x8"], "--env-id"),
+        (["--env-id", "Chess"], "--env-id"),
+        (["--pool-size", "100"], "--pool-size"),
+        (["--pseudo-limit", "0.9"], "--pseudo-limit"),
+        (["--komi", "99"], "--komi"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            az.main([*flags, "--run-dir", str(tmp_path / "runs")])
+        assert error.value.code == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert message in line
+    assert not (tmp_path / "runs").exists()

@@ -38,9 +38,21 @@ class Case:
     progress: tuple[str, str]  # words of the progress bar
     tags: tuple[str, str]  # logged tags
     max_lines: int = 900
+    groups: tuple[str, ...] = ()  # of tags, beside charts, losses and eval
 
 
 CASES = {
+    "alphazero_go": Case(
+        "--env-id Go-3x3 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
+        " --num-epochs 10 --pool-size 256 --batch-size 16 --arena-interval 3 --arena-games 4 --eval-episodes 4"
+        " --checkpoint-interval 1",
+        "--num-epochs 60 --eval-interval 20",
+        *("--no-anneal-lr --q-weight-end 0.05", "--num-epochs", 11, 20),
+        progress=("elo=", "epoch"),
+        tags=("arena/elo", "losses/value_loss"),
+        max_lines=1420,  # tree, slots and pool; Thinker for play
+        groups=("arena", "pool", "search"),
+    ),
     "ppo": Case(
         "--num-envs 8 --total-timesteps 2560 --eval-episodes 4 --checkpoint-interval 1",
         "--total-timesteps 20480 --eval-interval 3",
@@ -73,7 +85,7 @@ CASES = {
         tags=("charts/greedy_gap", "losses/policy_loss"),
     ),
 }
-TIMES = re.compile(r"SPS|per_second|cpu_seconds|_ms$")  # metrics that no two runs have in common
+TIMES = re.compile(r"SPS|per_second|cpu_seconds|_ms$|_idle$")  # metrics that no two runs have in common
 # Functions that are the same, to the letter, in every script that has them
 SHARED = (
     "fail check_range setup_device seed_everything sum_over_ranks sum_gradients make_run_folder make_writer get_commit "
@@ -124,7 +136,7 @@ def test_run_folder_result_and_checkpoint(script, tmp_path, capsys):
     png = (path / "learning_curve.png").read_bytes()
     assert png.startswith(b"\x89PNG") and len(png) > 5000
     scalars = read_scalars(path)
-    assert {tag.split("/")[0] for tag in scalars} == {"charts", "losses", "eval"}
+    assert {tag.split("/")[0] for tag in scalars} == {"charts", "losses", "eval", *CASES[script].groups}
     output = capsys.readouterr()
     assert str(path) in output.out.splitlines()[-1]  # one line of summary, with the run folder
     assert all(word in output.err for word in CASES[script].progress)  # tqdm

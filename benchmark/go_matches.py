@@ -1,0 +1,120 @@
+"""Checkpoints of algos/alphazero_go.py against GNU Go 3.8, over GTP.
+
+apt install gnugo
+python benchmark/go_matches.py --name "5x5" --checkpoint runs/.../checkpoint.pt --komi 0 --colours black --level 10
+python benchmark/go_matches.py --name "7x7" --checkpoint runs/.../checkpoint.pt --komi 8.5 --level 1 --games 50
+python benchmark/go_matches.py --report-only      # table in the docs from benchmark/results/go_matches.json
+
+Both sides count by area under the same rules and play to the end. GNU Go gets another random seed in every game. Half
+of the games begin as the engines will; in the other half the first two moves are random, and every such opening is
+played from both sides.
+"""
+
+import argparse
+import random
+import shutil
+import sys
+
+import common
+from tqdm import tqdm
+
+sys.path.append(str(common.ROOT))
+from envs_shared import go_files, go_match, gtp
+
+GNUGO = "--mode gtp --chinese-rules --positional-superko --capture-all-dead --never-resign"
+
+
+def play(checkpoint: str, size: int, komi: float, level: int, num_games: int, colours: str, flags: str) -> list[dict]:
+    """Games with their colour, moves and margin from our side."""
+    gnugo = shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
+    if gnugo is None:
+        sys.exit("GNU Go is not installed: apt install gnugo")
+    command = f"{sys.executable} {common.ROOT / 'algos' / 'alphazero_go.py'} --gtp {checkpoint} {flags}"
+    rows, openings = [], random.Random(0)
+    with gtp.Client(command) as mine:
+        for i in tqdm(range(num_games), unit="game"):
+            is_black = colours == "black" or (colours == "both" and i % 2 == 0)
+            if i % 2 == 0 or colours != "both":
+                opening = tuple(openings.sample(range(size * size), 2)) if i % 4 >= 2 and colours == "both" else ()
+            with gtp.Client(f"{gnugo} {GNUGO} --level {level} --seed {i + 1}") as other:
+                players = (mine, other) if is_black else (other, mine)
+                moves, margin = gtp.play_game(*players, size, komi, opening)
+            rows.append({"is_black": is_black, "margin": margin if is_black else -margin, "moves": moves})
+    return rows
+
+
+def summarize(row: dict) -> dict[str, float]:
+    """Win rate (a draw is half a win), its interval, mean margin, and games won by the whole board."""
+    own = [game["margin"] for game in row["games"]]
+    rate = sum((m > 0) + (m == 0) / 2 for m in own) / len(own)
+    low, high = go_match.compute_interval(rate, len(own))
+    whole = sum(
+        m + row["komi"] * (1 if g["is_black"] else -1) == row["size"] ** 2
+        for m, g in zip(own, row["games"], strict=True)
+    )
+    return {"rate": rate, "low": low, "high": high, "margin": sum(own) / len(own), "whole": whole, "games": len(own)}
+
+
+def make_table(results: dict) -> str:
+    """Markdown table, a line for each match."""
+    lines = [
+        "| network | level | colour | komi | games | wins | mean margin | whole board |",
+        "|--|--:|--|--:|--:|--|--:|--:|",
+    ]
+    for row in results["rows"]:
+        s = summarize(row)
+        wins = f"**{s['rate']:.0%}** ({s['low']:.0%} to {s['high']:.0%})"
+        lines.append(
+            f"| {row['name']} | {row['level']} | {row['colours']} | {row['komi']:g} | {s['games']} | {wins} | "
+            f"{s['margin']:+.1f} | {s['whole']} |"
+        )
+    return "\n".join(lines)
+
+
+def show_game(row: dict) -> str:
+    """The first game in words."""
+    moves = [go_files.format_vertex(m, row["size"]) for m in row["games"][0]["moves"]]
+    return f"{row['name']}, level {row['level']}: {' '.join(moves)}"
+
+
+def sections(results: dict) -> dict[str, str]:
+    """What the docs show of the results, by the name of its section."""
+    commits = sorted({row["commit"] for row in results["rows"]})
+    machine = common.machine_line(results["machine"] | {"commit": " and ".join(commits)})
+    return {"go_matches": f"\n{make_table(results)}\n\nMeasured on {machine}\n"}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--name", help="what the table calls it; the board's size first, such as 7x7")
+    parser.add_argument("--komi", type=float, default=0.5)
+    parser.add_argument("--level", type=int, default=1, help="of GNU Go, 1 to 10")
+    parser.add_argument("--games", type=int, default=20)
+    parser.add_argument("--colours", choices=("both", "black", "white"), default="both", help="that our side plays")
+    parser.add_argument("--flags", default="", help="more flags of the engine, such as '--simulations-end 400'")
+    parser.add_argument("--dry-run", action="store_true", help="play and print, but save nothing")
+    parser.add_argument("--report-only", action="store_true")
+    args = parser.parse_args()
+    path = common.RESULTS / "go_matches.json"
+    results = common.load_results("go_matches") if path.exists() else {"rows": []}
+    if not args.report_only:
+        size = int(args.name.split("x")[0])
+        games = play(args.checkpoint, size, args.komi, args.level, args.games, args.colours, args.flags)
+        machine = common.describe_machine()
+        row = {"name": args.name, "size": size, "komi": args.komi, "level": args.level, "colours": args.colours}
+        row |= {"flags": args.flags, "commit": machine["commit"], "games": games}
+        if args.dry_run:
+            return print(f"{make_table({'rows': [row]})}\n{show_game(row)}")
+        keys = ("name", "komi", "level", "colours")
+        rows = [old for old in results["rows"] if any(old[k] != row[k] for k in keys)] + [row]
+        rows.sort(key=lambda r: [r[k] for k in keys])
+        common.save_results("go_matches", {"machine": machine, "rows": rows})
+        results = common.load_results("go_matches")
+    common.write_report(sections(results), "alphazero_go")
+    print(make_table(results))
+
+
+if __name__ == "__main__":
+    main()
