@@ -1,0 +1,142 @@
+"""Speed of envs_shared/go.py and of the search of algos/alphazero_go.py, with OpenSpiel's in the same run.
+
+python benchmark/go_speed.py                   # some minutes on two cores; --cuda on a GPU
+python benchmark/go_speed.py --report-only     # tables in the docs from benchmark/results/go_speed.json
+
+Rules and tree: CPU-seconds of one thread. Search with a network: seconds on the clock, because the slots run beside the
+tree; one slot and two are measured in turn. Medians over repeats.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import common
+
+sys.path.append(str(common.ROOT))
+
+
+def measure(num_repeats: int, cuda: bool) -> dict:
+    """Board steps and simulations per second, by what was measured."""
+    import torch
+
+    from algos import alphazero_go as az
+    from envs_shared.go import Go
+    from envs_shared.go_match import choose_random_moves
+
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_grad_enabled(False)
+    torch.manual_seed(0)
+    device = torch.device("cuda" if cuda else "cpu")
+    num_games = 4096 if cuda else 256
+
+    class NullEvaluator:
+        """Equal logits and values near 1/2."""
+
+        def __init__(self):
+            self.device = device
+
+        def __call__(self, boards, legal):
+            return torch.zeros(legal.shape, device=device), 0.49 + 0.02 * torch.rand(len(legal), device=device)
+
+    def make_boards(go, num_moves):
+        boards = go.new(num_games)
+        for _ in range(num_moves):
+            boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards), fill_eyes=False))
+        return boards
+
+    def clock(on_wall):
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() if on_wall or cuda else time.process_time()
+
+    rates = {}
+    for size in (5, 9, 19):
+        go = Go(size, device)
+        boards = make_boards(go, 0)
+        for _ in range(num_repeats):
+            start = clock(False)
+            for _ in range(30):
+                legal = go.legal_moves(boards)
+                boards = go.play(boards, choose_random_moves(go, boards, legal))
+                if (over := boards.is_over).any():
+                    boards.replace_rows(over, go.new(int(over.sum())))
+            rates.setdefault(f"rules, {size}x{size}", []).append(30 * num_games / (clock(False) - start))
+
+    def search(name, go, boards, make_evaluator, num_slots, num_simulations, on_wall):
+        args = az.Args(num_slots=num_slots, komi=7.5)
+        tree = az.Search(go, [make_evaluator() for _ in range(num_slots)], num_games, num_simulations, args)
+        tree.reset(boards)
+        start = clock(on_wall)
+        tree.run(num_simulations)
+        rates.setdefault(name, []).append(num_games * num_simulations / (clock(on_wall) - start))
+
+    go = Go(9, device)
+    boards = make_boards(go, 20)
+    for _ in range(num_repeats):
+        for num_slots in (1, 2):
+            for n in (64, 800):
+                name = f"tree, 9x9, {n} simulations, {num_slots} slot{'s' * (num_slots - 1)}"
+                search(name, go, boards, NullEvaluator, num_slots, n, False)
+        for bf16 in (False, True):
+            args = az.Args(env_id="Go-9x9", blocks=6, channels=64, bf16=bf16)
+            network = az.Agent(9, args).to(device).eval().fold_into(az.make_network(9, args, device))
+            for num_slots in (1, 2):
+                name = f"tree and network 6x64{' in bfloat16' if bf16 else ''}, 9x9, {num_slots} slot{'s' * (num_slots - 1)}"
+                search(
+                    name, go, boards, lambda: az.make_evaluators(network, go, num_games, args)[0], num_slots, 64, True
+                )
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    return {"device": name, "games": num_games, "rates": {k: round(statistics.median(v)) for k, v in rates.items()}}
+
+
+def measure_peer(num_repeats: int) -> dict[str, int]:
+    """The same of OpenSpiel, in an environment of its own."""
+    python = common.make_peer_environment("openspiel")
+    command = [str(python), str(common.PEERS / "openspiel_speed.py"), str(num_repeats)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=common.ENVIRONMENT)
+    return {name: round(statistics.median(x)) for name, x in json.loads(run.stdout.splitlines()[-1]).items()}
+
+
+def make_table(results: dict) -> str:
+    """Markdown table of all rates."""
+    lines = ["| what | device | per second |", "|--|--|--:|"]
+    for run in results["runs"]:
+        device = f"{run['device']}, {run['games']} games"
+        lines += [f"| {name} | {device} | {rate:,} |" for name, rate in run["rates"].items()]
+    for name, rate in results["openspiel"].items():
+        what = "rules, 9x9" if name == "rules" else f"tree of {name} simulations, 9x9"
+        lines.append(f"| OpenSpiel: {what} | cpu, one game | {rate:,} |")
+    return "\n".join(lines)
+
+
+def sections(results: dict) -> dict[str, str]:
+    """What the docs show of the results, by the name of its section."""
+    return {"go_speed": f"\n{make_table(results)}\n\nMeasured on {common.machine_line(results['machine'])}\n"}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--report-only", action="store_true")
+    args = parser.parse_args()
+    if not args.report_only:
+        path = common.RESULTS / "go_speed.json"
+        runs = common.load_results("go_speed")["runs"] if path.exists() else []
+        run = measure(args.repeats, args.cuda)
+        runs = [old for old in runs if old["device"] != run["device"]] + [run]
+        results = {"machine": common.describe_machine(), "runs": runs, "openspiel": measure_peer(args.repeats)}
+        common.save_results("go_speed", results)
+    results = common.load_results("go_speed")
+    common.write_report(sections(results), "alphazero_go")
+    print(make_table(results))
+
+
+if __name__ == "__main__":
+    main()
