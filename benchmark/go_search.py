@@ -51,7 +51,7 @@ def load_network(path: str):
 
 
 def measure(path: str, num_games: int = 64) -> dict:
-    """Failure rates and distortion by limit k and simulations, and seconds of one slot and two for one game and many."""
+    """Failures and distortion by limit k and simulations, and seconds of one slot and two for one game and many."""
     from envs_shared.go import Go
 
     az, args, network = load_network(path)
@@ -200,8 +200,10 @@ def make_table(results: dict) -> str:
 
 def sections(results: dict) -> dict[str, str]:
     """What the docs show of the results, by the name of its section."""
-    text = f"\n{results['board']}, {results['games']} games side by side; columns are simulations.\n\n{make_table(results)}\n"
-    return {"go_search": f"{text}\nMeasured on {common.machine_line(results['machine'])}\n"}
+    text = f"{results['board']}, {results['games']} games side by side; columns are simulations."
+    return {
+        "go_search": f"\n{text}\n\n{make_table(results)}\n\nMeasured on {common.machine_line(results['machine'])}\n"
+    }
 
 
 def main() -> None:

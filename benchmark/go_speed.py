@@ -67,9 +67,8 @@ def measure(num_repeats: int, cuda: bool) -> dict:
                     boards.replace_rows(over, go.new(int(over.sum())))
             rates.setdefault(f"rules, {size}x{size}", []).append(30 * num_games / (clock(False) - start))
 
-    def search(name, go, boards, make_evaluator, num_slots, num_simulations, on_wall):
-        args = az.Args(num_slots=num_slots, komi=7.5)
-        tree = az.Search(go, [make_evaluator() for _ in range(num_slots)], num_games, num_simulations, args)
+    def search(name, go, boards, evaluators, num_simulations, on_wall):
+        tree = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=7.5))
         tree.reset(boards)
         start = clock(on_wall)
         tree.run(num_simulations)
@@ -81,15 +80,15 @@ def measure(num_repeats: int, cuda: bool) -> dict:
         for num_slots in (1, 2):
             for n in (64, 800):
                 name = f"tree, 9x9, {n} simulations, {num_slots} slot{'s' * (num_slots - 1)}"
-                search(name, go, boards, NullEvaluator, num_slots, n, False)
+                search(name, go, boards, [NullEvaluator()] * num_slots, n, False)
         for bf16 in (False, True):
             args = az.Args(env_id="Go-9x9", blocks=6, channels=64, bf16=bf16)
             network = az.Agent(9, args).to(device).eval().fold_into(az.make_network(9, args, device))
+            evaluators = az.make_evaluators(network, go, num_games, args)
             for num_slots in (1, 2):
-                name = f"tree and network 6x64{' in bfloat16' if bf16 else ''}, 9x9, {num_slots} slot{'s' * (num_slots - 1)}"
-                search(
-                    name, go, boards, lambda: az.make_evaluators(network, go, num_games, args)[0], num_slots, 64, True
-                )
+                what = f"tree and network 6x64{' in bfloat16' if bf16 else ''}"
+                name = f"{what}, 9x9, {num_slots} slot{'s' * (num_slots - 1)}"
+                search(name, go, boards, evaluators[:num_slots], 64, True)
     name = torch.cuda.get_device_name() if cuda else "cpu"
     return {"device": name, "games": num_games, "rates": {k: round(statistics.median(v)) for k, v in rates.items()}}
 
