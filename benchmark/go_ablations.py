@@ -16,7 +16,7 @@ import common
 from tqdm import tqdm
 
 sys.path.append(str(common.ROOT))
-BASE = "--num-epochs 20 --arena-interval 0 --eval-episodes 2"
+BASE = "--num-epochs 16 --arena-interval 0 --eval-episodes 2"
 VARIANTS = {
     "default": "",
     "replay order: loss": "--replay-order loss",

@@ -115,3 +115,36 @@ def test_games_end():
     for size in (0, 20):
         with pytest.raises(ValueError, match="1 to 19 lines"):
             Go(size)
+
+
+def test_planes_are_what_the_side_to_move_sees():
+    go = Go(3)
+    boards = go.new(1)
+    for move in (0, 1, 4):  # black A3, white B3, black B2: black's A3 and white's B3 have one liberty left
+        boards = go.play(boards, torch.tensor([move]))
+    legal = go.legal_moves(boards)
+    planes = go.planes(boards, legal)[0].flatten(1).int().tolist()
+    own, other, own_atari, other_atari, is_legal, last, passed, is_black, ones = planes
+    assert own == [0, 1, 0, 0, 0, 0, 0, 0, 0] and other == [1, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert own_atari == own and other_atari == [1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert is_legal == legal[0, :-1].int().tolist() and last == [0, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert passed == is_black == [0] * 9 and ones == [1] * 9
+    planes = go.planes(go.play(boards, torch.tensor([9])), legal)[0].flatten(1).int().tolist()
+    assert planes[0] == other and planes[5] == [0] * 9 and planes[6] == planes[7] == [1] * 9
+
+
+def test_eyes():
+    go = Go(4)
+    points = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, -1, -1, 0, -1]], dtype=torch.int8)
+    for colour, expected in ((1, [0, 3, 6]), (-1, [])):
+        boards = go.set_up(points, torch.tensor([colour]))
+        assert go.find_eyes(boards)[0].nonzero()[:, 0].tolist() == expected
+
+
+def test_boards_do_not_share_memory():
+    go = Go(3)
+    boards, moves = go.new(2), torch.tensor([4, 0])
+    after = go.play(boards, moves)
+    before = [x.clone() for x in boards]
+    after.replace_rows(torch.tensor([True, False]), go.new(1))
+    assert moves.tolist() == [4, 0] and all(torch.equal(x, y) for x, y in zip(boards, before, strict=True))
