@@ -237,7 +237,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def fold_into(self, other: "Agent") -> "Agent":
         """Write this network into `other`, made with is_folded: the same function with the batch norms folded in."""
-        for mine, folded in zip(self.modules(), other.modules(), strict=False):
+        for mine, folded in zip(self.modules(), other.modules(), strict=True):
             if isinstance(mine, nn.Linear):
                 mine_params = mine.weight, mine.bias
             elif isinstance(mine, ConvNorm):
@@ -304,18 +304,22 @@ class Pool:
 
     def sample(self, num_records: int, args: Args) -> torch.Tensor:
         """Index of up to `num_records` records in the --replay-order, no two of them images of the same position."""
-        loss = self.loss[: self.size].clamp(max=args.loss_clamp)
-        loss = torch.where(self.num_uses[: self.size] < args.max_reuse, loss + 1e-6, 0.0)
+        is_free = self.num_uses[: self.size] < args.max_reuse
+        loss = (self.loss[: self.size].clamp(max=args.loss_clamp) + 1e-6) * is_free
         count = min(8 * num_records, self.size)  # which are images of `num_records` positions at least
+
+        def draw(weights: torch.Tensor) -> torch.Tensor:
+            total = (weights.double() + 1e-12).cumsum(0)
+            drawn = torch.rand(count, dtype=torch.float64, device=total.device) * total[-1]
+            return torch.searchsorted(total, drawn).clamp(max=self.size - 1)
+
         if args.replay_order == "loss":  # equal ones, as those at the clamp are, in random order
             index = (loss + 1e-6 * torch.rand_like(loss)).topk(count).indices
+        elif args.replay_order == "mix":
+            is_even = torch.arange(count, device=loss.device) % 2 == 0
+            index = torch.where(is_even, draw(loss), draw(is_free))
         else:
-            index = torch.randint(self.size, (count,), device=loss.device)
-        if args.replay_order == "mix":
-            total = loss.double().cumsum(0)
-            drawn = torch.rand(count, dtype=torch.float64, device=loss.device) * total[-1]
-            in_proportion = torch.searchsorted(total, drawn).clamp(max=self.size - 1)
-            index = torch.where(torch.arange(count, device=loss.device) % 2 == 0, in_proportion, index)
+            index = draw(is_free)
         _, inverse = self.position[index].unique(return_inverse=True)
         place = torch.arange(count, device=loss.device)
         first = torch.full_like(place, count).scatter_reduce(0, inverse, place, "amin")
@@ -401,7 +405,7 @@ def capture_graph(fn, mutated: list[torch.Tensor]):
             fn()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         fn()
     with torch.no_grad():
         for x, old in zip(mutated, saved, strict=True):
@@ -520,7 +524,7 @@ class Search:
         self.roots = torch.arange(num_games, device=device) * self.max_nodes
         shape = self.none + 1, self.num_actions
         self.edges = torch.zeros(shape[0], 3, shape[1], device=device)  # visits and pseudo visits, Q, prior
-        self.pseudo = torch.zeros(shape, dtype=torch.int16, device=device)
+        self.pseudo = torch.zeros(shape, dtype=torch.int32, device=device)
         self.child = torch.full(shape, self.none, dtype=torch.int32, device=device)
         self.parent = torch.full(shape[:1], self.none, device=device)
         self.status = torch.full(shape[:1], ABSENT, dtype=torch.int8, device=device)
@@ -535,7 +539,7 @@ class Search:
         self.num_nodes, self.root_pseudo = torch.zeros(2, num_games, dtype=torch.int64, device=device)
         depth = min(self.max_nodes, go.max_moves) + 1
         self.slots = [Slot(evaluator, num_games, depth, device) for evaluator in evaluators]
-        self.counts = dict.fromkeys(("requests", "collisions", "fails", "evaluated", "turns", "kept", "roots"), 0)
+        self.counts = dict.fromkeys(("turns", "sent", "descents", "collisions", "evaluated", "kept", "roots"), 0)
 
     @torch.no_grad()
     def reset(self, boards: Boards, games: torch.Tensor | None = None) -> None:
@@ -591,7 +595,7 @@ class Search:
         """Add `count` [R] pseudo visits to the edges of the slot's paths."""
         edges, is_edge = self.path(slot, games)
         count, edges = count.unsqueeze(1).expand_as(edges)[is_edge], edges[is_edge]
-        self.pseudo.view(-1)[edges] += count.to(torch.int16)
+        self.pseudo.view(-1)[edges] += count.int()
         self.edges.view(-1)[edges + edges // self.num_actions * (2 * self.num_actions)] += count
 
     def request(self, slot: Slot, games: torch.Tensor) -> torch.Tensor:
@@ -605,13 +609,11 @@ class Search:
             self.descend(slot, pending)
             collided = self.status[slot.leaf[pending]] == IN_FLIGHT
             done.append(pending[~collided])
-            self.counts["requests"] += len(pending)
+            self.counts["descents"] += len(pending)
             pending = pending[collided]
             room = self.args.pseudo_limit * self.visits[self.roots[pending]] - self.root_pseudo[pending]
             self.counts["collisions"] += len(pending)
-            self.counts["fails"] += len(pending)
             pending = pending[room >= 1]
-            self.counts["fails"] -= len(pending)
             if len(pending):
                 one = torch.ones_like(pending)
                 self.add_pseudo_visits(slot, pending, one)
@@ -643,20 +645,20 @@ class Search:
             going = self.status[leaf] == IN_FLIGHT
             if going.any():
                 slot.submit(new[going], boards.pick(going), legal[going])
+                self.counts["evaluated"] += len(slot.games)
         over = games[self.status[slot.leaf[games]] == OVER]
         if len(over):
             self.backup(slot, over, self.value[slot.leaf[over]])
 
     def finish(self, slot: Slot) -> None:
         """Wait for the slot's batch, clear its pseudo visits and back its values up."""
-        games, legal = slot.games, slot.legal if len(slot.games) else None
-        if not len(games):
+        if not len(games := slot.games):
             return
         logits, values = slot.wait()
         leaf, slot.games = slot.leaf[games], games[:0]
         q = values if self.args.fpu == "parent" else torch.zeros_like(values)
-        self.edges[leaf, 1] = torch.where(legal, q.unsqueeze(1), ILLEGAL)
-        self.edges[leaf, 2] = logits.masked_fill(~legal, -torch.inf).softmax(1)
+        self.edges[leaf, 1] = torch.where(slot.legal, q.unsqueeze(1), ILLEGAL)
+        self.edges[leaf, 2] = logits.masked_fill(~slot.legal, -torch.inf).softmax(1)
         self.status[leaf], self.value[leaf] = OPEN, values
         has_pseudo = games[slot.num_pseudo[games] > 0]
         if len(has_pseudo):
@@ -665,13 +667,10 @@ class Search:
             self.root_pseudo[has_pseudo] -= count
             slot.num_pseudo[has_pseudo] = 0
         self.backup(slot, games, values)
-        self.counts["evaluated"] += len(games)
 
     def backup(self, slot: Slot, games: torch.Tensor, values: torch.Tensor) -> None:
         """Count the leaf values [R], of the side to move there, into the means along the slot's paths."""
         edges, is_edge = self.path(slot, games)
-        if not edges.shape[1]:
-            return
         is_other = (slot.depth[games].unsqueeze(1) - torch.arange(edges.shape[1], device=edges.device)) % 2 == 1
         values = torch.where(is_other, 1 - values.unsqueeze(1), values.unsqueeze(1))[is_edge]
         edges = edges[is_edge]
@@ -693,8 +692,10 @@ class Search:
                 self.finish(slot)
                 games = left.nonzero()[:, 0]
                 if len(games) and time.monotonic() < until:
+                    sent = self.request(slot, games)
+                    left[sent] -= 1
                     self.counts["turns"] += len(games)
-                    left[self.request(slot, games)] -= 1
+                    self.counts["sent"] += len(sent)
                 elif len(games):
                     left.zero_()
             if not any(len(slot.games) for slot in self.slots) and not left.any():
@@ -713,7 +714,6 @@ class Search:
         jump = self.parent
         for _ in range(self.slots[0].edges.shape[1].bit_length()):
             inside, jump = inside | inside[jump], jump[jump]
-        inside[self.none] = False
         inside = inside[:-1].view(self.num_games, self.max_nodes)
         inside &= torch.arange(self.max_nodes, device=inside.device) < self.num_nodes.unsqueeze(1)
         rank = inside.cumsum(1) - 1
@@ -880,7 +880,7 @@ def rank_losses(network, records: Records, size: int, q_weight: float, value_coe
 
 METRICS = ("policy_loss", "value_loss", "kl", "loss", "grad_norm")
 SCORES = ("win_rate", "win_rate_low", "win_rate_high", "margin")  # of a match
-HOLDOUT_SIZE = 4096  # records of games kept out of the pool
+HOLDOUT_SIZE = 2048  # positions of games kept out of the pool
 MAX_TREE = 10_000  # simulations that the tree of a game of GTP has room for
 
 
@@ -916,12 +916,12 @@ def describe_pool(pool: Pool, ranks: torch.Tensor, trained: torch.Tensor) -> dic
 
 def describe_search(search: Search, num_simulations: int, seconds: float) -> dict[str, float]:
     """How the search went in `seconds` of self-play with `num_simulations` over all games."""
-    counts = search.counts
-    busy = sum(slot.busy_seconds for slot in search.slots)
+    counts, num_workers = search.counts, 1 if search.slots[0].is_gpu else len(search.slots)
+    busy = sum(slot.busy_seconds for slot in search.slots) / num_workers
     return {
         "search/sims_per_second": num_simulations / seconds,
-        "search/fail_rate": counts["fails"] / max(1, counts["turns"]),
-        "search/collision_rate": counts["collisions"] / max(1, counts["requests"]),
+        "search/fail_rate": 1 - counts["sent"] / max(1, counts["turns"]),
+        "search/collision_rate": counts["collisions"] / max(1, counts["descents"]),
         "search/slot_fill": counts["evaluated"] / max(1, counts["turns"]),
         "search/device_idle": max(0.0, 1 - busy / seconds),
         "search/root_reuse": counts["kept"] / max(1, counts["roots"]),
@@ -972,7 +972,8 @@ def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str
 def compete(go: Go, network: Agent, reference: Agent, args: Args, epoch: int, run_path: Path, progress: dict) -> dict:
     """A match of the network against the copy from the last match, into the Elo of `progress` and an SGF file."""
     players = [make_player(go, make_evaluators(x, go, args.arena_games, args), args) for x in (network, reference)]
-    match = play_match(go, players, args.arena_games, args.komi, args.seed * 1000 + epoch)
+    seed = int(np.random.SeedSequence([args.seed, 3, epoch]).generate_state(1)[0])
+    match = play_match(go, players, args.arena_games, args.komi, seed)
     progress["elo"] += go_match.compute_elo(match["win_rate"], args.arena_games)
     text = go_match.format_games(match, go.size, args.komi, SCRIPT, f"{SCRIPT}, {args.arena_interval} epochs before")
     write_atomically(run_path / f"games_epoch_{epoch:04d}.sgf", text.encode())
@@ -1176,6 +1177,8 @@ def make_network(size: int, args: Args, device: torch.device) -> Agent:
     """A network for search, with folded batch norms and in bfloat16 with --bf16."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     network = Agent(size, args, is_folded=True).to(device, dtype, memory_format=torch.channels_last).eval()
+    if args.compile:
+        network.compile(dynamic=True)
     return network.requires_grad_(False)
 
 
@@ -1204,35 +1207,42 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     seed_everything(args.seed, 2, RANK, start_step)
     go, num_games = Go(size, device), args.num_games // WORLD_SIZE
     self_play, pool = SelfPlay(go, num_games, args), Pool(args.pool_size // WORLD_SIZE, size**2 + 1, device)
-    holdout = Pool(HOLDOUT_SIZE, size**2 + 1, device)
+    holdout = Records(*(x[:0] for x in pool.records))
 
     progress = {"iteration": 0, "global_step": 0, "elo": 0.0, "history": [[0, 0.0]]}
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0] |= {"lr": lr, "weight_decay": args.weight_decay}
         agent.fold_into(network)
         reference.load_state_dict(checkpoint["reference"])
         wall_start, cpu_start = wall_start - checkpoint["wall_seconds"], cpu_start - checkpoint["cpu_seconds"]
         if len(checkpoint["ranks"]) == WORLD_SIZE:
             state = checkpoint["ranks"][RANK]
-            for mine, name in ((self_play, "self_play"), (pool, "pool"), (holdout, "holdout")):
-                mine.load_state_dict(state[name])
+            self_play.load_state_dict(state["self_play"])
+            pool.load_state_dict(state["pool"])
+            holdout = Records(*(x.to(device) for x in state["holdout"]))
             torch.set_rng_state(state["torch_rng"])
             if device.type == "cuda" and state["cuda_rng"] is not None:
                 torch.cuda.set_rng_state(state["cuda_rng"])
+        elif is_main:
+            print(f"{len(checkpoint['ranks'])} processes made the replay pool: with {WORLD_SIZE} it starts empty")
     writer = make_writer(args, run_path, start_step) if is_main else None
 
     def save() -> None:
         cuda_rng = torch.cuda.get_rng_state() if device.type == "cuda" else None
         state = {"torch_rng": torch.get_rng_state(), "cuda_rng": cuda_rng, "self_play": self_play.state_dict()}
-        ranks = [state := state | {"pool": pool.state_dict(), "holdout": holdout.state_dict()}] * WORLD_SIZE
+        ranks = [state | {"pool": pool.state_dict(), "holdout": list(holdout)}]
         if WORLD_SIZE > 1:
-            buffer = io.BytesIO()  # as bytes, so that tensors of every device travel alike
-            torch.save(state, buffer)
-            dist.all_gather_object(ranks, buffer.getvalue())
-            ranks = [torch.load(io.BytesIO(content), weights_only=True, map_location="cpu") for content in ranks]
+            buffer, contents = (
+                io.BytesIO(),
+                [None] * WORLD_SIZE,
+            )  # as bytes, so that tensors of every device travel alike
+            torch.save(ranks[0], buffer)
+            dist.gather_object(buffer.getvalue(), contents if is_main else None)
+            if is_main:
+                ranks = [torch.load(io.BytesIO(x), weights_only=True, map_location="cpu") for x in contents]
         if is_main:
             seconds = {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
             content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "ranks": ranks, **progress, **seconds}
@@ -1241,10 +1251,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             save_checkpoint(run_path / "checkpoint.pt", content | {"reference": reference.state_dict()})
 
     if args.compile:
-        for module in (agent, network):
-            module.compile(dynamic=True)
+        agent.compile(dynamic=True)
     evaluators = make_evaluators(network, go, num_games, args)
-    num_new = int(args.generate_fraction * len(pool.loss))
+    num_new = max(1, int(args.generate_fraction * len(pool.loss)))
     num_updates = math.ceil(args.train_fraction * args.pool_size / args.batch_size)
     batch_size = args.batch_size // WORLD_SIZE
     if checkpoint is None:
@@ -1255,7 +1264,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     while (epoch := progress["iteration"]) < args.num_epochs:
         stage = (epoch >= first_search) + (epoch >= first_play)  # 0: random games, 1: uniform prior, 2: self-play
         if epoch > 0 and epoch in (first_search, first_play):
-            pool.size = holdout.size = 0  # another kind of games begins
+            pool.size, holdout = 0, Records(*(x[:0] for x in holdout))  # another kind of games begins
+            self_play = SelfPlay(go, num_games, args)
         if args.anneal_lr:
             lr.fill_(args.learning_rate * (1.0 - 0.99 * epoch / args.num_epochs))
         num_simulations = round(interpolate(args.simulations_start, args.simulations_end, epoch, args))
@@ -1272,12 +1282,12 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         while 8 * sum(len(records[0].q) for records in parts) < num_new:
             parts.append(self_play.play_moves(search, num_simulations, epsilon))
             num_moves += num_games
-        seconds, evicted = time.perf_counter() - play_start, 0
+        seconds = time.perf_counter() - play_start
         new, held_out = (Records(*map(torch.cat, zip(*x, strict=True))) for x in zip(*parts, strict=True))
-        for target, records in ((holdout, held_out), (pool, new)):
-            max_age = None if target is holdout or args.replay_order == "uniform" else args.max_age
-            images = make_images(records, go.symmetries)
-            evicted = target.add(images, rank_losses(network, images, size, q_weight, value_coef), epoch, max_age)
+        holdout = Records(*(torch.cat(x)[-HOLDOUT_SIZE:] for x in zip(holdout, held_out, strict=True)))
+        images = make_images(new, go.symmetries)
+        max_age = None if args.replay_order == "uniform" else args.max_age
+        evicted = pool.add(images, rank_losses(network, images, size, q_weight, value_coef), epoch, max_age)
 
         # Train on what the pool holds, ranking what was trained on anew after each batch
         ranks, trained, metrics = pool.rank(), [], torch.zeros(len(METRICS), device=device)
@@ -1313,11 +1323,10 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             scalars["charts/cpu_seconds"] = time.process_time() - cpu_start
             scalars |= describe_pool(pool, ranks, torch.cat(trained)) | {"pool/evicted": evicted}
             scalars |= {"pool/sampled_loss": losses[-2], "pool/sampled_loss_after": losses[-1]}
-            with torch.no_grad():
-                kept = Records(*(x[: holdout.size] for x in holdout.records))
-                for name, x in zip(METRICS, record_losses(agent, kept, size, q_weight), strict=False):
-                    if holdout.size:
-                        scalars[f"losses/holdout_{name}"] = x.mean().item()
+            if len(holdout.q):
+                with torch.no_grad():
+                    kept = record_losses(network, holdout, size, q_weight)
+                scalars |= {f"losses/holdout_{name}": x.mean().item() for name, x in zip(METRICS, kept, strict=False)}
             if search is not None:
                 scalars |= describe_search(search, num_moves * num_simulations, seconds)
         if args.arena_interval and iteration % args.arena_interval == 0:
@@ -1367,6 +1376,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
 def play_gtp(network: Agent, args: Args, device: torch.device) -> None:
     """Answer GTP commands on stdin until `quit`."""
+    sys.stdin.reconfigure(errors="replace")
     go = Go(get_size(args))
     thinker = Thinker(go, make_evaluators(network, go, 1, args), args)
     gtp.Engine(thinker.think, SCRIPT, get_commit(), go.size, args.komi).serve(sys.stdin)
@@ -1382,7 +1392,8 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = Args(**checkpoint["args"])
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = ["env_id", "blocks", "channels", "num_games", "pool_size", "seed", "score_weight", "komi"]
+        fixed = ["env_id", "blocks", "channels", "num_games", "pool_size", "seed", "score_weight", "komi", "gamma"]
+        fixed += ["pretrain_value_epochs", "pretrain_search_epochs"]
         for name in fixed if args.resume else fixed[:3]:
             if getattr(args, name) != (trained := getattr(saved, name)):
                 fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {trained}")

@@ -442,7 +442,7 @@ def capture_graph(fn, mutated: list[torch.Tensor]):
             fn()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         fn()
     with torch.no_grad():
         for x, old in zip(mutated, saved, strict=True):

@@ -77,7 +77,7 @@ def measure(path: str, num_games: int = 64) -> dict:
             counts, own = tree.counts, tree.visit_counts() / after
             distance = ((own - visits[after]).abs().sum(1) / 2).mean().item()
             same = (own.argmax(1) == visits[after].argmax(1)).float().mean().item()
-            row = {"limit": limit, "simulations": after, "fails": round(counts["fails"] / counts["turns"], 4)}
+            row = {"limit": limit, "simulations": after, "fails": round(1 - counts["sent"] / counts["turns"], 4)}
             rows.append(row | {"distortion": round(distance, 4), "same_move": round(same, 3)})
     seconds = {}
     for games in (1, num_games):

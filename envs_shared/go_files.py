@@ -45,54 +45,56 @@ def escape(text: str) -> str:
 
 
 def read_sgf(path: str) -> dict:
-    """Main line of the first game of an SGF file: size, komi, stones set up and moves, as pairs (1 or -1, move).
+    """Main line of the first game of an SGF file.
 
-    A move with the colour 0 takes the stone away. Raises ValueError where the file is no SGF of a square board.
+    Returns size, komi (None if not said), setup and moves, both lists of (1 black or -1 white, move), in setup also 0
+    for a point made empty, and to_play (None if not said). Raises ValueError where the file is no SGF of a square
+    board, or stones are set up once the game has begun.
     """
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    game = {"size": 19, "komi": 0.0, "setup": [], "moves": []}
-    text, started = text[max(0, text.find("(")) :], False
+    text = Path(path).read_text(encoding="utf-8", errors="replace").rstrip()
     token = re.compile(r"\s*(?:([();])|([A-Za-z]+)((?:\s*\[(?:\\.|[^\\\]])*\])+))", re.S)
-    position, length = 0, len(text.rstrip())
-    while position < length:
+    properties, position = [], max(0, text.find("("))
+    if text[position : position + 1] != "(":
+        raise ValueError(f"{path}: no SGF file")
+    while position < len(text):
         match = token.match(text, position)
         if not match:
             raise ValueError(f"{path}: no SGF file (at {text[position : position + 20]!r})")
         position = match.end()
         if match[1] == ")":  # the first variation is the main line
             break
-        started |= match[1] == "("
         if match[2]:
             key = "".join(c for c in match[2] if c.isupper())
-            values = [
-                re.sub(r"\\(.)", r"\1", v, flags=re.S) for v in re.findall(r"\[((?:\\.|[^\\\]])*)\]", match[3], re.S)
-            ]
-            read_property(path, game, key, values)
-    if not started:
-        raise ValueError(f"{path}: no SGF file")
+            for value in re.findall(r"\[((?:\\.|[^\\\]])*)\]", match[3], re.S):
+                properties.append((key, re.sub(r"\\(.)", r"\1", value, flags=re.S).strip()))
+    key, value = "SZ", next((value for key, value in properties if key == "SZ"), "19")
+    game = {"size": 0, "komi": None, "setup": [], "moves": [], "to_play": None}
+    colours = {"B": 1, "W": -1, "AB": 1, "AW": -1, "AE": 0}
+    try:
+        size = game["size"] = int(value)
+        if not 1 <= size <= 19:
+            raise ValueError
+        for key, value in properties:
+            if key == "KM":
+                game["komi"] = float(value)
+                if not abs(game["komi"]) <= 1e9:
+                    raise ValueError
+            elif key in ("B", "W"):
+                game["moves"].append((colours[key], parse_point(value, size)))
+            elif key in ("AB", "AW", "AE", "PL") and game["moves"]:
+                raise ValueError
+            elif key == "PL":
+                game["to_play"] = colours[value[:1].upper()] if value[:1].upper() in "BW" else None
+            elif key in ("AB", "AW", "AE"):
+                game["setup"] += [(colours[key], m) for m in parse_rectangle(value, size)]
+    except (ValueError, KeyError):
+        raise ValueError(f"{path}: {key}[{value}] is not understood") from None
     return game
 
 
-def read_property(path: str, game: dict, key: str, values: list[str]) -> None:
-    """Take over what one property says about the game."""
-    try:
-        if key == "SZ":
-            game["size"] = int(values[0])
-        elif key == "KM":
-            game["komi"] = float(values[0])
-        elif key in ("B", "W"):
-            game["moves"].append(({"B": 1, "W": -1}[key], parse_point(values[0], game["size"])))
-        elif key in ("AB", "AW", "AE"):
-            colour = {"AB": 1, "AW": -1, "AE": 0}[key]
-            game["setup"] += [(colour, m) for value in values for m in parse_rectangle(value, game["size"])]
-    except ValueError:
-        raise ValueError(f"{path}: {key}[{values[0]}] is not understood") from None
-
-
 def parse_point(text: str, size: int) -> int:
-    """Move of an SGF point; empty, and tt up to 19 lines, is the pass."""
-    text = text.strip()
-    if text == "" or (text == "tt" and size <= 19):
+    """Move of an SGF point; empty, or tt on boards up to 19 lines, is the pass."""
+    if text in ("", "tt"):
         return size * size
     if len(text) != 2 or not all(c in LETTERS[:size] for c in text):
         raise ValueError(text)

@@ -1,5 +1,6 @@
 """The Go Text Protocol, version 2 (Farneback 2002): an engine that programs and boards can talk to, and a client."""
 
+import inspect
 import queue
 import re
 import shlex
@@ -26,7 +27,7 @@ class Analysis(NamedTuple):
     lines: dict[int, list[int]]  # moves that are likely to follow, the move itself first, by visited move
 
 
-class GtpError(Exception):
+class GtpError(ValueError):
     """What is answered with `?`."""
 
 
@@ -50,9 +51,11 @@ class Engine:
         """Answer the commands in `lines`, a file or an iterable, until `quit` or the end."""
 
         def read() -> None:
-            for line in lines:
-                self.lines.put(line)
-            self.lines.put("quit")
+            try:
+                for line in lines:
+                    self.lines.put(line)
+            finally:
+                self.lines.put("quit")
 
         threading.Thread(target=read, daemon=True).start()
         while self.answer(self.lines.get()):
@@ -68,16 +71,20 @@ class Engine:
         try:
             if name not in self.commands:
                 raise GtpError("unknown command")
-            if name.startswith("lz-"):  # writes while it runs
-                self.write(f"={number}\n")
-                self.write((self.commands[name](*words) or "") + "\n")
-            else:
-                self.write(f"={number} {self.commands[name](*words) or ''}".rstrip() + "\n\n")
-        except (GtpError, ValueError, TypeError) as error:
-            is_usage = isinstance(error, TypeError) and "positional argument" in str(error)
-            if isinstance(error, TypeError) and not is_usage:
-                raise
-            self.write(f"?{number} {'wrong number of arguments' if is_usage else error}\n\n")
+            try:
+                inspect.signature(self.commands[name]).bind(*words)
+            except TypeError:
+                raise GtpError("wrong number of arguments") from None
+            answer = self.commands[name](*words)
+        except ValueError as error:
+            self.write(f"?{number} {error}\n\n")
+            return True
+        if name.startswith("lz-"):  # these write while they run
+            self.write(f"={number}\n")
+            answer()
+            self.write("\n")
+        else:
+            self.write(f"={number} {answer or ''}".rstrip() + "\n\n")
         return name != "quit"
 
     def write(self, text: str) -> None:
@@ -92,12 +99,10 @@ class Engine:
         """The position on the board."""
         return self.positions[-1]
 
-    def set_to_play(self, colour: str) -> int:
-        """Let a colour move, though it were not its turn; returns 1 or -1."""
-        stone = parse_colour(colour)
+    def set_to_play(self, stone: int) -> None:
+        """Let black (1) or white (-1) move, though it were not its turn."""
         if int(self.boards.to_play) != stone:
             self.positions[-1] = self.boards._replace(to_play=-self.boards.to_play)
-        return stone
 
     def play_move(self, move: int) -> None:
         """Play a legal move, also after the game was over by passes."""
@@ -123,10 +128,22 @@ class Engine:
         extra = self.byo_time / self.byo_stones if not stones and self.byo_stones else 0.0
         return max(0.05, 0.8 * (seconds / moves_left + extra) - 0.1)
 
-    def search(self, stone: int, until: float | None = None, num_simulations: int | None = None) -> Analysis:
-        """Think about the position for as long as the clock allows."""
-        until = time.monotonic() + self.budget(stone) if until is None else until
-        return self.think(self.positions, self.komi, until, num_simulations)
+    def choose_move(self, report=None) -> str:
+        """Play the most visited move for the side to move, or pass where the game is over; returns its vertex.
+
+        `report` is called with the Analysis first.
+        """
+        move = self.go.num_points
+        if self.boards.is_over:  # one more pass changes nothing but whose turn it is
+            self.positions.append(self.boards._replace(to_play=-self.boards.to_play))
+        else:
+            until = time.monotonic() + self.budget(int(self.boards.to_play))
+            analysis = self.think(self.positions, self.komi, until, None)
+            if report:
+                report(analysis)
+            move = max(range(len(analysis.visits)), key=lambda m: (analysis.visits[m], analysis.prior[m]))
+            self.play_move(move)
+        return go_files.format_vertex(move, self.go.size)
 
     # Commands, as the protocol names them
 
@@ -164,20 +181,15 @@ class Engine:
         stone, move = parse_colour(colour), parse_move(vertex, self.go.size)
         before = list(self.positions)
         try:
-            self.set_to_play("bw"[stone < 0])
+            self.set_to_play(stone)
             self.play_move(move)
         except GtpError:
             self.positions = before
             raise
 
     def cmd_genmove(self, colour: str) -> str:
-        stone = self.set_to_play(colour)
-        move = self.go.num_points
-        if not self.boards.is_over:
-            visits = self.search(stone).visits
-            move = max(range(len(visits)), key=visits.__getitem__)
-            self.play_move(move)
-        return go_files.format_vertex(move, self.go.size)
+        self.set_to_play(parse_colour(colour))
+        return self.choose_move()
 
     def cmd_undo(self) -> None:
         if len(self.positions) == 1:
@@ -214,57 +226,68 @@ class Engine:
             for stone, move in game["setup"]:
                 points[0, move] = stone
             first = game["moves"][0][0] if game["moves"] else -1 if game["setup"] else 1
-            self.positions = [self.go.set_up(points, torch.tensor([first]))]
+            self.positions = [self.go.set_up(points, torch.tensor([game["to_play"] or first]))]
             for stone, move in game["moves"][:last]:
-                self.set_to_play("bw"[stone < 0])
+                self.set_to_play(stone)
                 self.play_move(move)
             if last < len(game["moves"]):
-                self.set_to_play("bw"[game["moves"][last][0] < 0])
+                self.set_to_play(game["moves"][last][0])
         except (GtpError, IndexError):
             self.positions = before
             raise GtpError("cannot load file") from None
-        self.komi = game["komi"]
+        self.komi = self.komi if game["komi"] is None else game["komi"]
         return "black" if int(self.boards.to_play) == 1 else "white"
 
-    def cmd_lz_analyze(self, *words: str) -> None:
-        self.analyze(words)
+    def cmd_lz_analyze(self, *words: str):
+        interval = self.parse_analysis(words)
+        return lambda: self.analyze(interval)
 
-    def cmd_lz_genmove_analyze(self, *words: str) -> str:
-        stone = parse_colour(words[0]) if words and words[0].lower() in COLOURS else int(self.boards.to_play)
-        self.set_to_play("bw"[stone < 0])
-        move = self.go.num_points
-        if not self.boards.is_over:
-            analysis = self.search(stone)
-            self.write(self.format_analysis(analysis) + "\n")
-            move = max(range(len(analysis.visits)), key=analysis.visits.__getitem__)
-            self.play_move(move)
-        return f"play {go_files.format_vertex(move, self.go.size)}\n"
+    def cmd_lz_genmove_analyze(self, *words: str):
+        self.parse_analysis(words)
 
-    def analyze(self, words: tuple[str, ...]) -> None:
-        """Write what the search thinks, every so many hundredths of a second, until the next line comes in."""
+        def answer() -> None:
+            vertex = self.choose_move(lambda analysis: self.write(self.format_analysis(analysis)))
+            self.write(f"play {vertex}\n")
+
+        return answer
+
+    def parse_analysis(self, words: tuple[str, ...]) -> float:
+        """Seconds of `[colour] [interval] [hundredths of a second]`; lets the colour move."""
+        words, stone = list(words), None
         if words and words[0].lower() in COLOURS:
-            self.set_to_play(words[0])
-            words = words[1:]
+            stone = parse_colour(words.pop(0))
         if words and words[0] == "interval":
-            words = words[1:]
-        interval = parse_number(words[0], float) / 100 if words else 0.5
+            words.pop(0)
+        interval = parse_number(words.pop(0), float) / 100 if words else 0.5
+        if words:
+            raise GtpError(f"{words[0]!r} is not understood")
+        if stone:
+            self.set_to_play(stone)
+        return max(0.05, interval)
+
+    def analyze(self, interval: float) -> None:
+        """Write what the search thinks every `interval` seconds, until the next line comes in."""
+        shown = time.monotonic()
         while self.lines.empty():
-            if self.boards.is_over:
-                time.sleep(0.01)
-                continue
-            analysis = self.search(int(self.boards.to_play), time.monotonic() + max(0.05, interval), 10**6)
-            self.write(self.format_analysis(analysis) + "\n")
+            now = time.monotonic()
+            analysis = None
+            if not self.boards.is_over:
+                analysis = self.think(self.positions, self.komi, now + 0.05, 10**6)
+            if analysis and time.monotonic() - shown >= interval:
+                self.write(self.format_analysis(analysis))
+                shown = time.monotonic()
+            time.sleep(max(0.0, now + 0.05 - time.monotonic()))
 
     def format_analysis(self, analysis: Analysis) -> str:
-        """Moves by visits, in the words of Leela Zero: chances and priors in hundredths of a percent."""
-        order = sorted(analysis.lines, key=lambda m: -analysis.visits[m])
+        """A line of moves by visits, in the words of Leela Zero: chances and priors in hundredths of a percent."""
+        order = sorted(analysis.lines, key=lambda m: (-analysis.visits[m], -analysis.prior[m]))
         parts = []
         for place, move in enumerate(order):
             line = " ".join(go_files.format_vertex(m, self.go.size) for m in analysis.lines[move])
             win, prior = (round(1e4 * x[move]) for x in (analysis.values, analysis.prior))
             head = f"info move {go_files.format_vertex(move, self.go.size)} visits {analysis.visits[move]:.0f}"
             parts.append(f"{head} winrate {win} prior {prior} lcb {win} order {place} pv {line}")
-        return " ".join(parts)
+        return " ".join(parts) + "\n" if parts else ""
 
 
 def parse_colour(text: str) -> int:
@@ -288,7 +311,7 @@ def parse_number(text: str, kind: type):
         value = kind(text)
     except ValueError:
         raise GtpError(f"{text!r} is no number") from None
-    if value != value or abs(value) == float("inf"):
+    if not abs(value) <= 1e9:
         raise GtpError(f"{text!r} is no number")
     return value
 

@@ -198,7 +198,7 @@ def test_two_slots_leave_no_pseudo_visits_and_hardly_fail_once_under_way():
     for num_simulations in (50, 350):
         search.counts = dict.fromkeys(search.counts, 0)
         search.run(num_simulations)
-        rates.append(search.counts["fails"] / search.counts["turns"])
+        rates.append(1 - search.counts["sent"] / search.counts["turns"])
         assert not search.pseudo.any() and not search.root_pseudo.any()
     assert (search.visits[search.roots] == 401).all()
     assert (search.visit_counts().sum(1) == 400).all()
@@ -215,7 +215,7 @@ def test_without_room_for_pseudo_visits_two_slots_are_the_serial_search():
         search.reset(boards)
         search.run(300)
         counts.append(search.visit_counts())
-    assert search.counts["fails"] == search.counts["collisions"] > 0
+    assert search.counts["turns"] - search.counts["sent"] == search.counts["collisions"] > 0
     assert torch.equal(*counts)  # a second request without pseudo visits always runs into the first
 
 
@@ -642,12 +642,15 @@ def test_gtp_answers():
         ("komi nan", "'nan' is no number"),
         ("sing", "unknown command"),
         ("7", "unknown command"),
+        ("quit now", "wrong number of arguments"),
+        (f"time_left b 10 1{400 * '0'}", f"'1{400 * '0'}' is no number"),
+        ("lz-genmove_analyze green", "'green' is no number"),
         ("loadsgf /nowhere.sgf", "cannot load file"),
         ("time_settings -1 0 0", "times are not negative"),
         ("lz-analyze often", "'often' is no number"),
     ):
         (found,) = ask(engine, wrong)
-        assert found.endswith(answer) and found.lstrip("=\n").startswith("?"), (wrong, found)
+        assert found == (f"?7 {answer}" if wrong == "7" else f"? {answer}"), (wrong, found)
     assert ask(engine, "play b C3", "play w C3") == ["=", "? illegal move"]
     assert int(engine.boards.to_play) == -1 and len(engine.positions) == 2  # what was wrong changed nothing
 
@@ -658,7 +661,8 @@ def test_gtp_keeps_the_rules():
         assert ask(engine, f"play {move}") == ["="]
     assert ask(engine, "play w A1") == ["? illegal move"]  # suicide
     assert ask(engine, "play w pass", "play b pass") == ["=", "="]
-    assert ask(engine, "genmove w") == ["= pass"]  # the game is over
+    assert ask(engine, "genmove w", "undo") == ["= pass", "="] and engine.boards.is_over  # the game is over
+    assert ask(engine, "genmove w") == ["= pass"]
     assert ask(engine, "play b C1") == ["="]  # but may be taken up again
     vertex = ask(engine, "genmove b")[0]  # twice in a row
     assert vertex.startswith("= ") and int(engine.boards.to_play) == -1
@@ -666,6 +670,7 @@ def test_gtp_keeps_the_rules():
 
 def test_gtp_plays_legal_games_and_goes_on_with_its_tree():
     engine = make_engine()
+    engine.think.__self__.args.simulations_end = 80
     searches = []
     think = engine.think
 
@@ -678,10 +683,10 @@ def test_gtp_plays_legal_games_and_goes_on_with_its_tree():
     for i in range(12):
         answer = ask(engine, f"genmove {'bw'[i % 2]}")[0]
         assert answer.startswith("= ")
-    assert len({id(search) for _, search in searches}) == 1 and max(n for n, _ in searches) > 16
+    assert len({id(search) for _, search in searches}) == 1 and max(n for n, _ in searches) > 80
     ask(engine, "undo", "undo")
     ask(engine, "genmove b")
-    assert searches[-1][1] is not searches[0][1] and searches[-1][0] == 16
+    assert searches[-1][1] is not searches[0][1] and searches[-1][0] == 80
 
 
 def test_gtp_thinks_no_longer_than_the_clock_allows():
@@ -713,17 +718,59 @@ def test_gtp_analysis():
     fields = dict(zip(first[1::2], first[2::2], strict=False))
     assert fields["move"] == text[1].split()[1] == first[first.index("pv") + 1] and fields["order"] == "0"
     assert 0 <= int(fields["winrate"]) <= 10_000 and int(fields["visits"]) > 0
-    lines = iter(["lz-analyze b 5\n"])
 
-    def slow_lines():
-        yield next(lines)
+    def slow_lines(interval):
+        yield f"3 lz-analyze b {interval}\n"
         time.sleep(1.0)
         yield "name\n"
 
-    engine.out.truncate(0)
-    engine.serve(slow_lines())  # analyses until the next line comes
-    answers = engine.out.getvalue().strip("\0")
-    assert answers.count("\ninfo move ") + answers.startswith("=\ninfo") >= 3 and "= alphazero_go\n\n" in answers
+    for interval, low, high in (
+        (10, 4, 10),
+        (10_000, 0, 0),
+    ):  # analyses until the next line comes, which is heard at once
+        engine.out.seek(0)
+        engine.out.truncate()
+        start = time.monotonic()
+        engine.serve(slow_lines(interval))
+        assert time.monotonic() - start < 3
+        analysis, name = engine.out.getvalue().split("\n\n")[:2]
+        assert analysis.startswith("=3") and low <= analysis.count("\ninfo move ") <= high and name == "= alphazero_go"
+
+
+def test_gtp_analysis_of_a_full_tree_waits(monkeypatch):
+    monkeypatch.setattr(az, "MAX_TREE", 30)
+    engine = make_engine()
+
+    def lines():
+        yield "lz-analyze 20"
+        time.sleep(1.0)
+        yield "quit"
+
+    engine.serve(lines())
+    assert 1 <= engine.out.getvalue().count("info move C3 ") <= 6
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_gtp_without_time_plays_by_the_prior_and_survives_broken_input():
+    engine = make_engine()
+    ask(engine, "play b A5")
+    engine.think.__self__.search = None
+
+    def think(positions, komi, until, num_simulations):
+        prior = torch.rand(26, generator=torch.Generator().manual_seed(0)).tolist()
+        prior[0] = 0.0  # taken
+        return gtp.Analysis([0.0] * 26, [0.0] * 26, prior, {})
+
+    engine.think = think
+    best = max(range(26), key=think(0, 0, 0, 0).prior.__getitem__)
+    assert ask(engine, "genmove w")[0] == f"= {go_files.format_vertex(best, 5)}"
+
+    def broken():
+        yield "name"
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    engine.serve(broken())  # ends, as if by quit
+    time.sleep(0.1)
 
 
 def test_sgf_there_and_back(tmp_path):
@@ -733,12 +780,13 @@ def test_sgf_there_and_back(tmp_path):
     path.write_text(text)
     assert "PB[a\\]b]" in text and "PW[c\\\\d]" in text and "RE[B+3.5]" in text
     game = go_files.read_sgf(path)
-    assert game == {"size": 5, "komi": 0.5, "setup": [], "moves": [(1, 12), (-1, 25), (1, 0), (-1, 24), (1, 7)]}
+    assert game["moves"] == [(1, 12), (-1, 25), (1, 0), (-1, 24), (1, 7)]
+    assert (game["size"], game["komi"], game["setup"], game["to_play"]) == (5, 0.5, [], None)
     engine = make_engine()
     assert ask(engine, f"loadsgf {path}") == ["= white"] and int(engine.boards.num_moves) == 5
     assert ask(engine, f"loadsgf {path} 3") == ["= black"] and int(engine.boards.num_moves) == 2
     # As other programs write: variations, comments, moves set up, lower-case letters in names, tt for the pass
-    path.write_text("(;GM[1]FF[3]SiZe[5]SZ[5]\n C[a [b\\] c]AB[aa:ab][cc]AW[dd];W[tt] ;B [ba](;W[ee];B[ed])(;W[eb]))")
+    path.write_text("(;GM[1]FF[3]AB[aa:ab][cc]SiZe[5]\n C[a [b\\] c]AW[dd];W[tt] ;B [ba](;W[ee];B[ed])(;W[eb]))")
     game = go_files.read_sgf(path)
     assert game["setup"] == [(1, 0), (1, 5), (1, 12), (-1, 18)] and game["moves"] == [
         (-1, 25),
@@ -746,8 +794,14 @@ def test_sgf_there_and_back(tmp_path):
         (-1, 24),
         (1, 19),
     ]
-    assert ask(engine, f"loadsgf {path}") == ["= white"]
-    for wrong in ("", "no sgf", "(;SZ[5];B[zz])", "(;SZ[x])", "(;SZ[9];B[aa])", "(;SZ[5];B[aa];W[aa])"):
+    engine.komi = 1.5
+    assert ask(engine, f"loadsgf {path}") == ["= white"] and engine.komi == 1.5  # the file does not say
+    path.write_text("(;SZ[5]AB[aa]PL[B]KM[2])")
+    assert ask(engine, f"loadsgf {path}") == ["= black"] and engine.komi == 2
+    for wrong in (
+        *("", "no sgf", "(;SZ[5];B[zz])", "(;SZ[x])", "(;SZ[9];B[aa])", "(;SZ[5];B[aa];W[aa])", "(;SZ[99])"),
+        *("(;SZ[5]KM[nan])", "(;SZ[5];B[aa];AW[bb])", "(;SZ[5]AB[ff])"),
+    ):
         path.write_text(wrong)
         before = engine.positions
         assert ask(engine, f"loadsgf {path}")[0].startswith("? ") and engine.positions is before
