@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, read_result
+from conftest import ROOT, read_result, read_scalars
 
 from algos import alphazero_go as az
 from envs_shared import go_files, gtp
@@ -864,3 +864,18 @@ def test_gtp_needs_a_checkpoint_to_play_with(tmp_path, capsys):
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert message in line
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [21, 22])
+def test_the_default_run_beats_plain_search(run_script, tmp_path, seed):
+    run = run_script("alphazero_go", "--seed", seed, "--run-dir", tmp_path, timeout=900)
+    assert run.returncode == 0, run.stderr
+    path, result = read_result(tmp_path)
+    metrics = result["metrics"]
+    assert metrics["eval/win_rate_random"] == 1.0 and metrics["eval/win_rate_mcts"] >= 0.7
+    elo = [value for _, value in read_scalars(path)["arena/elo"]]
+    assert len(elo) == 5 and elo[0] > 200 and elo[-1] > elo[0]
+    text = (path / "games_mcts.sgf").read_text()
+    assert text.count("(;FF[4]") == 100 and text.count("RE[B+") + text.count("RE[W+") + text.count("RE[0]") == 100
+    assert (path / "board.png").read_bytes().startswith(b"\x89PNG")

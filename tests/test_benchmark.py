@@ -10,6 +10,11 @@ sys.path.append(str(ROOT / "benchmark"))
 import change_detection
 import change_speed
 import common
+import go_ablations
+import go_default
+import go_matches
+import go_search
+import go_speed
 import ppo_cartpole
 import ppo_control
 import r2d2_memory
@@ -21,6 +26,11 @@ import tsp_speed
 DOCS = {
     change_detection: "ppo_change_detection",
     change_speed: "ppo_change_detection",
+    go_ablations: "alphazero_go",
+    go_default: "alphazero_go",
+    go_matches: "alphazero_go",
+    go_search: "alphazero_go",
+    go_speed: "alphazero_go",
     ppo_cartpole: "ppo",
     ppo_control: "ppo",
     r2d2_memory: "r2d2_lstm",
@@ -79,7 +89,7 @@ def test_gap_table_shows_mean_and_range_over_seeds():
 
 
 def test_figures_are_drawn(tmp_path):
-    for benchmark in (ppo_cartpole, ppo_control, r2d2_memory, tsp_gaps):
+    for benchmark in (go_default, go_search, ppo_cartpole, ppo_control, r2d2_memory, tsp_gaps):
         path = tmp_path / f"{benchmark.__name__}.png"
         benchmark.draw(common.load_results(benchmark.__name__), path)
         assert path.stat().st_size > 20_000
@@ -138,3 +148,15 @@ def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():
         12.71 * statistics.stdev((0.1, -0.02)) / 2**0.5, rel=1e-3
     )
     assert change_detection.compare(rows[:1], "threshold")[1] is None
+
+
+def test_matches_count_draws_and_whole_boards():
+    games = [{"is_black": True, "margin": 25.0, "moves": [12]}, {"is_black": False, "margin": -25.0, "moves": [12]}]
+    games += [{"is_black": True, "margin": 0.0, "moves": [12]}]
+    row = {"name": "5x5", "size": 5, "komi": 0.0, "level": 1, "colours": "both", "games": games}
+    found = go_matches.summarize(row)
+    assert found["rate"] == 0.5 and found["whole"] == 1 and found["games"] == 3 and found["margin"] == 0
+    assert go_matches.show_game(row) == "5x5, level 1: C3"
+    assert "| 5x5 | 1 | both | 0 | 3 | **50%**" in go_matches.make_table({"rows": [row]})
+    half = row | {"komi": 0.5, "games": [{"is_black": False, "margin": 25.5, "moves": []}]}
+    assert go_matches.summarize(half)["whole"] == 1  # the whole board for white, and komi
