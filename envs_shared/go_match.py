@@ -71,7 +71,7 @@ def play_match(go: Go, players: tuple, num_games: int, komi: float, seed: int) -
         moves.append(chosen)
     margins = go.score(boards) - komi
     own = torch.where(is_first_black, margins, -margins)
-    win_rate = own.sign().add(1).div(2).mean().item()
+    win_rate = (own.double().sign() + 1).mean().item() / 2
     low, high = compute_interval(win_rate, num_games)
     scores = {"win_rate": win_rate, "win_rate_low": low, "win_rate_high": high, "margin": own.float().mean().item()}
     games = [[m for m in game if m >= 0] for game in torch.stack(moves, 1).tolist()]
