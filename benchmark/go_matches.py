@@ -63,9 +63,10 @@ def make_table(results: dict) -> str:
     ]
     for row in results["rows"]:
         s = summarize(row)
+        name = f"{row['name']} (`{row['flags'].strip()}`)" if row["flags"] else row["name"]
         wins = f"**{s['rate']:.0%}** ({s['low']:.0%} to {s['high']:.0%})"
         lines.append(
-            f"| {row['name']} | {row['level']} | {row['colours']} | {row['komi']:g} | {s['games']} | {wins} | "
+            f"| {name} | {row['level']} | {row['colours']} | {row['komi']:g} | {s['games']} | {wins} | "
             f"{s['margin']:+.1f} | {s['whole']} |"
         )
     return "\n".join(lines)
