@@ -151,7 +151,7 @@ class Args:
     """share of random moves in the last epoch"""
 
     # Learning
-    num_epochs: int = 25
+    num_epochs: int = 20
     """epochs of self-play and training, those of pretraining included"""
     pretrain_value_epochs: int = 0
     """first epochs that learn the value of random games with a frozen policy head"""
@@ -191,7 +191,7 @@ class Args:
     """decay of z towards 1/2 for every move that the game went on"""
     arena_interval: int = 5
     """epochs between matches against the copy from the last match (0: none)"""
-    arena_games: int = 60
+    arena_games: int = 40
     """games of such a match"""
 
 
