@@ -127,7 +127,7 @@ class Args:
     # Search
     simulations_start: int = 32
     """simulations per move in the first epoch"""
-    simulations_end: int = 64
+    simulations_end: int = 48
     """simulations per move in the last epoch, and in evaluation and play"""
     num_slots: Literal[1, 2] = 2
     """batches in flight: two let the tree and the network work at the same time"""

@@ -78,7 +78,7 @@ def sections(results: dict) -> dict[str, str]:
     """What the docs show of the results, by the name of its section."""
     commits = sorted({row["commit"] for row in results["rows"]})
     machine = common.machine_line(results["machine"] | {"commit": " and ".join(commits)})
-    text = "100 games a match, 64 simulations a move on both sides."
+    text = "100 games a match, 48 simulations a move on both sides."
     return {
         "go_default": f"\n{text}\n\n{make_table(results)}\n\nMeasured on {machine}\n",
         "go_default_cell": summarize(results),
