@@ -16,7 +16,7 @@ import common
 from tqdm import tqdm
 
 sys.path.append(str(common.ROOT))
-BASE = "--num-epochs 16 --arena-interval 0 --eval-episodes 2"
+BASE = "--num-epochs 16 --simulations-end 64 --arena-interval 0 --eval-episodes 2"
 VARIANTS = {
     "default": "",
     "replay order: loss": "--replay-order loss",
@@ -50,7 +50,7 @@ def match(row: dict, base: dict) -> dict:
     players = []
     for checkpoint in (row["checkpoint"], base["checkpoint"]):
         az, args, network = go_search.load_network(checkpoint)
-        go, plain = Go(az.get_size(args)), az.Args(env_id=args.env_id, komi=args.komi)
+        go, plain = Go(az.get_size(args)), az.Args(simulations_end=64, komi=args.komi)
         players.append(az.make_player(go, az.make_evaluators(network, go, NUM_GAMES, plain), plain))
     result = play_match(go, players, NUM_GAMES, args.komi, row["seed"])
     return {"win_rate": round(result["win_rate"], 4), "margin": round(result["margin"], 2)}
