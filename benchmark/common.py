@@ -51,7 +51,8 @@ def make_peer_environment(peer: str) -> Path:
         venv.create(folder, with_pip=True, clear=True)
         pip = [str(folder / "bin" / "pip"), "install", "--quiet"]
         # torch first, by its exact version: where a CPU build is at hand, later ranges then accept it
-        subprocess.run([*pip, *re.findall(r"^torch==.*", requirements.read_text(), re.M)], check=True)
+        if pinned := re.findall(r"^torch==.*", requirements.read_text(), re.M):
+            subprocess.run([*pip, *pinned], check=True)
         subprocess.run([*pip, "-r", str(requirements)], check=True)
         stamp.write_text(digest)
     return folder / "bin" / "python"

@@ -128,9 +128,9 @@ def main() -> None:
     if not args.report_only:
         path = common.RESULTS / "go_speed.json"
         runs = common.load_results("go_speed")["runs"] if path.exists() else []
-        run = measure(args.repeats, args.cuda)
+        peer, run = measure_peer(args.repeats), measure(args.repeats, args.cuda)
         runs = [old for old in runs if old["device"] != run["device"]] + [run]
-        results = {"machine": common.describe_machine(), "runs": runs, "openspiel": measure_peer(args.repeats)}
+        results = {"machine": common.describe_machine(), "runs": runs, "openspiel": peer}
         common.save_results("go_speed", results)
     results = common.load_results("go_speed")
     common.write_report(sections(results), "alphazero_go")
