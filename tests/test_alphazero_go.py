@@ -725,7 +725,7 @@ def test_gtp_analysis():
         yield "name\n"
 
     for interval, low, high in (
-        (10, 4, 10),
+        (10, 2, 10),
         (10_000, 0, 0),
     ):  # analyses until the next line comes, which is heard at once
         engine.out.seek(0)
