@@ -20,17 +20,13 @@ LIMITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
 STEPS = (50, 100, 200, 400, 800)
 
 
-def make_boards(go, num_games: int, num_moves: int):
-    """Positions after random moves that fill no eyes."""
+def make_boards(go, num_games: int):
+    """Positions after random moves on a quarter of the board."""
     import torch
 
-    from envs_shared.go_match import choose_random_moves
+    from envs_shared.go_match import play_random_moves
 
-    generator = torch.Generator().manual_seed(0)
-    boards = go.new(num_games)
-    for _ in range(num_moves):
-        boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards), generator, fill_eyes=False))
-    return boards
+    return play_random_moves(go, num_games, go.num_points // 4, torch.Generator().manual_seed(0))[0]
 
 
 def load_network(path: str):
@@ -56,7 +52,7 @@ def measure(path: str, num_games: int = 64) -> dict:
 
     az, args, network = load_network(path)
     go = Go(az.get_size(args))
-    boards = make_boards(go, num_games, go.num_points // 4)
+    boards = make_boards(go, num_games)
     visits, rows = {}, []
 
     def search(num_slots: int, limit: float):
@@ -81,7 +77,7 @@ def measure(path: str, num_games: int = 64) -> dict:
             rows.append(row | {"distortion": round(distance, 4), "same_move": round(same, 3)})
     seconds = {}
     for games in (1, num_games):
-        part = make_boards(go, games, go.num_points // 4)
+        part = make_boards(go, games)
         for _ in range(7):
             for num_slots in (1, 2):
                 args.num_slots, args.pseudo_limit = num_slots, 0.1
@@ -123,7 +119,7 @@ def draw_timeline(path: str, figure_path: Path, num_games: int = 64) -> None:
     request, backup = tree.request, tree.backup
     tree.request = lambda slot, games: watch("master", f"select {'AB'[tree.slots.index(slot)]}", request)(slot, games)
     tree.backup = lambda slot, *rest: watch("master", f"update {'AB'[tree.slots.index(slot)]}", backup)(slot, *rest)
-    tree.reset(make_boards(go, num_games, go.num_points // 4))
+    tree.reset(make_boards(go, num_games))
     tree.run(60)
     events.clear()
     tree.run(40)

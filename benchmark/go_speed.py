@@ -25,7 +25,7 @@ def measure(num_repeats: int, cuda: bool) -> dict:
 
     from algos import alphazero_go as az
     from envs_shared.go import Go
-    from envs_shared.go_match import choose_random_moves
+    from envs_shared.go_match import choose_random_moves, play_random_moves
 
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
@@ -43,12 +43,6 @@ def measure(num_repeats: int, cuda: bool) -> dict:
         def __call__(self, boards, legal):
             return torch.zeros(legal.shape, device=device), 0.49 + 0.02 * torch.rand(len(legal), device=device)
 
-    def make_boards(go, num_moves):
-        boards = go.new(num_games)
-        for _ in range(num_moves):
-            boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards), fill_eyes=False))
-        return boards
-
     def clock(on_wall):
         if cuda:
             torch.cuda.synchronize()
@@ -57,7 +51,7 @@ def measure(num_repeats: int, cuda: bool) -> dict:
     rates = {}
     for size in (5, 9, 19):
         go = Go(size, device)
-        boards = make_boards(go, 0)
+        boards = go.new(num_games)
         for _ in range(num_repeats):
             start = clock(False)
             for _ in range(30):
@@ -75,7 +69,7 @@ def measure(num_repeats: int, cuda: bool) -> dict:
         rates.setdefault(name, []).append(num_games * num_simulations / (clock(on_wall) - start))
 
     go = Go(9, device)
-    boards = make_boards(go, 20)
+    boards, _ = play_random_moves(go, num_games, 20)
     for _ in range(num_repeats):
         for num_slots in (1, 2):
             for n in (64, 800):

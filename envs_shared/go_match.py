@@ -20,6 +20,15 @@ def choose_random_moves(go: Go, boards: Boards, legal, generator=None, fill_eyes
     return torch.multinomial(weights, 1, generator=generator)[:, 0]
 
 
+def play_random_moves(go: Go, num_boards: int, num_moves: int, generator=None) -> tuple[Boards, list[torch.Tensor]]:
+    """Boards after random moves that fill no eyes, and these moves, each [B]."""
+    boards, moves = go.new(num_boards), []
+    for _ in range(num_moves):
+        moves.append(choose_random_moves(go, boards, go.legal_moves(boards), generator, fill_eyes=False))
+        boards = go.play(boards, moves[-1])
+    return boards, moves
+
+
 class RolloutEvaluator:
     """Equal logits, and for values the results of random games that fill no eyes: plain Monte-Carlo tree search."""
 
@@ -53,10 +62,7 @@ def play_match(go: Go, players: tuple, num_games: int, komi: float, seed: int) -
     """
     generator = torch.Generator(go.device).manual_seed(seed)
     num_pairs = (num_games + 1) // 2
-    boards, moves = go.new(num_pairs), []
-    for _ in range(2 if go.size > 2 else 0):
-        moves.append(choose_random_moves(go, boards, go.legal_moves(boards), generator, fill_eyes=False))
-        boards = go.play(boards, moves[-1])
+    boards, moves = play_random_moves(go, num_pairs, 2 if go.size > 2 else 0, generator)
     pair = torch.arange(num_games, device=go.device) % num_pairs
     boards, moves = boards.pick(pair), [x[pair] for x in moves]
     is_first_black = torch.arange(num_games, device=go.device) < num_pairs

@@ -13,7 +13,14 @@ from conftest import ROOT, read_result, read_scalars
 from algos import alphazero_go as az
 from envs_shared import go_files, gtp
 from envs_shared.go import Go
-from envs_shared.go_match import RolloutEvaluator, choose_random_moves, compute_elo, compute_interval, play_match
+from envs_shared.go_match import (
+    RolloutEvaluator,
+    choose_random_moves,
+    compute_elo,
+    compute_interval,
+    play_match,
+    play_random_moves,
+)
 
 CPU = torch.device("cpu")
 
@@ -81,13 +88,8 @@ class PlainSearch:
             node["edges"][move][1] += value
 
 
-def make_boards(go, num_games, num_moves, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    boards = go.new(num_games)
-    for _ in range(num_moves):
-        moves = choose_random_moves(go, boards, go.legal_moves(boards), generator, fill_eyes=False)
-        boards = go.play(boards, moves)
-    return boards
+def make_boards(go, num_games, num_moves):
+    return play_random_moves(go, num_games, num_moves, torch.Generator().manual_seed(0))[0]
 
 
 def set_up(go, text, to_play=1):
