@@ -10,6 +10,7 @@ import sys
 import tempfile
 import venv
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,8 +53,8 @@ def make_peer_environment(peer: str) -> Path:
         pip = [str(folder / "bin" / "pip"), "install", "--quiet"]
         # torch first, by its exact version: where a CPU build is at hand, later ranges then accept it
         if pinned := re.findall(r"^torch==.*", requirements.read_text(), re.M):
-            subprocess.run([*pip, *pinned], check=True)
-        subprocess.run([*pip, "-r", str(requirements)], check=True)
+            subprocess.run([*pip, *pinned], check=True, capture_output=True, text=True)
+        subprocess.run([*pip, "-r", str(requirements)], check=True, capture_output=True, text=True)
         stamp.write_text(digest)
     return folder / "bin" / "python"
 
@@ -66,10 +67,7 @@ def describe_machine() -> dict:
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
     ).stdout.strip()
-    import gymnasium
-    import torch
-
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "gymnasium": gymnasium.__version__}
+    versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in ("torch", "gymnasium")}
     return {"cpu": cpu, "cores": os.cpu_count(), **versions, "commit": commit, "date": date.today().isoformat()}
 
 
@@ -79,6 +77,13 @@ def machine_line(machine: dict) -> str:
         f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, torch {machine['torch']}, "
         f"gymnasium {machine['gymnasium']}, commit {machine['commit']}, {machine['date']}."
     )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def save_results(name: str, results: dict) -> None:

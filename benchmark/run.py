@@ -1,0 +1,336 @@
+"""Run every cell (script x task x setting x seed) of a suite on Ray, on this machine or on a cluster.
+
+    python benchmark/run.py benchmark/suites/smoke.toml                 # two minutes, all five scripts
+    python benchmark/run.py benchmark/suites/cpu.toml                   # the results of docs/results.md
+    python benchmark/run.py benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
+    python benchmark/run.py benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
+
+Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, an attempt each in try_1, try_2, ..., and is done when an
+attempt holds a result.json. The hash is that of the command and of the script, so that the same call again runs what is
+missing, and a changed script runs anew beside its old results. Exit code: 0 when all cells are done, 1 when some
+failed, 2 for what is wrong before anything has run, 130 after Ctrl-C. On a cluster, RUNS is on a file system that all
+machines see, and all have this repository at the same path.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import common
+from suite import Cell, SuiteError, read_suite
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 30.0  # where stderr is no terminal
+# Kills a process and all it has started when its own stdin closes, which happens when whoever started both is gone
+WATCHDOG = """
+import psutil, sys
+sys.stdin.read()
+try:
+    parent = psutil.Process(int(sys.argv[1]))
+    family = [*parent.children(recursive=True), parent]
+except psutil.NoSuchProcess:
+    family = []
+for process in family:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
+"""
+
+
+def find_result(folder: Path) -> Path | None:
+    """result.json of the attempt that ended well, if there is one."""
+    return min(folder.glob("try_*/*/result.json"), default=None)
+
+
+def make_command(cell: Cell, pythons: dict[str, str], run_dir: Path, track: bool) -> list[str]:
+    """What is executed: the cell's command with --seed, --run-dir and, for our scripts, --track."""
+    words = shlex.split(cell.command)
+    python = pythons.get(cell.environment, sys.executable)
+    start = [python] if words[0] == "python" else [python, "-m", "torch.distributed.run"]
+    tracked = ["--track"] if track and cell.path.startswith("algos/") else []
+    return [*start, *words[1:], "--seed", str(cell.seed), "--run-dir", str(run_dir), *tracked]
+
+
+def measure_memory(process) -> int:
+    """Bytes of memory of a process and its children, pages they share counted once where the system tells."""
+    import psutil
+
+    total = 0
+    for member in [process, *process.children(recursive=True)]:
+        try:
+            info = member.memory_full_info()
+            total += getattr(info, "pss", info.uss)
+        except psutil.Error:
+            continue
+    return total
+
+
+def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt: int) -> dict:
+    """One attempt at a cell, in a Ray worker: run `command`, watch its memory, tell how it ended."""
+    import psutil
+
+    host, path = platform.node(), folder / f"try_{attempt}"
+    if not folder.exists():
+        return {"error": f"{host} does not see {folder}: --runs has to be on a file system that all machines share"}
+    if cell.hash() != digest:
+        return {"error": f"{host} has another version of {cell.path}"}
+    path.mkdir()
+    env = common.ENVIRONMENT | {"REFERENCE_PYTHON": sys.executable}
+    if not cell.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    start, peak, error = time.time(), 0, None
+    with open(path / "log.txt", "wb") as log:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        process = psutil.Popen(command, cwd=common.ROOT, env=env, start_new_session=True, **streams)
+    guard = [sys.executable, "-c", WATCHDOG, str(process.pid)]
+    guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+    while process.poll() is None and not error:
+        peak = max(peak, measure_memory(process))
+        if time.time() - start > 3600 * cell.hours:
+            error = f"not done after {cell.hours:g} hours"
+            guard.stdin.close()
+        time.sleep(1.0)
+    returncode = process.wait()
+    guard.kill()
+    guard.wait()
+    if returncode and not error:
+        error = f"exit code {returncode}" if returncode > 0 else f"killed by {signal.Signals(-returncode).name}"
+    if not error and find_result(folder) is None:
+        error = "ended without a result.json"
+    report = {"error": error, "peak_memory_mb": round(peak / 1e6, 1), "machine": common.describe_machine()}
+    common.write_atomically(path / "process.json", json.dumps(report, indent=1))
+    return report
+
+
+def read_progress(log: Path) -> str:
+    """The last state of the progress bar in a log, without the bar: percent, steps, time left, rate, metric."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = re.split(r"[\r\n]+", file.read().decode(errors="replace"))
+    bars = [line for line in lines if re.search(r"\d+%\|.*\|", line)]
+    return re.sub(r"\|.*\|", "", bars[-1]).strip() if bars else "starting"
+
+
+def read_end(folder: Path, num_lines: int = 8) -> str:
+    """The last lines of the last log of a cell."""
+    logs = sorted(folder.glob("try_*/log.txt"), key=lambda path: path.stat().st_mtime)
+    text = logs[-1].read_text(errors="replace") if logs else ""
+    lines = [line.split("\r")[-1] for line in text.strip().splitlines()]
+    return "\n".join(f"    {line}" for line in lines[-num_lines:])
+
+
+class Display:
+    """A line for each running cell below a bar of all cells; plain lines where stderr is no terminal."""
+
+    def __init__(self, total: int, num_done: int):
+        self.is_terminal, self.lines, self.last_lines = sys.stderr.isatty(), [], time.time()
+        self.bar = tqdm(total=total, initial=num_done, unit="cell", disable=not self.is_terminal)
+
+    def write(self, text: str) -> None:
+        """A line that stays."""
+        tqdm.write(text, file=sys.stderr)
+
+    def show(self, running: dict[str, Path]) -> None:
+        """The state of the cells in `running`, by their logs."""
+        is_time = time.time() - self.last_lines >= SECONDS_BETWEEN_LINES
+        if not self.is_terminal and not is_time:
+            return
+        states = [f"{name}  {read_progress(log)}" for name, log in running.items()]
+        self.last_lines = time.time()
+        if not self.is_terminal:
+            return self.write("\n".join(states))
+        while len(self.lines) < len(states):
+            self.lines.append(tqdm(bar_format="{desc}", position=len(self.lines) + 1, leave=False))
+        for i, line in enumerate(self.lines):
+            line.set_description_str(states[i] if i < len(states) else "")
+        self.bar.refresh()
+
+    def close(self) -> None:
+        """Leave the bar, clear the lines."""
+        for line in [*self.lines, self.bar]:
+            line.close()
+
+
+class SuiteRun:
+    """The cells of a suite and what became of them, in RUNS/SUITE with suite.json for the report."""
+
+    def __init__(self, path: Path, runs: Path):
+        self.cells, self.ratios = read_suite(path)
+        self.root = runs.resolve() / path.stem
+        self.errors: dict[Cell, str] = {}
+        self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{cell.hash()}" for cell in self.cells}
+
+    def is_done(self, cell: Cell) -> bool:
+        return find_result(self.folders[cell]) is not None
+
+    def save(self) -> None:
+        """suite.json: what the report needs beside the run folders."""
+        cells = [
+            asdict(cell) | {"script": cell.script, "hash": cell.hash(), "folder": str(folder.relative_to(self.root))}
+            for cell, folder in self.folders.items()
+        ]
+        errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
+        content = {"suite": self.root.name, "cells": cells, "ratios": self.ratios, "errors": errors}
+        self.root.mkdir(parents=True, exist_ok=True)
+        common.write_atomically(self.root / "suite.json", json.dumps(content, indent=1))
+
+    def prepare_peers(self, cells: list[Cell]) -> dict[str, str]:
+        """Pythons of the peers' environments; cells of a peer that cannot be installed get an error that says why."""
+        pythons = {}
+        for peer in sorted({cell.environment for cell in cells if cell.environment}):
+            print(f"environment of {peer} ...", file=sys.stderr)
+            try:
+                pythons[peer] = str(common.make_peer_environment(peer))
+            except (OSError, subprocess.CalledProcessError) as error:
+                lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+                reason = f"peer {peer} cannot be installed: {lines[-1] if lines else error}"
+                print(reason, file=sys.stderr)
+                self.errors |= {cell: reason for cell in cells if cell.environment == peer}
+        return pythons
+
+
+def find_attempt(folder: Path) -> int:
+    """Number of the attempt that comes next."""
+    return 1 + max((int(path.name.removeprefix("try_")) for path in folder.glob("try_*")), default=0)
+
+
+def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], display: Display, args) -> None:
+    """Run `cells` wherever there is room; a lost one again, up to args.retries times."""
+    import ray
+
+    remote = ray.remote(max_retries=0)(run_cell)
+    tries, running = dict.fromkeys(cells, 0), {}
+
+    def submit(cell: Cell) -> None:
+        folder = suite.folders[cell]
+        folder.mkdir(parents=True, exist_ok=True)
+        tries[cell] += 1
+        attempt = find_attempt(folder)
+        command = make_command(cell, pythons, folder / f"try_{attempt}", args.track)
+        task = remote.options(num_cpus=cell.cpus, num_gpus=cell.gpus, name=f"{cell.name}/{cell.seed}")
+        running[task.remote(cell, cell.hash(), folder, command, attempt)] = cell, folder / f"try_{attempt}" / "log.txt"
+
+    for cell in cells:
+        submit(cell)
+    while running:
+        for future in ray.wait(list(running), timeout=1.0)[0]:
+            cell, _ = running.pop(future)
+            name = f"{cell.name}, seed {cell.seed}"
+            try:
+                error = ray.get(future)["error"]
+            except ray.exceptions.RayError as lost:
+                error = f"its worker was lost ({type(lost).__name__})"
+            if suite.is_done(cell):
+                metrics = json.loads(find_result(suite.folders[cell]).read_text())
+                headline = metrics["headline"]
+                display.write(f"done: {name}: {headline} {metrics['metrics'][headline]:.4g}")
+                display.bar.update()
+            elif tries[cell] <= args.retries and error != "exit code 2":
+                display.write(f"again: {name}: {error}")
+                submit(cell)
+            else:
+                suite.errors[cell] = error
+                suite.save()
+                display.write(f"failed: {name}: {error}\n{read_end(suite.folders[cell])}")
+        display.show({f"{c.name}/{c.seed}": log for c, log in running.values() if log.exists()})
+
+
+def check_resources(cells: list[Cell]) -> None:
+    """Raise SuiteError for a cell that no machine of the cluster has room for."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for cell in cells:
+        if not any(n.get("CPU", 0) >= cell.cpus and n.get("GPU", 0) >= cell.gpus for n in nodes):
+            raise SuiteError(f"{cell.name} needs {cell.cpus} CPUs and {cell.gpus:g} GPUs on one machine: none has them")
+
+
+def connect(address: str | None) -> None:
+    """Start Ray on this machine, or join the cluster at `address`; SuiteError where there is none."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise SuiteError("Ray is missing: pip install -r benchmark/requirements.txt") from None
+    local = {} if address else {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    try:
+        ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise SuiteError(f"--address {address}: no Ray cluster there ({str(error).splitlines()[0]})") from None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", type=Path, metavar="SUITE", help="TOML file")
+    parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="folder of all results")
+    parser.add_argument("--only", metavar="PATTERN", help="cells whose SCRIPT/TASK/SETTING fits, as in 'ppo/*'")
+    parser.add_argument("--address", help="Ray cluster to run on, instead of this machine alone")
+    parser.add_argument("--retries", type=int, default=2, help="how often a cell that crashed or was lost runs again")
+    parser.add_argument("--track", action="store_true", help="our scripts log to Weights & Biases too")
+    parser.add_argument("--list", action="store_true", help="show the commands and what is done, and run nothing")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a suite; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    if args.retries < 0:
+        raise SuiteError(f"--retries {args.retries}: has to be 0 or more")
+    if args.runs.exists() and not args.runs.is_dir():
+        raise SuiteError(f"--runs {args.runs}: not a folder")
+    suite = SuiteRun(args.suite, args.runs)
+    chosen = [cell for cell in suite.cells if fnmatch.fnmatch(cell.name, args.only or "*")]
+    if not chosen:
+        raise SuiteError(f"--only {args.only}: no cell of {args.suite} has such a name")
+    missing = [cell for cell in chosen if not suite.is_done(cell)]
+    if args.list:
+        for cell in chosen:
+            print(f"{'missing' if cell in missing else 'done   '}  {cell.command} --seed {cell.seed}  # {cell.name}")
+        return 0
+    print(f"{args.suite.stem}: {len(chosen)} cells, {len(chosen) - len(missing)} done before", file=sys.stderr)
+    if missing:
+        connect(args.address)
+        check_resources(missing)
+    suite.save()
+    pythons = suite.prepare_peers(missing)
+    ready = [cell for cell in missing if cell not in suite.errors]
+    display = Display(len(chosen), len(chosen) - len(missing))
+    try:
+        if ready:
+            run_on_ray(suite, ready, pythons, display, args)
+    except KeyboardInterrupt:
+        display.close()
+        num_done = sum(map(suite.is_done, chosen))
+        print(
+            f"\ninterrupted: {num_done} of {len(chosen)} cells are done; the same command runs the rest",
+            file=sys.stderr,
+        )
+        return 130
+    finally:
+        display.close()
+        suite.save()
+    num_done = sum(map(suite.is_done, chosen))
+    print(f"{args.suite.stem}: {num_done} of {len(chosen)} cells done, {len(suite.errors)} failed; {suite.root}")
+    for cell, error in suite.errors.items():
+        print(f"failed: {cell.name}, seed {cell.seed}: {error}")
+    return 1 if suite.errors else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SuiteError as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        sys.exit(2)
