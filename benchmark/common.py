@@ -86,12 +86,16 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def save_results(name: str, results: dict) -> None:
-    """Write benchmark/results/`name`.json, a list item a line."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
+def to_json(results: dict) -> str:
+    """Text of a results file, a list item a line."""
     text = json.dumps(results, indent=1)
-    text = re.sub(r"\[\s+([-\d.e]+),\s+([-\d.e]+),\s+([-\d.e]+)\s+\]", r"[\1, \2, \3]", text)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
+    return re.sub(r"\[\s+([-\d.e]+),\s+([-\d.e]+),\s+([-\d.e]+)\s+\]", r"[\1, \2, \3]", text) + "\n"
+
+
+def save_results(name: str, results: dict) -> None:
+    """Write benchmark/results/`name`.json."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(to_json(results))
 
 
 def load_results(name: str) -> dict:

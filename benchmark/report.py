@@ -1,0 +1,265 @@
+"""Tables and learning curves of what benchmark/run.py has run: docs/results.md, or a folder of your own.
+
+    python benchmark/report.py --out report      # report/results.md, report/figures, report/results/SUITE.json
+    python benchmark/report.py                   # docs/results.md, docs/figures, benchmark/results/SUITE.json
+    python benchmark/report.py --report-only     # docs/results.md again, from benchmark/results alone
+
+Reads the run folders of RUNS, nothing else. Nothing is lost: without --out, a suite whose committed results have runs
+that its folder lacks is refused.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import common
+import numpy as np
+import records
+
+INTRODUCTION = """# Results
+
+Written by [`benchmark/report.py`]({root}/benchmark/report.py) from runs of
+[`benchmark/run.py`]({root}/benchmark/run.py). Two commands make the results of the suite `cpu` anew, without a network
+once the packages are installed:
+
+```bash
+python benchmark/run.py benchmark/suites/cpu.toml
+python benchmark/report.py
+```
+
+"""
+LEGEND = """IQM is the interquartile mean over the seeds, the interval its 95 % bootstrap. Seconds and steps to the
+threshold are medians, of the first point of the learning curve at the threshold. Seconds are {seconds}; steps per second
+are those of training, up to the last point of the curve. Memory is the largest of the seeds, of all processes of a run."""
+
+
+def show(value: float | None, digits: int = 3) -> str:
+    """A number as people write it."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value == 0 or abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}"
+
+
+def show_interval(interval: tuple[float, float] | None) -> str:
+    """Two numbers as people write them."""
+    return "{} to {}".format(*map(show, interval)) if interval else "-"
+
+
+def show_threshold(cell: dict, quantity: str) -> str:
+    """Median over the seeds, and how many got there where not all did."""
+    if cell["threshold"] is None:
+        return ""
+    values = records.get_values(cell, quantity)
+    num_solved = int(np.isfinite(values).sum())
+    median = float(np.median(values))
+    text = f"{median:,.0f}" if quantity.startswith("steps") and math.isfinite(median) else show(median)
+    return text if num_solved == len(values) else f"{text} ({num_solved} of {len(values)})"
+
+
+def make_cell_line(cell: dict) -> str:
+    """The line of a cell."""
+    values = records.get_values(cell, "headline")
+    metric = cell["headline"].removeprefix("eval/")
+    memory = [run["peak_memory_mb"] for run in cell["runs"] if run["peak_memory_mb"]]
+    threshold = "" if cell["threshold"] is None else f"{cell['threshold']:g}"
+    columns = [cell["task"], cell["setting"], len(values), metric]
+    columns += [show(float(np.mean(values))), f"**{show(float(records.find_iqm(values)))}**"]
+    columns += [show_interval(records.find_interval((values,), records.find_iqm)), threshold]
+    columns += [show_threshold(cell, "seconds_to_threshold"), show_threshold(cell, "steps_to_threshold")]
+    columns += [show(float(np.median(records.get_values(cell, "steps_per_second"))))]
+    columns += [f"{max(memory):,.0f} MB" if memory else "-"]
+    return "| " + " | ".join(map(str, columns)) + " |"
+
+
+def make_table(cells: list[dict]) -> str:
+    """Markdown table of the cells of a script, then their commands and what is missing."""
+    head = "task | setting | seeds | metric | mean | IQM | 95 % interval | threshold | s to it | steps to it | steps/s"
+    lines = [f"| {head} | memory |", "|--|--|--:|--|--:|--:|--|--:|--:|--:|--:|--:|"]
+    lines += [make_cell_line(cell) for cell in cells if cell["runs"]]
+    lines += [""] + [f"- {cell['task']}, {cell['setting']}: `{' '.join(cell['command'].split())}`" for cell in cells]
+    for cell in cells:
+        if cell["missing"]:
+            seeds = ", ".join(str(m["seed"]) for m in cell["missing"])
+            reason = cell["missing"][0]["error"]
+            lines.append(f"- **Not run**: {cell['task']}, {cell['setting']}, seeds {seeds}: {reason}")
+    return "\n".join(lines)
+
+
+def make_ratio_table(results: dict) -> str:
+    """The headline table: ours, peer, and the ratio of the medians."""
+    lines = ["| what | peer | ours | peer's | ours / peer | 95 % interval | better is |", "|--|--|--:|--:|--:|--|--|"]
+    for ratio in results["ratios"]:
+        ours, peer = (results["cells"][ratio[side]] for side in ("ours", "peer"))
+        columns = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
+        if ours["runs"] and peer["runs"]:
+            values = [records.get_values(cell, ratio["quantity"]) for cell in (ours, peer)]
+            found = records.find_ratio(*values)
+            columns += [show(float(np.median(v))) if np.isfinite(np.median(v)) else "never" for v in values]
+            columns += [f"**{show(found[0])}**" if found else "-", show_interval(found and found[1])]
+        else:
+            missing = (peer["missing"] or ours["missing"])[0]["error"]
+            columns += ["-", "-", f"not run: {missing}", "-"]
+        lines.append("| " + " | ".join([*columns, ratio["better"]]) + " |")
+    return "\n".join(lines)
+
+
+def describe_machines(results: dict) -> str:
+    """What the runs ran on: machines, days, commits, versions."""
+    runs = [run for cell in results["cells"].values() for run in cell["runs"]]
+    machines = [run["machine"] for run in runs if run["machine"]]
+    hardware = sorted({f"{m['cores']} cores of {m['cpu']}, Python {m['python']}" for m in machines})
+    gpus = sorted({run["device"] for run in runs} - {"cpu", "none"})
+    commits = sorted({run["commit"] for cell in results["cells"].values() if is_ours(cell) for run in cell["runs"]})
+    dates = sorted({m["date"] for m in machines})
+    torch = sorted({run["torch"] for run in runs} - {"none"})
+    days = " to ".join(sorted({*dates[:1], *dates[-1:]}))
+    parts = [*hardware, *gpus, f"torch {', '.join(torch)}", f"commit {', '.join(commits)}", days]
+    return f"Measured on {'; '.join(parts)}."
+
+
+def is_ours(cell: dict) -> bool:
+    """Whether the cell runs one of our scripts, and not a peer."""
+    return "algos/" in cell["command"]
+
+
+def list_scripts(results: dict) -> dict[str, list[dict]]:
+    """Cells by script, ours first; peers are listed with their own scripts."""
+    scripts = {}
+    for cell in sorted(results["cells"].values(), key=lambda cell: not is_ours(cell)):
+        scripts.setdefault(cell["script"], []).append(cell)
+    return scripts
+
+
+def list_curves(results: dict) -> dict[str, list[dict]]:
+    """Cells that have learning curves, by task."""
+    tasks = {}
+    for cell in results["cells"].values():
+        if any(run["curve"] for run in cell["runs"]):
+            tasks.setdefault(cell["task"], []).append(cell)
+    return tasks
+
+
+def draw(results: dict, path: Path) -> None:
+    """Learning curves by steps and by seconds, a row of two pictures a task: each seed, and the mean over the seeds."""
+    from matplotlib.figure import Figure
+
+    tasks = list_curves(results)
+    figure = Figure(figsize=(10, 3 * len(tasks)), layout="constrained")
+    for row, (task, cells) in zip(figure.subplots(len(tasks), 2, squeeze=False), tasks.items(), strict=True):
+        for color, cell in enumerate(cells):
+            for column, axes in enumerate(row):
+                curves = [
+                    (np.array(run["curve"])[:, column], np.array(run["curve"])[:, 2])
+                    for run in cell["runs"]
+                    if run["curve"]
+                ]
+                for x, y in curves:
+                    axes.plot(x, y, color=f"C{color}", alpha=0.3, lw=0.8)
+                grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
+                mean = np.mean([np.interp(grid, x, y) for x, y in curves], axis=0)
+                axes.plot(grid, mean, color=f"C{color}", lw=2, label=f"{cell['script']}, {cell['setting']}")
+                if cell["threshold"] is not None:
+                    axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
+        for axes, label in zip(row, ("steps", "CPU-seconds" if is_cpu(results) else "seconds"), strict=True):
+            axes.set(xlabel=label, title=task)
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel(cells[0]["curve"])
+        row[0].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def is_cpu(results: dict) -> bool:
+    """Whether all runs were on the CPU."""
+    return all(run["device"] in ("cpu", "none") for cell in results["cells"].values() for run in cell["runs"])
+
+
+def render(results: dict) -> str:
+    """The chapter of a suite."""
+    lines = [f"## Suite `{results['suite']}`", "", describe_machines(results), ""]
+    if results["ratios"]:
+        lines += ["### Ours and others", "", "Medians over the seeds, both sides run in turns on the same machine.", ""]
+        lines += [make_ratio_table(results), ""]
+    if list_curves(results):
+        lines += ["### Learning curves", "", f"![Learning curves](figures/{figure_name(results)})", ""]
+        lines += ["Thin: a seed each. Thick: their mean. Dotted: the threshold.", ""]
+    for script, cells in list_scripts(results).items():
+        lines += [f"### {script}", "", make_table(cells), ""]
+    seconds = "CPU-seconds" if is_cpu(results) else "CPU-seconds where a run was on the CPU, else seconds"
+    return "\n".join([*lines, LEGEND.format(seconds=seconds), ""])
+
+
+def figure_name(results: dict) -> str:
+    """File name of a suite's picture."""
+    return f"results_{results['suite']}.png"
+
+
+def render_page(suites: list[dict], root: str = "..") -> str:
+    """results.md, for a folder from which the repository is at `root`."""
+    return INTRODUCTION.format(root=root) + "\n".join(render(results) for results in suites)
+
+
+def read_committed() -> dict[str, dict]:
+    """Results of suites in benchmark/results, by name."""
+    found = [json.loads(path.read_text()) for path in sorted(common.RESULTS.glob("*.json"))]
+    return {results["suite"]: results for results in found if "suite" in results}
+
+
+def check_nothing_is_lost(old: dict, new: dict, folder: Path) -> None:
+    """Raise ResultsError where `old` has runs that `new` lacks."""
+    lost = 0
+    for name, cell in old["cells"].items():
+        seeds = {run["seed"] for run in new["cells"].get(name, {"runs": []})["runs"]}
+        lost += len({run["seed"] for run in cell["runs"]} - seeds)
+    if lost:
+        path = common.RESULTS / f"{old['suite']}.json"
+        raise records.ResultsError(f"{folder} lacks {lost} runs that {path} has: finish the suite, or use --out")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="what run.py has written")
+    parser.add_argument("--out", type=Path, help="folder for page, figures and results, instead of docs/")
+    parser.add_argument("--report-only", action="store_true", help="from benchmark/results, without run folders")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the page, its figures and the results."""
+    args = make_parser().parse_args(argv)
+    if args.report_only and args.out:
+        raise records.ResultsError("--report-only writes docs/, and does not go with --out")
+    if args.out and args.out.exists() and not args.out.is_dir():
+        raise records.ResultsError(f"--out {args.out}: not a folder")
+    suites, committed = {}, {} if args.out else read_committed()
+    if not args.report_only:
+        for path in sorted(args.runs.glob("*/suite.json")):
+            suites[path.parent.name] = results = records.collect(path.parent)
+            if path.parent.name in committed:
+                check_nothing_is_lost(committed[path.parent.name], results, path.parent)
+        if not any(cell["runs"] for results in suites.values() for cell in results["cells"].values()):
+            raise records.ResultsError(f"--runs {args.runs}: no finished run there; make some with benchmark/run.py")
+    page, data = (args.out, args.out / "results") if args.out else (common.ROOT / "docs", common.RESULTS)
+    data.mkdir(parents=True, exist_ok=True)
+    for name, results in suites.items():
+        common.write_atomically(data / f"{name}.json", common.to_json(results))
+    suites = [results for _, results in sorted((committed | suites).items())]
+    for results in suites:
+        if list_curves(results):
+            draw(results, page / "figures" / figure_name(results))
+    common.write_atomically(page / "results.md", render_page(suites, os.path.relpath(common.ROOT, page)))
+    print(f"{page / 'results.md'}: {', '.join(results['suite'] for results in suites)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except records.ResultsError as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        sys.exit(2)
