@@ -3,10 +3,10 @@
     python benchmark/compare.py benchmark/results/cpu.json runs/benchmark/cpu
 
 BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results. The interval of
-the difference of the means is Welch's, at 95 %. The probability of improvement is that of a run of NEW being better than
-one of BASE, ties half (Mann-Whitney's U over the number of pairs). A cell is worse where a one-sided Welch test says so
-at 5 %, after Benjamini and Hochberg's correction for the number of cells. Exit code: 0 when none is worse, 1 when one is
-or fails in NEW, 2 when there is nothing to compare.
+the difference of the means is Welch's, at 95 %. The probability of improvement is that of a run of NEW being better
+than one of BASE, ties half (Mann-Whitney's U over the number of pairs). A cell is worse where a one-sided Welch test
+says so at 5 %, after Benjamini and Hochberg's correction for the number of cells. Exit code: 0 when none is worse, 1
+when one is or fails in NEW, 2 when there is nothing to compare.
 """
 
 import argparse

@@ -32,8 +32,9 @@ python benchmark/report.py
 
 """
 LEGEND = """IQM is the interquartile mean over the seeds, the interval its 95 % bootstrap. Seconds and steps to the
-threshold are medians, of the first point of the learning curve at the threshold. Seconds are {seconds}; steps per second
-are those of training, up to the last point of the curve. Memory is the largest of the seeds, of all processes of a run."""
+threshold are medians, of the first point of the learning curve at the threshold. Seconds are {seconds}; steps per
+second are those of training, up to the last point of the curve. Memory is the largest of the seeds, of all processes of
+a run."""
 
 
 def show(value: float | None, digits: int = 3) -> str:

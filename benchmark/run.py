@@ -20,6 +20,7 @@ import platform
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -264,9 +265,12 @@ def connect(address: str | None) -> None:
     except ImportError:
         raise SuiteError("Ray is missing: pip install -r benchmark/requirements.txt") from None
     local = {} if address else {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    host, _, port = (address or "").rpartition(":")
     try:
+        if host:  # Ray itself would wait for minutes
+            socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=10).close()
         ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise SuiteError(f"--address {address}: no Ray cluster there ({str(error).splitlines()[0]})") from None
 
 

@@ -1,0 +1,442 @@
+"""The benchmark harness: suites, runs on Ray, report and comparison."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import psutil
+import pytest
+from conftest import ENVIRONMENT, ROOT
+
+sys.path.append(str(ROOT / "benchmark"))
+import common
+import compare
+import records
+import report
+import run
+from suite import SuiteError, read_suite
+
+SHORT = "python algos/ppo.py --num-envs 8 --total-timesteps 2560 --eval-episodes 4"
+LONG = "python algos/ppo.py --total-timesteps 50000000 --eval-episodes 4"
+SUITES = sorted((ROOT / "benchmark" / "suites").glob("*.toml"))
+
+
+def write_suite(path, seeds, **commands):
+    """A suite of a cell for each setting=command, on CartPole-v1."""
+    cells = [f'[[cells]]\ntask = "CartPole-v1"\nsetting = "{s}"\ncommand = "{c}"\n' for s, c in commands.items()]
+    path.write_text(f"seeds = {seeds}\n" + "".join(cells))
+    return path
+
+
+def start_harness(*flags, **env):
+    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=ENVIRONMENT | env, start_new_session=True, **pipes)
+
+
+def wait_until(is_time, seconds=120):
+    deadline = time.time() + seconds
+    while not (found := is_time()):
+        assert time.time() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def find_processes(folder):
+    """Processes of cells that run below `folder`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "--run-dir" in words and words[words.index("--run-dir") + 1].startswith(str(folder)):
+            found.append(process)
+    return found
+
+
+def count_results(runs):
+    """Number of results of each cell."""
+    return Counter(str(path.parents[2].relative_to(runs)) for path in runs.rglob("result.json"))
+
+
+# ---- Suites ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
+def test_the_suites_parse_against_the_scripts(path):
+    cells, _ = read_suite(path)
+    assert {cell.script for cell in cells} >= {p.stem for p in (ROOT / "algos").glob("*.py")} - (
+        {"ppo"} if path.stem == "ablations" else set()
+    )
+    if path.stem == "cpu":
+        assert all(n >= 5 for n in Counter(cell.name for cell in cells).values())
+
+
+def test_seeds_take_turns_so_that_what_is_compared_runs_side_by_side(tmp_path):
+    cells, _ = read_suite(write_suite(tmp_path / "a.toml", [1, 2], a=SHORT, b=f"{SHORT} --gamma 0.9"))
+    assert [(cell.setting, cell.seed) for cell in cells] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+
+
+CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seeds = [1", "not TOML"),
+        ("seeds = [1]\n", r"no \[\[cells\]\]"),
+        (CELL, "cell 1: seeds = None is not a list"),
+        ("seeds = [1, 1]\n" + CELL, "duplicate seeds"),
+        ("seeds = [1]\n" + CELL + CELL, "duplicate cells ppo/T/s"),
+        ("seeds = [1]\n" + CELL + CELL.replace('"s"', '"t"'), "duplicate cells ppo/T/s and ppo/T/t"),
+        ("seeds = [1]\n" + CELL.replace("algos/ppo", "algos/dqn"), "unknown script algos/dqn.py"),
+        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --no-such-flag 1"), "no-such-flag"),
+        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma high"), "--gamma"),
+        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma 1.5"), "--gamma 1.5"),
+        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --seed 4"), "the harness sets seeds"),
+        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run-dir=x"), "the harness sets seeds"),
+        ("seeds = [1]\n" + CELL.replace("python algos/ppo.py", "rm -rf x"), "does not begin with python"),
+        ("seeds = [1]\n" + CELL.replace('"T"', '"../T"'), "has to be a name"),
+        ("seeds = [1]\n" + CELL + "curv = 'x'\n", "unknown key curv"),
+        ("seeds = [1]\n" + CELL + "cpus = 'two'\n", "cpus = 'two' is not a number"),
+        ("seeds = [1]\n" + CELL + "cpus = 0\n", "at least 1"),
+        ("seeds = [1]\n" + CELL + "better = 'more'\n", "neither"),
+        ("seeds = [1]\n" + CELL + "environment = 'nobody'\n", "no benchmark/peers/requirements-nobody.txt"),
+        ("seed = [1]\n" + CELL, "unknown key seed "),
+        ("seeds = [1]\n" + CELL.replace('setting = "s"\n', ""), "no setting"),
+        (
+            "seeds = [1]\n" + CELL + '[[ratios]]\ntitle = "t"\nquantity = "q"\nbetter = "lower"\nours = "ppo/T/s"\n'
+            'peer = "sb3/T/s"\n',
+            "peer = sb3/T/s is no cell",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_suite_is_one_line(tmp_path, text, message):
+    path = tmp_path / "suite.toml"
+    path.write_text(text)
+    with pytest.raises(SuiteError, match=message) as error:
+        read_suite(path)
+    assert "\n" not in str(error.value) and str(error.value).startswith(str(path))
+
+
+def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path):
+    suite = write_suite(tmp_path / "a.toml", [1], a=SHORT)
+    (tmp_path / "file").write_text("")
+    big = tmp_path / "big.toml"
+    big.write_text("seeds = [1]\n" + CELL + "cpus = 4096\n")
+    for flags, message in (
+        ([tmp_path / "missing.toml"], "cannot be read"),
+        ([suite, "--only", "r2d2*"], "no cell"),
+        ([suite, "--retries", "-1"], "--retries -1"),
+        ([suite, "--runs", tmp_path / "file"], "not a folder"),
+        ([suite, "--runs", tmp_path / "runs", "--address", "127.0.0.1:1"], "no Ray cluster"),
+        ([big, "--runs", tmp_path / "runs"], "needs 4096 CPUs"),
+    ):
+        process = start_harness(*flags)
+        output, _ = process.communicate()
+        lines = [line for line in output.splitlines() if line.startswith("run.py: ")]
+        assert process.returncode == 2 and len(lines) == 1 and message in lines[0], output
+        assert "Traceback" not in output and not (tmp_path / "runs").exists()
+
+
+# ---- Cells -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cell(tmp_path):
+    """A cell and its folder."""
+    (cell,), _ = read_suite(write_suite(tmp_path / "a.toml", [1], a=SHORT))
+    (tmp_path / "cell").mkdir()
+    return cell, tmp_path / "cell"
+
+
+def run_python(cell, code, attempt=1):
+    cell, folder = cell
+    return run.run_cell(cell, cell.hash(), folder, [sys.executable, "-c", code, str(folder)], attempt)
+
+
+def test_a_cell_that_never_writes_a_result_is_an_error(cell):
+    assert run_python(cell, "print('hello')")["error"] == "ended without a result.json"
+    assert "hello" in run.read_end(cell[1])
+
+
+def test_exit_codes_and_signals_are_told(cell):
+    assert run_python(cell, "raise SystemExit(3)")["error"] == "exit code 3"
+    assert run_python(cell, "import os; os.kill(os.getpid(), 9)", 2)["error"] == "killed by SIGKILL"
+    assert run.find_attempt(cell[1]) == 3
+
+
+def test_a_cell_that_hangs_is_killed_with_its_children(cell):
+    import dataclasses
+
+    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '4711']); time.sleep(4711)"
+    found = run_python((dataclasses.replace(cell[0], hours=2 / 3600), cell[1]), code)
+    assert found["error"].startswith("not done after")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4711"]]
+
+
+def test_peak_memory_is_that_of_the_process(cell):
+    found = run_python(cell, "import time; x = bytearray(300_000_000); time.sleep(2.5)")
+    assert 300 < found["peak_memory_mb"] < 400
+
+
+def test_another_version_of_the_script_on_a_machine_is_told(cell):
+    assert "another version" in run.run_cell(cell[0], "0" * 12, cell[1], ["true"], 1)["error"]
+    assert "does not see" in run.run_cell(cell[0], cell[0].hash(), cell[1] / "x", ["true"], 1)["error"]
+
+
+def test_a_cell_dies_with_its_worker(cell, tmp_path):
+    """However the worker ends: here by SIGKILL."""
+    import multiprocessing
+
+    worker = multiprocessing.get_context("spawn").Process(
+        target=run_python, args=(cell, "import time; time.sleep(4712)")
+    )
+    worker.start()
+
+    def find():
+        return [
+            p for p in psutil.process_iter(["cmdline"]) if "import time; time.sleep(4712)" in (p.info["cmdline"] or [])
+        ]
+
+    wait_until(find)
+    worker.kill()
+    wait_until(lambda: not find(), 10)
+
+
+def test_progress_is_read_from_the_log(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("run folder x\n")
+    assert run.read_progress(log) == "starting"
+    bars = [f"{p}%|{'#' * p}{' ' * (10 - p)}| {p}/10 [00:0{p}<00:05, 2.0step/s, return={p}]" for p in (1, 5)]
+    log.write_text("x\n" * 9000 + "\r".join(bars) + "\nsolved: at last\n")
+    assert run.read_progress(log) == "5% 5/10 [00:05<00:05, 2.0step/s, return=5]"
+
+
+def test_the_hash_is_of_the_command_and_of_the_script(tmp_path, monkeypatch):
+    (tmp_path / "algos").mkdir()
+    (tmp_path / "algos" / "ppo.py").write_text("a = 1\n")
+    (a, b), _ = read_suite(write_suite(tmp_path / "a.toml", [1], a=SHORT, b=f"{SHORT} --gamma 0.9"))
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    first = a.hash()
+    assert a.hash() == first != b.hash()
+    (tmp_path / "algos" / "ppo.py").write_text("a = 2\n")
+    assert a.hash() != first
+
+
+# ---- Runs on Ray -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
+    """One cell always fails, one is killed once, two are well; then nothing is left to run but the first."""
+    runs = tmp_path / "runs"
+    suite = write_suite(
+        tmp_path / "a.toml", [1], good=SHORT, bad=f"{SHORT} --env-id Nothing-v0",
+        killed="python algos/ppo.py --total-timesteps 100352 --eval-episodes 4", other=f"{SHORT} --gamma 0.9",
+    )  # fmt: skip
+    process = start_harness(suite, "--runs", runs, "--track", WANDB_MODE="offline")
+    (victim,) = wait_until(lambda: [p for p in find_processes(runs) if "100352" in p.info["cmdline"]])
+    victim.kill()
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert "again: ppo/CartPole-v1/killed, seed 1: killed by SIGKILL" in output
+    assert "failed: ppo/CartPole-v1/bad, seed 1: exit code 2" in output and "--env-id Nothing-v0" in output
+    counts = count_results(runs)
+    assert len(counts) == 3 and set(counts.values()) == {1}
+    assert list(runs.rglob("killed/*/try_2/*/result.json"))
+    for path in runs.rglob("result.json"):  # --track reached every script
+        (log,) = (path.parent / "wandb").glob("offline-run-*/run-*.wandb")
+        assert b"charts/episodic_return" in log.read_bytes()
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
+    process = start_harness(suite, "--runs", runs)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and "4 cells, 3 done before" in output
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == before
+    results = records.collect(runs / "a")
+    assert results["cells"]["ppo/CartPole-v1/bad"]["missing"] == [{"seed": 1, "error": "exit code 2"}]
+    assert "**Not run**: CartPole-v1, bad, seeds 1: exit code 2" in report.render(results)
+
+
+def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
+    runs = tmp_path / "runs"
+    suite = write_suite(tmp_path / "a.toml", [1], a=SHORT, long=LONG)
+    process = start_harness(suite, "--runs", runs)
+    wait_until(lambda: list(runs.rglob("result.json")) and list(runs.rglob("long/*/try_1/*/checkpoint.pt")))
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "1 of 2 cells are done" in output, output
+    wait_until(lambda: not find_processes(runs), 15)
+    process = start_harness(suite, "--runs", runs, "--only", "*/a")
+    assert "1 cells, 1 done before" in process.communicate(timeout=60)[0] and process.returncode == 0
+    assert list(count_results(runs).values()) == [1]
+
+
+def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
+    """Two nodes on this machine, one killed while its cell runs: all cells are done in the end, none twice."""
+    from ray.cluster_utils import Cluster
+
+    runs, seeds = tmp_path / "runs", [1, 2, 3, 4]
+    suite = write_suite(tmp_path / "a.toml", seeds, a="python algos/ppo.py --total-timesteps 151552 --eval-episodes 4")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    node = cluster.add_node(num_cpus=1)
+    try:
+        process = start_harness(suite, "--runs", runs, "--address", cluster.address)
+        wait_until(lambda: len(find_processes(runs)) == 2 and len(list(runs.rglob("checkpoint.pt"))) == 2)
+        cluster.remove_node(node, allow_graceful=False)
+        output, _ = process.communicate(timeout=300)
+    finally:
+        cluster.shutdown()
+    assert process.returncode == 0, output
+    assert "its worker was lost" in output
+    assert set(count_results(runs).values()) == {1} and len(count_results(runs)) == len(seeds)
+    assert len(list(runs.rglob("try_2"))) == 1 and not find_processes(runs)
+
+
+# ---- Report and comparison -------------------------------------------------------------------------------------------
+
+
+def make_cell(values, name="ppo/CartPole-v1/default", **changes):
+    script, task, setting = name.split("/")
+    runs = [make_run(seed, value) for seed, value in enumerate(values, 1)]
+    cell = {"task": task, "setting": setting, "command": f"python algos/{script}.py", "curve": "c", "threshold": 475}
+    cell |= {"better": "higher", "cpus": 1, "gpus": 0, "environment": None, "script": script, "hash": "0"}
+    return cell | {"headline": "eval/episodic_return", "runs": runs, "missing": []} | changes
+
+
+def make_run(seed, value):
+    run = {"seed": seed, "metrics": {"eval/episodic_return": value}, "env_steps": 10, "wall_seconds": 2.0}
+    run |= {"cpu_seconds": 1.0, "device": "cpu", "torch": "2", "commit": "abc", "headline": value, "machine": None}
+    run |= {"peak_memory_mb": 100.0 + seed, "steps_per_second": 1000.0, "curve": [[0, 0.0, 1.0], [10, 1.0, value]]}
+    return run | {"steps_to_threshold": 10 * seed, "seconds_to_threshold": 1.0 * seed}
+
+
+def make_results(*cells, ratios=(), suite="a"):
+    names = [f"{c['script']}/{c['task']}/{c['setting']}" for c in cells]
+    return {"suite": suite, "cells": dict(zip(names, cells, strict=True)), "ratios": list(ratios)}
+
+
+def test_the_page_follows_from_the_committed_results():
+    """docs/results.md is what report.py writes of benchmark/results, and so never edited by hand."""
+    committed = report.read_committed()
+    assert (ROOT / "docs" / "results.md").read_text() == report.render_page([committed[k] for k in sorted(committed)])
+    for results in committed.values():
+        assert (ROOT / "docs" / "figures" / report.figure_name(results)).read_bytes().startswith(b"\x89PNG")
+    cpu = committed["cpu"]["cells"]
+    cells, _ = read_suite(ROOT / "benchmark" / "suites" / "cpu.toml")
+    assert cpu.keys() == {cell.name for cell in cells}
+    assert all(len(cell["runs"]) >= 5 for cell in cpu.values() if not cell["missing"])
+
+
+def test_statistics_over_seeds():
+    values = [0.0, 10.0, 20.0, 30.0, 1000.0]
+    assert records.find_iqm(values) == 20.0  # one of five cut off at each end
+    low, high = records.find_interval((list(np.random.default_rng(1).normal(5.0, 1.0, 400)),), records.find_iqm)
+    assert low < 5.0 < high and high - low == pytest.approx(2 * 1.96 * (1.09 / 400) ** 0.5, rel=0.25)
+    assert records.find_interval(([1.0],), records.find_iqm) is None
+    ratio, (low, high) = records.find_ratio([2.0, 2.1, 1.9], [4.0, 4.1, 3.9])
+    assert ratio == 0.5 and 0.45 < low < 0.5 < high < 0.55
+    assert records.find_ratio([1.0], [-1.0]) is None and records.find_ratio([1.0], [float("inf")]) is None
+    assert records.find_ratio([1.0, 1.0], [2.0, float("inf"), 2.0]) == (0.5, None)
+
+
+def test_threshold_is_the_first_point_at_it_in_the_right_direction():
+    curve = [[1, 0.1, 1.0, 3.0], [2, 0.2, 2.0, 5.0], [3, 0.3, 3.0, 4.0]]
+    assert records.find_threshold(curve, {"better": "higher", "threshold": 4})[0] == 2
+    assert records.find_threshold(curve, {"better": "lower", "threshold": 3})[0] == 1
+    assert records.find_threshold(curve, {"better": "higher", "threshold": 6}) is None
+
+
+def test_the_page_says_what_the_results_say():
+    peer = make_cell([100.0, 200.0], "sb3_ppo/CartPole-v1/tuned", command="python benchmark/peers/sb3_ppo.py")
+    peer["runs"][1] |= {"seconds_to_threshold": None, "steps_to_threshold": None}
+    lost = make_cell([], "gnugo/Go/match", command="python benchmark/peers/gnugo.py", headline=None)
+    lost["missing"] = [{"seed": 1, "error": "cannot be installed"}]
+    base = {"title": "return", "quantity": "headline", "better": "higher", "ours": "ppo/CartPole-v1/default"}
+    ratios = [base | {"peer": "sb3_ppo/CartPole-v1/tuned"}, base | {"peer": "gnugo/Go/match"}]
+    page = report.render_page([make_results(make_cell([400.0, 500.0]), peer, lost, ratios=ratios)])
+    assert "| return | abc | 450 | 150 | **3.00** | 2.00 to 5.00 | higher |" in page
+    assert "| return | gnugo | - | - | not run: cannot be installed | - | higher |" in page
+    assert "| CartPole-v1 | default | 2 | episodic_return | 450 | **450** | 400 to 500 | 475 | 1.50 | 15 |" in page
+    assert "| 475 | - (1 of 2) | - (1 of 2) | 1,000 | 102 MB |" in page
+    assert "**Not run**: Go, match, seeds 1: cannot be installed" in page
+
+
+def test_a_report_loses_no_committed_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "a.json").write_text(json.dumps(make_results(make_cell([1.0, 2.0]))))
+    monkeypatch.setattr(records, "collect", lambda folder: make_results(make_cell([1.0])))
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "suite.json").write_text("{}")
+    with pytest.raises(records.ResultsError, match="lacks 1 runs"):
+        report.main(["--runs", str(tmp_path / "runs")])
+    report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    assert (tmp_path / "out" / "results.md").exists() and (tmp_path / "out" / "figures" / "results_a.png").exists()
+    assert json.loads((tmp_path / "out" / "results" / "a.json").read_text()) == make_results(make_cell([1.0]))
+    with pytest.raises(records.ResultsError, match="no finished run"):
+        report.main(["--runs", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")])
+
+
+def run_compare(tmp_path, base, new):
+    for name, cells in (("base", base), ("new", new)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(make_results(*cells)))
+    return compare.main([str(tmp_path / "base.json"), str(tmp_path / "new.json")])
+
+
+def test_comparison_fails_where_a_headline_metric_got_worse_beyond_noise(tmp_path, capsys):
+    base = [480.0, 490.0, 500.0, 470.0, 500.0]
+    assert run_compare(tmp_path, [make_cell(base)], [make_cell([485.0, 470.0, 500.0, 495.0, 480.0])]) == 0
+    assert run_compare(tmp_path, [make_cell(base)], [make_cell([300.0, 310.0, 320.0, 290.0, 305.0])]) == 1
+    assert "**worse**" in capsys.readouterr().out
+    assert run_compare(tmp_path, [make_cell(base)], [make_cell([x + 300 for x in base])]) == 0
+    assert (
+        run_compare(tmp_path, [make_cell(base, better="lower")], [make_cell([x + 300 for x in base], better="lower")])
+        == 1
+    )
+    assert run_compare(tmp_path, [make_cell([500.0] * 3)], [make_cell([499.0] * 3)]) == 1  # no noise at all
+    assert run_compare(tmp_path, [make_cell([500.0] * 3)], [make_cell([500.0] * 3)]) == 0
+    assert run_compare(tmp_path, [make_cell([500.0])], [make_cell([1.0])]) == 0
+    assert "cannot be told" in capsys.readouterr().out
+    failing = make_cell(base[:4], missing=[{"seed": 5, "error": "exit code 1"}])
+    assert run_compare(tmp_path, [make_cell(base)], [failing]) == 1
+    unfinished = make_cell(base[:4], missing=[{"seed": 5, "error": records.NOT_RUN}])
+    assert run_compare(tmp_path, [make_cell(base)], [unfinished]) == 0
+    with pytest.raises(records.ResultsError, match="no results of the same cell"):
+        run_compare(tmp_path, [make_cell(base)], [make_cell(base, "ppo/CartPole-v1/other")])
+
+
+def test_difference_interval_and_probability_of_improvement():
+    found = compare.compare_cell([1.0, 2.0, 3.0], [2.0, 3.0, 10.0], "higher")
+    assert found["difference"] == 3.0
+    pairs = [(b, n) for b in (1.0, 2.0, 3.0) for n in (2.0, 3.0, 10.0)]
+    assert found["improvement"] == np.mean([(n > b) + 0.5 * (n == b) for b, n in pairs])
+    a, b = np.random.default_rng(2).normal(0, 1, (2, 50))
+    low, high = compare.compare_cell(list(a), list(b), "higher")["interval"]
+    error = (a.var(ddof=1) / 50 + b.var(ddof=1) / 50) ** 0.5
+    assert (high - low) / 2 == pytest.approx(1.984 * error, rel=0.01)
+
+
+def test_equal_programs_are_seldom_called_worse(tmp_path):
+    """Twenty cells of five seeds from one distribution: fewer than one comparison in ten cries wolf."""
+    rng = np.random.default_rng(3)
+    wrong = 0
+    for _ in range(100):
+        sides = [
+            make_results(*[make_cell(list(rng.normal(100, 10, 5)), f"ppo/T{i}/s") for i in range(20)]) for _ in range(2)
+        ]
+        wrong += any(row["worse"] for row in compare.compare(*sides)[0])
+    assert wrong < 10
+
+
+def test_results_that_are_none_are_one_line(tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "other.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "missing.json", tmp_path / "bad.json", tmp_path / "other.json"):
+        command = [sys.executable, str(ROOT / "benchmark" / "compare.py"), str(path), str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+        assert found.returncode == 2 and found.stderr.startswith("compare.py: ") and found.stderr.count("\n") == 1
+    with pytest.raises(records.ResultsError, match="neither a metric nor a quantity"):
+        records.get_values(make_cell([1.0]), "speed")
