@@ -221,13 +221,18 @@ def sections(results: dict) -> dict[str, str]:
     return {"change_detection": tables} | ({"change_detection_cell": summarize(results)} if is_whole else {})
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if not args.report_only:
         path = common.RESULTS / "change_detection.json"
         measure(args.regimes, common.load_results("change_detection")["rows"] if path.exists() else [], args.jobs)

@@ -121,12 +121,17 @@ def sections(results: dict) -> dict[str, str]:
     return {"change_speed": f"\n{make_table(results)}\n\nMeasured on {common.machine_line(results['machine'])}\n"}
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in ("--compile", "--bf16", "--cuda", "--report-only"):
         parser.add_argument(flag, action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if not args.report_only:
         path = common.RESULTS / "change_speed.json"
         runs = common.load_results("change_speed")["runs"] if path.exists() else {}

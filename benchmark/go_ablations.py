@@ -96,13 +96,18 @@ def sections(results: dict) -> dict[str, str]:
     return {"go_ablations": f"{text}{make_table(results)}\n\nMeasured on {machine}\n"}
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if not args.report_only:
         path = common.RESULTS / "go_ablations.json"
         measure(args.variants, common.load_results("go_ablations")["rows"] if path.exists() else [], args.jobs)

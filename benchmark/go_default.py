@@ -85,11 +85,16 @@ def sections(results: dict) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report-only", action="store_true")
-    if not parser.parse_args().report_only:
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    if not make_parser().parse_args().report_only:
         measure()
     results = common.load_results("go_default")
     draw(results, common.FIGURES / "go_default.png")

@@ -85,8 +85,8 @@ def sections(results: dict) -> dict[str, str]:
     return {"go_matches": f"\n{make_table(results)}\n\nMeasured on {machine}\n"}
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint")
     parser.add_argument("--name", help="what the table calls it; the board's size first, such as 7x7")
@@ -97,7 +97,12 @@ def main() -> None:
     parser.add_argument("--flags", default="", help="more flags of the engine, such as '--simulations-end 400'")
     parser.add_argument("--dry-run", action="store_true", help="play and print, but save nothing")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     path = common.RESULTS / "go_matches.json"
     results = common.load_results("go_matches") if path.exists() else {"rows": []}
     if not args.report_only:

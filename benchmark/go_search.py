@@ -202,12 +202,17 @@ def sections(results: dict) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if not args.report_only:
         common.save_results("go_search", {"machine": common.describe_machine(), **measure(args.checkpoint)})
         draw_timeline(args.checkpoint, common.FIGURES / "go_timeline.png")

@@ -112,13 +112,18 @@ def sections(results: dict) -> dict[str, str]:
     return {"go_speed": f"\n{make_table(results)}\n\nMeasured on {common.machine_line(results['machine'])}\n"}
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if not args.report_only:
         path = common.RESULTS / "go_speed.json"
         runs = common.load_results("go_speed")["runs"] if path.exists() else []

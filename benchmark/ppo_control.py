@@ -73,12 +73,17 @@ def sections(results: dict) -> dict[str, str]:
     return {"ppo_control": f"\n{make_table(results)}\n\nMeasured on {common.machine_line(results['machine'])}\n"}
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if not args.report_only:
         common.save_results("ppo_control", measure(args.seeds))
     results = common.load_results("ppo_control")

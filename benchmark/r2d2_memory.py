@@ -136,14 +136,19 @@ def sections(results: dict) -> dict[str, str]:
     return {"r2d2_memory": text, "r2d2_memory_cell": summarize(results)}
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=QUICK_TASKS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if not args.report_only:
         old = common.load_results("r2d2_memory") if (common.RESULTS / "r2d2_memory.json").exists() else {"rows": []}
         measure(args.tasks, args.variants, old["rows"], args.jobs)

@@ -89,11 +89,16 @@ def sections(results: dict) -> dict[str, str]:
     return {"r2d2_speed": f"\n{make_table(results)}\n\nMeasured on {common.machine_line(results['machine'])}\n"}
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report-only", action="store_true")
-    if not parser.parse_args().report_only:
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    if not make_parser().parse_args().report_only:
         results = {"machine": common.describe_machine(), "update": measure_update(), "runs": measure_runs([1, 2, 3])}
         common.save_results("r2d2_speed", results)
     results = common.load_results("r2d2_speed")

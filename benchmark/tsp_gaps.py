@@ -120,13 +120,18 @@ def sections(results: dict) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--data-dir", type=Path, default=common.ROOT / "envs_shared" / "tsp_reference")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if not args.report_only:
         known = (common.RESULTS / "tsp_gaps.json").exists()
         rows = common.load_results("tsp_gaps")["rows"] if known else []

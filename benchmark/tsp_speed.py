@@ -105,12 +105,17 @@ def sections(results: dict) -> dict[str, str]:
     return {"tsp_speed": f"\n{make_table(results)}\n\n{text}\n\nCPU-seconds of one thread, measured on {machine}\n"}
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", nargs=2, metavar=("NUM_NODES", "PRECISION"), help="measure one cell, print JSON")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     if args.ours:
         return print(json.dumps(measure_ours(int(args.ours[0]), args.ours[1])))
     if not args.report_only:

@@ -13,14 +13,19 @@ from rl4co.models.zoo.am import AttentionModelPolicy
 from tsp_timing import measure
 
 
-def main() -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("num_nodes", type=int)
     parser.add_argument("batch_size", type=int)
     parser.add_argument("repeats", type=int)
     parser.add_argument("precision", choices=("highest", "medium"))
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(args.precision)
     torch.manual_seed(1)

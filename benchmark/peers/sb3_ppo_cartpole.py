@@ -36,10 +36,15 @@ class UntilSolved(BaseCallback):
             self.solved = len(returns) == 20 and self.curve[-1][2] >= THRESHOLD
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
-    seed = parser.parse_args().seed
+    return parser
+
+
+def main() -> None:
+    seed = make_parser().parse_args().seed
     torch.set_num_threads(1)
     model = PPO(
         "MlpPolicy",
