@@ -260,6 +260,7 @@ def check_resources(cells: list[Cell]) -> None:
 def connect(address: str | None) -> None:
     """Start Ray on this machine, or join the cluster at `address`; SuiteError where there is none."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # what is timed does not stand back
     try:
         import ray
     except ImportError:

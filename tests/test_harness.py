@@ -95,7 +95,7 @@ CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
         ("seeds = [1]\n" + CELL.replace("algos/ppo", "algos/dqn"), "unknown script algos/dqn.py"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --no-such-flag 1"), "no-such-flag"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma high"), "--gamma"),
-        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma 1.5"), "--gamma 1.5"),
+        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma 1.5"), r"--gamma must be in \[0, 1\]"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --seed 4"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run-dir=x"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("python algos/ppo.py", "rm -rf x"), "does not begin with python"),
