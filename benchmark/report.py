@@ -98,7 +98,8 @@ def make_ratio_table(results: dict) -> str:
         ours, peer = (results["cells"][ratio[side]] for side in ("ours", "peer"))
         columns = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
         if ours["runs"] and peer["runs"]:
-            values = [records.get_values(cell, ratio["quantity"]) for cell in (ours, peer)]
+            quantities = ratio["quantity"], ratio.get("peer_quantity", ratio["quantity"])
+            values = [records.get_values(cell, q) for cell, q in zip((ours, peer), quantities, strict=True)]
             found = records.find_ratio(*values)
             columns += [show(float(np.median(v))) if np.isfinite(np.median(v)) else "never" for v in values]
             columns += [f"**{show(found[0])}**" if found else "-", show_interval(found and found[1])]

@@ -135,7 +135,7 @@ def check_flags(cell: Cell, where: str) -> None:
 
 def list_peers() -> list[str]:
     """Names of the programs in benchmark/peers that the harness may run."""
-    return sorted(p.stem for p in PEERS.glob("*.py") if "def make_parser" in p.read_text())
+    return sorted(p.stem for p in PEERS.glob("*.py") if '__name__ == "__main__"' in p.read_text())
 
 
 def parse_flags(folder: str, cell: Cell) -> None:
@@ -188,7 +188,7 @@ def read_suite(path: Path) -> tuple[list[Cell], list[dict]]:
     names, ratios = {cell.name for cell in cells}, content.get("ratios", [])
     for number, ratio in enumerate(ratios, 1):
         where = f"{path}, ratio {number}"
-        check_types(ratio, dict.fromkeys(RATIO_KEYS, "str"), where, RATIO_KEYS)
+        check_types(ratio, dict.fromkeys((*RATIO_KEYS, "peer_quantity"), "str"), where, RATIO_KEYS)
         check_choice(ratio["better"], where)
         for side in ("ours", "peer"):
             if ratio[side] not in names:
