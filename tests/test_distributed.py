@@ -2,15 +2,21 @@
 
 import importlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import tyro
 from conftest import ENVIRONMENT, ROOT, read_result
 from test_contract import CASES, assert_same_weights, each_script, load
+from torch.distributed.run import get_args_parser
 
+PAGE = ROOT / "docs" / "scaling.md"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TWO_RANKS = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(ROOT / "tests" / "ranks.py"))
 
@@ -24,14 +30,14 @@ TOTALS = {
 
 
 def launch(*command):
-    """What a command prints, which ends within four minutes with exit code 0; else nothing of it goes on."""
-    process = subprocess.Popen(
-        map(str, command), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    """What a command prints, which ends within four minutes with exit code 0; else none of its processes goes on."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, start_new_session=True, **pipes)
     try:
         output, errors = process.communicate(timeout=240)
-    finally:
-        process.kill()
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert process.returncode == 0, errors
     return output
 
@@ -87,21 +93,43 @@ def test_two_processes_update_as_one(script, updates):
             torch.testing.assert_close(y, x, rtol=1e-4, atol=atol, msg=lambda m, i=i, kind=kind: f"{kind} {i}: {m}")
 
 
-def test_two_nodes(tmp_path, free_port):
-    """Two launchers that know of each other by their meeting point alone, as on two machines."""
-    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
-    meet += ["--rdzv-endpoint", f"localhost:{free_port}", str(ROOT / "tests" / "ranks.py"), "run", "ppo"]
-    command = [*TORCHRUN, *meet, str(tmp_path), *CASES["ppo"].short.split(), "--run-dir", str(tmp_path / "runs")]
-    nodes = [subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True) for _ in range(2)]
-    try:
-        assert [node.wait(timeout=120) for node in nodes] == [0, 0]
-    finally:
-        for node in nodes:
-            if node.poll() is None:
-                os.killpg(node.pid, signal.SIGKILL)
+def test_two_nodes_under_slurm(tmp_path):
+    """docs/slurm/train.sbatch, where `srun` starts two launchers here: they meet at the address that they are given."""
+    stand_ins = {"scontrol": "echo localhost; echo node2", "srun": '"$@" & other=$!; "$@" && wait $other'}
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    slurm = {
+        "SLURM_NNODES": 2,
+        "SLURM_CPUS_PER_TASK": 1,
+        "SLURM_JOB_ID": os.getpid(),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }
+    settings = [f"{name}={value}" for name, value in slurm.items()]
+    command = ["env", f"PATH={path}", *settings, "bash", ROOT / "docs" / "slurm" / "train.sbatch"]
+    driver = [ROOT / "tests" / "ranks.py", "run", "ppo", tmp_path, *CASES["ppo"].short.split()]
+    launch(*command, *driver, "--run-dir", tmp_path / "runs")
     torch.testing.assert_close(*load_ranks(tmp_path), rtol=0, atol=0)
-    path, _ = read_result(tmp_path / "runs")
-    assert len(load(path / "checkpoint.pt")["ranks"]) == 2 and len(list((tmp_path / "runs").iterdir())) == 1
+    (path,) = (tmp_path / "runs").iterdir()
+    assert (path / "result.json").exists() and len(load(path / "checkpoint.pt")["ranks"]) == 2
+
+
+def test_the_commands_of_the_page_are_real(monkeypatch):
+    """Of docs/scaling.md: torchrun, its flags, the scripts and theirs, and that totals divide among the processes."""
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.S)
+    commands = [shlex.split(line, comments=True) for line in "".join(blocks).splitlines()]
+    for program, *words in commands:
+        if program == "sbatch":
+            batch, *command = words
+            assert (ROOT / batch).exists()
+            words = ["--nnodes", "2", "--nproc-per-node", "4", *command]
+        launcher = get_args_parser().parse_args(words)
+        module = importlib.import_module(f"algos.{Path(launcher.training_script).stem}")
+        monkeypatch.setattr(module, "WORLD_SIZE", int(launcher.nnodes.split(":")[0]) * int(launcher.nproc_per_node))
+        module.check_args(tyro.cli(module.Args, args=launcher.training_script_args))
+        assert program in ("torchrun", "sbatch") and (ROOT / launcher.training_script).exists()
+    assert {Path(word).stem for words in commands for word in words if word.endswith(".py")} == set(CASES)
 
 
 @each_script
@@ -114,3 +142,5 @@ def test_totals_over_all_processes_must_divide_among_them(script, monkeypatch, c
             module.main([f"--{name}", str(odd)])
         assert error.value.code == 2
         assert f"--{name} {odd} does not divide among 2 processes" in capsys.readouterr().err
+        (row,) = re.findall(rf"^\| `{script}` \|(.*?)\|", PAGE.read_text(), re.M)
+        assert f"`--{name}`" in row
