@@ -1,6 +1,6 @@
 """Throughput of each script with one process and with two (gloo) on the two cores of one machine.
 
-    python benchmark/scaling.py                  # six minutes on two free cores
+    python benchmark/scaling.py                  # about six minutes on two free cores
     python benchmark/scaling.py --report-only    # table in the docs from benchmark/results/scaling.json
 
 Both do the same work in all, with one thread a process, and take turns. What counts are the iterations after the first
@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 NUM_SKIPPED = 2  # iterations: what is done once only, and the opening games of Go, which all end late
 CASES = {  # unit and flags; --num-slots 1 keeps Go's search on one core a process
-    "ppo": ("environment steps", "--total-timesteps 200000"),
-    "reinforce_tsp_attention": ("instances", "--num-epochs 9 --steps-per-epoch 10"),
+    "ppo": ("environment steps", "--total-timesteps 100000"),
+    "reinforce_tsp_attention": ("instances", "--num-epochs 8 --steps-per-epoch 10"),
     "r2d2_lstm": ("environment steps", "--total-timesteps 50000 --learning-starts 1000"),
     "ppo_change_detection": (
         "pairs",
