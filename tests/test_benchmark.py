@@ -36,6 +36,7 @@ DOCS = {
     ppo_control: "ppo",
     r2d2_memory: "r2d2_lstm",
     r2d2_speed: "r2d2_lstm",
+    scaling: "scaling",
     tsp_gaps: "reinforce_tsp_attention",
     tsp_speed: "reinforce_tsp_attention",
 }
