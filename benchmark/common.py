@@ -26,20 +26,26 @@ def run_script(script: str, *flags) -> dict:
         return json.loads((path / "result.json").read_text()) | {"curve": read_curve(path, "charts/return_last_20")}
 
 
-def run_in_folder(folder: str, script: str, *flags) -> Path:
-    """Run algos/`script`.py in its own process with one thread; returns the run folder, below the empty `folder`."""
-    command = [sys.executable, str(ROOT / "algos" / f"{script}.py"), *map(str, flags), "--run-dir", folder]
+def run_in_folder(folder: str, script: str, *flags, num_processes: int = 1) -> Path:
+    """Run algos/`script`.py with one thread a process; returns the run folder, below the empty `folder`."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    command = [sys.executable, *(torchrun if num_processes > 1 else []), str(ROOT / "algos" / f"{script}.py")]
+    command += [*map(str, flags), "--run-dir", folder]
     subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (path,) = Path(folder).glob("*/result.json")
     return path.parent
 
 
-def read_curve(run_path: Path, tag: str) -> list[list[float]]:
-    """[[step, CPU-s, value], ...] of a logged `tag`."""
+def read_events(run_path: Path):
+    """What a run has logged, all of it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run_path), size_guidance={"scalars": 0})
-    events.Reload()
+    return EventAccumulator(str(run_path), size_guidance={"scalars": 0}).Reload()
+
+
+def read_curve(run_path: Path, tag: str) -> list[list[float]]:
+    """[[step, CPU-s, value], ...] of a logged `tag`."""
+    events = read_events(run_path)
     seconds = {e.step: e.value for e in events.Scalars("charts/cpu_seconds")}
     return [[e.step, seconds[e.step], e.value] for e in events.Scalars(tag)]
 

@@ -59,13 +59,3 @@ def read_scalars(run_path):
     events = EventAccumulator(str(run_path), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-@pytest.fixture
-def free_port():
-    """A TCP port of this machine that nobody listens on."""
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

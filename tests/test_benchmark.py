@@ -20,6 +20,7 @@ import ppo_control
 import r2d2_memory
 import r2d2_speed
 import r2d2_windows
+import scaling
 import tsp_gaps
 import tsp_speed
 
@@ -35,6 +36,7 @@ DOCS = {
     ppo_control: "ppo",
     r2d2_memory: "r2d2_lstm",
     r2d2_speed: "r2d2_lstm",
+    scaling: "scaling",
     tsp_gaps: "reinforce_tsp_attention",
     tsp_speed: "reinforce_tsp_attention",
 }
@@ -79,6 +81,19 @@ def test_speed_ratio_is_of_medians_and_of_the_best_setting_of_each():
     (cell,) = tsp_speed.summarize({"rows": rows}).values()
     assert cell["train_step", "ours", "highest"] == 5 and cell["train_step", "rl4co", "medium"] == 12
     assert cell["train_step", "ratio"] == 4 and cell["greedy_decode", "ratio"] == 4
+
+
+def test_scaling_compares_neighbouring_runs_by_the_step():
+    def runs(script, *pairs):
+        for pair in pairs:
+            for n, (steps, wall, cpu) in enumerate(pair, 1):
+                yield {"script": script, "processes": n, "steps": steps, "wall_seconds": wall, "cpu_seconds": cpu}
+
+    pairs = [((1000, 4, 4), (2000, 4, 4)), ((1000, 6, 4), (1000, 2, 1)), ((1000, 8, 8), (1000, 8, 2))]
+    rows = [row for script in scaling.CASES for row in runs(script, *pairs)]
+    assert scaling.summarize(rows, "ppo") == {"wall_seconds": [6, 2, 2, 1, 3], "cpu_seconds": [4, 2, 4, 2, 4]}
+    table = scaling.make_table({"rows": rows})
+    assert "| `ppo` | environment steps | 167 | 500 | **2.00** (1.00 to 3.00) | 4 | 2 | **4.00** (2.00" in table
 
 
 def test_gap_table_shows_mean_and_range_over_seeds():

@@ -222,26 +222,6 @@ def test_a_finished_run_is_extended_in_a_new_folder(script, tmp_path, capsys):
 
 
 @each_script
-def test_torchrun(script, run_script, tmp_path):
-    """Two processes: one run folder, one log, other random numbers in each, and an exact resume."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    case = CASES[script]
-    flags = [*case.short.split(), *case.constant.split(), "--checkpoint-interval", "0"]
-    double = [case.length, case.double]
-    for name, more in (("half", []), ("whole", double), ("resumed", [*double, "--resume"])):
-        if name == "resumed":
-            more.append(read_result(tmp_path / "half")[0] / "checkpoint.pt")
-        run = run_script(script, *flags, "--run-dir", tmp_path / name, *more, launcher=launcher)
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.count("run folder") == 2  # one process talks: at the start and in the summary
-    half, whole, resumed = (read_result(tmp_path / name)[0] for name in ("half", "whole", "resumed"))
-    ranks = load(half / "checkpoint.pt")["ranks"]
-    assert len(ranks) == 2 and not torch.equal(ranks[0]["torch_rng"], ranks[1]["torch_rng"])
-    assert_same_weights(whole, resumed)
-    assert_same_weights(half, whole, same=False)
-
-
-@each_script
 def test_a_run_killed_before_its_result_is_finished_by_a_resume(script, tmp_path):
     run_main(script, "--run-dir", tmp_path)
     path, result = read_result(tmp_path)

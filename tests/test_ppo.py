@@ -7,8 +7,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import capture_stand_in, read_result, read_scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -467,44 +465,6 @@ def test_a_checkpoint_of_another_environment_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit) as error:
             ppo.main(flags)
         assert error.value.code == 2 and "trained with CartPole-v1" in capsys.readouterr().err
-
-
-# Several processes
-
-
-def _gradient_worker(rank, world_size, port, agent, minibatch, args, queue):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    part = {k: v[rank::world_size].clone() for k, v in minibatch.items()}
-    count = ppo.sum_over_ranks(part["valid"].sum()).clamp(min=1)
-    part["advantages"] = ppo.normalize_advantages(part["advantages"], part["valid"], count)
-    loss, _ = ppo_loss(agent, part, count, args)
-    loss.backward()
-    ppo.sum_gradients(agent.parameters())
-    stats = ppo.RunningMeanStd((4,))
-    stats.update(part["obs"], part["valid"])
-    if rank == 0:
-        queue.put(([p.grad.numpy() for p in agent.parameters()], stats.mean.numpy(), stats.var.numpy()))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_two_processes_give_the_gradients_of_one(free_port):
-    agent = float64_agent(BOX)
-    minibatch = make_minibatch(agent, num_rows=13)
-    minibatch["valid"][[2, 3, 7]] = 0.0
-    args = Args(ent_coef=0.1)
-    whole = {k: v.clone() for k, v in minibatch.items()}
-    whole["advantages"] = ppo.normalize_advantages(whole["advantages"], whole["valid"], whole["valid"].sum())
-    expected = gradients(copy.deepcopy(agent), whole, args)
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    mp.spawn(_gradient_worker, (2, free_port, agent, minibatch, args, queue), nprocs=2, join=False)
-    grads, mean, var = queue.get(timeout=120)
-    np.testing.assert_allclose(np.concatenate([g.flatten() for g in grads]), expected, rtol=1e-10, atol=1e-12)
-    kept = minibatch["obs"][minibatch["valid"] > 0].numpy()
-    np.testing.assert_allclose(mean, kept.mean(0))
-    np.testing.assert_allclose(var, kept.var(0))
 
 
 # Resume

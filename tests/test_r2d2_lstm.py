@@ -1,13 +1,10 @@
 """R2D2 against brute force, float64, the environments' own ledgers and its own specification."""
 
-import copy
 import math
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import capture_stand_in, read_result, read_scalars
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -735,16 +732,12 @@ def test_losses_that_are_not_finite_stop_the_run(tmp_path):
         ("--buffer-size 10000000000000", "replay cannot be made (lower --buffer-size"),
         ("--max-grad-norm 0", "--max-grad-norm"),
         ("--reward-scale 0", "--reward-scale"),
-        ("2 processes --num-envs 3", "--num-envs 3 does not divide"),
-        ("2 processes --batch-size 7", "--batch-size 7 does not divide"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
-    if flags.startswith("2 processes"):
-        monkeypatch.setattr(r2d2, "WORLD_SIZE", 2)
     with pytest.raises(SystemExit) as error:
-        r2d2.main(flags.removeprefix("2 processes").split())
+        r2d2.main(flags.split())
     assert error.value.code == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and message in lines[0], lines
@@ -773,36 +766,6 @@ def update_once(agent, target, windows, importance, args):
     replay, metrics = FixedWindows(windows, importance), torch.zeros(len(r2d2.METRICS))
     r2d2.update_weights(agent, target, torch.optim.SGD(agent.parameters(), 1.0), replay, metrics, r2d2_loss, args)
     return torch.cat([p.detach().flatten() for p in agent.parameters()]).numpy(), replay.priority.numpy(), metrics
-
-
-def _update_worker(rank, world_size, port, agent, target, windows, importance, args, queue):
-    torch.set_num_threads(1)
-    agent, r2d2.WORLD_SIZE = copy.deepcopy(agent), world_size  # what is handed over is shared memory
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    per_step = ("obs", "last_action", "last_reward")
-    part = {k: x[:, rank::world_size] if k in per_step else x[rank::world_size] for k, x in windows.items()}
-    weights, priorities, metrics = update_once(agent, target, part, importance[rank::world_size], args)
-    queue.put((rank, weights, priorities, r2d2.sum_over_ranks(metrics).numpy()))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_two_processes_update_as_one(free_port):
-    args = make_args(2, 4, 2, batch_size=8, max_grad_norm=0.1)
-    agent, target = make_networks(args)
-    windows, importance = make_windows(args), torch.linspace(0.3, 1.0, 8)
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    parts = agent, target, windows, importance, args, queue
-    mp.spawn(_update_worker, (2, free_port, *parts), nprocs=2, join=False)
-    found = {rank: rest for rank, *rest in (queue.get(timeout=120) for _ in range(2))}
-    before = torch.cat([p.detach().flatten() for p in agent.parameters()]).numpy()
-    weights, priorities, metrics = update_once(copy.deepcopy(agent), target, windows, importance, args)
-    assert np.linalg.norm(weights - before) == pytest.approx(0.1, rel=1e-3)  # clipped, after the sum
-    for rank in range(2):
-        np.testing.assert_allclose(found[rank][0] - before, weights - before, rtol=1e-3, atol=1e-6)
-        np.testing.assert_allclose(found[rank][1], priorities[rank::2], rtol=1e-5)
-        np.testing.assert_allclose(found[rank][2], metrics, rtol=1e-4)
 
 
 # Resume

@@ -2,13 +2,11 @@
 
 import itertools
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, capture_stand_in, read_result, read_scalars
+from conftest import ROOT, capture_stand_in, read_result, read_scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tsp import solve_exactly
@@ -409,51 +407,6 @@ def test_training_on_a_file(tmp_path, monkeypatch):
     stored = torch.from_numpy(tsp.read_points(path, "tsp20-uniform")).float()
     rows = torch.cat(seen)[:, None].eq(stored[None]).all(-1).all(-1)  # [24, 5]
     assert rows.sum(1).eq(1).all() and rows[:5].sum(0).eq(1).all() and rows[:12].sum(0).min() >= 2
-
-
-TWO_PROCESSES = """
-import torch
-from algos import reinforce_tsp_attention as am
-
-args = am.Args(cuda=False, baseline=am.sys.argv[1], norm="instance")
-am.setup_device(args)
-torch.manual_seed(0)
-agent, frozen = am.AttentionModel("instance"), am.AttentionModel("instance")
-points, held, sample_gumbel = torch.rand(6, 5, 2), torch.rand(600, 5, 2), am.sample_gumbel
-grads = []
-for rank, size in ((0, 1), (am.RANK, 2)):  # all instances in this process, and half of them in each
-    rows = slice(6 * rank // size, 6 * (rank + 1) // size)
-
-    def noise_of_those_rows(*shape, device=None):
-        torch.manual_seed(1)
-        return sample_gumbel(shape[0], 6, *shape[2:])[:, rows]
-
-    am.sample_gumbel, am.RANK, am.WORLD_SIZE = noise_of_those_rows, rank, size
-    running_mean = torch.tensor(3.0)
-    am.sum_over_ranks = lambda x: x
-    if size == 2:
-        am.sum_over_ranks = lambda x: (torch.distributed.all_reduce(x), x)[1]
-    loss, *_ = am.compute_loss(agent, am.score_tours, frozen, points[rows], running_mean, torch.tensor(0.0), args)
-    agent.zero_grad()
-    (loss / size).backward()
-    if size == 2:
-        am.sum_gradients(agent.parameters())
-    grads.append([p.grad.clone() for p in agent.parameters()])
-    grads[-1] += [running_mean, am.get_greedy_lengths(frozen, held, args)]
-for alone, together in zip(*grads, strict=True):
-    torch.testing.assert_close(alone, together, atol=1e-6, rtol=1e-4)
-torch.distributed.destroy_process_group()
-print("the same gradients")
-"""
-
-
-@pytest.mark.parametrize("baseline", ["pomo", "rollout", "exponential"])
-def test_the_gradients_of_two_processes_are_those_of_one(tmp_path, baseline):
-    (tmp_path / "probe.py").write_text(TWO_PROCESSES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "probe.py"), baseline]
-    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and run.stdout.count("the same gradients") == 2, run.stderr
 
 
 def test_compiled_equals_eager(tmp_path):

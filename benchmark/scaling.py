@@ -1,0 +1,110 @@
+"""Throughput of each script with one process and with two (gloo) on the two cores of one machine.
+
+    python benchmark/scaling.py                  # about six minutes on two free cores
+    python benchmark/scaling.py --report-only    # table in the docs from benchmark/results/scaling.json
+
+Both do the same work in all, with one thread a process, and take turns. What counts are the iterations after the first
+ones: neither imports nor the evaluation at the end, which one process does alone. On the clock, two processes can only
+be faster where nobody else wants the second core; therefore the CPU-seconds of the first process stand beside it: they
+show how much of the work the second one has taken over, messages included, on a busy machine too.
+"""
+
+import argparse
+import statistics
+import tempfile
+
+import common
+from tqdm import tqdm
+
+NUM_SKIPPED = 2  # iterations: what is done once only, and the opening games of Go, which all end late
+CASES = {  # unit and flags; --num-slots 1 keeps Go's search on one core a process
+    "ppo": ("environment steps", "--total-timesteps 100000"),
+    "reinforce_tsp_attention": ("instances", "--num-epochs 8 --steps-per-epoch 10"),
+    "r2d2_lstm": ("environment steps", "--total-timesteps 50000 --learning-starts 1000"),
+    "ppo_change_detection": (
+        "pairs",
+        "--num-train-pairs 512 --num-eval-pairs 16 --pretrain-iterations 0 --warm-iterations 0 --num-iterations 7",
+    ),
+    "alphazero_go": (
+        "moves of self-play",
+        "--num-games 16 --pool-size 16384 --simulations-start 16 --simulations-end 16 --num-epochs 8 "
+        "--arena-interval 0 --num-slots 1",
+    ),
+}
+
+
+def measure_run(script: str, num_processes: int) -> dict[str, float]:
+    """Steps in all, seconds on the clock and CPU-seconds of the first process, after the first iterations."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (*CASES[script][1].split(), "--checkpoint-interval", 0, "--eval-episodes", 2)
+        path = common.run_in_folder(folder, script, *flags, num_processes=num_processes)
+        first, *_, last = common.read_events(path).Scalars("charts/cpu_seconds")[NUM_SKIPPED - 1 :]
+    seconds = {"wall_seconds": last.wall_time - first.wall_time, "cpu_seconds": last.value - first.value}
+    return {"script": script, "processes": num_processes, "steps": last.step - first.step, **seconds}
+
+
+def measure(num_repeats: int) -> dict:
+    """Every script, one process and two in turn, so that both see the machine alike."""
+    runs = [(script, n) for _ in range(num_repeats) for script in CASES for n in (1, 2)]
+    return {"machine": common.describe_machine(), "rows": [measure_run(*run) for run in tqdm(runs, unit="run")]}
+
+
+def summarize(rows: list[dict], script: str) -> dict[str, list[float]]:
+    """By kind of seconds: what one process takes for 1000 steps, what two take, and the ratio with its extremes."""
+    found = {}
+    for kind in ("wall_seconds", "cpu_seconds"):
+        sides = [
+            [1000 * r[kind] / r["steps"] for r in rows if (r["script"], r["processes"]) == (script, n)] for n in (1, 2)
+        ]
+        ratios = [a / b for a, b in zip(*sides, strict=True)]
+        found[kind] = [*map(statistics.median, (*sides, ratios)), min(ratios), max(ratios)]
+    return found
+
+
+def make_table(results: dict) -> str:
+    """Markdown table, a line a script."""
+    lines = [
+        "| script | unit | per second: 1 process | 2 processes | ratio | CPU-s of the first per 1000: 1 process "
+        "| 2 processes | ratio |",
+        "|--|--|--:|--:|--:|--:|--:|--:|",
+    ]
+    for script, (unit, _) in CASES.items():
+        found = summarize(results["rows"], script)
+        rates = (f"{1000 / seconds:,.{0 if seconds < 10 else 1}f}" for seconds in found["wall_seconds"][:2])
+        seconds = (f"{x:.3g}" for x in found["cpu_seconds"][:2])
+        wall, cpu = (f"**{ratio:.2f}** ({low:.2f} to {high:.2f})" for *_, ratio, low, high in found.values())
+        lines.append(f"| `{script}` | {unit} | {' | '.join(rates)} | {wall} | {' | '.join(seconds)} | {cpu} |")
+    return "\n".join(lines)
+
+
+def sections(results: dict) -> dict[str, str]:
+    """What the docs show of the results, by the name of its section."""
+    repeats = len(results["rows"]) // (2 * len(CASES))
+    flags = "\n".join(f"- `{script}`: `{flags}`" for script, (_, flags) in CASES.items())
+    note = f"Ratios above 1 speak for two processes. Medians of {repeats} runs; ratios of neighbours, and their range."
+    machine = f"Measured on {common.machine_line(results['machine'])}"
+    return {"scaling": f"\n{make_table(results)}\n\n{note} Flags:\n\n{flags}\n\n{machine}\n"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--report-only", action="store_true")
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
+    if args.repeats < 1:
+        make_parser().error(f"--repeats must be at least 1, not {args.repeats}")
+    if not args.report_only:
+        common.save_results("scaling", measure(args.repeats))
+    results = common.load_results("scaling")
+    common.write_report(sections(results), "scaling")
+    print(make_table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What each of two processes does in test_distributed.py.
+
+torchrun ... tests/ranks.py run SCRIPT OUT FLAGS...   the script as it is; each rank writes what it holds at the end
+torchrun ... tests/ranks.py update OUT                each script's update, in one process and shared by two
+
+Each rank writes OUT/RANK.pt.
+"""
+
+import importlib
+import os
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+
+RANK = int(os.environ["RANK"])
+
+
+def run(script, out, *flags):
+    """Run the script; as it leaves the process group, write the states of all networks and optimizers in `train`."""
+    leave, out = dist.destroy_process_group, Path(out)
+
+    def write_and_leave():
+        names = sys._getframe(1).f_locals
+        names = {name: getattr(x, "network", x) for name, x in names.items()}  # the networks of agents that are none
+        kinds = torch.nn.Module, torch.optim.Optimizer
+        torch.save({name: x.state_dict() for name, x in names.items() if isinstance(x, kinds)}, out / f"{RANK}.pt")
+        leave()
+
+    dist.destroy_process_group = write_and_leave
+    sys.argv = [str(ROOT / "algos" / f"{script}.py"), *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def update(out):
+    """Let each of CASES make and apply its update twice from the same state: alone on all rows, and shared by two.
+
+    A case gets the script's module and the rows of this process, and gives the networks after the update and numbers
+    that must not depend on how many processes there are. The gradients are those that `sum_gradients` leaves.
+    """
+    found = {script: [] for script in CASES}
+    for size in (1, 2):
+        if size == 2:
+            dist.init_process_group("gloo")
+        for script, case in CASES.items():
+            module, grads = importlib.import_module(f"algos.{script}"), []
+            rank = RANK if size == 2 else 0
+
+            def record(parameters, grads=grads, sum_gradients=module.sum_gradients):
+                parameters = list(parameters)
+                sum_gradients(parameters)
+                grads += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+
+            torch.manual_seed(0)
+            with patch.multiple(module, RANK=rank, WORLD_SIZE=size, sum_gradients=record):
+                agents, numbers = case(module, slice(rank, None, size))
+            weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
+            found[script].append({"gradients": grads, "weights": weights, "numbers": numbers})
+    torch.save(found, Path(out) / f"{RANK}.pt")
+    dist.destroy_process_group()
+
+
+def shake(agent):
+    """Move every parameter, so that no gradient is that of a beginning (ratios of 1, heads near 0)."""
+    with torch.no_grad():
+        for p in agent.parameters():
+            p += 0.05 * torch.randn_like(p)
+
+
+def descend(agent):
+    """An optimizer whose step is the gradient, clipped after the sum, itself."""
+    return torch.optim.SGD(agent.parameters(), 1.0)
+
+
+def assemble(module, x, rows, num_rows):
+    """All [num_rows] of what each process has for its own `rows`."""
+    whole = torch.zeros(num_rows)
+    whole[rows] = x
+    return module.sum_over_ranks(whole)
+
+
+def update_ppo(ppo, rows):
+    """Of a rollout, with rows that only reset; advantages are normalized over the rows of all processes."""
+    args, device = ppo.Args(num_envs=4, norm_obs=True, ent_coef=0.1, max_grad_norm=0.1), torch.device("cpu")
+    envs, obs = ppo.make_envs(args, 4, 1, "auto", device, None)
+    agent = ppo.Agent(envs.obs_dim, envs.single_action_space, args.norm_obs)
+    storage, metrics = ppo.RolloutStorage(envs, agent, args.num_steps, device), torch.zeros(len(ppo.METRICS))
+    storage.obs[-1] = obs
+    ppo.collect_rollout(agent.act, envs, storage)
+    ppo.compute_targets(agent, storage, args)
+    assert 0 < storage.valid.mean() < 1
+    shake(agent)
+    index = torch.arange(127)[rows]  # 64 and 63
+    ppo.update_minibatch(agent, descend(agent), storage, index, metrics, ppo.ppo_loss, args)
+    agent.obs_stats.update(storage.obs[:-1, rows], storage.valid[:, rows])
+    return [agent], [ppo.sum_over_ranks(metrics)]
+
+
+def update_r2d2(r2d2, rows):
+    """Of windows of several lengths, so that the two halves hold unequally many real steps."""
+    args = r2d2.Args(env_id="CartPole-v1", num_envs=4, batch_size=8, hidden_size=8, max_grad_norm=0.1)
+    args.burn_in, args.learn_length, args.n_step = 2, 8, 2
+    device, metrics = torch.device("cpu"), torch.zeros(len(r2d2.METRICS))
+    envs, obs = r2d2.make_envs(args, 4, 1, "auto", device)
+    agent, target = (r2d2.QNetwork(envs, args) for _ in range(2))
+    replay = r2d2.SequenceReplay(envs, args, device)
+    replay.begin_episodes(obs)
+    r2d2.collect_steps(agent, envs, replay, torch.full((4,), 0.5), 100)
+    replay.add_windows()
+    index, weights = replay.sample(8)
+    weights = weights * torch.linspace(0.3, 1.0, 8)
+    replay.sample = lambda num_windows: (index[rows], weights[rows])
+    assert len(replay.read_windows(index)["end"].unique()) > 1
+    shake(agent)
+    r2d2.update_weights(agent, target, descend(agent), replay, metrics, r2d2.r2d2_loss, args)
+    priorities = assemble(r2d2, replay.priority[index[rows]], rows, 8)
+    return [agent], [r2d2.sum_over_ranks(metrics), priorities]
+
+
+def update_tsp(am, rows):
+    """With each baseline. Instance norm: batch norm in training is over the instances of a process by design."""
+    agents, numbers, sample_gumbel = [], [], am.sample_gumbel
+
+    def noise_of_those_rows(*shape, device=None):
+        return sample_gumbel(shape[0], 6, *shape[2:])[:, rows]
+
+    for baseline in ("pomo", "rollout", "exponential"):
+        args, metrics = am.Args(baseline=baseline, norm="instance", max_grad_norm=0.1), torch.zeros(len(am.METRICS))
+        agent, frozen, points = am.AttentionModel("instance"), am.AttentionModel("instance"), torch.rand(6, 5, 2)
+        held, running_mean = torch.rand(600, 5, 2), torch.tensor(3.0)
+        loss_fn = partial(am.compute_loss, agent, am.score_tours, frozen)
+        optimizer, state = descend(agent), (running_mean, torch.tensor(0.0), metrics)
+        with patch.object(am, "sample_gumbel", noise_of_those_rows):
+            am.train_step(agent, optimizer, loss_fn, points[rows], *state, args)
+        agents.append(agent)
+        numbers += [am.sum_over_ranks(metrics) / am.WORLD_SIZE, running_mean, am.get_greedy_lengths(frozen, held, args)]
+    return agents, numbers
+
+
+def update_change_detection(cd, rows):
+    """Of PPO and of both kinds of supervision; random numbers of a pair are the same whichever process has it."""
+    args = cd.Args(num_train_pairs=24, num_eval_pairs=1, image_size=32, num_envs=16, max_grad_norm=0.1)
+    device, numbers = torch.device("cpu"), []
+    pairs, *_ = cd.change_data.load_pairs(args, cd.fail).values()
+    batch = cd.change_data.draw_batch(pairs, 16, device)
+    agent = cd.PPOAgent(cd.ChangeDetector(args).eval())
+    agent.optimizer, buffer = descend(agent.network), cd.RolloutBuffer(args.num_steps, device)
+    cd.collect_rollouts(agent, cd.RewardCalculator(args), buffer, batch)
+    (minibatch,) = buffer.get_generator(1, device)
+    # The loss of the corrections is a mean over the queries of a process that go on. It is that of the whole batch only
+    # where these are equally many in each, so that every row gets a partner of the other process with as many.
+    num_on = minibatch["goes_on"].sum(1)
+    order = num_on.argsort()
+    partners = [pair for n in num_on.unique() for pair in order[num_on[order] == n].split(2) if len(pair) == 2]
+    index = torch.cat(partners)[rows]
+    assert len(partners) > 4 and len(num_on[index].unique()) > 2
+    obs = {name: x[index] for name, x in minibatch.pop("obs").items()}
+    shake(agent.network)
+    metrics = agent.update({name: x[index] for name, x in minibatch.items()} | {"obs": obs})
+    numbers.append(cd.sum_over_ranks(metrics) / cd.WORLD_SIZE)
+    agents, generator = [agent.network], torch.Generator().manual_seed(1)
+
+    def draw(num_rows, *shape, **_):
+        return torch.empty(16, *shape).uniform_(generator=generator)[rows]
+
+    for refine in (False, True):
+        learner = cd.PPOAgent(cd.ChangeDetector(args).eval())
+        learner.optimizer, metrics = descend(learner.network), torch.zeros(2)
+        with patch.multiple(torch, rand=draw, rand_like=lambda x: draw(*x.shape), randn_like=torch.zeros_like):
+            learner.supervise({name: x[rows] for name, x in batch.items()}, refine, metrics)
+        agents.append(learner.network)
+        numbers.append(cd.sum_over_ranks(metrics) / cd.WORLD_SIZE)
+    return agents, numbers
+
+
+def update_alphazero(az, rows):
+    """With frozen batch norms, as in training each process normalizes by its own rows; with and without the policy."""
+    args, go, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), az.Go(3), [], []
+    self_play, parts = az.SelfPlay(go, 8, args), []
+    while sum(len(learned.q) for learned, _ in parts) < 40:
+        parts.append(self_play.play_moves(None, 0, 0.0))
+    records = az.Records(*(torch.cat(x)[:40] for x in zip(*(learned for learned, _ in parts), strict=True)))
+    for value_coef in (args.value_coef, 1.0):
+        agent = az.Agent(3, args).eval()
+        shake(agent)
+        part = az.Records(*(x[rows] for x in records))
+        metrics = az.update_network(agent, descend(agent), part, 3, 0.1, value_coef)
+        agents.append(agent)
+        numbers.append(az.sum_over_ranks(metrics) / az.WORLD_SIZE)
+    return agents, numbers
+
+
+CASES = {
+    "alphazero_go": update_alphazero,
+    "ppo": update_ppo,
+    "ppo_change_detection": update_change_detection,
+    "r2d2_lstm": update_r2d2,
+    "reinforce_tsp_attention": update_tsp,
+}
+
+if __name__ == "__main__":
+    {"run": run, "update": update}[sys.argv[1]](*sys.argv[2:])
