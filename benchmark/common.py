@@ -27,7 +27,21 @@ def run_script(script: str, *flags) -> dict:
 
 def run_in_folder(folder: str, script: str, *flags) -> Path:
     """Run algos/`script`.py in its own process with one thread; returns the run folder, below the empty `folder`."""
-    command = [sys.executable, str(ROOT / "algos" / f"{script}.py"), *map(str, flags), "--run-dir", folder]
+    return run_file(folder, sys.executable, ROOT / "algos" / f"{script}.py", *flags)
+
+
+def run_peer(environment: str, peer: str, *flags) -> dict:
+    """Run benchmark/peers/`peer`.py in its environment: result.json plus `curve`, empty where no return is logged."""
+    python = make_peer_environment(environment)
+    with tempfile.TemporaryDirectory() as folder:
+        path = run_file(folder, python, PEERS / f"{peer}.py", *flags)
+        curve = read_curve(path, "charts/return_last_20") if list(path.glob("events*")) else []
+        return json.loads((path / "result.json").read_text()) | {"curve": curve}
+
+
+def run_file(folder: str, python: str | Path, file: Path, *flags) -> Path:
+    """Run a script silently and with one thread; returns its run folder below `folder`."""
+    command = list(map(str, (python, file, *flags, "--run-dir", folder)))
     subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (path,) = Path(folder).glob("*/result.json")
     return path.parent
