@@ -156,8 +156,13 @@ def test_two_runs_of_a_second_get_folders_of_their_own(tmp_path, monkeypatch, ca
     args = argparse.Namespace(env_id="a/b:c", seed=1, run_dir=str(tmp_path))
     runs = [peer.Run(args, "some_peer") for _ in range(2)]
     assert [run.path.name for run in runs] == ["a-b-c__some_peer__1__1000000000", "a-b-c__some_peer__1__1000000000-"]
-    with pytest.raises(TypeError):  # nothing half written where the result is no JSON
-        runs[0].finish("x", {"x": object()}, 1, "p 1")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+
+        def kill(*paths):
+            raise OSError("killed")
+
+        patch.setattr(peer.os, "replace", kill)
+        runs[0].finish("x", {"x": 1.5}, 1, "p 1")
     assert not list(tmp_path.glob("*/result.json"))
     runs[1].finish("x", {"x": 1.5}, 7, "p 1")
     result = json.loads((runs[1].path / "result.json").read_text())
