@@ -28,9 +28,23 @@ def run_script(script: str, *flags) -> dict:
 
 def run_in_folder(folder: str, script: str, *flags, num_processes: int = 1) -> Path:
     """Run algos/`script`.py with one thread a process; returns the run folder, below the empty `folder`."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    command = [sys.executable, *(torchrun if num_processes > 1 else []), str(ROOT / "algos" / f"{script}.py")]
-    command += [*map(str, flags), "--run-dir", folder]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_processes]
+    launcher = launcher if num_processes > 1 else []
+    return run_file(folder, sys.executable, *launcher, ROOT / "algos" / f"{script}.py", *flags)
+
+
+def run_peer(environment: str, peer: str, *flags) -> dict:
+    """Run benchmark/peers/`peer`.py in its environment: result.json plus `curve`, empty where no return is logged."""
+    python = make_peer_environment(environment)
+    with tempfile.TemporaryDirectory() as folder:
+        path = run_file(folder, python, PEERS / f"{peer}.py", *flags)
+        curve = read_curve(path, "charts/return_last_20") if list(path.glob("events*")) else []
+        return json.loads((path / "result.json").read_text()) | {"curve": curve}
+
+
+def run_file(folder: str, *command) -> Path:
+    """Run a script silently and with one thread; returns its run folder below `folder`."""
+    command = [*map(str, command), "--run-dir", str(folder)]
     subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (path,) = Path(folder).glob("*/result.json")
     return path.parent

@@ -24,22 +24,35 @@ from envs_shared import go_files, go_match, gtp
 GNUGO = "--mode gtp --chinese-rules --positional-superko --capture-all-dead --never-resign"
 
 
-def play(checkpoint: str, size: int, komi: float, level: int, num_games: int, colours: str, flags: str) -> list[dict]:
-    """Games with their colour, moves and margin from our side."""
-    gnugo = shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
-    if gnugo is None:
-        sys.exit("GNU Go is not installed: apt install gnugo")
-    command = f"{sys.executable} {common.ROOT / 'algos' / 'alphazero_go.py'} --gtp {checkpoint} {flags}"
-    rows, openings = [], random.Random(0)
-    with gtp.Client(command) as mine:
-        for i in tqdm(range(num_games), unit="game"):
-            is_black = colours == "black" or (colours == "both" and i % 2 == 0)
-            if i % 2 == 0 or colours != "both":
-                opening = tuple(openings.sample(range(size * size), 2)) if i % 4 >= 2 and colours == "both" else ()
-            with gtp.Client(f"{gnugo} {GNUGO} --level {level} --seed {i + 1}") as other:
-                players = (mine, other) if is_black else (other, mine)
-                moves, margin = gtp.play_game(*players, size, komi, opening)
-            rows.append({"is_black": is_black, "margin": margin if is_black else -margin, "moves": moves})
+def find_gnugo() -> str | None:
+    """Path of GNU Go, where it is installed."""
+    return shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
+
+
+def make_engine_command(checkpoint: str, flags: str, python: str = sys.executable) -> str:
+    """Command line of alphazero_go.py as a GTP engine."""
+    return f"{python} {common.ROOT / 'algos' / 'alphazero_go.py'} --gtp {checkpoint} {flags}"
+
+
+def make_gnugo(level: int, seed: int) -> gtp.Client:
+    """GNU Go, started."""
+    return gtp.Client(f"{find_gnugo()} {GNUGO} --level {level} --seed {seed}")
+
+
+def play(mine, make_other, size: int, komi: float, num_games: int, colours: str, seed: int = 0) -> list[dict]:
+    """Games of `mine` with their colour, moves and margin from our side.
+
+    `make_other(i)` is the opponent in game i, which leaves when the game is over.
+    """
+    rows, openings = [], random.Random(seed)
+    for i in tqdm(range(num_games), unit="game"):
+        is_black = colours == "black" or (colours == "both" and i % 2 == 0)
+        if i % 2 == 0 or colours != "both":
+            opening = tuple(openings.sample(range(size * size), 2)) if i % 4 >= 2 and colours == "both" else ()
+        with make_other(i) as other:
+            players = (mine, other) if is_black else (other, mine)
+            moves, margin = gtp.play_game(*players, size, komi, opening)
+        rows.append({"is_black": is_black, "margin": margin if is_black else -margin, "moves": moves})
     return rows
 
 
@@ -107,7 +120,10 @@ def main() -> None:
     results = common.load_results("go_matches") if path.exists() else {"rows": []}
     if not args.report_only:
         size = int(args.name.split("x")[0])
-        games = play(args.checkpoint, size, args.komi, args.level, args.games, args.colours, args.flags)
+        if find_gnugo() is None:
+            sys.exit("GNU Go is not installed: apt install gnugo")
+        with gtp.Client(make_engine_command(args.checkpoint, args.flags)) as mine:
+            games = play(mine, lambda i: make_gnugo(args.level, i + 1), size, args.komi, args.games, args.colours)
         machine = common.describe_machine()
         row = {"name": args.name, "size": size, "komi": args.komi, "level": args.level, "colours": args.colours}
         row |= {"flags": args.flags, "commit": machine["commit"], "games": games}

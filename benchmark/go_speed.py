@@ -8,40 +8,54 @@ tree; one slot and two are measured in turn. Medians over repeats.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import time
+from functools import partial
 
 import common
+import torch
 
 sys.path.append(str(common.ROOT))
+from algos import alphazero_go as az
+from envs_shared.go import Go
+from envs_shared.go_match import choose_random_moves, play_random_moves
+
+
+class NullEvaluator:
+    """Equal logits and values near 1/2."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __call__(self, boards, legal):
+        logits, noise = torch.zeros(legal.shape, device=self.device), torch.rand(len(legal), device=self.device)
+        return logits, 0.49 + 0.02 * noise
+
+
+def set_up_torch(seed: int) -> None:
+    """One thread, and the settings of alphazero_go.py."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_grad_enabled(False)
+    torch.manual_seed(seed)
+
+
+def measure_search(go: Go, boards, evaluators: list, num_simulations: int, clock=time.process_time) -> float:
+    """Simulations per second of `clock` of a search of all `boards` at once."""
+    num_games = len(boards.to_play)
+    tree = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=7.5))
+    tree.reset(boards)
+    start = clock()
+    tree.run(num_simulations)
+    return num_games * num_simulations / (clock() - start)
 
 
 def measure(num_repeats: int, cuda: bool) -> dict:
     """Board steps and simulations per second, by what was measured."""
-    import torch
-
-    from algos import alphazero_go as az
-    from envs_shared.go import Go
-    from envs_shared.go_match import choose_random_moves, play_random_moves
-
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")
-    torch.set_grad_enabled(False)
-    torch.manual_seed(0)
+    set_up_torch(0)
     device = torch.device("cuda" if cuda else "cpu")
     num_games = 4096 if cuda else 256
-
-    class NullEvaluator:
-        """Equal logits and values near 1/2."""
-
-        def __init__(self):
-            self.device = device
-
-        def __call__(self, boards, legal):
-            return torch.zeros(legal.shape, device=device), 0.49 + 0.02 * torch.rand(len(legal), device=device)
 
     def clock(on_wall):
         if cuda:
@@ -61,12 +75,9 @@ def measure(num_repeats: int, cuda: bool) -> dict:
                     boards.replace_rows(over, go.new(int(over.sum())))
             rates.setdefault(f"rules, {size}x{size}", []).append(30 * num_games / (clock(False) - start))
 
-    def search(name, go, boards, evaluators, num_simulations, on_wall):
-        tree = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=7.5))
-        tree.reset(boards)
-        start = clock(on_wall)
-        tree.run(num_simulations)
-        rates.setdefault(name, []).append(num_games * num_simulations / (clock(on_wall) - start))
+    def search(name, evaluators, num_simulations, on_wall):
+        rate = measure_search(go, boards, evaluators, num_simulations, partial(clock, on_wall))
+        rates.setdefault(name, []).append(rate)
 
     go = Go(9, device)
     boards, _ = play_random_moves(go, num_games, 20)
@@ -74,7 +85,7 @@ def measure(num_repeats: int, cuda: bool) -> dict:
         for num_slots in (1, 2):
             for n in (64, 800):
                 name = f"tree, 9x9, {n} simulations, {num_slots} slot{'s' * (num_slots - 1)}"
-                search(name, go, boards, [NullEvaluator()] * num_slots, n, False)
+                search(name, [NullEvaluator(device)] * num_slots, n, False)
         for bf16 in (False, True):
             args = az.Args(env_id="Go-9x9", blocks=6, channels=64, bf16=bf16)
             network = az.Agent(9, args).to(device).eval().fold_into(az.make_network(9, args, device))
@@ -82,17 +93,21 @@ def measure(num_repeats: int, cuda: bool) -> dict:
             for num_slots in (1, 2):
                 what = f"tree and network 6x64{' in bfloat16' if bf16 else ''}"
                 name = f"{what}, 9x9, {num_slots} slot{'s' * (num_slots - 1)}"
-                search(name, go, boards, evaluators[:num_slots], 64, True)
+                search(name, evaluators[:num_slots], 64, True)
     name = torch.cuda.get_device_name() if cuda else "cpu"
     return {"device": name, "games": num_games, "rates": {k: round(statistics.median(v)) for k, v in rates.items()}}
 
 
 def measure_peer(num_repeats: int) -> dict[str, int]:
     """The same of OpenSpiel, in an environment of its own."""
-    python = common.make_peer_environment("openspiel")
-    command = [str(python), str(common.PEERS / "openspiel_speed.py"), str(num_repeats)]
-    run = subprocess.run(command, check=True, capture_output=True, text=True, env=common.ENVIRONMENT)
-    return {name: round(statistics.median(x)) for name, x in json.loads(run.stdout.splitlines()[-1]).items()}
+    rates = {}
+    for n in (64, 800):
+        flags = "--simulations", n, "--repeats", num_repeats
+        metrics = common.run_peer("openspiel", "openspiel_mcts", *flags)["metrics"]
+        rates[f"python, {n}"] = round(metrics["simulations_per_cpu_second"])
+        rates[f"C++ with rollouts, {n}"] = round(metrics["rollout_simulations_per_cpu_second"])
+        rates["rules"] = round(metrics["moves_per_cpu_second"])
+    return rates
 
 
 def make_table(results: dict) -> str:

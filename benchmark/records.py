@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import common
 import numpy as np
 from scipy import stats
 
@@ -17,10 +18,7 @@ class ResultsError(ValueError):
 
 def read_curve(run_path: Path, tag: str) -> list[list[float]]:
     """[[step, CPU-seconds, seconds, value], ...] of a logged tag; empty where it was not logged."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run_path), size_guidance={"scalars": 0})
-    events.Reload()
+    events = common.read_events(run_path)
     if not {tag, "charts/cpu_seconds"} <= set(events.Tags()["scalars"]):
         return []
     clock, start = events.Scalars("charts/cpu_seconds"), events.FirstEventTimestamp()

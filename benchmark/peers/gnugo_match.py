@@ -1,0 +1,38 @@
+"""Our Go engine, algos/alphazero_go.py, against GNU Go: both count by area and play to the end.
+
+Half of the games begin as the engines will; in the others the first two moves are random, and every such opening is
+played from both sides. CPU-seconds are those of the referee, without the two programs.
+"""
+
+import subprocess
+from pathlib import Path
+
+import go_engine
+import peer
+
+
+def make_parser():
+    """Flags."""
+    parser = peer.make_parser(__doc__, "Go-5x5")
+    parser.add_argument("--level", type=int, choices=range(1, 11), default=1, metavar="1..10", help="of GNU Go")
+    go_engine.add_match_flags(parser)
+    return parser
+
+
+def main() -> None:
+    """Command line."""
+    args = make_parser().parse_args()
+    import go_matches
+
+    if (gnugo := go_matches.find_gnugo()) is None:
+        peer.fail("GNU Go is not installed: apt-get install gnugo")
+    output = subprocess.run([gnugo, "--version"], capture_output=True, text=True, check=True).stdout
+
+    def make_other(i: int):
+        return go_matches.make_gnugo(args.level, 1 + args.seed * args.games + i)
+
+    go_engine.play_match(args, Path(__file__).stem, output.splitlines()[0], make_other)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What all peers share: their common flags, and a run folder with result.json in the form of our scripts.
+
+Imports the standard library alone, so that a peer's flags can be read where the peer is not installed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT), str(ROOT / "benchmark")]  # for envs_shared, and for the functions of the benchmark scripts
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line for the user and exit with code 2."""
+    print(f"{Path(sys.argv[0]).name}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the flags."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def at_least(low: float, kind: type = int):
+    """An argparse type: a finite number from `low` on."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not low <= value < float("inf"):
+            raise ValueError
+        return value
+
+    parse.__name__ = f"{kind.__name__} from {low:g} on:"
+    return parse
+
+
+def make_parser(description: str, env_id: str | None) -> Parser:
+    """A parser with the flags that all peers have."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("--env-id", default=env_id, help="the task, by the name that our scripts have for it")
+    parser.add_argument("--seed", type=at_least(0), default=1)
+    parser.add_argument("--run-dir", default="runs", help="folder that holds the run folders")
+    return parser
+
+
+def get_version(package: str) -> str:
+    """Name and version of an installed package."""
+    return f"{package} {version(package)}"
+
+
+class Run:
+    """One run of the peer `script`: made once its imports are done, from when on the clocks count."""
+
+    def __init__(self, args: argparse.Namespace, script: str):
+        self.wall_start, self.cpu_start = time.time(), time.process_time()
+        self.args, self.script, self.writer = args, script, None
+        name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
+        self.path = Path(args.run_dir) / name
+        while True:
+            try:
+                self.path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                self.path = self.path.with_name(f"{self.path.name}-")  # another run was started in the same second
+            except OSError as error:
+                fail(f"--run-dir {args.run_dir}: cannot create {self.path.name} in it ({error.strerror})")
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU-seconds of this process since the imports."""
+        return time.process_time() - self.cpu_start
+
+    def log(self, step: int, scalars: dict[str, float]) -> None:
+        """TensorBoard scalars of a step, and the CPU-seconds up to it."""
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.path))
+        for name, value in (scalars | {"charts/cpu_seconds": self.cpu_seconds}).items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self, headline: str, metrics: dict[str, float], env_steps: int, commit: str) -> None:
+        """Write result.json and print a line; `commit` is the peer's name and version."""
+        if self.writer is not None:
+            self.writer.close()
+        result = {"script": self.script, "env_id": self.args.env_id, "seed": self.args.seed, "headline": headline}
+        result |= {"metrics": metrics, "env_steps": env_steps, "wall_seconds": time.time() - self.wall_start}
+        result |= {"cpu_seconds": self.cpu_seconds, "device": "cpu"}
+        result["torch"] = sys.modules["torch"].__version__ if "torch" in sys.modules else "none"
+        result |= {"commit": commit, "args": vars(self.args)}
+        temporary = self.path / "result.json.tmp"
+        temporary.write_text(json.dumps(result, indent=2))
+        os.replace(temporary, self.path / "result.json")
+        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print(f"{self.args.env_id}: {commit}: {values} in {result['wall_seconds']:.1f} s; run folder {self.path}")
