@@ -87,7 +87,7 @@ def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt:
     if cell.hash() != digest:
         return {"error": f"{host} has another version of {cell.path}"}
     path.mkdir()
-    env = common.ENVIRONMENT | {"REFERENCE_PYTHON": sys.executable}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "REFERENCE_PYTHON": sys.executable}  # Ray has chosen the GPUs in it
     if not cell.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
     start, peak, error = time.time(), 0, None

@@ -157,7 +157,7 @@ def test_commands_are_found_wherever_the_docs_write_them():
         *("python algos/none.py", "python ppo2.py", "python algos/ppo.py --sed 1", "python algos/ppo.py --seed x"),
         *("uv run algos/ppo.py --vectorization no", "torchrun --nproc-per-node 2 algos/ppo.py --burn-in 4"),
         *("python benchmark/tsp_gaps.py --report", "python benchmark/r2d2_windows.py --report-only"),
-        *("python benchmark/peers/sb3_ppo_cartpole.py", "python benchmark/peers/rl4co_tsp_speed.py 20 64 5 low"),
+        *("python benchmark/peers/sb3_ppo.py --settings best", "python benchmark/peers/rl4co_tsp_speed.py 20 64 5 low"),
         *("algos/none.py", "benchmark/none/", "--burn-in", "--seed x", "--seed 1 --burn-in 4"),
     ],
 )
@@ -168,7 +168,7 @@ def test_what_does_not_exist_is_a_problem(code):
 def test_parsers_of_benchmarks_and_peers_take_their_flags():
     for line in (
         *("python benchmark/tsp_gaps.py --tasks long --report-only", "python benchmark/r2d2_windows.py"),
-        "python benchmark/peers/sb3_ppo_cartpole.py --seed 1",
+        "python benchmark/peers/sb3_ppo.py --seed 1",
         "python benchmark/peers/rl4co_tsp_speed.py 20 64 5 medium",
     ):
         assert not find_problems(f"`{line}`", None)

@@ -178,6 +178,16 @@ def test_a_cell_that_hangs_is_killed_with_its_children(cell):
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4711"]]
 
 
+def test_a_cell_sees_the_gpus_that_it_was_given_and_no_others(cell, monkeypatch):
+    import dataclasses
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray does in its worker
+    code = "import os; print('GPUs:', os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])"
+    run_python(cell, code, 1)
+    run_python((dataclasses.replace(cell[0], gpus=0.5), cell[1]), code, 2)
+    assert [(cell[1] / f"try_{i}" / "log.txt").read_text() for i in (1, 2)] == ["GPUs:  1\n", "GPUs: 3 1\n"]
+
+
 def test_peak_memory_is_that_of_the_process(cell):
     found = run_python(cell, "import time; x = bytearray(300_000_000); time.sleep(2.5)")
     assert 300 < found["peak_memory_mb"] < 400
