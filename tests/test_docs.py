@@ -47,7 +47,7 @@ def load_parser(path: Path):
         return lambda flags: tyro.cli(module.Args, args=flags)
     if path.parent.name == "peers":  # what they import is in environments of their own
         (function,) = (n for n in ast.parse(path.read_text()).body if getattr(n, "name", "") == "make_parser")
-        names = {"argparse": argparse, "__doc__": ""}
+        names = {"argparse": argparse, "peer": peer, "go_engine": go_engine, "__doc__": ""}
         exec(compile(ast.Module([function], []), path, "exec"), names)
         return forbid_abbreviations(names["make_parser"]())
     spec = importlib.util.spec_from_file_location(path.stem, path)
