@@ -1,5 +1,6 @@
 """What the benchmark scripts share: running a script, reading its curve, describing the machine, writing results."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -68,14 +69,16 @@ def make_peer_environment(peer: str) -> Path:
     """Python of a peer's own virtual environment, made anew when requirements-`peer`.txt has changed."""
     requirements, folder = PEERS / f"requirements-{peer}.txt", PEERS / f".venv-{peer}"
     digest, stamp = hashlib.sha256(requirements.read_bytes()).hexdigest(), folder / "requirements.sha256"
-    if not stamp.exists() or stamp.read_text() != digest:
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [str(folder / "bin" / "pip"), "install", "--quiet"]
-        # torch first, by its exact version: where a CPU build is at hand, later ranges then accept it
-        if pinned := re.findall(r"^torch==.*", requirements.read_text(), re.M):
-            subprocess.run([*pip, *pinned], check=True, capture_output=True, text=True)
-        subprocess.run([*pip, "-r", str(requirements)], check=True, capture_output=True, text=True)
-        stamp.write_text(digest)
+    with open(PEERS / f".venv-{peer}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+        if not stamp.exists() or stamp.read_text() != digest:
+            venv.create(folder, with_pip=True, clear=True)
+            pip = [str(folder / "bin" / "pip"), "--disable-pip-version-check", "install", "--quiet"]
+            # torch first, by its exact version: where a CPU build is at hand, later ranges then accept it
+            if pinned := re.findall(r"^torch==.*", requirements.read_text(), re.M):
+                subprocess.run([*pip, *pinned], check=True, capture_output=True, text=True)
+            subprocess.run([*pip, "-r", str(requirements)], check=True, capture_output=True, text=True)
+            stamp.write_text(digest)
     return folder / "bin" / "python"
 
 
@@ -83,7 +86,8 @@ def describe_machine() -> dict:
     """Processor, cores, versions, commit and day, for the record."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        cpu = found[1] if found else cpu  # ARM has none
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
     ).stdout.strip()

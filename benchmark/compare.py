@@ -27,10 +27,15 @@ def compare_cell(base: list[float], new: list[float], better: str) -> dict:
     found["difference"] = found["new"] - found["base"]
     wins = stats.mannwhitneyu(sign * np.array(new), sign * np.array(base)).statistic if base and new else np.nan
     found["improvement"] = float(wins) / (len(base) * len(new))
+    if not np.isfinite(base).all():
+        return found  # nothing to hold NEW against
+    if not np.isfinite(new).all():
+        return found | {"p": 0.0}
     if min(len(base), len(new)) < 2:
         return found  # nothing is known of the noise
-    if np.ptp(base) == np.ptp(new) == 0:  # no noise at all: Welch's test divides by zero
-        return found | {"interval": (found["difference"],) * 2, "p": float(sign * found["difference"] >= 0)}
+    if np.ptp(base) == np.ptp(new) == 0:  # no noise at all, so that Welch's test would divide by zero
+        is_worse = sign * found["difference"] < 0 and not np.isclose(found["base"], found["new"], rtol=1e-6, atol=0)
+        return found | {"interval": (found["difference"],) * 2, "p": float(not is_worse)}
     test = stats.ttest_ind(new, base, equal_var=False)
     p = stats.ttest_ind(new, base, equal_var=False, alternative="less" if sign > 0 else "greater").pvalue
     return found | {"interval": tuple(map(float, test.confidence_interval(0.95))), "p": float(p)}
@@ -66,7 +71,7 @@ def make_table(rows: list[dict]) -> str:
     lines = ["| cell | metric | base | new | difference | 95 % interval | probability of improvement | |"]
     lines.append("|--|--|--:|--:|--:|--|--:|--|")
     for row in rows:
-        interval = "{:+.4g} to {:+.4g}".format(*row["interval"]) if row["interval"] else "needs two seeds"
+        interval = "{:+.4g} to {:+.4g}".format(*row["interval"]) if row["interval"] else "-"
         verdict = {True: "**worse**", False: "", None: "cannot be told"}[row.get("worse")]
         numbers = f"{row['base']:.4g} | {row['new']:.4g} | {row['difference']:+.4g} | {interval}"
         lines.append(f"| {row['name']} | {row['metric']} | {numbers} | {row['improvement']:.0%} | {verdict} |")

@@ -9,6 +9,7 @@ from scipy import stats
 
 NUM_POINTS = 60  # of a learning curve, in the JSON file
 RESAMPLES = 9999
+RESULT_KEYS = "seed headline metrics env_steps wall_seconds cpu_seconds device torch commit".split()
 NOT_RUN = "not run yet"
 
 
@@ -33,18 +34,31 @@ def find_threshold(curve: list[list[float]], cell: dict) -> list[float] | None:
     return next((p for p in curve if sign * p[3] >= sign * cell["threshold"]), None)
 
 
-def read_run(cell: dict, result_path: Path) -> dict:
-    """What is kept of one run folder."""
-    result = json.loads(result_path.read_text())
-    keys = "seed metrics env_steps wall_seconds cpu_seconds device torch commit".split()
-    run = {key: result[key] for key in keys} | {"headline": result["metrics"][result["headline"]]}
-    process = result_path.parents[1] / "process.json"  # missing where the harness was killed right after the run
-    run |= json.loads(process.read_text()) if process.exists() else {"peak_memory_mb": None, "machine": None}
-    run.pop("error", None)
-    curve = read_curve(result_path.parent, cell["curve"]) if cell["curve"] else []
+def find_result(folder: Path) -> Path | None:
+    """result.json of the first attempt at a cell that has written one, complete and with a headline metric."""
+    for path in sorted(folder.glob("try_*/*/result.json")):
+        try:
+            result = json.loads(path.read_text())
+            if all(key in result for key in RESULT_KEYS) and result["metrics"][result["headline"]] is not None:
+                return path
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+    return None
+
+
+def read_run(cell: dict, path: Path) -> dict:
+    """What is kept of one run, by its result.json, its events and how its process went."""
+    result = json.loads(path.read_text())
+    run = {key: result[key] for key in RESULT_KEYS} | {"value": result["metrics"][result["headline"]]}
+    try:
+        process = json.loads((path.parents[1] / "process.json").read_text())
+    except (OSError, ValueError):  # the harness was killed right after the run
+        process = {}
+    run |= {key: process.get(key) for key in ("peak_memory_mb", "machine")}
+    curve = read_curve(path.parent, cell["curve"]) if cell["curve"] else []
     clock = 1 if run["device"] == "cpu" else 2  # CPU-seconds, which others on the machine disturb less
     last = curve[-1] if curve else [run["env_steps"], run["cpu_seconds"], run["wall_seconds"]]
-    run["steps_per_second"] = last[0] / last[clock]
+    run["steps_per_second"] = last[0] / last[clock] if last[clock] else None
     if cell["threshold"] is not None:
         point = find_threshold(curve, cell)
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
@@ -53,22 +67,27 @@ def read_run(cell: dict, result_path: Path) -> dict:
     return run
 
 
-def collect(suite_folder: Path) -> dict:
-    """Results of the suite whose runs are in `suite_folder`, which benchmark/run.py has made."""
+def read_suite_file(suite_folder: Path) -> dict:
+    """suite.json of a folder that benchmark/run.py has made; ResultsError where there is none that can be read."""
     try:
         suite = json.loads((suite_folder / "suite.json").read_text())
-    except OSError:
-        raise ResultsError(f"{suite_folder}: no suite.json: not a folder that benchmark/run.py has made") from None
-    cells = {}
+        return {key: suite[key] for key in ("suite", "path", "cells", "ratios", "errors")}
+    except (OSError, ValueError, LookupError, TypeError):
+        raise ResultsError(f"{suite_folder}: no readable suite.json, as benchmark/run.py writes it") from None
+
+
+def collect(suite_folder: Path) -> dict:
+    """Results of the suite whose runs are in `suite_folder`, which benchmark/run.py has made."""
+    suite, cells = read_suite_file(suite_folder), {}
+    errors = {(e["name"], e["seed"]): e["error"] for e in suite["errors"]}
     for cell in suite["cells"]:
         name, folder, seed = f"{cell['script']}/{cell['task']}/{cell['setting']}", cell.pop("folder"), cell.pop("seed")
         entry = cells.setdefault(name, cell | {"headline": None, "runs": [], "missing": []})
-        if path := min((suite_folder / folder).glob("try_*/*/result.json"), default=None):
+        if path := find_result(suite_folder / folder):
             entry["runs"].append(read_run(cell, path))
-            entry["headline"] = json.loads(path.read_text())["headline"]
+            entry["headline"] = entry["runs"][-1].pop("headline")
         else:
-            errors = [e["error"] for e in suite["errors"] if (e["name"], e["seed"]) == (name, seed)]
-            entry["missing"].append({"seed": seed, "error": errors[0] if errors else NOT_RUN})
+            entry["missing"].append({"seed": seed, "error": errors.get((name, seed), NOT_RUN)})
     return {"suite": suite["suite"], "cells": cells, "ratios": suite["ratios"]}
 
 
@@ -80,18 +99,17 @@ def load(path: Path) -> dict:
         results = json.loads(path.read_text())
     except (OSError, ValueError):
         raise ResultsError(f"{path}: neither a suite's folder nor a readable JSON file") from None
-    if not isinstance(results, dict) or "suite" not in results:
+    if not isinstance(results, dict) or not {"suite", "cells", "ratios"} <= results.keys():
         raise ResultsError(f"{path}: not the results of a suite")
     return results
 
 
 def get_values(cell: dict, quantity: str) -> list[float]:
-    """A quantity of each run of a cell, by seed; infinite where a threshold was not reached."""
+    """A quantity of each run of a cell, by seed: infinite where a threshold was not reached, nan if it has none."""
     values = []
     for run in sorted(cell["runs"], key=lambda run: run["seed"]):
-        if quantity not in run and quantity not in run["metrics"]:
-            raise ResultsError(f"{quantity} is neither a metric nor a quantity of {cell['script']}/{cell['task']}")
-        value = run[quantity] if quantity in run else run["metrics"][quantity]
+        known = run | run["metrics"] | {"headline": run["value"]}
+        value = known.get(quantity, float("nan"))
         values.append(float("inf") if value is None else float(value))
     return values
 
@@ -101,21 +119,24 @@ def find_iqm(values, axis: int = -1):
     return stats.trim_mean(values, 0.25, axis=axis)
 
 
-def find_interval(samples: tuple[list[float], ...], statistic) -> tuple[float, float] | None:
+def find_interval(samples: tuple[list[float], ...], statistic, paired: bool = False) -> tuple[float, float] | None:
     """95 % bootstrap interval of a statistic of one or more samples; None for samples of one value or infinite ones."""
     if any(len(sample) < 2 or not np.isfinite(sample).all() for sample in samples):
         return None
-    rng = np.random.default_rng(0)
-    found = stats.bootstrap(samples, statistic, n_resamples=RESAMPLES, method="percentile", rng=rng, vectorized=True)
+    options = {"n_resamples": RESAMPLES, "method": "percentile", "vectorized": True, "paired": paired}
+    found = stats.bootstrap(samples, statistic, rng=np.random.default_rng(0), **options)
     return tuple(map(float, found.confidence_interval))
 
 
-def find_ratio(ours: list[float], peer: list[float]) -> tuple[float, tuple[float, float] | None] | None:
-    """Ratio of the medians and its interval; None where it means nothing (values not positive, or infinite)."""
-    if not ours or not peer or min(*ours, *peer) <= 0 or not np.isfinite(np.median(peer) + np.median(ours)):
+def find_ratio(ours: list[float], peer: list[float], paired: bool = False):
+    """Ratio of the medians and its interval (`paired`: of values of the same runs); None where it means nothing.
+
+    That is where values are not positive, or a median is infinite or not known.
+    """
+    if not ours or not peer or not min(*ours, *peer) > 0 or not np.isfinite(np.median(peer) + np.median(ours)):
         return None
 
     def ratio(a, b, axis=-1):
         return np.median(a, axis=axis) / np.median(b, axis=axis)
 
-    return float(ratio(ours, peer)), find_interval((ours, peer), ratio)
+    return float(ratio(ours, peer)), find_interval((ours, peer), ratio, paired)

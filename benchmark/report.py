@@ -33,8 +33,8 @@ python benchmark/report.py
 """
 LEGEND = """IQM is the interquartile mean over the seeds, the interval its 95 % bootstrap. Seconds and steps to the
 threshold are medians, of the first point of the learning curve at the threshold. Seconds are {seconds}; steps per
-second are those of training, up to the last point of the curve. Memory is the largest of the seeds, of all processes of
-a run."""
+second are those of training, up to the last point of the curve. Memory is main
+memory, that of all processes of a run, the largest of the seeds."""
 
 
 def show(value: float | None, digits: int = 3) -> str:
@@ -55,6 +55,8 @@ def show_threshold(cell: dict, quantity: str) -> str:
     """Median over the seeds, and how many got there where not all did."""
     if cell["threshold"] is None:
         return ""
+    if not any(run["curve"] for run in cell["runs"]):
+        return "no curve"
     values = records.get_values(cell, quantity)
     num_solved = int(np.isfinite(values).sum())
     median = float(np.median(values))
@@ -84,10 +86,9 @@ def make_table(cells: list[dict]) -> str:
     lines += [make_cell_line(cell) for cell in cells if cell["runs"]]
     lines += [""] + [f"- {cell['task']}, {cell['setting']}: `{' '.join(cell['command'].split())}`" for cell in cells]
     for cell in cells:
-        if cell["missing"]:
-            seeds = ", ".join(str(m["seed"]) for m in cell["missing"])
-            reason = cell["missing"][0]["error"]
-            lines.append(f"- **Not run**: {cell['task']}, {cell['setting']}, seeds {seeds}: {reason}")
+        for error in dict.fromkeys(missing["error"] for missing in cell["missing"]):
+            seeds = ", ".join(str(missing["seed"]) for missing in cell["missing"] if missing["error"] == error)
+            lines.append(f"- **Not run**: {cell['task']}, {cell['setting']}, seeds {seeds}: {error}")
     return "\n".join(lines)
 
 
@@ -100,12 +101,12 @@ def make_ratio_table(results: dict) -> str:
         if ours["runs"] and peer["runs"]:
             quantities = ratio["quantity"], ratio.get("peer_quantity", ratio["quantity"])
             values = [records.get_values(cell, q) for cell, q in zip((ours, peer), quantities, strict=True)]
-            found = records.find_ratio(*values)
-            columns += [show(float(np.median(v))) if np.isfinite(np.median(v)) else "never" for v in values]
+            found = records.find_ratio(*values, paired=ours is peer)
+            columns += ["never" if np.isposinf(np.median(v)) else show(float(np.median(v))) for v in values]
             columns += [f"**{show(found[0])}**" if found else "-", show_interval(found and found[1])]
         else:
-            missing = (peer["missing"] or ours["missing"])[0]["error"]
-            columns += ["-", "-", f"not run: {missing}", "-"]
+            empty = ours if not ours["runs"] else peer
+            columns += ["-", "-", f"not run: {empty['missing'][0]['error']}", "-"]
         lines.append("| " + " | ".join([*columns, ratio["better"]]) + " |")
     return "\n".join(lines)
 
@@ -114,14 +115,16 @@ def describe_machines(results: dict) -> str:
     """What the runs ran on: machines, days, commits, versions."""
     runs = [run for cell in results["cells"].values() for run in cell["runs"]]
     machines = [run["machine"] for run in runs if run["machine"]]
-    hardware = sorted({f"{m['cores']} cores of {m['cpu']}, Python {m['python']}" for m in machines})
+    hardware = {f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, gymnasium {m['gymnasium']}" for m in machines}
     gpus = sorted({run["device"] for run in runs} - {"cpu", "none"})
     commits = sorted({run["commit"] for cell in results["cells"].values() if is_ours(cell) for run in cell["runs"]})
     dates = sorted({m["date"] for m in machines})
     torch = sorted({run["torch"] for run in runs} - {"none"})
     days = " to ".join(sorted({*dates[:1], *dates[-1:]}))
-    parts = [*hardware, *gpus, f"torch {', '.join(torch)}", f"commit {', '.join(commits)}", days]
-    return f"Measured on {'; '.join(parts)}."
+    peers = sorted({run["commit"] for cell in results["cells"].values() for run in cell["runs"]} - set(commits))
+    parts = [*sorted(hardware), *gpus, f"torch {', '.join(torch)}", f"commit {', '.join(commits)}", days]
+    others = f" Others: {', '.join(peers)}." if peers else ""
+    return f"Measured on {'; '.join(parts)}.{others}"
 
 
 def is_ours(cell: dict) -> bool:
@@ -237,26 +240,29 @@ def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     if args.report_only and args.out:
         raise records.ResultsError("--report-only writes docs/, and does not go with --out")
-    if args.out and args.out.exists() and not args.out.is_dir():
-        raise records.ResultsError(f"--out {args.out}: not a folder")
     suites, committed = {}, {} if args.out else read_committed()
-    if not args.report_only:
-        for path in sorted(args.runs.glob("*/suite.json")):
-            suites[path.parent.name] = results = records.collect(path.parent)
-            if path.parent.name in committed:
-                check_nothing_is_lost(committed[path.parent.name], results, path.parent)
-        if not any(cell["runs"] for results in suites.values() for cell in results["cells"].values()):
-            raise records.ResultsError(f"--runs {args.runs}: no finished run there; make some with benchmark/run.py")
-    page, data = (args.out, args.out / "results") if args.out else (common.ROOT / "docs", common.RESULTS)
-    data.mkdir(parents=True, exist_ok=True)
+    for path in [] if args.report_only else sorted(args.runs.glob("*/suite.json")):
+        results = records.collect(path.parent)
+        if any(cell["runs"] for cell in results["cells"].values()):
+            check_nothing_is_lost(committed.get(path.parent.name, {"cells": {}}), results, path.parent)
+            suites[path.parent.name] = results
+    everything = [results for _, results in sorted((committed | suites).items())]
+    if not (everything if args.report_only else suites):
+        folder = common.RESULTS if args.report_only else args.runs
+        raise records.ResultsError(f"{folder}: no results of a suite there; make some with benchmark/run.py")
+    folder, data = (args.out, args.out / "results") if args.out else (common.ROOT / "docs", common.RESULTS)
+    page = render_page(everything, os.path.relpath(common.ROOT, folder))
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise records.ResultsError(f"--out {args.out}: cannot be made ({error.strerror})") from None
     for name, results in suites.items():
         common.write_atomically(data / f"{name}.json", common.to_json(results))
-    suites = [results for _, results in sorted((committed | suites).items())]
-    for results in suites:
+    for results in everything:
         if list_curves(results):
-            draw(results, page / "figures" / figure_name(results))
-    common.write_atomically(page / "results.md", render_page(suites, os.path.relpath(common.ROOT, page)))
-    print(f"{page / 'results.md'}: {', '.join(results['suite'] for results in suites)}")
+            draw(results, folder / "figures" / figure_name(results))
+    common.write_atomically(folder / "results.md", page)
+    print(f"{folder / 'results.md'}: {', '.join(results['suite'] for results in everything)}")
 
 
 if __name__ == "__main__":

@@ -7,18 +7,22 @@
 
 Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, an attempt each in try_1, try_2, ..., and is done when an
 attempt holds a result.json. The hash is that of the command and of the script, so that the same call again runs what is
-missing, and a changed script runs anew beside its old results. Exit code: 0 when all cells are done, 1 when some
-failed, 2 for what is wrong before anything has run, 130 after Ctrl-C. On a cluster, RUNS is on a file system that all
-machines see, and all have this repository at the same path.
+missing, and a changed script runs anew beside its old results. Cells compute with OMP_NUM_THREADS=1, and see no GPU but
+those they ask for. Exit code: 0 when all cells are done, 1 when some failed, 2 for what is wrong before anything has
+run, 130 after Ctrl-C. On a cluster, RUNS, this repository and the environments in benchmark/peers are on a file system
+that all machines share.
 """
 
 import argparse
+import contextlib
+import fcntl
 import fnmatch
+import importlib.util
 import json
 import os
 import platform
 import re
-import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,35 +32,32 @@ from dataclasses import asdict
 from pathlib import Path
 
 import common
+import records
+from records import find_result
 from suite import Cell, SuiteError, read_suite
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 30.0  # where stderr is no terminal
+NO_RETRY = ("exit code 2", "not done after", "another version")  # would be the same again
 # Kills a process and all it has started when its own stdin closes, which happens when whoever started both is gone
 WATCHDOG = """
-import psutil, sys
+import os, psutil, signal, sys
 sys.stdin.read()
-try:
-    parent = psutil.Process(int(sys.argv[1]))
-    family = [*parent.children(recursive=True), parent]
-except psutil.NoSuchProcess:
-    family = []
-for process in family:
+leader = int(sys.argv[1])
+family = [leader]
+if psutil.pid_exists(leader):
+    family += [process.pid for process in psutil.Process(leader).children(recursive=True)]
+for kill, pid in [(os.kill, pid) for pid in family] + [(os.killpg, leader)]:
     try:
-        process.kill()
-    except psutil.NoSuchProcess:
+        kill(pid, signal.SIGKILL)
+    except OSError:
         pass
 """
 
 
-def find_result(folder: Path) -> Path | None:
-    """result.json of the attempt that ended well, if there is one."""
-    return min(folder.glob("try_*/*/result.json"), default=None)
-
-
 def make_command(cell: Cell, pythons: dict[str, str], run_dir: Path, track: bool) -> list[str]:
     """What is executed: the cell's command with --seed, --run-dir and, for our scripts, --track."""
-    words = shlex.split(cell.command)
+    words = cell.words
     python = pythons.get(cell.environment, sys.executable)
     start = [python] if words[0] == "python" else [python, "-m", "torch.distributed.run"]
     tracked = ["--track"] if track and cell.path.startswith("algos/") else []
@@ -84,8 +85,10 @@ def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt:
     host, path = platform.node(), folder / f"try_{attempt}"
     if not folder.exists():
         return {"error": f"{host} does not see {folder}: --runs has to be on a file system that all machines share"}
+    if not shutil.which(command[0]):
+        return {"error": f"{host} does not see {command[0]}"}
     if cell.hash() != digest:
-        return {"error": f"{host} has another version of {cell.path}"}
+        return {"error": f"another version of {cell.path} is on {host} than when the suite was started"}
     path.mkdir()
     env = os.environ | {"OMP_NUM_THREADS": "1", "REFERENCE_PYTHON": sys.executable}  # Ray has chosen the GPUs in it
     if not cell.gpus:
@@ -103,12 +106,14 @@ def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt:
             guard.stdin.close()
         time.sleep(1.0)
     returncode = process.wait()
-    guard.kill()
+    guard.stdin.close()  # what the cell has left running ends too
     guard.wait()
     if returncode and not error:
-        error = f"exit code {returncode}" if returncode > 0 else f"killed by {signal.Signals(-returncode).name}"
+        error = f"exit code {returncode}" if returncode > 0 else f"killed by {signal.strsignal(-returncode)}"
+        lines = read_end(path / "log.txt", 1)
+        error += f": {lines[0]}" if lines and returncode > 0 else ""
     if not error and find_result(folder) is None:
-        error = "ended without a result.json"
+        error = "ended without a result.json that can be read"
     report = {"error": error, "peak_memory_mb": round(peak / 1e6, 1), "machine": common.describe_machine()}
     common.write_atomically(path / "process.json", json.dumps(report, indent=1))
     return report
@@ -123,12 +128,10 @@ def read_progress(log: Path) -> str:
     return re.sub(r"\|.*\|", "", bars[-1]).strip() if bars else "starting"
 
 
-def read_end(folder: Path, num_lines: int = 8) -> str:
-    """The last lines of the last log of a cell."""
-    logs = sorted(folder.glob("try_*/log.txt"), key=lambda path: path.stat().st_mtime)
-    text = logs[-1].read_text(errors="replace") if logs else ""
-    lines = [line.split("\r")[-1] for line in text.strip().splitlines()]
-    return "\n".join(f"    {line}" for line in lines[-num_lines:])
+def read_end(log: Path, num_lines: int = 8) -> list[str]:
+    """The last lines of a log, of progress bars the last state."""
+    text = log.read_bytes().decode(errors="replace") if log.exists() else ""
+    return [line.split("\r")[-1].strip() for line in text.strip().split("\n")][-num_lines:] if text.strip() else []
 
 
 class Display:
@@ -150,7 +153,7 @@ class Display:
         states = [f"{name}  {read_progress(log)}" for name, log in running.items()]
         self.last_lines = time.time()
         if not self.is_terminal:
-            return self.write("\n".join(states))
+            return self.write("\n".join(states)) if states else None
         while len(self.lines) < len(states):
             self.lines.append(tqdm(bar_format="{desc}", position=len(self.lines) + 1, leave=False))
         for i, line in enumerate(self.lines):
@@ -168,23 +171,47 @@ class SuiteRun:
 
     def __init__(self, path: Path, runs: Path):
         self.cells, self.ratios = read_suite(path)
-        self.root = runs.resolve() / path.stem
+        self.path, self.root = path.resolve(), runs.resolve() / path.stem
+        self.digests = {cell: cell.hash() for cell in self.cells}
+        self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{self.digests[cell]}" for cell in self.cells}
         self.errors: dict[Cell, str] = {}
-        self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{cell.hash()}" for cell in self.cells}
+        if (self.root / "suite.json").exists():  # what failed before, and is not about to run again
+            old = records.read_suite_file(self.root)
+            if old["path"] != str(self.path):
+                raise SuiteError(f"{self.root} has the runs of another suite, {old['path']}: use another --runs")
+            errors = {(e["name"], e["seed"]): e["error"] for e in old["errors"]}
+            keys = {cell: (cell.name, cell.seed) for cell in self.cells}
+            self.errors = {c: errors[k] for c, k in keys.items() if k in errors and not self.is_done(c)}
 
     def is_done(self, cell: Cell) -> bool:
+        """Whether a result is there."""
         return find_result(self.folders[cell]) is not None
 
     def save(self) -> None:
         """suite.json: what the report needs beside the run folders."""
         cells = [
-            asdict(cell) | {"script": cell.script, "hash": cell.hash(), "folder": str(folder.relative_to(self.root))}
-            for cell, folder in self.folders.items()
+            asdict(cell)
+            | {"script": cell.script, "hash": digest, "folder": str(self.folders[cell].relative_to(self.root))}
+            for cell, digest in self.digests.items()
         ]
         errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
-        content = {"suite": self.root.name, "cells": cells, "ratios": self.ratios, "errors": errors}
-        self.root.mkdir(parents=True, exist_ok=True)
-        common.write_atomically(self.root / "suite.json", json.dumps(content, indent=1))
+        content = {"suite": self.root.name, "path": str(self.path), "cells": cells, "ratios": self.ratios}
+        common.write_atomically(self.root / "suite.json", json.dumps(content | {"errors": errors}, indent=1))
+
+    @contextlib.contextmanager
+    def lock(self):
+        """Keep other harnesses out of RUNS/SUITE for a while; SuiteError where one is in it."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = open(self.root / "lock", "w")  # noqa: SIM115
+        except OSError as error:
+            raise SuiteError(f"--runs: {self.root} cannot be made ({error.strerror})") from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise SuiteError(f"another run.py is at work in {self.root}") from None
+            yield
 
     def prepare_peers(self, cells: list[Cell]) -> dict[str, str]:
         """Pythons of the peers' environments; cells of a peer that cannot be installed get an error that says why."""
@@ -195,9 +222,12 @@ class SuiteRun:
                 pythons[peer] = str(common.make_peer_environment(peer))
             except (OSError, subprocess.CalledProcessError) as error:
                 lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-                reason = f"peer {peer} cannot be installed: {lines[-1] if lines else error}"
-                print(reason, file=sys.stderr)
-                self.errors |= {cell: reason for cell in cells if cell.environment == peer}
+                reasons = [line for line in lines if line.lower().startswith("error")] or lines
+                self.errors |= {
+                    cell: f"peer {peer} cannot be installed: {reasons[-1]}"
+                    for cell in cells
+                    if cell.environment == peer
+                }
         return pythons
 
 
@@ -220,30 +250,32 @@ def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], disp
         attempt = find_attempt(folder)
         command = make_command(cell, pythons, folder / f"try_{attempt}", args.track)
         task = remote.options(num_cpus=cell.cpus, num_gpus=cell.gpus, name=f"{cell.name}/{cell.seed}")
-        running[task.remote(cell, cell.hash(), folder, command, attempt)] = cell, folder / f"try_{attempt}" / "log.txt"
+        future = task.remote(cell, suite.digests[cell], folder, command, attempt)
+        running[future] = cell, folder / f"try_{attempt}" / "log.txt"
 
     for cell in cells:
         submit(cell)
     while running:
         for future in ray.wait(list(running), timeout=1.0)[0]:
-            cell, _ = running.pop(future)
+            cell, log = running.pop(future)
             name = f"{cell.name}, seed {cell.seed}"
             try:
                 error = ray.get(future)["error"]
+            except ray.exceptions.RayTaskError as failure:
+                error = f"{type(failure.cause).__name__}: {failure.cause}"
             except ray.exceptions.RayError as lost:
                 error = f"its worker was lost ({type(lost).__name__})"
             if suite.is_done(cell):
-                metrics = json.loads(find_result(suite.folders[cell]).read_text())
-                headline = metrics["headline"]
-                display.write(f"done: {name}: {headline} {metrics['metrics'][headline]:.4g}")
+                result = json.loads(find_result(suite.folders[cell]).read_text())
+                display.write(f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}")
                 display.bar.update()
-            elif tries[cell] <= args.retries and error != "exit code 2":
+            elif tries[cell] <= args.retries and not str(error).startswith(NO_RETRY):
                 display.write(f"again: {name}: {error}")
                 submit(cell)
             else:
-                suite.errors[cell] = error
+                suite.errors[cell] = str(error)
                 suite.save()
-                display.write(f"failed: {name}: {error}\n{read_end(suite.folders[cell])}")
+                display.write("\n    ".join([f"failed: {name}: {error}", *read_end(log)]))
         display.show({f"{c.name}/{c.seed}": log for c, log in running.values() if log.exists()})
 
 
@@ -258,7 +290,7 @@ def check_resources(cells: list[Cell]) -> None:
 
 
 def connect(address: str | None) -> None:
-    """Start Ray on this machine, or join the cluster at `address`; SuiteError where there is none."""
+    """Start Ray on this machine, or join the cluster at `address`; SuiteError where that fails."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # what is timed does not stand back
     try:
@@ -272,7 +304,8 @@ def connect(address: str | None) -> None:
             socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=10).close()
         ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
     except (OSError, ValueError, RuntimeError) as error:
-        raise SuiteError(f"--address {address}: no Ray cluster there ({str(error).splitlines()[0]})") from None
+        what = f"--address {address}: no Ray cluster there" if address else "Ray does not start"
+        raise SuiteError(f"{what} ({' '.join(str(error).split())[:200]})") from None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -293,8 +326,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     if args.retries < 0:
         raise SuiteError(f"--retries {args.retries}: has to be 0 or more")
-    if args.runs.exists() and not args.runs.is_dir():
-        raise SuiteError(f"--runs {args.runs}: not a folder")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise SuiteError("--track needs Weights & Biases: pip install wandb")
     suite = SuiteRun(args.suite, args.runs)
     chosen = [cell for cell in suite.cells if fnmatch.fnmatch(cell.name, args.only or "*")]
     if not chosen:
@@ -308,29 +341,28 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         connect(args.address)
         check_resources(missing)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
+        signal.signal(number, signal.default_int_handler)
+    with suite.lock():
+        run_missing(suite, missing, Display(len(chosen), len(chosen) - len(missing)), args)
+    num_done = sum(map(suite.is_done, chosen))
+    print(f"{args.suite.stem}: {num_done} of {len(chosen)} cells done; {suite.root}")
+    for cell in (failed := [cell for cell in chosen if cell in suite.errors]):
+        print(f"failed: {cell.name}, seed {cell.seed}: {suite.errors[cell]}")
+    return 1 if failed else 0
+
+
+def run_missing(suite: SuiteRun, missing: list[Cell], display: Display, args: argparse.Namespace) -> None:
+    """Run the cells that are missing, and keep suite.json up to date, whatever happens."""
+    suite.errors = {cell: error for cell, error in suite.errors.items() if cell not in missing}
     suite.save()
-    pythons = suite.prepare_peers(missing)
-    ready = [cell for cell in missing if cell not in suite.errors]
-    display = Display(len(chosen), len(chosen) - len(missing))
     try:
-        if ready:
+        pythons = suite.prepare_peers(missing)
+        if ready := [cell for cell in missing if cell not in suite.errors]:
             run_on_ray(suite, ready, pythons, display, args)
-    except KeyboardInterrupt:
-        display.close()
-        num_done = sum(map(suite.is_done, chosen))
-        print(
-            f"\ninterrupted: {num_done} of {len(chosen)} cells are done; the same command runs the rest",
-            file=sys.stderr,
-        )
-        return 130
     finally:
         display.close()
         suite.save()
-    num_done = sum(map(suite.is_done, chosen))
-    print(f"{args.suite.stem}: {num_done} of {len(chosen)} cells done, {len(suite.errors)} failed; {suite.root}")
-    for cell, error in suite.errors.items():
-        print(f"failed: {cell.name}, seed {cell.seed}: {error}")
-    return 1 if suite.errors else 0
 
 
 if __name__ == "__main__":
@@ -339,3 +371,6 @@ if __name__ == "__main__":
     except SuiteError as error:
         print(f"run.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted: finished cells are kept, the same command runs the rest", file=sys.stderr)
+        sys.exit(130)

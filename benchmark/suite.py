@@ -16,15 +16,17 @@ environment = "sb3"                    # of a peer: benchmark/peers/requirements
 
 [[ratios]]                             # a line of the report's headline table
 title = "CartPole-v1: CPU-seconds to a return of 475"
-quantity = "seconds_to_threshold"      # a quantity of records.QUANTITIES, or a metric of result.json
+quantity = "seconds_to_threshold"      # steps_to_threshold, steps_per_second, headline, or a metric of result.json
+peer_quantity = "seconds_to_threshold" # where the peer has another name for it
 better = "lower"
 ours = "ppo/CartPole-v1/default"
 peer = "sb3_ppo/CartPole-v1/tuned"
 """
 
+import argparse
 import contextlib
+import functools
 import hashlib
-import importlib
 import importlib.util
 import io
 import re
@@ -36,9 +38,9 @@ from pathlib import Path
 import common
 import tomllib
 
-OURS, PEERS = common.ROOT / "algos", common.ROOT / "benchmark" / "peers"
 SET_BY_HARNESS = ("--seed", "--run-dir", "--resume", "--evaluate", "--track")
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
+sys.path.append(str(common.PEERS))  # for what the peers share
 
 
 class SuiteError(ValueError):
@@ -62,15 +64,21 @@ class Cell:
     environment: str | None = None
 
     @property
+    def words(self) -> list[str]:
+        """The command's words."""
+        return shlex.split(self.command)
+
+    @functools.cached_property
     def path(self) -> str:
         """The script, as the command names it."""
-        return next(word for word in shlex.split(self.command) if word.endswith(".py"))
+        if self.words[0] == "python":
+            return self.words[1]
+        return parse_torchrun(self.words).training_script
 
     @property
     def flags(self) -> list[str]:
         """What follows the script."""
-        words = shlex.split(self.command)
-        return words[words.index(self.path) + 1 :]
+        return self.words[self.words.index(self.path) + 1 :]
 
     @property
     def script(self) -> str:
@@ -83,13 +91,67 @@ class Cell:
         return f"{self.script}/{self.task}/{self.setting}"
 
     def hash(self) -> str:
-        """Of the command and of the script's text: what has to stay for a result to count."""
+        """Of the command and of the script's text, as it is now: what has to stay for a result to count."""
         content = f"{self.command}\n".encode() + (common.ROOT / self.path).read_bytes()
         return hashlib.sha256(content).hexdigest()[:12]
 
 
 CELL_TYPES = {f.name: f.type for f in fields(Cell) if f.name != "seed"}
 RATIO_KEYS = ("title", "quantity", "better", "ours", "peer")
+
+
+def parse_torchrun(words: list[str]) -> argparse.Namespace:
+    """torchrun's own reading of a command; SystemExit where it refuses it."""
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser().parse_args(words[1:])
+
+
+def list_scripts() -> list[str]:
+    """What a cell may run: our scripts, and the programs in benchmark/peers."""
+    ours = [f"algos/{path.name}" for path in (common.ROOT / "algos").glob("*.py")]
+    peers = [path.name for path in common.PEERS.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    return sorted(ours) + [f"benchmark/peers/{name}" for name in sorted(peers)]
+
+
+@functools.cache
+def load_script(path: str):
+    """The module of a script."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, common.ROOT / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for their types
+    spec.loader.exec_module(module)
+    return module
+
+
+def parse_flags(cell: Cell) -> None:
+    """Let the script's own parser read the flags; SystemExit where it refuses them."""
+    module = load_script(cell.path)
+    if not cell.path.startswith("algos/"):
+        module.make_parser().parse_args([*cell.flags, "--seed", "1", "--run-dir", "runs"])
+        return
+    import tyro
+
+    args = tyro.cli(module.Args, args=cell.flags)
+    if cell.words[0] == "python":  # with torchrun, some checks depend on the number of processes
+        module.check_args(args)
+
+
+def check_command(cell: Cell, where: str) -> None:
+    """Raise SuiteError where the script would refuse the command of `cell`, or there is no such script."""
+    output, is_torchrun = io.StringIO(), cell.words[0] == "torchrun"
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+        try:
+            if is_torchrun and not parse_torchrun(cell.words).standalone:
+                raise SuiteError(f"{where}: torchrun needs --standalone, as other cells may run beside it")
+            if cell.path not in list_scripts():
+                raise SuiteError(f"{where}: unknown script {cell.path} (there are: {', '.join(list_scripts())})")
+            for flag in cell.flags:
+                if flag.split("=")[0].replace("_", "-") in SET_BY_HARNESS:
+                    raise SuiteError(f"{where}: {flag} is not for a suite: the harness sets seeds and run folders")
+            parse_flags(cell)
+        except SystemExit:
+            words = re.sub(r"[\s│╭╮╰╯─┃━]+", " ", output.getvalue()).strip()
+            raise SuiteError(f"{where}: command {cell.command!r} is refused: {words[-300:]}") from None
 
 
 def check_types(table: dict, types: dict, where: str, required: tuple[str, ...]) -> None:
@@ -114,48 +176,50 @@ def check_seeds(seeds, where: str) -> list[int]:
     return seeds
 
 
-def check_flags(cell: Cell, where: str) -> None:
-    """Raise SuiteError where the script would refuse the flags of `cell`."""
-    known = {"algos": sorted(p.stem for p in OURS.glob("*.py")), "benchmark/peers": list_peers()}
-    folder = str(Path(cell.path).parent)
-    if cell.script not in known.get(folder, []):
-        scripts = ", ".join(f"{folder}/{name}.py" for folder, names in known.items() for name in names)
-        raise SuiteError(f"{where}: unknown script {cell.path} (there are: {scripts})")
-    for flag in cell.flags:
-        if flag.split("=")[0] in SET_BY_HARNESS:
-            raise SuiteError(f"{where}: {flag} is not for a suite: the harness sets seeds and run folders")
-    output = io.StringIO()
+def check_direction(better: str, where: str) -> None:
+    """Raise SuiteError unless `better` is a direction."""
+    if better not in ("higher", "lower"):
+        raise SuiteError(f'{where}: better = "{better}" is neither "higher" nor "lower"')
+
+
+def check_cell(cell: Cell, where: str) -> None:
+    """Raise SuiteError for values that cannot be."""
     try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            parse_flags(folder, cell)
-    except SystemExit:
-        words = re.sub(r"[\s│╭╮╰╯─┃━]+", " ", output.getvalue()).strip()
-        raise SuiteError(f"{where}: {cell.path} refuses its flags: {words[:300]}") from None
+        words = cell.words
+    except ValueError as error:
+        raise SuiteError(f"{where}: command: {error}") from None
+    if len(words) < 2 or words[0] not in ("python", "torchrun"):
+        raise SuiteError(f"{where}: command = {cell.command!r} does not begin with python or torchrun and a script")
+    for key in ("task", "setting"):
+        if not WORD.fullmatch(getattr(cell, key)):
+            raise SuiteError(f"{where}: {key} = {getattr(cell, key)!r} has to be a name of letters, digits and ._+=-")
+    check_direction(cell.better, where)
+    if cell.threshold is not None and cell.curve is None:
+        raise SuiteError(f"{where}: a threshold is of a curve: give its tag, curve = ...")
+    if cell.cpus < 1 or not cell.hours > 0 or not (0 <= cell.gpus <= 1 or cell.gpus % 1 == 0 < cell.gpus):
+        raise SuiteError(f"{where}: cpus is 1 or more, gpus a fraction or a whole number, hours above 0")
+    if cell.environment and not (common.PEERS / f"requirements-{cell.environment}.txt").exists():
+        raise SuiteError(f"{where}: no benchmark/peers/requirements-{cell.environment}.txt")
+    check_command(cell, where)
 
 
-def list_peers() -> list[str]:
-    """Names of the programs in benchmark/peers that the harness may run."""
-    return sorted(p.stem for p in PEERS.glob("*.py") if '__name__ == "__main__"' in p.read_text())
+def check_ratio(ratio: dict, cells: dict[str, Cell], where: str) -> None:
+    """Raise SuiteError for a ratio of what the cells do not have."""
+    check_types(ratio, dict.fromkeys((*RATIO_KEYS, "peer_quantity"), "str"), where, RATIO_KEYS)
+    check_direction(ratio["better"], where)
+    for side, quantity in (("ours", ratio["quantity"]), ("peer", ratio.get("peer_quantity", ratio["quantity"]))):
+        if ratio[side] not in cells:
+            raise SuiteError(f"{where}: {side} = {ratio[side]} is no cell of this suite")
+        if quantity.endswith("_to_threshold") and cells[ratio[side]].threshold is None:
+            raise SuiteError(f"{where}: {quantity}: {ratio[side]} has no threshold")
 
 
-def parse_flags(folder: str, cell: Cell) -> None:
-    """Let the script's own parser read the flags; SystemExit where it refuses them."""
-    if folder == "algos":
-        import tyro
-
-        sys.path[:0] = [str(common.ROOT)]
-        module = importlib.import_module(f"algos.{cell.script}")
-        sys.path.remove(str(common.ROOT))
-        args = tyro.cli(module.Args, args=cell.flags)
-        if cell.command.startswith("python "):  # with torchrun, some checks depend on the number of processes
-            module.check_args(args)
-        return
-    sys.path[:0] = [str(PEERS)]
-    spec = importlib.util.spec_from_file_location(f"peers_{cell.script}", PEERS / f"{cell.script}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path.remove(str(PEERS))
-    module.make_parser().parse_args([*cell.flags, "--seed", "1", "--run-dir", "runs"])
+def read_tables(content: dict, key: str, path: Path) -> list[dict]:
+    """The tables [[key]] of a file; SuiteError where they are something else."""
+    tables = content.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise SuiteError(f"{path}: {key} is not a list of tables [[{key}]]")
+    return tables
 
 
 def read_suite(path: Path) -> tuple[list[Cell], list[dict]]:
@@ -168,55 +232,23 @@ def read_suite(path: Path) -> tuple[list[Cell], list[dict]]:
         raise SuiteError(f"{path}: not TOML: {error}") from None
     if unknown := content.keys() - {"seeds", "cells", "ratios"}:
         raise SuiteError(f"{path}: unknown key {min(unknown)} (there are: seeds, cells, ratios)")
-    tables, default_seeds = content.get("cells", []), content.get("seeds")
-    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise SuiteError(f"{path}: no [[cells]]")
     rows = []
-    for number, table in enumerate(tables, 1):
+    for number, table in enumerate(read_tables(content, "cells", path), 1):
         where = f"{path}, cell {number}"
-        seeds = check_seeds(table.pop("seeds", default_seeds), where)
+        seeds = check_seeds(table.pop("seeds", content.get("seeds")), where)
         check_types(table, CELL_TYPES, where, ("task", "setting", "command"))
-        rows.append([make_cell(table, seed, where) for seed in seeds])
-        check_flags(rows[-1][0], where)
+        rows.append([Cell(**table, seed=seed) for seed in seeds])
+        check_cell(rows[-1][0], where)
+    if not rows:
+        raise SuiteError(f"{path}: no [[cells]]")
     cells = [row[i] for i in range(max(map(len, rows))) for row in rows if i < len(row)]
     seen = {}
     for cell in cells:
-        for key in ((cell.name, cell.seed), (cell.command, cell.seed)):
+        for key in ((cell.name, cell.seed), (*cell.words, cell.seed)):
             if key in seen:
                 raise SuiteError(f"{path}: duplicate cells {seen[key]} and {cell.name}, seed {cell.seed}")
             seen[key] = cell.name
-    names, ratios = {cell.name for cell in cells}, content.get("ratios", [])
+    ratios = read_tables(content, "ratios", path)
     for number, ratio in enumerate(ratios, 1):
-        where = f"{path}, ratio {number}"
-        check_types(ratio, dict.fromkeys((*RATIO_KEYS, "peer_quantity"), "str"), where, RATIO_KEYS)
-        check_choice(ratio["better"], where)
-        for side in ("ours", "peer"):
-            if ratio[side] not in names:
-                raise SuiteError(f"{where}: {side} = {ratio[side]} is no cell of this suite")
+        check_ratio(ratio, {cell.name: cell for cell in cells}, f"{path}, ratio {number}")
     return cells, ratios
-
-
-def check_choice(better: str, where: str) -> None:
-    """Raise SuiteError unless `better` is a direction."""
-    if better not in ("higher", "lower"):
-        raise SuiteError(f'{where}: better = "{better}" is neither "higher" nor "lower"')
-
-
-def make_cell(table: dict, seed: int, where: str) -> Cell:
-    """The cell of a checked `table`; SuiteError for values that cannot be."""
-    cell = Cell(**table, seed=seed)
-    try:
-        words = shlex.split(cell.command)
-    except ValueError as error:
-        raise SuiteError(f"{where}: command: {error}") from None
-    if len(words) < 2 or words[0] not in ("python", "torchrun") or not any(word.endswith(".py") for word in words):
-        raise SuiteError(f"{where}: command = {cell.command!r} does not begin with python or torchrun and a script")
-    for key in ("task", "setting"):
-        if not WORD.fullmatch(getattr(cell, key)):
-            raise SuiteError(f"{where}: {key} = {getattr(cell, key)!r} has to be a name of letters, digits and ._+=-")
-    check_choice(cell.better, where)
-    if cell.cpus < 1 or cell.gpus < 0 or cell.hours <= 0:
-        raise SuiteError(f"{where}: cpus has to be at least 1, gpus at least 0, hours above 0")
-    if cell.environment and not (PEERS / f"requirements-{cell.environment}.txt").exists():
-        raise SuiteError(f"{where}: no benchmark/peers/requirements-{cell.environment}.txt")
-    return cell

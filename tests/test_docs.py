@@ -19,7 +19,10 @@ from conftest import ENVIRONMENT, ROOT
 from test_contract import CASES, SCRIPTS, SECTIONS, SHARED, each_script
 from torch.distributed.run import get_args_parser
 
-sys.path += [str(ROOT), str(ROOT / "benchmark")]
+sys.path += [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "benchmark" / "peers")]
+import go_engine
+import peer
+
 import docs_hooks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

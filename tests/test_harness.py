@@ -81,6 +81,7 @@ def test_seeds_take_turns_so_that_what_is_compared_runs_side_by_side(tmp_path):
 
 
 CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
+PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lkh") + 'environment = "elkai"\n'
 
 
 @pytest.mark.parametrize(
@@ -100,9 +101,19 @@ CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run-dir=x"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("python algos/ppo.py", "rm -rf x"), "does not begin with python"),
         ("seeds = [1]\n" + CELL.replace('"T"', '"../T"'), "has to be a name"),
+        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run_dir x"), "the harness sets seeds"),
+        ("seeds = [1]\n" + CELL.replace("python", "python -m pdb"), "unknown script -m"),
+        ("seeds = [1]\n" + CELL.replace("python", "torchrun --nproc-per-node 2"), "needs --standalone"),
+        ("seeds = [1]\n" + CELL.replace("python", "torchrun --standalone --nonsense 2"), "is refused: .*nonsense"),
+        ("seeds = [1]\n" + CELL + "threshold = 3\n", "a threshold is of a curve"),
+        ("seeds = [1]\n" + CELL + "gpus = 1.5\n", "gpus a fraction"),
+        ("seeds = [1]\n" + CELL + "hours = nan\n", "hours above 0"),
+        ("seeds = [1]\nratios = 3\n" + CELL, r"ratios is not a list of tables \[\[ratios\]\]"),
+        ("seeds = [1]\ncells = [3]\n", "cells is not a list of tables"),
+        ("seeds = [1]\n" + CELL + CELL.replace("ppo.py", " ppo.py ").replace(" ppo", "ppo"), "duplicate cells"),
         ("seeds = [1]\n" + CELL + "curv = 'x'\n", "unknown key curv"),
         ("seeds = [1]\n" + CELL + "cpus = 'two'\n", "cpus = 'two' is not a number"),
-        ("seeds = [1]\n" + CELL + "cpus = 0\n", "at least 1"),
+        ("seeds = [1]\n" + CELL + "cpus = 0\n", "cpus is 1 or more"),
         ("seeds = [1]\n" + CELL + "better = 'more'\n", "neither"),
         ("seeds = [1]\n" + CELL + "environment = 'nobody'\n", "no benchmark/peers/requirements-nobody.txt"),
         ("seed = [1]\n" + CELL, "unknown key seed "),
@@ -111,6 +122,11 @@ CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
             "seeds = [1]\n" + CELL + '[[ratios]]\ntitle = "t"\nquantity = "q"\nbetter = "lower"\nours = "ppo/T/s"\n'
             'peer = "sb3/T/s"\n',
             "peer = sb3/T/s is no cell",
+        ),
+        (
+            "seeds = [1]\n" + CELL + '[[ratios]]\ntitle = "t"\nquantity = "seconds_to_threshold"\nbetter = "lower"\n'
+            'ours = "ppo/T/s"\npeer = "ppo/T/s"\n',
+            "ppo/T/s has no threshold",
         ),
     ],
 )
@@ -159,13 +175,15 @@ def run_python(cell, code, attempt=1):
 
 
 def test_a_cell_that_never_writes_a_result_is_an_error(cell):
-    assert run_python(cell, "print('hello')")["error"] == "ended without a result.json"
-    assert "hello" in run.read_end(cell[1])
+    assert run_python(cell, "print('hello')")["error"] == "ended without a result.json that can be read"
+    assert run.read_end(cell[1] / "try_1" / "log.txt") == ["hello"]
 
 
 def test_exit_codes_and_signals_are_told(cell):
-    assert run_python(cell, "raise SystemExit(3)")["error"] == "exit code 3"
-    assert run_python(cell, "import os; os.kill(os.getpid(), 9)", 2)["error"] == "killed by SIGKILL"
+    code = "import sys; print('|##| 1/1\\r|###| 2/2'); sys.exit('why it ended')"
+    assert run_python(cell, code)["error"] == "exit code 1: why it ended"
+    assert run.read_end(cell[1] / "try_1" / "log.txt") == ["|###| 2/2", "why it ended"]
+    assert run_python(cell, "import os; os.kill(os.getpid(), 9)", 2)["error"] == "killed by Killed"
     assert run.find_attempt(cell[1]) == 3
 
 
@@ -188,14 +206,102 @@ def test_a_cell_sees_the_gpus_that_it_was_given_and_no_others(cell, monkeypatch)
     assert [(cell[1] / f"try_{i}" / "log.txt").read_text() for i in (1, 2)] == ["GPUs:  1\n", "GPUs: 3 1\n"]
 
 
+def test_what_a_cell_leaves_running_ends_with_it(cell):
+    assert run_python(cell, "import subprocess; subprocess.Popen(['sleep', '4713'])")["error"]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4713"]]
+
+
+def test_commands_get_seed_and_folder_and_nothing_else(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(
+        f"seeds = [7]\n{CELL}{PEER}"
+        + CELL.replace('"s"', '"t"').replace("python", "torchrun --standalone --nproc-per-node 2")
+    )
+    a, c, b = (run.make_command(x, {"elkai": "/peer/python"}, tmp_path, True) for x in read_suite(path)[0])
+    rest = ["--seed", "7", "--run-dir", str(tmp_path)]
+    assert a == [sys.executable, "algos/ppo.py", *rest, "--track"]
+    assert b[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert b[6:] == ["algos/ppo.py", *rest, "--track"]
+    assert c == ["/peer/python", "benchmark/peers/elkai_lkh.py", *rest]
+
+
+def test_a_peer_that_cannot_be_installed_is_told_with_the_reason(tmp_path, monkeypatch):
+    def fail(peer):
+        raise subprocess.CalledProcessError(
+            1, "pip", stderr="WARNING: x\nERROR: No matching distribution\n[notice] y\n"
+        )
+
+    monkeypatch.setattr(common, "make_peer_environment", fail)
+    path = tmp_path / "a.toml"
+    path.write_text(f"seeds = [1]\n{CELL}{PEER}")
+    suite = run.SuiteRun(path, tmp_path / "runs")
+    with suite.lock():
+        assert suite.prepare_peers(suite.cells) == {}
+        suite.save()
+        with (
+            pytest.raises(SuiteError, match=r"another run\.py is at work"),
+            run.SuiteRun(path, tmp_path / "runs").lock(),
+        ):
+            pass
+    ours, peer = records.collect(suite.root)["cells"].values()
+    assert ours["missing"] == [{"seed": 1, "error": records.NOT_RUN}]
+    error = "peer elkai cannot be installed: ERROR: No matching distribution"
+    assert peer["missing"] == [{"seed": 1, "error": error}]
+    (tmp_path / "b").mkdir()
+    with pytest.raises(SuiteError, match="has the runs of another suite"):
+        run.SuiteRun(write_suite(tmp_path / "b" / "a.toml", [1], a=SHORT), tmp_path / "runs")
+
+
+@pytest.mark.parametrize("broken", ["", "{}", "[]", '"metrics"', None])
+def test_a_result_that_cannot_be_read_is_none(tmp_path, broken):
+    folder = tmp_path / "try_1" / "run"
+    folder.mkdir(parents=True)
+    whole = dict.fromkeys(records.RESULT_KEYS, 1) | {"headline": "a", "metrics": {"a": 1.0}}
+    text = json.dumps(whole | {"metrics": {"a": None}}) if broken is None else broken
+    (folder / "result.json").write_text(text)
+    assert records.find_result(tmp_path) is None
+    (folder / "result.json").write_text(json.dumps(whole))
+    assert records.find_result(tmp_path) == folder / "result.json"
+
+
+def test_a_run_is_read_from_its_folder(tmp_path):
+    """Steps, CPU-seconds and clock of each point, the threshold, and speed up to the last point."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder, start = tmp_path / "try_1" / "run", time.time()
+    with SummaryWriter(str(folder)) as writer:
+        for step, value in ((100, 1.0), (200, 3.0), (400, 2.0)):
+            writer.add_scalar("charts/cpu_seconds", step / 50, step, walltime=start + step)
+            writer.add_scalar("curve", value, step, walltime=start + step)
+    result = {"seed": 3, "headline": "m", "metrics": {"m": 2.5}, "env_steps": 400, "wall_seconds": 500.0}
+    result |= {"cpu_seconds": 20.0, "device": "cpu", "torch": "2", "commit": "c"}
+    (folder / "result.json").write_text(json.dumps(result))
+    (tmp_path / "try_1" / "process.json").write_text('{"error": null, "peak_memory_mb": 5, "machine": {"cpu": "x"}}')
+    cell = {"curve": "curve", "threshold": 2.5, "better": "higher"}
+    found = records.read_run(cell, folder / "result.json")
+    assert found["curve"] == [[100, 2.0, 1.0], [200, 4.0, 3.0], [400, 8.0, 2.0]] and found["value"] == 2.5
+    assert (found["steps_to_threshold"], found["seconds_to_threshold"], found["steps_per_second"]) == (200, 4.0, 50.0)
+    assert found["peak_memory_mb"] == 5 and found["machine"] == {"cpu": "x"}
+    (folder / "result.json").write_text(json.dumps(result | {"device": "NVIDIA"}))  # by the clock there
+    (tmp_path / "try_1" / "process.json").write_text("")
+    found = records.read_run(cell, folder / "result.json")
+    assert found["seconds_to_threshold"] == pytest.approx(200.0, abs=3)
+    assert found["steps_per_second"] == pytest.approx(1.0, abs=0.01)
+    assert found["peak_memory_mb"] is None
+    assert records.read_run(cell | {"curve": "other"}, folder / "result.json")["steps_per_second"] == 400 / 500
+
+
 def test_peak_memory_is_that_of_the_process(cell):
     found = run_python(cell, "import time; x = bytearray(300_000_000); time.sleep(2.5)")
     assert 300 < found["peak_memory_mb"] < 400
 
 
 def test_another_version_of_the_script_on_a_machine_is_told(cell):
-    assert "another version" in run.run_cell(cell[0], "0" * 12, cell[1], ["true"], 1)["error"]
-    assert "does not see" in run.run_cell(cell[0], cell[0].hash(), cell[1] / "x", ["true"], 1)["error"]
+    digest = cell[0].hash()
+    assert run.run_cell(cell[0], "0" * 12, cell[1], ["true"], 1)["error"].startswith("another version")
+    assert "does not see" in run.run_cell(cell[0], digest, cell[1] / "x", ["true"], 1)["error"]
+    assert "does not see /nobody" in run.run_cell(cell[0], digest, cell[1], ["/nobody/python"], 1)["error"]
+    assert not list(cell[1].iterdir())
 
 
 def test_a_cell_dies_with_its_worker(cell, tmp_path):
@@ -252,8 +358,8 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     victim.kill()
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 1, output
-    assert "again: ppo/CartPole-v1/killed, seed 1: killed by SIGKILL" in output
-    assert "failed: ppo/CartPole-v1/bad, seed 1: exit code 2" in output and "--env-id Nothing-v0" in output
+    assert "again: ppo/CartPole-v1/killed, seed 1: killed by Killed" in output
+    assert "failed: ppo/CartPole-v1/bad, seed 1: exit code 2: ppo.py: error: --env-id Nothing-v0" in output
     counts = count_results(runs)
     assert len(counts) == 3 and set(counts.values()) == {1}
     assert list(runs.rglob("killed/*/try_2/*/result.json"))
@@ -266,8 +372,11 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert process.returncode == 1 and "4 cells, 3 done before" in output
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == before
     results = records.collect(runs / "a")
-    assert results["cells"]["ppo/CartPole-v1/bad"]["missing"] == [{"seed": 1, "error": "exit code 2"}]
-    assert "**Not run**: CartPole-v1, bad, seeds 1: exit code 2" in report.render(results)
+    (missing,) = results["cells"]["ppo/CartPole-v1/bad"]["missing"]
+    assert missing["seed"] == 1 and "--env-id Nothing-v0" in missing["error"]
+    assert f"**Not run**: CartPole-v1, bad, seeds 1: {missing['error']}" in report.render(results)
+    process = start_harness(suite, "--runs", runs, "--only", "*/good")  # forgets nothing of the others
+    assert process.communicate(timeout=60) and process.returncode == 0 and records.collect(runs / "a") == results
 
 
 def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
@@ -277,7 +386,8 @@ def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
     wait_until(lambda: list(runs.rglob("result.json")) and list(runs.rglob("long/*/try_1/*/checkpoint.pt")))
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "1 of 2 cells are done" in output, output
+    assert process.returncode == 130 and "interrupted: finished cells are kept" in output, output
+    assert "Traceback" not in output
     wait_until(lambda: not find_processes(runs), 15)
     process = start_harness(suite, "--runs", runs, "--only", "*/a")
     assert "1 cells, 1 done before" in process.communicate(timeout=60)[0] and process.returncode == 0
@@ -318,7 +428,7 @@ def make_cell(values, name="ppo/CartPole-v1/default", **changes):
 
 def make_run(seed, value):
     run = {"seed": seed, "metrics": {"eval/episodic_return": value}, "env_steps": 10, "wall_seconds": 2.0}
-    run |= {"cpu_seconds": 1.0, "device": "cpu", "torch": "2", "commit": "abc", "headline": value, "machine": None}
+    run |= {"cpu_seconds": 1.0, "device": "cpu", "torch": "2", "commit": "abc", "value": value, "machine": None}
     run |= {"peak_memory_mb": 100.0 + seed, "steps_per_second": 1000.0, "curve": [[0, 0.0, 1.0], [10, 1.0, value]]}
     return run | {"steps_to_threshold": 10 * seed, "seconds_to_threshold": 1.0 * seed}
 
@@ -349,7 +459,11 @@ def test_statistics_over_seeds():
     ratio, (low, high) = records.find_ratio([2.0, 2.1, 1.9], [4.0, 4.1, 3.9])
     assert ratio == 0.5 and 0.45 < low < 0.5 < high < 0.55
     assert records.find_ratio([1.0], [-1.0]) is None and records.find_ratio([1.0], [float("inf")]) is None
+    assert records.find_ratio([1.0], [float("nan")]) is None
     assert records.find_ratio([1.0, 1.0], [2.0, float("inf"), 2.0]) == (0.5, None)
+    a, b = [6.0, 5.0, 4.0, 3.0], [3.0, 2.5, 2.0, 1.5]  # twice as much in every run
+    assert records.find_ratio(a, b, paired=True) == (2.0, (2.0, 2.0))
+    assert records.find_ratio(a, b)[1][1] > 2.2
 
 
 def test_threshold_is_the_first_point_at_it_in_the_right_direction():
@@ -380,13 +494,13 @@ def test_a_report_loses_no_committed_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "results" / "a.json").write_text(json.dumps(make_results(make_cell([1.0, 2.0]))))
     monkeypatch.setattr(records, "collect", lambda folder: make_results(make_cell([1.0])))
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "suite.json").write_text("{}")
+    (tmp_path / "runs" / "a" / "suite.json").write_text("")
     with pytest.raises(records.ResultsError, match="lacks 1 runs"):
         report.main(["--runs", str(tmp_path / "runs")])
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "results.md").exists() and (tmp_path / "out" / "figures" / "results_a.png").exists()
     assert json.loads((tmp_path / "out" / "results" / "a.json").read_text()) == make_results(make_cell([1.0]))
-    with pytest.raises(records.ResultsError, match="no finished run"):
+    with pytest.raises(records.ResultsError, match="no results of a suite"):
         report.main(["--runs", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")])
 
 
@@ -410,6 +524,10 @@ def test_comparison_fails_where_a_headline_metric_got_worse_beyond_noise(tmp_pat
     assert run_compare(tmp_path, [make_cell([500.0] * 3)], [make_cell([500.0] * 3)]) == 0
     assert run_compare(tmp_path, [make_cell([500.0])], [make_cell([1.0])]) == 0
     assert "cannot be told" in capsys.readouterr().out
+    assert run_compare(tmp_path, [make_cell([0.3] * 3)], [make_cell([0.1 + 0.2] * 3)]) == 0  # rounding is no noise
+    assert run_compare(tmp_path, [make_cell([0.1 + 0.2] * 3)], [make_cell([0.3] * 3)]) == 0
+    assert run_compare(tmp_path, [make_cell(base)], [make_cell([float("nan")] * 5)]) == 1
+    assert run_compare(tmp_path, [make_cell([float("nan")] * 5)], [make_cell(base)]) == 0
     failing = make_cell(base[:4], missing=[{"seed": 5, "error": "exit code 1"}])
     assert run_compare(tmp_path, [make_cell(base)], [failing]) == 1
     unfinished = make_cell(base[:4], missing=[{"seed": 5, "error": records.NOT_RUN}])
@@ -444,9 +562,10 @@ def test_equal_programs_are_seldom_called_worse(tmp_path):
 def test_results_that_are_none_are_one_line(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "other.json").write_text("{}")
-    for path in (tmp_path, tmp_path / "missing.json", tmp_path / "bad.json", tmp_path / "other.json"):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "suite.json").write_text('{"suite": "a"}')
+    for name in ("", "missing.json", "bad.json", "other.json", "runs"):
+        path = tmp_path / name
         command = [sys.executable, str(ROOT / "benchmark" / "compare.py"), str(path), str(path)]
         found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
         assert found.returncode == 2 and found.stderr.startswith("compare.py: ") and found.stderr.count("\n") == 1
-    with pytest.raises(records.ResultsError, match="neither a metric nor a quantity"):
-        records.get_values(make_cell([1.0]), "speed")
