@@ -328,6 +328,9 @@ def main(argv: list[str] | None = None) -> int:
         raise SuiteError(f"--retries {args.retries}: has to be 0 or more")
     if args.track and importlib.util.find_spec("wandb") is None:
         raise SuiteError("--track needs Weights & Biases: pip install wandb")
+    for path in (args.runs / args.suite.stem, *args.runs.parents, args.runs):
+        if path.exists() and not path.is_dir():
+            raise SuiteError(f"--runs {args.runs}: {path} is not a folder")
     suite = SuiteRun(args.suite, args.runs)
     chosen = [cell for cell in suite.cells if fnmatch.fnmatch(cell.name, args.only or "*")]
     if not chosen:
@@ -368,7 +371,7 @@ def run_missing(suite: SuiteRun, missing: list[Cell], display: Display, args: ar
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except SuiteError as error:
+    except (SuiteError, records.ResultsError) as error:
         print(f"run.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

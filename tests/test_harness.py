@@ -1,5 +1,6 @@
 """The benchmark harness: suites, runs on Ray, report and comparison."""
 
+import io
 import json
 import os
 import signal
@@ -147,7 +148,8 @@ def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path):
         ([tmp_path / "missing.toml"], "cannot be read"),
         ([suite, "--only", "r2d2*"], "no cell"),
         ([suite, "--retries", "-1"], "--retries -1"),
-        ([suite, "--runs", tmp_path / "file"], "not a folder"),
+        ([suite, "--runs", tmp_path / "file"], "is not a folder"),
+        ([suite, "--runs", tmp_path / "file" / "runs"], "is not a folder"),
         ([suite, "--runs", tmp_path / "runs", "--address", "127.0.0.1:1"], "no Ray cluster"),
         ([big, "--runs", tmp_path / "runs"], "needs 4096 CPUs"),
     ):
@@ -330,6 +332,27 @@ def test_progress_is_read_from_the_log(tmp_path):
     bars = [f"{p}%|{'#' * p}{' ' * (10 - p)}| {p}/10 [00:0{p}<00:05, 2.0step/s, return={p}]" for p in (1, 5)]
     log.write_text("x\n" * 9000 + "\r".join(bars) + "\nsolved: at last\n")
     assert run.read_progress(log) == "5% 5/10 [00:05<00:05, 2.0step/s, return=5]"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_each_running_cell_has_a_line(tmp_path, monkeypatch, is_terminal):
+    class Terminal(io.StringIO):
+        isatty = lambda self: is_terminal  # noqa: E731
+
+    log = tmp_path / "log.txt"
+    log.write_text("5%|# | 5/100 [00:05<01:35, 2.0step/s, return=7]")
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    display = run.Display(3, 1)
+    display.last_lines -= run.SECONDS_BETWEEN_LINES - 1
+    display.show({"a/1": log})
+    assert ("a/1" in stream.getvalue()) == is_terminal  # in a log not more often than need be
+    display.last_lines -= 1
+    display.show({"a/1": log, "b/2": log})
+    display.write("done: c")
+    display.close()
+    text = stream.getvalue()
+    assert all(f"{name}  5% 5/100 [00:05<01:35, 2.0step/s, return=7]" in text for name in ("a/1", "b/2"))
+    assert "done: c" in text and ("1/3" in text) == is_terminal and ("\x1b" in text) == is_terminal
 
 
 def test_the_hash_is_of_the_command_and_of_the_script(tmp_path, monkeypatch):
