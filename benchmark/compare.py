@@ -24,6 +24,7 @@ def compare_cell(base: list[float], new: list[float], better: str) -> dict:
     """Difference of the means (NEW - BASE), its interval, probability of improvement, p value of being worse."""
     sign = 1.0 if better == "higher" else -1.0
     found = {"base": float(np.mean(base)), "new": float(np.mean(new)), "interval": None, "p": None}
+    found["seeds"] = f"{len(base)}, {len(new)}"
     found["difference"] = found["new"] - found["base"]
     wins = stats.mannwhitneyu(sign * np.array(new), sign * np.array(base)).statistic if base and new else np.nan
     found["improvement"] = float(wins) / (len(base) * len(new))
@@ -46,13 +47,11 @@ def compare(base: dict, new: dict) -> tuple[list[dict], list[str]]:
     rows, notes = [], []
     for name, cell in base["cells"].items():
         other = new["cells"].get(name)
-        if not cell["runs"]:
-            continue
         failed = [m for m in other["missing"] if m["error"] != records.NOT_RUN] if other else []
         if failed:
             notes.append(f"failed in NEW: {name}, seed {failed[0]['seed']}: {failed[0]['error']}")
-        if other is None or not other["runs"]:
-            notes.append(f"missing in NEW: {name}")
+        if other is None or not other["runs"] or not cell["runs"]:
+            notes.append(f"missing in {'NEW' if cell['runs'] else 'BASE'}: {name}")
             continue
         if (cell["headline"], cell["better"]) != (other["headline"], other["better"]):
             notes.append(f"not comparable: {name}: {cell['headline']} and {other['headline']}")
@@ -68,13 +67,14 @@ def compare(base: dict, new: dict) -> tuple[list[dict], list[str]]:
 
 def make_table(rows: list[dict]) -> str:
     """Markdown table, a line a cell."""
-    lines = ["| cell | metric | base | new | difference | 95 % interval | probability of improvement | |"]
-    lines.append("|--|--|--:|--:|--:|--|--:|--|")
+    lines = ["| cell | metric | seeds | base | new | difference | 95 % interval | probability of improvement | |"]
+    lines.append("|--|--|--:|--:|--:|--:|--|--:|--|")
     for row in rows:
         interval = "{:+.4g} to {:+.4g}".format(*row["interval"]) if row["interval"] else "-"
-        verdict = {True: "**worse**", False: "", None: "cannot be told"}[row.get("worse")]
+        verdict = {True: "**worse**", False: "", None: "cannot be told from one seed"}[row.get("worse")]
         numbers = f"{row['base']:.4g} | {row['new']:.4g} | {row['difference']:+.4g} | {interval}"
-        lines.append(f"| {row['name']} | {row['metric']} | {numbers} | {row['improvement']:.0%} | {verdict} |")
+        start = f"| {row['name']} | {row['metric']} | {row['seeds']}"
+        lines.append(f"{start} | {numbers} | {row['improvement']:.0%} | {verdict} |")
     return "\n".join(lines)
 
 
@@ -96,7 +96,9 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(notes), end="\n" if notes else "")
     num_worse = sum(bool(row.get("worse")) for row in rows)
     num_failed = sum(note.startswith("failed") for note in notes)
-    print(f"{len(rows)} cells compared, {num_worse} worse beyond noise, {num_failed} failed in NEW")
+    num_untold = sum("worse" not in row for row in rows)
+    print(f"{len(rows)} compared: {num_worse} worse beyond noise, {num_untold} cannot be told", end="")
+    print(f"; {num_failed} failed in NEW, {sum(note.startswith('missing') for note in notes)} missing")
     return 1 if num_worse or num_failed else 0
 
 

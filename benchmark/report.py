@@ -1,17 +1,17 @@
 """Tables and learning curves of what benchmark/run.py has run: docs/results.md, or a folder of your own.
 
-    python benchmark/report.py --out report      # report/results.md, report/figures, report/results/SUITE.json
-    python benchmark/report.py                   # docs/results.md, docs/figures, benchmark/results/SUITE.json
-    python benchmark/report.py --report-only     # docs/results.md again, from benchmark/results alone
+    python benchmark/report.py --out report    # report/results.md, report/figures, report/results/SUITE.json
+    python benchmark/report.py                 # docs/results.md, docs/figures, benchmark/results/SUITE.json
+    python benchmark/report.py --report-only   # docs/results.md again, from benchmark/results alone
 
-Reads the run folders of RUNS, nothing else. Nothing is lost: without --out, a suite whose committed results have runs
-that its folder lacks is refused.
+Reads the run folders of RUNS, nothing else: with --out those of all suites, without it those of benchmark/suites but
+smoke, which shows no results. Nothing is lost: a suite whose committed results have runs that its folder lacks is
+refused.
 """
 
 import argparse
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -21,8 +21,8 @@ import records
 
 INTRODUCTION = """# Results
 
-Written by [`benchmark/report.py`]({root}/benchmark/report.py) from runs of
-[`benchmark/run.py`]({root}/benchmark/run.py). Two commands make the results of the suite `cpu` anew, without a network
+Written by [`benchmark/report.py`](../benchmark/report.py) from runs of
+[`benchmark/run.py`](../benchmark/run.py). Two commands make the results of the suite `cpu` anew, without a network
 once the packages are installed:
 
 ```bash
@@ -88,7 +88,8 @@ def make_table(cells: list[dict]) -> str:
     for cell in cells:
         for error in dict.fromkeys(missing["error"] for missing in cell["missing"]):
             seeds = ", ".join(str(missing["seed"]) for missing in cell["missing"] if missing["error"] == error)
-            lines.append(f"- **Not run**: {cell['task']}, {cell['setting']}, seeds {seeds}: {error}")
+            what = "not run yet" if error == records.NOT_RUN else f"**failed**: {error}"
+            lines.append(f"- {cell['task']}, {cell['setting']}, seeds {seeds}: {what}")
     return "\n".join(lines)
 
 
@@ -152,6 +153,7 @@ def list_curves(results: dict) -> dict[str, list[dict]]:
 def draw(results: dict, path: Path) -> None:
     """Learning curves by steps and by seconds, a row of two pictures a task: each seed, and the mean over the seeds."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     tasks = list_curves(results)
     figure = Figure(figsize=(10, 3 * len(tasks)), layout="constrained")
@@ -170,8 +172,11 @@ def draw(results: dict, path: Path) -> None:
                 axes.plot(grid, mean, color=f"C{color}", lw=2, label=f"{cell['script']}, {cell['setting']}")
                 if cell["threshold"] is not None:
                     axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
-        for axes, label in zip(row, ("steps", "CPU-seconds" if is_cpu(results) else "seconds"), strict=True):
+        for axes, label in zip(
+            row, ("env_steps of result.json", "CPU-seconds" if is_cpu(results) else "seconds"), strict=True
+        ):
             axes.set(xlabel=label, title=task)
+            axes.xaxis.set_major_formatter(EngFormatter())
             axes.grid(alpha=0.3)
         row[0].set_ylabel(cells[0]["curve"])
         row[0].legend(fontsize=8)
@@ -186,17 +191,17 @@ def is_cpu(results: dict) -> bool:
 
 def render(results: dict) -> str:
     """The chapter of a suite."""
-    lines = [f"## Suite `{results['suite']}`", "", describe_machines(results), ""]
+    seconds = "CPU-seconds" if is_cpu(results) else "CPU-seconds where a run was on the CPU, else seconds"
+    lines = [f"## Suite `{results['suite']}`", "", describe_machines(results), "", LEGEND.format(seconds=seconds), ""]
     if results["ratios"]:
         lines += ["### Ours and others", "", "Medians over the seeds, both sides run in turns on the same machine.", ""]
         lines += [make_ratio_table(results), ""]
     if list_curves(results):
         lines += ["### Learning curves", "", f"![Learning curves](figures/{figure_name(results)})", ""]
-        lines += ["Thin: a seed each. Thick: their mean. Dotted: the threshold.", ""]
+        lines += ["Thin: a seed each. Thick: their mean, where all have values. Dotted: the threshold.", ""]
     for script, cells in list_scripts(results).items():
         lines += [f"### {script}", "", make_table(cells), ""]
-    seconds = "CPU-seconds" if is_cpu(results) else "CPU-seconds where a run was on the CPU, else seconds"
-    return "\n".join([*lines, LEGEND.format(seconds=seconds), ""])
+    return "\n".join(lines)
 
 
 def figure_name(results: dict) -> str:
@@ -204,9 +209,9 @@ def figure_name(results: dict) -> str:
     return f"results_{results['suite']}.png"
 
 
-def render_page(suites: list[dict], root: str = "..") -> str:
-    """results.md, for a folder from which the repository is at `root`."""
-    return INTRODUCTION.format(root=root) + "\n".join(render(results) for results in suites)
+def render_page(suites: list[dict], is_published: bool = True) -> str:
+    """results.md, of docs/ or of a folder of one's own."""
+    return (INTRODUCTION if is_published else "# Results\n\n") + "\n".join(render(results) for results in suites)
 
 
 def read_committed() -> dict[str, dict]:
@@ -241,7 +246,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.report_only and args.out:
         raise records.ResultsError("--report-only writes docs/, and does not go with --out")
     suites, committed = {}, {} if args.out else read_committed()
+    published = {path.stem for path in (common.ROOT / "benchmark" / "suites").glob("*.toml")} - {"smoke"}
     for path in [] if args.report_only else sorted(args.runs.glob("*/suite.json")):
+        if not args.out and path.parent.name not in published:
+            continue
         results = records.collect(path.parent)
         if any(cell["runs"] for cell in results["cells"].values()):
             check_nothing_is_lost(committed.get(path.parent.name, {"cells": {}}), results, path.parent)
@@ -249,9 +257,9 @@ def main(argv: list[str] | None = None) -> None:
     everything = [results for _, results in sorted((committed | suites).items())]
     if not (everything if args.report_only else suites):
         folder = common.RESULTS if args.report_only else args.runs
-        raise records.ResultsError(f"{folder}: no results of a suite there; make some with benchmark/run.py")
+        raise records.ResultsError(f"{folder}: no finished runs of a suite to report; benchmark/run.py makes them")
     folder, data = (args.out, args.out / "results") if args.out else (common.ROOT / "docs", common.RESULTS)
-    page = render_page(everything, os.path.relpath(common.ROOT, folder))
+    page = render_page(everything, not args.out)
     try:
         data.mkdir(parents=True, exist_ok=True)
     except OSError as error:

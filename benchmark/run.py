@@ -171,14 +171,15 @@ class SuiteRun:
 
     def __init__(self, path: Path, runs: Path):
         self.cells, self.ratios = read_suite(path)
-        self.path, self.root = path.resolve(), runs.resolve() / path.stem
+        self.root = runs.resolve() / path.stem
         self.digests = {cell: cell.hash() for cell in self.cells}
         self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{self.digests[cell]}" for cell in self.cells}
         self.errors: dict[Cell, str] = {}
         if (self.root / "suite.json").exists():  # what failed before, and is not about to run again
             old = records.read_suite_file(self.root)
-            if old["path"] != str(self.path):
-                raise SuiteError(f"{self.root} has the runs of another suite, {old['path']}: use another --runs")
+            names = {f"{cell['script']}/{cell['task']}/{cell['setting']}" for cell in old["cells"]}
+            if names.isdisjoint(cell.name for cell in self.cells):
+                raise SuiteError(f"{self.root} has the runs of another suite of that name: use another --runs")
             errors = {(e["name"], e["seed"]): e["error"] for e in old["errors"]}
             keys = {cell: (cell.name, cell.seed) for cell in self.cells}
             self.errors = {c: errors[k] for c, k in keys.items() if k in errors and not self.is_done(c)}
@@ -195,7 +196,7 @@ class SuiteRun:
             for cell, digest in self.digests.items()
         ]
         errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
-        content = {"suite": self.root.name, "path": str(self.path), "cells": cells, "ratios": self.ratios}
+        content = {"suite": self.root.name, "cells": cells, "ratios": self.ratios}
         common.write_atomically(self.root / "suite.json", json.dumps(content | {"errors": errors}, indent=1))
 
     @contextlib.contextmanager
@@ -266,8 +267,11 @@ def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], disp
             except ray.exceptions.RayError as lost:
                 error = f"its worker was lost ({type(lost).__name__})"
             if suite.is_done(cell):
-                result = json.loads(find_result(suite.folders[cell]).read_text())
+                path = find_result(suite.folders[cell])
+                result = json.loads(path.read_text())
                 display.write(f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}")
+                if cell.curve and cell.curve not in (tags := common.read_events(path.parent).Tags()["scalars"]):
+                    display.write(f"no curve {cell.curve} was logged; there are: {', '.join(tags)}")
                 display.bar.update()
             elif tries[cell] <= args.retries and not str(error).startswith(NO_RETRY):
                 display.write(f"again: {name}: {error}")
@@ -332,9 +336,10 @@ def main(argv: list[str] | None = None) -> int:
         if path.exists() and not path.is_dir():
             raise SuiteError(f"--runs {args.runs}: {path} is not a folder")
     suite = SuiteRun(args.suite, args.runs)
+    names = sorted({cell.name for cell in suite.cells})
     chosen = [cell for cell in suite.cells if fnmatch.fnmatch(cell.name, args.only or "*")]
     if not chosen:
-        raise SuiteError(f"--only {args.only}: no cell of {args.suite} has such a name")
+        raise SuiteError(f"--only {args.only}: no such cell in {args.suite} (there are: {', '.join(names)})")
     missing = [cell for cell in chosen if not suite.is_done(cell)]
     if args.list:
         for cell in chosen:

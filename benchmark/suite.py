@@ -1,30 +1,8 @@
-"""Suites: reading and checking the TOML files that say what benchmark/run.py runs.
-
-seeds = [1, 2, 3]                      # of every cell that names none of its own
-
-[[cells]]
-task = "CartPole-v1"                   # what is compared with what in the report
-setting = "default"
-command = "python algos/ppo.py"        # as one would type it; the harness adds --seed and --run-dir
-curve = "charts/return_last_20"        # tag of the learning curve
-threshold = 475                        # of the curve, for steps and seconds to get there
-better = "higher"                      # or "lower": of the curve and of the headline metric
-cpus = 1
-gpus = 0                               # may be a fraction
-hours = 1                              # killed, and reported as failed, after that
-environment = "sb3"                    # of a peer: benchmark/peers/requirements-sb3.txt
-
-[[ratios]]                             # a line of the report's headline table
-title = "CartPole-v1: CPU-seconds to a return of 475"
-quantity = "seconds_to_threshold"      # steps_to_threshold, steps_per_second, headline, or a metric of result.json
-peer_quantity = "seconds_to_threshold" # where the peer has another name for it
-better = "lower"
-ours = "ppo/CartPole-v1/default"
-peer = "sb3_ppo/CartPole-v1/tuned"
-"""
+"""Reading and checking suites, the TOML files that benchmark/README.md describes."""
 
 import argparse
 import contextlib
+import difflib
 import functools
 import hashlib
 import importlib.util
@@ -110,7 +88,7 @@ def parse_torchrun(words: list[str]) -> argparse.Namespace:
 def list_scripts() -> list[str]:
     """What a cell may run: our scripts, and the programs in benchmark/peers."""
     ours = [f"algos/{path.name}" for path in (common.ROOT / "algos").glob("*.py")]
-    peers = [path.name for path in common.PEERS.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    peers = [path.name for path in common.PEERS.glob("*.py") if "peer.make_parser(" in path.read_text()]
     return sorted(ours) + [f"benchmark/peers/{name}" for name in sorted(peers)]
 
 
@@ -143,15 +121,17 @@ def check_command(cell: Cell, where: str) -> None:
         try:
             if is_torchrun and not parse_torchrun(cell.words).standalone:
                 raise SuiteError(f"{where}: torchrun needs --standalone, as other cells may run beside it")
-            if cell.path not in list_scripts():
-                raise SuiteError(f"{where}: unknown script {cell.path} (there are: {', '.join(list_scripts())})")
+            if cell.path not in (known := list_scripts()):
+                near = difflib.get_close_matches(cell.path, known, 1, 0.4)
+                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+                raise SuiteError(f"{where}: unknown script {cell.path} ({hint})")
             for flag in cell.flags:
                 if flag.split("=")[0].replace("_", "-") in SET_BY_HARNESS:
                     raise SuiteError(f"{where}: {flag} is not for a suite: the harness sets seeds and run folders")
             parse_flags(cell)
         except SystemExit:
-            words = re.sub(r"[\s│╭╮╰╯─┃━]+", " ", output.getvalue()).strip()
-            raise SuiteError(f"{where}: command {cell.command!r} is refused: {words[-300:]}") from None
+            words = re.sub(r"([\s│╭╮╰╯─┃━]|-{5,})+", " ", output.getvalue()).split("error: ")[-1].strip()
+            raise SuiteError(f"{where}: command is refused: {words[:300]}") from None
 
 
 def check_types(table: dict, types: dict, where: str, required: tuple[str, ...]) -> None:
@@ -169,8 +149,10 @@ def check_types(table: dict, types: dict, where: str, required: tuple[str, ...])
 
 def check_seeds(seeds, where: str) -> list[int]:
     """`seeds` if it is a list of different numbers; else SuiteError."""
+    if seeds is None:
+        raise SuiteError(f"{where}: no seeds: write seeds = [1, 2, 3] in it, or above all cells")
     if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
-        raise SuiteError(f"{where}: seeds = {seeds!r} is not a list of numbers")
+        raise SuiteError(f"{where}: seeds = {seeds!r} is not a list of numbers, as in [1, 2, 3]")
     if len(set(seeds)) < len(seeds):
         raise SuiteError(f"{where}: duplicate seeds in {seeds}")
     return seeds

@@ -90,7 +90,7 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
     [
         ("seeds = [1", "not TOML"),
         ("seeds = [1]\n", r"no \[\[cells\]\]"),
-        (CELL, "cell 1: seeds = None is not a list"),
+        (CELL, "cell 1: no seeds"),
         ("seeds = [1, 1]\n" + CELL, "duplicate seeds"),
         ("seeds = [1]\n" + CELL + CELL, "duplicate cells ppo/T/s"),
         ("seeds = [1]\n" + CELL + CELL.replace('"s"', '"t"'), "duplicate cells ppo/T/s and ppo/T/t"),
@@ -105,7 +105,10 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run_dir x"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("python", "python -m pdb"), "unknown script -m"),
         ("seeds = [1]\n" + CELL.replace("python", "torchrun --nproc-per-node 2"), "needs --standalone"),
-        ("seeds = [1]\n" + CELL.replace("python", "torchrun --standalone --nonsense 2"), "is refused: .*nonsense"),
+        (
+            "seeds = [1]\n" + CELL.replace("python", "torchrun --standalone --nonsense 2"),
+            "would refuse .*unrecognized arguments: --nonsense",
+        ),
         ("seeds = [1]\n" + CELL + "threshold = 3\n", "a threshold is of a curve"),
         ("seeds = [1]\n" + CELL + "gpus = 1.5\n", "gpus a fraction"),
         ("seeds = [1]\n" + CELL + "hours = nan\n", "hours above 0"),
@@ -251,7 +254,9 @@ def test_a_peer_that_cannot_be_installed_is_told_with_the_reason(tmp_path, monke
     assert peer["missing"] == [{"seed": 1, "error": error}]
     (tmp_path / "b").mkdir()
     with pytest.raises(SuiteError, match="has the runs of another suite"):
-        run.SuiteRun(write_suite(tmp_path / "b" / "a.toml", [1], a=SHORT), tmp_path / "runs")
+        run.SuiteRun(write_suite(tmp_path / "b" / "a.toml", [1], other=SHORT), tmp_path / "runs")
+    (tmp_path / "b" / "a.toml").write_text(path.read_text())  # the same suite at another place
+    run.SuiteRun(tmp_path / "b" / "a.toml", tmp_path / "runs")
 
 
 @pytest.mark.parametrize("broken", ["", "{}", "[]", '"metrics"', None])
@@ -397,7 +402,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     results = records.collect(runs / "a")
     (missing,) = results["cells"]["ppo/CartPole-v1/bad"]["missing"]
     assert missing["seed"] == 1 and "--env-id Nothing-v0" in missing["error"]
-    assert f"**Not run**: CartPole-v1, bad, seeds 1: {missing['error']}" in report.render(results)
+    assert f"CartPole-v1, bad, seeds 1: **failed**: {missing['error']}" in report.render(results)
     process = start_harness(suite, "--runs", runs, "--only", "*/good")  # forgets nothing of the others
     assert process.communicate(timeout=60) and process.returncode == 0 and records.collect(runs / "a") == results
 
@@ -508,7 +513,7 @@ def test_the_page_says_what_the_results_say():
     assert "| return | gnugo | - | - | not run: cannot be installed | - | higher |" in page
     assert "| CartPole-v1 | default | 2 | episodic_return | 450 | **450** | 400 to 500 | 475 | 1.50 | 15 |" in page
     assert "| 475 | - (1 of 2) | - (1 of 2) | 1,000 | 102 MB |" in page
-    assert "**Not run**: Go, match, seeds 1: cannot be installed" in page
+    assert "Go, match, seeds 1: **failed**: cannot be installed" in page
 
 
 def test_a_report_loses_no_committed_run(tmp_path, monkeypatch, capsys):
@@ -518,12 +523,18 @@ def test_a_report_loses_no_committed_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(records, "collect", lambda folder: make_results(make_cell([1.0])))
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "suite.json").write_text("")
+    with pytest.raises(records.ResultsError, match="no finished runs"):  # a suite of somebody is not published
+        report.main(["--runs", str(tmp_path / "runs")])
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    (tmp_path / "benchmark" / "suites").mkdir(parents=True)
+    (tmp_path / "benchmark" / "suites" / "a.toml").write_text("")
     with pytest.raises(records.ResultsError, match="lacks 1 runs"):
         report.main(["--runs", str(tmp_path / "runs")])
+    assert not (tmp_path / "docs").exists()
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "results.md").exists() and (tmp_path / "out" / "figures" / "results_a.png").exists()
     assert json.loads((tmp_path / "out" / "results" / "a.json").read_text()) == make_results(make_cell([1.0]))
-    with pytest.raises(records.ResultsError, match="no results of a suite"):
+    with pytest.raises(records.ResultsError, match="no finished runs"):
         report.main(["--runs", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")])
 
 
@@ -546,13 +557,14 @@ def test_comparison_fails_where_a_headline_metric_got_worse_beyond_noise(tmp_pat
     assert run_compare(tmp_path, [make_cell([500.0] * 3)], [make_cell([499.0] * 3)]) == 1  # no noise at all
     assert run_compare(tmp_path, [make_cell([500.0] * 3)], [make_cell([500.0] * 3)]) == 0
     assert run_compare(tmp_path, [make_cell([500.0])], [make_cell([1.0])]) == 0
-    assert "cannot be told" in capsys.readouterr().out
+    assert "cannot be told from one seed" in capsys.readouterr().out
     assert run_compare(tmp_path, [make_cell([0.3] * 3)], [make_cell([0.1 + 0.2] * 3)]) == 0  # rounding is no noise
     assert run_compare(tmp_path, [make_cell([0.1 + 0.2] * 3)], [make_cell([0.3] * 3)]) == 0
     assert run_compare(tmp_path, [make_cell(base)], [make_cell([float("nan")] * 5)]) == 1
     assert run_compare(tmp_path, [make_cell([float("nan")] * 5)], [make_cell(base)]) == 0
     failing = make_cell(base[:4], missing=[{"seed": 5, "error": "exit code 1"}])
     assert run_compare(tmp_path, [make_cell(base)], [failing]) == 1
+    assert run_compare(tmp_path, [failing | {"runs": []}], [failing | {"runs": []}]) == 1  # whatever BASE did
     unfinished = make_cell(base[:4], missing=[{"seed": 5, "error": records.NOT_RUN}])
     assert run_compare(tmp_path, [make_cell(base)], [unfinished]) == 0
     with pytest.raises(records.ResultsError, match="no results of the same cell"):
