@@ -130,7 +130,8 @@ def check_command(cell: Cell, where: str) -> None:
                     raise SuiteError(f"{where}: {flag} is not for a suite: the harness sets seeds and run folders")
             parse_flags(cell)
         except SystemExit:
-            words = re.sub(r"([\s│╭╮╰╯─┃━]|-{5,})+", " ", output.getvalue()).split("error: ")[-1].strip()
+            words = re.sub(r"([\s│╭╮╰╯─┃━]|-{5,})+", " ", output.getvalue()).split("error: ")[-1]
+            words = words.split(" For full helptext")[0].strip()
             raise SuiteError(f"{where}: command is refused: {words[:300]}") from None
 
 

@@ -107,7 +107,7 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seeds = [1]\n" + CELL.replace("python", "torchrun --nproc-per-node 2"), "needs --standalone"),
         (
             "seeds = [1]\n" + CELL.replace("python", "torchrun --standalone --nonsense 2"),
-            "would refuse .*unrecognized arguments: --nonsense",
+            "is refused: .*: --nonsense",
         ),
         ("seeds = [1]\n" + CELL + "threshold = 3\n", "a threshold is of a curve"),
         ("seeds = [1]\n" + CELL + "gpus = 1.5\n", "gpus a fraction"),
