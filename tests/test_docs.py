@@ -28,8 +28,8 @@ import docs_hooks
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py"))]
 HEADINGS = ["Usage", "Equations", "Implementation details", "Logged metrics", "Results", "Ablations", "Speed"]
-OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs".split())
-OTHER_FLAGS = {"--nproc-per-node"}  # of torchrun
+OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch".split())
+OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
