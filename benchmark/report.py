@@ -32,8 +32,8 @@ python benchmark/report.py
 
 """
 LEGEND = """IQM is the interquartile mean over the seeds, the interval its 95 % bootstrap. Seconds and steps to the
-threshold are medians, of the first point of the learning curve at the threshold. Seconds are {seconds}; steps per
-second are those of training, up to the last point of the curve. Memory is main
+threshold are medians, of the first point of the learning curve at the threshold. Seconds are {seconds}, which other
+work on the machine lengthens; steps per second are those of training, up to the last point of the curve. Memory is main
 memory, that of all processes of a run, the largest of the seeds."""
 
 
@@ -41,7 +41,7 @@ def show(value: float | None, digits: int = 3) -> str:
     """A number as people write it."""
     if value is None or not math.isfinite(value):
         return "-"
-    if value == 0 or abs(value) >= 10 ** (digits - 1):
+    if abs(value) < 1e-9 or abs(value) >= 10 ** (digits - 1):  # rounding aside, the first are zero
         return f"{value:,.0f}"
     return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}"
 

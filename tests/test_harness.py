@@ -516,6 +516,20 @@ def test_the_page_says_what_the_results_say():
     assert "Go, match, seeds 1: **failed**: cannot be installed" in page
 
 
+def test_numbers_are_shown_as_people_write_them():
+    shown = {
+        0.0: "0",
+        8.9e-16: "0",
+        -0.4961: "-0.496",
+        0.0653: "0.0653",
+        4.567: "4.57",
+        123.4: "123",
+        52822.0: "52,822",
+    }
+    assert {x: report.show(x) for x in shown} == shown
+    assert report.show(None) == report.show(float("nan")) == report.show(float("inf")) == "-"
+
+
 def test_a_report_loses_no_committed_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
