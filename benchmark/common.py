@@ -14,6 +14,8 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmark" / "results", ROOT / "docs" / "figures"
 PEERS = ROOT / "benchmark" / "peers"
@@ -39,8 +41,7 @@ def run_peer(environment: str, peer: str, *flags) -> dict:
     python = make_peer_environment(environment)
     with tempfile.TemporaryDirectory() as folder:
         path = run_file(folder, python, PEERS / f"{peer}.py", *flags)
-        curve = read_curve(path, "charts/return_last_20") if list(path.glob("events*")) else []
-        return json.loads((path / "result.json").read_text()) | {"curve": curve}
+        return json.loads((path / "result.json").read_text()) | {"curve": read_curve(path, "charts/return_last_20")}
 
 
 def run_file(folder: str, *command) -> Path:
@@ -58,11 +59,19 @@ def read_events(run_path: Path):
     return EventAccumulator(str(run_path), size_guidance={"scalars": 0}).Reload()
 
 
-def read_curve(run_path: Path, tag: str) -> list[list[float]]:
-    """[[step, CPU-s, value], ...] of a logged `tag`."""
+def read_points(run_path: Path, tag: str) -> list[list[float]]:
+    """[[step, CPU-s, seconds, value], ...] of a logged `tag`; empty where it was not logged."""
     events = read_events(run_path)
-    seconds = {e.step: e.value for e in events.Scalars("charts/cpu_seconds")}
-    return [[e.step, seconds[e.step], e.value] for e in events.Scalars(tag)]
+    if not {tag, "charts/cpu_seconds"} <= set(events.Tags()["scalars"]):
+        return []
+    clock, points, start = events.Scalars("charts/cpu_seconds"), events.Scalars(tag), events.FirstEventTimestamp()
+    seconds = np.interp([p.step for p in points], [c.step for c in clock], [c.value for c in clock])
+    return [[p.step, float(s), p.wall_time - start, p.value] for p, s in zip(points, seconds, strict=True)]
+
+
+def read_curve(run_path: Path, tag: str) -> list[list[float]]:
+    """[[step, CPU-s, value], ...] of a logged `tag`; empty where it was not logged."""
+    return [[step, seconds, value] for step, seconds, _, value in read_points(run_path, tag)]
 
 
 def make_peer_environment(peer: str) -> Path:

@@ -26,7 +26,7 @@ def compare_cell(base: list[float], new: list[float], better: str) -> dict:
     found = {"base": float(np.mean(base)), "new": float(np.mean(new)), "interval": None, "p": None}
     found["seeds"] = f"{len(base)}, {len(new)}"
     found["difference"] = found["new"] - found["base"]
-    wins = stats.mannwhitneyu(sign * np.array(new), sign * np.array(base)).statistic if base and new else np.nan
+    wins = stats.mannwhitneyu(sign * np.array(new), sign * np.array(base)).statistic
     found["improvement"] = float(wins) / (len(base) * len(new))
     if not np.isfinite(base).all():
         return found  # nothing to hold NEW against

@@ -1,11 +1,17 @@
 """Results of suites: read from run folders or from one JSON file, and what is computed over their seeds."""
 
 import json
+import sys
 from pathlib import Path
 
 import common
 import numpy as np
-from scipy import stats
+
+try:
+    from scipy import stats
+except ImportError:
+    print("scipy is missing: pip install -r benchmark/requirements.txt", file=sys.stderr)
+    raise SystemExit(2) from None
 
 NUM_POINTS = 60  # of a learning curve, in the JSON file
 RESAMPLES = 9999
@@ -15,17 +21,6 @@ NOT_RUN = "not run yet"
 
 class ResultsError(ValueError):
     """What is wrong with files of results, in one line."""
-
-
-def read_curve(run_path: Path, tag: str) -> list[list[float]]:
-    """[[step, CPU-seconds, seconds, value], ...] of a logged tag; empty where it was not logged."""
-    events = common.read_events(run_path)
-    if not {tag, "charts/cpu_seconds"} <= set(events.Tags()["scalars"]):
-        return []
-    clock, start = events.Scalars("charts/cpu_seconds"), events.FirstEventTimestamp()
-    points = events.Scalars(tag)
-    seconds = np.interp([p.step for p in points], [c.step for c in clock], [c.value for c in clock])
-    return [[p.step, float(s), p.wall_time - start, p.value] for p, s in zip(points, seconds, strict=True)]
 
 
 def find_threshold(curve: list[list[float]], cell: dict) -> list[float] | None:
@@ -55,7 +50,7 @@ def read_run(cell: dict, path: Path) -> dict:
     except (OSError, ValueError):  # the harness was killed right after the run
         process = {}
     run |= {key: process.get(key) for key in ("peak_memory_mb", "machine")}
-    curve = read_curve(path.parent, cell["curve"]) if cell["curve"] else []
+    curve = common.read_points(path.parent, cell["curve"]) if cell["curve"] else []
     clock = 1 if run["device"] == "cpu" else 2  # CPU-seconds, which others on the machine disturb less
     last = curve[-1] if curve else [run["env_steps"], run["cpu_seconds"], run["wall_seconds"]]
     run["steps_per_second"] = last[0] / last[clock] if last[clock] else None
@@ -81,7 +76,7 @@ def collect(suite_folder: Path) -> dict:
     suite, cells = read_suite_file(suite_folder), {}
     errors = {(e["name"], e["seed"]): e["error"] for e in suite["errors"]}
     for cell in suite["cells"]:
-        name, folder, seed = f"{cell['script']}/{cell['task']}/{cell['setting']}", cell.pop("folder"), cell.pop("seed")
+        name, folder, seed = (cell.pop(key) for key in ("name", "folder", "seed"))
         entry = cells.setdefault(name, cell | {"headline": None, "runs": [], "missing": []})
         if path := find_result(suite_folder / folder):
             entry["runs"].append(read_run(cell, path))

@@ -177,8 +177,7 @@ class SuiteRun:
         self.errors: dict[Cell, str] = {}
         if (self.root / "suite.json").exists():  # what failed before, and is not about to run again
             old = records.read_suite_file(self.root)
-            names = {f"{cell['script']}/{cell['task']}/{cell['setting']}" for cell in old["cells"]}
-            if names.isdisjoint(cell.name for cell in self.cells):
+            if {cell["name"] for cell in old["cells"]}.isdisjoint(cell.name for cell in self.cells):
                 raise SuiteError(f"{self.root} has the runs of another suite of that name: use another --runs")
             errors = {(e["name"], e["seed"]): e["error"] for e in old["errors"]}
             keys = {cell: (cell.name, cell.seed) for cell in self.cells}
@@ -190,11 +189,10 @@ class SuiteRun:
 
     def save(self) -> None:
         """suite.json: what the report needs beside the run folders."""
-        cells = [
-            asdict(cell)
-            | {"script": cell.script, "hash": digest, "folder": str(self.folders[cell].relative_to(self.root))}
-            for cell, digest in self.digests.items()
-        ]
+        cells = []
+        for cell, folder in self.folders.items():
+            names = {"name": cell.name, "script": cell.script, "hash": self.digests[cell]}
+            cells.append(asdict(cell) | names | {"folder": str(folder.relative_to(self.root))})
         errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
         content = {"suite": self.root.name, "cells": cells, "ratios": self.ratios}
         common.write_atomically(self.root / "suite.json", json.dumps(content | {"errors": errors}, indent=1))
@@ -266,8 +264,7 @@ def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], disp
                 error = f"{type(failure.cause).__name__}: {failure.cause}"
             except ray.exceptions.RayError as lost:
                 error = f"its worker was lost ({type(lost).__name__})"
-            if suite.is_done(cell):
-                path = find_result(suite.folders[cell])
+            if path := find_result(suite.folders[cell]):
                 result = json.loads(path.read_text())
                 display.write(f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}")
                 if cell.curve and cell.curve not in (tags := common.read_events(path.parent).Tags()["scalars"]):

@@ -328,6 +328,8 @@ def test_a_cell_dies_with_its_worker(cell, tmp_path):
     wait_until(find)
     worker.kill()
     wait_until(lambda: not find(), 10)
+    assert not worker.is_alive() and not find()
+    assert not list(cell[1].rglob("process.json"))  # it was cut off, and had no end of its own
 
 
 def test_progress_is_read_from_the_log(tmp_path):
