@@ -66,6 +66,7 @@ def read_suite_file(suite_folder: Path) -> dict:
     """suite.json of a folder that benchmark/run.py has made; ResultsError where there is none that can be read."""
     try:
         suite = json.loads((suite_folder / "suite.json").read_text())
+        _ = [(cell["name"], cell["folder"], cell["seed"]) for cell in suite["cells"]]
         return {key: suite[key] for key in ("suite", "cells", "ratios", "errors")}
     except (OSError, ValueError, LookupError, TypeError):
         raise ResultsError(f"{suite_folder}: no readable suite.json, as benchmark/run.py writes it") from None

@@ -614,7 +614,7 @@ def test_results_that_are_none_are_one_line(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "suite.json").write_text('{"suite": "a"}')
+    (tmp_path / "runs" / "suite.json").write_text('{"suite": "a", "cells": [{}], "ratios": [], "errors": []}')
     for name in ("", "missing.json", "bad.json", "other.json", "runs"):
         path = tmp_path / name
         command = [sys.executable, str(ROOT / "benchmark" / "compare.py"), str(path), str(path)]
