@@ -11,6 +11,7 @@ when one is or fails in NEW, 2 when there is nothing to compare.
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -34,11 +35,15 @@ def compare_cell(base: list[float], new: list[float], better: str) -> dict:
         return found | {"p": 0.0}
     if min(len(base), len(new)) < 2:
         return found  # nothing is known of the noise
-    if np.ptp(base) == np.ptp(new) == 0:  # no noise at all, so that Welch's test would divide by zero
+    if np.isclose(base, base[0]).all() and np.isclose(new, new[0]).all():  # no noise: Welch's test would divide by zero
         is_worse = sign * found["difference"] < 0 and not np.isclose(found["base"], found["new"], rtol=1e-6, atol=0)
         return found | {"interval": (found["difference"],) * 2, "p": float(not is_worse)}
-    test = stats.ttest_ind(new, base, equal_var=False)
-    p = stats.ttest_ind(new, base, equal_var=False, alternative="less" if sign > 0 else "greater").pvalue
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Precision loss"
+        )  # one of the two is constant, with the variance of zero it has
+        test = stats.ttest_ind(new, base, equal_var=False)
+        p = stats.ttest_ind(new, base, equal_var=False, alternative="less" if sign > 0 else "greater").pvalue
     return found | {"interval": tuple(map(float, test.confidence_interval(0.95))), "p": float(p)}
 
 

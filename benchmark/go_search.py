@@ -29,7 +29,7 @@ def make_boards(go, num_games: int):
     return play_random_moves(go, num_games, go.num_points // 4, torch.Generator().manual_seed(0))[0]
 
 
-def load_network(path: str):
+def load_network(path: str | Path):
     """The script's module, a checkpoint's settings and its network."""
     import torch
 

@@ -6,16 +6,18 @@
 
 Reads the run folders of RUNS, nothing else: with --out those of all suites, without it those of benchmark/suites but
 smoke, which shows no results. Nothing is lost: a suite whose committed results have runs that its folder lacks is
-refused.
+refused. The suite `ablations` is shown in the scripts' pages too, each cell against the first of its task.
 """
 
 import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
 import common
+import compare
 import numpy as np
 import records
 
@@ -93,6 +95,51 @@ def make_table(cells: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def describe_flags(cell: dict, first: dict) -> str:
+    """The flags of the cell's command that `first` has not, and the names of those that only `first` has."""
+    flags, others = (re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(c["command"].split())) for c in (cell, first))
+    new = " ".join(flag for flag in flags if cell is first or flag not in others)
+    gone = " ".join(f for f in others if f.split()[0] not in {flag.split()[0] for flag in flags})
+    return ", ".join(text for text in (f"`{new}`" if new else "", f"without `{gone}`" if gone else "") if text)
+
+
+def make_ablation_line(cell: dict, first: dict) -> str:
+    """The line of a cell in the table of its task, whose first cell is `first`."""
+    columns = [cell["setting"], describe_flags(cell, first), len(cell["runs"])]
+    if not cell["runs"]:
+        return f"| {' | '.join(map(str, columns))} | {cell['missing'][0]['error']} | | | | | |"
+    values = records.get_values(cell, "headline")
+    columns += [show(float(np.mean(values))), "", "", ""]
+    if cell is not first and first["runs"]:
+        found = compare.compare_cell(records.get_values(first, "headline"), values, cell["better"])
+        low, high = found["interval"] or (math.nan, math.nan)
+        difference = f"{'+' if found['difference'] > 0 else ''}{show(found['difference'])}"
+        columns[-3:] = [f"**{difference}**" if low > 0 or high < 0 else difference, show_interval(found["interval"])]
+        columns += [f"{found['improvement']:.0%}"]
+    columns += [f"{np.median(records.get_values(cell, q)):,.0f}" for q in ("env_steps", "cpu_seconds")]
+    return "| " + " | ".join(map(str, columns)) + " |"
+
+
+def make_ablations(results: dict) -> dict[str, str]:
+    """What the pages of the scripts show of the suite, by script: each cell against the first of its task."""
+    columns = "setting, flags, seeds, mean, difference, 95 % interval, probability of improvement, steps, CPU-s"
+    pages = {}
+    for script, all_cells in list_scripts(results).items():
+        lines = [""]
+        for task in dict.fromkeys(cell["task"] for cell in all_cells):
+            cells = [cell for cell in all_cells if cell["task"] == task]
+            metric = next((cell["headline"] for cell in cells if cell["headline"]), "").removeprefix("eval/")
+            lines += [
+                f"**{task}**, {metric}, {cells[0]['better']} is better",
+                "",
+                f"| {columns.replace(', ', ' | ')} |",
+            ]
+            lines += ["|--|--|--:|--:|--:|--|--:|--:|--:|"]
+            lines += [*(make_ablation_line(cell, cells[0]) for cell in cells), ""]
+        pages[script] = "\n".join([*lines, describe_machines(results), ""])
+    return pages
+
+
 def make_ratio_table(results: dict) -> str:
     """The headline table: ours, peer, and the ratio of the medians."""
     lines = ["| what | peer | ours | peer's | ours / peer | 95 % interval | better is |", "|--|--|--:|--:|--:|--|--|"]
@@ -152,13 +199,17 @@ def list_curves(results: dict) -> dict[str, list[dict]]:
 
 def draw(results: dict, path: Path) -> None:
     """Learning curves by steps and by seconds, a row of two pictures a task: each seed, and the mean over the seeds."""
+    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     tasks = list_curves(results)
-    figure = Figure(figsize=(10, 3 * len(tasks)), layout="constrained")
+    figure = Figure(figsize=(13, 3.2 * len(tasks)), layout="constrained")
     for row, (task, cells) in zip(figure.subplots(len(tasks), 2, squeeze=False), tasks.items(), strict=True):
-        for color, cell in enumerate(cells):
+        is_one_script = len({cell["script"] for cell in cells}) == 1
+        for i, cell in enumerate(cells):
+            color = f"C{i}" if len(cells) <= 10 else matplotlib.colormaps["tab20"](i % 20)
+            label = cell["setting"] if is_one_script else f"{cell['script']}, {cell['setting']}"
             for column, axes in enumerate(row):
                 curves = [
                     (np.array(run["curve"])[:, column], np.array(run["curve"])[:, 2])
@@ -166,20 +217,19 @@ def draw(results: dict, path: Path) -> None:
                     if run["curve"]
                 ]
                 for x, y in curves:
-                    axes.plot(x, y, color=f"C{color}", alpha=0.3, lw=0.8)
+                    axes.plot(x, y, color=color, alpha=0.3, lw=0.8)
                 grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
                 mean = np.mean([np.interp(grid, x, y) for x, y in curves], axis=0)
-                axes.plot(grid, mean, color=f"C{color}", lw=2, label=f"{cell['script']}, {cell['setting']}")
+                axes.plot(grid, mean, color=color, lw=2, label=label)
                 if cell["threshold"] is not None:
                     axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
-        for axes, label in zip(
-            row, ("env_steps of result.json", "CPU-seconds" if is_cpu(results) else "seconds"), strict=True
-        ):
+        labels = "env_steps of result.json", "CPU-seconds" if is_cpu(results) else "seconds"
+        for axes, label in zip(row, labels, strict=True):
             axes.set(xlabel=label, title=task)
             axes.xaxis.set_major_formatter(EngFormatter())
             axes.grid(alpha=0.3)
         row[0].set_ylabel(cells[0]["curve"])
-        row[0].legend(fontsize=8)
+        row[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -270,6 +320,9 @@ def main(argv: list[str] | None = None) -> None:
         if list_curves(results):
             draw(results, folder / "figures" / figure_name(results))
     common.write_atomically(folder / "results.md", page)
+    if not args.out and "ablations" in committed | suites:
+        for script, text in make_ablations((committed | suites)["ablations"]).items():
+            common.write_section(folder / f"{script}.md", "ablations", text)
     print(f"{folder / 'results.md'}: {', '.join(results['suite'] for results in everything)}")
 
 

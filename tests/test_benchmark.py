@@ -1,5 +1,6 @@
 """The benchmark's reports follow from the committed results, and its arithmetic is right."""
 
+import json
 import statistics
 import sys
 
@@ -20,6 +21,7 @@ import ppo_control
 import r2d2_memory
 import r2d2_speed
 import r2d2_windows
+import records
 import scaling
 import tsp_gaps
 import tsp_speed
@@ -116,6 +118,33 @@ def test_window_figure_shows_what_the_replay_holds(tmp_path):
     assert replay.num_added == 3 and replay.rows["terminated"][:3].tolist() == [False, False, True]
     r2d2_windows.draw(tmp_path / "windows.png")
     assert (tmp_path / "windows.png").stat().st_size > 5_000
+
+
+def test_go_ablations_take_the_checkpoints_of_finished_runs(tmp_path):
+    def write_suite(*settings):
+        cells = [{"task": "Go-5x5", "name": s, "setting": s, "seed": 1, "folder": s} for s in settings]
+        cells.append(cells[0] | {"task": "another", "folder": "nowhere"})
+        (tmp_path / "suite.json").write_text(json.dumps({"suite": "a", "ratios": [], "errors": [], "cells": cells}))
+
+    write_suite("default", "noise")
+    result = dict.fromkeys(records.RESULT_KEYS, 0) | {"headline": "x", "metrics": {"x": 1.0}}
+    for setting in ("default", "noise"):
+        with pytest.raises(records.ResultsError, match=f"{setting}: no finished run"):
+            go_ablations.find_checkpoints(tmp_path)
+        path = tmp_path / setting / "try_1" / "run"
+        path.mkdir(parents=True)
+        (path / "result.json").write_text(json.dumps(result))
+        (path / "checkpoint.pt").write_text("")
+    found = go_ablations.find_checkpoints(tmp_path)
+    assert found == {s: {1: tmp_path / s / "try_1" / "run" / "checkpoint.pt"} for s in ("default", "noise")}
+    write_suite("noise", "default")
+    with pytest.raises(records.ResultsError, match="not the default"):
+        go_ablations.find_checkpoints(tmp_path)
+
+
+def test_table_of_go_ablations_shows_mean_and_each_seed():
+    rows = [{"setting": "a", "seed": seed, "win_rate": rate, "margin": 2.0} for seed, rate in ((1, 0.5), (2, 0.7))]
+    assert "| a | **60%** (50%, 70%) | +2.0 | 2 |" in go_ablations.make_table({"rows": rows})
 
 
 def test_memory_table_has_a_line_for_each_variant_measured():

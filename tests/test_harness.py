@@ -69,9 +69,7 @@ def count_results(runs):
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_the_suites_parse_against_the_scripts(path):
     cells, _ = read_suite(path)
-    assert {cell.script for cell in cells} >= {p.stem for p in (ROOT / "algos").glob("*.py")} - (
-        {"ppo"} if path.stem == "ablations" else set()
-    )
+    assert {cell.script for cell in cells} >= {p.stem for p in (ROOT / "algos").glob("*.py")}
     if path.stem == "cpu":
         assert all(n >= 5 for n in Counter(cell.name for cell in cells).values())
 
@@ -474,6 +472,11 @@ def test_the_page_follows_from_the_committed_results():
     assert (ROOT / "docs" / "results.md").read_text() == report.render_page([committed[k] for k in sorted(committed)])
     for results in committed.values():
         assert (ROOT / "docs" / "figures" / report.figure_name(results)).read_bytes().startswith(b"\x89PNG")
+    pages = report.make_ablations(committed["ablations"])
+    assert pages.keys() == {p.stem for p in (ROOT / "algos").glob("*.py")}
+    for script, text in pages.items():
+        page = (ROOT / "docs" / f"{script}.md").read_text()
+        assert common.replace_section(page, "ablations", text) == page
     cpu = committed["cpu"]["cells"]
     cells, _ = read_suite(ROOT / "benchmark" / "suites" / "cpu.toml")
     assert cpu.keys() == {cell.name for cell in cells}
@@ -516,6 +519,20 @@ def test_the_page_says_what_the_results_say():
     assert "| CartPole-v1 | default | 2 | episodic_return | 450 | **450** | 400 to 500 | 475 | 1.50 | 15 |" in page
     assert "| 475 | - (1 of 2) | - (1 of 2) | 1,000 | 102 MB |" in page
     assert "Go, match, seeds 1: **failed**: cannot be installed" in page
+
+
+def test_ablations_hold_each_cell_against_the_first_of_its_task():
+    first = make_cell([1.0, 2.0, 3.0], command="python algos/ppo.py --norm-obs --gamma 0.9")
+    better = make_cell([11.0, 12.0, 13.0], "ppo/CartPole-v1/b", command="python algos/ppo.py --norm-obs --gamma 0.99")
+    other = make_cell([2.0, 1.0, 3.0], "ppo/CartPole-v1/c", command="python algos/ppo.py --gamma 0.9 --seeds 1 2")
+    alone = make_cell([], "ppo/Acrobot-v1/d", headline=None, missing=[{"seed": 1, "error": "killed"}])
+    ((script, text),) = report.make_ablations(make_results(first, better, other, alone)).items()
+    assert script == "ppo" and "**CartPole-v1**, episodic_return, higher is better" in text
+    assert "| default | `--norm-obs --gamma 0.9` | 3 | 2.00 |  |  |  | 10 | 1 |" in text
+    half = 2.776 * (1 / 3 + 1 / 3) ** 0.5  # Student's t of four degrees of freedom, deviations of 1
+    assert f"| b | `--gamma 0.99` | 3 | 12.0 | **+10.0** | {10 - half:.2f} to {10 + half:.1f} | 100% | 10 | 1 |" in text
+    assert "| c | `--seeds 1 2`, without `--norm-obs` | 3 | 2.00 | 0 | -2.27 to 2.27 | 50% | 10 | 1 |" in text
+    assert "| d |  | 0 | killed |" in text
 
 
 def test_numbers_are_shown_as_people_write_them():
@@ -596,6 +613,13 @@ def test_difference_interval_and_probability_of_improvement():
     low, high = compare.compare_cell(list(a), list(b), "higher")["interval"]
     error = (a.var(ddof=1) / 50 + b.var(ddof=1) / 50) ** 0.5
     assert (high - low) / 2 == pytest.approx(1.984 * error, rel=0.01)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_side_may_have_no_noise():
+    found = compare.compare_cell([500.0] * 3, [499.0, 498.0, 500.0], "higher")
+    assert found["interval"] == pytest.approx((-1 - 4.303 / 3**0.5, -1 + 4.303 / 3**0.5), rel=1e-3)
+    assert compare.compare_cell([1.0, 1.0000001], [1.0000001, 1.0000002], "lower")["p"] == 1.0  # rounding is no noise
 
 
 def test_equal_programs_are_seldom_called_worse(tmp_path):
