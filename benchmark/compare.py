@@ -38,10 +38,8 @@ def compare_cell(base: list[float], new: list[float], better: str) -> dict:
     if np.isclose(base, base[0]).all() and np.isclose(new, new[0]).all():  # no noise: Welch's test would divide by zero
         is_worse = sign * found["difference"] < 0 and not np.isclose(found["base"], found["new"], rtol=1e-6, atol=0)
         return found | {"interval": (found["difference"],) * 2, "p": float(not is_worse)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Precision loss"
-        )  # one of the two is constant, with the variance of zero it has
+    with warnings.catch_warnings():  # scipy's, where one of the two is constant: its variance of zero is right
+        warnings.filterwarnings("ignore", "Precision loss")
         test = stats.ttest_ind(new, base, equal_var=False)
         p = stats.ttest_ind(new, base, equal_var=False, alternative="less" if sign > 0 else "greater").pvalue
     return found | {"interval": tuple(map(float, test.confidence_interval(0.95))), "p": float(p)}

@@ -1,6 +1,6 @@
 """algos/r2d2_lstm.py on memory tasks, with its LSTM and without memory, several seeds each.
 
-python benchmark/r2d2_memory.py                              # about 45 minutes on one core
+python benchmark/r2d2_memory.py                              # about half an hour on one core
 python benchmark/r2d2_memory.py --tasks TMaze20-v0           # some of the tasks; the results of the others are kept
 pip install minigrid && python benchmark/r2d2_memory.py --tasks MiniGrid-MemoryS13-v0 --variants LSTM "no memory"
 python benchmark/r2d2_memory.py --report-only                # tables and figure from benchmark/results/r2d2_memory.json

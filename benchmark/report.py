@@ -130,12 +130,8 @@ def make_ablations(results: dict) -> dict[str, str]:
         for task in dict.fromkeys(cell["task"] for cell in all_cells):
             cells = [cell for cell in all_cells if cell["task"] == task]
             metric = next((cell["headline"] for cell in cells if cell["headline"]), "").removeprefix("eval/")
-            lines += [
-                f"**{task}**, {metric}, {cells[0]['better']} is better",
-                "",
-                f"| {columns.replace(', ', ' | ')} |",
-            ]
-            lines += ["|--|--|--:|--:|--:|--|--:|--:|--:|"]
+            lines += [f"**{task}**, {metric}, {cells[0]['better']} is better", ""]
+            lines += [f"| {columns.replace(', ', ' | ')} |", "|--|--|--:|--:|--:|--|--:|--:|--:|"]
             lines += [*(make_ablation_line(cell, cells[0]) for cell in cells), ""]
         pages[script] = "\n".join([*lines, describe_machines(results), ""])
     return pages
