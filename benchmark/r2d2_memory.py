@@ -1,6 +1,6 @@
-"""algos/r2d2_lstm.py on memory tasks, with its LSTM and without memory, several seeds each.
+"""algos/r2d2_lstm.py on memory tasks: LSTM and none, stored and zero state, burn-in and none, several seeds each.
 
-python benchmark/r2d2_memory.py                              # about half an hour on one core
+python benchmark/r2d2_memory.py                              # about 45 minutes on one core
 python benchmark/r2d2_memory.py --tasks TMaze20-v0           # some of the tasks; the results of the others are kept
 pip install minigrid && python benchmark/r2d2_memory.py --tasks MiniGrid-MemoryS13-v0 --variants LSTM "no memory"
 python benchmark/r2d2_memory.py --report-only                # tables and figure from benchmark/results/r2d2_memory.json
@@ -14,7 +14,7 @@ from pathlib import Path
 import common
 from tqdm import tqdm
 
-TASKS = {  # flags, number of seeds with and without memory
+TASKS = {  # flags, number of seeds of the LSTM and of each other variant
     "RepeatPreviousEasy-v0": ("", 10, 2),
     "TMaze20-v0": (
         "--total-timesteps 400000 --learning-rate 1e-3 --n-step 5 --learn-length 32 --memory-span 50 --epsilon 0.8 "
@@ -40,6 +40,9 @@ QUICK_TASKS = ("RepeatPreviousEasy-v0", "TMaze20-v0", "CartPoleNoVelocity-v0")  
 VARIANTS = {
     "LSTM": "",
     "no memory": "--no-recurrent",
+    "zero state": "--state-init zero",
+    "no burn-in": "--burn-in 0",
+    "zero state, no burn-in": "--state-init zero --burn-in 0",
 }
 
 

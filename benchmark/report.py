@@ -301,7 +301,8 @@ def main(argv: list[str] | None = None) -> None:
         if any(cell["runs"] for cell in results["cells"].values()):
             check_nothing_is_lost(committed.get(path.parent.name, {"cells": {}}), results, path.parent)
             suites[path.parent.name] = results
-    everything = [results for _, results in sorted((committed | suites).items())]
+    named = dict(sorted((committed | suites).items()))
+    everything = list(named.values())
     if not (everything if args.report_only else suites):
         folder = common.RESULTS if args.report_only else args.runs
         raise records.ResultsError(f"{folder}: no finished runs of a suite to report; benchmark/run.py makes them")
@@ -317,8 +318,8 @@ def main(argv: list[str] | None = None) -> None:
         if list_curves(results):
             draw(results, folder / "figures" / figure_name(results))
     common.write_atomically(folder / "results.md", page)
-    if not args.out and "ablations" in committed | suites:
-        for script, text in make_ablations((committed | suites)["ablations"]).items():
+    if not args.out and "ablations" in named:
+        for script, text in make_ablations(named["ablations"]).items():
             common.write_section(folder / f"{script}.md", "ablations", text)
     print(f"{folder / 'results.md'}: {', '.join(results['suite'] for results in everything)}")
 
