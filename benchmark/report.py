@@ -223,8 +223,8 @@ def draw(results: dict, path: Path) -> None:
         labels = "env_steps of result.json", "CPU-seconds" if is_cpu(results) else "seconds"
         for axes, label in zip(row, labels, strict=True):
             axes.set(xlabel=label, title=task)
-            axes.xaxis.set_major_formatter(EngFormatter())
             axes.grid(alpha=0.3)
+        row[0].xaxis.set_major_formatter(EngFormatter())
         row[0].set_ylabel(cells[0]["curve"])
         row[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     path.parent.mkdir(parents=True, exist_ok=True)
