@@ -58,9 +58,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared
-from envs_shared import go_files, go_match, gtp
-from envs_shared.go import NUM_PLANES, Boards, Go
-from envs_shared.go_match import RolloutEvaluator, choose_random_moves, play_match
+from envs_shared.go_tasks import gtp
+from envs_shared.go_tasks.files import draw_board
+from envs_shared.go_tasks.match import RolloutEvaluator, choose_random_moves, compute_elo, format_games, play_match
+from envs_shared.go_tasks.rules import NUM_PLANES, Boards, Go
 
 SCRIPT = "alphazero_go"
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
@@ -974,8 +975,8 @@ def compete(go: Go, network: Agent, reference: Agent, args: Args, epoch: int, ru
     players = [make_player(go, make_evaluators(x, go, args.arena_games, args), args) for x in (network, reference)]
     seed = int(np.random.SeedSequence([args.seed, 3, epoch]).generate_state(1)[0])
     match = play_match(go, players, args.arena_games, args.komi, seed)
-    progress["elo"] += go_match.compute_elo(match["win_rate"], args.arena_games)
-    text = go_match.format_games(match, go.size, args.komi, SCRIPT, f"{SCRIPT}, {args.arena_interval} epochs before")
+    progress["elo"] += compute_elo(match["win_rate"], args.arena_games)
+    text = format_games(match, go.size, args.komi, SCRIPT, f"{SCRIPT}, {args.arena_interval} epochs before")
     write_atomically(run_path / f"games_epoch_{epoch:04d}.sgf", text.encode())
     return {f"arena/{name}": match[name] for name in SCORES} | {"arena/elo": progress["elo"]}
 
@@ -991,7 +992,7 @@ def draw_search(network: Agent, args: Args, moves: list[int]):
     heat, colour = torch.tensor(analysis.visits), "black" if int(boards.to_play) == 1 else "white"
     title = f"{colour} to play, {analysis.values[int(heat.argmax())]:.0%} for it after the best move"
     points = boards.stones[0, go.cells].tolist()
-    return go_files.draw_board(points, go.size, (heat / heat.sum()).tolist(), int(boards.last_move), title)
+    return draw_board(points, go.size, (heat / heat.sum()).tolist(), int(boards.last_move), title)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -1360,7 +1361,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     result |= {"torch": torch.__version__, "commit": get_commit(), "args": asdict(args)}
     for name, match in matches.items():
-        text = go_match.format_games(match, size, args.komi, SCRIPT, name)
+        text = format_games(match, size, args.komi, SCRIPT, name)
         write_atomically(run_path / f"games_{name}.sgf", text.encode())
     if figure := draw_search(network, args, matches["mcts"]["games"][0]):
         figure.savefig(run_path / "board.png", dpi=120)

@@ -56,8 +56,9 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
-from envs_shared import gym_vector
-from envs_shared.gym_vector import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
+from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
+from envs_shared.gym_tasks.plain_state import get_plain_state, set_plain_state
+from envs_shared.gym_tasks.vector import make_vec
 
 SCRIPT = "ppo"
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
@@ -684,7 +685,7 @@ def check_args(args: Args) -> None:
 def make_envs(args: Args, num_envs: int, seed: int, vectorization: str, device, video_folder: Path | None):
     """Environments and their first observations [B, D]; exits with code 2 where they cannot be made."""
     try:
-        return gym_vector.make_vec(args.env_id, num_envs, seed, vectorization, device, video_folder)
+        return make_vec(args.env_id, num_envs, seed, vectorization, device, video_folder)
     except ValueError as error:
         fail(f"--env-id {args.env_id}: {error}")
 
@@ -727,7 +728,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             for x, saved in zip(storage.carried, state["carried"], strict=True):
                 x.copy_(saved)
             random.setstate(state["python_rng"])
-            np.random.set_state(gym_vector.set_plain_state({}, state["numpy_rng"]))
+            np.random.set_state(set_plain_state({}, state["numpy_rng"]))
             torch.set_rng_state(state["torch_rng"])
             if device.type == "cuda" and state["cuda_rng"] is not None:
                 torch.cuda.set_rng_state(state["cuda_rng"])
@@ -736,7 +737,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     def save() -> None:
         state = {"envs": envs.state_dict(), "carried": [x.cpu() for x in storage.carried]}
         state |= {"python_rng": random.getstate(), "torch_rng": torch.get_rng_state()}
-        state["numpy_rng"] = gym_vector.get_plain_state(np.random.get_state(legacy=False))
+        state["numpy_rng"] = get_plain_state(np.random.get_state(legacy=False))
         state["cuda_rng"] = torch.cuda.get_rng_state() if device.type == "cuda" else None
         ranks = [state] * WORLD_SIZE
         if WORLD_SIZE > 1:  # as bytes: some integer types do not survive the trip as tensors

@@ -56,7 +56,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared
-from envs_shared import change_data, change_scores
+from envs_shared.change_tasks import data as change_data
+from envs_shared.change_tasks import scores as change_scores
 
 SCRIPT = "ppo_change_detection"
 COARSE, CORRECTION_DIM = 4, 8  # pixels averaged along each side for the coarse pictures; width R of a correction

@@ -57,9 +57,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
-from envs_shared import gym_vector
-from envs_shared.gym_vector import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
-from envs_shared.memory import MEMORYLESS_CEILING
+from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
+from envs_shared.gym_tasks.memory import MEMORYLESS_CEILING
+from envs_shared.gym_tasks.plain_state import get_plain_state, set_plain_state
+from envs_shared.gym_tasks.vector import make_vec
 
 SCRIPT = "r2d2_lstm"
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
@@ -689,7 +690,7 @@ def check_args(args: Args) -> None:
 def make_envs(args: Args, num_envs: int, seed: int, vectorization: str, device: torch.device):
     """Environments and their first observations [B, D]; exits with code 2 where they cannot be made."""
     try:
-        made = gym_vector.make_vec(args.env_id, num_envs, seed, vectorization, device, images=True)
+        made = make_vec(args.env_id, num_envs, seed, vectorization, device, images=True)
     except ValueError as error:
         fail(f"--env-id {args.env_id}: {error}")
     if not isinstance(made[0].single_action_space, gym.spaces.Discrete):
@@ -735,7 +736,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             for x, saved in zip(replay.tensors(), state["replay"], strict=True):
                 x.copy_(saved)
             random.setstate(state["python_rng"])
-            np.random.set_state(gym_vector.set_plain_state({}, state["numpy_rng"]))
+            np.random.set_state(set_plain_state({}, state["numpy_rng"]))
             torch.set_rng_state(state["torch_rng"])
             if device.type == "cuda" and state["cuda_rng"] is not None:
                 torch.cuda.set_rng_state(state["cuda_rng"])
@@ -756,7 +757,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         if args.checkpoint_replay:  # the environments go on from their state only with the replay's slots of the past
             state |= {"envs": envs.state_dict(), "replay": replay.tensors()}
         state |= {"python_rng": random.getstate(), "torch_rng": torch.get_rng_state()}
-        state["numpy_rng"] = gym_vector.get_plain_state(np.random.get_state(legacy=False))
+        state["numpy_rng"] = get_plain_state(np.random.get_state(legacy=False))
         state["cuda_rng"] = torch.cuda.get_rng_state() if device.type == "cuda" else None
         ranks = [state] * WORLD_SIZE
         if WORLD_SIZE > 1:  # as bytes: some integer types do not survive the trip as tensors

@@ -54,7 +54,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
-from envs_shared import tsp
+from envs_shared.tsp_tasks import instances as tsp
 
 SCRIPT = "reinforce_tsp_attention"
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun

@@ -24,7 +24,7 @@ def measure(use_compile: bool, bf16: bool, cuda: bool, num_repeats: int = 30) ->
     import torch
 
     from algos import ppo_change_detection as cd
-    from envs_shared import change_data
+    from envs_shared.change_tasks import data as change_data
 
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")

@@ -36,8 +36,8 @@ def play(checkpoint: Path, default: Path, seed: int) -> dict:
     """The network of `checkpoint` against the default's, in equal search."""
     import go_search
 
-    from envs_shared.go import Go
-    from envs_shared.go_match import play_match
+    from envs_shared.go_tasks.match import play_match
+    from envs_shared.go_tasks.rules import Go
 
     players = []
     for path in (checkpoint, default):

@@ -19,7 +19,9 @@ import common
 from tqdm import tqdm
 
 sys.path.append(str(common.ROOT))
-from envs_shared import go_files, go_match, gtp
+from envs_shared.go_tasks import files as go_files
+from envs_shared.go_tasks import gtp
+from envs_shared.go_tasks import match as go_match
 
 GNUGO = "--mode gtp --chinese-rules --positional-superko --capture-all-dead --never-resign"
 

@@ -24,7 +24,7 @@ def make_boards(go, num_games: int):
     """Positions after random moves on a quarter of the board."""
     import torch
 
-    from envs_shared.go_match import play_random_moves
+    from envs_shared.go_tasks.match import play_random_moves
 
     return play_random_moves(go, num_games, go.num_points // 4, torch.Generator().manual_seed(0))[0]
 
@@ -48,7 +48,7 @@ def load_network(path: str | Path):
 
 def measure(path: str, num_games: int = 64) -> dict:
     """Failures and distortion by limit k and simulations, and seconds of one slot and two for one game and many."""
-    from envs_shared.go import Go
+    from envs_shared.go_tasks.rules import Go
 
     az, args, network = load_network(path)
     go = Go(az.get_size(args))
@@ -94,7 +94,7 @@ def draw_timeline(path: str, figure_path: Path, num_games: int = 64) -> None:
     """A stretch of a search as it happened: what the master and the two workers did when."""
     from matplotlib.figure import Figure
 
-    from envs_shared.go import Go
+    from envs_shared.go_tasks.rules import Go
 
     az, args, network = load_network(path)
     args.num_slots, events = 2, []

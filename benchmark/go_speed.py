@@ -1,4 +1,4 @@
-"""Speed of envs_shared/go.py and of the search of algos/alphazero_go.py, with OpenSpiel's in the same run.
+"""Speed of envs_shared/go_tasks/rules.py and of the search of algos/alphazero_go.py, with OpenSpiel's in the same run.
 
 python benchmark/go_speed.py                   # some minutes on two cores; --cuda on a GPU
 python benchmark/go_speed.py --report-only     # tables in the docs from benchmark/results/go_speed.json
@@ -18,8 +18,8 @@ import torch
 
 sys.path.append(str(common.ROOT))
 from algos import alphazero_go as az
-from envs_shared.go import Go
-from envs_shared.go_match import choose_random_moves, play_random_moves
+from envs_shared.go_tasks.match import choose_random_moves, play_random_moves
+from envs_shared.go_tasks.rules import Go
 
 
 class NullEvaluator:

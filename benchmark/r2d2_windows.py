@@ -25,7 +25,7 @@ def fill_replay():
     replay = r2d2.SequenceReplay(envs, args, torch.device("cpu"))
     replay.begin_episodes(torch.zeros(1, 1))
     for step in range(1, EPISODE + 1):
-        row = torch.tensor([[step, 1.0, step == EPISODE, 0.0, 0.0, 0.0]])  # observation, then as in gym_vector
+        row = torch.tensor([[step, 1.0, step == EPISODE, 0.0, 0.0, 0.0]])  # observation, then as in columns.py
         replay.add_step(torch.zeros(1, dtype=torch.int64), row, replay.state)
     replay.add_windows()
     return replay

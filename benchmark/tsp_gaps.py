@@ -4,7 +4,7 @@
     python benchmark/tsp_gaps.py --tasks default        # some of the tasks; the results of the others are kept
     python benchmark/tsp_gaps.py --report-only          # tables and figure from benchmark/results/tsp_gaps.json
 
-Each final policy is evaluated on --data-dir/ENV_ID.txt, by default the instances of envs_shared/tsp_reference.
+Each final policy is evaluated on --data-dir/ENV_ID.txt, by default the instances of envs_shared/tsp_tasks/reference.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--data-dir", type=Path, default=common.ROOT / "envs_shared" / "tsp_reference")
+    parser.add_argument("--data-dir", type=Path, default=common.ROOT / "envs_shared" / "tsp_tasks" / "reference")
     parser.add_argument("--report-only", action="store_true")
     return parser
 

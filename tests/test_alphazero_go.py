@@ -11,9 +11,9 @@ import torch
 from conftest import ROOT, read_result, read_scalars
 
 from algos import alphazero_go as az
-from envs_shared import go_files, gtp
-from envs_shared.go import Go
-from envs_shared.go_match import (
+from envs_shared.go_tasks import files as go_files
+from envs_shared.go_tasks import gtp
+from envs_shared.go_tasks.match import (
     RolloutEvaluator,
     choose_random_moves,
     compute_elo,
@@ -21,6 +21,7 @@ from envs_shared.go_match import (
     play_match,
     play_random_moves,
 )
+from envs_shared.go_tasks.rules import Go
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from envs_shared import change_files
-from envs_shared.change_files import IGNORE, SPLITS, Split, read_data_dir
+from envs_shared.change_tasks import files as change_files
+from envs_shared.change_tasks.files import IGNORE, SPLITS, Split, read_data_dir
 
 DIRS = ("A", "B", "label")
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from envs_shared import change_data, change_pairs, change_scores
+from envs_shared.change_tasks import data as change_data
+from envs_shared.change_tasks import pairs as change_pairs
+from envs_shared.change_tasks import scores as change_scores
 
 # Synthetic pairs
 

@@ -76,6 +76,7 @@ CASES = {
         *("--no-anneal-lr", "--total-timesteps", 2860, 5120),
         progress=("return=", "step/s"),
         tags=("charts/episodic_return", "losses/q_loss"),
+        max_lines=901,
     ),
     "reinforce_tsp_attention": Case(
         "--num-epochs 10 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from envs_shared.go import Go
+from envs_shared.go_tasks.rules import Go
 
 DATA = Path(__file__).parent / "data" / "go"
 

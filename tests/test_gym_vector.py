@@ -8,9 +8,9 @@ import pytest
 import torch
 from probe_envs import Picture
 
-from envs_shared import gym_vector
-from envs_shared.gym_vector import make_vec
-from envs_shared.packages import MODULES
+from envs_shared.gym_tasks.columns import EPISODE_LENGTH, NUM_EXTRA
+from envs_shared.gym_tasks.packages import MODULES
+from envs_shared.gym_tasks.vector import make_vec
 
 
 def play(envs, num_steps, seed):
@@ -37,12 +37,12 @@ def play(envs, num_steps, seed):
         ("Acrobot-v1", "auto"),
         ("MountainCarContinuous-v0", "auto"),
         ("probe_envs:SameStepFixed-v0", "auto"),
-        ("envs_shared.memory:RepeatPreviousEasy-v0", "auto"),
-        ("envs_shared.memory:RepeatPreviousEasy-v0", "sync"),
-        ("envs_shared.memory:TMaze10-v0", "auto"),
-        ("envs_shared.memory:TMaze10-v0", "sync"),
-        ("envs_shared.memory:CartPoleNoVelocity-v0", "auto"),
-        ("envs_shared.memory:CartPoleNoVelocity-v0", "sync"),
+        ("envs_shared.gym_tasks.memory:RepeatPreviousEasy-v0", "auto"),
+        ("envs_shared.gym_tasks.memory:RepeatPreviousEasy-v0", "sync"),
+        ("envs_shared.gym_tasks.memory:TMaze10-v0", "auto"),
+        ("envs_shared.gym_tasks.memory:TMaze10-v0", "sync"),
+        ("envs_shared.gym_tasks.memory:CartPoleNoVelocity-v0", "auto"),
+        ("envs_shared.gym_tasks.memory:CartPoleNoVelocity-v0", "sync"),
     ],
 )
 def test_a_saved_state_continues_bit_for_bit(tmp_path, env_id, vectorization):
@@ -177,7 +177,7 @@ def check_rows(env_id, expected, **kwargs):
             np.testing.assert_array_equal(rows[:, :d], [expected(step)] * 2)
             if prefix and i > 0:
                 final = expected(3) if i == 3 else np.zeros(d)
-                np.testing.assert_array_equal(rows[:, d + gym_vector.NUM_EXTRA :], [final] * 2)
+                np.testing.assert_array_equal(rows[:, d + NUM_EXTRA :], [final] * 2)
             rows = envs.step(torch.zeros(2, 1))
     return envs
 
@@ -214,7 +214,7 @@ def test_vectorizations_agree():
     rows = [play(make_vec("Pendulum-v1", 3, 5, mode)[0], 210, 1) for mode in ("auto", "sync", "async")]
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
     torch.testing.assert_close(rows[0], rows[2], rtol=0, atol=0)
-    assert (rows[0][:, :, 3 + gym_vector.EPISODE_LENGTH] == 200).sum() == 3
+    assert (rows[0][:, :, 3 + EPISODE_LENGTH] == 200).sum() == 3
 
 
 def test_the_torch_port_refuses_other_tasks():

@@ -10,8 +10,9 @@ import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 
-from envs_shared.gym_vector import EPISODE_LENGTH, EPISODE_RETURN, REWARD, TERMINATED, TRUNCATED, make_vec
-from envs_shared.memory import MEMORYLESS_CEILING
+from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, REWARD, TERMINATED, TRUNCATED
+from envs_shared.gym_tasks.memory import MEMORYLESS_CEILING
+from envs_shared.gym_tasks.vector import make_vec
 
 CARDS = {"RepeatPreviousEasy-v0": (4, 1), "RepeatPreviousMedium-v0": (32, 2), "RepeatPreviousHard-v0": (64, 3)}
 MAZES = {"TMaze10-v0": 10, "TMaze20-v0": 20, "TMaze50-v0": 50}
@@ -278,6 +279,6 @@ def test_hidden_velocities_of_a_single_environment():
 @pytest.mark.parametrize("env_id", MEMORYLESS_CEILING)
 def test_what_counts_as_solved_takes_memory(env_id):
     for vectorization in ("auto", "sync"):
-        envs, obs = make_vec(f"envs_shared.memory:{env_id}", 2, 1, vectorization)
+        envs, obs = make_vec(f"envs_shared.gym_tasks.memory:{env_id}", 2, 1, vectorization)
         assert envs.reward_threshold > MEMORYLESS_CEILING[env_id] + 0.9
         assert obs.shape == (2, envs.obs_dim)

@@ -13,7 +13,9 @@ from PIL import Image
 from torch.nn import functional as F
 
 from algos import ppo_change_detection as cd
-from envs_shared import change_data, change_pairs, change_scores
+from envs_shared.change_tasks import data as change_data
+from envs_shared.change_tasks import pairs as change_pairs
+from envs_shared.change_tasks import scores as change_scores
 
 TINY = "--num-train-pairs 64 --num-eval-pairs 24 --image-size 32 --batch-size 8 --num-envs 8 --pretrain-iterations 1"
 TINY += " --warm-iterations 1 --num-iterations 2"

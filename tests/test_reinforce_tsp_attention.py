@@ -13,7 +13,7 @@ from test_tsp import solve_exactly
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from algos import reinforce_tsp_attention as am
-from envs_shared import tsp
+from envs_shared.tsp_tasks import instances as tsp
 
 SHORT = "--num-epochs 2 --steps-per-epoch 3 --batch-size 4 --eval-episodes 3 --num-samples 4".split()
 

@@ -4,8 +4,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from envs_shared.gym_vector import EPISODE_LENGTH, EPISODE_RETURN, REWARD, TERMINATED, TRUNCATED, make_vec
-from envs_shared.torch_cartpole import TorchCartPole
+from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, REWARD, TERMINATED, TRUNCATED
+from envs_shared.gym_tasks.torch_cartpole import TorchCartPole
+from envs_shared.gym_tasks.vector import make_vec
 
 
 def test_every_step_agrees_with_gymnasium():

@@ -10,7 +10,8 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs_shared import tsp, tsp_files
+from envs_shared.tsp_tasks import files as tsp_files
+from envs_shared.tsp_tasks import instances as tsp
 
 TSPLIB = ROOT / "tests" / "data" / "tsplib"
 # Coordinates of TSPLIB's smallest GEO instances, whose optima are known

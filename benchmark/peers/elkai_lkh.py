@@ -18,11 +18,11 @@ def make_parser():
 def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
-    import elkai  # noqa: F401  # used by envs_shared.tsp; its import is no part of the solver's time
+    import elkai  # noqa: F401  # used by envs_shared.tsp_tasks; its import is no part of the solver's time
     import torch
     from tqdm import tqdm
 
-    from envs_shared import tsp
+    from envs_shared.tsp_tasks import instances as tsp
 
     torch.set_num_threads(1)
     stored = {path.stem: path for path in sorted(tsp.REFERENCE_FOLDER.glob("*.txt"))}

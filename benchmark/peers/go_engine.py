@@ -40,7 +40,7 @@ def play_match(args: argparse.Namespace, script: str, commit: str, make_other) -
     """
     import go_matches
 
-    from envs_shared import gtp
+    from envs_shared.go_tasks import gtp
 
     size = parse_size(args.env_id)
     if not Path(args.checkpoint).is_file():

@@ -3,7 +3,7 @@
 --work search: simulations per CPU-second on one position, of the Python search by PUCT with a network that does nothing
 (the counterpart of our_go_search.py) and of the C++ search with random rollouts; and moves per CPU-second of the rules.
 --work match: the C++ search with random rollouts, so many --simulations for a move, against algos/alphazero_go.py.
-Rules and score are those of envs_shared/go.py. CPU-seconds leave our engine out.
+Rules and score are those of envs_shared/go_tasks/rules.py. CPU-seconds leave our engine out.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def match(args) -> None:
     """Play against our engine."""
     import pyspiel
 
-    from envs_shared import gtp
+    from envs_shared.go_tasks import gtp
 
     size, commit = go_engine.parse_size(args.env_id), peer.get_version("open_spiel")
     game = pyspiel.load_game("go", {"board_size": size, "komi": args.komi})

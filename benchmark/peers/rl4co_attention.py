@@ -37,7 +37,7 @@ def main() -> None:
     from torch.utils.data import DataLoader
     from tqdm import tqdm
 
-    from envs_shared import tsp
+    from envs_shared.tsp_tasks import instances as tsp
 
     try:
         distribution, num_nodes = tsp.parse_env_id(args.env_id)

@@ -35,7 +35,7 @@ def train(args, script: str, package: str, num_envs: int, make_model) -> None:
     from stable_baselines3.common.evaluation import evaluate_policy
     from tqdm import tqdm
 
-    import envs_shared.memory  # noqa: F401  # registers our tasks
+    import envs_shared.gym_tasks.memory  # noqa: F401  # registers our tasks
 
     try:
         env = gymnasium.make(args.env_id)

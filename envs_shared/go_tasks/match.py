@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from envs_shared.go import Boards, Go
-from envs_shared.go_files import write_sgf
+from envs_shared.go_tasks.files import write_sgf
+from envs_shared.go_tasks.rules import Boards, Go
 
 
 def choose_random_moves(go: Go, boards: Boards, legal, generator=None, fill_eyes: bool = True) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from envs_shared import go_files
-from envs_shared.go import Boards, Go
+from envs_shared.go_tasks import files as go_files
+from envs_shared.go_tasks.rules import Boards, Go
 
 COLOURS = {"b": 1, "black": 1, "w": -1, "white": -1}
 

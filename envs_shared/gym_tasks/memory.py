@@ -1,7 +1,7 @@
 """Small tasks that a policy without memory cannot solve, stepped for all environments at once in numpy.
 
-`import envs_shared.memory` registers them with gymnasium; a command line imports it by itself with
-`--env-id envs_shared.memory:TMaze20-v0`.
+`import envs_shared.gym_tasks.memory` registers them with gymnasium; a command line imports it by itself with
+`--env-id envs_shared.gym_tasks.memory:TMaze20-v0`.
 
     id                                    observation          actions                solved  without memory
     RepeatPrevious{Easy,Medium,Hard}-v0   Discrete(4), a suit  4: a suit              0.95    -0.49

@@ -1,7 +1,7 @@
 """CartPole-v1 in torch: thousands of environments in a few kernels, on any device and inside CUDA graphs.
 
 Same dynamics, rewards, limits and NEXT_STEP autoreset as gymnasium's CartPole-v1 (Barto, Sutton and Anderson 1983),
-behind the interface that `gym_vector` describes. The state is updated in place and nothing waits for the host.
+behind the interface that vector.py describes. The state is updated in place and nothing waits for the host.
 """
 
 import math
@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from envs_shared.gym_vector import NUM_EXTRA
+from envs_shared.gym_tasks.columns import NUM_EXTRA
 
 GRAVITY, MASS_POLE, MASS_TOTAL, HALF_LENGTH, FORCE, TAU = 9.8, 0.1, 1.1, 0.5, 10.0, 0.02  # SI units
 X_LIMIT, THETA_LIMIT = 2.4, math.radians(12)  # metres, radians

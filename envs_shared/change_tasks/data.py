@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from envs_shared import change_files, change_pairs, change_scores
+from envs_shared.change_tasks import files as change_files
+from envs_shared.change_tasks import pairs as change_pairs
+from envs_shared.change_tasks import scores as change_scores
 
 
 class Pairs(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bi-temporal pairs for change detection: procedural scenes of buildings. Real sets are read by change_files.py."""
+"""Bi-temporal pairs for change detection: procedural scenes of buildings. Real sets are read by files.py."""
 
 from functools import partial
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """The travelling salesman problem: environment, random instances, reference tours, gaps and pictures.
 
-Tours are rows of node numbers from 0, without the return to the first node. Files are read by tsp_files.py.
+Tours are rows of node numbers from 0, without the return to the first node. Files are read by files.py.
 """
 
 import importlib.util
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from envs_shared.tsp_files import METRICS, Instance, format_ml4co, read_files, read_instances
+from envs_shared.tsp_tasks.files import METRICS, Instance, format_ml4co, read_files, read_instances
 
 __all__ = ["Instance", "format_ml4co", "read_files", "read_instances"]
 
-REFERENCE_FOLDER = Path(__file__).with_name("tsp_reference")
+REFERENCE_FOLDER = Path(__file__).with_name("reference")
 
 
 def tour_length(points: torch.Tensor, tours: torch.Tensor, metric: str = "EUCLIDEAN") -> torch.Tensor:
