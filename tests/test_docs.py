@@ -19,11 +19,10 @@ from conftest import ENVIRONMENT, ROOT
 from test_contract import CASES, SCRIPTS, SECTIONS, SHARED, each_script
 from torch.distributed.run import get_args_parser
 
-sys.path += [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "benchmark" / "peers")]
+sys.path += [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "benchmark" / "peers"), str(ROOT / "docs")]
 import go_engine
+import hooks
 import peer
-
-import docs_hooks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py"))]
@@ -224,7 +223,7 @@ def test_formulas_become_mathml():
     formulas = [formula for page in PAGES for formula in find_formulas(page.read_text())]
     assert len(formulas) > 40
     for formula in [*formulas, r"\frac{a}{b}"]:
-        mathml = docs_hooks.to_mathml(formula, "inline")
+        mathml = hooks.to_mathml(formula, "inline")
         words = "".join(ElementTree.fromstring(mathml).itertext())
         assert not re.search(r"[\\&{}^_]", words), (formula, words)
         assert r"\operatorname" not in formula and "|" not in formula
@@ -233,7 +232,7 @@ def test_formulas_become_mathml():
 
 def test_mathml_says_what_the_formula_says():
     def show(formula):
-        mathml = re.sub(r' (xmlns|display|stretchy|fence|form)="[^"]*"', "", docs_hooks.to_mathml(formula, "inline"))
+        mathml = re.sub(r' (xmlns|display|stretchy|fence|form)="[^"]*"', "", hooks.to_mathml(formula, "inline"))
         return html.unescape(re.sub(r"</?(math|mrow)>", "", mathml))
 
     assert show(r"\frac{a_t}{\sqrt{b}}") == "<mfrac><msub><mi>a</mi><mi>t</mi></msub><msqrt><mi>b</mi></msqrt></mfrac>"
