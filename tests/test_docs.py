@@ -272,35 +272,36 @@ def test_pages_of_the_site_have_their_formulas_and_links(site):
     assert "compute_gae" in (site / "source" / "algos" / "ppo.py.html").read_text()
 
 
-def find_needed(path: Path) -> set[str]:
-    """Names of the helpers in envs_shared/ that a file imports, and of the folders there that it reads."""
-    names = set(re.findall(r'Path\(__file__\)\.with_name\("(\w+)"\)', path.read_text()))
+def find_needed(path: Path) -> set[Path]:
+    """Files of envs_shared/ that a file imports; a folder counts as its __init__.py."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {f"{a.name.split('.')[1]}.py" for a in node.names if a.name.startswith("envs_shared.")}
-        elif isinstance(node, ast.ImportFrom) and node.module == "envs_shared":
-            names |= {f"{a.name}.py" for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module.startswith("envs_shared."):
-            names.add(f"{node.module.split('.')[1]}.py")
-    return names
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = [ROOT / name.replace(".", "/") for name in names if name.split(".")[0] == "envs_shared"]
+    files = [path for part in parts for path in (part / "__init__.py", part.with_suffix(".py"))]
+    return {path for path in files if path.exists()}
 
 
 @each_script
 def test_a_script_copied_as_the_docs_say_runs(script, tmp_path):
     page = (ROOT / "docs" / "reading.md").read_text()
-    (row,) = re.findall(rf"^\| `algos/{script}\.py` \| (.+) \|$", page, re.M)
-    listed = set(CODE.findall(row))
-    needed, todo = {"__init__.py"}, [ROOT / "algos" / f"{script}.py"]
+    (named,) = re.findall(rf"^\| `algos/{script}\.py` \| `envs_shared/(\w+)` \|$", page, re.M)
+    needed, todo = set(), {ROOT / "algos" / f"{script}.py"}
     while todo:
         new = find_needed(todo.pop()) - needed
         needed |= new
-        todo += [ROOT / "envs_shared" / name for name in new if name.endswith(".py")]
-    assert listed == needed
+        todo |= new
+    folder = ROOT / "envs_shared"
+    assert {path.parent for path in needed} - {folder} == {folder / named}
+    assert {path for path in needed if path.parent == folder} <= {folder / "__init__.py"}
     (copying,) = re.findall(rf"^cp algos/{script}\.py my_project\ncp .+$", page, re.M)
     folder = tmp_path / "my_project"
     (folder / "envs_shared").mkdir(parents=True)
     subprocess.run(["bash", "-ec", copying.replace("my_project", shlex.quote(str(folder)))], cwd=ROOT, check=True)
-    assert {path.name for path in (folder / "envs_shared").iterdir()} == listed
+    assert {path.name for path in (folder / "envs_shared").iterdir()} == {"__init__.py", named}
     assert {path.name for path in folder.iterdir()} == {"envs_shared", f"{script}.py"}
     command = [sys.executable, f"{script}.py", *CASES[script].short.split()]
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
