@@ -46,6 +46,7 @@ class TorchCartPole:
         self.state = torch.zeros(num_envs, 4, device=device)  # [B, 4]
         self.steps = torch.zeros(num_envs, device=device)  # [B] steps of the running episode, equal to its return
         self.done = torch.zeros(num_envs, dtype=torch.bool, device=device)  # [B] the next step resets
+        self.rows = torch.zeros(num_envs, self.num_columns, device=device)  # [B, num_columns] of the last step
 
     def reset(self, seed: int) -> torch.Tensor:
         """Start new episodes and return their observations [B, 4]; seeds torch's generator of the device."""
@@ -53,6 +54,8 @@ class TorchCartPole:
         self.state.uniform_(-0.05, 0.05)
         self.steps.zero_()
         self.done.zero_()
+        self.rows.zero_()
+        self.rows[:, : self.obs_dim] = self.state
         return self.state.clone()
 
     def step(self, actions: torch.Tensor) -> torch.Tensor:
@@ -70,11 +73,12 @@ class TorchCartPole:
         self.steps.copy_(steps)
         self.done.copy_(done)
         columns = (reward, terminated.float(), truncated.float(), ended_length, ended_length)
-        return torch.cat((state, torch.stack(columns, -1)), -1)
+        self.rows.copy_(torch.cat((state, torch.stack(columns, -1)), -1))
+        return self.rows
 
     def mutable_tensors(self) -> list[torch.Tensor]:
         """The tensors that `step` changes in place."""
-        return [self.state, self.steps, self.done]
+        return [self.state, self.steps, self.done, self.rows]
 
     def state_dict(self) -> list[torch.Tensor]:
         """Copies of the state's tensors, on the CPU."""

@@ -10,12 +10,15 @@ A script sees every environment through this interface, which `torch_cartpole.To
     envs.on_device       whether `step` runs on the device without the host, so that CUDA graphs can hold it
     envs.reset(seed)     -> observations [B, D]
     envs.step(actions)   -> rows [B, num_columns]; rows[:, :D] is the observation, then those in columns.py
+    envs.rows            the rows of the last step; after a reset the observations, and zeros
     envs.reward_threshold  return at which the task counts as solved, or None
     envs.mutable_tensors()  -> the device tensors that `step` changes in place
     envs.state_dict()    -> plain data, or None where the state cannot be saved;  envs.load_state_dict(state)
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -37,6 +40,7 @@ def make_vec(
     device: torch.device | str = "cpu",
     video_folder: Path | None = None,
     images: bool = False,
+    make_env: Callable[..., gym.Env] = gym.make,
 ):
     """Make `num_envs` environments and reset them with `seed`.
 
@@ -48,6 +52,8 @@ def make_vec(
         device: where the rows go; for CUDA, gymnasium's are kept in pinned memory.
         video_folder: record episodes of environment 0 there; `auto` then means `sync`.
         images: also accept images of bytes, which are put channels first and flattened.
+        make_env: makes a single environment in place of `gymnasium.make`, with the same arguments; where it adds
+            nothing to that, `auto` still means the vector form.
 
     Returns:
         the environments and their first observations [B, D].
@@ -56,6 +62,10 @@ def make_vec(
         ValueError: one line for the user: unknown id, missing package with the pip line that installs it, or spaces
             other than flat Box, Discrete or MultiDiscrete observations and Discrete, MultiDiscrete or Box actions.
     """
+    try:
+        torch.empty(num_envs, 1000)  # less than what a rollout of them takes
+    except RuntimeError:
+        raise ValueError(f"memory does not hold {num_envs} environments") from None
     if vectorization == "torch":
         if env_id != TorchCartPole.env_id or video_folder is not None:
             raise ValueError(f"--vectorization torch has {TorchCartPole.env_id} alone, and records no video")
@@ -67,20 +77,22 @@ def make_vec(
         raise ValueError("ALE/ tasks have --vectorization auto alone, and record no video")
 
     def make_single(index: int) -> gym.Env:
-        env = gym.make(env_id, **({} if index > 0 else {"render_mode": "rgb_array"}))
+        is_filmed = video_folder is not None and index == 0
+        env = make_env(env_id, **({"render_mode": "rgb_array"} if is_filmed else {}))
         for wrapper in kwargs.get("wrappers", ()):
             env = wrapper(env)
-        if index > 0:
+        if not is_filmed:
             return env
         return gym.wrappers.RecordVideo(env, str(video_folder), name_prefix="env0", disable_logger=True)
 
     try:
-        if video_folder is None:
+        is_plain = make_env is gym.make or make_env(env_id).spec == gym.make(env_id).spec
+        if video_folder is None and is_plain:
             mode = None if vectorization == "auto" else vectorization
             envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode, **kwargs)
         else:
             vector_class = AsyncVectorEnv if vectorization == "async" else SyncVectorEnv
-            envs = vector_class([lambda i=i: make_single(i) for i in range(num_envs)])
+            envs = vector_class([partial(make_single, i) for i in range(num_envs)])
         vec = GymVec(envs, torch.device(device).type == "cuda", images)
         spec = getattr(envs, "envs", [envs])[0].spec
         vec.reward_threshold = None if spec is None else spec.reward_threshold
@@ -147,7 +159,9 @@ class GymVec:
             env.action_space.seed(seed + i)  # for environments that sample from their own spaces
             env.observation_space.seed(seed + i)
         obs, _ = self.envs.reset(seed=seed)
-        return torch.from_numpy(self.flatten(obs).astype(np.float32))
+        self.rows_np[:] = 0.0
+        self.rows_np[:, : self.obs_dim] = self.flatten(obs)
+        return self.rows[:, : self.obs_dim].clone()
 
     def step(self, actions: torch.Tensor) -> torch.Tensor:
         """Step with actions [B, A], Box actions clipped to the box; returns packed rows [B, num_columns]."""
@@ -171,15 +185,16 @@ class GymVec:
         return []
 
     def state_dict(self):
-        """The environments' state as plain data, or None where it is more than plain data."""
+        """The environments' state as plain data and their last rows, or None where it is more than plain data."""
         try:
-            return get_plain_state(self.envs)
+            return {"envs": get_plain_state(self.envs), "rows": self.rows.clone()}
         except (TypeError, RecursionError):
             return None
 
     def load_state_dict(self, state) -> None:
         """Restore what `state_dict` returned, into environments made and reset the same way."""
-        set_plain_state(self.envs, state)
+        set_plain_state(self.envs, state["envs"])
+        self.rows.copy_(state["rows"])
 
     def close(self) -> None:
         """Release the environments."""
@@ -225,3 +240,28 @@ def check_action_space(space: gym.Space) -> None:
         raise ValueError(
             f"{type(space).__name__} actions are not supported, only Discrete, MultiDiscrete and float Box"
         )
+
+
+MAX_STEPS = 10_000  # of an evaluated episode, for environments without a time limit
+
+
+def play_episodes(envs: GymVec, policy: Callable[[torch.Tensor], torch.Tensor], num_episodes: int):
+    """Returns and lengths [num_episodes] of episodes under `policy`, observations [B, D] -> actions [B, A].
+
+    Each environment plays the same number of them, give or take one, so that short ones are not favoured. Episodes that
+    have not ended after 10,000 steps are cut off, count with their return so far, and are spoken of.
+    """
+    quota = num_episodes // envs.num_envs + (np.arange(envs.num_envs) < num_episodes % envs.num_envs)
+    episodes = []
+    for _ in range(MAX_STEPS * quota.max()):
+        if not quota.any():
+            break
+        extra = envs.step(policy(envs.rows[:, : envs.obs_dim]))[:, envs.obs_dim :].numpy()
+        ended = (extra[:, EPISODE_LENGTH] > 0) & (quota > 0)
+        quota[ended] -= 1
+        episodes.extend(extra[ended, EPISODE_RETURN : EPISODE_LENGTH + 1].tolist())
+    if quota.any():
+        print(f"{(quota > 0).sum()} episodes were cut off in evaluation and count with their return so far")
+        episodes += np.stack((envs.envs.episode_returns, envs.envs.episode_lengths), 1)[quota > 0].tolist()
+    returns, lengths = np.array(episodes).T
+    return returns, lengths
