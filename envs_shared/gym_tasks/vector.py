@@ -86,8 +86,7 @@ def make_vec(
         return gym.wrappers.RecordVideo(env, str(video_folder), name_prefix="env0", disable_logger=True)
 
     try:
-        is_plain = make_env is gym.make or make_env(env_id).spec == gym.make(env_id).spec
-        if video_folder is None and is_plain:
+        if video_folder is None and adds_nothing(make_env, env_id):
             mode = None if vectorization == "auto" else vectorization
             envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode, **kwargs)
         else:
@@ -109,6 +108,14 @@ def make_vec(
         raise ValueError(f"{error} Try `pip install` of its package") from error
     except gym.error.Error as error:  # unknown id or version, or DependencyNotInstalled, whose text has the pip line
         raise ValueError(str(error)) from error
+
+
+def adds_nothing(make_env: Callable[..., gym.Env], env_id: str) -> bool:
+    """Whether `make_env` is as good as `gymnasium.make`, by wrappers and arguments; so where there is no single form."""
+    try:
+        return make_env is gym.make or make_env(env_id).spec == gym.make(env_id).spec
+    except gym.error.Error:
+        return True
 
 
 class GymVec:
