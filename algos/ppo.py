@@ -145,11 +145,7 @@ class Agent(nn.Module):
         self.critic = make_mlp(obs_dim, 1, 1.0)
         self.actor = make_mlp(obs_dim, num_outputs, 0.01)
         self.to_env = BoxUnits(action_space) if self.continuous else nn.Identity()  # actions of the environment
-        self.obs_stats = RunningMeanStd((obs_dim,)) if norm_obs else None
-
-    def normalize(self, obs: torch.Tensor) -> torch.Tensor:
-        """Observations [..., D] in running deviations from the running mean, at most 10, with --norm-obs."""
-        return obs if self.obs_stats is None else self.obs_stats(obs).clamp(-10.0, 10.0)
+        self.normalize = RunningMeanStd((obs_dim,)) if norm_obs else nn.Identity()
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         """V(s) [...] of observations [..., D]."""
@@ -247,7 +243,7 @@ def compute_targets(agent: Agent, storage: RolloutStorage, reward_scaler: Reward
     valid = (~done[:-1] if storage.final_obs is None else torch.ones_like(done[1:])).float()  # [T, B]
     rewards = storage.rewards * valid
     if args.norm_reward:
-        rewards = reward_scaler(rewards, done[1:], valid).clamp(-10.0, 10.0)
+        rewards = reward_scaler(rewards, done[1:], valid)
     values = agent.get_value(storage.obs)  # [T + 1, B], all in one call
     final_values = None if storage.final_obs is None else agent.get_value(storage.final_obs)
     flags = terminated[1:], truncated[1:]
@@ -424,10 +420,10 @@ def sum_gradients(parameters) -> None:
 
 
 def save_checkpoint(path: Path, args: Args, progress: dict, parts: dict) -> None:
-    """Write settings, counters and the state of `parts` so that a kill at any moment leaves the old file or the new."""
+    """Write settings, counters and states of `parts`, so that a kill at any moment leaves the old file or the new."""
     content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, **progress}
+    content["torch_rng"] = torch.get_rng_state()
     content |= {name: part.state_dict() for name, part in parts.items()}
-    content["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
     torch.save(content, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
@@ -449,65 +445,25 @@ def load_checkpoint(path: str) -> dict:
     return checkpoint
 
 
-def restore(checkpoint: dict, parts: dict) -> None:
-    """Give `parts` the states that `save_checkpoint` wrote; says which it could not write, and start anew."""
-    missing = [name for name in parts if checkpoint.get(name) is None]
-    for name in parts.keys() - missing:
-        parts[name].load_state_dict(checkpoint[name])
-    if missing:
-        print(f"{', '.join(missing)}: start anew, as the checkpoint does not hold their state")
-    elif WORLD_SIZE == 1:
-        for set_state, state in zip((torch.set_rng_state, torch.cuda.set_rng_state), checkpoint["rng"], strict=False):
-            set_state(state)
-
-
-def make_run_folder(args: Args, start_step: int) -> Path:
-    """{run_dir}/{env_id}__{exp_name}__{seed}__{time}; a resumed run has one, where an older result steps aside."""
+def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
+    """The run folder, new or that of --resume, where an older result steps aside, and its log, also at W&B."""
     if args.resume is not None:
-        path = Path(args.resume).resolve().parent
-        if (path / "result.json").exists():
-            (path / "result.json").rename(path / f"result_{start_step}.json")
-        return path
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
-    while True:
+        run_path = Path(args.resume).resolve().parent
+        if (run_path / "result.json").exists():
+            (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
+    else:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+        run_path = Path(args.run_dir) / name.replace("/", "-").replace(":", "-")
         try:
-            (Path(args.run_dir) / name).mkdir(parents=True)
-            return Path(args.run_dir) / name
-        except FileExistsError:
-            name += "-"  # another run was started in the same second
+            run_path.mkdir(parents=True)
         except OSError as error:
-            fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
-
-
-def check_track(args: Args) -> None:
-    """Exit with code 2 where --track cannot work."""
-    if args.track:
-        try:
-            import wandb
-        except ImportError:
-            fail("--track needs Weights & Biases: pip install wandb")
-        if "WANDB_MODE" not in os.environ and not wandb.api.api_key:
-            fail("--track needs a login: `wandb login`, or WANDB_MODE=offline")
-
-
-def make_writer(args: Args, run_path: Path, start_step: int) -> SummaryWriter:
-    """TensorBoard events in the run folder, mirrored to Weights & Biases with --track."""
+            fail(f"--run-dir {args.run_dir}: cannot create {run_path.name} in it ({error.strerror})")
     if args.track:
         import wandb
 
         identity = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_path.name}
         wandb.init(**identity, resume="allow", dir=run_path, config=asdict(args), sync_tensorboard=True)
-    return SummaryWriter(str(run_path), purge_step=start_step + 1 if start_step else None)
-
-
-def write_result(run_path: Path, args: Args, headline: str, metrics: dict, env_steps: int, seconds, device) -> None:
-    """Write result.json; `seconds` are those of the wall and of the CPU."""
-    result = {"script": SCRIPT, "env_id": args.env_id, "seed": args.seed, "headline": headline, "metrics": metrics}
-    result |= {"env_steps": env_steps, "wall_seconds": seconds[0], "cpu_seconds": seconds[1]}
-    result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    result |= {"torch": torch.__version__, "args": asdict(args)}
-    (run_path / "result.json.tmp").write_text(json.dumps(result, indent=2))
-    os.replace(run_path / "result.json.tmp", run_path / "result.json")
+    return run_path, SummaryWriter(str(run_path), purge_step=start_step + 1 if start_step else None)
 
 
 class CudaGraph:
@@ -548,18 +504,24 @@ class CudaGraph:
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
     may_be_zero = "seed checkpoint_interval eval_interval gamma gae_lambda clip_coef ent_coef vf_coef kl_coef".split()
-    at_most = {"gamma": 1.0, "gae_lambda": 1.0, "max_grad_norm": math.inf}
     for name, value in vars(args).items():
-        if type(value) in (int, float):
-            is_low = not value >= 0 or (value == 0 and name not in may_be_zero)
-            if is_low or value > at_most.get(name, sys.float_info.max):
-                fail(f"--{name.replace('_', '-')} {value} is out of range")
-    check_track(args)
+        is_number = type(value) in (int, float)
+        if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
+            fail(f"--{name.replace('_', '-')} {value}: has to be {'from' if name in may_be_zero else 'above'} 0")
+        if name in ("gamma", "gae_lambda") and value > 1:
+            fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
     batch_size = args.num_envs * args.num_steps // WORLD_SIZE
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs {args.num_envs} does not divide among {WORLD_SIZE} processes")
     if batch_size % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {batch_size} rows")
+    if args.track and args.evaluate is None:
+        try:
+            import wandb
+
+            wandb.login()
+        except Exception as error:
+            fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
@@ -589,14 +551,16 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
         start -= progress["seconds"]
-        restore(checkpoint, parts)
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint.get(name))
+        optimizer.param_groups[0] |= {"lr": lr, "capturable": use_graphs}
+        if WORLD_SIZE == 1:
+            torch.set_rng_state(checkpoint["torch_rng"])
         if not Path(args.resume).with_name("best.pt").exists():
             progress["best_return"] = -math.inf
-        optimizer.param_groups[0] |= {"lr": lr, "capturable": use_graphs}
     storage = RolloutStorage(envs, agent, args.num_steps, device)
     if RANK == 0:
-        run_path = make_run_folder(args, start_step)
-        writer = make_writer(args, run_path, start_step)
+        run_path, writer = open_run(args, start_step)
         if checkpoint is None:
             save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
 
@@ -627,7 +591,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             if args.target_kl is not None and losses[-1][METRICS.index("approx_kl")] > args.target_kl:
                 break
         if args.norm_obs:
-            agent.obs_stats.update(storage.rollout["obs"], storage.rollout["valid"])
+            agent.normalize.update(storage.rollout["obs"], storage.rollout["valid"])
 
         # Log
         step = progress["global_step"] + int(sum_over_ranks(storage.rollout["valid"].sum()))
@@ -676,10 +640,16 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         best = evaluate(agent, args, device, args.eval_episodes, 4, run_path / "videos_best")
     metrics = metrics | {name.replace("eval/", "best/"): value for name, value in best.items()}
     writer.close()
-    write_result(run_path, args, "eval/episodic_return", metrics, step, read_clock() - start, device)
-    mean, std, seconds = metrics["eval/episodic_return"], metrics["eval/episodic_return_std"], (read_clock() - start)[0]
+    seconds = read_clock() - start
+    result = {"script": SCRIPT, "env_id": args.env_id, "seed": args.seed, "headline": "eval/episodic_return"}
+    result |= {"metrics": metrics, "env_steps": step, "wall_seconds": seconds[0], "cpu_seconds": seconds[1]}
+    result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    result |= {"torch": torch.__version__, "args": asdict(args)}
+    (run_path / "result.json.tmp").write_text(json.dumps(result, indent=2))
+    os.replace(run_path / "result.json.tmp", run_path / "result.json")
+    mean, std = metrics["eval/episodic_return"], metrics["eval/episodic_return_std"]
     print(f"{args.env_id}: return {mean:.1f} +- {std:.1f} over {args.eval_episodes} episodes", end=" ")
-    print(f"after {step:,} steps in {seconds:.1f} s; run folder {run_path}")
+    print(f"after {step:,} steps in {seconds[0]:.1f} s; run folder {run_path}")
 
 
 def main(argv: list[str] | None = None) -> None:

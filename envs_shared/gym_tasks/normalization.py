@@ -42,8 +42,8 @@ class RunningMeanStd(nn.Module):
         return (self.var + 1e-8).sqrt().float()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., *shape] in running deviations from the running mean."""
-        return (x - self.mean.float()) / self.get_std()
+        """`x` [..., *shape] in running deviations from the running mean, 10 at most."""
+        return ((x - self.mean.float()) / self.get_std()).clamp(-10.0, 10.0)
 
 
 class RewardScaler(nn.Module):
@@ -56,14 +56,14 @@ class RewardScaler(nn.Module):
         self.register_buffer("running_return", torch.zeros(num_envs))  # [B] of the episodes that go on
 
     def forward(self, rewards: torch.Tensor, done: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Take in T steps and scale their rewards [T, B]; `done` [T, B] ends episodes, `valid` marks what counts."""
+        """Take in T steps and scale their rewards [T, B], to 10 at most; `done` ends episodes, `valid` is what counts."""
         returns = torch.empty_like(rewards)
         for t in range(len(rewards)):
             self.running_return.mul_(self.gamma).add_(rewards[t])
             returns[t] = self.running_return
             self.running_return.mul_(~done[t])
         self.stats.update(returns, valid)
-        return rewards / self.stats.get_std()
+        return (rewards / self.stats.get_std()).clamp(-10.0, 10.0)
 
     def load_state_dict(self, state: dict, *args, **kwargs):
         """Restore a state; with another number of environments the running returns begin anew."""

@@ -85,8 +85,8 @@ class TorchCartPole:
         return [x.cpu().clone() for x in self.mutable_tensors()]
 
     def load_state_dict(self, state: list[torch.Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        for x, saved in zip(self.mutable_tensors(), state, strict=True):
+        """Restore what `state_dict` returned; None, from a checkpoint without it, changes nothing."""
+        for x, saved in zip(self.mutable_tensors(), state or self.mutable_tensors(), strict=True):
             x.copy_(saved)
 
     def close(self) -> None:
