@@ -56,7 +56,7 @@ class RewardScaler(nn.Module):
         self.register_buffer("running_return", torch.zeros(num_envs))  # [B] of the episodes that go on
 
     def forward(self, rewards: torch.Tensor, done: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Take in T steps and scale their rewards [T, B], to 10 at most; `done` ends episodes, `valid` is what counts."""
+        """Scale the rewards of T steps [T, B], to 10 at most; `done` ends episodes, `valid` marks what counts."""
         returns = torch.empty_like(rewards)
         for t in range(len(rewards)):
             self.running_return.mul_(self.gamma).add_(rewards[t])
