@@ -199,7 +199,7 @@ class GymVec:
             return None
 
     def load_state_dict(self, state) -> None:
-        """Restore what `state_dict` returned, into environments made the same way; None leaves them as they are."""
+        """Restore what `state_dict` returned, into environments made the same way; None changes nothing."""
         if state is None:
             return print("the checkpoint does not hold the state of these environments: their episodes start anew")
         set_plain_state(self.envs, state["envs"])
