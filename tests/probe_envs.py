@@ -137,6 +137,15 @@ class Aim(OneStep):
         return -float(((action - self.obs) ** 2).sum())
 
 
+class FarAim(Aim):
+    """The same in a box [2, 50], with distances in half-widths of it."""
+
+    action_space = gym.spaces.Box(2, 50, (2, 1))
+
+    def score(self, action):
+        return super().score((action - 26) / 24)
+
+
 class Fixed(gym.Env):
     """Episodes of `length` steps, reward = rank of this environment among those made (0, 1, 2, ...)."""
 
@@ -310,7 +319,7 @@ def register(name, entry_point, **kwargs):
     )
 
 
-for env_class in (Endless, Ledger, Digits, Shifted, Aim, Fixed, Opaque, NoLimit, Broken, GlobalRandom, Views):
+for env_class in (Endless, Ledger, Digits, Shifted, Aim, FarAim, Fixed, Opaque, NoLimit, Broken, GlobalRandom, Views):
     register(env_class.__name__, env_class)
 for env_class in (Sums, Quadrants, Recall):
     register(env_class.__name__, env_class)

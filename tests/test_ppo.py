@@ -1,33 +1,48 @@
 """PPO against brute force, closed forms, float64 and its own specification."""
 
+import contextlib
 import copy
 import math
+import time
+from functools import partial
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import capture_stand_in, read_result, read_scalars
+from conftest import read_result, read_scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from algos import ppo
 from algos.ppo import Agent, Args, compute_gae, ppo_loss
+from envs_shared.gym_tasks.normalization import BoxUnits, RewardScaler, RunningMeanStd
 
 BOX, DISCRETE = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(3)
 MULTI = gym.spaces.MultiDiscrete([2, 5, 3])
 COLUMNS = ("obs", "actions", "log_probs", "values", "advantages", "returns", "valid", "policy_params")
 
 
+CPU = torch.device("cpu")
+
+
 def make_trained_parts(args, seed=0):
-    """Environments, agent and storage as `train` makes them."""
+    """Environments, agent, storage and reward scaler as `train` makes them."""
     torch.manual_seed(seed)
-    envs, obs = ppo.make_envs(args, args.num_envs, seed, args.vectorization, torch.device("cpu"), None)
+    envs = ppo.make_envs(args, args.num_envs, seed, vectorization=args.vectorization)
     agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs)
-    storage = ppo.RolloutStorage(envs, agent, args.num_steps, torch.device("cpu"))
-    storage.obs[-1] = obs
-    return envs, agent, storage
+    storage = ppo.RolloutStorage(envs, agent, args.num_steps, CPU)
+    return envs, agent, storage, RewardScaler(args.num_envs, args.gamma)
+
+
+def collect(args, parts):
+    """A rollout of `parts` and what the update gets of it, [T, B, ...] by name."""
+    envs, agent, storage, scaler = parts
+    ppo.collect_rollout(agent, agent.sample, envs, storage)
+    ppo.compute_targets(agent, storage, scaler, args)
+    return {name: x.unflatten(0, (args.num_steps, args.num_envs)) for name, x in storage.rollout.items()}
 
 
 def make_minibatch(agent, num_rows=12, obs_dim=4, seed=0):
@@ -37,7 +52,7 @@ def make_minibatch(agent, num_rows=12, obs_dim=4, seed=0):
     obs = torch.randn(num_rows, obs_dim, generator=g, dtype=dtype)
     with torch.no_grad():
         params = agent.get_policy_params(obs)
-        actions = agent.act(obs)
+        actions = agent.sample(obs)
         log_probs = agent.get_distribution(params).log_prob(actions).sum(-1)
         values = agent.get_value(obs)
     advantages, noise = torch.randn(2, num_rows, generator=g, dtype=dtype)
@@ -97,8 +112,6 @@ def test_gae_equals_brute_force_per_episode(seed, num_steps, p_end, same_step, g
 
     tensors = [torch.tensor(x, dtype=torch.float32) for x in (rewards, values, final_values)]
     flags = torch.tensor(terminated), torch.tensor(truncated)
-    found_valid = ppo.find_valid(flags[0] | flags[1], torch.tensor(prev_done), same_step)
-    assert np.array_equal(found_valid.numpy(), valid)
     advantages, returns = compute_gae(*tensors[:2], *flags, gamma, lam, tensors[2] if same_step else None)
     for b in range(num_envs):
         expected = brute_force_advantages(
@@ -113,27 +126,29 @@ def test_gae_equals_brute_force_per_episode(seed, num_steps, p_end, same_step, g
 def test_rollouts_hold_the_environments_own_transitions(env_id):
     """Two rollouts of real environments: rows, steps, episode returns and advantages as in the environments' ledger."""
     args = Args(env_id=f"probe_envs:{env_id}", num_envs=5, num_steps=40, gamma=0.9, gae_lambda=0.8)
-    envs, agent, storage = make_trained_parts(args)
+    parts = make_trained_parts(args)
+    envs, agent, storage, _ = parts
     ledgers = [e.unwrapped for e in envs.envs.unwrapped.envs]
     position = [0] * 5  # transitions of each ledger already seen
     for _ in range(2):
-        ppo.collect_rollout(agent.act, envs, storage)
-        ppo.compute_targets(agent, storage, args)
+        rollout = collect(args, parts)
         for b, ledger in enumerate(ledgers):
-            rows = storage.valid[:, b] > 0
+            rows = rollout["valid"][:, b] > 0
             truth = [step for episode in ledger.episodes for step in episode][position[b] :]
             position[b] += len(truth)
             obs, actions, rewards, next_obs, terminated, truncated = map(np.array, zip(*truth, strict=True))
             assert rows.sum() == len(truth)  # the step count is the environment's own
-            np.testing.assert_array_equal(storage.obs[:-1][rows, b], obs)
-            np.testing.assert_array_equal(storage.actions[rows, b, 0], actions)
+            np.testing.assert_array_equal(rollout["obs"][rows, b], obs)
+            np.testing.assert_array_equal(rollout["actions"][rows, b, 0], actions)
             np.testing.assert_allclose(storage.rewards[rows, b], rewards, rtol=1e-6)
             with torch.no_grad():
                 values, next_values = agent.get_value(torch.tensor(obs)), agent.get_value(torch.tensor(next_obs))
             expected = brute_force_advantages(
                 rewards, values.numpy(), next_values.numpy(), terminated | truncated, terminated, 0.9, 0.8
             )
-            np.testing.assert_allclose(storage.advantages[rows, b], expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(rollout["advantages"][rows, b], expected, rtol=1e-4, atol=1e-5)
+            returns = rollout["returns"] - rollout["values"]
+            np.testing.assert_allclose(returns[rows, b], expected, rtol=1e-4, atol=1e-5)
     finished = [sum(step[2] for step in e) for led in ledgers for e in led.episodes if e and (e[-1][4] or e[-1][5])]
     seen = storage.episodes[storage.episodes[..., 1] > 0][:, 0]
     assert len(seen) > 10 and np.isin(np.round(seen, 4), np.round(np.float32(finished), 4)).all()
@@ -141,11 +156,11 @@ def test_rollouts_hold_the_environments_own_transitions(env_id):
 
 @pytest.mark.parametrize(
     ("env_id", "low", "high"),
-    [("Endless-v0", 9.8, 10.2), ("SameStepEndless-v0", 9.8, 10.2), ("EndlessTerminating-v0", 3.0, 6.0)],
+    [("Endless-v0", 9.9, 10.1), ("SameStepEndless-v0", 9.9, 10.1), ("EndlessTerminating-v0", 3.0, 6.0)],
 )
 def test_value_of_an_endless_task_with_a_time_limit(tmp_path, env_id, low, high):
     """Truncation must not cut the value: V = 1 / (1 - 0.9) = 10. Termination after 10 steps gives far less."""
-    flags = "--gamma 0.9 --num-envs 8 --total-timesteps 19200 --eval-episodes 8 --learning-rate 3e-3".split()
+    flags = "--gamma 0.9 --num-envs 8 --total-timesteps 6400 --eval-episodes 8 --learning-rate 1e-2".split()
     ppo.main(["--env-id", f"probe_envs:{env_id}", *flags, "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     agent = Agent(1, gym.spaces.Discrete(2))
@@ -255,10 +270,10 @@ def test_minibatches_of_one_row_stay_finite_and_learn(tmp_path):
 
 
 def test_explained_variance_counts_valid_rows_only():
-    values, returns = torch.tensor([[1.0, 2.0, 90.0]]), torch.tensor([[1.5, 3.5, -7.0]])
-    found = ppo.explained_variance(values, returns, torch.tensor([[1.0, 1.0, 0.0]]))
+    rollout = {"values": torch.tensor([1.0, 2.0, 90.0]), "returns": torch.tensor([1.5, 3.5, -7.0])}
+    found = ppo.explained_variance(rollout | {"valid": torch.tensor([1.0, 1.0, 0.0])})
     assert found == pytest.approx(1 - np.var([0.5, 1.5]) / np.var([1.5, 3.5]))
-    assert math.isnan(ppo.explained_variance(values, torch.ones(1, 3), torch.ones(1, 3)))
+    assert not math.isfinite(ppo.explained_variance(rollout | {"returns": torch.ones(3), "valid": torch.ones(3)}))
 
 
 # Action spaces
@@ -271,7 +286,7 @@ def test_samples_follow_the_logits(space):
     obs = torch.randn(2).expand(20_000, 2)
     with torch.no_grad():
         agent.actor[-1].weight.mul_(100)
-        actions = agent.act(obs)
+        actions = agent.sample(obs)
         probs = agent.get_distribution(agent.get_policy_params(obs[:1])).probs[0]
     sizes = [3] if space is DISCRETE else [2, 5, 3]
     for k, n in enumerate(sizes):
@@ -286,7 +301,7 @@ def test_gaussian_samples_have_the_policys_mean_and_deviation():
     with torch.no_grad():
         agent.actor_logstd.copy_(torch.tensor([-1.0, 0.5]))
         obs = torch.randn(2).expand(50_000, 2)
-        actions, mean = agent.act(obs), agent.actor(obs[0])
+        actions, mean = agent.sample(obs), agent.actor(obs[0])
     np.testing.assert_allclose(actions.mean(0), mean, atol=0.03)
     np.testing.assert_allclose(actions.std(0), np.exp([-1.0, 0.5]), rtol=0.02)
 
@@ -297,6 +312,7 @@ def test_gaussian_samples_have_the_policys_mean_and_deviation():
         ("Digits-v0", 2.0, 0.01, ""),
         ("SameStepShifted-v0", 1.0, 0.01, ""),
         ("Shifted-v0", 1.0, 0.01, "--num-steps 64"),
+        ("FarAim-v0", 0.0, 0.1, "--norm-obs --total-timesteps 20480"),  # in a box [2, 50], distances in half-widths
         ("Aim-v0", 0.0, 0.1, "--norm-obs --total-timesteps 20480"),  # a random policy gets about -1.5
     ],
 )
@@ -308,14 +324,35 @@ def test_probe_tasks_reach_their_optimum(tmp_path, env_id, optimum, tolerance, f
         assert result["metrics"]["eval/episodic_return"] == pytest.approx(optimum, abs=tolerance)
 
 
-def test_box_actions_are_clipped_for_the_environment_alone():
-    args = Args(env_id="probe_envs:Aim-v0", num_envs=4, num_steps=16)
-    envs, agent, storage = make_trained_parts(args)
-    ppo.collect_rollout(agent.act, envs, storage)  # the environment asserts that its actions lie in the box
-    assert storage.actions.abs().max() > 1.0
-    ppo.compute_targets(agent, storage, args)
-    pi = Normal(agent.actor(storage.obs[:-1]), agent.actor_logstd.exp())
-    torch.testing.assert_close(storage.log_probs, pi.log_prob(storage.actions).sum(-1))
+def test_box_actions_are_in_units_of_the_box_and_inside_it():
+    """The environment asserts that its actions lie in the box; what is learned from are the policy's own numbers."""
+    args = Args(env_id="probe_envs:FarAim-v0", num_envs=4, num_steps=16)
+    parts = make_trained_parts(args)
+    rollout = collect(args, parts)
+    assert rollout["actions"].abs().max() > 1.0
+    pi = Normal(parts[1].actor(rollout["obs"]), parts[1].actor_logstd.exp())
+    torch.testing.assert_close(rollout["log_probs"], pi.log_prob(rollout["actions"]).sum(-1))
+    units = BoxUnits(gym.spaces.Box(np.float32([2, -np.inf, 0]), np.float32([50, np.inf, np.inf])))
+    actions = torch.tensor([[-1.0, -7.0, 3.0], [0.0, 0.5, -3.0], [1.5, 9.0, 0.0]])
+    expected = torch.tensor([[2.0, -7.0, 3.0], [26.0, 0.5, 0.0], [50.0, 9.0, 0.0]])
+    torch.testing.assert_close(units(actions), expected)
+    space = gym.spaces.Box(np.float32([2, -3]), np.float32([50, 1]))
+    agent = Agent(2, space)
+    torch.testing.assert_close(agent.get_action(torch.zeros(5, 2)), torch.tensor([[26.0, -1.0]] * 5))
+
+
+@pytest.mark.parametrize("vectorization", ["auto", "async"])
+def test_wrappers_added_in_make_env_are_everywhere(tmp_path, monkeypatch, vectorization):
+    """In training, in evaluation and in films; without any, the environment's own vector form stays in use."""
+    assert type(ppo.make_envs(Args(), 2, 1).envs.unwrapped).__name__ == "CartPoleVectorEnv"
+    monkeypatch.setattr(ppo, "make_env", lambda *args, **kwargs: gym.wrappers.TimeLimit(gym.make(*args, **kwargs), 7))
+    flags = "--num-envs 2 --num-steps 16 --total-timesteps 64 --eval-episodes 2 --capture-video".split()
+    ppo.main([*flags, "--vectorization", vectorization, "--run-dir", str(tmp_path)])
+    path, result = read_result(tmp_path)
+    assert result["metrics"]["eval/episodic_length"] == 7
+    assert {length for _, length in read_scalars(path)["charts/episodic_length"]} == {7.0}
+    films = {film.parent.name for film in path.glob("videos_*/env0-episode-*.mp4") if film.stat().st_size > 1000}
+    assert {"videos_final", f"videos_step_{result['env_steps']}"} <= films
 
 
 # Normalization
@@ -325,7 +362,7 @@ def test_box_actions_are_clipped_for_the_environment_alone():
 @settings(max_examples=50, deadline=None)
 def test_running_statistics_equal_numpys_on_all_rows(sizes, seed):
     rng = np.random.default_rng(seed)
-    stats = ppo.RunningMeanStd((3,))
+    stats = RunningMeanStd((3,))
     kept = []
     for n in sizes:
         x, valid = rng.normal(50, 3, (n, 2, 3)), rng.random((n, 2)) < 0.7
@@ -338,20 +375,30 @@ def test_running_statistics_equal_numpys_on_all_rows(sizes, seed):
     assert stats.count == len(kept)
 
 
-def test_discounted_sums_restart_after_a_done_and_carry_over():
+def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
+    """The running return restarts after a done and carries over to the next rollout."""
     rewards, done = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[False], [True], [False]])
-    start = torch.tensor([10.0])
-    assert ppo.discount_rewards(rewards, done, start, 0.5).flatten().tolist() == [6.0, 5.0, 4.0]
-    assert start.item() == 4.0
+    scaler = RewardScaler(1, 0.5)
+    scaler.running_return.fill_(10.0)
+    scaled = scaler(rewards, done, torch.ones(3, 1))
+    assert scaler.running_return.item() == 4.0
+    returns = [6.0, 5.0, 4.0]
+    np.testing.assert_allclose(scaled.flatten(), [1, 2, 4] / np.std(returns), rtol=1e-5)
+    scaled = scaler(rewards, done, torch.ones(3, 1))
+    np.testing.assert_allclose(scaled.flatten(), [1, 2, 4] / np.std([*returns, 3.0, 3.5, 4.0]), rtol=1e-5)
+    other = RewardScaler(2, 0.5)
+    other.load_state_dict(scaler.state_dict())  # another number of environments: their returns begin anew
+    assert other.stats.mean == scaler.stats.mean and other.running_return.tolist() == [0.0, 0.0]
 
 
 def test_statistics_are_saved_and_frozen_in_evaluation(tmp_path, capsys):
     flags = "--env-id Pendulum-v1 --norm-obs --norm-reward --num-envs 4 --total-timesteps 2048 --eval-episodes 5"
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
-    state = torch.load(path / "checkpoint.pt", weights_only=True)["agent"]
-    assert state["obs_stats.count"] > 2000 and state["return_stats.var"] > 1
-    assert abs(state["obs_stats.var"][2] - 1) > 0.1  # angular velocity: far from the initial variance
+    checkpoint = torch.load(path / "checkpoint.pt", weights_only=True)
+    state = checkpoint["agent"]
+    assert state["normalize.count"] > 2000 and checkpoint["reward_scaler"]["stats.var"] > 1
+    assert abs(state["normalize.var"][2] - 1) > 0.1  # angular velocity: far from the initial variance
     capsys.readouterr()
     before = (path / "checkpoint.pt").read_bytes()
     ppo.main(["--evaluate", str(path / "checkpoint.pt")])
@@ -377,10 +424,79 @@ def test_cleanrls_tags_are_all_there(tmp_path):
     assert scalars["charts/SPS"][-1][0] == result["env_steps"]
 
 
+def test_scalars_are_of_episodes_that_ended_since_the_last_one(tmp_path):
+    """Episodes of 5 steps and a reset, rollouts of 4: nothing is logged where none ended, old ones are not repeated."""
+    flags = "--env-id probe_envs:Fixed-v0 --num-envs 2 --num-steps 4 --total-timesteps 46 --eval-episodes 1"
+    ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
+    scalars = read_scalars(read_result(tmp_path)[0])
+    steps = [step for step, _ in scalars["charts/learning_rate"]]
+    ended = [min(s for s in steps if s >= 10 * k) for k in range(1, 1 + steps[-1] // 10)]  # real steps of both
+    assert len(steps) > len(ended) > 2
+    for tag in ("episodic_return", "episodic_length", "return_last_20"):
+        assert [step for step, _ in scalars[f"charts/{tag}"]] == ended, tag
+
+
+def test_seconds_and_steps_of_evaluations_are_not_trainings(tmp_path, monkeypatch):
+    """The clock of the curves stands still in an evaluation, that of result.json does not."""
+    evaluate, spent = ppo.evaluate, 0.3
+
+    def slow(*args):
+        start = time.process_time()
+        while time.process_time() < start + spent:
+            pass
+        return evaluate(*args)
+
+    monkeypatch.setattr(ppo, "evaluate", slow)
+    flags = "--num-envs 4 --total-timesteps 512 --eval-episodes 1 --eval-interval 1".split()
+    ppo.main([*flags, "--run-dir", str(tmp_path)])
+    path, result = read_result(tmp_path)
+    scalars = read_scalars(path)
+    num_evaluations = len(scalars["eval/episodic_return"])
+    assert num_evaluations == 5
+    for tag, total in (("cpu_seconds", result["cpu_seconds"]), ("wall_seconds", result["wall_seconds"])):
+        assert total - scalars[f"charts/{tag}"][-1][1] > spent * num_evaluations
+
+
+def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch, capsys):
+    """Scores by the clock: 1, 3, 3, 2, and 2 for the last policy."""
+    scores, evaluate, streams = [1.0, 3.0, 3.0, 2.0, 2.0], ppo.evaluate, []
+
+    def score(agent, args, device, num_episodes, stream, folder):
+        streams.append((stream, num_episodes))
+        found = evaluate(agent, args, device, num_episodes, stream, folder)
+        return found | ({"eval/episodic_return": scores[len(streams) - 1]} if len(streams) <= len(scores) else {})
+
+    monkeypatch.setattr(ppo, "evaluate", score)
+    flags = "--num-envs 4 --total-timesteps 512 --eval-episodes 12 --eval-interval 1".split()
+    ppo.main([*flags, "--run-dir", str(tmp_path)])
+    path, result = read_result(tmp_path)
+    best, last = (torch.load(path / f"{name}.pt", weights_only=True) for name in ("best", "checkpoint"))
+    assert (best["iteration"], last["iteration"]) == (3, 5) and last["best_return"] == 3.0
+    assert streams[:5] == [(3, 10)] * 5 and streams[5:] == [(4, 12)] * 2  # fresh episodes at the end, for both
+    monkeypatch.undo()
+    capsys.readouterr()
+    for name, kind in (("checkpoint", "eval"), ("best", "best")):
+        ppo.main(["--evaluate", str(path / f"{name}.pt")])
+        printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+        found = float(printed["eval/episodic_return"])
+        assert found == pytest.approx(result["metrics"][f"{kind}/episodic_return"], abs=0.006)
+    assert result["metrics"]["eval/episodic_return"] != result["metrics"]["best/episodic_return"]
+
+
+def test_evaluations_by_default_are_about_ten_and_a_fifth_of_all_steps(tmp_path):
+    flags = "--num-envs 16 --total-timesteps 20480 --eval-episodes 100 --gae-lambda 0.95".split()
+    ppo.main([*flags, "--run-dir", str(tmp_path)])
+    path, _ = read_result(tmp_path)
+    steps = [step for step, _ in read_scalars(path)["eval/episodic_return"]]
+    checkpoint = torch.load(path / "checkpoint.pt", weights_only=True)
+    assert 3 <= len(steps) <= 10 and min(np.diff([0, *steps])) >= 0.08 * 20480
+    assert checkpoint["eval_steps"] <= checkpoint["global_step"] / 4 + 2 * 10 * 500  # the last ones may go beyond
+
+
 def test_episodes_that_end_together_are_logged_as_their_mean(tmp_path):
     import probe_envs
 
-    probe_envs.Fixed.made = 0
+    probe_envs.Fixed.made = -2  # two are made to see what `make_env` adds
     flags = "--env-id probe_envs:Fixed-v0 --num-envs 4 --num-steps 6 --total-timesteps 40 --eval-episodes 1"
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
@@ -398,16 +514,13 @@ def test_losses_are_means_over_all_minibatches(tmp_path):
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     scalars = read_scalars(read_result(tmp_path)[0])
     args = Args(env_id="Pendulum-v1", num_envs=4, num_steps=16, seed=5)
-    envs, _ = ppo.make_envs(args, 4, 0, "auto", torch.device("cpu"), None)
-    obs = envs.reset(ppo.seed_everything(5, 0, 0, 0))
-    ppo.seed_everything(5)
+    envs = ppo.make_envs(args, 4, ppo.seed_everything(5, 0, 0, 0))
+    ppo.seed_everything(5, 1)
     agent = Agent(3, envs.single_action_space)
-    storage = ppo.RolloutStorage(envs, agent, 16, torch.device("cpu"))
-    storage.obs[-1] = obs
     ppo.seed_everything(5, 2, 0, 0)
-    ppo.collect_rollout(agent.act, envs, storage)
-    ppo.compute_targets(agent, storage, args)
-    expected = 0.5 * (storage.values[:-1] - storage.returns).square().mean()
+    parts = envs, agent, ppo.RolloutStorage(envs, agent, 16, CPU), RewardScaler(4, args.gamma)
+    rollout = collect(args, parts)
+    expected = 0.5 * (rollout["values"] - rollout["returns"]).square().mean()
     assert scalars["losses/value_loss"][0][1] == pytest.approx(expected.item(), rel=1e-5)
     assert scalars["losses/approx_kl"][0][1] == pytest.approx(0.0, abs=1e-6)
 
@@ -415,7 +528,7 @@ def test_losses_are_means_over_all_minibatches(tmp_path):
 def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
     counts = []
     update = ppo.update_minibatch
-    monkeypatch.setattr(ppo, "update_minibatch", lambda *a: (counts.append(1), update(*a)))
+    monkeypatch.setattr(ppo, "update_minibatch", lambda *a: (counts.append(1), update(*a))[1])
     for name, flags in (("all", []), ("stopped", ["--target-kl", "1e-9"])):
         counts.clear()
         base = "--env-id Pendulum-v1 --num-envs 8 --total-timesteps 512 --eval-episodes 1".split()
@@ -444,7 +557,7 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
         ("--gae-lambda -0.1", "--gae-lambda"),
         ("--clip-coef -1", "--clip-coef"),
         ("--target-kl 0", "--target-kl"),
-        ("--vectorization torch --capture-video", "--capture-video"),
+        ("--env-id CartPole-v1 --num-envs 1000000000", "memory does not hold"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, flags, message):
@@ -477,21 +590,20 @@ def test_a_checkpoint_of_another_environment_is_refused(tmp_path, capsys):
         "--env-id CartPole-v1 --vectorization torch",
         "--env-id Pendulum-v1 --norm-obs --norm-reward",
         "--env-id probe_envs:SameStepLedger-v0 --eval-episodes 1",
-        "--env-id probe_envs:GlobalRandom-v0",
         "--env-id FrozenLake-v1",
     ],
 )
 def test_resume_is_bit_equal(tmp_path, monkeypatch, flags):
-    """2N iterations in one go against a run cut off after N, resumed in a run folder of its own."""
+    """2N iterations in one go against a run cut off after N and resumed in its folder; scalars and best.pt too."""
     base = [*flags.split(), "--num-envs", "4", "--total-timesteps", "1536", "--checkpoint-interval", "3"]
     if "eval-episodes" not in flags:
         base += ["--eval-episodes", "2"]
     ppo.main([*base, "--run-dir", str(tmp_path / "whole")])
     save = ppo.save_checkpoint
 
-    def save_and_die(path, checkpoint):
-        save(path, checkpoint)
-        if checkpoint["iteration"] == 6:
+    def save_and_die(path, args, progress, parts):
+        save(path, args, progress, parts)
+        if path.name == "checkpoint.pt" and progress["iteration"] == 6:
             raise RuntimeError("cut off")
 
     monkeypatch.setattr(ppo, "save_checkpoint", save_and_die)
@@ -499,13 +611,22 @@ def test_resume_is_bit_equal(tmp_path, monkeypatch, flags):
         ppo.main([*base, "--run-dir", str(tmp_path / "cut")])
     monkeypatch.undo()
     (cut,) = (tmp_path / "cut").glob("*/checkpoint.pt")
-    ppo.main(["--resume", str(cut), "--run-dir", str(tmp_path / "resumed")])
-    ends = [torch.load(read_result(tmp_path / n)[0] / "checkpoint.pt", weights_only=True) for n in ("whole", "resumed")]
-    assert ends[0]["iteration"] == ends[1]["iteration"] >= 12
-    assert ends[0]["global_step"] == ends[1]["global_step"]
-    for name, value in ends[0]["agent"].items():
-        assert torch.equal(value, ends[1]["agent"][name]), name
-    assert torch.load(cut, weights_only=True)["iteration"] == 6  # another --run-dir leaves the old folder alone
+    ppo.main(["--resume", str(cut)])
+    paths = [read_result(tmp_path / name)[0] for name in ("whole", "cut")]
+    for name in ("checkpoint.pt", "best.pt"):
+        whole, resumed = (torch.load(path / name, weights_only=True) for path in paths)
+        assert whole["iteration"] == resumed["iteration"] and whole["global_step"] == resumed["global_step"]
+        assert whole["best_return"] == resumed["best_return"]
+        for key, value in whole["agent"].items():
+            assert torch.equal(value, resumed["agent"][key]), key
+
+
+def test_a_checkpoint_does_not_hold_the_rollout(tmp_path):
+    """Not even through a view of its last row: this one has 590 KB."""
+    flags = "--num-envs 4 --num-steps 4096 --total-timesteps 32 --update-epochs 1 --eval-episodes 1".split()
+    ppo.main([*flags, "--run-dir", str(tmp_path)])
+    path, _ = read_result(tmp_path)
+    assert (path / "checkpoint.pt").stat().st_size < 300_000 and (path / "best.pt").stat().st_size < 100_000
 
 
 def test_environments_that_cannot_be_saved_restart_and_say_so(tmp_path, capsys):
@@ -513,9 +634,9 @@ def test_environments_that_cannot_be_saved_restart_and_say_so(tmp_path, capsys):
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     path = read_result(tmp_path)[0] / "checkpoint.pt"
     capsys.readouterr()
-    ppo.main(["--resume", str(path), "--total-timesteps", "512", "--run-dir", str(tmp_path / "more")])
-    assert "start from a reset" in capsys.readouterr().out
-    assert read_result(tmp_path / "more")[1]["env_steps"] >= 512
+    ppo.main(["--resume", str(path), "--total-timesteps", "512"])
+    assert "episodes start anew" in capsys.readouterr().out
+    assert read_result(tmp_path)[1]["env_steps"] >= 512
 
 
 def test_episodes_without_end_are_cut_off_in_evaluation(tmp_path, capsys):
@@ -537,22 +658,13 @@ def test_rewards_of_reset_rows_stay_out_of_reward_normalization():
     args = Args(env_id="probe_envs:Ledger-v0", num_envs=2, num_steps=20, norm_reward=True)
     stats = []
     for noise in (0.0, 1e6):
-        envs, agent, storage = make_trained_parts(args)
-        ppo.collect_rollout(agent.act, envs, storage)
-        done = (storage.terminated + storage.truncated) > 0
+        envs, agent, storage, scaler = make_trained_parts(args)
+        ppo.collect_rollout(agent, agent.sample, envs, storage)
+        done = (storage.terminated + storage.truncated)[1:] > 0
         storage.rewards[1:][done[:-1]] += noise  # a reset row may carry any reward
-        ppo.compute_targets(agent, storage, args)
-        stats.append(agent.return_stats.var.item())
+        ppo.compute_targets(agent, storage, scaler, args)
+        stats.append(scaler.stats.var.item())
     assert done[:-1].any() and stats[0] == stats[1]
-
-
-def test_video_of_environment_0(tmp_path):
-    flags = "--num-envs 2 --total-timesteps 256 --eval-episodes 1 --capture-video"
-    ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
-    path, _ = read_result(tmp_path)
-    videos = list(path.glob("videos_from_step_0/*.mp4"))
-    assert {"env0-episode-0.mp4", "env0-episode-1.mp4"} <= {v.name for v in videos}
-    assert all(v.stat().st_size > 1000 for v in videos)
 
 
 # Compiled and captured paths
@@ -575,22 +687,54 @@ def test_compiled_loss_equals_eager():
             torch.testing.assert_close(eager, compiled, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("flags", ["--vectorization torch", "--env-id Pendulum-v1 --norm-obs --norm-reward"])
-def test_capture_undoes_its_warm_up(tmp_path, monkeypatch, flags):
-    """The captured path with a stand-in that warms up and undoes, on the CPU: the same weights as without capture.
+class GraphStandIn:
+    """torch.cuda.graph on the CPU: the recorded call counts as the first replay, later ones write to its memory."""
 
-    Fails if a tensor that a step changes is missing from the list that `train` hands to `capture_graph`.
-    """
-    monkeypatch.setattr(ppo, "capture_graph", capture_stand_in)
-    ends = []
-    for capture in (True, False):
-        monkeypatch.setattr(ppo, "can_capture", lambda args, device, capture=capture: capture)
-        base = "--num-envs 4 --total-timesteps 640 --eval-episodes 1".split()
-        ppo.main([*base, *flags.split(), "--run-dir", str(tmp_path / str(capture))])
-        path, _ = read_result(tmp_path / str(capture))
-        ends.append(torch.load(path / "checkpoint.pt", weights_only=True)["agent"])
-    for name, value in ends[0].items():
-        assert torch.equal(value, ends[1][name]), name
+    def __init__(self, graph, **_):
+        self.graph, self.num_replays = graph, 0
+
+    def __enter__(self):
+        self.graph.replay.side_effect = self.replay
+
+    def __exit__(self, *_):
+        pass
+
+    def replay(self):
+        self.num_replays += 1
+        if self.num_replays > 1:
+            outputs = self.graph.owner.fn(*self.graph.owner.inputs)
+            if outputs is not None:
+                self.graph.owner.outputs.copy_(outputs)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_graphs_see_the_memory_that_other_graphs_write(monkeypatch, env_id):
+    """Six iterations with each step recorded, by a stand-in that keeps to recorded memory, give the weights of none."""
+    for name in ("CUDAGraph", "Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", GraphStandIn)
+
+    def record(fn):
+        graph = ppo.CudaGraph(fn)
+        graph.graph.owner = graph
+        return graph
+
+    args, ends = Args(env_id=env_id, num_envs=4, num_steps=16, norm_obs=True, norm_reward=True), []
+    for wrap in (record, lambda fn: fn):
+        envs, agent, storage, scaler = make_trained_parts(args)
+        optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
+        sample = wrap(agent.sample)
+        add_targets = wrap(partial(ppo.compute_targets, agent, storage, scaler, args))
+        update = wrap(partial(ppo.update_minibatch, agent, optimizer, ppo_loss, storage.rollout, args))
+        metrics = []
+        for _ in range(6):
+            ppo.collect_rollout(agent, sample, envs, storage)
+            add_targets()
+            metrics += [update(index).clone() for index in torch.randperm(64).split(32)]
+        ends.append([torch.stack(metrics), *agent.state_dict().values()])
+    for graphs, eager in zip(*ends, strict=True):
+        torch.testing.assert_close(graphs, eager, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -610,18 +754,14 @@ def test_cuda_graphs_equal_eager(tmp_path, vectorization):
 
 
 @pytest.mark.slow
-def test_cartpole_is_solved_in_five_cpu_seconds(run_script, tmp_path):
-    """Seeds 1 to 10, none of them used to choose the defaults."""
-    solved, stays_solved = [], []
-    for seed in range(1, 11):
-        run = run_script("ppo", "--seed", seed, "--run-dir", tmp_path / str(seed))
-        assert run.returncode == 0, run.stderr
+def test_cartpole_ends_with_what_it_learned(tmp_path):
+    """Seeds 501 to 510, none of them used to choose the defaults: solved at the end, by the last policy itself."""
+    found = []
+    for seed in range(501, 511):
+        ppo.main(["--seed", str(seed), "--run-dir", str(tmp_path / str(seed))])
         metrics = read_result(tmp_path / str(seed))[1]["metrics"]
-        solved.append(metrics.get("solved_cpu_seconds", math.inf))
-        stays_solved.append(metrics["eval/episodic_return"])
-    print("CPU-seconds until solved", solved, "return of the final policy", stays_solved)
-    assert sum(x <= 5.0 for x in solved) >= 9, solved
-    assert sum(x >= 490.0 for x in stays_solved) >= 9, stays_solved
+        found.append((metrics["eval/episodic_return"], metrics["best/episodic_return"]))
+    assert min(found) >= (475.0, 475.0), found
 
 
 @pytest.mark.slow

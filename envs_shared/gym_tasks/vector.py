@@ -111,11 +111,17 @@ def make_vec(
 
 
 def adds_nothing(make_env: Callable[..., gym.Env], env_id: str) -> bool:
-    """Whether `make_env` is as good as `gymnasium.make`, by wrappers and arguments; so where there is no single form."""
-    try:
-        return make_env is gym.make or make_env(env_id).spec == gym.make(env_id).spec
-    except gym.error.Error:
+    """Whether `make_env` gives what `gymnasium.make` gives, by wrappers and arguments, or nothing can be told."""
+    if make_env is gym.make:
         return True
+    try:
+        envs = make_env(env_id), gym.make(env_id)
+    except gym.error.Error:  # there is a vector form alone, or none at all
+        return True
+    specs = [env.spec for env in envs]
+    for env in envs:
+        env.close()
+    return specs[0] == specs[1]
 
 
 class GymVec:
