@@ -13,17 +13,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from common import (
-    FIGURES,
-    describe_machine,
-    find_threshold,
-    load_results,
-    machine_line,
-    run_peer,
-    run_script,
-    save_results,
-    write_report,
-)
+import common
 from tqdm import tqdm
 
 CURVE, THRESHOLD, IN_A_ROW = "eval/episodic_return", 475, 2
@@ -32,7 +22,7 @@ OURS, SB3 = ("--eval-interval", 1), ("--eval-interval", 8)  # rollouts of 64 x 3
 
 def keep(result: dict) -> dict:
     """What is kept of one run."""
-    solved = find_threshold(result["curve"], THRESHOLD, in_a_row=IN_A_ROW)
+    solved = common.find_threshold(result["curve"], THRESHOLD, in_a_row=IN_A_ROW)
     row = {"solved_step": solved and solved[0], "solved_cpu_seconds": solved and solved[1]}
     row |= {"eval_return": result["metrics"]["eval/episodic_return"], "total_cpu_seconds": result["cpu_seconds"]}
     return row | {"curve": result["curve"]}
@@ -42,10 +32,10 @@ def measure(seeds: list[int]) -> dict:
     """Run both on every seed, taking turns."""
     rows = []
     for seed in tqdm(seeds, unit="seed"):
-        ours = run_script("ppo", "--seed", seed, *OURS, curve=CURVE)
-        sb3 = run_peer("sb3", "sb3_ppo", "--seed", seed, *SB3, curve=CURVE)
+        ours = common.run_script("ppo", "--seed", seed, *OURS, curve=CURVE)
+        sb3 = common.run_peer("sb3", "sb3_ppo", "--seed", seed, *SB3, curve=CURVE)
         rows.append({"seed": seed, "ours": keep(ours), "sb3": keep(sb3)})
-    return {"machine": describe_machine(), "rows": rows}
+    return {"machine": common.describe_machine(), "rows": rows}
 
 
 def summarize(results: dict) -> dict:
@@ -123,16 +113,10 @@ def sections(results: dict) -> dict[str, str]:
         f"{s['sb3']:.2f} of Stable-Baselines3 with tuned settings in the same run: {s['ratio']:.1f} times fewer.\n"
     )
     return {
-        "ppo_cartpole": f"\n{make_table(results)}\n\n{text}\nMeasured on {machine_line(results['machine'])}\n",
+        "ppo_cartpole": f"\n{make_table(results)}\n\n{text}\nMeasured on {common.machine_line(results['machine'])}\n",
         "ppo_cartpole_cell": f"CartPole-v1 solved in {s['ours']:.1f} CPU-seconds (median of {s['num_seeds']} seeds), "
         f"{s['ratio']:.1f}x fewer than tuned SB3",
     }
-
-
-def report(results: dict) -> None:
-    """Write the figure and the sections of docs/ppo.md and README.md."""
-    draw(results, FIGURES / "ppo_cartpole.png")
-    write_report(sections(results), "ppo")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -147,12 +131,12 @@ def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
     if not args.report_only:
-        save_results("ppo_cartpole", measure(args.seeds))
-    results = load_results("ppo_cartpole")
-    report(results)
+        common.save_results("ppo_cartpole", measure(args.seeds))
+    results = common.load_results("ppo_cartpole")
+    draw(results, common.FIGURES / "ppo_cartpole.png")
+    common.write_report(sections(results), "ppo")
     print(make_table(results))
-    summary = summarize(results)
-    print(f"ratio of the medians, SB3 / ours: {summary['ratio']:.2f}")
+    print(f"ratio of the medians, SB3 / ours: {summarize(results)['ratio']:.2f}")
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ def test_two_evaluations_in_a_row_solve_cartpole(monkeypatch):
         return result | {"curve": points[flags[0]]}
 
     points = {"ppo": curve, "sb3": curve[:3]}
-    monkeypatch.setattr(ppo_cartpole, "run_script", record)
-    monkeypatch.setattr(ppo_cartpole, "run_peer", record)
+    monkeypatch.setattr(common, "run_script", record)
+    monkeypatch.setattr(common, "run_peer", record)
     results = ppo_cartpole.measure([4, 5])
     assert [call[0] for call in calls] == ["ppo", "sb3"] * 2 and {call[-1] for call in calls} == {
         "eval/episodic_return"

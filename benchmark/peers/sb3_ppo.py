@@ -18,16 +18,11 @@ TUNED = {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8}
 EQUAL = {"n_steps": 32, "batch_size": 512, "n_epochs": 5, "gae_lambda": 0.9, "clip_range": 0.2, "vf_coef": 0.25}
 
 
-def add_eval_interval(parser) -> None:
-    """The flag that `train` needs."""
-    parser.add_argument("--eval-interval", type=peer.at_least(0), default=0, help="rollouts between evaluations")
-
-
 def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, "CartPole-v1")
     parser.add_argument("--total-timesteps", type=peer.at_least(1), default=100_000)
-    add_eval_interval(parser)
+    parser.add_argument("--eval-interval", type=peer.at_least(0), default=0, help="rollouts between evaluations")
     parser.add_argument("--settings", choices=("tuned", "equal"), default="tuned")
     return parser
 
