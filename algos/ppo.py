@@ -237,9 +237,9 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
 @torch.no_grad()
 def compute_targets(agent: Agent, storage: RolloutStorage, reward_scaler: RewardScaler, args: Args) -> None:
     """Fill `storage.rollout` with what the update needs, rows [T B, ...]; `valid` is 1 for real transitions, else 0."""
-    terminated = storage.terminated > 0
-    truncated = storage.truncated > 0
-    done = terminated | truncated  # [T + 1, B], at t that of the step before
+    terminated = storage.terminated[1:] > 0  # [T, B]
+    truncated = storage.truncated[1:] > 0  # [T, B]
+    done = storage.terminated + storage.truncated > 0  # [T + 1, B], at t that of the step before
     # With NEXT_STEP autoreset the step after a done only resets: it ignores its action, its reward means nothing
     valid = (~done[:-1] if storage.final_obs is None else torch.ones_like(done[1:])).float()  # [T, B]
     rewards = storage.rewards * valid
@@ -247,8 +247,7 @@ def compute_targets(agent: Agent, storage: RolloutStorage, reward_scaler: Reward
         rewards = reward_scaler(rewards, done[1:], valid)
     values = agent.get_value(storage.obs)  # [T + 1, B], all in one call
     final_values = None if storage.final_obs is None else agent.get_value(storage.final_obs)
-    flags = terminated[1:], truncated[1:]
-    advantages, returns = compute_gae(rewards, values, *flags, args.gamma, args.gae_lambda, final_values)
+    advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda, final_values)
     policy_params = agent.get_policy_params(storage.obs[:-1])  # [T, B, P]
     log_probs = agent.get_distribution(policy_params).log_prob(storage.actions).sum(-1)  # [T, B]
     rollout = {"obs": storage.obs[:-1], "actions": storage.actions, "policy_params": policy_params, "valid": valid}
@@ -340,18 +339,15 @@ def make_envs(args: Args, num_envs: int, seed: int, **kwargs):
 
 @torch.inference_mode()
 def evaluate(agent: Agent, args: Args, device, num_episodes: int, stream: int, folder: Path) -> dict[str, float]:
-    """Play the most likely actions with frozen statistics: mean and deviation of the raw returns, and mean length.
+    """Scores of the most likely actions, in raw rewards and with frozen statistics; films go to `folder`.
 
-    The environments are gymnasium's own, and the same for every call with the same `stream` of the seed. Films go to
-    `folder`.
+    The environments are gymnasium's own, and the same for every call with the same `stream` of the seed.
     """
     seed = int(np.random.SeedSequence([args.seed, stream]).generate_state(1)[0])
     with torch.random.fork_rng():  # training's random numbers stay what they are
         num_envs = min(args.num_envs, num_episodes)
         envs = make_envs(args, num_envs, seed, video_folder=folder if args.capture_video else None)
-        scores = play_episodes(envs, lambda obs: agent.get_action(obs.to(device)), num_episodes)
-        envs.close()
-    return scores
+        return play_episodes(envs, lambda obs: agent.get_action(obs.to(device)), num_episodes)
 
 
 # ---- Run (the same in all scripts) -----------------------------------------------------------------------------------
@@ -407,10 +403,9 @@ def sum_gradients(parameters) -> None:
 
 def save_checkpoint(path: Path, args: Args, progress: dict, parts: dict) -> None:
     """Write settings, counters and states of `parts`, so that a kill at any moment leaves the old file or the new."""
-    content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, **progress}
-    content["torch_rng"] = torch.get_rng_state()
-    content |= {name: part.state_dict() for name, part in parts.items()}
-    torch.save(content, f"{path}.tmp")
+    content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "torch_rng": torch.get_rng_state()}
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save(content | progress | states, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
@@ -487,12 +482,11 @@ def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
     may_be_zero = "seed checkpoint_interval eval_interval gamma gae_lambda clip_coef ent_coef vf_coef kl_coef".split()
     for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')} {value}"
         is_number = type(value) in (int, float)
         if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(f"{flag}: has to be {'from' if name in may_be_zero else 'above'} 0")
+            fail(f"--{name.replace('_', '-')} {value}: has to be {'from' if name in may_be_zero else 'above'} 0")
         if name in ("gamma", "gae_lambda") and value > 1:
-            fail(f"{flag}: has to be from 0 to 1")
+            fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
     batch_size = args.num_envs * args.num_steps // WORLD_SIZE
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs {args.num_envs} does not divide among {WORLD_SIZE} processes")
@@ -509,7 +503,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     step = progress["global_step"]
     device = setup_device(args)
 
-    # Each process has its own environments and samples, and all the same weights
+    # Every process has environments and samples of its own, and all have the same weights
     env_seed = seed_everything(args.seed, 0, RANK, step)
     envs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, vectorization=args.vectorization, device=device)
     seed_everything(args.seed, 1)
@@ -571,14 +565,15 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         step += int(sum_over_ranks(storage.rollout["valid"].sum()))
         progress |= {"iteration": progress["iteration"] + 1, "global_step": step}
 
-        # Measure
-        scalars = dict(zip([f"losses/{name}" for name in METRICS], torch.stack(losses).mean(0).tolist(), strict=True))
+        # Measure what is new
+        means = torch.stack(losses).mean(0).tolist()
+        scalars = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
         if not all(map(math.isfinite, scalars.values())):
             raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {scalars}")
         scalars |= {"losses/explained_variance": explained_variance(storage.rollout), "charts/learning_rate": lr.item()}
-        wall_seconds, cpu_seconds = read_clock() - start - progress["eval_seconds"]
-        scalars |= {"charts/wall_seconds": wall_seconds, "charts/cpu_seconds": cpu_seconds}
-        scalars |= {"charts/SPS": step / wall_seconds} | scores.summarize(storage.episodes)
+        seconds = read_clock() - start - progress["eval_seconds"]
+        scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
+        scalars |= {"charts/SPS": step / seconds[0]} | scores.summarize(storage.episodes)
         if "charts/return_last_20" in scalars:
             bar.set_postfix_str(f"return={scalars['charts/return_last_20']:.1f} at step {step:,}", refresh=False)
         bar.update(min(step, args.total_timesteps) - bar.n)
@@ -631,7 +626,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, or evaluate a checkpoint."""
-    args, checkpoint = tyro.cli(Args, args=argv), None
+    args = tyro.cli(Args, args=argv)
+    checkpoint = None
     if args.evaluate is not None and (args.resume is not None or WORLD_SIZE > 1):
         fail("--resume and --evaluate exclude each other, and --evaluate is for one process")
     path = args.resume if args.evaluate is None else args.evaluate

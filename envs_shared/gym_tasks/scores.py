@@ -45,7 +45,7 @@ def play_episodes(envs, policy: Callable[[torch.Tensor], torch.Tensor], num_epis
     """Mean and deviation of the returns and mean length of episodes under `policy`, from [B, D] to actions [B, A].
 
     Each environment plays the same number of them, give or take one, so that short ones are not favoured. Episodes that
-    have not ended after 10,000 steps are cut off, count with their return so far, and are spoken of.
+    have not ended after 10,000 steps are cut off, count with their return so far, and are spoken of. Closes `envs`.
     """
     quota = num_episodes // envs.num_envs + (np.arange(envs.num_envs) < num_episodes % envs.num_envs)
     episodes = []
@@ -59,6 +59,7 @@ def play_episodes(envs, policy: Callable[[torch.Tensor], torch.Tensor], num_epis
     if quota.any():
         print(f"{(quota > 0).sum()} episodes were cut off in evaluation and count with their return so far")
         episodes += np.stack((envs.envs.episode_returns, envs.envs.episode_lengths), 1)[quota > 0].tolist()
+    envs.close()
     returns, lengths = np.array(episodes).T
     return {
         "eval/episodic_return": float(returns.mean()),
