@@ -10,7 +10,8 @@ from probe_envs import Fixed, Picture
 
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, NUM_EXTRA
 from envs_shared.gym_tasks.packages import MODULES
-from envs_shared.gym_tasks.vector import make_vec, play_episodes
+from envs_shared.gym_tasks.scores import play_episodes
+from envs_shared.gym_tasks.vector import make_vec
 
 
 def play(envs, num_steps, seed):
@@ -111,8 +112,11 @@ def test_episodes_are_played_evenly_and_counted_once():
     """Rewards 0, 1, 2 a step in three environments, 5 steps an episode: two of each, one more of the first."""
     Fixed.made = 0
     envs, _ = make_vec("probe_envs:Fixed-v0", 3, 1)
-    returns, lengths = play_episodes(envs, lambda obs: torch.zeros(3, 1), 7)
-    assert sorted(returns) == [0, 0, 0, 5, 5, 10, 10] and set(lengths) == {5}
+    scores = play_episodes(envs, lambda obs: torch.zeros(3, 1), 7)
+    returns = [0, 0, 0, 5, 5, 10, 10]
+    assert scores["eval/episodic_return"] == pytest.approx(np.mean(returns))
+    assert scores["eval/episodic_return_std"] == pytest.approx(np.std(returns))
+    assert scores["eval/episodic_length"] == 5
 
 
 @pytest.mark.parametrize(
