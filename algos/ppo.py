@@ -299,7 +299,9 @@ def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], count: torch.Tens
         held = minibatch["values"] + (values - minibatch["values"]).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (held - minibatch["returns"]).square())
     entropy = pi.entropy().sum(-1)
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # [N], minus eq. 9
+    loss = policy_loss + args.vf_coef * value_loss  # [N], minus eq. 9
+    if args.ent_coef > 0:
+        loss = loss - args.ent_coef * entropy
     is_clipped = ((ratio - 1.0).abs() > args.clip_coef).float()
     # approx_kl: the low-variance estimate of KL(pi_old, pi) (Schulman 2020, http://joschu.net/blog/kl-approx.html)
     metrics = (value_loss, policy_loss, entropy, -log_ratio, ratio - 1.0 - log_ratio, is_clipped)
@@ -594,7 +596,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
         for name, value in scalars.items():
             writer.add_scalar(name, value, step)
-        if is_last or progress["iteration"] % (args.checkpoint_interval or math.inf) == 0:
+        if is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0):
             progress["seconds"] = (read_clock() - start).tolist()
             writer.flush()  # so that the log never lacks what the checkpoint has
             save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
