@@ -90,15 +90,15 @@ class Args:
     # Environment
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
     vectorization: Literal["auto", "sync", "async", "torch"] = "auto"  # auto: its own form, else sync; torch: our port
-    num_envs: int = 64  # parallel environments B, over all processes
+    num_envs: int = 32  # parallel environments B, over all processes
 
     # Algorithm
     total_timesteps: int = 100_000  # environment steps over all environments; the last rollout is completed
     learning_rate: float = 4e-3  # of Adam
     anneal_lr: bool = True  # lower the learning rate linearly to zero
-    num_steps: int = 32  # steps T of each environment in a rollout
+    num_steps: int = 64  # steps T of each environment in a rollout
     gamma: float = 0.98  # discount gamma
-    gae_lambda: float = 0.9  # lambda of generalized advantage estimation, eq. 11
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 11
     num_minibatches: int = 4  # minibatches of an epoch
     update_epochs: int = 5  # epochs K over each rollout
     norm_adv: bool = True  # normalize advantages within each minibatch

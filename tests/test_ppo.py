@@ -161,7 +161,7 @@ def test_rollouts_hold_the_environments_own_transitions(env_id):
 )
 def test_value_of_an_endless_task_with_a_time_limit(tmp_path, env_id, low, high):
     """Truncation must not cut the value: V = 1 / (1 - 0.9) = 10. Termination after 10 steps gives far less."""
-    flags = "--gamma 0.9 --num-envs 8 --total-timesteps 6400 --eval-episodes 8 --learning-rate 1e-2".split()
+    flags = "--gamma 0.9 --num-envs 8 --num-steps 32 --total-timesteps 6400 --learning-rate 1e-2".split()
     ppo.main(["--env-id", f"probe_envs:{env_id}", *flags, "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     agent = Agent(1, gym.spaces.Discrete(2))
@@ -321,7 +321,18 @@ def test_probe_tasks_reach_their_optimum(tmp_path, env_id, optimum, tolerance, f
     for seed in (11, 12):
         base = ["--env-id", f"probe_envs:{env_id}", "--total-timesteps", "4096"]
         ppo.main(
-            [*base, "--num-envs", "16", *flags.split(), "--seed", str(seed), "--run-dir", str(tmp_path / str(seed))]
+            [
+                *base,
+                "--num-envs",
+                "16",
+                "--num-steps",
+                "32",
+                *flags.split(),
+                "--seed",
+                str(seed),
+                "--run-dir",
+                str(tmp_path / str(seed)),
+            ]
         )
         _, result = read_result(tmp_path / str(seed))
         assert result["metrics"]["eval/episodic_return"] == pytest.approx(optimum, abs=tolerance)
@@ -414,7 +425,7 @@ def test_statistics_are_saved_and_frozen_in_evaluation(tmp_path, capsys):
 
 
 def test_cleanrls_tags_are_all_there(tmp_path):
-    flags = "--num-envs 4 --total-timesteps 1024 --eval-episodes 2 --eval-interval 2"
+    flags = "--num-envs 4 --num-steps 32 --total-timesteps 1024 --eval-episodes 2 --eval-interval 2"
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     scalars = read_scalars(path)
@@ -450,7 +461,7 @@ def test_seconds_and_steps_of_evaluations_are_not_trainings(tmp_path, monkeypatc
         return evaluate(*args)
 
     monkeypatch.setattr(ppo, "evaluate", slow)
-    flags = "--num-envs 4 --total-timesteps 512 --eval-episodes 1 --eval-interval 1".split()
+    flags = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-episodes 1 --eval-interval 1".split()
     ppo.main([*flags, "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     scalars = read_scalars(path)
@@ -470,7 +481,7 @@ def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch,
         return found | ({"eval/episodic_return": scores[len(streams) - 1]} if len(streams) <= len(scores) else {})
 
     monkeypatch.setattr(ppo, "evaluate", score)
-    flags = "--num-envs 4 --total-timesteps 512 --eval-episodes 12 --eval-interval 1".split()
+    flags = "--num-envs 16 --num-steps 32 --total-timesteps 2048 --eval-episodes 12 --eval-interval 1".split()
     ppo.main([*flags, "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     best, last = (torch.load(path / f"{name}.pt", weights_only=True) for name in ("best", "checkpoint"))
@@ -487,7 +498,7 @@ def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch,
 
 
 def test_evaluations_by_default_are_about_ten_and_a_fifth_of_all_steps(tmp_path):
-    flags = "--num-envs 16 --total-timesteps 20480 --eval-episodes 100 --gae-lambda 0.95".split()
+    flags = "--num-envs 16 --num-steps 32 --total-timesteps 20480 --eval-episodes 100".split()
     ppo.main([*flags, "--run-dir", str(tmp_path)])
     path, _ = read_result(tmp_path)
     steps = [step for step, _ in read_scalars(path)["eval/episodic_return"]]
@@ -534,7 +545,7 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "update_minibatch", lambda *a: (counts.append(1), update(*a))[1])
     for name, flags in (("all", []), ("stopped", ["--target-kl", "1e-9"])):
         counts.clear()
-        base = "--env-id Pendulum-v1 --num-envs 8 --total-timesteps 512 --eval-episodes 1".split()
+        base = "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 1".split()
         ppo.main([*base, *flags, "--run-dir", str(tmp_path / name)])
         assert len(counts) == 2 * 4 * (5 if name == "all" else 1)
 
@@ -574,7 +585,9 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, fl
 
 
 def test_a_checkpoint_of_another_environment_is_refused(tmp_path, capsys):
-    ppo.main([*"--num-envs 4 --total-timesteps 128 --eval-episodes 1".split(), "--run-dir", str(tmp_path)])
+    ppo.main(
+        [*"--num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 1".split(), "--run-dir", str(tmp_path)]
+    )
     path = str(read_result(tmp_path)[0] / "checkpoint.pt")
     for flags in (["--resume", path, "--env-id", "Acrobot-v1"], ["--evaluate", path, "--env-id", "Acrobot-v1"]):
         capsys.readouterr()
@@ -598,7 +611,17 @@ def test_a_checkpoint_of_another_environment_is_refused(tmp_path, capsys):
 )
 def test_resume_is_bit_equal(tmp_path, monkeypatch, flags):
     """2N iterations in one go against a run cut off after N and resumed in its folder; scalars and best.pt too."""
-    base = [*flags.split(), "--num-envs", "4", "--total-timesteps", "1536", "--checkpoint-interval", "3"]
+    base = [
+        *flags.split(),
+        "--num-envs",
+        "4",
+        "--num-steps",
+        "32",
+        "--total-timesteps",
+        "1536",
+        "--checkpoint-interval",
+        "3",
+    ]
     if "eval-episodes" not in flags:
         base += ["--eval-episodes", "2"]
     ppo.main([*base, "--run-dir", str(tmp_path / "whole")])
@@ -633,7 +656,7 @@ def test_a_checkpoint_does_not_hold_the_rollout(tmp_path):
 
 
 def test_environments_that_cannot_be_saved_restart_and_say_so(tmp_path, capsys):
-    flags = "--env-id probe_envs:Opaque-v0 --num-envs 4 --total-timesteps 128 --eval-episodes 1"
+    flags = "--env-id probe_envs:Opaque-v0 --num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 1"
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     path = read_result(tmp_path)[0] / "checkpoint.pt"
     capsys.readouterr()
@@ -644,7 +667,7 @@ def test_environments_that_cannot_be_saved_restart_and_say_so(tmp_path, capsys):
 
 def test_episodes_without_end_are_cut_off_in_evaluation(tmp_path, capsys):
     """Without a time limit an evaluation must still end, and the trained weights are safe before it starts."""
-    flags = "--env-id probe_envs:NoLimit-v0 --num-envs 2 --total-timesteps 64 --eval-episodes 2"
+    flags = "--env-id probe_envs:NoLimit-v0 --num-envs 2 --num-steps 32 --total-timesteps 64 --eval-episodes 2"
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     metrics = read_result(tmp_path)[1]["metrics"]
     assert metrics["eval/episodic_return"] == metrics["eval/episodic_length"] == 10_000
@@ -652,7 +675,7 @@ def test_episodes_without_end_are_cut_off_in_evaluation(tmp_path, capsys):
 
 
 def test_losses_that_are_not_finite_stop_the_run(tmp_path):
-    flags = "--env-id probe_envs:Broken-v0 --num-envs 2 --total-timesteps 1024 --eval-episodes 2"
+    flags = "--env-id probe_envs:Broken-v0 --num-envs 2 --num-steps 32 --total-timesteps 1024 --eval-episodes 2"
     with pytest.raises(SystemExit, match="no longer finite"):
         ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
 
@@ -758,7 +781,7 @@ def test_cuda_graphs_equal_eager(tmp_path, vectorization):
 
 def test_the_lines_of_the_page_act_with_a_trained_policy(tmp_path, monkeypatch):
     """docs/ppo.md, "The policy in your own code", as it stands there, in an episode of the user's own."""
-    flags = "--num-envs 16 --total-timesteps 20480 --gae-lambda 0.95 --eval-episodes 10".split()
+    flags = "--num-envs 16 --num-steps 32 --total-timesteps 20480 --eval-episodes 10".split()
     ppo.main([*flags, "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ppo.md").read_text(), re.S)
