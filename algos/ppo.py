@@ -54,9 +54,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
-from envs_shared.gym_tasks import vector
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
 from envs_shared.gym_tasks.normalization import BoxUnits, RewardScaler, RunningMeanStd
+from envs_shared.gym_tasks.scores import EpisodeScores, play_episodes
+from envs_shared.gym_tasks.vector import make_vec, num_values
 
 SCRIPT = "ppo"
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
@@ -116,11 +117,11 @@ class Args:
 
 def make_mlp(num_in: int, num_out: int, std: float) -> nn.Sequential:
     """Two hidden tanh layers of 64; orthogonal weights, of gain `std` in the last layer, and zero biases."""
-    layers = [nn.Linear(num_in, 64), nn.Linear(64, 64), nn.Linear(64, num_out)]
-    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), std), strict=True):
+    mlp = nn.Sequential(nn.Linear(num_in, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_out))
+    for layer, gain in zip(mlp[::2], (math.sqrt(2), math.sqrt(2), std), strict=True):
         nn.init.orthogonal_(layer.weight, gain)  # Andrychowicz et al. 2021, section 3.2
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    return mlp
 
 
 class Agent(nn.Module):
@@ -137,10 +138,10 @@ class Agent(nn.Module):
             self.action_dim = num_outputs = math.prod(action_space.shape)
             self.actor_logstd = nn.Parameter(torch.zeros(num_outputs))
         else:
-            sizes = torch.as_tensor(np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", None))))
-            self.action_dim = len(sizes)
-            num_outputs = len(sizes) * int(sizes.max())
+            sizes = torch.as_tensor(num_values(action_space))  # [K]
             is_padding = torch.arange(int(sizes.max())) >= sizes[:, None]  # [K, max(n)]
+            self.action_dim = len(sizes)
+            num_outputs = is_padding.numel()
             self.register_buffer("logit_mask", is_padding.float() * -1e8, persistent=False)
         self.critic = make_mlp(obs_dim, 1, 1.0)
         self.actor = make_mlp(obs_dim, num_outputs, 0.01)
@@ -236,9 +237,9 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
 @torch.no_grad()
 def compute_targets(agent: Agent, storage: RolloutStorage, reward_scaler: RewardScaler, args: Args) -> None:
     """Fill `storage.rollout` with what the update needs, rows [T B, ...]; `valid` is 1 for real transitions, else 0."""
-    terminated = storage.terminated > 0
-    truncated = storage.truncated > 0
-    done = terminated | truncated  # [T + 1, B], at t that of the step before
+    terminated = storage.terminated[1:] > 0  # [T, B]
+    truncated = storage.truncated[1:] > 0  # [T, B]
+    done = storage.terminated + storage.truncated > 0  # [T + 1, B], at t that of the step before
     # With NEXT_STEP autoreset the step after a done only resets: it ignores its action, its reward means nothing
     valid = (~done[:-1] if storage.final_obs is None else torch.ones_like(done[1:])).float()  # [T, B]
     rewards = storage.rewards * valid
@@ -246,8 +247,7 @@ def compute_targets(agent: Agent, storage: RolloutStorage, reward_scaler: Reward
         rewards = reward_scaler(rewards, done[1:], valid)
     values = agent.get_value(storage.obs)  # [T + 1, B], all in one call
     final_values = None if storage.final_obs is None else agent.get_value(storage.final_obs)
-    flags = terminated[1:], truncated[1:]
-    advantages, returns = compute_gae(rewards, values, *flags, args.gamma, args.gae_lambda, final_values)
+    advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda, final_values)
     policy_params = agent.get_policy_params(storage.obs[:-1])  # [T, B, P]
     log_probs = agent.get_distribution(policy_params).log_prob(storage.actions).sum(-1)  # [T, B]
     rollout = {"obs": storage.obs[:-1], "actions": storage.actions, "policy_params": policy_params, "valid": valid}
@@ -332,41 +332,22 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
 def make_envs(args: Args, num_envs: int, seed: int, **kwargs):
     """`num_envs` environments, reset with `seed`; exits with code 2 where they cannot be made."""
     try:
-        return vector.make_vec(args.env_id, num_envs, seed, make_env=make_env, **kwargs)[0]
+        return make_vec(args.env_id, num_envs, seed, make_env=make_env, **kwargs)[0]
     except ValueError as error:
         fail(f"--env-id {args.env_id}: {error}")
 
 
 @torch.inference_mode()
 def evaluate(agent: Agent, args: Args, device, num_episodes: int, stream: int, folder: Path) -> dict[str, float]:
-    """Play the most likely actions with frozen statistics: mean and deviation of the raw returns, and mean length.
+    """Scores of the most likely actions, in raw rewards and with frozen statistics; films go to `folder`.
 
-    The environments are gymnasium's own, and the same for every call with the same `stream` of the seed. Films go to
-    `folder`.
+    The environments are gymnasium's own, and the same for every call with the same `stream` of the seed.
     """
     seed = int(np.random.SeedSequence([args.seed, stream]).generate_state(1)[0])
     with torch.random.fork_rng():  # training's random numbers stay what they are
         num_envs = min(args.num_envs, num_episodes)
         envs = make_envs(args, num_envs, seed, video_folder=folder if args.capture_video else None)
-        returns, lengths = vector.play_episodes(envs, lambda obs: agent.get_action(obs.to(device)), num_episodes)
-        envs.close()
-    names = ("eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length")
-    return dict(zip(names, map(float, (returns.mean(), returns.std(), lengths.mean())), strict=True))
-
-
-def evaluate_on_the_way(agent: Agent, args: Args, device, progress: dict, run_path: Path) -> dict[str, float]:
-    """Evaluate with ten episodes at most, keep the policy as best.pt if none was better, set when the next is due."""
-    start = read_clock()
-    step = progress["global_step"]
-    num_episodes = min(10, args.eval_episodes)
-    scores = evaluate(agent, args, device, num_episodes, 3, run_path / f"videos_step_{step}")
-    if scores["eval/episodic_return"] >= progress["best_return"]:
-        progress |= {"best_return": scores["eval/episodic_return"], "best_step": step}
-        save_checkpoint(run_path / "best.pt", args, progress, {"agent": agent})
-    progress["eval_steps"] += num_episodes * scores["eval/episodic_length"]
-    progress["next_eval"] = max(step + args.total_timesteps / 10, 4 * progress["eval_steps"])
-    progress["eval_seconds"] = (read_clock() - start + progress["eval_seconds"]).tolist()
-    return scores
+        return play_episodes(envs, lambda obs: agent.get_action(obs.to(device)), num_episodes)
 
 
 # ---- Run (the same in all scripts) -----------------------------------------------------------------------------------
@@ -386,6 +367,7 @@ def setup_device(args: Args) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded as a CUDA graph
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=2))
     return device
@@ -421,10 +403,9 @@ def sum_gradients(parameters) -> None:
 
 def save_checkpoint(path: Path, args: Args, progress: dict, parts: dict) -> None:
     """Write settings, counters and states of `parts`, so that a kill at any moment leaves the old file or the new."""
-    content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, **progress}
-    content["torch_rng"] = torch.get_rng_state()
-    content |= {name: part.state_dict() for name, part in parts.items()}
-    torch.save(content, f"{path}.tmp")
+    content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "torch_rng": torch.get_rng_state()}
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save(content | progress | states, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
@@ -432,35 +413,37 @@ def load_checkpoint(path: str) -> dict:
     """Read a checkpoint of this script without unpickling code; exits with code 2 where the file is none."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        known = {field.name for field in fields(Args)}  # those that are missing have their defaults
+        checkpoint["args"] = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
     except FileNotFoundError:
         fail(f"{path or repr(path)}: no such checkpoint")
     except Exception as error:
         fail(f"{path}: not a readable checkpoint ({type(error).__name__})")
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("args"), dict):
-        fail(f"{path}: not a checkpoint")
     if checkpoint.get("script") != SCRIPT:
         fail(f"{path}: a checkpoint of {checkpoint.get('script')}.py, not of {SCRIPT}.py")
-    known = {field.name for field in fields(Args)}  # those that are missing have their defaults
-    checkpoint["args"] = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
     return checkpoint
 
 
 def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
     """The run folder, new or that of --resume, where an older result steps aside, and its log, also at W&B."""
+    if args.track:
+        try:
+            import wandb
+
+            wandb.login()
+        except Exception as error:
+            fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(args.run_dir, name.replace("/", "-").replace(":", "-"))
     if args.resume is not None:
         run_path = Path(args.resume).resolve().parent
-        if (run_path / "result.json").exists():
-            (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
-    else:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-        run_path = Path(args.run_dir) / name.replace("/", "-").replace(":", "-")
-        try:
-            run_path.mkdir(parents=True)
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: cannot create {run_path.name} in it ({error.strerror})")
+    try:
+        run_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--run-dir {args.run_dir}: cannot create {run_path.name} in it ({error.strerror})")
+    if (run_path / "result.json").exists():
+        (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
     if args.track:
-        import wandb
-
         identity = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_path.name}
         wandb.init(**identity, resume="allow", dir=run_path, config=asdict(args), sync_tensorboard=True)
     return run_path, SummaryWriter(str(run_path), purge_step=start_step + 1 if start_step else None)
@@ -477,23 +460,17 @@ class CudaGraph:
         self.fn = fn
         self.num_calls = 0
         self.graph = torch.cuda.CUDAGraph()
-        self.stream = torch.cuda.Stream()
 
     def __call__(self, *inputs: torch.Tensor):
         self.num_calls += 1
-        if self.num_calls == 1:
+        if self.num_calls < 4:
+            return self.fn(*inputs)
+        if self.num_calls == 4:
             self.inputs = [x.clone() for x in inputs]
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.outputs = self.fn(*self.inputs)
         for buffer, x in zip(self.inputs, inputs, strict=True):
             buffer.copy_(x)
-        if self.num_calls < 4:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                outputs = self.fn(*self.inputs)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return outputs
-        if self.num_calls == 4:
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.outputs = self.fn(*self.inputs)
         self.graph.replay()
         return self.outputs
 
@@ -515,68 +492,61 @@ def check_args(args: Args) -> None:
         fail(f"--num-envs {args.num_envs} does not divide among {WORLD_SIZE} processes")
     if batch_size % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {batch_size} rows")
-    if args.track and args.evaluate is None:
-        try:
-            import wandb
-
-            wandb.login()
-        except Exception as error:
-            fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
     """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
-    start = read_clock()
+    progress = {"iteration": 0, "global_step": 0, "eval_steps": 0, "seconds": [0.0, 0.0], "eval_seconds": [0.0, 0.0]}
+    if checkpoint is not None:
+        progress = {name: checkpoint[name] for name in progress}
+    start = read_clock() - progress["seconds"]
+    step = progress["global_step"]
     device = setup_device(args)
-    start_step = checkpoint["global_step"] if checkpoint else 0
-    env_seed = seed_everything(args.seed, 0, RANK, start_step)
+
+    # Every process has environments and samples of its own, and all have the same weights
+    env_seed = seed_everything(args.seed, 0, RANK, step)
     envs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, vectorization=args.vectorization, device=device)
-    seed_everything(args.seed, 1)  # the same weights in every process
+    seed_everything(args.seed, 1)
     agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)
-    seed_everything(args.seed, 2, RANK, start_step)
+    seed_everything(args.seed, 2, RANK, step)
     use_graphs = args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, so that CUDA graphs see it change
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=use_graphs)
     reward_scaler = RewardScaler(envs.num_envs, args.gamma).to(device)
+    scores = EpisodeScores()
 
-    parts = {"agent": agent, "optimizer": optimizer, "reward_scaler": reward_scaler}
-    parts |= {"envs": envs} if WORLD_SIZE == 1 else {}
-    progress = {"iteration": 0, "global_step": 0, "recent_returns": [], "best_return": -math.inf, "best_step": 0}
-    progress |= {
-        "seconds": [0.0, 0.0],
-        "eval_seconds": [0.0, 0.0],
-        "eval_steps": 0,
-        "next_eval": args.total_timesteps / 10,
-    }
+    parts = {"agent": agent, "optimizer": optimizer, "reward_scaler": reward_scaler, "scores": scores}
+    if WORLD_SIZE == 1:
+        parts["envs"] = envs
     if checkpoint is not None:
-        progress = {name: checkpoint[name] for name in progress}
-        start -= progress["seconds"]
         for name, part in parts.items():
             part.load_state_dict(checkpoint.get(name))
         optimizer.param_groups[0] |= {"lr": lr, "capturable": use_graphs}
         if WORLD_SIZE == 1:
             torch.set_rng_state(checkpoint["torch_rng"])
-        if not Path(args.resume).with_name("best.pt").exists():
-            progress["best_return"] = -math.inf
-    storage = RolloutStorage(envs, agent, args.num_steps, device)
     if RANK == 0:
-        run_path, writer = open_run(args, start_step)
+        run_path, writer = open_run(args, step)
+        best_path = run_path / "best.pt"
         if checkpoint is None:
             save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
 
     # The steps of an iteration, each one CUDA graph where that can be
     graph = CudaGraph if use_graphs else lambda fn: fn
-    sample = agent.sample if envs.on_device else graph(agent.sample)
-    collect = partial(collect_rollout, agent, sample, envs, storage)
-    collect = graph(collect) if envs.on_device else collect
+    storage = RolloutStorage(envs, agent, args.num_steps, device)
+    if envs.on_device:
+        collect = graph(partial(collect_rollout, agent, agent.sample, envs, storage))
+    else:
+        collect = partial(collect_rollout, agent, graph(agent.sample), envs, storage)
     add_targets = graph(partial(compute_targets, agent, storage, reward_scaler, args))
     loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
     update = graph(partial(update_minibatch, agent, optimizer, loss_fn, storage.rollout, args))
+
     batch_size = args.num_envs * args.num_steps // WORLD_SIZE  # rows of this process
-    bar = tqdm(total=args.total_timesteps, initial=start_step, unit="step", disable=RANK > 0)
-    while progress["global_step"] < args.total_timesteps:
+    eval_interval = args.eval_interval or math.ceil(args.total_timesteps / 10 / (args.num_envs * args.num_steps))
+    bar = tqdm(total=args.total_timesteps, initial=step, unit="step", disable=RANK > 0)
+    while step < args.total_timesteps:
         if args.anneal_lr:
-            lr.fill_(args.learning_rate * (1.0 - progress["global_step"] / args.total_timesteps))
+            lr.fill_(args.learning_rate * (1.0 - step / args.total_timesteps))
 
         # Collect a rollout, then its advantages and returns
         collect()
@@ -592,39 +562,39 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 break
         if args.norm_obs:
             agent.normalize.update(storage.rollout["obs"], storage.rollout["valid"])
-
-        # Log
-        step = progress["global_step"] + int(sum_over_ranks(storage.rollout["valid"].sum()))
+        step += int(sum_over_ranks(storage.rollout["valid"].sum()))
         progress |= {"iteration": progress["iteration"] + 1, "global_step": step}
-        scalars = dict(zip([f"losses/{name}" for name in METRICS], torch.stack(losses).mean(0).tolist(), strict=True))
+
+        # Measure what is new
+        means = torch.stack(losses).mean(0).tolist()
+        scalars = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
         if not all(map(math.isfinite, scalars.values())):
             raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {scalars}")
-        scalars["losses/explained_variance"] = explained_variance(storage.rollout)
-        scalars["charts/learning_rate"] = lr.item()
-        wall_seconds, cpu_seconds = read_clock() - start - progress["eval_seconds"]
-        scalars |= {"charts/wall_seconds": wall_seconds, "charts/cpu_seconds": cpu_seconds}
-        scalars["charts/SPS"] = step / wall_seconds
-        episodes = storage.episodes[storage.episodes[..., 1] > 0]  # [E, 2]
-        if len(episodes):
-            progress["recent_returns"] = (progress["recent_returns"] + episodes[:, 0].tolist())[-20:]
-            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = episodes.mean(0).tolist()
-            scalars["charts/return_last_20"] = np.mean(progress["recent_returns"])
+        scalars |= {"losses/explained_variance": explained_variance(storage.rollout), "charts/learning_rate": lr.item()}
+        seconds = read_clock() - start - progress["eval_seconds"]
+        scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
+        scalars |= {"charts/SPS": step / seconds[0]} | scores.summarize(storage.episodes)
+        if "charts/return_last_20" in scalars:
             bar.set_postfix_str(f"return={scalars['charts/return_last_20']:.1f} at step {step:,}", refresh=False)
         bar.update(min(step, args.total_timesteps) - bar.n)
+        if RANK > 0:
+            continue
 
-        # Evaluate, keep the best policy, save
+        # Evaluate, keep the policy that scored best, log and save
         is_last = step >= args.total_timesteps
-        is_due = (
-            progress["iteration"] % args.eval_interval == 0 if args.eval_interval else step >= progress["next_eval"]
-        )
-        if RANK == 0 and (is_due or is_last):
-            scalars |= evaluate_on_the_way(agent, args, device, progress, run_path)
-        if RANK == 0:
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
-        if RANK == 0 and (
-            is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0)
-        ):
+        is_cheap = args.eval_interval > 0 or progress["eval_steps"] <= step / 4
+        if is_last or (is_cheap and progress["iteration"] % eval_interval == 0):
+            eval_start = read_clock()
+            num_episodes = min(10, args.eval_episodes)
+            scalars |= evaluate(agent, args, device, num_episodes, 3, run_path / f"videos_step_{step}")
+            score = scalars["eval/episodic_return"]
+            if not best_path.exists() or score >= load_checkpoint(best_path)["best_return"]:
+                save_checkpoint(best_path, args, progress | {"best_return": score}, {"agent": agent})
+            progress["eval_steps"] += num_episodes * scalars["eval/episodic_length"]
+            progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+        if is_last or progress["iteration"] % (args.checkpoint_interval or math.inf) == 0:
             progress["seconds"] = (read_clock() - start).tolist()
             writer.flush()  # so that the log never lacks what the checkpoint has
             save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
@@ -634,27 +604,30 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         dist.destroy_process_group()
     if RANK > 0:
         return
+
+    # Score the final policy and the best one on episodes that chose neither
     metrics = best = evaluate(agent, args, device, args.eval_episodes, 4, run_path / "videos_final")
-    if progress["best_step"] < step:
-        agent.load_state_dict(load_checkpoint(run_path / "best.pt")["agent"])
+    best_checkpoint = load_checkpoint(best_path)
+    if best_checkpoint["global_step"] != step:
+        agent.load_state_dict(best_checkpoint["agent"])
         best = evaluate(agent, args, device, args.eval_episodes, 4, run_path / "videos_best")
     metrics = metrics | {name.replace("eval/", "best/"): value for name, value in best.items()}
     writer.close()
     seconds = read_clock() - start
     result = {"script": SCRIPT, "env_id": args.env_id, "seed": args.seed, "headline": "eval/episodic_return"}
     result |= {"metrics": metrics, "env_steps": step, "wall_seconds": seconds[0], "cpu_seconds": seconds[1]}
-    result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    result |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
     result |= {"torch": torch.__version__, "args": asdict(args)}
     (run_path / "result.json.tmp").write_text(json.dumps(result, indent=2))
     os.replace(run_path / "result.json.tmp", run_path / "result.json")
-    mean, std = metrics["eval/episodic_return"], metrics["eval/episodic_return_std"]
-    print(f"{args.env_id}: return {mean:.1f} +- {std:.1f} over {args.eval_episodes} episodes", end=" ")
-    print(f"after {step:,} steps in {seconds[0]:.1f} s; run folder {run_path}")
+    score = f"{metrics['eval/episodic_return']:.1f} +- {metrics['eval/episodic_return_std']:.1f}"
+    print(f"{args.env_id}: return {score} after {step:,} steps in {seconds[0]:.1f} s; run folder {run_path}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, or evaluate a checkpoint."""
-    args, checkpoint = tyro.cli(Args, args=argv), None
+    args = tyro.cli(Args, args=argv)
+    checkpoint = None
     if args.evaluate is not None and (args.resume is not None or WORLD_SIZE > 1):
         fail("--resume and --evaluate exclude each other, and --evaluate is for one process")
     path = args.resume if args.evaluate is None else args.evaluate
@@ -662,23 +635,27 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = checkpoint["args"]
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = ("env_id", "norm_obs", "norm_reward", "seed", "num_envs", "num_steps", "vectorization")
-        for name in fixed if args.resume else fixed[:2]:
+        fixed = ["env_id", "norm_obs"]
+        if args.resume is not None:
+            fixed += ["norm_reward", "seed", "num_envs", "num_steps", "vectorization"]
+        for name in fixed:
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--{name.replace('_', '-')}: {path} was trained with {getattr(saved, name)}")
-        if args.resume is not None and "optimizer" not in checkpoint:
+    if args.resume is not None:
+        if "optimizer" not in checkpoint:
             fail(f"--resume {path}: holds a policy to use; give the checkpoint.pt beside it")
-        is_done = checkpoint["global_step"] >= args.total_timesteps and Path(path).with_name("result.json").exists()
-        if args.resume is not None and is_done:
+        is_done = checkpoint["global_step"] >= args.total_timesteps
+        if is_done and Path(path).with_name("result.json").exists():
             fail(f"--resume {path}: its {checkpoint['global_step']} steps are done; raise --total-timesteps")
     check_args(args)
     if args.evaluate is None:
         return train(args, checkpoint)
+
     device = setup_device(args)
     envs = make_envs(args, 1, args.seed)
-    folder = Path(path).resolve().parent / f"videos_evaluate_{int(time.time())}"
     agent = Agent(envs.obs_dim, envs.single_action_space, args.norm_obs).to(device)
     agent.load_state_dict(checkpoint["agent"])
+    folder = Path(path).resolve().parent / f"videos_evaluate_{int(time.time())}"
     for name, value in evaluate(agent, args, device, args.eval_episodes, 4, folder).items():
         print(f"{name} {value:.2f}")
 

@@ -51,7 +51,7 @@ def measure_run(regime: str, data_seed: int, seed: int) -> dict:
             shutil.copy(path / "changes.png", common.FIGURES / f"change_maps_{regime}.png")
     metrics = {name.removeprefix("eval/"): round(value, 4) for name, value in result["metrics"].items()}
     row = {"regime": regime, "data_seed": data_seed, "seed": seed, "wall_seconds": round(result["wall_seconds"], 1)}
-    return row | {"cpu_seconds": round(result["cpu_seconds"], 1), "commit": result["commit"], "metrics": metrics}
+    return row | {"cpu_seconds": round(result["cpu_seconds"], 1), "metrics": metrics}
 
 
 def measure(regimes: list[str], rows: list[dict], jobs: int) -> None:
@@ -60,6 +60,7 @@ def measure(regimes: list[str], rows: list[dict], jobs: int) -> None:
     machine, keys = common.describe_machine(), ("regime", "data_seed", "seed")
     with ThreadPoolExecutor(jobs) as pool:
         for new in tqdm(pool.map(lambda run: measure_run(*run), runs), total=len(runs), unit="run"):
+            new |= {"commit": machine["commit"]}
             rows = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
             common.save_results("change_detection", {"machine": machine, "rows": rows})
 

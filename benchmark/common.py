@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -22,11 +23,11 @@ PEERS = ROOT / "benchmark" / "peers"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def run_script(script: str, *flags) -> dict:
-    """Run algos/`script`.py in its own process: result.json plus `curve` = [[step, CPU-s, return], ...]."""
+def run_script(script: str, *flags, curve: str = "charts/return_last_20") -> dict:
+    """Run algos/`script`.py in its own process: result.json plus `curve` = [[step, CPU-s, value], ...] of that tag."""
     with tempfile.TemporaryDirectory() as folder:
         path = run_in_folder(folder, script, *flags)
-        return json.loads((path / "result.json").read_text()) | {"curve": read_curve(path, "charts/return_last_20")}
+        return json.loads((path / "result.json").read_text()) | {"curve": read_curve(path, curve)}
 
 
 def run_in_folder(folder: str, script: str, *flags, num_processes: int = 1) -> Path:
@@ -36,12 +37,12 @@ def run_in_folder(folder: str, script: str, *flags, num_processes: int = 1) -> P
     return run_file(folder, sys.executable, *launcher, ROOT / "algos" / f"{script}.py", *flags)
 
 
-def run_peer(environment: str, peer: str, *flags) -> dict:
-    """Run benchmark/peers/`peer`.py in its environment: result.json plus `curve`, empty where no return is logged."""
+def run_peer(environment: str, peer: str, *flags, curve: str | None = None) -> dict:
+    """Run benchmark/peers/`peer`.py in its environment: result.json plus `curve` of a tag, None for peers without."""
     python = make_peer_environment(environment)
     with tempfile.TemporaryDirectory() as folder:
         path = run_file(folder, python, PEERS / f"{peer}.py", *flags)
-        return json.loads((path / "result.json").read_text()) | {"curve": read_curve(path, "charts/return_last_20")}
+        return json.loads((path / "result.json").read_text()) | {"curve": curve and read_curve(path, curve)}
 
 
 def run_file(folder: str, *command) -> Path:
@@ -60,18 +61,42 @@ def read_events(run_path: Path):
 
 
 def read_points(run_path: Path, tag: str) -> list[list[float]]:
-    """[[step, CPU-s, seconds, value], ...] of a logged `tag`; empty where it was not logged."""
+    """[[step, CPU-s, seconds, value], ...] of a logged `tag`; ValueError where it was not logged.
+
+    Neither kind of seconds counts evaluations where the run logs both; else the seconds are those of the events.
+    """
     events = read_events(run_path)
-    if not {tag, "charts/cpu_seconds"} <= set(events.Tags()["scalars"]):
-        return []
-    clock, points, start = events.Scalars("charts/cpu_seconds"), events.Scalars(tag), events.FirstEventTimestamp()
-    seconds = np.interp([p.step for p in points], [c.step for c in clock], [c.value for c in clock])
-    return [[p.step, float(s), p.wall_time - start, p.value] for p, s in zip(points, seconds, strict=True)]
+    tags = events.Tags()["scalars"]
+    for needed in (tag, "charts/cpu_seconds"):
+        if needed not in tags:
+            raise ValueError(f"no curve {needed} in {run_path} (there are: {', '.join(tags) or 'none'})")
+
+    points, start = events.Scalars(tag), events.FirstEventTimestamp()
+    steps = [point.step for point in points]
+
+    def read_clock(name: str):
+        clock = events.Scalars(name)
+        return np.interp(steps, [c.step for c in clock], [c.value for c in clock])
+
+    cpu_seconds, seconds = read_clock("charts/cpu_seconds"), [point.wall_time - start for point in points]
+    if "charts/wall_seconds" in tags:
+        seconds = read_clock("charts/wall_seconds")
+    return [[p.step, float(c), float(s), p.value] for p, c, s in zip(points, cpu_seconds, seconds, strict=True)]
 
 
 def read_curve(run_path: Path, tag: str) -> list[list[float]]:
-    """[[step, CPU-s, value], ...] of a logged `tag`; empty where it was not logged."""
+    """[[step, CPU-s, value], ...] of a logged `tag`; ValueError where it was not logged."""
     return [[step, seconds, value] for step, seconds, _, value in read_points(run_path, tag)]
+
+
+def find_threshold(curve: list[list[float]], threshold: float, better: str = "higher", in_a_row: int = 1):
+    """The point [step, seconds, ..., value] that ends the first `in_a_row` at the threshold or beyond; None if none."""
+    sign, num_beyond = 1 if better == "higher" else -1, 0
+    for point in curve:
+        num_beyond = num_beyond + 1 if sign * point[-1] >= sign * threshold else 0
+        if num_beyond == in_a_row:
+            return point
+    return None
 
 
 def make_peer_environment(peer: str) -> Path:
@@ -117,6 +142,16 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def show(value: float | None, digits: int = 3) -> str:
+    """A number as people write it."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    value = float(f"{value:.{digits - 1}e}") if abs(value) < 1 else value  # 0.00999999 has the digits of 0.01
+    if abs(value) < 1e-9 or abs(value) >= 10 ** (digits - 1):  # rounding aside, the first are zero
+        return f"{value:,.0f}"
+    return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}"
 
 
 def to_json(results: dict) -> str:

@@ -23,7 +23,7 @@ def measure_run(seed: int) -> dict:
         result, curve = json.loads((path / "result.json").read_text()), common.read_curve(path, "arena/elo")
         if seed == FIRST:
             shutil.copy(path / "board.png", common.FIGURES / "go_board.png")
-    row = {"seed": seed, "commit": result["commit"], "moves": result["env_steps"], "metrics": result["metrics"]}
+    row = {"seed": seed, "moves": result["env_steps"], "metrics": result["metrics"]}
     row |= {name: round(result[name], 1) for name in ("wall_seconds", "cpu_seconds")}
     return row | {"curve": [[0, 0, 0.0], *curve]}
 
@@ -76,8 +76,7 @@ def draw(results: dict, path: Path) -> None:
 
 def sections(results: dict) -> dict[str, str]:
     """What the docs show of the results, by the name of its section."""
-    commits = sorted({row["commit"] for row in results["rows"]})
-    machine = common.machine_line(results["machine"] | {"commit": " and ".join(commits)})
+    machine = common.machine_line(results["machine"])
     text = "100 games a match, 48 simulations a move on both sides."
     return {
         "go_default": f"\n{text}\n\n{make_table(results)}\n\nMeasured on {machine}\n",

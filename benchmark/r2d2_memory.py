@@ -52,8 +52,7 @@ def measure_run(env_id: str, variant: str, seed: int) -> dict:
     result = common.run_script("r2d2_lstm", "--env-id", env_id, "--seed", seed, *flags)
     curve = [[a, round(b, 2), round(c, 3)] for a, b, c in result["curve"][:: max(1, len(result["curve"]) // 60)]]
     row = {"env_id": env_id, "variant": variant, "seed": seed, "return": result["metrics"]["eval/episodic_return"]}
-    row |= {"solved_cpu_seconds": result["metrics"].get("solved_cpu_seconds"), "steps": result["env_steps"]}
-    return row | {"cpu_seconds": result["cpu_seconds"], "commit": result["commit"], "curve": curve}
+    return row | {"steps": result["env_steps"], "cpu_seconds": result["cpu_seconds"], "curve": curve}
 
 
 def measure(tasks: list[str], variants: list[str], rows: list[dict], jobs: int) -> None:
@@ -62,6 +61,7 @@ def measure(tasks: list[str], variants: list[str], rows: list[dict], jobs: int) 
     machine, keys = common.describe_machine(), ("env_id", "variant", "seed")
     with ThreadPoolExecutor(jobs) as pool:
         for new in tqdm(pool.map(lambda run: measure_run(*run), runs), total=len(runs), unit="run"):
+            new |= {"commit": machine["commit"]}
             rows = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
             common.save_results("r2d2_memory", {"machine": machine, "rows": rows})
 

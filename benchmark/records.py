@@ -1,5 +1,6 @@
 """Results of suites: read from run folders or from one JSON file, and what is computed over their seeds."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ except ImportError:
 
 NUM_POINTS = 60  # of a learning curve, in the JSON file
 RESAMPLES = 9999
-RESULT_KEYS = "seed headline metrics env_steps wall_seconds cpu_seconds device torch commit".split()
+RESULT_KEYS = "seed headline metrics env_steps wall_seconds cpu_seconds device torch".split()
 NOT_RUN = "not run yet"
 
 
@@ -23,26 +24,28 @@ class ResultsError(ValueError):
     """What is wrong with files of results, in one line."""
 
 
-def find_threshold(curve: list[list[float]], cell: dict) -> list[float] | None:
-    """The first point of the curve at the cell's threshold or beyond."""
-    sign = 1 if cell["better"] == "higher" else -1
-    return next((p for p in curve if sign * p[3] >= sign * cell["threshold"]), None)
+@functools.cache
+def has_logged(run_path: Path, tag: str) -> bool:
+    """Whether a run that has ended has logged `tag`, and the seconds that go with it."""
+    return {tag, "charts/cpu_seconds"} <= set(common.read_events(run_path).Tags()["scalars"])
 
 
-def find_result(folder: Path) -> Path | None:
-    """result.json of the first attempt at a cell that has written one, complete and with a headline metric."""
+def find_result(folder: Path, curve: str | None = None) -> Path | None:
+    """result.json of the first attempt at a cell that has one, complete, with a headline metric and with `curve`."""
     for path in sorted(folder.glob("try_*/*/result.json")):
         try:
             result = json.loads(path.read_text())
-            if all(key in result for key in RESULT_KEYS) and result["metrics"][result["headline"]] is not None:
-                return path
+            if not all(key in result for key in RESULT_KEYS) or result["metrics"][result["headline"]] is None:
+                continue
         except (OSError, ValueError, LookupError, TypeError):
             continue
+        if curve is None or has_logged(path.parent, curve):
+            return path
     return None
 
 
 def read_run(cell: dict, path: Path) -> dict:
-    """What is kept of one run, by its result.json, its events and how its process went."""
+    """What is kept of one run, by its result.json, its events and what run.py has seen of its process."""
     result = json.loads(path.read_text())
     run = {key: result[key] for key in RESULT_KEYS} | {"value": result["metrics"][result["headline"]]}
     try:
@@ -50,12 +53,17 @@ def read_run(cell: dict, path: Path) -> dict:
     except (OSError, ValueError):  # the harness was killed right after the run
         process = {}
     run |= {key: process.get(key) for key in ("peak_memory_mb", "machine")}
-    curve = common.read_points(path.parent, cell["curve"]) if cell["curve"] else []
+    # peers say their version themselves
+    run["commit"] = result.get("commit") or (run["machine"] or {}).get("commit", "unknown")
+    try:
+        curve = common.read_points(path.parent, cell["curve"]) if cell["curve"] else []
+    except ValueError as error:
+        raise ResultsError(error) from None
     clock = 1 if run["device"] == "cpu" else 2  # CPU-seconds, which others on the machine disturb less
     last = curve[-1] if curve else [run["env_steps"], run["cpu_seconds"], run["wall_seconds"]]
     run["steps_per_second"] = last[0] / last[clock] if last[clock] else None
     if cell["threshold"] is not None:
-        point = find_threshold(curve, cell)
+        point = common.find_threshold(curve, cell["threshold"], cell["better"])
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
     chosen = sorted({round(i) for i in np.linspace(0, len(curve) - 1, NUM_POINTS)}) if curve else []
     run["curve"] = [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]
@@ -79,7 +87,7 @@ def collect(suite_folder: Path) -> dict:
     for cell in suite["cells"]:
         name, folder, seed = (cell.pop(key) for key in ("name", "folder", "seed"))
         entry = cells.setdefault(name, cell | {"headline": None, "runs": [], "missing": []})
-        if path := find_result(suite_folder / folder):
+        if path := find_result(suite_folder / folder, cell["curve"]) or find_result(suite_folder / folder):
             entry["runs"].append(read_run(cell, path))
             entry["headline"] = entry["runs"][-1].pop("headline")
         else:

@@ -1,12 +1,14 @@
-"""Tables and learning curves of what benchmark/run.py has run: docs/results.md, or a folder of your own.
+"""Tables and learning curves of runs: docs/results.md of what benchmark/run.py has run, or a page of your own.
 
-    python benchmark/report.py --out report    # report/results.md, report/figures, report/results/SUITE.json
-    python benchmark/report.py                 # docs/results.md, docs/figures, benchmark/results/SUITE.json
-    python benchmark/report.py --report-only   # docs/results.md again, from benchmark/results alone
+    python benchmark/report.py --runs runs --out report   # your own runs: report/results.md, report/figures
+    python benchmark/report.py --out report               # runs of suites: report/results/SUITE.json too
+    python benchmark/report.py                            # docs/results.md, docs/figures, benchmark/results/SUITE.json
+    python benchmark/report.py --report-only              # docs/results.md again, from benchmark/results alone
 
-Reads the run folders of RUNS, nothing else: with --out those of all suites, without it those of benchmark/suites but
-smoke, which shows no results. Nothing is lost: a suite whose committed results have runs that its folder lacks is
-refused. The suite `ablations` is shown in the scripts' pages too, each cell against the first of its task.
+With --out, the page shows all suites in RUNS or RUNS/benchmark and the run folders in RUNS that the scripts have left,
+of runs that still go on too. Without it, those of benchmark/suites but smoke, which shows no results. Nothing is lost:
+a suite whose committed results have runs that its folder lacks is refused. The suite `ablations` is shown in the
+scripts' pages too, each cell against the first of its task.
 """
 
 import argparse
@@ -20,6 +22,8 @@ import common
 import compare
 import numpy as np
 import records
+import run_folders
+from common import show
 
 INTRODUCTION = """# Results
 
@@ -37,16 +41,6 @@ LEGEND = """IQM is the interquartile mean over the seeds, the interval its 95 % 
 threshold are medians, of the first point of the learning curve at the threshold. Seconds are {seconds}, which other
 work on the machine lengthens; steps per second are those of training, up to the last point of the curve. Memory is main
 memory, that of all processes of a run, the largest of the seeds."""
-
-
-def show(value: float | None, digits: int = 3) -> str:
-    """A number as people write it."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    value = float(f"{value:.{digits - 1}e}") if abs(value) < 1 else value  # 0.00999999 has the digits of 0.01
-    if abs(value) < 1e-9 or abs(value) >= 10 ** (digits - 1):  # rounding aside, the first are zero
-        return f"{value:,.0f}"
-    return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}"
 
 
 def show_interval(interval: tuple[float, float] | None) -> str:
@@ -220,12 +214,12 @@ def draw(results: dict, path: Path) -> None:
                 axes.plot(grid, mean, color=color, lw=2, label=label)
                 if cell["threshold"] is not None:
                     axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
-        labels = "env_steps of result.json", "CPU-seconds" if is_cpu(results) else "seconds"
+        labels = run_folders.name_steps(cells[0]["script"]), "CPU-seconds" if is_cpu(results) else "seconds"
         for axes, label in zip(row, labels, strict=True):
             axes.set(xlabel=label, title=task)
             axes.grid(alpha=0.3)
         row[0].xaxis.set_major_formatter(EngFormatter())
-        row[0].set_ylabel(cells[0]["curve"])
+        row[0].set_ylabel(run_folders.name_curve(cells[0]["curve"]))
         row[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -281,7 +275,7 @@ def check_nothing_is_lost(old: dict, new: dict, folder: Path) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="what run.py has written")
+    parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="folder of runs")
     parser.add_argument("--out", type=Path, help="folder for page, figures and results, instead of docs/")
     parser.add_argument("--report-only", action="store_true", help="from benchmark/results, without run folders")
     return parser
@@ -294,7 +288,8 @@ def main(argv: list[str] | None = None) -> None:
         raise records.ResultsError("--report-only writes docs/, and does not go with --out")
     suites, committed = {}, {} if args.out else read_committed()
     published = {path.stem for path in (common.ROOT / "benchmark" / "suites").glob("*.toml")} - {"smoke"}
-    for path in [] if args.report_only else sorted(args.runs.glob("*/suite.json")):
+    paths = [*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")]
+    for path in [] if args.report_only else sorted(paths):
         if not args.out and path.parent.name not in published:
             continue
         results = records.collect(path.parent)
@@ -303,11 +298,14 @@ def main(argv: list[str] | None = None) -> None:
             suites[path.parent.name] = results
     named = dict(sorted((committed | suites).items()))
     everything = list(named.values())
-    if not (everything if args.report_only else suites):
+    groups = run_folders.collect(args.runs) if args.out else {}
+    if not (everything if args.report_only else suites or groups):
         folder = common.RESULTS if args.report_only else args.runs
-        raise records.ResultsError(f"{folder}: no finished runs of a suite to report; benchmark/run.py makes them")
+        raise records.ResultsError(f"{folder}: no runs to report")
     folder, data = (args.out, args.out / "results") if args.out else (common.ROOT / "docs", common.RESULTS)
     page = render_page(everything, not args.out)
+    if groups:
+        page = f"{page.rstrip()}\n\n{run_folders.render(groups)}"
     try:
         data.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -317,11 +315,14 @@ def main(argv: list[str] | None = None) -> None:
     for results in everything:
         if list_curves(results):
             draw(results, folder / "figures" / figure_name(results))
+    for name, runs in groups.items():
+        if run_folders.find_curves(runs):
+            run_folders.draw(runs, folder / "figures" / f"{name}.png")
     common.write_atomically(folder / "results.md", page)
     if not args.out and "ablations" in named:
         for script, text in make_ablations(named["ablations"]).items():
             common.write_section(folder / f"{script}.md", "ablations", text)
-    print(f"{folder / 'results.md'}: {', '.join(results['suite'] for results in everything)}")
+    print(f"{folder / 'results.md'}: {', '.join([*named, *groups])}")
 
 
 if __name__ == "__main__":

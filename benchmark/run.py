@@ -6,11 +6,11 @@
     python benchmark/run.py benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
 
 Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, an attempt each in try_1, try_2, ..., and is done when an
-attempt holds a result.json. The hash is that of the command and of the script, so that the same call again runs what is
-missing, and a changed script runs anew beside its old results. Cells compute with OMP_NUM_THREADS=1, and see no GPU but
-those they ask for. Exit code: 0 when all cells are done, 1 when some failed, 2 for what is wrong before anything has
-run, 130 after Ctrl-C. On a cluster, RUNS, this repository and the environments in benchmark/peers are on a file system
-that all machines share.
+attempt holds a result.json and has logged the cell's curve. The hash is that of the command and of the script, so that
+the same call again runs what is missing, and a changed script runs anew beside its old results. Cells compute with
+OMP_NUM_THREADS=1, and see no GPU but those they ask for. Exit code: 0 when all cells are done, 1 when some failed, 2
+for what is wrong before anything has run, 130 after Ctrl-C. On a cluster, RUNS, this repository and the environments in
+benchmark/peers are on a file system that all machines share.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from suite import Cell, SuiteError, read_suite
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 30.0  # where stderr is no terminal
-NO_RETRY = ("exit code 2", "not done after", "another version")  # would be the same again
+NO_RETRY = ("exit code 2", "not done after", "another version", "no curve")  # would be the same again
 # Kills a process and all it has started when its own stdin closes, which happens when whoever started both is gone
 WATCHDOG = """
 import os, psutil, signal, sys
@@ -90,6 +90,7 @@ def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt:
     if cell.hash() != digest:
         return {"error": f"another version of {cell.path} is on {host} than when the suite was started"}
     path.mkdir()
+    machine = common.describe_machine()  # its commit is that of the script which starts now
     env = os.environ | {"OMP_NUM_THREADS": "1", "REFERENCE_PYTHON": sys.executable}  # Ray has chosen the GPUs in it
     if not cell.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -112,11 +113,23 @@ def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt:
         error = f"exit code {returncode}" if returncode > 0 else f"killed by {signal.strsignal(-returncode)}"
         lines = read_end(path / "log.txt", 1)
         error += f": {lines[0]}" if lines and returncode > 0 else ""
-    if not error and find_result(folder) is None:
-        error = "ended without a result.json that can be read"
-    report = {"error": error, "peak_memory_mb": round(peak / 1e6, 1), "machine": common.describe_machine()}
+    if not error:
+        error = find_flaw(cell, folder)
+    report = {"error": error, "peak_memory_mb": round(peak / 1e6, 1), "machine": machine}
     common.write_atomically(path / "process.json", json.dumps(report, indent=1))
     return report
+
+
+def find_flaw(cell: Cell, folder: Path) -> str | None:
+    """What the result of a cell that has ended lacks; None where it is whole."""
+    path = find_result(folder, cell.curve) or find_result(folder)
+    if path is None:
+        return "ended without a result.json that can be read"
+    try:
+        _ = cell.curve and common.read_points(path.parent, cell.curve)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def read_progress(log: Path) -> str:
@@ -185,7 +198,7 @@ class SuiteRun:
 
     def is_done(self, cell: Cell) -> bool:
         """Whether a result is there."""
-        return find_result(self.folders[cell]) is not None
+        return find_result(self.folders[cell], cell.curve) is not None
 
     def save(self) -> None:
         """suite.json: what the report needs beside the run folders."""
@@ -264,11 +277,9 @@ def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], disp
                 error = f"{type(failure.cause).__name__}: {failure.cause}"
             except ray.exceptions.RayError as lost:
                 error = f"its worker was lost ({type(lost).__name__})"
-            if path := find_result(suite.folders[cell]):
+            if path := find_result(suite.folders[cell], cell.curve):
                 result = json.loads(path.read_text())
                 display.write(f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}")
-                if cell.curve and cell.curve not in (tags := common.read_events(path.parent).Tags()["scalars"]):
-                    display.write(f"no curve {cell.curve} was logged; there are: {', '.join(tags)}")
                 display.bar.update()
             elif tries[cell] <= args.retries and not str(error).startswith(NO_RETRY):
                 display.write(f"again: {name}: {error}")

@@ -38,9 +38,10 @@ def measure_run(script: str, num_processes: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         flags = (*CASES[script][1].split(), "--checkpoint-interval", 0, "--eval-episodes", 2)
         path = common.run_in_folder(folder, script, *flags, num_processes=num_processes)
-        first, *_, last = common.read_events(path).Scalars("charts/cpu_seconds")[NUM_SKIPPED - 1 :]
-    seconds = {"wall_seconds": last.wall_time - first.wall_time, "cpu_seconds": last.value - first.value}
-    return {"script": script, "processes": num_processes, "steps": last.step - first.step, **seconds}
+        first, *_, last = common.read_points(path, "charts/cpu_seconds")[NUM_SKIPPED - 1 :]
+    steps, cpu_seconds, wall_seconds = (b - a for a, b in zip(first[:3], last[:3], strict=True))
+    found = {"script": script, "processes": num_processes, "steps": steps}
+    return found | {"wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds}
 
 
 def measure(num_repeats: int) -> dict:

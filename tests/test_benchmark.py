@@ -74,6 +74,30 @@ def test_summary_counts_unsolved_runs_as_infinitely_slow():
     assert "not in 100k steps" in ppo_cartpole.make_table({"rows": rows})
 
 
+def test_two_evaluations_in_a_row_solve_cartpole(monkeypatch):
+    """The second counts, for both programs, which take turns and are evaluated every 2,048 steps."""
+    calls, curve = [], [[2048, 1.0, 480.0], [4096, 2.0, 474.0], [6144, 3.0, 475.0], [8192, 4.0, 500.0]]
+    result = {"metrics": {"eval/episodic_return": 500.0}, "cpu_seconds": 9.0}
+
+    def record(*flags, curve):
+        calls.append([*flags, curve])
+        return result | {"curve": points[flags[0]]}
+
+    points = {"ppo": curve, "sb3": curve[:3]}
+    monkeypatch.setattr(common, "run_script", record)
+    monkeypatch.setattr(common, "run_peer", record)
+    results = ppo_cartpole.measure([4, 5])
+    assert [call[0] for call in calls] == ["ppo", "sb3"] * 2 and {call[-1] for call in calls} == {
+        "eval/episodic_return"
+    }
+    assert calls[2][1:-1] == ["--seed", 5, "--eval-interval", 1]
+    assert calls[3][1:-1] == ["sb3_ppo", "--seed", 5, "--eval-interval", 8]
+    ours, sb3 = (results["rows"][0][who] for who in ("ours", "sb3"))
+    assert (ours["solved_step"], ours["solved_cpu_seconds"], sb3["solved_step"]) == (8192, 4.0, None)
+    results["machine"] |= {"commit": "x"}
+    assert "| 4 | 4.00 | 8,192 | 500.0 | not in 100k steps |" in ppo_cartpole.sections(results)["ppo_cartpole"]
+
+
 def test_speed_ratio_is_of_medians_and_of_the_best_setting_of_each():
     def side(seconds):
         return {"train_step": seconds, "greedy_decode": 2 * seconds, "operations": 1, "views": 1}
@@ -180,6 +204,7 @@ def test_each_run_of_the_memory_tasks_is_saved_as_it_ends(tmp_path, monkeypatch)
         r2d2_memory.measure(["TMaze20-v0"], ["LSTM"], [old | {"seed": 1}, old | {"seed": 2}], 1)
     rows = common.load_results("r2d2_memory")["rows"]
     assert [(row["seed"], row["return"]) for row in rows] == [(2, 0.5), (1, 1.0)]
+    assert rows[1]["commit"] == common.describe_machine()["commit"]
 
 
 def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():

@@ -6,10 +6,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from probe_envs import Picture
+from probe_envs import Fixed, Picture
 
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, NUM_EXTRA
 from envs_shared.gym_tasks.packages import MODULES
+from envs_shared.gym_tasks.scores import play_episodes
 from envs_shared.gym_tasks.vector import make_vec
 
 
@@ -67,10 +68,55 @@ def test_state_that_is_not_plain_data_is_reported_not_guessed():
 
 def test_saving_is_a_copy():
     envs, _ = make_vec("CartPole-v1", 2, 1)
-    state = envs.state_dict()["env"]["state"].clone()
+    state = envs.state_dict()["envs"]["env"]["state"].clone()
     kept = envs.state_dict()
+    rows = kept["rows"].clone()
     play(envs, 5, 1)
-    torch.testing.assert_close(kept["env"]["state"], state, rtol=0, atol=0)
+    torch.testing.assert_close(kept["envs"]["env"]["state"], state, rtol=0, atol=0)
+    torch.testing.assert_close(kept["rows"], rows, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("vectorization", ["auto", "sync", "torch"])
+def test_the_last_rows_are_at_hand_and_part_of_the_state(vectorization):
+    envs, obs = make_vec("CartPole-v1", 3, 1, vectorization)
+    torch.testing.assert_close(envs.rows[:, :4], obs, rtol=0, atol=0)
+    assert envs.rows[:, 4:].abs().sum() == 0
+    rows = play(envs, 30, 1)[-1]
+    other, _ = make_vec("CartPole-v1", 3, 2, vectorization)
+    other.load_state_dict(envs.state_dict())
+    torch.testing.assert_close(other.rows, rows, rtol=0, atol=0)
+
+
+class Doubled(gym.RewardWrapper):
+    def reward(self, reward):
+        return 2 * reward
+
+
+@pytest.mark.parametrize(
+    ("make_env", "is_vector_form"),
+    [
+        (gym.make, True),
+        (lambda *a, **k: gym.make(*a, **k), True),
+        (lambda *a, **k: gym.wrappers.TimeLimit(gym.make(*a, **k), 7), False),
+        (lambda *a, **k: Doubled(gym.make(*a, **k)), False),
+        (lambda *a, **k: gym.make(*a, sutton_barto_reward=True, **k), False),
+        (lambda *a, **k: gym.wrappers.TransformObservation(gym.make(*a, **k), lambda obs: 2 * obs, None), False),
+    ],
+)
+def test_what_make_env_adds_is_seen(make_env, is_vector_form):
+    envs, _ = make_vec("CartPole-v1", 2, 1, make_env=make_env)
+    assert (type(envs.envs.unwrapped).__name__ == "CartPoleVectorEnv") == is_vector_form
+
+
+def test_episodes_are_played_evenly_and_counted_once():
+    """Rewards 0, 1, 2 a step in three environments, 5 steps an episode: two of each, one more of the first."""
+    Fixed.made = 0
+    envs, _ = make_vec("probe_envs:Fixed-v0", 3, 1)
+    scores = play_episodes(envs, lambda obs: torch.zeros(3, 1), 7)
+    returns = [0, 0, 0, 5, 5, 10, 10]
+    assert scores["eval/episodic_return"] == pytest.approx(np.mean(returns))
+    assert scores["eval/episodic_return_std"] == pytest.approx(np.std(returns))
+    assert scores["eval/episodic_length"] == 5
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import compare
 import records
 import report
 import run
+import run_folders
 from suite import SuiteError, read_suite
 
 SHORT = "python algos/ppo.py --num-envs 8 --total-timesteps 2560 --eval-episodes 4"
@@ -70,6 +71,7 @@ def count_results(runs):
 def test_the_suites_parse_against_the_scripts(path):
     cells, _ = read_suite(path)
     assert {cell.script for cell in cells} >= {p.stem for p in (ROOT / "algos").glob("*.py")}
+    assert {cell.curve for cell in cells} - {None} <= run_folders.CURVES.keys()  # which pictures name in words
     if path.stem == "cpu":
         assert all(n >= 5 for n in Counter(cell.name for cell in cells).values())
 
@@ -182,6 +184,49 @@ def test_a_cell_that_never_writes_a_result_is_an_error(cell):
     assert run.read_end(cell[1] / "try_1" / "log.txt") == ["hello"]
 
 
+def write_log(folder, tags, num_points=3, **clocks):
+    """TensorBoard scalars at the steps 100, 200, ...; a clock is seconds a step."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        for step in range(100, 100 * num_points + 1, 100):
+            for tag in tags:
+                writer.add_scalar(tag, step / 10, step)
+            for name, seconds in ({"cpu_seconds": 0.02} | clocks).items():
+                writer.add_scalar(f"charts/{name}", step * seconds, step)
+
+
+def write_result(folder, **changes):
+    """A result.json as our scripts write it."""
+    result = {"script": "ppo", "env_id": "T", "seed": 1, "headline": "eval/x", "metrics": {"eval/x": 2.5}}
+    result |= {"env_steps": 300, "wall_seconds": 8.0, "cpu_seconds": 7.0, "device": "cpu", "torch": "2", "args": {}}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(result | changes))
+
+
+def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
+    """One line names the tag and those there are; with one of them in the suite, the same run counts."""
+    import dataclasses
+
+    write_log(tmp_path / "run", ["charts/other"])
+    write_result(tmp_path / "run")
+    code = f"import shutil, sys; shutil.copytree({str(tmp_path / 'run')!r}, sys.argv[1] + '/try_1/run')"
+    absent = dataclasses.replace(cell[0], curve="charts/nothing")
+    error = run_python((absent, cell[1]), code)["error"]
+    assert error.startswith("no curve charts/nothing in ") and error.startswith(run.NO_RETRY)
+    assert error.endswith("(there are: charts/other, charts/cpu_seconds)") and "\n" not in error
+    result = cell[1] / "try_1" / "run" / "result.json"
+    assert json.loads((cell[1] / "try_1" / "process.json").read_text())["error"] == error
+    assert run.find_result(cell[1], absent.curve) is None and run.find_result(cell[1]) == result
+    other = dataclasses.replace(cell[0], curve="charts/other")
+    assert run.find_result(cell[1], other.curve) == result and run.find_flaw(other, cell[1]) is None
+    with pytest.raises(records.ResultsError, match=r"no curve charts/nothing in .* \(there are: charts/other, "):
+        records.read_run({"curve": "charts/nothing", "threshold": None}, result)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no curve charts/return_last_20 in .* \(there are: none\)"):
+        common.read_curve(tmp_path / "empty", "charts/return_last_20")
+
+
 def test_exit_codes_and_signals_are_told(cell):
     code = "import sys; print('|##| 1/1\\r|###| 2/2'); sys.exit('why it ended')"
     assert run_python(cell, code)["error"] == "exit code 1: why it ended"
@@ -279,21 +324,35 @@ def test_a_run_is_read_from_its_folder(tmp_path):
             writer.add_scalar("charts/cpu_seconds", step / 50, step, walltime=start + step)
             writer.add_scalar("curve", value, step, walltime=start + step)
     result = {"seed": 3, "headline": "m", "metrics": {"m": 2.5}, "env_steps": 400, "wall_seconds": 500.0}
-    result |= {"cpu_seconds": 20.0, "device": "cpu", "torch": "2", "commit": "c"}
+    result |= {"cpu_seconds": 20.0, "device": "cpu", "torch": "2"}
     (folder / "result.json").write_text(json.dumps(result))
-    (tmp_path / "try_1" / "process.json").write_text('{"error": null, "peak_memory_mb": 5, "machine": {"cpu": "x"}}')
+    process = {"error": None, "peak_memory_mb": 5, "machine": {"cpu": "x", "commit": "abc-dirty"}}
+    (tmp_path / "try_1" / "process.json").write_text(json.dumps(process))
     cell = {"curve": "curve", "threshold": 2.5, "better": "higher"}
     found = records.read_run(cell, folder / "result.json")
     assert found["curve"] == [[100, 2.0, 1.0], [200, 4.0, 3.0], [400, 8.0, 2.0]] and found["value"] == 2.5
     assert (found["steps_to_threshold"], found["seconds_to_threshold"], found["steps_per_second"]) == (200, 4.0, 50.0)
-    assert found["peak_memory_mb"] == 5 and found["machine"] == {"cpu": "x"}
+    assert found["peak_memory_mb"] == 5 and found["machine"] == process["machine"]
+    assert found["commit"] == "abc-dirty"  # the harness knows that of our scripts, peers say their version
+    (folder / "result.json").write_text(json.dumps(result | {"commit": "elkai 2.0.1"}))
+    assert records.read_run(cell, folder / "result.json")["commit"] == "elkai 2.0.1"
     (folder / "result.json").write_text(json.dumps(result | {"device": "NVIDIA"}))  # by the clock there
     (tmp_path / "try_1" / "process.json").write_text("")
     found = records.read_run(cell, folder / "result.json")
     assert found["seconds_to_threshold"] == pytest.approx(200.0, abs=3)
     assert found["steps_per_second"] == pytest.approx(1.0, abs=0.01)
-    assert found["peak_memory_mb"] is None
-    assert records.read_run(cell | {"curve": "other"}, folder / "result.json")["steps_per_second"] == 400 / 500
+    assert found["peak_memory_mb"] is None and found["commit"] == "unknown"
+    without = cell | {"curve": None, "threshold": None}
+    assert records.read_run(without, folder / "result.json")["steps_per_second"] == 400 / 500
+
+
+def test_seconds_on_a_gpu_are_those_of_training_where_a_run_logs_them(tmp_path):
+    write_log(tmp_path / "run", ["curve"], wall_seconds=0.5)
+    write_result(tmp_path / "run", device="NVIDIA")
+    found = records.read_run({"curve": "curve", "threshold": 20, "better": "higher"}, tmp_path / "run" / "result.json")
+    assert (found["steps_to_threshold"], found["seconds_to_threshold"]) == (200, 100.0)
+    assert found["steps_per_second"] == 2.0 and found["curve"][-1] == [300, 150.0, 30.0]
+    assert common.read_points(tmp_path / "run", "curve")[0] == pytest.approx([100, 2.0, 50.0, 10.0])
 
 
 def test_peak_memory_is_that_of_the_process(cell):
@@ -375,12 +434,14 @@ def test_the_hash_is_of_the_command_and_of_the_script(tmp_path, monkeypatch):
 
 
 def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
-    """One cell always fails, one is killed once, two are well; then nothing is left to run but the first."""
+    """One cell always fails, one is killed once, one lacks its curve, one is well; then only the first is left."""
     runs = tmp_path / "runs"
     suite = write_suite(
         tmp_path / "a.toml", [1], good=SHORT, bad=f"{SHORT} --env-id Nothing-v0",
         killed="python algos/ppo.py --total-timesteps 100352 --eval-episodes 4", other=f"{SHORT} --gamma 0.9",
     )  # fmt: skip
+    text = suite.read_text()
+    suite.write_text(text + 'curve = "charts/nothing"\n')  # of the last cell
     process = start_harness(suite, "--runs", runs, "--track", WANDB_MODE="offline")
     (victim,) = wait_until(lambda: [p for p in find_processes(runs) if "100352" in p.info["cmdline"]])
     victim.kill()
@@ -388,13 +449,20 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert process.returncode == 1, output
     assert "again: ppo/CartPole-v1/killed, seed 1: killed by Killed" in output
     assert "failed: ppo/CartPole-v1/bad, seed 1: exit code 2: ppo.py: error: --env-id Nothing-v0" in output
+    assert "failed: ppo/CartPole-v1/other, seed 1: no curve charts/nothing in " in output and "again: " in output
+    assert "again: ppo/CartPole-v1/other" not in output and "2 of 4 cells done" in output
+    with pytest.raises(records.ResultsError, match=r"no curve charts/nothing in .*charts/return_last_20"):
+        report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])
     counts = count_results(runs)
     assert len(counts) == 3 and set(counts.values()) == {1}
     assert list(runs.rglob("killed/*/try_2/*/result.json"))
     for path in runs.rglob("result.json"):  # --track reached every script
         (log,) = (path.parent / "wandb").glob("offline-run-*/run-*.wandb")
         assert b"charts/episodic_return" in log.read_bytes()
+        machine = json.loads((path.parents[1] / "process.json").read_text())["machine"]
+        assert machine["commit"] == common.describe_machine()["commit"]
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
+    suite.write_text(text + 'curve = "charts/return_last_20"\n')
     process = start_harness(suite, "--runs", runs)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and "4 cells, 3 done before" in output
@@ -500,10 +568,12 @@ def test_statistics_over_seeds():
 
 
 def test_threshold_is_the_first_point_at_it_in_the_right_direction():
-    curve = [[1, 0.1, 1.0, 3.0], [2, 0.2, 2.0, 5.0], [3, 0.3, 3.0, 4.0]]
-    assert records.find_threshold(curve, {"better": "higher", "threshold": 4})[0] == 2
-    assert records.find_threshold(curve, {"better": "lower", "threshold": 3})[0] == 1
-    assert records.find_threshold(curve, {"better": "higher", "threshold": 6}) is None
+    curve = [[1, 0.1, 3.0], [2, 0.2, 5.0], [3, 0.3, 2.0], [4, 0.4, 4.0], [5, 0.5, 5.0]]
+    assert common.find_threshold(curve, 4) == [2, 0.2, 5.0]
+    assert common.find_threshold(curve, 3, "lower")[0] == 1
+    assert common.find_threshold(curve, 6) is None and common.find_threshold([], 0) is None
+    assert common.find_threshold(curve, 4, in_a_row=2)[0] == 5  # one alone is forgotten
+    assert common.find_threshold(curve, 4, in_a_row=3) is None
 
 
 def test_the_page_says_what_the_results_say():
@@ -557,7 +627,7 @@ def test_a_report_loses_no_committed_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(records, "collect", lambda folder: make_results(make_cell([1.0])))
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "suite.json").write_text("")
-    with pytest.raises(records.ResultsError, match="no finished runs"):  # a suite of somebody is not published
+    with pytest.raises(records.ResultsError, match="no runs to report"):  # a suite of somebody is not published
         report.main(["--runs", str(tmp_path / "runs")])
     monkeypatch.setattr(common, "ROOT", tmp_path)
     (tmp_path / "benchmark" / "suites").mkdir(parents=True)
@@ -568,8 +638,72 @@ def test_a_report_loses_no_committed_run(tmp_path, monkeypatch, capsys):
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "results.md").exists() and (tmp_path / "out" / "figures" / "results_a.png").exists()
     assert json.loads((tmp_path / "out" / "results" / "a.json").read_text()) == make_results(make_cell([1.0]))
-    with pytest.raises(records.ResultsError, match="no finished runs"):
+    with pytest.raises(records.ResultsError, match="no runs to report"):
         report.main(["--runs", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")])
+
+
+def make_run_folders(runs):
+    """Two seeds of a script, one not done, one of another script by the same name, a game without a curve, a suite."""
+    import torch
+
+    tags = "charts/episodic_return", "charts/return_last_20", "eval/episodic_return"
+    write_log(runs / "T-v0__mine__2__5", tags, num_points=6)
+    write_result(runs / "T-v0__mine__2__5", headline=tags[2], metrics={"best/a": 7.0, tags[2]: 123.4}, commit="x")
+    write_log(runs / "T-v0__mine__10__4", tags[:2])
+    torch.save({"script": "ppo", "agent": torch.zeros(3)}, runs / "T-v0__mine__10__4" / "checkpoint.pt")
+    write_log(runs / "T-v0__mine__2__5" / "wandb" / "files", tags)
+    write_log(runs / "T-v0__mine__1__6", ["arena/elo"])
+    write_result(runs / "T-v0__mine__1__6", script="alphazero_go")
+    write_result(runs / "Go__gnugo__1__7", script="gnugo")
+    (runs / "benchmark" / "a").mkdir(parents=True)
+    write_result(runs / "benchmark" / "a" / "cell" / "try_1" / "run", seed=3)
+    cell = {"name": "ppo/T/s", "folder": "cell", "seed": 3, "curve": None, "threshold": None, "task": "T"}
+    cell |= {"setting": "s", "script": "ppo", "command": "python algos/ppo.py", "better": "higher"}
+    content = {"suite": "a", "cells": [cell], "ratios": [], "errors": []}
+    (runs / "benchmark" / "a" / "suite.json").write_text(json.dumps(content))
+
+
+def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, capsys):
+    """By script, task and name, runs that are not done too, beside suites."""
+    make_run_folders(tmp_path / "runs")
+    report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    page = (tmp_path / "out" / "results.md").read_text()
+    assert "## Suite `a`" in page and "| T | s | 1 | x | 2.50 |" in page
+    start = page.index("### T-v0, ppo, mine")
+    end = page.index("\n- ", start)
+    assert page[start:end].splitlines()[4:] == [
+        "| | seed 2 | seed 10, not done |",
+        "|--|--:|--:|",
+        "| eval/episodic_return | 123 | - |",
+        "| best/a | 7.00 | - |",
+        "| env_steps | 300 | - |",
+        "| cpu_seconds | 7.00 | - |",
+        "| wall_seconds | 8.00 | - |",
+    ]
+    assert "### T-v0, alphazero_go, mine" in page and "### Go, gnugo\n\nNo learning curve yet." in page
+    figures = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert figures == {"ppo__T-v0__mine.png", "alphazero_go__T-v0__mine.png"}
+    assert all(f"figures/{name})" in page for name in figures)
+
+
+def test_the_first_panel_is_of_training_and_the_second_of_evaluation(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    make_run_folders(tmp_path)
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: seen.append(self))
+    groups = run_folders.collect(tmp_path)
+    run_folders.draw(groups["ppo__T-v0__mine"], tmp_path / "x.png")
+    left, right = seen[0].axes
+    assert (left.get_xlabel(), left.get_ylabel()) == ("environment steps", "return, last 20 episodes")
+    assert [len(line.get_xdata()) for line in left.lines] == [6, 3]
+    assert right.get_ylabel() == "return of the greedy policy" and right.lines[0].get_ydata()[-1] == 60.0
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["seed 2", "seed 10, not done"]
+    run_folders.draw(groups["alphazero_go__T-v0__mine"], tmp_path / "x.png")
+    (axes,) = seen[1].axes
+    assert axes.get_xlabel() == "moves of self-play" and axes.get_ylabel().startswith("Elo")
+    assert run_folders.find_curves(groups["gnugo__Go__gnugo"]) == []
+    assert run_folders.collect(tmp_path / "T-v0__mine__2__5").keys() == {"ppo__T-v0__mine"}  # one run alone
 
 
 def run_compare(tmp_path, base, new):
@@ -603,6 +737,13 @@ def test_comparison_fails_where_a_headline_metric_got_worse_beyond_noise(tmp_pat
     assert run_compare(tmp_path, [make_cell(base)], [unfinished]) == 0
     with pytest.raises(records.ResultsError, match="no results of the same cell"):
         run_compare(tmp_path, [make_cell(base)], [make_cell(base, "ppo/CartPole-v1/other")])
+
+
+def test_stored_results_are_read(capsys):
+    """Those of older scripts, which said their commit themselves, as those of today."""
+    for name in ("cpu", "ablations"):
+        assert compare.main([str(common.RESULTS / f"{name}.json")] * 2) == 0
+        assert "commit unknown" not in report.render(common.load_results(name))
 
 
 def test_difference_interval_and_probability_of_improvement():

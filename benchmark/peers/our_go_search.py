@@ -36,7 +36,8 @@ def main() -> None:
     for _ in tqdm(range(args.repeats), unit="repeat"):
         rates.append(go_speed.measure_search(go, boards, [go_speed.NullEvaluator(go.device)], args.simulations))
     metrics = {"simulations_per_cpu_second": statistics.median(rates)}
-    run.finish(next(iter(metrics)), metrics, NUM_GAMES * args.simulations * args.repeats, go_speed.az.get_commit())
+    commit = go_speed.common.describe_machine()["commit"]
+    run.finish(next(iter(metrics)), metrics, NUM_GAMES * args.simulations * args.repeats, commit)
 
 
 if __name__ == "__main__":

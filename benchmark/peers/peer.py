@@ -62,6 +62,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, script: str):
         self.wall_start, self.cpu_start = time.time(), time.process_time()
+        self.evaluation_seconds = 0.0  # CPU-seconds of evaluations on the way
         self.args, self.script, self.writer = args, script, None
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
         self.path = Path(args.run_dir) / name
@@ -80,12 +81,13 @@ class Run:
         return time.process_time() - self.cpu_start
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """TensorBoard scalars of a step, and the CPU-seconds up to it."""
+        """TensorBoard scalars of a step, and the CPU-seconds of training up to it."""
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(self.path))
-        for name, value in (scalars | {"charts/cpu_seconds": self.cpu_seconds}).items():
+        seconds = {"charts/cpu_seconds": self.cpu_seconds - self.evaluation_seconds}
+        for name, value in (scalars | seconds).items():
             self.writer.add_scalar(name, value, step)
 
     def finish(self, headline: str, metrics: dict[str, float], env_steps: int, commit: str) -> None:

@@ -20,6 +20,7 @@ def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, "RepeatPreviousEasy-v0")
     parser.add_argument("--total-timesteps", type=peer.at_least(1), default=500_000)
+    parser.add_argument("--eval-interval", type=peer.at_least(0), default=0, help="rollouts between evaluations")
     return parser
 
 

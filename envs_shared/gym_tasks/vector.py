@@ -217,7 +217,7 @@ class GymVec:
 
 
 def num_values(space: gym.spaces.Discrete | gym.spaces.MultiDiscrete) -> np.ndarray:
-    """How many values each component of a discrete observation has [components]."""
+    """How many values each component of a discrete space has [components]."""
     return np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)
 
 
@@ -255,28 +255,3 @@ def check_action_space(space: gym.Space) -> None:
         raise ValueError(
             f"{type(space).__name__} actions are not supported, only Discrete, MultiDiscrete and float Box"
         )
-
-
-MAX_STEPS = 10_000  # of an evaluated episode, for environments without a time limit
-
-
-def play_episodes(envs: GymVec, policy: Callable[[torch.Tensor], torch.Tensor], num_episodes: int):
-    """Returns and lengths [num_episodes] of episodes under `policy`, observations [B, D] -> actions [B, A].
-
-    Each environment plays the same number of them, give or take one, so that short ones are not favoured. Episodes that
-    have not ended after 10,000 steps are cut off, count with their return so far, and are spoken of.
-    """
-    quota = num_episodes // envs.num_envs + (np.arange(envs.num_envs) < num_episodes % envs.num_envs)
-    episodes = []
-    for _ in range(MAX_STEPS * quota.max()):
-        if not quota.any():
-            break
-        extra = envs.step(policy(envs.rows[:, : envs.obs_dim]))[:, envs.obs_dim :].numpy()
-        ended = (extra[:, EPISODE_LENGTH] > 0) & (quota > 0)
-        quota[ended] -= 1
-        episodes.extend(extra[ended, EPISODE_RETURN : EPISODE_LENGTH + 1].tolist())
-    if quota.any():
-        print(f"{(quota > 0).sum()} episodes were cut off in evaluation and count with their return so far")
-        episodes += np.stack((envs.envs.episode_returns, envs.envs.episode_lengths), 1)[quota > 0].tolist()
-    returns, lengths = np.array(episodes).T
-    return returns, lengths
