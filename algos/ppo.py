@@ -7,15 +7,15 @@ Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE" (arXiv:150
     python algos/ppo.py --env-id HalfCheetah-v5 --norm-obs --norm-reward --total-timesteps 1000000 \
         --num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10 \
         --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95   # full size, continuous control
-    torchrun --nproc-per-node 2 algos/ppo.py               # several GPUs (or CPU processes)
+    torchrun --nproc-per-node 2 algos/ppo.py               # several GPUs (CPU processes: --no-cuda)
 
 What is computed, numbered as in the PPO paper:
 
-    (5)   L^KLPEN = E[ ratio_t A_t - beta KL(pi_old, pi) ]                     --kl-coef beta
     (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t)
     (7)   L^CLIP  = E[ min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t) ] --clip-coef eps
+    (8)   L^KLPEN = E[ ratio_t A_t - beta KL(pi_old, pi) ]                     --kl-coef beta, in place of (7)
     (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ]
-    (11)  A_t     = delta_t + (gamma lambda) delta_{t+1} + ... to the end of the episode
+    (11)  A_t     = delta_t + (gamma lambda) delta_{t+1} + ... to the end of the episode or the rollout
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), with V(s_{t+1}) = 0 only where s_{t+1} is terminal
 
 Shapes: T time steps of a rollout, B parallel environments, N rows of a minibatch, D flattened observation, A action
@@ -29,6 +29,7 @@ components, P parameters of the policy's distribution.
 # ]
 # ///
 
+import importlib.util
 import json
 import math
 import os
@@ -81,7 +82,7 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags given here override them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = 0  # iterations between evaluations (0: about ten a run, for a fifth of its steps at most)
+    eval_interval: int = 0  # iterations between evaluations (0: about ten a run, in about a fifth of all steps)
     eval_episodes: int = 100  # episodes of the evaluation at the end; on the way ten at most
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
@@ -109,7 +110,7 @@ class Args:
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
     max_grad_norm: float = 0.5  # largest global norm of the gradient (inf: no limit)
     target_kl: float | None = None  # end the epochs of a rollout once the mean approx_kl of one exceeds this
-    kl_coef: float = 0.0  # penalty beta of eq. 5; above zero it replaces the clipping of eq. 7
+    kl_coef: float = 0.0  # penalty beta of eq. 8; above zero it replaces the clipping of eq. 7
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def make_mlp(num_in: int, num_out: int, std: float) -> nn.Sequential:
 class Agent(nn.Module):
     """Separate actor and critic.
 
-    The actor's output are policy parameters [P]: K x max(n) logits for K discrete components (padded to the largest and
+    The actor's output are policy parameters [P]: A x max(n) logits for A discrete components (padded to the largest and
     masked), or A means and A state-independent log deviations for a Box, in units of the box.
     """
 
@@ -138,8 +139,8 @@ class Agent(nn.Module):
             self.action_dim = num_outputs = math.prod(action_space.shape)
             self.actor_logstd = nn.Parameter(torch.zeros(num_outputs))
         else:
-            sizes = torch.as_tensor(num_values(action_space))  # [K]
-            is_padding = torch.arange(int(sizes.max())) >= sizes[:, None]  # [K, max(n)]
+            sizes = torch.as_tensor(num_values(action_space))  # [A]
+            is_padding = torch.arange(int(sizes.max())) >= sizes[:, None]  # [A, max(n)]
             self.action_dim = len(sizes)
             num_outputs = is_padding.numel()
             self.register_buffer("logit_mask", is_padding.float() * -1e8, persistent=False)
@@ -162,7 +163,7 @@ class Agent(nn.Module):
         if self.continuous:
             mean, logstd = policy_params.chunk(2, -1)
             return Normal(mean, logstd.exp(), validate_args=False)
-        logits = policy_params.unflatten(-1, self.logit_mask.shape) + self.logit_mask  # [..., K, max(n)]
+        logits = policy_params.unflatten(-1, self.logit_mask.shape) + self.logit_mask  # [..., A, max(n)]
         return Categorical(logits=logits, validate_args=False)
 
     def sample(self, obs: torch.Tensor) -> torch.Tensor:
@@ -173,6 +174,7 @@ class Agent(nn.Module):
         gumbel = -torch.empty_like(pi.logits).exponential_().log()
         return (pi.logits + gumbel).argmax(-1)  # Gumbel-max: a sample of softmax(logits)
 
+    @torch.no_grad()
     def get_action(self, obs: torch.Tensor) -> torch.Tensor:
         """The most likely actions [..., A] at observations [..., D], for the environment."""
         return self.to_env(self.get_distribution(self.get_policy_params(obs)).mode)
@@ -269,13 +271,14 @@ def normalize_advantages(advantages: torch.Tensor, valid: torch.Tensor, count: t
     return torch.where(count > 1, (advantages - mean) / (variance.sqrt() + 1e-8), advantages)
 
 
+# In the order of `metrics` in `ppo_loss`
 METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
 def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], count: torch.Tensor, args: Args):
     """The loss to minimize, minus eq. 9, as the mean over the `count` valid rows of all processes.
 
-    `minibatch` has rows [N, ...] of what `compute_targets` returns; rows with valid = 0 carry no weight. Returns the
+    `minibatch` has rows [N, ...] of `storage.rollout`; those with valid = 0 carry no weight. Returns the
     loss, whose gradients add up over processes, and this process's part of the METRICS [6].
     """
     pi = agent.get_distribution(agent.get_policy_params(minibatch["obs"]))
@@ -283,7 +286,7 @@ def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], count: torch.Tens
     log_ratio = pi.log_prob(minibatch["actions"]).sum(-1) - minibatch["log_probs"]  # [N]
     log_ratio = torch.where(valid > 0, log_ratio, 0.0)  # so that no row without weight can overflow
     ratio = log_ratio.exp()  # eq. 6
-    if args.kl_coef > 0:  # eq. 5, with the exact KL
+    if args.kl_coef > 0:  # eq. 8, with the exact KL
         pi_old = agent.get_distribution(minibatch["policy_params"])
         if agent.continuous:
             kl = kl_divergence(pi_old, pi).sum(-1)
@@ -296,10 +299,12 @@ def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], count: torch.Tens
     values = agent.get_value(minibatch["obs"])
     value_loss = 0.5 * (values - minibatch["returns"]).square()
     if args.clip_vloss:  # the worse of it and of V held near its old value
-        held = minibatch["values"] + (values - minibatch["values"]).clamp(-args.clip_coef, args.clip_coef)
-        value_loss = torch.max(value_loss, 0.5 * (held - minibatch["returns"]).square())
+        clipped_values = minibatch["values"] + (values - minibatch["values"]).clamp(-args.clip_coef, args.clip_coef)
+        value_loss = torch.max(value_loss, 0.5 * (clipped_values - minibatch["returns"]).square())
     entropy = pi.entropy().sum(-1)
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # [N], minus eq. 9
+    loss = policy_loss + args.vf_coef * value_loss  # [N]
+    if args.ent_coef > 0:  # else its backward pass is spared
+        loss = loss - args.ent_coef * entropy  # minus eq. 9
     is_clipped = ((ratio - 1.0).abs() > args.clip_coef).float()
     # approx_kl: the low-variance estimate of KL(pi_old, pi) (Schulman 2020, http://joschu.net/blog/kl-approx.html)
     metrics = (value_loss, policy_loss, entropy, -log_ratio, ratio - 1.0 - log_ratio, is_clipped)
@@ -325,28 +330,34 @@ def update_minibatch(agent: Agent, optimizer, loss_fn, rollout: dict, args: Args
 
 
 def make_env(env_id: str, **kwargs) -> gym.Env:
-    """One environment, for training, evaluation and video alike: wrappers of your own go here."""
+    """One environment, for training, evaluation and video alike: wrappers and arguments of your own go here.
+
+    Where they change nothing, its vector form is used; other changes are seen with --vectorization sync alone.
+    """
     return gym.make(env_id, **kwargs)
 
 
 def make_envs(args: Args, num_envs: int, seed: int, **kwargs):
     """`num_envs` environments, reset with `seed`; exits with code 2 where they cannot be made."""
     try:
-        return make_vec(args.env_id, num_envs, seed, make_env=make_env, **kwargs)[0]
+        return make_vec(args.env_id, num_envs, seed, make_env=make_env, **kwargs)[0]  # [1] are the observations
     except ValueError as error:
         fail(f"--env-id {args.env_id}: {error}")
 
 
 @torch.inference_mode()
 def evaluate(agent: Agent, args: Args, device, num_episodes: int, stream: int, folder: Path) -> dict[str, float]:
-    """Scores of the most likely actions, in raw rewards and with frozen statistics; films go to `folder`.
+    """Scores of the most likely actions, with frozen statistics and unscaled rewards; films go to `folder`.
 
     The environments are gymnasium's own, and the same for every call with the same `stream` of the seed.
     """
     seed = int(np.random.SeedSequence([args.seed, stream]).generate_state(1)[0])
-    with torch.random.fork_rng():  # training's random numbers stay what they are
-        num_envs = min(args.num_envs, num_episodes)
-        envs = make_envs(args, num_envs, seed, video_folder=folder if args.capture_video else None)
+    video_folder = folder if args.capture_video else None
+    vectorization = "auto" if args.vectorization in ("auto", "torch") else "sync"
+    with torch.random.fork_rng(devices=[]):  # training's random numbers stay what they are
+        envs = make_envs(
+            args, min(args.num_envs, num_episodes), seed, vectorization=vectorization, video_folder=video_folder
+        )
         return play_episodes(envs, lambda obs: agent.get_action(obs.to(device)), num_episodes)
 
 
@@ -444,7 +455,8 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
     if (run_path / "result.json").exists():
         (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
     if args.track:
-        identity = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_path.name}
+        identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        identity |= {"id": run_path.name, "name": run_path.name}
         wandb.init(**identity, resume="allow", dir=run_path, config=asdict(args), sync_tensorboard=True)
     return run_path, SummaryWriter(str(run_path), purge_step=start_step + 1 if start_step else None)
 
@@ -492,6 +504,8 @@ def check_args(args: Args) -> None:
         fail(f"--num-envs {args.num_envs} does not divide among {WORLD_SIZE} processes")
     if batch_size % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {batch_size} rows")
+    if args.capture_video and importlib.util.find_spec("moviepy") is None:
+        fail("--capture-video needs pip install 'gymnasium[other]'")
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
@@ -503,7 +517,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     step = progress["global_step"]
     device = setup_device(args)
 
-    # Every process has environments and samples of its own, and all have the same weights
+    # Streams of the seed: 0 environments and 2 samples, of each process; 1 weights; 3 and 4 evaluations
     env_seed = seed_everything(args.seed, 0, RANK, step)
     envs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, vectorization=args.vectorization, device=device)
     seed_everything(args.seed, 1)
@@ -522,8 +536,10 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         for name, part in parts.items():
             part.load_state_dict(checkpoint.get(name))
         optimizer.param_groups[0] |= {"lr": lr, "capturable": use_graphs}
-        if WORLD_SIZE == 1:
+        if WORLD_SIZE == 1 and checkpoint.get("envs") is not None:
             torch.set_rng_state(checkpoint["torch_rng"])
+        else:
+            reward_scaler.running_return.zero_()  # episodes start anew
     if RANK == 0:
         run_path, writer = open_run(args, step)
         best_path = run_path / "best.pt"
@@ -553,12 +569,14 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         add_targets()
 
         # Optimize the surrogate for K epochs of minibatches
-        losses = []  # of each epoch, the mean METRICS [6] of its minibatches
+        epoch_metrics = []  # of each epoch, the mean METRICS [6] of its minibatches
         for _ in range(args.update_epochs):
             minibatches = torch.randperm(batch_size, device=device).split(batch_size // args.num_minibatches)
-            metrics = torch.stack([update(index).clone() for index in minibatches])  # [minibatches, 6]
-            losses.append(sum_over_ranks(metrics.mean(0)))
-            if args.target_kl is not None and losses[-1][METRICS.index("approx_kl")] > args.target_kl:
+            metrics = torch.stack(
+                [update(index).clone() for index in minibatches]
+            )  # cloned, as a graph writes over them
+            epoch_metrics.append(sum_over_ranks(metrics.mean(0)))
+            if args.target_kl is not None and epoch_metrics[-1][METRICS.index("approx_kl")] > args.target_kl:
                 break
         if args.norm_obs:
             agent.normalize.update(storage.rollout["obs"], storage.rollout["valid"])
@@ -566,10 +584,12 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         progress |= {"iteration": progress["iteration"] + 1, "global_step": step}
 
         # Measure what is new
-        means = torch.stack(losses).mean(0).tolist()
+        means = torch.stack(epoch_metrics).mean(0).tolist()
         scalars = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
         if not all(map(math.isfinite, scalars.values())):
             raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {scalars}")
+        if RANK > 0:
+            continue
         scalars |= {"losses/explained_variance": explained_variance(storage.rollout), "charts/learning_rate": lr.item()}
         seconds = read_clock() - start - progress["eval_seconds"]
         scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
@@ -577,13 +597,11 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         if "charts/return_last_20" in scalars:
             bar.set_postfix_str(f"return={scalars['charts/return_last_20']:.1f} at step {step:,}", refresh=False)
         bar.update(min(step, args.total_timesteps) - bar.n)
-        if RANK > 0:
-            continue
 
         # Evaluate, keep the policy that scored best, log and save
         is_last = step >= args.total_timesteps
-        is_cheap = args.eval_interval > 0 or progress["eval_steps"] <= step / 4
-        if is_last or (is_cheap and progress["iteration"] % eval_interval == 0):
+        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 4
+        if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
             num_episodes = min(10, args.eval_episodes)
             scalars |= evaluate(agent, args, device, num_episodes, 3, run_path / f"videos_step_{step}")
@@ -594,7 +612,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
         for name, value in scalars.items():
             writer.add_scalar(name, value, step)
-        if is_last or progress["iteration"] % (args.checkpoint_interval or math.inf) == 0:
+        if is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0):
             progress["seconds"] = (read_clock() - start).tolist()
             writer.flush()  # so that the log never lacks what the checkpoint has
             save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
@@ -607,9 +625,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
     # Score the final policy and the best one on episodes that chose neither
     metrics = best = evaluate(agent, args, device, args.eval_episodes, 4, run_path / "videos_final")
-    best_checkpoint = load_checkpoint(best_path)
-    if best_checkpoint["global_step"] != step:
-        agent.load_state_dict(best_checkpoint["agent"])
+    if best_path.exists() and load_checkpoint(best_path)["global_step"] != step:
+        agent.load_state_dict(load_checkpoint(best_path)["agent"])
         best = evaluate(agent, args, device, args.eval_episodes, 4, run_path / "videos_best")
     metrics = metrics | {name.replace("eval/", "best/"): value for name, value in best.items()}
     writer.close()
@@ -637,13 +654,13 @@ def main(argv: list[str] | None = None) -> None:
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
         fixed = ["env_id", "norm_obs"]
         if args.resume is not None:
-            fixed += ["norm_reward", "seed", "num_envs", "num_steps", "vectorization"]
+            fixed += ["norm_reward", "seed", "num_envs", "vectorization"]
         for name in fixed:
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--{name.replace('_', '-')}: {path} was trained with {getattr(saved, name)}")
     if args.resume is not None:
         if "optimizer" not in checkpoint:
-            fail(f"--resume {path}: holds a policy to use; give the checkpoint.pt beside it")
+            fail(f"--resume {path}: has no optimizer state; give the checkpoint.pt beside it")
         is_done = checkpoint["global_step"] >= args.total_timesteps
         if is_done and Path(path).with_name("result.json").exists():
             fail(f"--resume {path}: its {checkpoint['global_step']} steps are done; raise --total-timesteps")

@@ -228,7 +228,7 @@ def test_gradient_at_the_old_policy_is_the_policy_gradient():
 
 
 @pytest.mark.parametrize("space", [MULTI, BOX])
-def test_kl_penalty_is_equation_5(space):
+def test_kl_penalty_is_equation_8(space):
     agent = float64_agent(space)
     minibatch = make_minibatch(agent)
     old = copy.deepcopy(agent)

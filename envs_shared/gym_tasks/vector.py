@@ -18,7 +18,6 @@ A script sees every environment through this interface, which `torch_cartpole.To
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -86,12 +85,11 @@ def make_vec(
         return gym.wrappers.RecordVideo(env, str(video_folder), name_prefix="env0", disable_logger=True)
 
     try:
-        if video_folder is None and adds_nothing(make_env, env_id):
-            mode = None if vectorization == "auto" else vectorization
-            envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode, **kwargs)
+        if video_folder is None and vectorization == "auto" and adds_nothing(make_env, env_id):
+            envs = gym.make_vec(env_id, num_envs=num_envs, **kwargs)
         else:
             vector_class = AsyncVectorEnv if vectorization == "async" else SyncVectorEnv
-            envs = vector_class([partial(make_single, i) for i in range(num_envs)])
+            envs = vector_class([lambda i=i: make_single(i) for i in range(num_envs)])
         vec = GymVec(envs, torch.device(device).type == "cuda", images)
         spec = getattr(envs, "envs", [envs])[0].spec
         vec.reward_threshold = None if spec is None else spec.reward_threshold
