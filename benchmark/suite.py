@@ -10,11 +10,11 @@ import io
 import re
 import shlex
 import sys
+import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import common
-import tomllib
 
 SET_BY_HARNESS = ("--seed", "--run-dir", "--resume", "--evaluate", "--track")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")

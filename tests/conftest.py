@@ -21,6 +21,12 @@ def restore_precision():
     torch.set_float32_matmul_precision("highest")
 
 
+@pytest.fixture(scope="session")
+def script(request):
+    """The script that a test is about, of those that its mark names."""
+    return request.param
+
+
 @pytest.fixture
 def run_script(tmp_path):
     """Run a script in a process of its own, in `tmp_path`: run_script("ppo", "--seed", 3) -> CompletedProcess."""

@@ -1,14 +1,19 @@
-"""What each of two processes does in test_distributed.py.
+"""What other processes than pytest's do in test_contract.py and test_distributed.py.
 
-torchrun ... tests/ranks.py run SCRIPT OUT FLAGS...   the script as it is; each rank writes what it holds at the end
-torchrun ... tests/ranks.py update OUT                each script's update, in one process and shared by two
+python ranks.py kill SCRIPT NUMBER FLAGS...           the script, which dies as it writes its checkpoint of that number
+torchrun ... ranks.py train SCRIPT OUT FLAGS RESUME   the script as it is, again from half-way, and its update
+torchrun ... ranks.py meet OUT                        the number of ranks
 
-Each rank writes OUT/RANK.pt.
+Each rank writes what it holds in OUT: whole_RANK.pt, resumed_RANK.pt, update_RANK.pt; meet_RANK.pt.
 """
 
 import importlib
+import itertools
 import os
 import runpy
+import shlex
+import shutil
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,50 +23,94 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", 0))
+HALF = 5  # the number of the checkpoint that the second run goes on from; the first one is of before the training
 
 
-def run(script, out, *flags):
-    """Run the script; as it leaves the process group, write the states of all networks and optimizers in `train`."""
-    leave, out = dist.destroy_process_group, Path(out)
-
-    def write_and_leave():
-        names = sys._getframe(1).f_locals
-        names = {name: getattr(x, "network", x) for name, x in names.items()}  # the networks of agents that are none
-        kinds = torch.nn.Module, torch.optim.Optimizer
-        torch.save({name: x.state_dict() for name, x in names.items() if isinstance(x, kinds)}, out / f"{RANK}.pt")
-        leave()
-
-    dist.destroy_process_group = write_and_leave
+def run(script, flags):
     sys.argv = [str(ROOT / "algos" / f"{script}.py"), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def update(out):
-    """Let each of CASES make and apply its update twice from the same state: alone on all rows, and shared by two.
+def kill(script, number, *flags):
+    """Run the script, and kill -9 this process when its checkpoint `number` is written, but not yet in its place."""
+    replace, written = os.replace, itertools.count(1)
 
-    A case gets the script's module and the rows of this process, and gives the networks after the update and numbers
-    that must not depend on how many processes there are. The gradients are those that `sum_gradients` leaves.
+    def replace_or_die(source, target):
+        if Path(target).name == "checkpoint.pt" and next(written) == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = replace_or_die
+    run(script, flags)
+
+
+def train(script, out, flags, resume_flags):
+    """Run the script, keeping the folder of half-way in OUT/half; go on from there in OUT/resumed; make its update."""
+    out, replace, leave, written = Path(out), os.replace, dist.destroy_process_group, itertools.count(1)
+    join, store = dist.init_process_group, dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    def replace_and_keep(source, target):
+        replace(source, target)
+        if Path(target).name == "checkpoint.pt" and next(written) == HALF:
+            for name in ("half", "resumed"):
+                shutil.copytree(Path(target).parent, out / name)
+
+    def write_and_leave(name):
+        held = sys._getframe(1).f_locals
+        held = {key: getattr(x, "network", x) for key, x in held.items()}  # the networks of agents that are none
+        kinds = torch.nn.Module, torch.optim.Optimizer
+        held = {key: x.state_dict() for key, x in held.items() if isinstance(x, kinds)}
+        held.get("reward_scaler", {}).pop("running_return", None)  # of the environments of this process
+        torch.save({"held": held, "torch_rng": torch.get_rng_state()}, out / f"{name}_{RANK}.pt")
+        leave()
+
+    def join_again(name, *args, **kwargs):
+        """Another process group at the same meeting place, where the addresses of the last one still are."""
+        join(*args, store=dist.PrefixStore(name, store), rank=RANK, world_size=2, **kwargs)
+
+    with patch.object(os, "replace", replace_and_keep):
+        dist.destroy_process_group = partial(write_and_leave, "whole")
+        run(script, [*shlex.split(flags), "--run-dir", str(out / "whole")])
+    dist.destroy_process_group = partial(write_and_leave, "resumed")
+    dist.init_process_group = partial(join_again, "resumed")
+    run(script, ["--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags)])
+    dist.destroy_process_group = leave
+    dist.init_process_group = partial(join_again, "update")
+    update(script, out)
+
+
+def meet(out):
+    dist.init_process_group("gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    torch.save(total, Path(out) / f"meet_{RANK}.pt")
+    dist.destroy_process_group()
+
+
+def update(script, out):
+    """Let the script make and apply its update twice from the same state: alone on all rows, and shared by two.
+
+    One of CASES gets the script's module and the rows of this process, and gives the networks after the update and
+    numbers that must not depend on how many processes there are. The gradients are those that `sum_gradients` leaves.
     """
-    found = {script: [] for script in CASES}
+    module, found = importlib.import_module(f"algos.{script}"), []
     for size in (1, 2):
         if size == 2:
             dist.init_process_group("gloo")
-        for script, case in CASES.items():
-            module, grads = importlib.import_module(f"algos.{script}"), []
-            rank = RANK if size == 2 else 0
+        grads, rank = [], RANK if size == 2 else 0
 
-            def record(parameters, grads=grads, sum_gradients=module.sum_gradients):
-                parameters = list(parameters)
-                sum_gradients(parameters)
-                grads += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+        def record(parameters, grads=grads, sum_gradients=module.sum_gradients):
+            parameters = list(parameters)
+            sum_gradients(parameters)
+            grads += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
 
-            torch.manual_seed(0)
-            with patch.multiple(module, RANK=rank, WORLD_SIZE=size, sum_gradients=record):
-                agents, numbers = case(module, slice(rank, None, size))
-            weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
-            found[script].append({"gradients": grads, "weights": weights, "numbers": numbers})
-    torch.save(found, Path(out) / f"{RANK}.pt")
+        torch.manual_seed(0)
+        with patch.multiple(module, RANK=rank, WORLD_SIZE=size, sum_gradients=record):
+            agents, numbers = CASES[script](module, slice(rank, None, size))
+        weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
+        found.append({"gradients": grads, "weights": weights, "numbers": numbers})
+    torch.save(found, out / f"update_{RANK}.pt")
     dist.destroy_process_group()
 
 
@@ -87,17 +136,17 @@ def assemble(module, x, rows, num_rows):
 def update_ppo(ppo, rows):
     """Of a rollout, with rows that only reset; advantages are normalized over the rows of all processes."""
     args, device = ppo.Args(num_envs=4, norm_obs=True, ent_coef=0.1, max_grad_norm=0.1), torch.device("cpu")
-    envs, obs = ppo.make_envs(args, 4, 1, "auto", device, None)
+    envs = ppo.make_envs(args, 4, 1, vectorization="auto", device=device)
     agent = ppo.Agent(envs.obs_dim, envs.single_action_space, args.norm_obs)
-    storage, metrics = ppo.RolloutStorage(envs, agent, args.num_steps, device), torch.zeros(len(ppo.METRICS))
-    storage.obs[-1] = obs
-    ppo.collect_rollout(agent.act, envs, storage)
-    ppo.compute_targets(agent, storage, args)
-    assert 0 < storage.valid.mean() < 1
+    storage = ppo.RolloutStorage(envs, agent, args.num_steps, device)
+    ppo.collect_rollout(agent, agent.sample, envs, storage)
+    ppo.compute_targets(agent, storage, ppo.RewardScaler(4, args.gamma), args)
+    rollout = storage.rollout
+    assert 0 < rollout["valid"].mean() < 1
     shake(agent)
     index = torch.arange(127)[rows]  # 64 and 63
-    ppo.update_minibatch(agent, descend(agent), storage, index, metrics, ppo.ppo_loss, args)
-    agent.obs_stats.update(storage.obs[:-1, rows], storage.valid[:, rows])
+    metrics = ppo.update_minibatch(agent, descend(agent), ppo.ppo_loss, rollout, args, index)
+    agent.normalize.update(rollout["obs"][rows], rollout["valid"][rows])
     return [agent], [ppo.sum_over_ranks(metrics)]
 
 
@@ -204,4 +253,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    {"run": run, "update": update}[sys.argv[1]](*sys.argv[2:])
+    {"kill": kill, "train": train, "meet": meet}[sys.argv[1]](*sys.argv[2:])

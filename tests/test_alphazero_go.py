@@ -335,6 +335,7 @@ def test_folded_network_is_the_network():
             assert x.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_compiled_network_searches_alike():
     counts, go = [], Go(5)
     for is_compiled in (False, True):

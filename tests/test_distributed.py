@@ -8,17 +8,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import tyro
-from conftest import ENVIRONMENT, ROOT, read_result
-from test_contract import CASES, assert_same_weights, each_script, load
+from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
+from test_contract import CASES, MOVED, assert_no_step_twice, each_script, load, run_main
 from torch.distributed.run import get_args_parser
 
 PAGE = ROOT / "docs" / "scaling.md"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-TWO_RANKS = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(ROOT / "tests" / "ranks.py"))
+RANKS = ROOT / "tests" / "ranks.py"
+TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RANKS)
 
 TOTALS = {
     "alphazero_go": "num-games pool-size batch-size",
@@ -31,8 +32,9 @@ TOTALS = {
 
 def launch(*command):
     """What a command prints, which ends within four minutes with exit code 0; else none of its processes goes on."""
+    environment = ENVIRONMENT | {"WANDB_MODE": "offline"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, start_new_session=True, **pipes)
+    process = subprocess.Popen(list(map(str, command)), env=environment, start_new_session=True, **pipes)
     try:
         output, errors = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
@@ -42,51 +44,70 @@ def launch(*command):
     return output
 
 
-def load_ranks(folder):
-    return [load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-@each_script
-def test_two_processes_train_as_one(script, tmp_path):
-    """One run folder, one log, equal weights, other random numbers in each, an exact resume, and one in one process."""
-    case, found = CASES[script], {}
-    flags = [*case.short.split(), *case.constant.split(), "--checkpoint-interval", "0"]
-    double = [case.length, case.double]
-    for name in ("half", "whole", "resumed"):
-        more = [] if name == "half" else double
-        more = [*more, "--resume", found["half"][0] / "checkpoint.pt"] if name == "resumed" else more
-        output = launch(*TWO_RANKS, "run", script, tmp_path, *flags, "--run-dir", tmp_path / name, *more)
-        assert output.count("run folder") == 2  # one process talks: at the start and in the summary
-        assert len(list((tmp_path / name).iterdir())) == 1
-        ranks, found[name] = load_ranks(tmp_path), read_result(tmp_path / name)
-        torch.testing.assert_close(*ranks, rtol=0, atol=0)
-        saved = load(found[name][0] / "checkpoint.pt")["agent"]
-        assert all(torch.equal(x, saved[key]) for key, x in ranks[1]["agent"].items())
-    half, whole, resumed = (path for path, _ in found.values())
-    states = load(half / "checkpoint.pt")["ranks"]
-    assert len(states) == 2 and not torch.equal(states[0]["torch_rng"], states[1]["torch_rng"])
-    assert_same_weights(whole, resumed)
-    assert_same_weights(half, whole, same=False)
-    alone = ["--resume", half / "checkpoint.pt", *double, "--run-dir", tmp_path / "alone"]
-    importlib.import_module(f"algos.{script}").main(list(map(str, alone)))
-    path, result = read_result(tmp_path / "alone")
-    assert result["env_steps"] > found["half"][1]["env_steps"] and len(load(path / "checkpoint.pt")["ranks"]) == 1
+def load_ranks(folder, name):
+    return [load(folder / f"{name}_{rank}.pt") for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory):
-    """What the two ranks found, of all scripts at once: importing torch takes longer than the updates."""
-    folder = tmp_path_factory.mktemp("updates")
-    launch(*TWO_RANKS, "update", folder)
-    return load_ranks(folder)
+def ranks(script, tmp_path_factory):
+    """What two processes do and hold: in a run, in one that goes on from half-way, and in an update."""
+    out = tmp_path_factory.mktemp("ranks")
+    # Scripts in the new form begin new episodes: with a learning rate that moves nothing, the weights show what went on
+    more = "--learning-rate 1e-30 --no-anneal-lr" if script in MOVED else ""
+    output = launch(*TWO_RANKS, "train", script, out, CASES[script].short, f"--track {more}")
+    path, result = read_result(out / "whole")
+    held = {name: load_ranks(out, name) for name in ("whole", "resumed", "update")}
+    return SimpleNamespace(out=out, output=output, path=path, result=result, **held)
 
 
 @each_script
-def test_two_processes_update_as_one(script, updates):
+def test_two_processes_train_as_one(script, ranks):
+    """One run folder, one log, equal weights, other random numbers in each; so in the run that goes on, too."""
+    # One process talks: in the summary, in the old form at the start too
+    assert ranks.output.count("run folder") == (2 if script in MOVED else 4)
+    assert list((ranks.out / "whole").iterdir()) == [ranks.path]
+    assert len(list(ranks.path.glob("events*"))) == 1
+    for name, path in (("whole", ranks.path), ("resumed", ranks.out / "resumed")):
+        first, second = getattr(ranks, name)
+        torch.testing.assert_close(first["held"], second["held"], rtol=0, atol=0)
+        assert not torch.equal(first["torch_rng"], second["torch_rng"])
+        saved = load(path / "checkpoint.pt")["agent"]
+        assert all(torch.equal(x, saved[key]) for key, x in second["held"]["agent"].items())
+
+
+@each_script
+def test_a_run_of_two_processes_goes_on(script, ranks):
+    """To the same numbers in the old form; in the new one weights, optimizer and counters go on. In one process too."""
+    half, whole, resumed = (load(p / "checkpoint.pt") for p in (ranks.out / "half", ranks.path, ranks.out / "resumed"))
+    assert half["iteration"] < whole["iteration"] == resumed["iteration"]
+    assert_no_step_twice(read_scalars(ranks.out / "resumed"))
+    if script in MOVED:
+        torch.testing.assert_close(resumed["agent"], half["agent"], rtol=0, atol=1e-12)
+        steps = [{float(state["step"]) for state in x["optimizer"]["state"].values()} for x in (whole, resumed)]
+        assert steps[0] == steps[1] and len(steps[0]) == 1
+    else:
+        torch.testing.assert_close(resumed["agent"], whole["agent"], rtol=0, atol=0)
+        assert any(not torch.equal(x, half["agent"][name]) for name, x in whole["agent"].items())
+    alone = ranks.out / "half"
+    run_main(script, "--resume", alone / "checkpoint.pt")
+    assert load(alone / "checkpoint.pt")["iteration"] == whole["iteration"]
+    assert read_scalars(alone).keys() == read_scalars(ranks.path).keys()
+
+
+@each_script
+def test_wandb_offline(script, ranks):
+    """The run that went on was logged to Weights & Biases, by one process."""
+    (log,) = (ranks.out / "resumed" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    assert all(tag.encode() in content for tag in CASES[script].tags)
+
+
+@each_script
+def test_two_processes_update_as_one(script, ranks):
     """The script's own update, on a whole batch in one process and on half of it in each of two."""
-    torch.testing.assert_close(*(rank[script][1] for rank in updates), rtol=0, atol=0)
+    torch.testing.assert_close(*(found[1] for found in ranks.update), rtol=0, atol=0)
     for kind in ("gradients", "weights", "numbers"):
-        alone, together = (found[kind] for found in updates[0][script])
+        alone, together = (found[kind] for found in ranks.update[0])
         assert any(x.abs().max() > 0 for x in alone)
         for i, (x, y) in enumerate(zip(alone, together, strict=True)):
             atol = 1e-6 * max(1.0, x.abs().max().item())
@@ -107,12 +128,8 @@ def test_two_nodes_under_slurm(tmp_path):
         "SLURM_JOB_NODELIST": "node[1-2]",
     }
     settings = [f"{name}={value}" for name, value in slurm.items()]
-    command = ["env", f"PATH={path}", *settings, "bash", ROOT / "docs" / "slurm" / "train.sbatch"]
-    driver = [ROOT / "tests" / "ranks.py", "run", "ppo", tmp_path, *CASES["ppo"].short.split()]
-    launch(*command, *driver, "--run-dir", tmp_path / "runs")
-    torch.testing.assert_close(*load_ranks(tmp_path), rtol=0, atol=0)
-    (path,) = (tmp_path / "runs").iterdir()
-    assert (path / "result.json").exists() and len(load(path / "checkpoint.pt")["ranks"]) == 2
+    launch("env", f"PATH={path}", *settings, "bash", ROOT / "docs" / "slurm" / "train.sbatch", RANKS, "meet", tmp_path)
+    assert load_ranks(tmp_path, "meet") == [2, 2]
 
 
 def test_the_commands_of_the_page_are_real(monkeypatch):

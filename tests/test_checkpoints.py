@@ -1,0 +1,69 @@
+"""The trained networks in benchmark/checkpoints give what they gave when tests/data/checkpoints.json was written.
+
+`python tests/test_checkpoints.py` writes that file, with what the networks give now.
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "benchmark" / "checkpoints").glob("*.pt"))
+STORED = ROOT / "tests" / "data" / "checkpoints.json"
+MOVES = {5: [12, 7, 6, 8, 17], 7: [24, 17, 16, 18, 31, 9, 40]}  # of both sides in turn, from the empty board
+
+
+def load(path):
+    """Module of the script that trained a network, its settings, and its weights."""
+    module = importlib.import_module(f"algos.{torch.load(path, weights_only=True)['script']}")
+    checkpoint = module.load_checkpoint(str(path))
+    args = checkpoint["args"]
+    return module, args if isinstance(args, module.Args) else module.Args(**args), checkpoint["agent"]
+
+
+def describe(path):
+    """A few numbers that a trained network gives; of AlphaZero, policy and value, of the others, tour lengths."""
+    module, args, weights = load(path)
+    return (describe_go if module.SCRIPT == "alphazero_go" else describe_tsp)(module, args, weights)
+
+
+@torch.no_grad()
+def describe_tsp(am, args, weights):
+    """Greedy lengths of tours through three sets of as many points as it was trained on."""
+    agent, num_points = (
+        am.AttentionModel(args.norm, args.num_layers),
+        int(args.env_id.removeprefix("tsp").split("-")[0]),
+    )
+    agent.load_state_dict(weights)
+    steps = torch.arange(1, 3 * num_points + 1, dtype=torch.float64)
+    points = torch.stack((steps * 2**0.5 % 1, steps * 3**0.5 % 1), -1).view(3, num_points, 2).float()
+    return {"greedy_lengths": am.get_greedy_lengths(agent, points, args).tolist()}
+
+
+@torch.no_grad()
+def describe_go(az, args, weights):
+    """Its policy over all moves and its value for the side to move, after MOVES, in float32."""
+    size, args.bf16 = az.get_size(args), False
+    agent, go = az.Agent(size, args), az.Go(size)
+    agent.load_state_dict(weights)
+    boards = go.new(1)
+    for move in MOVES[size]:
+        boards = go.play(boards, torch.tensor([move]))
+    logits, value = agent.eval()(go.planes(boards, go.legal_moves(boards)))
+    return {"policy": logits.softmax(-1)[0].tolist(), "value": value.item()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_trained_network_gives_what_it_gave(path):
+    found, stored = describe(path), json.loads(STORED.read_text())[path.stem]
+    assert found.keys() == stored.keys()
+    for name in stored:
+        assert found[name] == pytest.approx(stored[name], rel=1e-3, abs=1e-5), name
+
+
+if __name__ == "__main__":
+    lines = [f"{json.dumps(path.stem)}: {json.dumps(describe(path))}" for path in FILES]
+    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
