@@ -122,7 +122,7 @@ each_old = each([script for script in SCRIPTS if script not in MOVED])
 
 @dataclass
 class Run:
-    """What a run leaves: its folder, what it printed, and by name and in order the files that it replaced, or "flush"."""
+    """What a run leaves: its folder, what it printed, and the names of what it replaced, with "flush" for its log."""
 
     path: Path
     out: str

@@ -448,7 +448,7 @@ def run_probe(tmp_path, *flags):
     return {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}, path
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_looks_where_that_pays_and_nowhere_else(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(change_pairs, "make_pairs", make_probe)
     found, path = run_probe(tmp_path, "--seed", seed)
@@ -467,7 +467,7 @@ def test_permuted_labels_teach_nothing(tmp_path, monkeypatch):
     assert found["ppo_f1"] <= found["coarse_f1"] + 0.03 and found["ppo_kappa"] < 0.1 and found["ppo_looks"] < 0.1
 
 
-@pytest.mark.parametrize(("cost", "low", "high"), [(1, 0.0, 0.0), (0, 1.9, 2.0)])
+@pytest.mark.parametrize(("cost", "low", "high"), [(1, 0.0, 0.0), pytest.param(0, 1.9, 2.0, marks=pytest.mark.slow)])
 def test_price_of_a_look(cost, low, high, tmp_path, monkeypatch):
     monkeypatch.setattr(change_pairs, "make_pairs", make_probe)
     found, _path = run_probe(tmp_path, "--seed", 3, "--cost", cost, "--ent-coef", 0.03 if cost == 0 else 0.003)

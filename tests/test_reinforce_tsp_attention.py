@@ -409,6 +409,7 @@ def test_training_on_a_file(tmp_path, monkeypatch):
     assert rows.sum(1).eq(1).all() and rows[:5].sum(0).eq(1).all() and rows[:12].sum(0).min() >= 2
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager(tmp_path):
     weights = [
         short_run(tmp_path / flag, flag, "--env-id", "tsp8-uniform")[2]["agent"]
