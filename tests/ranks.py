@@ -28,6 +28,7 @@ HALF = 5  # the number of the checkpoint that the second run goes on from; the f
 
 
 def run(script, flags):
+    sys.modules["matplotlib"] = None  # scripts do without, and sooner
     sys.argv = [str(ROOT / "algos" / f"{script}.py"), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

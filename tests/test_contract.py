@@ -51,7 +51,7 @@ class Case:
 
 CASES = {
     "alphazero_go": Case(
-        "--env-id Go-3x3 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
+        "--env-id Go-2x2 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
         " --num-epochs 8 --pool-size 256 --batch-size 16 --arena-interval 4 --arena-games 2 --eval-episodes 2"
         " --checkpoint-interval 1 --eval-interval 5",
         *("--eval-interval 0 --checkpoint-interval 0", "--num-epochs", 9),
@@ -568,11 +568,12 @@ def test_help_shows_every_field_with_its_comment(script, monkeypatch, capsys):
         assert f"--{name.replace('_', '-')}" in text and " ".join(comment.split()) in text, name
 
 
+@cache
 def find_functions(script):
-    """Functions and classes at the top of a script, name to source text."""
+    """Functions and classes at the top of a script, name to lines; without decorators."""
     text = source(script)
-    nodes = [n for n in ast.parse(text).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    return {n.name: ast.get_source_segment(text, n) for n in nodes}
+    lines, nodes = text.splitlines(), ast.parse(text).body
+    return {n.name: lines[n.lineno - 1 : n.end_lineno] for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
 
 
 @each_script

@@ -461,6 +461,7 @@ def test_looks_where_that_pays_and_nowhere_else(seed, tmp_path, monkeypatch):
     assert scalars["charts/settled_acc"][-1][1] > 0.97
 
 
+@pytest.mark.slow
 def test_permuted_labels_teach_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(change_pairs, "make_pairs", lambda *args: make_probe(*args, shuffle=True))
     found, _ = run_probe(tmp_path, "--seed", 1)
