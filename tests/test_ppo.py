@@ -471,6 +471,18 @@ def test_seconds_and_steps_of_evaluations_are_not_trainings(tmp_path, monkeypatc
         assert total - scalars[f"charts/{tag}"][-1][1] > spent * num_evaluations
 
 
+def test_evaluation_leaves_trainings_random_numbers_alone(tmp_path, monkeypatch):
+    """Even where the environments draw from torch's generator."""
+    play, ends = ppo.play_episodes, []
+    monkeypatch.setattr(ppo, "play_episodes", lambda *args: play(*args) if torch.rand(5).sum() else None)
+    for interval in ("1", "100"):
+        flags = "--num-envs 4 --num-steps 32 --total-timesteps 384 --eval-episodes 1 --eval-interval".split()
+        ppo.main([*flags, interval, "--run-dir", str(tmp_path / interval)])
+        ends.append(torch.load(read_result(tmp_path / interval)[0] / "checkpoint.pt", weights_only=True)["agent"])
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+
+
 def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch, capsys):
     """Scores by the clock: 1, 3, 3, 2, and 2 for the last policy."""
     scores, evaluate, streams = [1.0, 3.0, 3.0, 2.0, 2.0], ppo.evaluate, []
@@ -753,11 +765,13 @@ def test_graphs_see_the_memory_that_other_graphs_write(monkeypatch, env_id):
         sample = wrap(agent.sample)
         add_targets = wrap(partial(ppo.compute_targets, agent, storage, scaler, args))
         update = wrap(partial(ppo.update_minibatch, agent, optimizer, ppo_loss, storage.rollout, args))
-        metrics = []
+        metrics, memory = [], set()
         for _ in range(6):
             ppo.collect_rollout(agent, sample, envs, storage)
             add_targets()
+            memory.add(tuple(x.data_ptr() for x in storage.rollout.values()))  # what a recorded update reads
             metrics += [update(index).clone() for index in torch.randperm(64).split(32)]
+        assert len(memory) == 1
         ends.append([torch.stack(metrics), *agent.state_dict().values()])
     for graphs, eager in zip(*ends, strict=True):
         torch.testing.assert_close(graphs, eager, rtol=0, atol=0)
