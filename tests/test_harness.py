@@ -70,7 +70,8 @@ def count_results(runs):
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_the_suites_parse_against_the_scripts(path):
     cells, _ = read_suite(path)
-    assert {cell.script for cell in cells} >= {p.stem for p in (ROOT / "algos").glob("*.py")}
+    if path.stem != "ppo_seeds":
+        assert {cell.script for cell in cells} >= {p.stem for p in (ROOT / "algos").glob("*.py")}
     assert {cell.curve for cell in cells} - {None} <= run_folders.CURVES.keys()  # which pictures name in words
     if path.stem == "cpu":
         assert all(n >= 5 for n in Counter(cell.name for cell in cells).values())
@@ -97,7 +98,7 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seeds = [1]\n" + CELL.replace("algos/ppo", "algos/dqn"), "unknown script algos/dqn.py"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --no-such-flag 1"), "no-such-flag"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma high"), "--gamma"),
-        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma 1.5"), r"--gamma must be in \[0, 1\]"),
+        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma 1.5"), "--gamma 1.5: has to be from 0 to 1"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --seed 4"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run-dir=x"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("python algos/ppo.py", "rm -rf x"), "does not begin with python"),
