@@ -12,7 +12,6 @@ A script sees every environment through this interface, which `torch_cartpole.To
     envs.step(actions)   -> rows [B, num_columns]; rows[:, :D] is the observation, then those in columns.py
     envs.rows            the rows of the last step; after a reset the observations, and zeros
     envs.reward_threshold  return at which the task counts as solved, or None
-    envs.mutable_tensors()  -> the device tensors that `step` changes in place
     envs.state_dict()    -> plain data, or None where the state cannot be saved;  envs.load_state_dict(state)
 """
 
@@ -190,10 +189,6 @@ class GymVec:
             ended = np.flatnonzero(terminated | truncated)
             rows[ended, d + NUM_EXTRA :] = self.flatten(np.stack([infos["final_obs"][i] for i in ended]))
         return self.rows
-
-    def mutable_tensors(self) -> list[torch.Tensor]:
-        """Nothing: the state is on the host, out of reach of CUDA graphs."""
-        return []
 
     def state_dict(self):
         """The environments' state as plain data and their last rows, or None where it is more than plain data."""
