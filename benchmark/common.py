@@ -108,10 +108,15 @@ def make_peer_environment(peer: str) -> Path:
         if not stamp.exists() or stamp.read_text() != digest:
             venv.create(folder, with_pip=True, clear=True)
             pip = [str(folder / "bin" / "pip"), "--disable-pip-version-check", "install", "--quiet"]
+            packages = requirements.read_text().split()
             # torch first, by its exact version: where a CPU build is at hand, later ranges then accept it
-            if pinned := re.findall(r"^torch==.*", requirements.read_text(), re.M):
-                subprocess.run([*pip, *pinned], check=True, capture_output=True, text=True)
-            subprocess.run([*pip, "-r", str(requirements)], check=True, capture_output=True, text=True)
+            first = [package for package in packages if package.startswith("torch==")]
+            # and last what asks for other versions, of years ago, than those it is run with
+            last = [package for package in packages if package.startswith("cleanrl==")]
+            others = [package for package in packages if package not in last]
+            for flags in (first, others, ["--no-deps", "--ignore-requires-python", *last] if last else []):
+                if flags:
+                    subprocess.run([*pip, *flags], check=True, capture_output=True, text=True)
             stamp.write_text(digest)
     return folder / "bin" / "python"
 

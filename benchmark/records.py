@@ -63,7 +63,7 @@ def read_run(cell: dict, path: Path) -> dict:
     last = curve[-1] if curve else [run["env_steps"], run["cpu_seconds"], run["wall_seconds"]]
     run["steps_per_second"] = last[0] / last[clock] if last[clock] else None
     if cell["threshold"] is not None:
-        point = common.find_threshold(curve, cell["threshold"], cell["better"])
+        point = common.find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
     chosen = sorted({round(i) for i in np.linspace(0, len(curve) - 1, NUM_POINTS)}) if curve else []
     run["curve"] = [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]

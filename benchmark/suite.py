@@ -35,6 +35,7 @@ class Cell:
     seed: int
     curve: str | None = None
     threshold: float | None = None
+    in_a_row: int = 1
     better: str = "higher"
     cpus: int = 1
     gpus: float = 0
@@ -179,6 +180,8 @@ def check_cell(cell: Cell, where: str) -> None:
     check_direction(cell.better, where)
     if cell.threshold is not None and cell.curve is None:
         raise SuiteError(f"{where}: a threshold is of a curve: give its tag, curve = ...")
+    if cell.in_a_row < 1:
+        raise SuiteError(f"{where}: in_a_row is 1 or more")
     if cell.cpus < 1 or not cell.hours > 0 or not (0 <= cell.gpus <= 1 or cell.gpus % 1 == 0 < cell.gpus):
         raise SuiteError(f"{where}: cpus is 1 or more, gpus a fraction or a whole number, hours above 0")
     if cell.environment and not (common.PEERS / f"requirements-{cell.environment}.txt").exists():

@@ -70,7 +70,7 @@ def count_results(runs):
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_the_suites_parse_against_the_scripts(path):
     cells, _ = read_suite(path)
-    if path.stem != "ppo_seeds":
+    if not path.stem.startswith("ppo_"):
         assert {cell.script for cell in cells} >= {p.stem for p in (ROOT / "algos").glob("*.py")}
     assert {cell.curve for cell in cells} - {None} <= run_folders.CURVES.keys()  # which pictures name in words
     if path.stem == "cpu":
@@ -119,6 +119,7 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seeds = [1]\n" + CELL + "curv = 'x'\n", "unknown key curv"),
         ("seeds = [1]\n" + CELL + "cpus = 'two'\n", "cpus = 'two' is not a number"),
         ("seeds = [1]\n" + CELL + "cpus = 0\n", "cpus is 1 or more"),
+        ("seeds = [1]\n" + CELL + "in_a_row = 0\n", "in_a_row is 1 or more"),
         ("seeds = [1]\n" + CELL + "better = 'more'\n", "neither"),
         ("seeds = [1]\n" + CELL + "environment = 'nobody'\n", "no benchmark/peers/requirements-nobody.txt"),
         ("seed = [1]\n" + CELL, "unknown key seed "),
@@ -343,6 +344,7 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     assert found["seconds_to_threshold"] == pytest.approx(200.0, abs=3)
     assert found["steps_per_second"] == pytest.approx(1.0, abs=0.01)
     assert found["peak_memory_mb"] is None and found["commit"] == "unknown"
+    assert records.read_run(cell | {"in_a_row": 2}, folder / "result.json")["steps_to_threshold"] is None
     without = cell | {"curve": None, "threshold": None}
     assert records.read_run(without, folder / "result.json")["steps_per_second"] == 400 / 500
 

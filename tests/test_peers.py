@@ -23,6 +23,12 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
         "eval/episodic_return eval/episodic_return_std eval/episodic_length",
         "charts/return_last_20 charts/cpu_seconds",
     ),
+    "cleanrl_ppo": (
+        "cleanrl",
+        ("--total-timesteps 1024", "--total-timesteps 4096 --settings ours"),
+        "steps_per_cpu_second",
+        "",
+    ),
     "sb3_recurrent_ppo": (
         "sb3",
         ("--total-timesteps 2048 --env-id TMaze10-v0",),
@@ -145,6 +151,9 @@ def check_values(script, flags, result):
     elif "win" in result["headline"]:
         assert found["ours_win_rate"] * 2 == found["ours_points"] == 2 - found["peer_points"]
         assert -25.5 <= found["mean_margin"] <= 25.5
+    elif script == "cleanrl_ppo":
+        assert result["env_steps"] == int(flags.split()[1])
+        assert found["steps_per_cpu_second"] == pytest.approx(result["env_steps"] / result["cpu_seconds"], rel=0.2)
     elif script == "sb3_ppo":
         assert found["eval/episodic_return"] == found["eval/episodic_length"] >= 8
         assert result["env_steps"] == int(flags.split()[1])

@@ -1,21 +1,68 @@
 """Stable-Baselines3's PPO on a gymnasium task, on one thread.
 
---settings tuned: those of RL Baselines3 Zoo for CartPole-v1, with linear schedules
-(https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo.yml).
+--settings tuned: those of RL Baselines3 Zoo for the task
+(https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo.yml, where LunarLander is still v2).
 --settings equal: the defaults of algos/ppo.py. Network, orthogonal weights and normalized advantages are alike already;
 SB3's Adam has eps 1e-5.
 
 Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import peer
 
 NUM_EVAL_EPISODES, NUM_EPISODES_ON_THE_WAY = 100, 10
-TUNED = {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8}
+
+
+@dataclass
+class Settings:
+    """How a task is trained."""
+
+    num_envs: int
+    arguments: dict  # of the class PPO
+    is_normalized: bool = False  # observations and rewards, by VecNormalize
+    falling: tuple[str, ...] = ()  # arguments that fall linearly to zero
+
+
+TUNED = {
+    "CartPole-v1": Settings(
+        num_envs=8,
+        arguments={"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gamma": 0.98, "gae_lambda": 0.8}
+        | {"learning_rate": 1e-3, "clip_range": 0.2},
+        falling=("learning_rate", "clip_range"),
+    ),
+    "Acrobot-v1": Settings(
+        num_envs=16,
+        arguments={"n_steps": 256, "n_epochs": 4, "gamma": 0.99, "gae_lambda": 0.94},
+        is_normalized=True,
+    ),
+    "Pendulum-v1": Settings(
+        num_envs=4,
+        arguments={"n_steps": 1024, "n_epochs": 10, "gamma": 0.9, "gae_lambda": 0.95, "learning_rate": 1e-3}
+        | {"use_sde": True, "sde_sample_freq": 4},
+    ),
+    "MountainCarContinuous-v0": Settings(
+        num_envs=1,
+        arguments={"n_steps": 8, "batch_size": 256, "n_epochs": 10, "gamma": 0.9999, "gae_lambda": 0.9}
+        | {"learning_rate": 7.77e-5, "clip_range": 0.1, "ent_coef": 0.00429, "vf_coef": 0.19, "max_grad_norm": 5}
+        | {"use_sde": True, "policy_kwargs": {"log_std_init": -3.29, "ortho_init": False}},
+        is_normalized=True,
+    ),
+    "LunarLander-v3": Settings(
+        num_envs=16,
+        arguments={"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98}
+        | {"ent_coef": 0.01},
+    ),
+}
 # SB3 leaves out the 1/2 of the value loss, so that its 0.25 is our 0.5
-EQUAL = {"n_steps": 32, "batch_size": 512, "n_epochs": 5, "gae_lambda": 0.9, "clip_range": 0.2, "vf_coef": 0.25}
+EQUAL = Settings(
+    num_envs=32,
+    arguments={"n_steps": 64, "batch_size": 512, "n_epochs": 5, "gamma": 0.98, "gae_lambda": 0.95}
+    | {"learning_rate": 4e-3, "clip_range": 0.2, "vf_coef": 0.25},
+    falling=("learning_rate",),
+)
 
 
 def make_parser():
@@ -27,8 +74,8 @@ def make_parser():
     return parser
 
 
-def train(args, script: str, package: str, num_envs: int, make_model) -> None:
-    """Train `make_model(envs)` to the end of --total-timesteps and evaluate it as our scripts do."""
+def train(args, script: str, package: str, settings: Settings, model_class, policy: str) -> None:
+    """Train a model to the end of --total-timesteps and evaluate it as our scripts do."""
     import gymnasium
     import numpy as np
     import torch
@@ -36,6 +83,7 @@ def train(args, script: str, package: str, num_envs: int, make_model) -> None:
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecNormalize
     from tqdm import tqdm
 
     import envs_shared.gym_tasks.memory  # noqa: F401  # registers our tasks
@@ -46,11 +94,23 @@ def train(args, script: str, package: str, num_envs: int, make_model) -> None:
         peer.fail(f"--env-id {args.env_id}: {error}")
     torch.set_num_threads(1)
     final_seed, seed = (int(np.random.SeedSequence([args.seed, i]).generate_state(1)[0]) for i in (1, 2))
-    eval_envs = make_vec_env(args.env_id, n_envs=NUM_EPISODES_ON_THE_WAY, seed=seed)
+
+    def make_envs(num_envs: int, seed: int, is_training: bool = False):
+        envs = make_vec_env(args.env_id, n_envs=num_envs, seed=seed)
+        if settings.is_normalized:
+            return VecNormalize(envs, is_training, norm_reward=is_training, gamma=settings.arguments["gamma"])
+        return envs
+
     run = peer.Run(args, script)
+    falls = {name: lambda left, start=settings.arguments[name]: start * left for name in settings.falling}
+    eval_envs = make_envs(NUM_EPISODES_ON_THE_WAY, seed)
+    train_envs = make_envs(settings.num_envs, args.seed, is_training=True)
+    model = model_class(policy, train_envs, seed=args.seed, device="cpu", **settings.arguments | falls)
     bar = tqdm(total=args.total_timesteps, unit="step")
 
     def evaluate(model, envs, num_episodes: int) -> dict[str, float]:
+        if settings.is_normalized:
+            envs.obs_rms = train_envs.obs_rms
         episodes = evaluate_policy(model, envs, num_episodes, deterministic=True, return_episode_rewards=True)
         returns, lengths = map(np.array, episodes)
         names = ("eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length")
@@ -88,35 +148,22 @@ def train(args, script: str, package: str, num_envs: int, make_model) -> None:
             if scalars:
                 run.log(self.num_timesteps, scalars)
 
-    model = make_model(make_vec_env(args.env_id, n_envs=num_envs, seed=args.seed))
     model.learn(args.total_timesteps, callback=Record())
     bar.close()
-    envs = make_vec_env(args.env_id, n_envs=min(num_envs, NUM_EVAL_EPISODES), seed=final_seed)
-    metrics = evaluate(model, envs, NUM_EVAL_EPISODES)
+    final_envs = make_envs(min(settings.num_envs, NUM_EVAL_EPISODES), final_seed)
+    metrics = evaluate(model, final_envs, NUM_EVAL_EPISODES)
     run.finish(next(iter(metrics)), metrics, model.num_timesteps, peer.get_version(package))
 
 
 def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
+    if args.settings == "tuned" and args.env_id not in TUNED:
+        peer.fail(f"--env-id {args.env_id}: tuned settings are here for {', '.join(TUNED)}")
+    settings = TUNED[args.env_id] if args.settings == "tuned" else EQUAL
     from stable_baselines3 import PPO
 
-    is_tuned = args.settings == "tuned"
-    settings = TUNED | {"clip_range": lambda remaining: 0.2 * remaining} if is_tuned else EQUAL
-    learning_rate = 1e-3 if is_tuned else 4e-3
-
-    def make_model(envs):
-        return PPO(
-            "MlpPolicy",
-            envs,
-            learning_rate=lambda remaining: learning_rate * remaining,
-            gamma=0.98,
-            seed=args.seed,
-            device="cpu",
-            **settings,
-        )
-
-    train(args, Path(__file__).stem, "stable-baselines3", 8 if is_tuned else 64, make_model)
+    train(args, Path(__file__).stem, "stable-baselines3", settings, PPO, "MlpPolicy")
 
 
 if __name__ == "__main__":

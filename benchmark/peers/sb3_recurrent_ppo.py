@@ -11,9 +11,12 @@ from pathlib import Path
 import peer
 import sb3_ppo
 
-NUM_ENVS, LEARNING_RATE = 16, 3e-3
-SETTINGS = {"n_steps": 64, "batch_size": 256, "n_epochs": 5, "gae_lambda": 0.9, "gamma": 0.98}
-NETWORK = {"lstm_hidden_size": 64, "net_arch": [64]}
+SETTINGS = sb3_ppo.Settings(
+    num_envs=16,
+    arguments={"n_steps": 64, "batch_size": 256, "n_epochs": 5, "gae_lambda": 0.9, "gamma": 0.98}
+    | {"learning_rate": 3e-3, "policy_kwargs": {"lstm_hidden_size": 64, "net_arch": [64]}},
+    falling=("learning_rate",),
+)
 
 
 def make_parser():
@@ -29,18 +32,7 @@ def main() -> None:
     args = make_parser().parse_args()
     from sb3_contrib import RecurrentPPO
 
-    def make_model(envs):
-        return RecurrentPPO(
-            "MlpLstmPolicy",
-            envs,
-            learning_rate=lambda remaining: LEARNING_RATE * remaining,
-            policy_kwargs=NETWORK,
-            seed=args.seed,
-            device="cpu",
-            **SETTINGS,
-        )
-
-    sb3_ppo.train(args, Path(__file__).stem, "sb3-contrib", NUM_ENVS, make_model)
+    sb3_ppo.train(args, Path(__file__).stem, "sb3-contrib", SETTINGS, RecurrentPPO, "MlpLstmPolicy")
 
 
 if __name__ == "__main__":
