@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 sys.path.append(str(common.ROOT))
 from envs_shared.go_tasks import files as go_files
-from envs_shared.go_tasks import gtp
+from envs_shared.go_tasks import gtp_client
 from envs_shared.go_tasks import match as go_match
 
 GNUGO = "--mode gtp --chinese-rules --positional-superko --capture-all-dead --never-resign"
@@ -36,9 +36,9 @@ def make_engine_command(checkpoint: str, flags: str, python: str = sys.executabl
     return f"{python} {common.ROOT / 'algos' / 'alphazero_go.py'} --gtp {checkpoint} {flags}"
 
 
-def make_gnugo(level: int, seed: int) -> gtp.Client:
+def make_gnugo(level: int, seed: int) -> gtp_client.Client:
     """GNU Go, started."""
-    return gtp.Client(f"{find_gnugo()} {GNUGO} --level {level} --seed {seed}")
+    return gtp_client.Client(f"{find_gnugo()} {GNUGO} --level {level} --seed {seed}")
 
 
 def play(mine, make_other, size: int, komi: float, num_games: int, colours: str, seed: int = 0) -> list[dict]:
@@ -53,7 +53,7 @@ def play(mine, make_other, size: int, komi: float, num_games: int, colours: str,
             opening = tuple(openings.sample(range(size * size), 2)) if i % 4 >= 2 and colours == "both" else ()
         with make_other(i) as other:
             players = (mine, other) if is_black else (other, mine)
-            moves, margin = gtp.play_game(*players, size, komi, opening)
+            moves, margin = gtp_client.play_game(*players, size, komi, opening)
         rows.append({"is_black": is_black, "margin": margin if is_black else -margin, "moves": moves})
     return rows
 
@@ -124,7 +124,7 @@ def main() -> None:
         size = int(args.name.split("x")[0])
         if find_gnugo() is None:
             sys.exit("GNU Go is not installed: apt install gnugo")
-        with gtp.Client(make_engine_command(args.checkpoint, args.flags)) as mine:
+        with gtp_client.Client(make_engine_command(args.checkpoint, args.flags)) as mine:
             games = play(mine, lambda i: make_gnugo(args.level, i + 1), size, args.komi, args.games, args.colours)
         machine = common.describe_machine()
         row = {"name": args.name, "size": size, "komi": args.komi, "level": args.level, "colours": args.colours}

@@ -12,7 +12,7 @@ from conftest import ROOT, read_result, read_scalars
 
 from algos import alphazero_go as az
 from envs_shared.go_tasks import files as go_files
-from envs_shared.go_tasks import gtp
+from envs_shared.go_tasks import gtp, gtp_client
 from envs_shared.go_tasks.match import (
     RolloutEvaluator,
     choose_random_moves,
@@ -649,6 +649,9 @@ def test_gtp_answers():
         ("quit now", "wrong number of arguments"),
         (f"time_left b 10 1{400 * '0'}", f"'1{400 * '0'}' is no number"),
         ("lz-genmove_analyze green", "'green' is no number"),
+        ("fixed_handicap 2", "invalid number of stones"),
+        ("set_free_handicap A1 A1", "bad vertex list"),
+        ("set_free_handicap A1 pass", "bad vertex list"),
         ("loadsgf /nowhere.sgf", "cannot load file"),
         ("time_settings -1 0 0", "times are not negative"),
         ("lz-analyze often", "'often' is no number"),
@@ -657,6 +660,39 @@ def test_gtp_answers():
         assert found == (f"?7 {answer}" if wrong == "7" else f"? {answer}"), (wrong, found)
     assert ask(engine, "play b C3", "play w C3") == ["=", "? illegal move"]
     assert int(engine.boards.to_play) == -1 and len(engine.positions) == 2  # what was wrong changed nothing
+
+
+def test_gtp_a_turn_left_out_is_forgotten_by_undo():
+    engine = make_engine()
+    ask(engine, "play b A1", "play b B1", "undo")
+    assert int(engine.boards.to_play) == -1  # as after the first move
+    ask(engine, "genmove b", "undo")
+    assert int(engine.boards.to_play) == -1 and int(engine.boards.num_moves) == 1
+    assert ask(engine, "lz-genmove_analyze 10 b")[0].count("play ") == 1 and int(engine.boards.to_play) == -1
+
+
+def test_gtp_goes_on_beyond_the_moves_that_a_search_knows():
+    """Both sides fill and capture on 2 x 2 points and pass in between: 8 moves are the search's limit."""
+    engine, reference = make_engine(2), Go(2)
+    history = []
+    for i in range(20):
+        wanted = ("A1", "B2", "A2", "B1", "pass") if i % 3 else ("pass",)
+        vertex = next(vertex for vertex in wanted if ask(engine, f"play {'bw'[i % 2]} {vertex}") == ["="])
+        stones = tuple(engine.boards.stones[0, reference.cells].tolist())
+        assert vertex == "pass" or stones not in history  # superko, over all moves
+        history.append(stones)
+    assert int(engine.boards.num_moves) == 20 and ask(engine, "genmove b") == ["= pass"]
+    assert ask(engine, "final_score")[0].startswith("= ")
+
+
+def test_gtp_handicap():
+    engine = make_engine(9)
+    assert ask(engine, "fixed_handicap 5") == ["= C3 G7 C7 G3 E5"] and int(engine.boards.to_play) == -1
+    assert ask(engine, "fixed_handicap 2") == ["? board not empty"]
+    assert ask(engine, "play w E4", "clear_board", "fixed_handicap 7") == ["=", "=", "= C3 G7 C7 G3 C5 G5 E5"]
+    assert ask(engine, "clear_board", "set_free_handicap a1 B2 j9", "showboard")[1] == "="
+    assert ask(engine, "showboard")[0].count("X") == 3 and ask(engine, "genmove w")[0].startswith("= ")
+    assert make_engine(8).answer("fixed_handicap 5") and ask(make_engine(7), "fixed_handicap 4") == ["= C3 E5 C5 E3"]
 
 
 def test_gtp_keeps_the_rules():
@@ -708,6 +744,8 @@ def test_gtp_thinks_no_longer_than_the_clock_allows():
     assert engine.budget(-1) == 0.05
     ask(engine, "time_settings 0 20 5")  # five moves in 20 seconds
     assert engine.budget(1) == pytest.approx(0.8 * 4 - 0.1)
+    ask(engine, "time_settings 0 0 0", "time_left b 6 3")  # a clock that nobody has announced
+    assert engine.budget(1) == pytest.approx(0.8 * 2 - 0.1) and engine.budget(-1) == math.inf
     ask(engine, "time_settings 0 1 0")  # by the protocol: no limits
     assert engine.budget(1) == math.inf
 
@@ -804,7 +842,13 @@ def test_sgf_there_and_back(tmp_path):
     assert ask(engine, f"loadsgf {path}") == ["= black"] and engine.komi == 2
     for wrong in (
         *("", "no sgf", "(;SZ[5];B[zz])", "(;SZ[x])", "(;SZ[9];B[aa])", "(;SZ[5];B[aa];W[aa])", "(;SZ[99])"),
-        *("(;SZ[5]KM[nan])", "(;SZ[5];B[aa];AW[bb])", "(;SZ[5]AB[ff])"),
+        *(
+            "(;SZ[5]AW[aa]AB[ab][ba])",
+            "(;SZ[5]AW[aa:ee])",
+            "(;SZ[5]KM[nan])",
+            "(;SZ[5];B[aa];AW[bb])",
+            "(;SZ[5]AB[ff])",
+        ),
     ):
         path.write_text(wrong)
         before = engine.positions
@@ -836,9 +880,9 @@ def test_games_against_gnugo(run_script, tmp_path):
     assert run.returncode == 0, run.stderr
     checkpoint = read_result(tmp_path)[0] / "checkpoint.pt"
     command = f"{sys.executable} {ROOT / 'algos' / 'alphazero_go.py'} --gtp {checkpoint}"
-    with gtp.Client(command) as mine, gtp.Client(f"{GNUGO} 1") as other:
+    with gtp_client.Client(command) as mine, gtp_client.Client(f"{GNUGO} 1") as other:
         for players in ((mine, other), (other, mine)):
-            moves, margin = gtp.play_game(*players, 5, 0.5, opening=(12,))
+            moves, margin = gtp_client.play_game(*players, 5, 0.5, opening=(12,))
             assert len(moves) > 4
             score = other.send("final_score")
             assert score == go_files.format_score(margin) and mine.send("final_score") == score

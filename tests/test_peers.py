@@ -217,7 +217,7 @@ def test_colours_and_openings_of_a_match_are_balanced(monkeypatch):
         seen.append((black, opening))
         return [*opening, 7], 3.0
 
-    monkeypatch.setattr(go_matches.gtp, "play_game", play_game)
+    monkeypatch.setattr(go_matches.gtp_client, "play_game", play_game)
     games = go_matches.play("us", lambda i: contextlib.nullcontext("them"), 5, 0.5, 8, "both", seed=1)
     assert [black for black, _ in seen] == ["us", "them"] * 4
     openings = [opening for _, opening in seen]

@@ -40,7 +40,7 @@ def play_match(args: argparse.Namespace, script: str, commit: str, make_other) -
     """
     import go_matches
 
-    from envs_shared.go_tasks import gtp
+    from envs_shared.go_tasks import gtp_client
 
     size = parse_size(args.env_id)
     if not Path(args.checkpoint).is_file():
@@ -48,10 +48,10 @@ def play_match(args: argparse.Namespace, script: str, commit: str, make_other) -
     if shutil.which(args.engine_python) is None:
         peer.fail(f"--engine-python {args.engine_python}: no such program")
     flags = f"--simulations-end {args.simulations_end}"
-    with gtp.Client(go_matches.make_engine_command(args.checkpoint, flags, args.engine_python)) as mine:
+    with gtp_client.Client(go_matches.make_engine_command(args.checkpoint, flags, args.engine_python)) as mine:
         try:
             mine.send(f"boardsize {size}")
-        except gtp.GtpError as error:
+        except gtp_client.GtpError as error:
             peer.fail(f"--checkpoint {args.checkpoint}: {error}")
         run = peer.Run(args, script)
         games = go_matches.play(mine, make_other, size, args.komi, args.games, "both", args.seed)

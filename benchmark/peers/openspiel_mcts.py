@@ -102,7 +102,7 @@ def match(args) -> None:
     game = pyspiel.load_game("go", {"board_size": size, "komi": args.komi})
 
     class Player:
-        """OpenSpiel's search with the `send` of a gtp.Client."""
+        """OpenSpiel's search with the `send` of a gtp_client.Client."""
 
         def __init__(self, seed: int):
             rollouts = pyspiel.RandomRolloutEvaluator(1, seed)

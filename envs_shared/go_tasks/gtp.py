@@ -1,34 +1,26 @@
-"""The Go Text Protocol, version 2 (Farneback 2002): an engine that programs and boards can talk to, and a client."""
+"""An engine that programs and boards can talk to by the Go Text Protocol, version 2 (Farneback 2002)."""
 
 import inspect
+import math
 import queue
 import re
-import shlex
-import subprocess
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 import torch
 
 from envs_shared.go_tasks import files as go_files
+from envs_shared.go_tasks.gtp_words import (
+    Analysis,
+    GtpError,
+    format_analysis,
+    parse_analysis,
+    parse_colour,
+    parse_move,
+    parse_number,
+)
 from envs_shared.go_tasks.rules import Boards, Go
-
-COLOURS = {"b": 1, "black": 1, "w": -1, "white": -1}
-
-
-class Analysis(NamedTuple):
-    """What a search found about the side to move."""
-
-    visits: list[float]  # [n^2 + 1] of each move
-    values: list[float]  # [n^2 + 1] chance of winning after it
-    prior: list[float]  # [n^2 + 1]
-    lines: dict[int, list[int]]  # moves that are likely to follow, the move itself first, by visited move
-
-
-class GtpError(ValueError):
-    """What is answered with `?`."""
 
 
 class Engine:
@@ -99,50 +91,57 @@ class Engine:
         """The position on the board."""
         return self.positions[-1]
 
-    def set_to_play(self, stone: int) -> None:
-        """Let black (1) or white (-1) move, though it were not its turn."""
-        if int(self.boards.to_play) != stone:
-            self.positions[-1] = self.boards._replace(to_play=-self.boards.to_play)
+    def look_from(self, stone: int) -> Boards:
+        """The position on the board with black (1) or white (-1) to move, though it may not be its turn."""
+        return self.boards._replace(to_play=torch.full_like(self.boards.to_play, stone))
 
-    def play_move(self, move: int) -> None:
-        """Play a legal move, also after the game was over by passes."""
-        boards = self.boards
-        if int(boards.num_moves) >= self.go.max_moves:
-            raise GtpError(f"the game is over after {self.go.max_moves} moves")
-        if boards.is_over:
-            boards = self.positions[-1] = boards._replace(num_passes=torch.zeros_like(boards.num_passes))
+    def play_move(self, stone: int, move: int) -> None:
+        """Play a legal move, also after the game was over, by passes or by its number of moves."""
+        if int(self.boards.to_play) != stone:
+            self.positions[-1] = Boards(*self.boards)  # another object: no search goes on across a turn left out
+        boards = self.look_from(stone)
+        boards = boards._replace(num_passes=boards.num_passes.clamp(max=1))
+        if int(boards.num_moves) == boards.history.shape[1] - 1:
+            boards = boards._replace(history=torch.cat((boards.history, torch.zeros_like(boards.history)), 1))
         if not self.go.legal_moves(boards)[0, move]:
             raise GtpError("illegal move")
         self.positions.append(self.go.play(boards, torch.tensor([move])))
 
     def budget(self, stone: int) -> float:
         """Seconds for this move, from time_settings and time_left; infinite without time control."""
-        if self.byo_time > 0 and self.byo_stones == 0:
-            return float("inf")
-        if self.main_time + self.byo_time == 0:
-            return float("inf")
-        seconds, stones = self.time_left.get(
-            stone, (self.main_time, 0) if self.main_time else (self.byo_time, self.byo_stones)
-        )
+        if self.byo_time > 0 and self.byo_stones == 0:  # by the protocol: no limits
+            return math.inf
+        if stone in self.time_left:
+            seconds, stones = self.time_left[stone]
+        elif self.main_time or self.byo_time:
+            seconds, stones = (self.main_time, 0) if self.main_time else (self.byo_time, self.byo_stones)
+        else:
+            return math.inf
         moves_left = stones or max(10, (self.go.num_points - int(self.boards.num_moves)) // 2)
         extra = self.byo_time / self.byo_stones if not stones and self.byo_stones else 0.0
         return max(0.05, 0.8 * (seconds / moves_left + extra) - 0.1)
 
-    def choose_move(self, report=None) -> str:
-        """Play the most visited move for the side to move, or pass where the game is over; returns its vertex.
+    def can_search(self) -> bool:
+        """Whether the game still goes on: it ends by two passes, and for the search after 2 n^2 moves too."""
+        return not self.boards.is_over and int(self.boards.num_moves) < self.go.max_moves
+
+    def search(self, stone: int, until: float, num_simulations: int | None) -> Analysis:
+        """Analysis for the side `stone`; the same position as before, where it is its turn, goes on with its tree."""
+        root = self.boards if int(self.boards.to_play) == stone else self.look_from(stone)
+        return self.think([*self.positions[:-1], root], self.komi, until, num_simulations)
+
+    def choose_move(self, stone: int, report=None) -> str:
+        """Play the most visited move, or pass where there is nothing to search any more; returns its vertex.
 
         `report` is called with the Analysis first.
         """
         move = self.go.num_points
-        if self.boards.is_over:  # one more pass changes nothing but whose turn it is
-            self.positions.append(self.boards._replace(to_play=-self.boards.to_play))
-        else:
-            until = time.monotonic() + self.budget(int(self.boards.to_play))
-            analysis = self.think(self.positions, self.komi, until, None)
+        if self.can_search():
+            analysis = self.search(stone, time.monotonic() + self.budget(stone), None)
             if report:
                 report(analysis)
             move = max(range(len(analysis.visits)), key=lambda m: (analysis.visits[m], analysis.prior[m]))
-            self.play_move(move)
+        self.play_move(stone, move)
         return go_files.format_vertex(move, self.go.size)
 
     # Commands, as the protocol names them
@@ -178,18 +177,10 @@ class Engine:
         self.komi = parse_number(komi, float)
 
     def cmd_play(self, colour: str, vertex: str) -> None:
-        stone, move = parse_colour(colour), parse_move(vertex, self.go.size)
-        before = list(self.positions)
-        try:
-            self.set_to_play(stone)
-            self.play_move(move)
-        except GtpError:
-            self.positions = before
-            raise
+        self.play_move(parse_colour(colour), parse_move(vertex, self.go.size))
 
     def cmd_genmove(self, colour: str) -> str:
-        self.set_to_play(parse_colour(colour))
-        return self.choose_move()
+        return self.choose_move(parse_colour(colour))
 
     def cmd_undo(self) -> None:
         if len(self.positions) == 1:
@@ -212,6 +203,22 @@ class Engine:
     def cmd_time_left(self, colour: str, seconds: str, stones: str) -> None:
         self.time_left[parse_colour(colour)] = max(0.0, parse_number(seconds, float)), parse_number(stones, int)
 
+    def cmd_fixed_handicap(self, num_stones: str) -> str:
+        moves = list_handicap(self.go.size, parse_number(num_stones, int))
+        vertices = [go_files.format_vertex(move, self.go.size) for move in moves]
+        self.cmd_set_free_handicap(*vertices)
+        return " ".join(vertices)
+
+    def cmd_set_free_handicap(self, *vertices: str) -> None:
+        if len(self.positions) > 1 or self.boards.history.any():
+            raise GtpError("board not empty")
+        moves = {parse_move(vertex, self.go.size) for vertex in vertices}
+        if len(moves) < max(2, len(vertices)) or len(moves) == self.go.num_points or self.go.num_points in moves:
+            raise GtpError("bad vertex list")
+        points = torch.zeros(1, self.go.num_points, dtype=torch.int8)
+        points[0, list(moves)] = 1
+        self.positions = [self.go.set_up(points, torch.tensor([-1]))]
+
     def cmd_loadsgf(self, path: str, move_number: str | None = None) -> str:
         try:
             game = go_files.read_sgf(path)
@@ -227,149 +234,54 @@ class Engine:
                 points[0, move] = stone
             first = game["moves"][0][0] if game["moves"] else -1 if game["setup"] else 1
             self.positions = [self.go.set_up(points, torch.tensor([game["to_play"] or first]))]
+            if self.go.has_dead_stones(self.boards):
+                raise GtpError("stones without liberties")
             for stone, move in game["moves"][:last]:
-                self.set_to_play(stone)
-                self.play_move(move)
-            if last < len(game["moves"]):
-                self.set_to_play(game["moves"][last][0])
+                self.play_move(stone, move)
         except (GtpError, IndexError):
             self.positions = before
             raise GtpError("cannot load file") from None
+        if last < len(game["moves"]):
+            self.positions[-1] = self.look_from(game["moves"][last][0])
         self.komi = self.komi if game["komi"] is None else game["komi"]
         return "black" if int(self.boards.to_play) == 1 else "white"
 
     def cmd_lz_analyze(self, *words: str):
-        interval = self.parse_analysis(words)
-        return lambda: self.analyze(interval)
+        stone, interval = parse_analysis(words)
+        return lambda: self.analyze(stone or int(self.boards.to_play), interval)
 
     def cmd_lz_genmove_analyze(self, *words: str):
-        self.parse_analysis(words)
+        stone, _ = parse_analysis(words)
 
-        def answer() -> None:
-            vertex = self.choose_move(lambda analysis: self.write(self.format_analysis(analysis)))
-            self.write(f"play {vertex}\n")
+        def report(analysis) -> None:
+            self.write(format_analysis(analysis, self.go.size))
 
-        return answer
+        return lambda: self.write(f"play {self.choose_move(stone or int(self.boards.to_play), report)}\n")
 
-    def parse_analysis(self, words: tuple[str, ...]) -> float:
-        """Seconds of `[colour] [interval] [hundredths of a second]`; lets the colour move."""
-        words, stone = list(words), None
-        if words and words[0].lower() in COLOURS:
-            stone = parse_colour(words.pop(0))
-        if words and words[0] == "interval":
-            words.pop(0)
-        interval = parse_number(words.pop(0), float) / 100 if words else 0.5
-        if words:
-            raise GtpError(f"{words[0]!r} is not understood")
-        if stone:
-            self.set_to_play(stone)
-        return max(0.05, interval)
-
-    def analyze(self, interval: float) -> None:
+    def analyze(self, stone: int, interval: float) -> None:
         """Write what the search thinks every `interval` seconds, until the next line comes in."""
         shown = time.monotonic()
         while self.lines.empty():
             now = time.monotonic()
             analysis = None
-            if not self.boards.is_over:
-                analysis = self.think(self.positions, self.komi, now + 0.05, 10**6)
+            if self.can_search():
+                analysis = self.search(stone, now + 0.05, 10**6)
             if analysis and time.monotonic() - shown >= interval:
-                self.write(self.format_analysis(analysis))
+                self.write(format_analysis(analysis, self.go.size))
                 shown = time.monotonic()
             time.sleep(max(0.0, now + 0.05 - time.monotonic()))
 
-    def format_analysis(self, analysis: Analysis) -> str:
-        """A line of moves by visits, in the words of Leela Zero: chances and priors in hundredths of a percent."""
-        order = sorted(analysis.lines, key=lambda m: (-analysis.visits[m], -analysis.prior[m]))
-        parts = []
-        for place, move in enumerate(order):
-            line = " ".join(go_files.format_vertex(m, self.go.size) for m in analysis.lines[move])
-            win, prior = (round(1e4 * x[move]) for x in (analysis.values, analysis.prior))
-            head = f"info move {go_files.format_vertex(move, self.go.size)} visits {analysis.visits[move]:.0f}"
-            parts.append(f"{head} winrate {win} prior {prior} lcb {win} order {place} pv {line}")
-        return " ".join(parts) + "\n" if parts else ""
 
-
-def parse_colour(text: str) -> int:
-    """1 for black, -1 for white."""
-    if text.lower() not in COLOURS:
-        raise GtpError(f"{text!r} is no colour")
-    return COLOURS[text.lower()]
-
-
-def parse_move(text: str, size: int) -> int:
-    """Move of a vertex."""
-    try:
-        return go_files.parse_vertex(text, size)
-    except ValueError:
-        raise GtpError("invalid vertex") from None
-
-
-def parse_number(text: str, kind: type):
-    """A finite number."""
-    try:
-        value = kind(text)
-    except ValueError:
-        raise GtpError(f"{text!r} is no number") from None
-    if not abs(value) <= 1e9:
-        raise GtpError(f"{text!r} is no number")
-    return value
-
-
-class Client:
-    """Another program that speaks GTP; a context manager that ends it."""
-
-    def __init__(self, command: str):
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(shlex.split(command), stdin=pipe, stdout=pipe, text=True)
-
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def send(self, command: str) -> str:
-        """The answer to a command; raises GtpError where the program says `?` or has ended."""
-        try:
-            self.process.stdin.write(f"{command}\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise GtpError(f"{command}: the program has ended") from None
-        lines = []
-        while (line := self.process.stdout.readline()).strip() or (line and not lines):
-            lines.append(line)
-        answer = "".join(lines).strip()
-        if not answer.startswith("="):
-            raise GtpError(f"{command}: {answer or 'the program has ended'}")
-        return answer[1:].strip()
-
-
-def play_game(black, white, size: int, komi: float, opening: tuple[int, ...] = ()) -> tuple[list[int], float]:
-    """A game of two Clients, or whatever has their `send`, under our rules: its moves and black's margin over komi.
-
-    `opening` holds the first moves, black's first. Raises GtpError where a program plays an illegal move.
-    """
-    go, moves, players = Go(size), [], (black, white)
-    boards = go.new(1)
-    for player in players:
-        for command in (f"boardsize {size}", "clear_board", f"komi {komi:g}"):
-            player.send(command)
-    while not boards.is_over:
-        turn = len(moves) % 2
-        colour = "bw"[turn]
-        is_opening = len(moves) < len(opening)
-        vertex = (
-            go_files.format_vertex(opening[len(moves)], size) if is_opening else players[turn].send(f"genmove {colour}")
-        )
-        if vertex.lower() == "resign":
-            return moves, float((1 - 2 * turn) * -size * size)
-        move = parse_move(vertex, size)
-        if not go.legal_moves(boards)[0, move]:
-            raise GtpError(f"{vertex} is illegal after {[go_files.format_vertex(m, size) for m in moves]}")
-        boards = go.play(boards, torch.tensor([move]))
-        for player in players if is_opening else (players[1 - turn],):
-            player.send(f"play {colour} {vertex}")
-        moves.append(move)
-    return moves, go.score(boards).item() - komi
+def list_handicap(size: int, num_stones: int) -> list[int]:
+    """Points of fixed handicap stones, as the protocol places them; GtpError where it does not."""
+    largest = 0 if size < 7 else 4 if size == 7 or size % 2 == 0 else 9
+    if not 2 <= num_stones <= largest:
+        raise GtpError("invalid number of stones")
+    near = 2 if size < 13 else 3
+    far, middle = size - 1 - near, size // 2
+    corners = [(far, near), (near, far), (near, near), (far, far)]  # rows from the top
+    sides = [(middle, near), (middle, far), (far, middle), (near, middle)]
+    points = corners[:num_stones] + sides[: max(0, num_stones - 4) // 2 * 2]
+    if num_stones in (5, 7, 9):
+        points.append((middle, middle))
+    return [row * size + column for row, column in points]

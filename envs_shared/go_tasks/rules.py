@@ -116,6 +116,14 @@ class Go:
         count, sums, squares = total & 8191, (total >> 13) & (2**21 - 1), total >> 34
         return ((count * squares == sums * sums) & (count > 0)).gather(1, groups)
 
+    def has_dead_stones(self, boards: Boards) -> bool:
+        """Whether there are stones without a liberty, which no game leaves on a board."""
+        near_empty = torch.zeros_like(boards.in_atari)
+        left, right, upper, lower = self.neighbours(boards.stones == 0)
+        near_empty[:, self.inner] = left | right | upper | lower
+        num_near = torch.zeros_like(boards.groups).scatter_add_(1, boards.groups, near_empty.long())
+        return bool(((boards.stones.abs() == 1) & (num_near.gather(1, boards.groups) == 0)).any())
+
     def legal_moves(self, boards: Boards) -> torch.Tensor:
         """Which moves are legal, bool [B, n^2 + 1]; none where the game is over."""
         keys = self.stone_keys(boards.stones).masked_fill_(boards.stones.abs() != 1, 0)
