@@ -1,0 +1,438 @@
+"""A pretend GPU: computes on the CPU, under the rules that a CUDA device and its graphs impose.
+
+    with pretend_cuda() as gpu:
+        script.main(["--cuda-graphs"])  # `script` was imported before
+    print(gpu.launches, gpu.replays, gpu.waits)
+
+A `CudaTensor` says that it is on cuda:0 and keeps its numbers in a CPU tensor, `host`. While `PretendCuda` is on, every
+operation of torch comes to it first:
+
+- Tensors of both devices in one operation raise, and so does `numpy()` of one on the device.
+- What makes the host wait for the device (`item`, `nonzero`, a mask as index, copies between the two) is counted by
+  name and line, and raises inside a capture.
+- A capture runs nothing: what it would have computed is NaN (integers 0), what it would have written is unchanged, and
+  no random number is drawn. A replay runs the operations on the memory and with the numbers that they had in the
+  capture. It raises where nothing but graphs holds some of that memory, which torch would have given away by then.
+- A `non_blocking` copy from a pinned buffer is under way until the host next waits, and it raises there if the buffer
+  has changed. One to a pinned buffer shows NaN until then.
+
+What it cannot see: the order of streams and events (everything runs at once, and any wait ends every copy); the
+allocator, beyond the memory of graphs that nothing else holds; random numbers of the device, as it shares the CPU's
+generator, and their offsets in replays; the workspaces of cuBLAS; autocast's lists for CUDA (the CPU's are used);
+whether kernels are deterministic, and how they round; into how many kernels an operation falls (one is counted);
+compiled code; other threads and processes. To C++ a `CudaTensor` is on the CPU: `zeros_like(x, device="cpu")` stays on
+the device, and `parameter.data = x` is not to be used.
+"""
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections import Counter
+from itertools import compress
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch._dynamo  # looks at what is patched here when it is imported
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CUDA = torch.device("cuda", 0)
+NAME = "pretend GPU"
+HOLE = torch.empty(0)  # stands for a tensor among the arguments of an operation
+PLACES = ("device", "pin_memory")  # arguments that say where a tensor is made
+COPY, TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+# What the host needs before it can go on: a number, or a shape that depends on the data
+WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "multinomial", "bincount"}
+WAITING |= {"_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+OWN_FILES = (str(Path(torch.__file__).parent), contextlib.__file__, __file__)
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on cuda:0 whose numbers are in the CPU tensor `host`."""
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor):
+        with torch.inference_mode(False):  # in which a wrapper and its views would not fit together
+            tensor = torch.Tensor._make_wrapper_subclass(
+                cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype
+            )
+        tensor.host = host
+        return tensor
+
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"{func}: the pretend GPU is gone")
+
+    def cpu(self) -> torch.Tensor:
+        return self.to("cpu")
+
+    def tolist(self) -> list:
+        return self.cpu().tolist()
+
+    def numpy(self, **_):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def __reduce_ex__(self, protocol):
+        return self.cpu().__reduce_ex__(protocol)
+
+    def __repr__(self, **_):
+        return f"CudaTensor({self.host})"
+
+
+def get_leaves(x) -> list:
+    """What is in lists of lists, or `x` itself."""
+    if not isinstance(x, (list, tuple)):
+        return [x]
+    return [leaf for item in x for leaf in get_leaves(item)]
+
+
+def map_tensors(fn, x):
+    """`x`, a tensor or lists of some, with `fn` of each."""
+    if isinstance(x, torch.Tensor):
+        return fn(x)
+    return [map_tensors(fn, item) for item in x] if isinstance(x, (list, tuple)) else x
+
+
+def get_host(x: torch.Tensor) -> torch.Tensor:
+    """Where the numbers of a tensor are."""
+    return x.host if isinstance(x, CudaTensor) else x
+
+
+@functools.cache
+def is_view(func) -> bool:
+    """Whether an operation returns views of its arguments."""
+    return any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+
+
+def get_storage(x: torch.Tensor) -> int:
+    """What identifies the memory that tensors share."""
+    return x.untyped_storage()._cdata
+
+
+def copy_memory(x: torch.Tensor) -> torch.Tensor:
+    """The same view of a copy of its memory."""
+    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
+
+
+def fill_unknown(x: torch.Tensor) -> None:
+    """What nothing has been computed into: NaN where the type has it, so that its use shows."""
+    x.fill_(float("nan") if x.is_floating_point() else 0)
+
+
+def is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors agree to the last bit, NaN or not."""
+    return torch.equal(*(z.contiguous().flatten().view(torch.uint8) for z in (x, y)))
+
+
+def find_caller() -> str:
+    """File and line that run now, outside torch and this module."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN_FILES):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+class Stream:
+    """A stream or an event, of which nothing is modelled but that the host can wait for it."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def synchronize(self):
+        self.gpu.wait("synchronize")
+
+    def is_capturing(self) -> bool:
+        return self.gpu.graph is not None
+
+    def elapsed_time(self, end) -> float:
+        return 1.0
+
+    def do_nothing(self, *_):
+        pass
+
+    record = record_event = wait_event = wait_stream = do_nothing
+
+
+class Graph:
+    """A torch.cuda.CUDAGraph: operations with the memory that they read and write."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+        self.nodes = []  # (operation as a function of its tensors, the tensors, memory of each result or None)
+        self.made: list[torch.Tensor] = []  # memory of its own
+        self.held = Counter()  # by memory that is not its own: how many of its tensors are views of it
+        gpu.graphs.add(self)
+
+    def add(self, call, tensors: list[torch.Tensor], results: list) -> None:
+        """Note an operation, or None with the memory that it takes; numbers of the host are frozen."""
+        for x in results:
+            if x is not None:
+                fill_unknown(x)
+                self.made.append(x)
+        operands = [x.host.detach() if isinstance(x, CudaTensor) else x.clone() for x in tensors]
+        if call is not None:
+            self.nodes.append((call, operands, results))
+            on_device = [isinstance(x, CudaTensor) for x in tensors]
+            self.held.update(get_storage(x) for x in compress(operands, on_device))
+
+    def end_capture(self) -> None:
+        """Find which memory was there before."""
+        for x in self.made:
+            self.held.pop(get_storage(x), None)
+
+    def replay(self) -> None:
+        """Run all operations again; raises where memory that they need is nobody else's any longer."""
+        self.gpu.launches += 1
+        self.gpu.replays += 1
+        for storage in self.held:
+            num_views = torch._C._storage_Use_Count(storage) - 1  # without that of the call itself
+            if num_views == sum(graph.held[storage] for graph in self.gpu.graphs):
+                raise RuntimeError("a graph is replayed whose memory has been freed since it was recorded")
+        with torch.inference_mode(), torch._C._DisableTorchDispatch():
+            for call, operands, results in self.nodes:
+                for memory, result in zip(results, get_leaves(call(operands)), strict=True):
+                    if memory is not None:
+                        memory.copy_(result)
+
+
+class PretendCuda(TorchDispatchMode):
+    """The device: counts launches and waits, knows pinned memory, and records graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches = 0  # of operations and of graphs
+        self.replays = 0  # of graphs
+        self.waits: Counter[str] = Counter()  # of the host for the device: "what at file:line"
+        self.pinned: dict[int, torch.Tensor] = {}  # pinned buffers by address
+        self.under_way: list[tuple] = []  # copies: (buffer, its content, whether it goes to the device)
+        self.graphs = weakref.WeakSet()
+        self.graph: Graph | None = None  # the one that is being recorded
+        self.default_stream = self.stream = Stream(self)
+
+    def wait(self, what: str) -> None:
+        """The host waits for all that the device has to do; raises inside a capture."""
+        if self.graph is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what} at {find_caller()}")
+        self.waits[f"{what} at {find_caller()}"] += 1
+        under_way, self.under_way = self.under_way, []
+        for buffer, content, is_sent in under_way:
+            if not is_sent:
+                buffer.copy_(content)
+            elif not is_same(buffer, content):
+                raise RuntimeError("a pinned buffer was written before its copy to the device was waited for")
+
+    def set_stream(self, stream: Stream) -> None:
+        """torch.cuda.set_stream."""
+        self.stream = stream
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream):
+        """torch.cuda.stream."""
+        old, self.stream = self.stream, stream
+        yield
+        self.stream = old
+
+    @contextlib.contextmanager
+    def capture(self, graph: Graph, pool=None, stream: Stream | None = None, capture_error_mode="global"):
+        """torch.cuda.graph."""
+        if stream is self.default_stream:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        self.wait("torch.cuda.graph")
+        rng_state = torch.get_rng_state()
+        self.graph = graph
+        try:
+            yield
+        finally:
+            self.graph = None
+            torch.set_rng_state(rng_state)
+        graph.end_capture()
+
+    def make_graphed_callables(self, module, inputs, **_):
+        """Forward and backward pass of `module` under the rules of a capture; then it stays as it is."""
+        with self.capture(Graph(self)):
+            weights = [x for x in module.parameters() if x.requires_grad]
+            torch.autograd.grad(module(*inputs).sum(), weights, allow_unused=True)
+        return module
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = get_leaves([args, *kwargs.values()])
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        is_here = any(isinstance(x, CudaTensor) for x in tensors)
+        is_asked_for = any(isinstance(x, torch.device) and x.type == "cuda" for x in given)
+        is_pinned = kwargs.get("pin_memory", False)
+        if not is_here and not is_asked_for and not is_pinned:
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and func._can_decompose():  # which autograd does otherwise
+            with self:
+                return func.decompose(*args, **kwargs)
+        if is_pinned:
+            buffer = func(*args, **kwargs | {"pin_memory": False})
+            self.pinned[buffer.untyped_storage().data_ptr()] = buffer  # kept, so that no other gets its address
+            return buffer
+        if func is TO_COPY and not is_here:
+            with self:
+                target = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=CUDA)
+                return target.copy_(args[0], kwargs.get("non_blocking", False))
+        if func is COPY and not all(isinstance(x, CudaTensor) for x in tensors):
+            return self.transfer(*args, **kwargs)
+        if is_here:
+            self.check(func.overloadpacket.__name__, args, tensors)
+        args = map_tensors(lambda _: HOLE, args)
+        kwargs = {name: map_tensors(lambda _: HOLE, x) for name, x in kwargs.items() if name not in PLACES}
+        return self.execute(func, args, kwargs, tensors)
+
+    def transfer(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """`target.copy_(source)` between host and device."""
+        is_sent = isinstance(target, CudaTensor)
+        buffer = source if is_sent else target
+        is_async = non_blocking and buffer.untyped_storage().data_ptr() in self.pinned
+        if not is_async:
+            self.wait("copy to the device" if is_sent else "copy to the host")
+        hosts = [get_host(target), get_host(source)]
+        if self.graph is not None:
+            self.graph.nodes.append((lambda tensors: COPY(*tensors), [x.detach() for x in hosts], [None]))
+            return target
+        self.launches += 1
+        COPY(*hosts)
+        if is_async:
+            self.under_way.append((buffer, buffer.clone(), is_sent))
+            if not is_sent:
+                fill_unknown(buffer)
+        return target
+
+    def check(self, name: str, args, tensors: list[torch.Tensor]) -> None:
+        """Let the host wait where operation `name` makes it, and refuse tensors of both devices."""
+        if name in INDEXING:
+            indices = [x for x in args[1] if x is not None]
+            values = list(args[2:3])
+            is_fill = len(values) == 1 and not isinstance(values[0], CudaTensor)  # by a number: none are counted
+            if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not is_fill:
+                self.wait("a mask as index")
+            if not all(isinstance(x, CudaTensor) for x in indices):
+                self.wait("an index on the host")
+            tensors = [args[0], *values]
+        elif name in WAITING:
+            self.wait(name.strip("_"))
+        for x in tensors:
+            if not isinstance(x, CudaTensor) and x.dim() > 0:
+                both = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
+                raise RuntimeError(f"{both}: {name} at {find_caller()}")
+
+    def execute(self, func, args, kwargs, tensors: list[torch.Tensor]):
+        """Run an operation, with `tensors` in the holes of its arguments, or record it in the graph."""
+
+        def call(tensors):
+            rest = iter(tensors)
+            arguments = map_tensors(lambda _: next(rest), args)
+            return func(*arguments, **{name: map_tensors(lambda _: next(rest), x) for name, x in kwargs.items()})
+
+        hosts = [get_host(x) for x in tensors]
+        known = {id(host): x for host, x in zip(hosts, tensors, strict=True)}
+        is_launched = not is_view(func) and "empty" not in func.name()
+        if self.graph is None or is_view(func):
+            self.launches += is_launched
+            results = call(hosts)
+        else:  # run for the shapes of the results, where it does no harm
+            copies = [copy_memory(x) for x in hosts]
+            known |= {id(copy): x for copy, x in zip(copies, tensors, strict=True)}
+            results = call(copies)
+            made = [x if isinstance(x, torch.Tensor) and id(x) not in known else None for x in get_leaves(results)]
+            self.graph.add(call if is_launched else None, tensors, made)
+        return map_tensors(lambda x: known[id(x)] if id(x) in known else CudaTensor(x), results)
+
+
+TO = torch.Tensor.to
+GROUP_TENSORS = torch._C._group_tensors_by_device_and_dtype
+
+
+def move(tensor, *args, **kwargs):
+    """Tensor.to, from and to either device."""
+    if args and isinstance(args[0], torch.Tensor):
+        args = args[0].device, args[0].dtype, *args[1:]
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    dtype = dtype or tensor.dtype
+    is_here = isinstance(tensor, CudaTensor)
+    if is_here and device is not None and device.type == "cpu":
+        host = torch.empty_like(tensor.host, dtype=dtype, pin_memory=non_blocking)  # pinned, as torch does it
+        return host.copy_(tensor, non_blocking)
+    if is_here or device is None or device.type == "cpu":
+        return TO(tensor, dtype, copy=kwargs.get("copy", False))
+    return TO(tensor, CUDA, dtype, non_blocking)
+
+
+def make_and_send(make):
+    """torch.tensor or torch.as_tensor, in two steps, as they look for a real GPU themselves."""
+
+    def make_here(*args, device=None, **kwargs):
+        made = make(*args, **kwargs)
+        return made if device is None else made.detach().to(device).requires_grad_(made.requires_grad)
+
+    return make_here
+
+
+def group_tensors(*args):
+    """How torch groups tensors by device and type for its fused operations; it takes them to be on the CPU."""
+    groups = GROUP_TENSORS(*args).items()
+    return {(CUDA if isinstance(x[0][0][0], CudaTensor) else device, dtype): x for (device, dtype), x in groups}
+
+
+@contextlib.contextmanager
+def pretend_cuda():
+    """Gives torch one CUDA device, a `PretendCuda`, until the end of the context."""
+    if torch.cuda.is_available():
+        torch.cuda.init()  # as torch takes the pretended start for that of the real one
+    gpu = PretendCuda()
+    autocast, generator = torch.autocast, torch.Generator
+    cuda = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "get_device_name": lambda *_: NAME,
+        "synchronize": lambda *_: gpu.wait("synchronize"),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "manual_seed_all": lambda _: None,
+        "Stream": lambda *_, **__: Stream(gpu),
+        "Event": lambda *_, **__: Stream(gpu),
+        "current_stream": lambda *_: gpu.stream,
+        "set_stream": gpu.set_stream,
+        "stream": gpu.use_stream,
+        "CUDAGraph": lambda *_, **__: Graph(gpu),
+        "graph": gpu.capture,
+        "is_current_stream_capturing": lambda: gpu.graph is not None,
+        "make_graphed_callables": gpu.make_graphed_callables,
+    }
+    accelerator = {"current_accelerator": lambda **_: CUDA, "current_stream": lambda *_: gpu.stream}
+    in_torch = {
+        "tensor": make_and_send(torch.tensor),
+        "as_tensor": make_and_send(torch.as_tensor),
+        "Generator": lambda *_: generator(),
+        "autocast": lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs),
+    }
+    foreach_types = [*_foreach_utils._foreach_supported_types, CudaTensor]
+    overwrites_parameters = torch.__future__.get_overwrite_module_params_on_conversion()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(mock.patch.multiple(torch, **in_torch))
+        stack.enter_context(mock.patch.multiple(torch.Tensor, to=move, cuda=lambda x, *_, **__: x.to(CUDA)))
+        stack.enter_context(mock.patch.multiple(torch.accelerator, **accelerator))
+        stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", group_tensors))
+        stack.enter_context(mock.patch.object(_foreach_utils, "_foreach_supported_types", foreach_types))
+        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)  # its LSTM keeps what no replay finds
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites_parameters)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.enter_context(gpu)
+        yield gpu
+        gpu.wait("the end")

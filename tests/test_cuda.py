@@ -1,0 +1,356 @@
+"""The CUDA paths of the scripts on a pretend GPU, end to end, and planted faults that it has to find.
+
+A script joins in with its runs, in RUNS.
+"""
+
+import contextlib
+import copy
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import read_result
+from pretend_cuda import NAME, is_same, pretend_cuda
+
+from algos import ppo
+from envs_shared.gym_tasks import scores
+from envs_shared.gym_tasks.vector import GymVec
+
+
+@dataclass
+class Run:
+    """A small run of six iterations or more, of which the later ones replay, evaluated at the end alone."""
+
+    script: ModuleType
+    flags: str
+    max_waits: int  # in an iteration, of the host for the device; one more in each update has to be too many
+    max_launches: int  # in an iteration with graphs, of operations and graphs
+
+
+PPO = "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --checkpoint-interval 0"
+PPO += " --eval-interval 1000 --eval-episodes 4"
+PENDULUM = "--env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss --ent-coef 0.01"
+RUNS = {
+    "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
+    "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
+    "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
+    "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
+}
+
+
+@dataclass
+class Outcome:
+    """What a run has left, and counted in each of its later iterations."""
+
+    path: Path
+    result: dict
+    tensors: dict[str, torch.Tensor]  # of checkpoint.pt
+    launches: list[int]
+    waits: list[int]
+    replays: int
+
+
+class Interrupted(Exception):
+    """A run was to end before its time."""
+
+
+@contextlib.contextmanager
+def short_evaluations():
+    """A pretend GPU, and evaluations of few steps."""
+    with mock.patch.object(scores, "MAX_STEPS", 5), pretend_cuda() as gpu:
+        yield gpu
+
+
+def play(run: Run, has_graphs: bool, folder: Path, *flags: str, last_iteration: int | None = None) -> Outcome:
+    """Do `run` below `folder`, to its end or to the progress bar of its `last_iteration`."""
+    marks = []
+
+    class Bar(run.script.tqdm):
+        """A progress bar, which moves once in each iteration."""
+
+        def update(self, n=1):
+            marks.append((gpu.launches, gpu.waits.total()))
+            if len(marks) == last_iteration:
+                raise Interrupted
+            return super().update(n)
+
+    mode = "--cuda-graphs" if has_graphs else "--no-cuda-graphs"
+    with mock.patch.object(run.script, "tqdm", Bar), short_evaluations() as gpu:
+        run.script.main([*run.flags.split(), mode, "--run-dir", str(folder), *flags])
+    path, result = read_result(folder)
+    tensors = dict(named_tensors(torch.load(path / "checkpoint.pt", weights_only=True)))
+    launches, waits = np.diff(marks, axis=0)[len(marks) // 2 :].T.tolist()
+    return Outcome(path, result, tensors, launches, waits, gpu.replays)
+
+
+def named_tensors(x, name=""):
+    """The tensors below dictionaries and lists, with the way to them."""
+    if isinstance(x, torch.Tensor):
+        yield name, x
+    elif isinstance(x, (list, tuple)):
+        x = dict(enumerate(x))
+    if isinstance(x, dict):
+        for key, item in x.items():
+            yield from named_tensors(item, f"{name}/{key}")
+
+
+def find_differences(first: Outcome, second: Outcome) -> list[str]:
+    """Names of the tensors of two checkpoints that are not equal to the last bit."""
+    x, y = first.tensors, second.tensors
+    names = {name for name in x.keys() | y.keys() if "time" not in name}  # seconds of gymnasium's episodes
+    return [name for name in names if name not in x or name not in y or not is_same(x[name], y[name])]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """played(name, has_graphs): the outcome of a run, which is done once for all tests."""
+    return functools.cache(lambda name, has_graphs: play(RUNS[name], has_graphs, tmp_path_factory.mktemp(name)))
+
+
+# The scripts
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_graphs_and_none_leave_the_same_checkpoint(played, name):
+    graphs, eager = played(name, True), played(name, False)
+    for outcome in (graphs, eager):
+        assert outcome.result["device"] == NAME
+        assert math.isfinite(outcome.result["metrics"][outcome.result["headline"]])
+    assert graphs.replays > 0 and eager.replays == 0
+    assert find_differences(graphs, eager) == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_host_rarely_waits(played, name):
+    graphs, eager = played(name, True), played(name, False)
+    print(
+        f"\n{name}: an iteration launches {max(graphs.launches)} with graphs and {max(eager.launches)} without;", end=""
+    )
+    print(f" the host waits {max(graphs.waits)} and {max(eager.waits)} times")
+    assert max(graphs.waits) <= RUNS[name].max_waits
+    assert max(eager.waits) <= RUNS[name].max_waits
+    assert max(graphs.launches) <= RUNS[name].max_launches
+
+
+@pytest.mark.parametrize("name", ["ppo-pendulum"])
+def test_a_resumed_run_leaves_the_checkpoint_of_an_uninterrupted_one(played, tmp_path, name):
+    with pytest.raises(Interrupted):
+        play(RUNS[name], True, tmp_path, "--checkpoint-interval", "1", last_iteration=4)
+    (path,) = tmp_path.glob("*/checkpoint.pt")
+    resumed = play(RUNS[name], True, tmp_path, "--resume", str(path))
+    assert find_differences(resumed, played(name, False)) == []
+
+
+@pytest.mark.parametrize("name", ["ppo-cartpole"])
+def test_a_checkpoint_is_evaluated_on_the_device(played, capsys, name):
+    outcome = played(name, True)
+    with short_evaluations() as gpu:
+        RUNS[name].script.main(["--evaluate", str(outcome.path / "checkpoint.pt")])
+    assert gpu.launches > 0
+    printed = capsys.readouterr().out
+    for metric, value in outcome.result["metrics"].items():
+        assert metric.startswith("best/") or f"{metric} {value:.2f}\n" in printed
+
+
+# Faults, planted in ppo.py
+
+
+def play_with(name: str, fault, has_graphs: bool, folder: Path) -> Outcome:
+    """A run of ppo.py with `fault(real, *args)` in the place of its function `name`."""
+    real = getattr(ppo, name)
+    with mock.patch.object(ppo, name, lambda *args: fault(real, *args)):
+        return play(RUNS["ppo-cartpole"], has_graphs, folder)
+
+
+def test_a_wait_in_the_update_is_found(tmp_path):
+    def wait(real, *args):
+        metrics = real(*args)
+        metrics.sum().item()
+        return metrics
+
+    with pytest.raises(RuntimeError, match="capturing: local_scalar_dense at test_cuda"):
+        play_with("update_minibatch", wait, True, tmp_path / "graphs")
+    eager = play_with("update_minibatch", wait, False, tmp_path / "eager")
+    assert max(eager.waits) > RUNS["ppo-cartpole"].max_waits
+
+
+def test_a_tensor_of_the_host_in_the_loss_is_found(tmp_path):
+    def add(real, *args):
+        loss, metrics = real(*args)
+        return (loss + torch.zeros(2)).sum(), metrics
+
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        play_with("ppo_loss", add, False, tmp_path)
+
+
+def test_a_tensor_that_its_graph_has_lost_is_found(tmp_path):
+    def replace(real, agent, storage, *args):
+        storage.rollout.clear()
+        return real(agent, storage, *args)
+
+    with pytest.raises(RuntimeError, match="memory has been freed"):
+        play_with("compute_targets", replace, True, tmp_path)
+
+
+def test_a_tensor_that_its_graph_alone_goes_on_with_is_found(played, tmp_path):
+    old = []
+
+    def replace(real, agent, storage, *args):
+        old.append(dict(storage.rollout))
+        storage.rollout.clear()
+        return real(agent, storage, *args)
+
+    graphs = play_with("compute_targets", replace, True, tmp_path)  # without graphs the fault changes nothing
+    assert "/agent/actor.0.weight" in find_differences(graphs, played("ppo-cartpole", False))
+
+
+def test_a_number_frozen_into_a_graph_is_found(tmp_path):
+    def set_rate(real, agent, optimizer, *args):
+        optimizer.num_calls = getattr(optimizer, "num_calls", 0) + 1
+        optimizer.param_groups[0]["lr"] = 0.01 / optimizer.num_calls
+        return real(agent, optimizer, *args)
+
+    graphs, eager = (play_with("update_minibatch", set_rate, x, tmp_path / str(x)) for x in (True, False))
+    assert "/agent/actor.0.weight" in find_differences(graphs, eager)
+
+
+def test_a_pinned_buffer_written_before_its_copy_was_waited_for_is_found(tmp_path):
+    real = GymVec.step
+
+    def step(self, actions):
+        self.rows[:] = 0.0
+        return real(self, actions)
+
+    with mock.patch.object(GymVec, "step", step), pytest.raises(RuntimeError, match="pinned buffer"):
+        play(RUNS["ppo-cartpole"], True, tmp_path)
+
+
+# The pretend GPU itself
+
+
+WAITS = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x[0] > 0),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu", non_blocking=False),
+    "tensor": lambda x: torch.tensor([1.0], device=x.device),
+    "copy": lambda x: x.copy_(torch.ones(3)),
+    "mask": lambda x: x[x > 0],
+    "put": lambda x: x.index_put_((x > 0,), x + 1),
+    "index": lambda x: x[torch.tensor([0])],
+    "nonzero": lambda x: x.nonzero(),
+    "multinomial": lambda x: torch.multinomial(x, 1),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_waits_are_counted_and_refused_in_a_capture(name):
+    with pretend_cuda() as gpu:
+        x = torch.ones(3).cuda()
+        gpu.waits.clear()
+        WAITS[name](x)
+        assert gpu.waits.total() == 1
+        with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            WAITS[name](x)
+
+
+def test_tensors_of_two_devices_do_not_mix():
+    with pretend_cuda() as gpu:
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        assert (x * torch.tensor(2.0)).sum().backward() is None  # a number is no tensor
+        with pytest.raises(RuntimeError, match="two devices"):
+            x + torch.ones(3)
+        with pytest.raises(TypeError, match="numpy"):
+            x.detach().numpy()
+        x.detach()[x > 0] = 0.0  # fills, without a look at how many
+        assert set(gpu.waits) == set() and x.grad.device == x.device
+    assert not torch.cuda.is_available()
+    with pytest.raises(RuntimeError, match="gone"):
+        x + 1
+
+
+def test_a_capture_runs_nothing_and_a_replay_everything():
+    with pretend_cuda():
+        x, total = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+        graph, rng_state = torch.cuda.CUDAGraph(), torch.get_rng_state()
+        with torch.cuda.graph(graph), torch.inference_mode():
+            noise = torch.rand(3, device="cuda") + x
+            total.add_(noise)
+        assert is_same(torch.get_rng_state(), rng_state)
+        assert noise.isnan().all() and total.tolist() == [0, 0, 0]
+        x.zero_()
+        expected = torch.rand(2, 3)
+        torch.set_rng_state(rng_state)
+        graph.replay()
+        assert is_same(noise.cpu(), expected[0])
+        graph.replay()
+        assert is_same(total.cpu(), expected[0] + expected[1])
+        stream = torch.cuda.current_stream()
+        with pytest.raises(RuntimeError, match="non-default"), torch.cuda.graph(graph, stream=stream):
+            pass
+
+
+def test_a_replay_keeps_numbers_and_needs_memory():
+    with pretend_cuda():
+        x, rate = torch.ones(3, device="cuda"), torch.tensor(2.0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * rate
+        rate.fill_(5.0)  # on the host, where a graph does not look
+        x.fill_(3.0)
+        graph.replay()
+        assert y.tolist() == [6, 6, 6]
+        view = x[1:]
+        del x
+        graph.replay()
+        del view
+        with pytest.raises(RuntimeError, match="memory has been freed"):
+            graph.replay()
+
+
+def test_modules_copies_and_autocast_stay_on_the_device():
+    with pretend_cuda():
+        layer = torch.nn.Linear(2, 2).to("cuda")
+        other = copy.deepcopy(layer)
+        torch.nn.init.zeros_(other.weight)
+        x = torch.rand(3, 2, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        with torch.autocast("cuda", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        torch.cuda.make_graphed_callables(layer, (x,))(x).sum().backward()
+        assert {y.device.type for y in (layer.weight, layer.weight.grad, other.weight, layer(x))} == {"cuda"}
+        assert (layer.weight != 0).all()
+
+
+def test_an_optimizer_that_is_not_capturable_is_refused():
+    with pretend_cuda():
+        weight = torch.ones(3, device="cuda", requires_grad=True)
+        optimizer = torch.optim.Adam([weight], fused=True)
+        weight.sum().backward()
+        with pytest.raises(RuntimeError, match="capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+
+
+def test_copies_of_pinned_memory_are_under_way_until_a_wait():
+    with pretend_cuda() as gpu:
+        x, buffer = torch.ones(3, device="cuda"), torch.zeros(3, pin_memory=True)
+        gpu.waits.clear()
+        buffer.copy_(x, non_blocking=True)
+        late = x.to("cpu", non_blocking=True)
+        assert gpu.waits.total() == 0 and buffer.isnan().all() and late.isnan().all()
+        torch.cuda.synchronize()
+        assert buffer.tolist() == late.tolist() == [1, 1, 1]
+        x.copy_(buffer, non_blocking=True)
+        torch.cuda.synchronize()
+        buffer += 1
+        x.copy_(buffer, non_blocking=True)
+        buffer += 1
+        with pytest.raises(RuntimeError, match="pinned buffer"):
+            torch.cuda.synchronize()
