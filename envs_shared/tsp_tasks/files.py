@@ -190,9 +190,12 @@ def format_tsplib_tour(name: str, tour: np.ndarray) -> str:
 
 
 def check_new_folder(folder: str) -> None:
-    """OSError where `folder` exists or cannot be made; leaves nothing."""
-    Path(folder).mkdir()
-    Path(folder).rmdir()
+    """ValueError where `folder` exists or cannot be made; leaves nothing."""
+    try:
+        Path(folder).mkdir()
+        Path(folder).rmdir()
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}") from None
 
 
 def write_tours(folder: str, instances: list[Instance], tours: list[np.ndarray]) -> None:

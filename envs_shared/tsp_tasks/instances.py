@@ -16,9 +16,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from envs_shared.tsp_tasks.files import DISTANCES, Instance, format_ml4co, read_files, read_instances
+from envs_shared.tsp_tasks.files import (
+    DISTANCES,
+    Instance,
+    check_new_folder,
+    format_ml4co,
+    read_files,
+    read_instances,
+    write_tours,
+)
 
-__all__ = ["Instance", "format_ml4co", "read_files", "read_instances"]
+__all__ = ["Instance", "check_new_folder", "format_ml4co", "read_files", "read_instances", "write_tours"]
 
 REFERENCE_FOLDER = Path(__file__).with_name("reference")
 
