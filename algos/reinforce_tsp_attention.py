@@ -394,14 +394,17 @@ def update_weights(agent: AttentionModel, optimizers, loss_fn, args: Args, point
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:
-    """About U V^T of a matrix x = U S V^T, by five Newton-Schulz steps, in bfloat16 where it is fast."""
+    """About U V^T of a matrix x = U S V^T, by five Newton-Schulz steps, in bfloat16 where that is fast.
+
+    Each is y <- (a I + b y y^T + c (y y^T)^2) y with a = 3.4445, b = -4.7750, c = 2.0315.
+    """
     if x.shape[0] > x.shape[1]:
         return orthogonalize(x.T).T
     y = x.bfloat16() if x.is_cuda or CPU_HAS_BFLOAT16 else x
     y = y / y.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = y @ y.T
-        y = 3.4445 * y + (2.0315 * gram @ gram - 4.7750 * gram) @ y
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
     return y.to(x.dtype)
 
 
@@ -604,8 +607,6 @@ class CudaGraph:
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
-NUM_VALIDATION = 1000  # instances by which the best policy is chosen
-
 
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
@@ -641,7 +642,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     goal = "gap" if any(instance.tour is not None for instance in instances) else "length"
     draw_points = partial(tsp.draw_points, args.env_id, training_points)
     draw_held = partial(draw_points, args.baseline_instances, args.seed, 4, distinct=True)
-    validation = tsp.make_instances("validation", draw_points(NUM_VALIDATION, args.seed, 5, distinct=True))
+    validation = tsp.make_instances("validation", draw_points(10 * args.eval_episodes, args.seed, 5, distinct=True))
     seed_everything(args.seed, 1)
     agent = AttentionModel(args.num_layers).to(device)
     baseline = Baseline(agent)

@@ -293,7 +293,7 @@ def test_a_training_step_is_few_operations_and_never_waits(baseline):
             update()
         counts[optimizer] = len(counter.names), counter.views
     print(baseline, counts)
-    assert counts["adam"][0] <= 1100 and sum(counts["adam"]) <= 2200
+    assert counts["adam"][0] <= 1350 and sum(counts["adam"]) <= 2800 and counts["muon"][0] <= counts["adam"][0] + 700
     waiting = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
     assert not [name for name in counter.names if name.split(".")[1] in waiting]
 
@@ -328,13 +328,18 @@ def short_run(tmp_path, *flags):
     return path, result, torch.load(path / "checkpoint.pt", weights_only=True)
 
 
+def get_policy(checkpoint):
+    """Weights of the policy that the rollout baseline has."""
+    return {k[7:]: v for k, v in checkpoint["baseline"].items() if k.startswith("policy.")}
+
+
 def test_the_baseline_is_replaced_when_the_policy_is_better(tmp_path):
-    flags = "--baseline rollout --env-id tsp6-uniform --num-epochs 6 --steps-per-epoch 20 --batch-size 32".split()
+    flags = "--baseline rollout --env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 15 --batch-size 16".split()
     flags += ["--baseline-instances", "200", "--checkpoint-interval", "1"]
     path, _, checkpoint = short_run(tmp_path, *flags)
     updates = [value for _, value in read_scalars(path)["charts/baseline_updates"]]
-    assert 1 <= updates[-1] <= 6 and updates == sorted(updates) and checkpoint["baseline_updates"] == updates[-1]
-    assert any(v.ne(checkpoint["agent"][k]).any() for k, v in checkpoint["baseline_agent"].items()) or updates[-1] == 6
+    assert 1 <= updates[-1] <= 4 and updates == sorted(updates) and checkpoint["baseline_updates"] == updates[-1]
+    assert any(v.ne(checkpoint["agent"][k]).any() for k, v in get_policy(checkpoint).items()) or updates[-1] == 4
 
 
 def test_rollout_baseline_is_the_greedy_tour_of_the_frozen_policy():
@@ -378,7 +383,7 @@ def test_resume_is_exact_with_every_baseline_and_optimizer(tmp_path, baseline, o
 
 
 def test_a_finished_run_goes_on_with_another_baseline_or_other_instances(tmp_path):
-    """The baseline begins with the policy as it is then, and with a warm-up; other instances have a best of their own."""
+    """The baseline begins with the policy as it is then, and a warm-up; other instances have a best of their own."""
     path, _, before = short_run(tmp_path, "--env-id", "tsp6-uniform", "--no-anneal-lr")
     checkpoint, warmups, policies = path / "checkpoint.pt", [], []
     compute_loss = am.compute_loss
@@ -394,7 +399,7 @@ def test_a_finished_run_goes_on_with_another_baseline_or_other_instances(tmp_pat
         )
     assert warmups == [1.0] * 3 + [0.0] * 3
     assert all(torch.equal(v, policies[0][k]) for k, v in before["agent"].items())
-    assert any(not torch.equal(v, policies[0][k]) for k, v in before["baseline"].items() if k in policies[0])
+    assert any(not torch.equal(v, policies[0][k]) for k, v in get_policy(before).items())
     after = torch.load(checkpoint, weights_only=True)
     assert after["baseline_start"] == 2 and 1 < after["baseline"]["running_mean"] < 5
 
@@ -539,7 +544,8 @@ def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
             lengths.append(np.linalg.norm(np.diff(points[order], axis=0), axis=1).sum())
         assert ours.split(" output ")[0].split() == [repr(float(x)) for x in line.split(" output ")[0].split()]
         ratios.append(100 * (lengths[0] / lengths[1] - 1))
-    assert -1e-9 <= np.mean(ratios) <= min(printed[f"eval/tsp20-gaussian/{d}_gap"] for d in ("greedy", "multistart"))
+    best = min(printed[f"eval/tsp20-gaussian/{decoding}_gap"] for decoding in ("greedy", "multistart"))
+    assert -1e-9 <= np.mean(ratios) <= best + 1e-4  # four digits are printed
     instances = tsp.read_instances(data)
     found = am.solve(make_agent(), CPU, instances, ["greedy"])["greedy"]
     for tour, length, instance in zip(*found[:2], instances, strict=True):
