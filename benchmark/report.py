@@ -131,36 +131,6 @@ def make_ablations(results: dict) -> dict[str, str]:
     return pages
 
 
-def show_quantity(cell: dict, quantity: str) -> str:
-    """Median of what a threshold took; where most runs never got there, that of all that they were given."""
-    if np.isfinite(np.median(records.get_values(cell, quantity))):
-        return show_threshold(cell, quantity)
-    spent = np.median([run["curve"][-1][quantity.startswith("seconds")] for run in cell["runs"]])
-    num_solved = int(np.isfinite(records.get_values(cell, quantity)).sum())
-    return f"over {show(float(spent), 3 if spent < 1000 else 6)} ({num_solved} of {len(cell['runs'])})"
-
-
-def make_tasks(results: dict) -> dict[str, str]:
-    """What PPO's page shows of the suite `ppo_tasks`: a line a task, both programs, then our flags."""
-    lines = [
-        "| task, solved at | steps | SB3's | ours / SB3's | CPU-s | SB3's | ours / SB3's |",
-        "|--|--:|--:|--|--:|--:|--|",
-    ]
-    flags = []
-    for ratio in results["ratios"]:
-        if ratio["quantity"] != "seconds_to_threshold":
-            continue
-        ours, peer = (results["cells"][ratio[side]] for side in ("ours", "peer"))
-        columns = [f"{ours['task']}, {ours['threshold']:g}"]
-        for quantity in ("steps_to_threshold", "seconds_to_threshold"):
-            found = records.find_ratio(*(records.get_values(cell, quantity) for cell in (ours, peer)))
-            columns += [show_quantity(cell, quantity) for cell in (ours, peer)]
-            columns += [f"**{show(found[0], 2)}** ({show_interval(found[1])})" if found else "-"]
-        lines.append("| " + " | ".join(columns) + " |")
-        flags.append(f"- {ours['task']}: `{' '.join(ours['command'].split())}`")
-    return {"ppo": "\n".join(["", *lines, "", *flags, "", describe_machines(results), ""])}
-
-
 def make_ratio_table(results: dict) -> str:
     """The headline table: ours, peer, and the ratio of the medians."""
     lines = ["| what | peer | ours | peer's | ours / peer | 95 % interval | better is |", "|--|--|--:|--:|--:|--|--|"]
@@ -349,9 +319,9 @@ def main(argv: list[str] | None = None) -> None:
         if run_folders.find_curves(runs):
             run_folders.draw(runs, folder / "figures" / f"{name}.png")
     common.write_atomically(folder / "results.md", page)
-    for name, make_pages in {"ablations": make_ablations, "ppo_tasks": make_tasks}.items():
-        for script, text in make_pages(named[name]).items() if not args.out and name in named else ():
-            common.write_section(folder / f"{script}.md", name, text)
+    if not args.out and "ablations" in named:
+        for script, text in make_ablations(named["ablations"]).items():
+            common.write_section(folder / f"{script}.md", "ablations", text)
     print(f"{folder / 'results.md'}: {', '.join([*named, *groups])}")
 
 

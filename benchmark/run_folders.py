@@ -9,10 +9,10 @@ import common
 CURVES = {  # in words; the first one that was logged is the learning curve
     "charts/return_last_20": "return, last 20 episodes",
     "eval/episodic_return": "return of the greedy policy",
-    "charts/greedy_gap": "gap of greedy tours, %",
+    "eval/greedy_gap": "gap of greedy tours, %",
     "charts/episodic_return": "return of training episodes",
     "arena/elo": "Elo, from matches with itself before",
-    "charts/greedy_length": "length of greedy tours",
+    "eval/greedy_length": "length of greedy tours",
 }
 STEPS = {
     "reinforce_tsp_attention": "instances",

@@ -23,12 +23,7 @@ TASKS = {  # flags, seeds
     "long": ("--num-epochs 350", [1, 2]),
     "gaussian": ("--env-id tsp20-gaussian --num-epochs 20 --steps-per-epoch 40", [1, 2, 3, 4, 5]),
 }
-DECODINGS = {
-    "greedy": "greedy",
-    "multistart": "multi-start",
-    "multistart_x8": "x8 multi-start",
-    "sample": "best of 100",
-}
+DECODINGS = {"greedy": "greedy", "multistart": "multi-start", "multistart_x8": "x8 multi-start"}
 
 
 def describe_run(task: str, run_path: Path, data: Path) -> dict:
@@ -36,12 +31,13 @@ def describe_run(task: str, run_path: Path, data: Path) -> dict:
     result = json.loads((run_path / "result.json").read_text())
     script = common.ROOT / "algos" / "reinforce_tsp_attention.py"
     command = [sys.executable, str(script), "--evaluate", str(run_path / "checkpoint.pt"), "--data", str(data)]
+    command += ["--decoding", *DECODINGS]
     run = subprocess.run(command, check=True, capture_output=True, text=True, env=common.ENVIRONMENT)
     metrics = {k: float(v) for k, v in (line.split() for line in run.stdout.splitlines())}
     row = {"task": task, "seed": result["seed"], "instances": result["env_steps"], "cpu_seconds": result["cpu_seconds"]}
     row["num_evaluated"] = sum(1 for line in data.read_text().splitlines() if line.strip())
     row["metrics"] = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-    curve = common.read_curve(run_path, "charts/greedy_gap")
+    curve = common.read_curve(run_path, "eval/greedy_gap")
     return row | {"curve": [[a, round(b, 2), round(c, 3)] for a, b, c in curve[:: max(1, len(curve) // 50)]]}
 
 

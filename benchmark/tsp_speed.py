@@ -32,19 +32,20 @@ def measure_ours(num_nodes: int, precision: str) -> dict:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(precision)
     torch.manual_seed(1)
-    env_id, args = f"tsp{num_nodes}-uniform", am.Args(baseline="rollout")
-    agent, frozen = am.AttentionModel(), am.AttentionModel().eval()
-    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(1e-4), fused=True)
-    loss_fn = am.partial(am.compute_loss, agent, am.score_tours, frozen)
-    scalars = torch.ones(()), torch.zeros(()), torch.zeros(len(am.METRICS))
+    env_id, args = f"tsp{num_nodes}-uniform", am.Args(baseline="rollout", optimizer="adam")
+    agent, baseline = am.AttentionModel(), am.Baseline(am.AttentionModel())
+    baseline.is_warmup.zero_()
+    rate = torch.tensor(1e-4)
+    optimizers = am.make_optimizers(agent, args, rate, rate, False).values()
+    loss_fn = am.partial(am.compute_loss, agent, am.score_tours, baseline)
 
     def train_step():
-        am.train_step(agent, optimizer, loss_fn, am.tsp.generate_points(env_id, BATCH_SIZE), *scalars, args)
+        am.update_weights(agent, optimizers, loss_fn, args, am.tsp.generate_points(env_id, BATCH_SIZE))
 
     @torch.inference_mode()
     def decode():
         points = am.tsp.generate_points(env_id, BATCH_SIZE)
-        am.construct_tours(points, frozen(points), 1)
+        am.construct_tours(points, baseline.policy(points))
 
     return measure(train_step, decode, REPEATS)
 

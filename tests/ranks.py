@@ -173,22 +173,25 @@ def update_r2d2(r2d2, rows):
 
 
 def update_tsp(am, rows):
-    """With each baseline. Instance norm: batch norm in training is over the instances of a process by design."""
-    agents, numbers, sample_gumbel = [], [], am.sample_gumbel
+    """With each baseline. With frozen batch norms, as in training each process normalizes by its own instances."""
+    agents, numbers = [], []
 
-    def noise_of_those_rows(*shape, device=None):
-        return sample_gumbel(shape[0], 6, *shape[2:])[:, rows]
+    def draw_for_those_rows(logits):
+        whole = torch.empty(6, *logits.shape[1:]).exponential_().log()
+        return (logits - whole[rows]).argmax(-1)
 
     for baseline in ("pomo", "rollout", "exponential"):
-        args, metrics = am.Args(baseline=baseline, norm="instance", max_grad_norm=0.1), torch.zeros(len(am.METRICS))
-        agent, frozen, points = am.AttentionModel("instance"), am.AttentionModel("instance"), torch.rand(6, 5, 2)
-        held, running_mean = torch.rand(600, 5, 2), torch.tensor(3.0)
+        args = am.Args(baseline=baseline, max_grad_norm=0.1)
+        agent, points, held = am.AttentionModel().eval(), torch.rand(6, 5, 2), torch.rand(600, 5, 2)
+        frozen = am.Baseline(am.AttentionModel())
+        frozen.running_mean.fill_(3.0)
+        frozen.is_warmup.zero_()
         loss_fn = partial(am.compute_loss, agent, am.score_tours, frozen)
-        optimizer, state = descend(agent), (running_mean, torch.tensor(0.0), metrics)
-        with patch.object(am, "sample_gumbel", noise_of_those_rows):
-            am.train_step(agent, optimizer, loss_fn, points[rows], *state, args)
+        with patch.object(am, "sample_nodes", draw_for_those_rows):
+            metrics = am.update_weights(agent, [descend(agent)], loss_fn, args, points[rows])
         agents.append(agent)
-        numbers += [am.sum_over_ranks(metrics) / am.WORLD_SIZE, running_mean, am.get_greedy_lengths(frozen, held, args)]
+        numbers += [am.sum_over_ranks(metrics) / am.WORLD_SIZE, frozen.running_mean]
+        numbers.append(am.get_greedy_lengths(frozen.policy, held))
     return agents, numbers
 
 

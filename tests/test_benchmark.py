@@ -16,8 +16,7 @@ import go_default
 import go_matches
 import go_search
 import go_speed
-import ppo_cartpole
-import ppo_control
+import ppo_tasks
 import r2d2_memory
 import r2d2_speed
 import r2d2_windows
@@ -34,8 +33,7 @@ DOCS = {
     go_matches: "alphazero_go",
     go_search: "alphazero_go",
     go_speed: "alphazero_go",
-    ppo_cartpole: "ppo",
-    ppo_control: "ppo",
+    ppo_tasks: "ppo",
     r2d2_memory: "r2d2_lstm",
     r2d2_speed: "r2d2_lstm",
     scaling: "scaling",
@@ -59,43 +57,34 @@ def test_the_docs_follow_from_the_committed_results(benchmark):
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def make_run(seconds, eval_return=500.0):
-    return {"solved_step": 1000, "solved_cpu_seconds": seconds, "eval_return": eval_return, "curve": [[1, 1, 1]]}
-
-
-def test_summary_counts_unsolved_runs_as_infinitely_slow():
-    rows = [
-        {"seed": s, "ours": make_run(o), "sb3": make_run(p)} for s, (o, p) in enumerate([(2, 20), (4, 30), (None, 40)])
+def make_cell(setting, steps, **changes):
+    """A cell of a task whose runs solved it after `steps`, or never, in a hundredth of that in seconds."""
+    runs = [
+        {"seed": seed, "metrics": {}, "value": 500.0, "curve": [[10, 0.1, 0.0], [400, 4.0, 500.0]]}
+        | {"steps_to_threshold": x, "seconds_to_threshold": x and x / 100, "commit": "abc", "machine": None}
+        | {"device": "cpu", "torch": "2", "steps_per_second": 100.0 + seed}
+        for seed, x in enumerate(steps)
     ]
-    rows[0]["ours"]["eval_return"] = 480.0
-    summary = ppo_cartpole.summarize({"rows": rows})
-    assert summary["ours"] == 4 and summary["sb3"] == 30 and summary["ratio"] == 7.5
-    assert summary["in_five_seconds"] == 2 and summary["stays_solved"] == 2 and summary["num_seeds"] == 3
-    assert "not in 100k steps" in ppo_cartpole.make_table({"rows": rows})
+    cell = {"task": "CartPole-v1", "setting": setting, "command": f"python {setting}.py --a  1", "threshold": 475.0}
+    return cell | {"runs": runs, "script": setting} | changes
 
 
-def test_two_evaluations_in_a_row_solve_cartpole(monkeypatch):
-    """The second counts, for both programs, which take turns and are evaluated every 2,048 steps."""
-    calls, curve = [], [[2048, 1.0, 480.0], [4096, 2.0, 474.0], [6144, 3.0, 475.0], [8192, 4.0, 500.0]]
-    result = {"metrics": {"eval/episodic_return": 500.0}, "cpu_seconds": 9.0}
-
-    def record(*flags, curve):
-        calls.append([*flags, curve])
-        return result | {"curve": points[flags[0]]}
-
-    points = {"ppo": curve, "sb3": curve[:3]}
-    monkeypatch.setattr(common, "run_script", record)
-    monkeypatch.setattr(common, "run_peer", record)
-    results = ppo_cartpole.measure([4, 5])
-    assert [call[0] for call in calls] == ["ppo", "sb3"] * 2 and {call[-1] for call in calls} == {
-        "eval/episodic_return"
-    }
-    assert calls[2][1:-1] == ["--seed", 5, "--eval-interval", 1]
-    assert calls[3][1:-1] == ["sb3_ppo", "--seed", 5, "--eval-interval", 8]
-    ours, sb3 = (results["rows"][0][who] for who in ("ours", "sb3"))
-    assert (ours["solved_step"], ours["solved_cpu_seconds"], sb3["solved_step"]) == (8192, 4.0, None)
-    results["machine"] |= {"commit": "x"}
-    assert "| 4 | 4.00 | 8,192 | 500.0 | not in 100k steps |" in ppo_cartpole.sections(results)["ppo_cartpole"]
+def test_tables_of_tasks_count_runs_that_never_got_there():
+    cells = {"a": make_cell("algos/a", [100, 300, None]), "b": make_cell("b", [None, 600, None])}
+    cells |= {"c": make_cell("c", [200, 300, 400])}
+    ratios = [{"quantity": "seconds_to_threshold", "ours": "a", "peer": peer} for peer in "bc"]
+    ratios += [{"quantity": "steps_per_second", "ours": "a", "peer": "c", "title": "t, both with equal settings"}]
+    results = {"cells": cells, "ratios": ratios}
+    table = ppo_tasks.make_table(results)
+    assert (
+        "| CartPole-v1, 475 | 300 (2 of 3) | over 400 (1 of 3) | - | 3.00 (2 of 3) | over 4.00 (1 of 3) | - |" in table
+    )
+    assert "| 300 (2 of 3) | 300 | **1.0** (-) | 3.00 (2 of 3) | 3.00 | **1.0** (-) |" in table
+    assert "- CartPole-v1: `python algos/a.py --a 1`" in table
+    assert "| equal settings | 101 | 101 | **1.00** (" in ppo_tasks.make_speed_table(results)
+    assert ppo_tasks.sections(results)["ppo_tasks_cell"].startswith(
+        "CartPole-v1 solved in 3.0 CPU-seconds (median of 3"
+    )
 
 
 def test_speed_ratio_is_of_medians_and_of_the_best_setting_of_each():
@@ -130,7 +119,7 @@ def test_gap_table_shows_mean_and_range_over_seeds():
 
 
 def test_figures_are_drawn(tmp_path):
-    for benchmark in (go_default, go_search, ppo_cartpole, ppo_control, r2d2_memory, tsp_gaps):
+    for benchmark in (go_default, go_search, ppo_tasks, r2d2_memory, tsp_gaps):
         path = tmp_path / f"{benchmark.__name__}.png"
         benchmark.draw(common.load_results(benchmark.__name__), path)
         assert path.stat().st_size > 20_000

@@ -33,14 +33,11 @@ def describe(path):
 @torch.no_grad()
 def describe_tsp(am, args, weights):
     """Greedy lengths of tours through three sets of as many points as it was trained on."""
-    agent, num_points = (
-        am.AttentionModel(args.norm, args.num_layers),
-        int(args.env_id.removeprefix("tsp").split("-")[0]),
-    )
+    agent, num_points = am.AttentionModel(args.num_layers), int(args.env_id.removeprefix("tsp").split("-")[0])
     agent.load_state_dict(weights)
     steps = torch.arange(1, 3 * num_points + 1, dtype=torch.float64)
     points = torch.stack((steps * 2**0.5 % 1, steps * 3**0.5 % 1), -1).view(3, num_points, 2).float()
-    return {"greedy_lengths": am.get_greedy_lengths(agent, points, args).tolist()}
+    return {"greedy_lengths": am.get_greedy_lengths(agent, points).tolist()}
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
 from packaging.requirements import Requirement
 from torch.utils.tensorboard import SummaryWriter
 
-MOVED = ["ppo"]  # the scripts in the new form
+MOVED = ["ppo", "reinforce_tsp_attention"]  # the scripts in the new form
 SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
 KILLED_AT = 6  # the number of the checkpoint at which a run is killed; the first is of before the training
 
@@ -46,6 +46,9 @@ class Case:
     progress: tuple[str, str]  # words of the progress bar
     tags: tuple[str, str]  # logged tags
     max_lines: int = 900
+    score: tuple[str, int] | None = (
+        None  # tag that the best policy is chosen by, if not the headline, 1 or -1 for max, min
+    )
     groups: tuple[str, ...] = ()  # of tags, beside charts, losses and eval
 
 
@@ -88,7 +91,9 @@ CASES = {
         "--num-epochs 8 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
         *("--eval-interval 0 --checkpoint-interval 0", "--num-epochs", 9),
         progress=("gap=", "instance/s"),
-        tags=("charts/greedy_gap", "losses/policy_loss"),
+        tags=("eval/greedy_gap", "losses/policy_loss"),
+        score=("eval/validation_length", -1),
+        max_lines=820,  # the aim is 690
     ),
 }
 TIMES = re.compile(r"SPS|per_second|_seconds|_ms$|_idle$")  # metrics that no two runs have in common
@@ -503,8 +508,9 @@ def test_the_best_policy_is_the_one_that_scored_best_and_cannot_be_resumed(scrip
     """Of those evaluated on the way; ties go to the later one."""
     best, result = load(whole.path / "best.pt"), read_json(whole.path / "result.json")
     assert best["script"] == script and "optimizer" not in best
-    found = dict(read_scalars_once(whole.path)[result["headline"]])
-    assert len(found) > 2 and best["global_step"] == max(found, key=lambda step: (found[step], step))
+    tag, sign = CASES[script].score or (result["headline"], 1)
+    found = dict(read_scalars_once(whole.path)[tag])
+    assert len(found) > 2 and best["global_step"] == max(found, key=lambda step: (sign * found[step], step))
     assert_refuses(script, capsys, ["--resume", whole.path / "best.pt"], "best.pt", "--resume")
 
 
@@ -656,8 +662,10 @@ def test_pep723_block_fits_requirements_and_imports(script):
     third_party = {m.split(".")[0] for m in modules} - set(sys.stdlib_module_names) - {"envs_shared"}
     used = {{"PIL": "pillow"}.get(m, m) for m in third_party}
     assert used <= ranges.keys()
-    if script in MOVED:  # and no more than is used; tensorboard by torch, pillow by it for pictures
-        assert ranges.keys() - used <= {"tensorboard", "pillow", "numpy", "tqdm"}
+    if (
+        script in MOVED
+    ):  # and no more than is used; tensorboard by torch, pillow by it for pictures, matplotlib by helpers
+        assert ranges.keys() - used <= {"tensorboard", "pillow", "numpy", "tqdm", "matplotlib"}
     assert not any(m.split(".")[0] in ("algos", "tests", *SCRIPTS) for m in modules)
     assert not {m.split(".")[0] for m in find_imports(tree.body)} & {"wandb", "matplotlib"}  # imported where used
 

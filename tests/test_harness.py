@@ -497,8 +497,9 @@ def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
     """Two nodes on this machine, one killed while its cell runs: all cells are done in the end, none twice."""
     from ray.cluster_utils import Cluster
 
-    runs, seeds = tmp_path / "runs", [1, 2, 3, 4]
-    suite = write_suite(tmp_path / "a.toml", seeds, a="python algos/ppo.py --total-timesteps 151552 --eval-episodes 4")
+    runs, seeds = tmp_path / "runs", [1, 2, 3]
+    command = "python algos/ppo.py --total-timesteps 100352 --eval-interval 99 --eval-episodes 4"
+    suite = write_suite(tmp_path / "a.toml", seeds, a=command)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     node = cluster.add_node(num_cpus=1)
     try:

@@ -40,7 +40,7 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
         ("--num-epochs 2 --steps-per-epoch 2 --batch-size 4",),
         "eval/greedy_length eval/greedy_gap eval/greedy_gap_std eval/greedy_ms eval/multistart_length "
         "eval/multistart_gap eval/multistart_gap_std eval/multistart_ms instances_per_cpu_second",
-        "charts/greedy_gap charts/cpu_seconds",
+        "eval/greedy_gap charts/cpu_seconds",
     ),
     "openspiel_mcts": (
         "openspiel",

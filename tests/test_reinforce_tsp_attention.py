@@ -2,26 +2,34 @@
 
 import itertools
 import math
+import os
+import resource
+from pathlib import Path
+from typing import get_args
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, capture_stand_in, read_result, read_scalars
+from conftest import ROOT, read_result, read_scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tsp import solve_exactly
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from algos import reinforce_tsp_attention as am
+from envs_shared.tsp_tasks import files as tsp_files
 from envs_shared.tsp_tasks import instances as tsp
 
-SHORT = "--num-epochs 2 --steps-per-epoch 3 --batch-size 4 --eval-episodes 3 --num-samples 4".split()
+SHORT = "--num-epochs 2 --steps-per-epoch 3 --batch-size 4 --eval-episodes 3".split()
+DECODINGS = get_args(am.Decoding)
+CPU = torch.device("cpu")
 
 
-def make_agent(norm="batch", seed=0, dtype=torch.float32):
+def make_agent(seed=0, dtype=torch.float32):
     """A network with weights and statistics that are nothing special."""
     torch.manual_seed(seed)
-    agent = am.AttentionModel(norm)
+    agent = am.AttentionModel()
     for p in agent.parameters():
         p.data += 0.02 * torch.randn_like(p)
     return agent.to(dtype)
@@ -42,38 +50,38 @@ def reference_encode(agent, points):
     h = torch.nn.functional.linear(am.scale_to_unit_square(points), agent.embed.weight, agent.embed.bias)
 
     def normalize(norm, h):
-        dims = (0, 1) if norm.over_batch else (1,)
-        mean, var = h.mean(dims, keepdim=True), h.var(dims, correction=0, keepdim=True)
-        if norm.over_batch and not agent.training:
+        mean, var = h.mean((0, 1)), h.var((0, 1), correction=0)
+        if not agent.training:
             mean, var = norm.running_mean, norm.running_var
         return (h - mean) / (var + 1e-5).sqrt() * norm.weight + norm.bias
 
     for layer in agent.layers:
-        q, k, v = (h @ layer.project_qkv.weight.T).chunk(3, -1)
+        q, k, v = (h @ project.weight.T for project in (layer.project_q, layer.project_k, layer.project_v))
         heads = []
         for part in range(8):
             qh, kh, vh = (x[..., 16 * part : 16 * part + 16] for x in (q, k, v))
             heads.append((qh @ kh.transpose(1, 2) / 4.0).softmax(-1) @ vh)
-        h = normalize(layer.norm1, h + torch.cat(heads, -1) @ layer.project_out.weight.T)
-        h = normalize(layer.norm2, h + layer.ff(h))
+        h = normalize(layer.norm1, h + torch.cat(heads, -1) @ layer.project_out.weight.T)  # eq. 2
+        h = normalize(layer.norm2, h + layer.ff(h))  # eq. 3
     return h
 
 
 def reference_step(agent, h, nodes, visited):
-    """log p of the next node, eq. 5 to 8, for tours whose first t nodes are `nodes` [B, t]."""
-    w_graph, w_first, w_last, w_key, w_value, w_logit_key = agent.project_nodes.weight.chunk(6)
+    """log p of the next node, eq. 4 to 8, for tours whose first t nodes are `nodes` [B, t]."""
     b = torch.arange(len(h))
-    first, last = (h[b, nodes[:, 0]], h[b, nodes[:, -1]]) if nodes.shape[1] else agent.placeholders.squeeze(-1)
-    q = h.mean(1) @ w_graph.T + first @ w_first.T + last @ w_last.T
-    key, value, logit_key = h @ w_key.T, h @ w_value.T, h @ w_logit_key.T
+    last, first = (h[b, nodes[:, -1]], h[b, nodes[:, 0]]) if nodes.shape[1] else (agent.v_last, agent.v_first)
+    context = torch.cat([x.expand(len(h), -1) for x in (h.mean(1), last, first)], -1)  # [B, 3 D], eq. 4
+    w_q = torch.cat((agent.project_graph.weight, agent.project_last.weight, agent.project_first.weight), 1)
+    q = context @ w_q.T  # eq. 5
+    key, value, logit_key = (h @ p.weight.T for p in (agent.project_k, agent.project_v, agent.project_logit_k))
     heads = []
     for part in range(8):
         s = slice(16 * part, 16 * part + 16)
-        u = (key[..., s] @ q[:, s, None]).squeeze(-1) / 4.0
+        u = (key[..., s] @ q[:, s, None]).squeeze(-1) / 4.0  # eq. 6
         heads.append((u.masked_fill(visited, -math.inf).softmax(-1)[:, None] @ value[..., s]).squeeze(1))
     glimpse = torch.cat(heads, -1) @ agent.project_out.weight.T
-    u = 10.0 * torch.tanh((logit_key @ glimpse[..., None]).squeeze(-1) / math.sqrt(128))
-    return u.masked_fill(visited, -math.inf).log_softmax(-1)
+    u = 10.0 * torch.tanh((logit_key @ glimpse[..., None]).squeeze(-1) / math.sqrt(128))  # eq. 7
+    return u.masked_fill(visited, -math.inf).log_softmax(-1)  # eq. 8
 
 
 def reference_log_likelihood(agent, points, tours, from_start):
@@ -91,14 +99,12 @@ def reference_log_likelihood(agent, points, tours, from_start):
 
 
 def test_number_of_parameters():
-    for norm in ("batch", "instance"):
-        assert sum(p.numel() for p in am.AttentionModel(norm).parameters()) == 708_608
+    assert sum(p.numel() for p in am.AttentionModel().parameters()) == 708_608
 
 
-@pytest.mark.parametrize("norm", ["batch", "instance"])
 @pytest.mark.parametrize("training", [True, False])
-def test_log_likelihood_in_one_pass_is_that_of_single_steps(norm, training):
-    agent = make_agent(norm).train(training)
+def test_log_likelihood_in_one_pass_is_that_of_single_steps(training):
+    agent = make_agent().train(training)
     points, tours = draw(5, 9), draw_tours(5, 4, 9)
     log_likelihood, start_log_probs = am.score_tours(agent(points), tours)
     expected = reference_log_likelihood(agent, points, tours, from_start=False)
@@ -114,7 +120,7 @@ def test_gradients_of_the_two_pass_loss_are_those_of_single_steps(baseline):
     points, num_tours = draw(4, 7, dtype=torch.float64), 7 if baseline == "pomo" else 1
     starts = torch.arange(7).expand(4, 7) if baseline == "pomo" else None
     agent = make_agent(dtype=torch.float64)
-    tours, lengths = am.construct_tours(points, agent(points), num_tours, starts, am.sample_gumbel(7, 4, num_tours, 7))
+    tours, lengths = am.construct_tours(points, agent(points), num_tours, starts, sample=True)
     grads = []
     for is_reference in (False, True):
         agent.zero_grad()
@@ -146,23 +152,34 @@ def test_samples_follow_the_policy():
     """Frequencies of 20,000 sampled tours of 4 nodes against their probabilities."""
     agent, points, size = make_agent(), draw(1, 4), 20_000
     with torch.no_grad():
-        tables = agent.eval()(points)
-        tours, _ = am.construct_tours(points, tables, size, None, am.sample_gumbel(4, 1, size, 4))
+        nodes = agent.eval()(points)
+        tours, _ = am.construct_tours(points, nodes, size, sample=True)
         every = torch.tensor(list(itertools.permutations(range(4))))
-        log_likelihood, start = am.score_tours(tables, every[None])
+        log_likelihood, start = am.score_tours(nodes, every[None])
     p = (log_likelihood + start.gather(1, every[None, :, 0])).exp()[0]
     frequency = (tours[0][:, None] == every[None]).all(-1).float().mean(0)
     assert frequency.sum() == 1
     assert ((frequency - p).abs() < 5 * (p * (1 - p) / size).sqrt() + 1e-4).all()
 
 
-@given(num_nodes=st.integers(3, 12), seed=st.integers(0, 1000), decoding=st.sampled_from(am.DECODINGS))
+def test_a_sampled_node_is_never_a_visited_one():
+    """Even where the random number is the smallest or the largest there is."""
+    logits = torch.tensor([-math.inf, 2.0, -math.inf, 1.0, -math.inf]).expand(2, 3, 5)
+    for fraction, expected in ((0.0, 1), (1.0, 3)):
+
+        def draw_extreme(x, low, high, fraction=fraction):
+            return x.fill_(low + fraction * (high - low))
+
+        with mock.patch.object(torch.Tensor, "uniform_", draw_extreme):
+            assert am.sample_nodes(logits).eq(expected).all()
+
+
+@given(num_nodes=st.integers(1, 12), seed=st.integers(0, 1000), decoding=st.sampled_from(DECODINGS))
 @settings(max_examples=40, deadline=None)
 def test_tours_are_permutations_under_every_decoding(num_nodes, seed, decoding):
-    agent, points = make_agent(seed=seed).eval(), draw(3, num_nodes, seed, torch.float64)
-    with torch.no_grad():
-        tours = am.choose_tours(agent, points, decoding, am.Args(num_samples=5))
-    num_tours = {"greedy": 1, "multistart": num_nodes, "multistart_x8": 8 * num_nodes, "sample": 5}[decoding]
+    points = draw(3, num_nodes, seed, torch.float64)
+    tours = torch.cat(list(am.propose_tours(make_agent(seed=seed), decoding, points)), 1)
+    num_tours = {"greedy": 1, "multistart": num_nodes, "multistart_x8": 8 * num_nodes}[decoding]
     assert tours.shape == (3, num_tours, num_nodes)
     assert torch.equal(tours.sort(-1).values, torch.arange(num_nodes).expand_as(tours))
     if decoding.startswith("multistart"):
@@ -173,7 +190,7 @@ def test_tours_are_permutations_under_every_decoding(num_nodes, seed, decoding):
 def test_greedy_takes_the_most_likely_node_at_each_step():
     agent, points = make_agent().eval(), draw(6, 8)
     with torch.no_grad():
-        tours = am.choose_tours(agent, points, "greedy", am.Args())[:, 0]
+        tours = next(am.propose_tours(agent, "greedy", points))[:, 0]
         h = reference_encode(agent, points)
         for t in range(8):
             visited = torch.zeros(6, 8, dtype=torch.bool).scatter(1, tours[:, :t], True)
@@ -182,7 +199,7 @@ def test_greedy_takes_the_most_likely_node_at_each_step():
 
 def test_symmetries_keep_lengths_and_are_eight():
     points, tours = draw(2, 7, dtype=torch.float64), draw_tours(2, 3, 7)
-    images = am.apply_symmetries(points).view(8, 2, 7, 2)
+    images = am.apply_symmetries(points)
     for image in images:
         torch.testing.assert_close(tsp.tour_length(image, tours), tsp.tour_length(points, tours))
     scaled = am.scale_to_unit_square(images.flatten(0, 1))
@@ -192,7 +209,7 @@ def test_symmetries_keep_lengths_and_are_eight():
 
 def test_more_decoding_is_never_worse():
     agent, instances = make_agent(), tsp.make_test_instances("tsp20-uniform", 20)
-    found = am.solve(agent, am.Args(), torch.device("cpu"), instances)
+    found = am.solve(agent, CPU, instances, DECODINGS)
     assert (found["multistart_x8"][1] <= found["multistart"][1] + 1e-12).all()
     assert (found["multistart_x8"][1] < found["multistart"][1] - 1e-9).any()
 
@@ -211,7 +228,7 @@ def test_units_and_position_of_the_points_do_not_matter(scale, x, y):
 def test_points_that_coincide_are_no_problem():
     points = torch.full((1, 5, 2), 3.0, dtype=torch.float64)
     assert torch.equal(am.scale_to_unit_square(points), torch.zeros_like(points))
-    found = am.solve(make_agent(), am.Args(num_samples=3), torch.device("cpu"), [tsp.Instance("x", points[0].numpy())])
+    found = am.solve(make_agent(), CPU, [tsp.Instance("x", points[0].numpy())], DECODINGS)
     assert all(lengths[0] == 0 and sorted(tours[0]) == list(range(5)) for tours, lengths, _ in found.values())
 
 
@@ -229,15 +246,14 @@ def test_pomo_advantages_sum_to_zero_and_the_start_is_exact():
     torch.testing.assert_close(logits.grad, p * (lengths - (p * lengths).sum(1, keepdim=True)) / 3)
 
 
-@pytest.mark.parametrize("size", [2, 3, 10, 500, 10_000])
-@pytest.mark.parametrize("shift", [-2.0, -0.1, 0.0, 0.05])
-def test_t_test_agrees_with_scipy(size, shift):
+@pytest.mark.parametrize("shift", [-2.0, -0.165, -0.1, 0.0, 0.05])
+def test_t_test_agrees_with_scipy(shift, size=10_000):
     from scipy.stats import ttest_rel
 
     rng = np.random.default_rng([size, int(100 * shift) % 7])
     a, b = rng.normal(size=size) + shift * 10 / math.sqrt(size), rng.normal(size=size)
     expected = ttest_rel(a, b, alternative="less").pvalue
-    assert am.t_test(torch.from_numpy(a - b)) == pytest.approx(expected, rel=1e-8, abs=1e-14)
+    assert am.t_test(torch.from_numpy(a - b)) == pytest.approx(expected, abs=2e-5)
 
 
 def test_t_test_of_equal_tours_is_not_significant():
@@ -266,22 +282,24 @@ class Counter(TorchDispatchMode):
 @pytest.mark.parametrize("baseline", ["rollout", "pomo", "exponential"])
 def test_a_training_step_is_few_operations_and_never_waits(baseline):
     """Sampled and greedy tours, loss, backward, clipping and Adam on TSP20 (rl4co 0.7: 2,869, and 2,298 views)."""
-    agent, args = am.AttentionModel(), am.Args(baseline=baseline)
-    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(1e-4), fused=True)
-    loss_fn = am.partial(am.compute_loss, agent, am.score_tours, am.AttentionModel().eval())
-    tensors = draw(4, 20), torch.ones(()), torch.zeros(()), torch.zeros(len(am.METRICS))
-    am.train_step(agent, optimizer, loss_fn, *tensors, args)  # makes the state of Adam
-    with Counter() as counter:
-        am.train_step(agent, optimizer, loss_fn, *tensors, args)
-    print(baseline, len(counter.names), "operations and", counter.views, "views")
-    assert len(counter.names) <= 650 and len(counter.names) + counter.views <= 1050
+    counts = {}
+    for optimizer in ("adam", "muon"):
+        agent, args = am.AttentionModel(), am.Args(baseline=baseline, optimizer=optimizer)
+        optimizers = am.make_optimizers(agent, args, torch.tensor(1e-4), torch.tensor(1e-4), False).values()
+        loss_fn = am.partial(am.compute_loss, agent, am.score_tours, am.Baseline(agent))
+        update = am.partial(am.update_weights, agent, optimizers, loss_fn, args, draw(4, 20))
+        update()  # makes the state of the optimizers
+        with Counter() as counter:
+            update()
+        counts[optimizer] = len(counter.names), counter.views
+    print(baseline, counts)
+    assert counts["adam"][0] <= 1350 and sum(counts["adam"]) <= 2800 and counts["muon"][0] <= counts["adam"][0] + 700
     waiting = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
     assert not [name for name in counter.names if name.split(".")[1] in waiting]
 
 
 def test_scoring_in_one_pass_takes_fewer_operations_and_less_memory():
-    """Against walking along the tours: a third of the operations, and of what backward needs a quarter beyond the
-    encoder's part."""
+    """Against walking along the tours: a third of the operations, and half of the memory of the decoder."""
     agent, points, tours = make_agent(), draw(16, 20), draw_tours(16, 1, 20)
 
     def count(fn):
@@ -297,11 +315,11 @@ def test_scoring_in_one_pass_takes_fewer_operations_and_less_memory():
 
     operations, memory = count(lambda: am.score_tours(agent(points), tours))
     operations_by_steps, memory_by_steps = count(lambda: reference_log_likelihood(agent, points, tours, True))
-    _, memory_of_tables = count(lambda: agent(points))
+    _, memory_of_nodes = count(lambda: agent(points))
     _, memory_of_encoder = count(lambda: reference_encode(agent, points))
-    print(operations, operations_by_steps, memory - memory_of_tables, memory_by_steps - memory_of_encoder)
+    print(operations, operations_by_steps, memory - memory_of_nodes, memory_by_steps - memory_of_encoder)
     assert operations < operations_by_steps / 3
-    assert memory - memory_of_tables < (memory_by_steps - memory_of_encoder) / 4 and memory < 0.7 * memory_by_steps
+    assert memory - memory_of_nodes < (memory_by_steps - memory_of_encoder) / 2 and memory < 0.8 * memory_by_steps
 
 
 def short_run(tmp_path, *flags):
@@ -310,63 +328,87 @@ def short_run(tmp_path, *flags):
     return path, result, torch.load(path / "checkpoint.pt", weights_only=True)
 
 
+def get_policy(checkpoint):
+    """Weights of the policy that the rollout baseline has."""
+    return {k[7:]: v for k, v in checkpoint["baseline"].items() if k.startswith("policy.")}
+
+
 def test_the_baseline_is_replaced_when_the_policy_is_better(tmp_path):
-    flags = "--baseline rollout --env-id tsp6-uniform --num-epochs 6 --steps-per-epoch 20 --batch-size 32".split()
+    flags = "--baseline rollout --env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 15 --batch-size 16".split()
     flags += ["--baseline-instances", "200", "--checkpoint-interval", "1"]
     path, _, checkpoint = short_run(tmp_path, *flags)
     updates = [value for _, value in read_scalars(path)["charts/baseline_updates"]]
-    assert 1 <= updates[-1] <= 6 and updates == sorted(updates) and checkpoint["baseline_updates"] == updates[-1]
-    assert any(v.ne(checkpoint["agent"][k]).any() for k, v in checkpoint["baseline_agent"].items()) or updates[-1] == 6
-
-
-def test_baseline_update_by_mean_needs_no_significance(tmp_path, monkeypatch):
-    monkeypatch.setattr(am, "t_test", lambda differences: 0.06)
-    counts = {}
-    for rule in ("t-test", "mean"):
-        flags = f"--baseline rollout --env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 20 --baseline-update {rule}"
-        counts[rule] = short_run(tmp_path / rule, *flags.split(), "--baseline-instances", 200)[2]["baseline_updates"]
-    assert counts["t-test"] == 0 < counts["mean"]
+    assert 1 <= updates[-1] <= 4 and updates == sorted(updates) and checkpoint["baseline_updates"] == updates[-1]
+    assert any(v.ne(checkpoint["agent"][k]).any() for k, v in get_policy(checkpoint).items()) or updates[-1] == 4
 
 
 def test_rollout_baseline_is_the_greedy_tour_of_the_frozen_policy():
-    agent, frozen, points = make_agent(), make_agent(seed=1).eval(), draw(5, 8)
-    args, running_mean = am.Args(baseline="rollout"), torch.tensor(9.0)
+    agent, frozen, points = make_agent(), am.Baseline(make_agent(seed=1)), draw(5, 8)
+    args = am.Args(baseline="rollout")
+    frozen.running_mean.fill_(9.0)
     for is_warmup, expected in ((1.0, 9.0), (0.0, None)):
-        mean_before = running_mean.clone()
-        loss, lengths, baseline, _ = am.compute_loss(
-            agent, am.score_tours, frozen, points, running_mean, torch.tensor(is_warmup), args
-        )
+        mean_before = frozen.running_mean.clone()
+        frozen.is_warmup.fill_(is_warmup)
+        loss, length, baseline, _ = am.compute_loss(agent, am.score_tours, frozen, points, args)
         with torch.no_grad():
-            greedy = am.construct_tours(points, frozen(points), 1)[1].mean().item()
+            greedy = am.construct_tours(points, frozen.policy(points))[1].mean().item()
         assert baseline.item() == pytest.approx(greedy if expected is None else expected, rel=1e-5)
-        torch.testing.assert_close(running_mean, 0.8 * mean_before + 0.2 * lengths.mean())
-        assert lengths.shape == (5, 1) and loss.requires_grad
+        torch.testing.assert_close(frozen.running_mean, 0.8 * mean_before + 0.2 * length)
+        assert loss.requires_grad and not any(p.requires_grad for p in frozen.parameters())
 
 
-@pytest.mark.parametrize("baseline", ["rollout", "exponential"])
-def test_resume_is_exact_with_every_baseline(tmp_path, baseline):
-    flags = f"--baseline {baseline} --baseline-instances 50 --lr-schedule constant --env-id tsp8-uniform".split()
-    whole = short_run(tmp_path / "whole", *flags, "--num-epochs", 4)[2]
-    path, *_ = short_run(tmp_path / "half", *flags)
-    am.main(["--resume", str(path / "checkpoint.pt"), "--num-epochs", "4", "--run-dir", str(tmp_path / "rest")])
-    resumed = torch.load(read_result(tmp_path / "rest")[0] / "checkpoint.pt", weights_only=True)
-    for part in ("agent", "baseline_agent"):
+def test_the_policy_is_taken_over_only_where_it_is_significantly_better():
+    policy, better = make_agent(), make_agent(seed=1)
+    baseline = am.Baseline(policy)
+    baseline.hold(draw(4, 5))
+    for p, is_taken in ((0.051, False), (0.049, True)):
+        with mock.patch.object(am, "t_test", lambda differences, p=p: p):
+            assert baseline.take_if_better(better) == is_taken
+        expected = better if is_taken else policy
+        assert all(torch.equal(x, baseline.policy.state_dict()[k]) for k, x in expected.state_dict().items())
+
+
+@pytest.mark.parametrize(("baseline", "optimizer"), [("rollout", "muon"), ("exponential", "adam")])
+def test_resume_is_exact_with_every_baseline_and_optimizer(tmp_path, baseline, optimizer):
+    flags = (
+        f"--baseline {baseline} --baseline-instances 50 --no-anneal-lr --env-id tsp8-uniform --optimizer {optimizer}"
+    )
+    whole = short_run(tmp_path / "whole", *flags.split(), "--num-epochs", 4)[2]
+    path, *_ = short_run(tmp_path / "half", *flags.split())
+    am.main(["--resume", str(path / "checkpoint.pt"), "--num-epochs", "4"])
+    resumed = torch.load(path / "checkpoint.pt", weights_only=True)
+    for part in ("agent", "baseline"):
         assert all(torch.equal(v, resumed[part][k]) for k, v in whole[part].items())
-    assert torch.equal(whole["running_mean"], resumed["running_mean"])
+    assert ("muon" in whole) == (optimizer == "muon")
 
 
-def test_a_finished_run_goes_on_with_other_instances(tmp_path, capsys):
-    path, _, before = short_run(tmp_path / "small")
-    flags = "--env-id tsp8-uniform --batch-size 2 --num-epochs 3 --lr-schedule constant".split()
-    am.main(["--resume", str(path / "checkpoint.pt"), *flags, "--run-dir", str(tmp_path / "other")])
-    path_of_other, result = read_result(tmp_path / "other")
-    after = torch.load(path_of_other / "checkpoint.pt", weights_only=True)
-    assert path_of_other.name.startswith("tsp8-uniform__") and result["env_steps"] == 2 * 3 * 4 + 3 * 2
-    assert len(before["history"]) == 2 and len(after["history"]) == 1
-    (path / "result.json").unlink()  # as if it had been killed
-    with pytest.raises(SystemExit) as error:
-        am.main(["--resume", str(path / "checkpoint.pt"), *flags])
-    assert error.value.code == 2 and "--env-id tsp8-uniform" in capsys.readouterr().err.splitlines()[-1]
+def test_a_finished_run_goes_on_with_another_baseline_or_other_instances(tmp_path):
+    """The baseline begins with the policy as it is then, and a warm-up; other instances have a best of their own."""
+    path, _, before = short_run(tmp_path, "--env-id", "tsp6-uniform", "--no-anneal-lr")
+    checkpoint, warmups, policies = path / "checkpoint.pt", [], []
+    compute_loss = am.compute_loss
+
+    def spy(encode, score, baseline, points, args):
+        warmups.append(baseline.is_warmup.item())
+        policies.append({k: v.clone() for k, v in baseline.policy.state_dict().items()})
+        return compute_loss(encode, score, baseline, points, args)
+
+    with mock.patch.object(am, "compute_loss", spy), mock.patch.object(am, "t_test", lambda differences: 1.0):
+        am.main(
+            ["--resume", str(checkpoint), "--baseline", "rollout", "--num-epochs", "4", "--baseline-instances", "9"]
+        )
+    assert warmups == [1.0] * 3 + [0.0] * 3
+    assert all(torch.equal(v, policies[0][k]) for k, v in before["agent"].items())
+    assert any(not torch.equal(v, policies[0][k]) for k, v in get_policy(before).items())
+    after = torch.load(checkpoint, weights_only=True)
+    assert after["baseline_start"] == 2 and 1 < after["baseline"]["running_mean"] < 5
+
+    am.main(["--resume", str(checkpoint), *"--env-id tsp9-uniform --batch-size 2 --num-epochs 5".split()])
+    last = torch.load(checkpoint, weights_only=True)
+    best = torch.load(path / "best.pt", weights_only=True)
+    assert last["global_step"] == 4 * 12 + 6 and last["baseline_start"] == 4
+    assert best["args"]["env_id"] == "tsp9-uniform" and best["best_length"] > after["best_length"]
+    assert len(list(path.glob("result*.json"))) == 3
 
 
 def test_evaluation_needs_no_training_file(tmp_path, capsys):
@@ -376,33 +418,34 @@ def test_evaluation_needs_no_training_file(tmp_path, capsys):
         tmp_path / "runs", "--train-path", path, "--baseline-instances", 7, "--baseline", "rollout"
     )
     path.unlink()
-    am.main(["--evaluate", str(run_path / "checkpoint.pt"), "--seed", str(2**64)])
+    am.main(["--evaluate", str(run_path / "checkpoint.pt"), "--seed", str(2**64), "--decoding", "greedy"])
     assert "eval/greedy_gap" in capsys.readouterr().out
 
 
-def test_learning_rate_schedules(tmp_path):
-    def rates(*flags):
-        path, *_ = short_run(tmp_path / str(len(list(tmp_path.iterdir()))), "--steps-per-epoch", 1, *flags)
-        return [value for _, value in read_scalars(path)["charts/learning_rate"]]
-
-    assert rates("--num-epochs", 4, "--learning-rate", 1, "--lr-schedule", "constant") == [1, 1, 1, 1]
-    drop = rates("--num-epochs", 4, "--learning-rate", 1, "--lr-schedule", "constant", "--lr-drop", 0.5)
-    assert drop == pytest.approx([1, 1, 0.1, 0.1])
-    cosine = rates("--num-epochs", 4, "--learning-rate", 1)
-    assert cosine == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])
+def test_learning_rates_fall_along_half_a_cosine(tmp_path):
+    for flag, factors in (
+        ("--no-anneal-lr", [1, 1, 1, 1]),
+        ("--anneal-lr", [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+    ):
+        flags = flag, "--num-epochs", 4, "--steps-per-epoch", 1, "--env-id", "tsp5-uniform", "--learning-rate", 0.1
+        path, _, checkpoint = short_run(tmp_path / flag, *flags)
+        rates = [value for _, value in read_scalars(path)["charts/learning_rate"]]
+        assert rates == pytest.approx([0.1 * factor for factor in factors])
+        (group,) = checkpoint["muon"]["param_groups"]
+        assert group["lr"].item() == pytest.approx(4e-3 * factors[-1])
 
 
 def test_training_on_a_file(tmp_path, monkeypatch):
     instances = tsp.make_test_instances("tsp20-uniform", 5)
     path = tmp_path / "train.txt"
     path.write_text(tsp.format_ml4co(instances))
-    seen, train_step = [], am.train_step
+    seen, update_weights = [], am.update_weights
 
-    def spy(agent, optimizer, loss_fn, points, *rest):
+    def spy(agent, optimizers, loss_fn, args, points):
         seen.append(points.clone())
-        train_step(agent, optimizer, loss_fn, points, *rest)
+        return update_weights(agent, optimizers, loss_fn, args, points)
 
-    monkeypatch.setattr(am, "train_step", spy)
+    monkeypatch.setattr(am, "update_weights", spy)
     short_run(tmp_path / "runs", "--train-path", path, "--baseline", "rollout", "--baseline-instances", 5)
     stored = torch.from_numpy(tsp.read_points(path, "tsp20-uniform")).float()
     rows = torch.cat(seen)[:, None].eq(stored[None]).all(-1).all(-1)  # [24, 5]
@@ -419,30 +462,57 @@ def test_compiled_equals_eager(tmp_path):
         torch.testing.assert_close(value, weights[1][name], atol=2e-4, rtol=1e-3, msg=name)
 
 
-def test_bf16_learns_too(tmp_path):
-    _, result, checkpoint = short_run(tmp_path, "--bf16", "--env-id", "tsp8-uniform")
-    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in checkpoint["agent"].values())
-    assert result["metrics"]["eval/greedy_length"] < 10
+# Muon
 
 
-def test_capture_undoes_its_warm_up(tmp_path, monkeypatch):
-    """Capture with a stand-in on the CPU: the same weights as without, so no tensor is missing from its list."""
+def test_muon_is_that_of_torch():
+    """Some steps of matrices of every shape, with a rate that falls; to the rounding of bfloat16."""
+    torch.manual_seed(0)
+    shapes = (8, 8), (8, 8), (32, 8), (8, 32)
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    rate = torch.tensor(0.0)
+    muon, reference = am.Muon(ours, rate), torch.optim.Muon(theirs, 0.0, weight_decay=0.0)
+    for lr in (0.1, 0.05, 0.02):
+        rate.fill_(lr)
+        reference.param_groups[0]["lr"] = lr
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        muon.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=4e-3)
+        assert (p - 1).abs().max() > 0.05
 
-    monkeypatch.setattr(am, "capture_graph", capture_stand_in)
-    for baseline in ("pomo", "rollout"):
-        ends = []
-        for capture in (True, False):
-            monkeypatch.setattr(am, "can_capture", lambda args, device, capture=capture: capture)
-            flags = "--env-id", "tsp8-uniform", "--baseline", baseline, "--baseline-instances", 40
-            ends.append(short_run(tmp_path / f"{baseline}{capture}", *flags)[2])
-        assert all(torch.equal(v, ends[1]["agent"][k]) for k, v in ends[0]["agent"].items())
-        assert torch.equal(ends[0]["running_mean"], ends[1]["running_mean"])
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_orthogonalized_matrices_have_singular_values_near_one(monkeypatch, has_bfloat16):
+    monkeypatch.setattr(am, "CPU_HAS_BFLOAT16", has_bfloat16)
+    for shape in ((16, 16), (32, 16), (16, 32)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        y = am.orthogonalize(x)
+        assert y.dtype == x.dtype and y.shape == x.shape
+        u, _, vh = torch.linalg.svd(x, full_matrices=False)
+        values = (u.T @ y @ vh.T).diagonal()  # in the directions of x
+        assert values.min() > 0.3 and values.max() < 1.3
+        assert (u.T @ y @ vh.T - values.diag()).abs().max() < 0.05
+
+
+def test_muon_has_the_matrices_and_adam_all_others():
+    agent = am.AttentionModel()
+    optimizers = am.make_optimizers(agent, am.Args(), torch.tensor(1.0), torch.tensor(1.0), False)
+    names = {id(p): name for name, p in agent.named_parameters()}
+    held = {kind: {names[id(p)] for p in x.param_groups[0]["params"]} for kind, x in optimizers.items()}
+    assert held["optimizer"] | held["muon"] == set(names.values()) and not held["optimizer"] & held["muon"]
+    assert len(held["muon"]) == 3 * 6 + 7 and {"embed.weight", "v_last", "v_first"} < held["optimizer"]
+    adam = am.make_optimizers(agent, am.Args(optimizer="adam"), torch.tensor(1.0), torch.tensor(1.0), False)
+    assert list(adam) == ["optimizer"] and len(adam["optimizer"].param_groups[0]["params"]) == len(names)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("baseline", ["pomo", "rollout"])
-def test_cuda_graphs_equal_eager(tmp_path, baseline):
-    flags = "--baseline", baseline, "--baseline-instances", 100
+@pytest.mark.parametrize("flags", ["--baseline pomo", "--baseline rollout --optimizer adam"])
+def test_cuda_graphs_equal_eager(tmp_path, flags):
+    flags = *flags.split(), "--baseline-instances", 100
     weights = [short_run(tmp_path / flag, flag, *flags)[2]["agent"] for flag in ("--cuda-graphs", "--no-cuda-graphs")]
     for name, value in weights[0].items():
         torch.testing.assert_close(value.cpu(), weights[1][name].cpu(), rtol=1e-2, atol=1e-3, msg=name)
@@ -456,14 +526,15 @@ def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
     path, *_ = short_run(tmp_path / "runs")
     data, berlin = tsp.REFERENCE_FOLDER / "tsp20-gaussian.txt", ROOT / "tests" / "data" / "tsplib" / "berlin52.tsp"
     capsys.readouterr()
-    flags = ["--evaluate", str(path / "checkpoint.pt"), "--num-samples", "3", "--solve", str(tmp_path / "tours.txt")]
-    am.main([*flags, "--data", str(data), str(berlin)])
+    flags = ["--evaluate", str(path / "checkpoint.pt"), "--solve", str(tmp_path / "tours")]
+    am.main([*flags, "--data", str(data), str(berlin), "--decoding", "greedy", "multistart"])
     printed = {k: float(v) for k, v in (line.split() for line in capsys.readouterr().out.splitlines())}
+    assert {k.split("/")[-1].rsplit("_", 1)[0] for k in printed if "std" not in k} == {"greedy", "multistart"}
+    assert {x.name for x in (tmp_path / "tours").iterdir()} == {"tsp20-gaussian.txt", "berlin52.tour"}
     ratios = []
     lines = data.read_text().splitlines()
-    solved = (tmp_path / "tours.txt").read_text().splitlines()
-    assert len(solved) == len(lines) + 1
-    for line, ours in zip(lines, solved, strict=False):
+    solved = (tmp_path / "tours" / "tsp20-gaussian.txt").read_text().splitlines()
+    for line, ours in zip(lines, solved, strict=True):
         lengths = []
         for text in (ours, line):
             numbers, tour = text.split(" output ")
@@ -473,29 +544,72 @@ def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
             lengths.append(np.linalg.norm(np.diff(points[order], axis=0), axis=1).sum())
         assert ours.split(" output ")[0].split() == [repr(float(x)) for x in line.split(" output ")[0].split()]
         ratios.append(100 * (lengths[0] / lengths[1] - 1))
-    best = min(printed[f"eval/tsp20-gaussian/{decoding}_gap"] for decoding in am.DECODINGS)
-    assert -1e-9 <= np.mean(ratios) <= best
-    found = am.solve(make_agent(), am.Args(), torch.device("cpu"), tsp.read_instances(data), ("greedy",))["greedy"]
-    for tour, length, instance in zip(*found[:2], tsp.read_instances(data), strict=True):
+    best = min(printed[f"eval/tsp20-gaussian/{decoding}_gap"] for decoding in ("greedy", "multistart"))
+    assert -1e-9 <= np.mean(ratios) <= best + 1e-4  # four digits are printed
+    instances = tsp.read_instances(data)
+    found = am.solve(make_agent(), CPU, instances, ["greedy"])["greedy"]
+    for tour, length, instance in zip(*found[:2], instances, strict=True):
         stops = instance.points[[*tour, tour[0]]]
         assert np.linalg.norm(np.diff(stops, axis=0), axis=1).sum() == pytest.approx(length, rel=1e-12)
-    length = printed["eval/berlin52/greedy_length"]
-    assert length == int(length) and printed["eval/berlin52/greedy_gap"] == pytest.approx(
-        100 * (length / 7542 - 1), abs=1e-3
-    )
+    (instance,) = tsp.read_instances(berlin)
+    tour = torch.from_numpy(tsp_files.read_tsplib_tour(tmp_path / "tours" / "berlin52.tour", 52))
+    length = tsp.tour_length(torch.from_numpy(instance.points)[None], tour[None], "EUC_2D").item()
+    assert length == min(printed[f"eval/berlin52/{d}_length"] for d in ("greedy", "multistart"))
+    gap = printed["eval/berlin52/greedy_length"] / 7542 - 1
+    assert printed["eval/berlin52/greedy_gap"] == pytest.approx(100 * gap, abs=1e-3)
+
+
+def test_tours_of_one_and_two_cities(tmp_path, capsys):
+    path, *_ = short_run(tmp_path / "runs", "--env-id", "tsp5-uniform")
+    (tmp_path / "few.txt").write_text("3 4\n0 0 3 4\n")
+    flags = ["--evaluate", str(path / "best.pt"), "--data", str(tmp_path / "few.txt")]
+    am.main([*flags, "--solve", str(tmp_path / "tours")])
+    assert (tmp_path / "tours" / "few.txt").read_text().splitlines()[0] == "3.0 4.0 output 1 1"
+    assert (tmp_path / "tours" / "few.txt").read_text().splitlines()[1].split(" output ")[1] in ("1 2 1", "2 1 2")
+    assert "eval/greedy_length 5.0000" in capsys.readouterr().out  # the mean of 0 and 10
+
+
+def test_a_death_while_solving_leaves_nothing_that_a_retry_would_meet(tmp_path):
+    """Before each file of the output and before the folder gets its name."""
+    instances = [tsp.Instance("a", draw(1, 5)[0].double().numpy(), file="a", metric=m) for m in ("EUC_2D", "EUCLIDEAN")]
+    instances[1].file = "b"
+    tours = [np.arange(5)] * 2
+    for name in ("write_text", "rename"):
+        with mock.patch.object(Path, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            tsp.write_tours(str(tmp_path / "tours"), instances, tours)
+        assert not (tmp_path / "tours").exists()
+        tsp.check_new_folder(str(tmp_path / "tours"))
+    tsp.write_tours(str(tmp_path / "tours"), instances, tours)
+    assert {x.name for x in tmp_path.iterdir()} == {"tours"}
+    assert {x.name for x in (tmp_path / "tours").iterdir()} == {"a.tour", "b.txt"}
+
+
+def test_a_thousand_nodes_take_two_gigabytes_however_many_instances():
+    """In a process of its own whose memory is limited beyond what it has at the start."""
+    agent, instances = make_agent(), [tsp.Instance("x", x) for x in draw(8, 1000).double().numpy()]
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0
+        return
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
+        _, lengths, _ = am.solve(agent, CPU, instances, ["greedy"])["greedy"]
+        os._exit(0 if (lengths > 1).all() else 1)
+    finally:
+        os._exit(1)
 
 
 @pytest.mark.parametrize(("name", "gaps"), [("tsp20", (1.5, 0.3, 0.08)), ("tsp50", (5.0, 2.5, 1.0))])
 def test_the_networks_that_come_with_the_repository(capsys, name, gaps):
     """Gaps on the stored instances: greedy, multi-start, and multi-start of the symmetric images."""
     path = ROOT / "benchmark" / "checkpoints" / f"{name}.pt"
-    am.main(["--evaluate", str(path), "--eval-episodes", "50", "--num-samples", "2"])
+    am.main(["--evaluate", str(path), "--eval-episodes", "50"])
     printed = {k: float(v) for k, v in (line.split() for line in capsys.readouterr().out.splitlines())}
     found = [printed[f"eval/{decoding}_gap"] for decoding in ("greedy", "multistart", "multistart_x8")]
     assert all(-1e-6 <= gap < limit for gap, limit in zip(found, gaps, strict=True)), found
     with pytest.raises(SystemExit):
         am.main(["--resume", str(path)])
-    assert "the weights alone" in capsys.readouterr().err
+    assert "no optimizer state" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
@@ -512,17 +626,18 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
         ("--train-path bad.txt", "bad.txt:1: the tour"),
         ("--train-path good.txt", "good.txt:1 has 3 nodes, tsp20-uniform has 20"),
         ("--batch-size 0", "--batch-size"),
-        ("--lr-drop 2", "--lr-drop"),
-        ("--baseline-instances 1", "--baseline-instances"),
+        ("--muon-learning-rate -1", "--muon-learning-rate"),
+        ("--decoding", "--decoding"),
         ("--solve new.txt", "--solve needs"),
         (f"{checkpoint} --solve new.txt", "--solve needs"),
-        (f"{checkpoint} --data good.txt --solve good.txt", "--solve good.txt: File exists"),
-        (f"{checkpoint} --data good.txt --solve no/new.txt", "--solve no/new.txt: No such file or directory"),
+        (f"{checkpoint} --data good.txt --solve good.txt", "good.txt: File exists"),
+        (f"{checkpoint} --data good.txt --solve no/new.txt", "no/new.txt: No such file or directory"),
         (f"{checkpoint} --data good.txt --solve {'x' * 300}", "File name too long"),
         ("--data good.txt ./good.txt", "two of the files have the same name"),
         (f"--exp-name {'x' * 300}", "File name too long"),
-        (f"{checkpoint} --norm instance", "--norm instance"),
-        (f"--resume {path / 'checkpoint.pt'} --seed 5", "--seed 5"),
+        (f"{checkpoint} --num-layers 2", "--num-layers: "),
+        (f"--resume {path / 'checkpoint.pt'} --seed 5", "--seed: "),
+        (f"--resume {path / 'checkpoint.pt'} --optimizer adam", "--optimizer: "),
     ):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(SystemExit) as error:
@@ -543,7 +658,7 @@ def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, seed):
     instances = tsp.make_test_instances(f"tsp{num_nodes}-uniform", 60)
     agent = am.AttentionModel()
     agent.load_state_dict(torch.load(path / "checkpoint.pt", weights_only=True)["agent"])
-    found = am.solve(agent, am.Args(), torch.device("cpu"), instances, ("greedy", "multistart", "multistart_x8"))
+    found = am.solve(agent, CPU, instances, DECODINGS)
     optimum = np.array([solve_exactly(i.points) for i in instances])
     gaps = {decoding: 100 * (lengths / optimum - 1).mean() for decoding, (_, lengths, _) in found.items()}
     print(gaps)

@@ -1,8 +1,9 @@
 """rl4co's AttentionModel on the travelling salesman problem: REINFORCE with the greedy rollout baseline, on one thread.
 
 Environment, policy, baseline (a running mean in the first epoch, then rollouts) and loss are rl4co's; the loop around
-them stands here. As in algos/reinforce_tsp_attention.py: Adam, weight decay, clipping, and a learning rate along half a
-cosine. rl4co's own default is a constant 1e-4, for runs of a hundred million instances.
+them stands here. As in algos/reinforce_tsp_attention.py --optimizer adam: Adam, clipping, and a learning rate along
+half a cosine; and a weight decay of 1e-6. rl4co's own default is a constant 1e-4, for runs of a hundred million
+instances.
 """
 
 import time
@@ -92,7 +93,7 @@ def main() -> None:
         baseline.epoch_callback(policy, env, epoch=epoch, **options)
         train_seconds += time.process_time() - start
         greedy = evaluate("greedy", 1)
-        run.log((epoch + 1) * num_instances, {f"charts/greedy_{goal}": greedy[f"eval/greedy_{goal}"]})
+        run.log((epoch + 1) * num_instances, {f"eval/greedy_{goal}": greedy[f"eval/greedy_{goal}"]})
         bar.set_postfix({goal: f"{greedy[f'eval/greedy_{goal}']:.2f}"})
         start = time.process_time()
     bar.close()

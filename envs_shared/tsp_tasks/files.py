@@ -1,11 +1,11 @@
-"""Instances of the travelling salesman problem: their metrics, and readers and writers of two file formats.
+"""Instances of the travelling salesman problem: their distances, and readers and writers of two file formats.
 
 Tours are rows of node numbers from 0, without the return to the first node. Errors in files are ValueErrors of one line
 that name the file and the line.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +60,7 @@ def geo(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (6378.388 * cosine.clamp(-1.0, 1.0).acos() + 1.0).floor()
 
 
-METRICS = {"EUCLIDEAN": euclidean, "EUC_2D": euc_2d, "CEIL_2D": ceil_2d, "ATT": att, "GEO": geo}
+DISTANCES = {"EUCLIDEAN": euclidean, "EUC_2D": euc_2d, "CEIL_2D": ceil_2d, "ATT": att, "GEO": geo}
 
 
 def check_tour(nodes: list[int], num_nodes: int) -> np.ndarray:
@@ -75,10 +75,10 @@ def check_tour(nodes: list[int], num_nodes: int) -> np.ndarray:
 
 
 def parse_points(numbers: list[str]) -> np.ndarray:
-    """Coordinates "x y x y ..." as points [N, 2] float64; ValueError where they are not finite, paired, at least 3."""
+    """Coordinates "x y x y ..." as points [N, 2] float64; ValueError where they are not finite, not paired, or none."""
     points = np.array([float(x) for x in numbers])
-    if len(points) % 2 or len(points) < 6:
-        raise ValueError(f"{len(points)} coordinates, where an even number from 6 is needed")
+    if len(points) % 2 or not len(points):
+        raise ValueError(f"{len(points)} coordinates, where an even number is needed")
     if not (np.abs(points) <= 1e100).all():
         raise ValueError("a coordinate is not finite, or beyond 1e100")
     return points.reshape(-1, 2)
@@ -145,21 +145,21 @@ def read_tsplib(path: Path) -> Instance:
     metric = header.get("EDGE_WEIGHT_TYPE", "missing")
     if header.get("TYPE", "TSP").split()[:1] != ["TSP"]:
         raise ValueError(f"{path}: TYPE is {header['TYPE']}, only TSP can be read")
-    if metric not in METRICS or metric == "EUCLIDEAN":
-        raise ValueError(f"{path}: EDGE_WEIGHT_TYPE is {metric}, only {', '.join(list(METRICS)[1:])} can be read")
+    if metric not in DISTANCES or metric == "EUCLIDEAN":
+        raise ValueError(f"{path}: EDGE_WEIGHT_TYPE is {metric}, only {', '.join(list(DISTANCES)[1:])} can be read")
     numbers, coordinates = [], []
     for i, words in sections.get("NODE_COORD_SECTION", []):
         try:
             number, *point = words
             numbers.append(int(number))
-            coordinates += parse_points(point * 3)[0].tolist() if len(point) == 2 else float("none")
+            coordinates += parse_points(point)[0].tolist() if len(point) == 2 else float("none")
         except ValueError:
             raise ValueError(f"{path}:{i}: not a node number and two finite coordinates") from None
     if "FIXED_EDGES_SECTION" in sections:
         raise ValueError(f"{path}: fixed edges are not supported")
-    if header.get("DIMENSION", "").lstrip("0") != str(len(numbers)) or len(numbers) < 3:
+    if header.get("DIMENSION", "").lstrip("0") != str(len(numbers)) or not numbers:
         dimension = header.get("DIMENSION", "missing")
-        raise ValueError(f"{path}: DIMENSION is {dimension}, NODE_COORD_SECTION has {len(numbers)} nodes (from 3)")
+        raise ValueError(f"{path}: DIMENSION is {dimension}, NODE_COORD_SECTION has {len(numbers)} nodes")
     if sorted(numbers) != list(range(1, len(numbers) + 1)):
         raise ValueError(f"{path}: the nodes are not numbered from 1 to {len(numbers)}")
     points = np.array(coordinates).reshape(-1, 2)[np.argsort(numbers)]
@@ -181,6 +181,40 @@ def read_tsplib_tour(path: Path, num_nodes: int) -> np.ndarray:
         return check_tour(nodes[: nodes.index(-1)] if -1 in nodes else nodes, num_nodes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def format_tsplib_tour(name: str, tour: np.ndarray) -> str:
+    """The text of a TSPLIB tour file (Reinelt 1995, section 1)."""
+    nodes = "".join(f"{node + 1}\n" for node in tour)
+    return f"NAME : {name}.tour\nTYPE : TOUR\nDIMENSION : {len(tour)}\nTOUR_SECTION\n{nodes}-1\nEOF\n"
+
+
+def check_new_folder(folder: str) -> None:
+    """ValueError where `folder` exists or cannot be made; leaves nothing."""
+    try:
+        Path(folder).mkdir()
+        Path(folder).rmdir()
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}") from None
+
+
+def write_tours(folder: str, instances: list[Instance], tours: list[np.ndarray]) -> None:
+    """Write tours to a new folder: NAME.tour for an instance of TSPLIB, NAME.txt in ml4co text for those of NAME.
+
+    The folder appears at once with all that is in it. OSError where it exists.
+    """
+    texts = {}
+    for instance, tour in zip(instances, tours, strict=True):
+        if instance.metric == "EUCLIDEAN":
+            name = f"{instance.file}.txt"
+            texts[name] = texts.get(name, "") + format_ml4co([replace(instance, tour=tour)])
+        else:
+            texts[f"{instance.file}.tour"] = format_tsplib_tour(instance.file, tour)
+    unfinished = Path(f"{folder}.tmp")
+    unfinished.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (unfinished / name).write_text(text)
+    unfinished.rename(folder)
 
 
 def read_files(paths: tuple[str, ...]) -> list[Instance]:

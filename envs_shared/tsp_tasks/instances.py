@@ -6,6 +6,9 @@ Tours are rows of node numbers from 0, without the return to the first node. Fil
 import importlib.util
 import math
 import re
+import sys
+import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +16,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from envs_shared.tsp_tasks.files import METRICS, Instance, format_ml4co, read_files, read_instances
+from envs_shared.tsp_tasks.files import (
+    DISTANCES,
+    Instance,
+    check_new_folder,
+    format_ml4co,
+    read_files,
+    read_instances,
+    write_tours,
+)
 
-__all__ = ["Instance", "format_ml4co", "read_files", "read_instances"]
+__all__ = ["Instance", "check_new_folder", "format_ml4co", "read_files", "read_instances", "write_tours"]
 
 REFERENCE_FOLDER = Path(__file__).with_name("reference")
 
@@ -24,7 +35,7 @@ def tour_length(points: torch.Tensor, tours: torch.Tensor, metric: str = "EUCLID
     """Lengths [B, ...] of closed tours [B, ..., N] through points [B, N, 2], in the units of the points."""
     index = tours.flatten(1).unsqueeze(-1).expand(-1, -1, 2)
     stops = points.gather(1, index).view(*tours.shape, 2)
-    return METRICS[metric](stops, stops.roll(-1, -2)).sum(-1)
+    return DISTANCES[metric](stops, stops.roll(-1, -2)).sum(-1)
 
 
 # ---- The environment ----
@@ -89,14 +100,16 @@ def generate_points(env_id: str, num_instances: int, device=None, generator=None
     return draw(num_instances, num_nodes, 2, device=device, generator=generator)
 
 
-def draw_points(env_id: str, training_points: np.ndarray | None, size: int, *seed: int) -> torch.Tensor:
+def draw_points(env_id: str, training_points: np.ndarray | None, size: int, *seed: int, distinct=False) -> torch.Tensor:
     """Points [size, N, 2] that depend on `seed` alone: fresh ones, or some of `training_points` [M, N, 2].
 
-    None of the latter is drawn twice before each has been drawn once.
+    None of the latter is drawn twice before each has been drawn once; with `distinct` not even then, so that there are
+    M at most.
     """
     generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     if training_points is None:
         return generate_points(env_id, size, generator=generator)
+    size = min(size, len(training_points)) if distinct else size
     passes = math.ceil(size / len(training_points))
     orders = [torch.randperm(len(training_points), generator=generator) for _ in range(passes)]
     return torch.from_numpy(training_points[torch.cat(orders)[:size].numpy()]).float()
@@ -111,8 +124,21 @@ def make_test_instances(env_id: str, num_instances: int) -> list[Instance]:
     instances = read_instances(stored)[:num_instances] if stored.exists() else []
     if len(instances) == num_instances:
         return instances
-    points = generate_points(env_id, num_instances, generator=torch.Generator().manual_seed(0)).double().numpy()
-    return [Instance(f"{env_id}:{i}", x) for i, x in enumerate(points, 1)]
+    return make_instances(env_id, generate_points(env_id, num_instances, generator=torch.Generator().manual_seed(0)))
+
+
+def make_instances(name: str, points: torch.Tensor) -> list[Instance]:
+    """Instances NAME:1, NAME:2, ... of points [B, N, 2]."""
+    return [Instance(f"{name}:{i}", x) for i, x in enumerate(points.double().numpy(), 1)]
+
+
+def load_instances(paths: tuple[str, ...], env_id: str, num_instances: int) -> list[Instance]:
+    """Instances of files, else `make_test_instances`, with reference tours where there are any or elkai makes them."""
+    instances = read_files(paths) or make_test_instances(env_id, num_instances)
+    missing = add_reference_tours(instances)
+    if missing:
+        print(f"no gap for {missing} instances without a reference tour (pip install elkai)", file=sys.stderr)
+    return instances
 
 
 def read_points(path: str | None, env_id: str) -> np.ndarray | None:
@@ -159,13 +185,57 @@ def solve_with_elkai(instance: Instance) -> np.ndarray:
     """
     import elkai
 
+    if len(instance.points) <= 3:
+        return np.arange(len(instance.points))
     points = torch.from_numpy(instance.points)
-    distances = METRICS[instance.metric](points[:, None], points[None])
+    distances = DISTANCES[instance.metric](points[:, None], points[None])
     distances.fill_diagonal_(0.0)
     if instance.metric == "EUCLIDEAN":
         distances *= 1e6 / max(distances.max().item(), math.ulp(0.0))
     matrix = distances.round().long().tolist()
     return np.array(elkai.DistanceMatrix(matrix).solve_tsp(runs=10)[:-1])
+
+
+# ---- Tours and their scores ----
+
+
+def get_chunk_size(num_nodes: int, device: torch.device) -> int:
+    """How many instances to solve at once, so that a few tensors of N x N numbers for each fit into memory."""
+    return max(1, 2 ** (24 if device.type == "cuda" else 18) // num_nodes**2)
+
+
+def find_shortest(propose, instances: list[Instance], device: torch.device) -> tuple:
+    """The shortest of proposed tours: tours [N] of each instance, their lengths [M], milliseconds per instance.
+
+    `propose` gets points [B, N, 2] and yields tours [B, P, N], several times if it likes.
+    """
+    groups = defaultdict(list)  # what can be solved together
+    for i, instance in enumerate(instances):
+        groups[len(instance.points), instance.metric].append(i)
+    tours = [None] * len(instances)
+    lengths = np.full(len(instances), math.inf)
+    bar = tqdm(total=len(instances), unit="instance", leave=False, delay=2.0)
+    start = time.perf_counter()
+    for (num_nodes, metric), members in groups.items():
+        chunk = get_chunk_size(num_nodes, device)
+        for part in (members[i : i + chunk] for i in range(0, len(members), chunk)):
+            points = torch.from_numpy(np.stack([instances[i].points for i in part])).to(device)
+            for candidates in propose(points):
+                found, index = tour_length(points, candidates, metric).min(1)
+                shortest = candidates.take_along_dim(index[:, None, None], 1).squeeze(1).cpu().numpy()  # [B, N]
+                for i, tour, length in zip(part, shortest, found.tolist(), strict=True):
+                    if length < lengths[i]:
+                        tours[i], lengths[i] = tour, length
+            bar.update(len(part))
+    bar.close()
+    return tours, lengths, 1e3 * (time.perf_counter() - start) / len(instances)
+
+
+def choose_shortest(found: dict[str, tuple]) -> list[np.ndarray]:
+    """The shortest tour [N] of each instance, of those that `found` holds by decoding (`summarize`)."""
+    choices = list(found.values())
+    shortest = np.argmin([lengths for _, lengths, _ in choices], 0)
+    return [choices[k][0][i] for i, k in enumerate(shortest)]
 
 
 def summarize(found: dict[str, tuple], instances: list[Instance]) -> dict[str, float]:
