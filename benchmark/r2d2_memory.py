@@ -18,28 +18,29 @@ TASKS = {  # flags, number of seeds of the LSTM and of each other variant
     "RepeatPreviousEasy-v0": ("", 10, 2),
     "TMaze20-v0": (
         "--total-timesteps 400000 --learning-rate 1e-3 --n-step 5 --learn-length 32 --memory-span 50 --epsilon 0.8 "
-        "--replay-ratio 20",
+        "--replay-ratio 20 --batch-size 2048",
         *(5, 2),
     ),
     "CartPoleNoVelocity-v0": (
-        "--total-timesteps 700000 --learning-rate 1e-3 --n-step 5 --gamma 0.99 --hidden-size 128 --memory-span 20",
+        "--total-timesteps 700000 --learning-rate 1e-3 --n-step 5 --gamma 0.99 --hidden-size 128 --memory-span 20 "
+        "--buffer-size 50000",
         *(5, 1),
     ),
     "RepeatPreviousMedium-v0": (
-        "--total-timesteps 2200000 --learning-rate 1e-3 --reward-scale 72 --gamma 0 --burn-in 0 --learn-length 104 "
-        "--hidden-size 256 --memory-span 64 --batch-size 32 --replay-ratio 16 --buffer-size 20000",
+        "--total-timesteps 2200000 --learning-rate 1e-3 --gamma 0 --burn-in 0 --learn-length 104 --hidden-size 256 "
+        "--memory-span 64 --batch-size 3328 --replay-ratio 16",
         *(2, 1),
     ),
     "MiniGrid-MemoryS13-v0": (
         "--total-timesteps 1800000 --learning-rate 5e-4 --n-step 5 --gamma 0.99 --burn-in 8 --learn-length 40 "
-        "--hidden-size 128 --memory-span 50 --epsilon 0.8 --replay-ratio 16",
+        "--hidden-size 128 --memory-span 50 --epsilon 0.8 --replay-ratio 16 --batch-size 2560 --buffer-size 50000",
         *(2, 1),
     ),
 }
 QUICK_TASKS = ("RepeatPreviousEasy-v0", "TMaze20-v0", "CartPoleNoVelocity-v0")  # minutes a run, and no package
 VARIANTS = {
     "LSTM": "",
-    "no memory": "--no-recurrent",
+    "no memory": "--no-recurrent --no-last-action-reward",
     "zero state": "--state-init zero",
     "no burn-in": "--burn-in 0",
     "zero state, no burn-in": "--state-init zero --burn-in 0",

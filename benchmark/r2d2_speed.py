@@ -9,13 +9,14 @@ The whole run is CartPole-v1 at windows of 2 + 40 steps and 8 updates of 64 wind
 
 import argparse
 import copy
+import functools
 import statistics
 import sys
 import time
 
 import common
 
-RUN = "--env-id CartPole-v1 --burn-in 2 --learn-length 40 --n-step 2 --replay-ratio 16 --learning-starts 2000"
+RUN = "--env-id CartPole-v1 --burn-in 2 --learn-length 40 --n-step 2 --replay-ratio 16 --batch-size 2560"
 
 
 def measure_update(num_repeats: int = 60) -> dict[str, float]:
@@ -27,17 +28,17 @@ def measure_update(num_repeats: int = 60) -> dict[str, float]:
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    args = r2d2.Args(env_id="CartPole-v1", burn_in=2, learn_length=38, n_step=2, hidden_size=64, batch_size=64)
+    args = r2d2.Args(env_id="CartPole-v1", burn_in=2, learn_length=38, n_step=2, hidden_size=64, batch_size=64 * 38)
     device = torch.device("cpu")
-    envs, obs = r2d2.make_envs(args, args.num_envs, args.seed, "auto", device)
+    envs = r2d2.make_envs(args, args.num_envs, args.seed)
     agent = r2d2.QNetwork(envs, args)
     target = copy.deepcopy(agent)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
-    replay, epsilons = r2d2.SequenceReplay(envs, args, device), torch.full((args.num_envs,), 0.1)
-    replay.begin_episodes(obs)
-    r2d2.collect_steps(agent, envs, replay, epsilons, 400)
-    replay.add_windows()
-    metrics, count = torch.zeros(len(r2d2.METRICS)), torch.tensor(64 * 38)
+    actor, replay = r2d2.Actor(envs, args, device), r2d2.SequenceReplay(envs, args, device)
+    act = functools.partial(actor.act, agent, torch.full((args.num_envs,), 0.1))
+    extra, _ = r2d2.collect_steps(act, actor, envs, replay, 400)
+    reward_stats, rewards = r2d2.RunningMeanStd(), extra[..., r2d2.REWARD]
+    reward_stats.update(rewards, rewards != 0)
     seconds = {}
 
     def timed(name, fn, *inputs):
@@ -46,11 +47,13 @@ def measure_update(num_repeats: int = 60) -> dict[str, float]:
         seconds.setdefault(name, []).append(time.process_time() - start)
         return result
 
-    loss_inputs = metrics, r2d2.r2d2_loss, args
+    inputs = agent, target, optimizer, replay, reward_stats, r2d2.r2d2_loss, args
     for _ in range(num_repeats):
-        timed("update", r2d2.update_weights, agent, target, optimizer, replay, *loss_inputs)
+        timed("update", r2d2.update_network, *inputs)
         index, weights = timed("sample windows", replay.sample, 64)
         windows = timed("read windows", replay.read_windows, index)
+        windows["rewards"] = windows["last_reward"] / reward_stats.get_rms()
+        count = windows["is_learned"].sum()
         with torch.no_grad():
             timed("target network", r2d2.unroll, target, windows, args)
         loss = timed("loss, target network included", r2d2.r2d2_loss, agent, target, windows, weights, count, args)[0]

@@ -22,12 +22,10 @@ def fill_replay():
 
     envs = SimpleNamespace(num_envs=1, obs_dim=1, same_step=False, obs_dtype=torch.float32)
     args = r2d2.Args(burn_in=BURN_IN, learn_length=LEARN_LENGTH, n_step=N_STEP, buffer_size=10)
-    replay = r2d2.SequenceReplay(envs, args, torch.device("cpu"))
-    replay.begin_episodes(torch.zeros(1, 1))
-    for step in range(1, EPISODE + 1):
+    actor, replay = (make(envs, args, torch.device("cpu")) for make in (r2d2.Actor, r2d2.SequenceReplay))
+    for step in range(EPISODE + 1):
         row = torch.tensor([[step, 1.0, step == EPISODE, 0.0, 0.0, 0.0]])  # observation, then as in columns.py
-        replay.add_step(torch.zeros(1, dtype=torch.int64), row, replay.state)
-    replay.add_windows()
+        replay.add_step(actor, actor.observe(row), row[:, 2] > 0, row[:, 3] > 0)
     return replay
 
 
@@ -40,7 +38,7 @@ def draw(path: Path) -> None:
     figure = Figure(figsize=(9, 2.4), layout="constrained")
     axes = figure.add_subplot()
     for line in range(replay.num_added):
-        first, end, is_warm = (replay.rows[name][line].item() for name in ("first", "end", "is_warm"))
+        first, end, is_warm = (x[line].item() for x in (replay.first, replay.end, replay.is_warm))
         for p in range(replay.length):
             kind = "targets only" if p >= BURN_IN + LEARN_LENGTH or p == end else "learned"
             if p > end or (p < BURN_IN and not is_warm):

@@ -275,14 +275,21 @@ class Counters(Clock):
         return self.starts + step % self.sizes
 
 
-class Grid(Clock):
-    """Observations like MiniGrid's, with a text."""
+class BabyAIMissionSpace(gym.spaces.Text):
+    """Named like BabyAI's, by which its missions are known."""
 
-    observation_space = gym.spaces.Dict(
-        direction=gym.spaces.Discrete(4),
-        image=gym.spaces.Box(0, 255, (3, 2, 3), np.uint8),
-        mission=gym.spaces.Text(20),
-    )
+
+class Grid(Clock):
+    """Observations like MiniGrid's, with a text: the same in all episodes, or marked as one that varies."""
+
+    def __init__(self, mission=None):
+        text = (BabyAIMissionSpace if mission == "BabyAIMissionSpace" else gym.spaces.Text)(20)
+        text.ordered_placeholders = [["red", "blue"]] if mission == "ordered_placeholders" else None
+        self.observation_space = gym.spaces.Dict(
+            direction=gym.spaces.Discrete(4),
+            image=gym.spaces.Box(0, 255, (3, 2, 3), np.uint8),
+            mission=text,
+        )
 
     def observe(self, step):
         image = np.random.default_rng(step).integers((11, 6, 3), size=(3, 2, 3)).astype(np.uint8)
@@ -330,6 +337,7 @@ register("Counters", Counters)
 register("CountersSquare", Counters, kwargs={"shape": (2, 2)})
 register("Grid", Grid)
 register("MiniGrid-Probe", Grid)
+register("BabyAI-Probe", Grid, kwargs={"mission": "BabyAIMissionSpace"})
 register("MiniGrid-NoGrid", Unsupported, kwargs={"spaces": "dict"})
 for spaces in ("dict", "image", "floatimage", "smallimage", "manychannels", "volume", "multibinary"):
     register(f"Unsupported{spaces}", Unsupported, kwargs={"spaces": spaces})

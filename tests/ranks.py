@@ -62,7 +62,8 @@ def train(script, out, flags, resume_flags):
         held = {key: getattr(x, "network", x) for key, x in held.items()}  # the networks of agents that are none
         kinds = torch.nn.Module, torch.optim.Optimizer
         held = {key: x.state_dict() for key, x in held.items() if isinstance(x, kinds)}
-        held.get("reward_scaler", {}).pop("running_return", None)  # of the environments of this process
+        held.get("reward_scaler", {}).pop("running_return", None)  # of the environments of this process, as are these
+        held = {key: x for key, x in held.items() if key not in ("actor", "replay")}
         torch.save({"held": held, "torch_rng": torch.get_rng_state()}, out / f"{name}_{RANK}.pt")
         leave()
 
@@ -153,21 +154,20 @@ def update_ppo(ppo, rows):
 
 def update_r2d2(r2d2, rows):
     """Of windows of several lengths, so that the two halves hold unequally many real steps."""
-    args = r2d2.Args(env_id="CartPole-v1", num_envs=4, batch_size=8, hidden_size=8, max_grad_norm=0.1)
+    args = r2d2.Args(env_id="CartPole-v1", num_envs=4, batch_size=64, hidden_size=8, max_grad_norm=0.1)
     args.burn_in, args.learn_length, args.n_step = 2, 8, 2
-    device, metrics = torch.device("cpu"), torch.zeros(len(r2d2.METRICS))
-    envs, obs = r2d2.make_envs(args, 4, 1, "auto", device)
+    device, stats = torch.device("cpu"), r2d2.RunningMeanStd()
+    envs = r2d2.make_envs(args, 4, 1)
     agent, target = (r2d2.QNetwork(envs, args) for _ in range(2))
-    replay = r2d2.SequenceReplay(envs, args, device)
-    replay.begin_episodes(obs)
-    r2d2.collect_steps(agent, envs, replay, torch.full((4,), 0.5), 100)
-    replay.add_windows()
+    actor, replay = r2d2.Actor(envs, args, device), r2d2.SequenceReplay(envs, args, device)
+    r2d2.collect_steps(partial(actor.act, agent, torch.full((4,), 0.5)), actor, envs, replay, 100)
+    stats.update(torch.full((2,), 3.0)[rows], torch.ones(2)[rows])  # of each process, one
     index, weights = replay.sample(8)
     weights = weights * torch.linspace(0.3, 1.0, 8)
     replay.sample = lambda num_windows: (index[rows], weights[rows])
     assert len(replay.read_windows(index)["end"].unique()) > 1
     shake(agent)
-    r2d2.update_weights(agent, target, descend(agent), replay, metrics, r2d2.r2d2_loss, args)
+    metrics = r2d2.update_network(agent, target, descend(agent), replay, stats, r2d2.r2d2_loss, args)
     priorities = assemble(r2d2, replay.priority[index[rows]], rows, 8)
     return [agent], [r2d2.sum_over_ranks(metrics), priorities]
 

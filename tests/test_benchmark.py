@@ -127,8 +127,8 @@ def test_figures_are_drawn(tmp_path):
 
 def test_window_figure_shows_what_the_replay_holds(tmp_path):
     replay = r2d2_windows.fill_replay()
-    assert replay.rows["first"][:3].tolist() == [-4, 1, 6] and replay.rows["end"][:3].tolist() == [10, 10, 6]
-    assert replay.num_added == 3 and replay.rows["terminated"][:3].tolist() == [False, False, True]
+    assert replay.first[:3].tolist() == [-4, 1, 6] and replay.end[:3].tolist() == [10, 10, 6]
+    assert replay.num_added == 3 and replay.terminated[:3].tolist() == [False, False, True]
     r2d2_windows.draw(tmp_path / "windows.png")
     assert (tmp_path / "windows.png").stat().st_size > 5_000
 

@@ -19,6 +19,7 @@ from conftest import read_result
 from pretend_cuda import NAME, is_same, pretend_cuda
 
 from algos import ppo
+from algos import reinforce_tsp_attention as tsp
 from envs_shared.gym_tasks import scores
 from envs_shared.gym_tasks.vector import GymVec
 
@@ -36,11 +37,15 @@ class Run:
 PPO = "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --checkpoint-interval 0"
 PPO += " --eval-interval 1000 --eval-episodes 4"
 PENDULUM = "--env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss --ent-coef 0.01"
+TSP = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
+TSP += " --eval-interval 100 --eval-episodes 2"
 RUNS = {
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
     "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
+    "tsp-pomo": Run(tsp, TSP, max_waits=99, max_launches=999),
+    "tsp-rollout": Run(tsp, f"{TSP} --baseline rollout --baseline-instances 8 --optimizer adam", 99, 999),
 }
 
 

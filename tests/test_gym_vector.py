@@ -187,11 +187,15 @@ def test_ids_of_known_packages_import_them_and_are_made_to_be_read(monkeypatch, 
         "import gymnasium as gym\n"
         "import probe_envs\n"
         "gym.register('MiniGrid-Fake-v0', probe_envs.Grid)\n"
-        "gym.register('BabyAI-Fake-v0', probe_envs.Grid)\n"
+        "gym.register('BabyAI-Fake-v0', probe_envs.Grid, kwargs={'mission': 'BabyAIMissionSpace'})\n"
+        "gym.register('MiniGrid-Fetch-v0', probe_envs.Grid, kwargs={'mission': 'ordered_placeholders'})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert make_vec("ALE/Fake-v5", 2, 1, images=True)[0].image_shape == (1, 16, 20)
-    assert make_vec("MiniGrid-Fake-v0", 2, 1)[0].obs_dim == make_vec("BabyAI-Fake-v0", 2, 1)[0].obs_dim == 6 * 20 + 4
+    assert make_vec("MiniGrid-Fake-v0", 2, 1)[0].obs_dim == 6 * 20 + 4
+    for env_id in ("BabyAI-Fake-v0", "MiniGrid-Fetch-v0"):
+        with pytest.raises(ValueError, match="text is not read"):
+            make_vec(env_id, 2, 1)
     for flags in ({"vectorization": "sync"}, {"video_folder": tmp_path}):
         with pytest.raises(ValueError, match="--vectorization auto alone"):
             make_vec("ALE/Fake-v5", 2, 1, images=True, **flags)

@@ -41,6 +41,10 @@ class RunningMeanStd(nn.Module):
         """The running deviation [*shape], float32."""
         return (self.var + 1e-8).sqrt().float()
 
+    def get_rms(self) -> torch.Tensor:
+        """The running root mean square [*shape], float32."""
+        return (self.var + self.mean.square()).sqrt().clamp(min=1e-8).float()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., *shape] in running deviations from the running mean, 10 at most."""
         return ((x - self.mean.float()) / self.get_std()).clamp(-10.0, 10.0)

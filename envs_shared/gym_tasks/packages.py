@@ -12,8 +12,8 @@ class OneHotGrid(gym.ObservationWrapper):
     """MiniGrid's view of the grid and direction as one flat vector of zeros and ones.
 
     A view of H x W cells becomes 20 H W + 4 bytes: for each cell, object (11), colour (6) and state (3) one-hot,
-    then the direction (4). The text of the mission is left out, so that tasks in which it varies cannot be told apart
-    by it. Raises ValueError for other spaces.
+    then the direction (4). The text of the mission is left out. Raises ValueError for other spaces, and for tasks whose
+    mission is another in every episode, such as BabyAI's.
     """
 
     def __init__(self, env: gym.Env):
@@ -21,6 +21,9 @@ class OneHotGrid(gym.ObservationWrapper):
         parts = getattr(env.observation_space, "spaces", None)
         if not isinstance(parts, dict) or "direction" not in parts or parts["image"].shape[2:] != (3,):
             raise ValueError(f"{env.observation_space} is not MiniGrid's view of the grid")
+        mission = parts.get("mission")  # MiniGrid's have placeholders where they vary; BabyAI's do not say what varies
+        if getattr(mission, "ordered_placeholders", None) or type(mission).__name__ == "BabyAIMissionSpace":
+            raise ValueError("the text of its mission says what to do in an episode, and text is not read")
         height, width, _ = parts["image"].shape
         sizes = np.array([*GRID_SIZES * (height * width), 4])
         self.columns = np.cumsum(sizes) - sizes  # where the one-hot of each number begins

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN
+from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, REWARD
 
 MAX_STEPS = 10_000  # of an evaluated episode, for environments without a time limit
+WINDOW = 1_000  # steps that a return counts where episodes do not end
 
 
 class EpisodeScores:
@@ -41,18 +43,53 @@ class EpisodeScores:
         self.recent_returns = state
 
 
+class EndlessScores:
+    """Returns of every 1,000 steps, for environments of which no episode has ended yet, with a state to save."""
+
+    def __init__(self):
+        self.total = 0.0
+        self.num_steps: float = 0  # infinite once an episode has ended
+
+    def summarize(self, extra: torch.Tensor) -> dict[str, float]:
+        """The mean return of the last 1,000 steps, by tag, once in as many; else {}.
+
+        `extra` [T, B, NUM_EXTRA] holds the columns of T steps.
+        """
+        if (extra[..., EPISODE_LENGTH] > 0).any():
+            self.num_steps = -np.inf
+        self.total += extra[..., REWARD].sum(0).mean().item()
+        self.num_steps += len(extra)
+        if self.num_steps < WINDOW:
+            return {}
+        mean_return = self.total * WINDOW / self.num_steps
+        self.total = 0.0
+        self.num_steps = 0
+        return {"charts/return_1000_steps": mean_return}
+
+    def state_dict(self) -> dict[str, float]:
+        """Both counters."""
+        return vars(self).copy()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what `state_dict` returned."""
+        vars(self).update(state)
+
+
 def play_episodes(envs, policy: Callable[[torch.Tensor], torch.Tensor], num_episodes: int) -> dict[str, float]:
     """Mean and deviation of the returns and mean length of episodes under `policy`, from [B, D] to actions [B, A].
 
-    Each environment plays the same number of them, give or take one, so that short ones are not favoured. Episodes that
-    have not ended after 10,000 steps are cut off, count with their return so far, and are spoken of. Closes `envs`.
+    Each environment plays the same number of them, give or take one, so that short ones are not favoured. An episode
+    that has not ended after 10,000 steps is cut off, counts with its return so far and is its environment's last; the
+    number of these is printed. A progress bar shows after some seconds. Closes `envs`.
     """
     quota = num_episodes // envs.num_envs + (np.arange(envs.num_envs) < num_episodes % envs.num_envs)
     episodes = []
-    for _ in range(MAX_STEPS * quota.max()):
-        if not quota.any():
-            break
+    num_steps = np.zeros(envs.num_envs, np.int64)  # [B] of the running episodes
+    bar = tqdm(desc="evaluation", unit="step", delay=3, leave=False)
+    while (quota > 0).any() and num_steps[quota > 0].min() < MAX_STEPS:
+        bar.update(envs.num_envs)
         extra = envs.step(policy(envs.rows[:, : envs.obs_dim]))[:, envs.obs_dim :].numpy()
+        num_steps = np.where(extra[:, EPISODE_LENGTH] > 0, 0, num_steps + 1)
         ended = (extra[:, EPISODE_LENGTH] > 0) & (quota > 0)
         quota[ended] -= 1
         episodes.extend(extra[ended, EPISODE_RETURN : EPISODE_LENGTH + 1].tolist())
