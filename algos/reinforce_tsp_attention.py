@@ -645,7 +645,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     validation = tsp.make_instances("validation", draw_points(10 * args.eval_episodes, args.seed, 5, distinct=True))
     seed_everything(args.seed, 1)
     agent = AttentionModel(args.num_layers).to(device)
-    baseline = Baseline(agent)
+    baseline = Baseline(agent).to(device)
     seed_everything(args.seed, 2, RANK, step)
     use_graphs = args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1
     lr = torch.tensor(args.learning_rate, device=device)  # tensors, so that CUDA graphs see them change

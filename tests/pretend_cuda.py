@@ -285,7 +285,7 @@ class PretendCuda(TorchDispatchMode):
         if func is COPY and not all(isinstance(x, CudaTensor) for x in tensors):
             return self.transfer(*args, **kwargs)
         if is_here:
-            self.check(func.overloadpacket.__name__, args, tensors)
+            self.check(func, args, tensors)
         args = map_tensors(lambda _: HOLE, args)
         kwargs = {name: map_tensors(lambda _: HOLE, x) for name, x in kwargs.items() if name not in PLACES}
         return self.execute(func, args, kwargs, tensors)
@@ -309,8 +309,9 @@ class PretendCuda(TorchDispatchMode):
                 fill_unknown(buffer)
         return target
 
-    def check(self, name: str, args, tensors: list[torch.Tensor]) -> None:
-        """Let the host wait where operation `name` makes it, and refuse tensors of both devices."""
+    def check(self, func, args, tensors: list[torch.Tensor]) -> None:
+        """Let the host wait where an operation makes it, and refuse tensors of both devices."""
+        name = func.overloadpacket.__name__
         if name in INDEXING:
             indices = [x for x in args[1] if x is not None]
             values = list(args[2:3])
@@ -322,8 +323,9 @@ class PretendCuda(TorchDispatchMode):
             tensors = [args[0], *values]
         elif name in WAITING:
             self.wait(name.strip("_"))
+        written = [x for x, spec in zip(args, func._schema.arguments, strict=False) if spec.is_write]
         for x in tensors:
-            if not isinstance(x, CudaTensor) and x.dim() > 0:
+            if not isinstance(x, CudaTensor) and (x.dim() > 0 or any(x is y for y in written)):
                 both = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
                 raise RuntimeError(f"{both}: {name} at {find_caller()}")
 

@@ -273,6 +273,8 @@ def test_tensors_of_two_devices_do_not_mix():
         assert (x * torch.tensor(2.0)).sum().backward() is None  # a number is no tensor
         with pytest.raises(RuntimeError, match="two devices"):
             x + torch.ones(3)
+        with pytest.raises(RuntimeError, match="two devices"):
+            torch.zeros(()).lerp_(x.detach().mean(), 0.5)  # nor is one that is written
         with pytest.raises(TypeError, match="numpy"):
             x.detach().numpy()
         x.detach()[x > 0] = 0.0  # fills, without a look at how many
