@@ -30,8 +30,8 @@ class Run:
 
     script: ModuleType
     flags: str
-    max_waits: int  # in an iteration, of the host for the device; one more in each update has to be too many
-    max_launches: int  # in an iteration with graphs, of operations and graphs
+    max_waits: int  # between two moves of its bar, of the host for the device; one more in each update is too many
+    max_launches: int  # there with graphs, of operations and graphs
 
 
 PPO = "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --checkpoint-interval 0"
@@ -39,13 +39,14 @@ PPO += " --eval-interval 1000 --eval-episodes 4"
 PENDULUM = "--env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss --ent-coef 0.01"
 TSP = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
 TSP += " --eval-interval 100 --eval-episodes 2"
+ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
 RUNS = {
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
     "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
-    "tsp-pomo": Run(tsp, TSP, max_waits=99, max_launches=999),
-    "tsp-rollout": Run(tsp, f"{TSP} --baseline rollout --baseline-instances 8 --optimizer adam", 99, 999),
+    "tsp-pomo": Run(tsp, TSP, max_waits=4, max_launches=70),
+    "tsp-rollout": Run(tsp, f"{TSP} {ROLLOUT}", max_waits=6, max_launches=300),
 }
 
 
