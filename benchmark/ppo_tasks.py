@@ -19,6 +19,11 @@ def list_pairs(results: dict) -> list[tuple[dict, dict]]:
     return [tuple(results["cells"][ratio[side]] for side in ("ours", "peer")) for ratio in ratios]
 
 
+def name_task(cell: dict) -> str:
+    """Task of one of our cells, with its setting where there is more than one."""
+    return cell["task"] + (f", {cell['setting']}" if cell["setting"] not in ("default", "ours") else "")
+
+
 def show_quantity(cell: dict, quantity: str) -> str:
     """Median of what it took to the threshold; where most runs never got there, what they were given."""
     values = records.get_values(cell, quantity)
@@ -32,16 +37,16 @@ def show_quantity(cell: dict, quantity: str) -> str:
 
 def make_table(results: dict) -> str:
     """Markdown table of both programs, a line a task, then our flags."""
-    lines = ["| task, solved at | steps | SB3's | ours / SB3's | CPU-s | SB3's | ours / SB3's |"]
-    lines += ["|--|--:|--:|--|--:|--:|--|"]
+    lines = ["| task | solved at | steps | SB3's | ours / SB3's | CPU-s | SB3's | ours / SB3's |"]
+    lines += ["|--|--:|--:|--:|--|--:|--:|--|"]
     for ours, peer in list_pairs(results):
-        columns = [f"{ours['task']}, {ours['threshold']:g}"]
+        columns = [f"{name_task(ours)}", f"{ours['threshold']:g}"]
         for quantity in ("steps_to_threshold", "seconds_to_threshold"):
             ratio = records.find_ratio(*(records.get_values(cell, quantity) for cell in (ours, peer)))
             columns += [show_quantity(cell, quantity) for cell in (ours, peer)]
             columns += [f"**{show(ratio[0], 2)}** ({report.show_interval(ratio[1])})" if ratio else "-"]
         lines.append("| " + " | ".join(columns) + " |")
-    flags = [f"- {ours['task']}: `{' '.join(ours['command'].split())}`" for ours, _ in list_pairs(results)]
+    flags = [f"- {name_task(ours)}: `{' '.join(ours['command'].split())}`" for ours, _ in list_pairs(results)]
     return "\n".join([*lines, "", *flags])
 
 
@@ -54,18 +59,6 @@ def make_speed_table(results: dict) -> str:
         numbers = " | ".join(f"{np.median(v):,.0f}" for v in values)
         title = ratio["title"].partition(", both with ")[2]
         lines.append(f"| {title} | {numbers} | **{found:.2f}** ({report.show_interval(interval)}) |")
-    return "\n".join(lines)
-
-
-def make_control_table(results: dict) -> str:
-    """Markdown table of the tasks that we run alone."""
-    lines = ["| task | steps | CPU-s | return of the final policy, a seed each | mean |", "|--|--:|--:|--|--:|"]
-    for cell in results["cells"].values():
-        if cell["setting"] == "mujoco":
-            returns = records.get_values(cell, "headline")
-            numbers = [f"{np.median(records.get_values(cell, q)):,.0f}" for q in ("env_steps", "cpu_seconds")]
-            numbers += [", ".join(f"{x:.0f}" for x in returns), f"**{np.mean(returns):.0f}**"]
-            lines.append(f"| {cell['task']} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
@@ -88,10 +81,10 @@ def draw(results: dict, path: Path) -> None:
         for axes in column:
             axes.axhline(cells[0]["threshold"], color="gray", ls=":", lw=1)
             axes.grid(alpha=0.3)
-        column[0].set(title=cells[0]["task"], xlabel="environment steps")
+        column[0].set(title=name_task(cells[0]), xlabel="environment steps")
         column[0].xaxis.set_major_formatter(EngFormatter())
         column[1].set(xlabel="CPU-seconds of training", xscale="log")
-    for axes in figure.axes[: len(figure.axes)]:
+    for axes in figure.axes:
         axes.tick_params(labelsize=8)
     figure.axes[0].set_ylabel("return of the greedy policy")
     figure.axes[len(pairs)].set_ylabel("return of the greedy policy")
@@ -108,7 +101,6 @@ def sections(results: dict) -> dict[str, str]:
     return {
         "ppo_tasks": f"\n{make_table(results)}\n\n{measured}\n",
         "ppo_speed": f"\n{make_speed_table(results)}\n",
-        "ppo_mujoco": f"\n{make_control_table(results)}\n",
         "ppo_tasks_cell": f"{ours['task']} solved in {seconds:.1f} CPU-seconds (median of {len(ours['runs'])} seeds), "
         f"{others / seconds:.1f}x fewer than Stable-Baselines3 with the rl-zoo's settings",
     }

@@ -70,21 +70,17 @@ def make_cell(setting, steps, **changes):
 
 
 def test_tables_of_tasks_count_runs_that_never_got_there():
-    cells = {"a": make_cell("algos/a", [100, 300, None]), "b": make_cell("b", [None, 600, None])}
+    cells = {"a": make_cell("ours", [100, 300, None]), "b": make_cell("b", [None, 600, None])}
     cells |= {"c": make_cell("c", [200, 300, 400])}
     ratios = [{"quantity": "seconds_to_threshold", "ours": "a", "peer": peer} for peer in "bc"]
     ratios += [{"quantity": "steps_per_second", "ours": "a", "peer": "c", "title": "t, both with equal settings"}]
     results = {"cells": cells, "ratios": ratios}
     table = ppo_tasks.make_table(results)
-    assert (
-        "| CartPole-v1, 475 | 300 (2 of 3) | over 400 (1 of 3) | - | 3.00 (2 of 3) | over 4.00 (1 of 3) | - |" in table
-    )
+    assert "| CartPole-v1 | 475 | 300 (2 of 3) | over 400 (1 of 3) | - | 3.00 (2 of 3) | over 4.00 (1 of 3) |" in table
     assert "| 300 (2 of 3) | 300 | **1.0** (-) | 3.00 (2 of 3) | 3.00 | **1.0** (-) |" in table
-    assert "- CartPole-v1: `python algos/a.py --a 1`" in table
+    assert "- CartPole-v1: `python ours.py --a 1`" in table
     assert "| equal settings | 101 | 101 | **1.00** (" in ppo_tasks.make_speed_table(results)
-    assert ppo_tasks.sections(results)["ppo_tasks_cell"].startswith(
-        "CartPole-v1 solved in 3.0 CPU-seconds (median of 3"
-    )
+    assert "CartPole-v1 solved in 3.0 CPU-seconds (median of 3" in ppo_tasks.sections(results)["ppo_tasks_cell"]
 
 
 def test_speed_ratio_is_of_medians_and_of_the_best_setting_of_each():
