@@ -736,7 +736,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         # Collect steps, and the windows that they complete
         num_added = int(replay.num_added)
         extra, num_real = collect_steps(act, actor, envs, replay, args.num_steps)  # [num_steps, B, NUM_EXTRA]
-        rewards = extra[..., REWARD].to(device)
+        rewards = extra.to(device)[..., REWARD]
         reward_stats.update(rewards, rewards != 0)
         counts = torch.tensor([num_real, int(replay.num_added) - num_added, replay.num_added > 0], device=device)
         num_real, num_collected, num_ready = sum_over_ranks(counts).tolist()
