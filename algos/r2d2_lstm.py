@@ -377,7 +377,7 @@ def epsilon_ladder(num_envs: int, epsilon: float) -> torch.Tensor:
     return epsilon ** (1.0 + 7.0 * torch.arange(num_envs) / max(num_envs - 1, 1))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def collect_steps(act, actor: Actor, envs, replay: SequenceReplay, num_steps: int) -> tuple[torch.Tensor, int]:
     """Play `num_steps` steps in every environment into the replay; `act` is `actor.act`, recorded as a graph or not.
 
