@@ -22,7 +22,11 @@ RANKS = ROOT / "tests" / "ranks.py"
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RANKS)
 
 STATISTICS = re.compile(r"running_(mean|var)|num_batches_tracked")  # which a batch norm gathers, whatever the rate
-MOVES_NOTHING = {"ppo": "", "reinforce_tsp_attention": "--muon-learning-rate 1e-30"}  # beside the flags of all
+MOVES_NOTHING = {
+    "ppo": "",
+    "r2d2_lstm": "",
+    "reinforce_tsp_attention": "--muon-learning-rate 1e-30",
+}  # beside the flags of all
 
 TOTALS = {
     "alphazero_go": "num-games pool-size batch-size",
