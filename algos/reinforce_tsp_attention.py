@@ -411,7 +411,8 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Steps along the orthogonalized momentum of each matrix (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    torch.optim.Muon without weight decay, but the learning rate stays a tensor, so that CUDA graphs see it change.
+    torch.optim.Muon with adjust_lr_fn="match_rms_adamw" and no weight decay, but the learning rate stays a tensor, so
+    that CUDA graphs see it change.
     """
 
     def __init__(self, params, lr: torch.Tensor, momentum: float = 0.95):
@@ -425,7 +426,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - group["momentum"])
             update = orthogonalize(p.grad.lerp(momentum, group["momentum"]))  # Nesterov's
-            p.sub_(group["lr"] * math.sqrt(max(1.0, p.shape[0] / p.shape[1])) * update)
+            p.sub_(group["lr"] * 0.2 * math.sqrt(max(p.shape)) * update)  # as long as a typical step of Adam
 
 
 def make_optimizers(agent: AttentionModel, args: Args, lr: torch.Tensor, muon_lr: torch.Tensor, capturable: bool):

@@ -471,7 +471,8 @@ def test_muon_is_that_of_torch():
     shapes = (8, 8), (8, 8), (32, 8), (8, 32)
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
     rate = torch.tensor(0.0)
-    muon, reference = am.Muon(ours, rate), torch.optim.Muon(theirs, 0.0, weight_decay=0.0)
+    muon = am.Muon(ours, rate)
+    reference = torch.optim.Muon(theirs, 0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     for lr in (0.1, 0.05, 0.02):
         rate.fill_(lr)
         reference.param_groups[0]["lr"] = lr
