@@ -24,7 +24,7 @@ ULYSSES16 = """38.24 20.42 39.57 26.15 40.56 25.32 36.26 23.12 33.48 10.54 37.56
 def solve_exactly(points, metric="EUCLIDEAN"):
     """Length of the optimal tour by dynamic programming over subsets (Held and Karp 1962), in float64."""
     points = torch.as_tensor(points, dtype=torch.float64)
-    d = tsp_files.METRICS[metric](points[:, None], points[None]).numpy()
+    d = tsp_files.DISTANCES[metric](points[:, None], points[None]).numpy()
     n = len(points)
     best = np.full((1 << (n - 1), n - 1), np.inf)  # [subset of nodes 1..n-1, last of them]
     for j in range(n - 1):
@@ -171,7 +171,7 @@ def test_tours_may_be_open_or_closed(tmp_path):
     ("line", "message"),
     [
         ("0 0 1 0 1 output 1 2 3 1", "5 coordinates"),
-        ("0 0 1 0 output 1 2 1", "4 coordinates"),
+        (" output 1", "0 coordinates"),
         ("0 0 1 0 1 nan output 1 2 3 1", "not finite"),
         ("0 0 1 0 1 1e101 output 1 2 3 1", "beyond 1e100"),
         ("0 0 1 0 1 x output 1 2 3 1", "could not convert"),
@@ -188,6 +188,19 @@ def test_bad_lines_are_named(tmp_path, line, message):
     path = write(tmp_path / "x.txt", f"0 0 1 0 1 1 output 1 2 3 1\n{line}\n")
     with pytest.raises(ValueError, match=rf"x\.txt:2: .*{message}"):
         tsp.read_instances(path)
+
+
+def test_tours_are_written_in_the_format_of_their_file(tmp_path):
+    tour = np.array([2, 0, 1])
+    (tmp_path / "x.tsp").write_text(HEADER.replace("EUC_2D", "GEO") + "1 0 0\n2 1 1\n3 2 1\nEOF\n")
+    (tmp_path / "y.txt").write_text("0 0 1 0 1 1\n0 0 2 0 2 2\n")
+    instances = tsp.read_files((str(tmp_path / "x.tsp"), str(tmp_path / "y.txt")))
+    tsp.write_tours(str(tmp_path / "tours"), instances, [tour] * 3)
+    assert tsp_files.read_tsplib_tour(tmp_path / "tours" / "x.tour", 3).tolist() == tour.tolist()
+    again = tsp.read_instances(tmp_path / "tours" / "y.txt")
+    assert [i.tour.tolist() for i in again] == [tour.tolist()] * 2 and again[1].points.max() == 2
+    with pytest.raises(ValueError, match="File exists"):
+        tsp.check_new_folder(str(tmp_path / "tours"))
 
 
 def test_unreadable_files(tmp_path):
