@@ -355,9 +355,8 @@ def evaluate(agent: Agent, args: Args, device, num_episodes: int, stream: int, f
     video_folder = folder if args.capture_video else None
     vectorization = "auto" if args.vectorization in ("auto", "torch") else "sync"
     with torch.random.fork_rng(devices=[]):  # training's random numbers stay what they are
-        envs = make_envs(
-            args, min(args.num_envs, num_episodes), seed, vectorization=vectorization, video_folder=video_folder
-        )
+        num_envs = min(args.num_envs, num_episodes)
+        envs = make_envs(args, num_envs, seed, vectorization=vectorization, video_folder=video_folder)
         return play_episodes(envs, lambda obs: agent.get_action(obs.to(device)), num_episodes)
 
 
@@ -572,9 +571,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         epoch_metrics = []  # of each epoch, the mean METRICS [6] of its minibatches
         for _ in range(args.update_epochs):
             minibatches = torch.randperm(batch_size, device=device).split(batch_size // args.num_minibatches)
-            metrics = torch.stack(
-                [update(index).clone() for index in minibatches]
-            )  # cloned, as a graph writes over them
+            # Cloned, as a graph writes over what it gave before
+            metrics = torch.stack([update(index).clone() for index in minibatches])
             epoch_metrics.append(sum_over_ranks(metrics.mean(0)))
             if args.target_kl is not None and epoch_metrics[-1][METRICS.index("approx_kl")] > args.target_kl:
                 break

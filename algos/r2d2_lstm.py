@@ -253,9 +253,7 @@ class SequenceReplay(nn.Module):
             "first": torch.zeros(rows, dtype=torch.int64, device=device),  # [R] time of the first slot
             "env": torch.zeros(rows, dtype=torch.int64, device=device),  # [R]
             "end": torch.zeros(rows, dtype=torch.int64, device=device),  # [R] last step that belongs to the episode
-            "is_warm": torch.zeros(
-                rows, dtype=torch.bool, device=device
-            ),  # [R] it has steps to burn in on, else it is read from after them
+            "is_warm": torch.zeros(rows, dtype=torch.bool, device=device),  # [R] it has steps to burn in on
             "terminated": torch.zeros(rows, dtype=torch.bool, device=device),  # [R] the episode, at `end`
             "state": torch.zeros(*rows, *state_shape, device=device),  # [R, 2, H] before the first slot that is read
             "priority": torch.zeros(rows, device=device),  # [R] p of eq. 4; zero where there is no window yet
