@@ -175,7 +175,7 @@ def test_a_sampled_node_is_never_a_visited_one():
 
 
 @given(num_nodes=st.integers(1, 12), seed=st.integers(0, 1000), decoding=st.sampled_from(DECODINGS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_tours_are_permutations_under_every_decoding(num_nodes, seed, decoding):
     points = draw(3, num_nodes, seed, torch.float64)
     tours = torch.cat(list(am.propose_tours(make_agent(seed=seed), decoding, points)), 1)
@@ -587,13 +587,13 @@ def test_a_death_while_solving_leaves_nothing_that_a_retry_would_meet(tmp_path):
 
 def test_a_thousand_nodes_take_two_gigabytes_however_many_instances():
     """In a process of its own whose memory is limited beyond what it has at the start."""
-    agent, instances = make_agent(), [tsp.Instance("x", x) for x in draw(8, 1000).double().numpy()]
+    agent, instances = make_agent(), [tsp.Instance("x", x) for x in draw(6, 1000).double().numpy()]
     if pid := os.fork():
         assert os.waitpid(pid, 0)[1] == 0
         return
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
         _, lengths, _ = am.solve(agent, CPU, instances, ["greedy"])["greedy"]
         os._exit(0 if (lengths > 1).all() else 1)
     finally:
@@ -604,7 +604,7 @@ def test_a_thousand_nodes_take_two_gigabytes_however_many_instances():
 def test_the_networks_that_come_with_the_repository(capsys, name, gaps):
     """Gaps on the stored instances: greedy, multi-start, and multi-start of the symmetric images."""
     path = ROOT / "benchmark" / "checkpoints" / f"{name}.pt"
-    am.main(["--evaluate", str(path), "--eval-episodes", "50"])
+    am.main(["--evaluate", str(path), "--eval-episodes", "25"])
     printed = {k: float(v) for k, v in (line.split() for line in capsys.readouterr().out.splitlines())}
     found = [printed[f"eval/{decoding}_gap"] for decoding in ("greedy", "multistart", "multistart_x8")]
     assert all(-1e-6 <= gap < limit for gap, limit in zip(found, gaps, strict=True)), found
@@ -651,10 +651,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
 # Learning
 
 
-@pytest.mark.parametrize(("num_nodes", "seed"), [(7, 1), (8, 2), (8, 3)])
+@pytest.mark.parametrize(("num_nodes", "seed"), [(7, 1), *(pytest.param(8, i, marks=pytest.mark.slow) for i in (2, 3))])
 def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, seed):
     """Under 1 % above exact dynamic programming by multi-start, after seconds."""
-    flags = f"--env-id tsp{num_nodes}-uniform --seed {seed} --num-epochs 3 --steps-per-epoch 80 --batch-size 32".split()
+    flags = f"--env-id tsp{num_nodes}-uniform --seed {seed} --num-epochs 3 --steps-per-epoch 60 --batch-size 32".split()
     path, *_ = short_run(tmp_path, *flags)
     instances = tsp.make_test_instances(f"tsp{num_nodes}-uniform", 60)
     agent = am.AttentionModel()
