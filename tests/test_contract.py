@@ -106,7 +106,7 @@ SHARED = (
 ).split()
 OLD_SHARED = (
     "fail check_range setup_device seed_everything sum_over_ranks sum_gradients make_run_folder make_writer get_commit "
-    "plot_learning_curve write_atomically save_checkpoint load_checkpoint capture_graph init_optimizer_state"
+    "plot_learning_curve write_atomically save_checkpoint load_checkpoint capture_graph"
 ).split()
 COMMON_FLAGS = (
     "exp_name seed torch_deterministic cuda torch_threads run_dir track wandb_project_name wandb_entity capture_video "
