@@ -1,12 +1,9 @@
 """PPO against brute force, closed forms, float64 and its own specification."""
 
-import contextlib
 import copy
 import math
 import re
 import time
-from functools import partial
-from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -723,58 +720,6 @@ def test_compiled_loss_equals_eager():
             results.append([loss.detach(), metrics, *(p.grad.clone() for p in agent.parameters())])
         for eager, compiled in zip(*results, strict=True):
             torch.testing.assert_close(eager, compiled, rtol=1e-4, atol=1e-5)
-
-
-class GraphStandIn:
-    """torch.cuda.graph on the CPU: the recorded call counts as the first replay, later ones write to its memory."""
-
-    def __init__(self, graph, **_):
-        self.graph, self.num_replays = graph, 0
-
-    def __enter__(self):
-        self.graph.replay.side_effect = self.replay
-
-    def __exit__(self, *_):
-        pass
-
-    def replay(self):
-        self.num_replays += 1
-        if self.num_replays > 1:
-            outputs = self.graph.owner.fn(*self.graph.owner.inputs)
-            if outputs is not None:
-                self.graph.owner.outputs.copy_(outputs)
-
-
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_graphs_see_the_memory_that_other_graphs_write(monkeypatch, env_id):
-    """Six iterations with each step recorded, by a stand-in that keeps to recorded memory, give the weights of none."""
-    for name in ("CUDAGraph", "Stream", "stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, mock.MagicMock)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", GraphStandIn)
-
-    def record(fn):
-        graph = ppo.CudaGraph(fn)
-        graph.graph.owner = graph
-        return graph
-
-    args, ends = Args(env_id=env_id, num_envs=4, num_steps=16, norm_obs=True, norm_reward=True), []
-    for wrap in (record, lambda fn: fn):
-        envs, agent, storage, scaler = make_trained_parts(args)
-        optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
-        sample = wrap(agent.sample)
-        add_targets = wrap(partial(ppo.compute_targets, agent, storage, scaler, args))
-        update = wrap(partial(ppo.update_minibatch, agent, optimizer, ppo_loss, storage.rollout, args))
-        metrics, memory = [], set()
-        for _ in range(6):
-            ppo.collect_rollout(agent, sample, envs, storage)
-            add_targets()
-            memory.add(tuple(x.data_ptr() for x in storage.rollout.values()))  # what a recorded update reads
-            metrics += [update(index).clone() for index in torch.randperm(64).split(32)]
-        assert len(memory) == 1
-        ends.append([torch.stack(metrics), *agent.state_dict().values()])
-    for graphs, eager in zip(*ends, strict=True):
-        torch.testing.assert_close(graphs, eager, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
