@@ -464,9 +464,10 @@ def propose_tours(agent: AttentionModel, decoding: Decoding, points: torch.Tenso
             yield construct_tours(image, agent(image), points.shape[1], starts)[0]
 
 
-def solve(agent: AttentionModel, device: torch.device, instances: list, decodings) -> dict[str, tuple]:
-    """The shortest tours of instances by decoding, with their lengths and milliseconds (`tsp.find_shortest`)."""
-    return {name: tsp.find_shortest(partial(propose_tours, agent, name), instances, device) for name in decodings}
+def evaluate(agent: AttentionModel, device: torch.device, instances: list, decodings) -> tuple[dict, dict]:
+    """Metrics of the shortest tours of instances, and those tours by decoding (`tsp.find_shortest`)."""
+    found = {name: tsp.find_shortest(partial(propose_tours, agent, name), instances, device) for name in decodings}
+    return tsp.summarize(found, instances), found
 
 
 def load_points(args: Args) -> tuple:
@@ -731,11 +732,11 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 4  # by instances
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
-            scalars |= tsp.summarize(solve(agent, device, instances, ["greedy"]), instances)
-            length = solve(agent, device, validation, ["greedy"])["greedy"][1].mean()
+            scalars |= evaluate(agent, device, instances, ["greedy"])[0]
+            length = evaluate(agent, device, validation, ["greedy"])[0]["eval/greedy_length"]
             scalars["eval/validation_length"] = length
             if length <= progress["best_length"]:
-                progress["best_length"] = float(length)
+                progress["best_length"] = length
                 save_checkpoint(best_path, args, progress, {"agent": agent})
             progress["eval_steps"] += len(instances) + len(validation)
             progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
@@ -754,11 +755,11 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
     # Score the final policy and the best one on instances that chose neither
     decodings = list(dict.fromkeys(("greedy", *args.decoding)))
-    found = solve(agent, device, instances, decodings)
-    metrics = best = tsp.summarize(found, instances)
+    metrics, found = evaluate(agent, device, instances, decodings)
+    best = metrics
     if best_path.exists() and load_checkpoint(best_path)["global_step"] != step:
         agent.load_state_dict(load_checkpoint(best_path)["agent"])
-        best = tsp.summarize(solve(agent, device, instances, decodings), instances)
+        best, _ = evaluate(agent, device, instances, decodings)
     metrics = metrics | {name.replace("eval/", "best/"): value for name, value in best.items()}
     figure = tsp.draw_tours(instances, found["greedy"][0])
     if figure is not None:
@@ -805,8 +806,8 @@ def main(argv: list[str] | None = None) -> None:
     _, instances = load_points(args)
     agent = AttentionModel(args.num_layers).to(device)
     agent.load_state_dict(checkpoint["agent"])
-    found = solve(agent, device, instances, args.decoding)
-    for name, value in tsp.summarize(found, instances).items():
+    metrics, found = evaluate(agent, device, instances, args.decoding)
+    for name, value in metrics.items():
         print(f"{name} {value:.4f}")
     if args.solve is not None:
         tsp.write_tours(args.solve, instances, tsp.choose_shortest(found))

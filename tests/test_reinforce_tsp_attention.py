@@ -209,7 +209,7 @@ def test_symmetries_keep_lengths_and_are_eight():
 
 def test_more_decoding_is_never_worse():
     agent, instances = make_agent(), tsp.make_test_instances("tsp20-uniform", 20)
-    found = am.solve(agent, CPU, instances, DECODINGS)
+    _, found = am.evaluate(agent, CPU, instances, DECODINGS)
     assert (found["multistart_x8"][1] <= found["multistart"][1] + 1e-12).all()
     assert (found["multistart_x8"][1] < found["multistart"][1] - 1e-9).any()
 
@@ -228,7 +228,7 @@ def test_units_and_position_of_the_points_do_not_matter(scale, x, y):
 def test_points_that_coincide_are_no_problem():
     points = torch.full((1, 5, 2), 3.0, dtype=torch.float64)
     assert torch.equal(am.scale_to_unit_square(points), torch.zeros_like(points))
-    found = am.solve(make_agent(), CPU, [tsp.Instance("x", points[0].numpy())], DECODINGS)
+    _, found = am.evaluate(make_agent(), CPU, [tsp.Instance("x", points[0].numpy())], DECODINGS)
     assert all(lengths[0] == 0 and sorted(tours[0]) == list(range(5)) for tours, lengths, _ in found.values())
 
 
@@ -550,7 +550,7 @@ def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
     best = min(printed[f"eval/tsp20-gaussian/{decoding}_gap"] for decoding in ("greedy", "multistart"))
     assert -1e-9 <= np.mean(ratios) <= best + 1e-4  # four digits are printed
     instances = tsp.read_instances(data)
-    found = am.solve(make_agent(), CPU, instances, ["greedy"])["greedy"]
+    found = am.evaluate(make_agent(), CPU, instances, ["greedy"])[1]["greedy"]
     for tour, length, instance in zip(*found[:2], instances, strict=True):
         stops = instance.points[[*tour, tour[0]]]
         assert np.linalg.norm(np.diff(stops, axis=0), axis=1).sum() == pytest.approx(length, rel=1e-12)
@@ -596,7 +596,7 @@ def test_a_thousand_nodes_take_two_gigabytes_however_many_instances():
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
-        _, lengths, _ = am.solve(agent, CPU, instances, ["greedy"])["greedy"]
+        _, lengths, _ = am.evaluate(agent, CPU, instances, ["greedy"])[1]["greedy"]
         os._exit(0 if (lengths > 1).all() else 1)
     finally:
         os._exit(1)
@@ -661,7 +661,7 @@ def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, seed):
     instances = tsp.make_test_instances(f"tsp{num_nodes}-uniform", 60)
     agent = am.AttentionModel()
     agent.load_state_dict(torch.load(path / "checkpoint.pt", weights_only=True)["agent"])
-    found = am.solve(agent, CPU, instances, DECODINGS)
+    _, found = am.evaluate(agent, CPU, instances, DECODINGS)
     optimum = np.array([solve_exactly(i.points) for i in instances])
     gaps = {decoding: 100 * (lengths / optimum - 1).mean() for decoding, (_, lengths, _) in found.items()}
     print(gaps)

@@ -48,7 +48,7 @@ class EndlessScores:
 
     def __init__(self):
         self.total = 0.0
-        self.num_steps: float = 0  # infinite once an episode has ended
+        self.num_steps: float = 0  # minus infinity once an episode has ended
 
     def summarize(self, extra: torch.Tensor) -> dict[str, float]:
         """The mean return of the last 1,000 steps, by tag, once in as many; else {}.
