@@ -37,6 +37,7 @@ d = D / H.
 # ///
 
 import copy
+import ctypes
 import json
 import math
 import os
@@ -394,17 +395,17 @@ def update_weights(agent: AttentionModel, optimizers, loss_fn, args: Args, point
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:
-    """About U V^T of a matrix x = U S V^T, by five Newton-Schulz steps, in bfloat16 where that is fast.
+    """About U V^T of matrices x = U S V^T, [M, m, n], by five Newton-Schulz steps, in bfloat16 where that is fast.
 
     Each is y <- (a I + b y y^T + c (y y^T)^2) y with a = 3.4445, b = -4.7750, c = 2.0315.
     """
-    if x.shape[0] > x.shape[1]:
-        return orthogonalize(x.T).T
+    if x.shape[1] > x.shape[2]:
+        return orthogonalize(x.mT).mT
     y = x.bfloat16() if x.is_cuda or CPU_HAS_BFLOAT16 else x
-    y = y / y.norm().clamp(min=1e-7)
+    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = y @ y.T
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+        gram = torch.bmm(y, y.mT)
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
     return y.to(x.dtype)
 
 
@@ -412,7 +413,7 @@ class Muon(torch.optim.Optimizer):
     """Steps along the orthogonalized momentum of each matrix (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
     torch.optim.Muon with adjust_lr_fn="match_rms_adamw" and no weight decay, but the learning rate stays a tensor, so
-    that CUDA graphs see it change.
+    that CUDA graphs see it change, and matrices of one shape are stepped together.
     """
 
     def __init__(self, params, lr: torch.Tensor, momentum: float = 0.95):
@@ -421,12 +422,17 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         (group,) = self.param_groups
-        for p in group["params"]:
-            if p not in self.state:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-            momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - group["momentum"])
-            update = orthogonalize(p.grad.lerp(momentum, group["momentum"]))  # Nesterov's
-            p.sub_(group["lr"] * 0.2 * math.sqrt(max(p.shape)) * update)  # as long as a typical step of Adam
+        for shape in {p.shape for p in group["params"]}:
+            params = [p for p in group["params"] if p.shape == shape]
+            updates = []
+            for p in params:
+                if p not in self.state:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+                momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - group["momentum"])
+                updates.append(p.grad.lerp(momentum, group["momentum"]))  # Nesterov's
+            length = group["lr"] * 0.2 * math.sqrt(max(shape))  # as long as a typical step of Adam
+            for p, update in zip(params, orthogonalize(torch.stack(updates)), strict=True):
+                p.sub_(length * update)
 
 
 def make_optimizers(agent: AttentionModel, args: Args, lr: torch.Tensor, muon_lr: torch.Tensor, capturable: bool):
@@ -781,6 +787,9 @@ def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, or evaluate a checkpoint."""
     args = tyro.cli(Args, args=argv)
     torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
+    if sys.platform == "linux":  # freed memory is kept: to give it back and get it anew took a fifth of each step
+        ctypes.CDLL(None).mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
     checkpoint = None
     if args.evaluate is not None and (args.resume is not None or WORLD_SIZE > 1):
         fail("--resume and --evaluate exclude each other, and --evaluate is for one process")
