@@ -19,6 +19,7 @@ from conftest import read_result
 from pretend_cuda import NAME, is_same, pretend_cuda
 
 from algos import ppo
+from algos import r2d2_lstm as r2d2
 from algos import reinforce_tsp_attention as tsp
 from envs_shared.gym_tasks import scores
 from envs_shared.gym_tasks.vector import GymVec
@@ -39,12 +40,17 @@ PPO += " --eval-interval 1000 --eval-episodes 4"
 PENDULUM = "--env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss --ent-coef 0.01"
 TSP = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
 TSP += " --eval-interval 100 --eval-episodes 2"
+R2D2 = "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40 --hidden-size 8"
+R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --checkpoint-interval 0"
+R2D2 += " --eval-interval 1000 --eval-episodes 2"
 ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
 RUNS = {
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
     "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
+    "r2d2": Run(r2d2, R2D2, max_waits=34, max_launches=280),
+    "r2d2-same-step": Run(r2d2, f"{R2D2} --env-id probe_envs:SameStepLedger-v0", max_waits=64, max_launches=340),
     "tsp-pomo": Run(tsp, TSP, max_waits=4, max_launches=70),
     "tsp-rollout": Run(tsp, f"{TSP} {ROLLOUT}", max_waits=6, max_launches=300),
 }

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -1052,56 +1051,6 @@ def test_bfloat16_ends_before_the_targets(monkeypatch):
     r2d2_loss(agent, target, windows, torch.ones(8), count, args)
     expected = r2d2.value_rescale(torch.tensor(1.003 * sum(0.9**i for i in range(5))))
     torch.testing.assert_close(found[0][0], expected.expand(8), rtol=1e-6, atol=0)
-
-
-class GraphStandIn:
-    """torch.cuda.graph on the CPU: the recorded call counts as the first replay, later ones write to its memory."""
-
-    def __init__(self, graph, **_):
-        self.graph, self.num_replays = graph, 0
-
-    def __enter__(self):
-        self.graph.replay.side_effect = self.replay
-
-    def __exit__(self, *_):
-        pass
-
-    def replay(self):
-        self.num_replays += 1
-        if self.num_replays > 1:
-            self.graph.owner.outputs.copy_(self.graph.owner.fn(*self.graph.owner.inputs))
-
-
-@pytest.mark.parametrize("env_id", ["probe_envs:SameStepLedger-v0", "RepeatPreviousEasy-v0"])
-def test_graphs_see_the_memory_that_other_code_writes(monkeypatch, env_id):
-    """Acting and updates, each recorded by a stand-in that keeps to recorded memory, give the weights of neither."""
-    for name in ("CUDAGraph", "Stream", "stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, mock.MagicMock)
-    monkeypatch.setattr(torch.cuda, "graph", GraphStandIn)
-
-    def record(fn):
-        graph = r2d2.CudaGraph(fn)
-        graph.graph.owner = graph
-        return graph
-
-    args, ends = make_args(2, 3, 2, env_id=env_id, num_envs=4, batch_size=24, norm_reward=True, buffer_size=40), []
-    for wrap in (record, lambda fn: fn):
-        envs, agent, actor, replay = make_parts(args)
-        target, stats = QNetwork(envs, args).requires_grad_(False), r2d2.RunningMeanStd()
-        optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
-        act = wrap(partial(actor.act, agent, r2d2.epsilon_ladder(4, 0.4)))
-        update = wrap(partial(r2d2.update_network, agent, target, optimizer, replay, stats, r2d2_loss, args))
-        parts, metrics, memory = (agent, target, actor, replay, stats), [], set()
-        for _ in range(6):
-            extra, _ = r2d2.collect_steps(act, actor, envs, replay, 10)
-            stats.update(extra[..., r2d2.REWARD], extra[..., r2d2.REWARD] != 0)
-            metrics += [update().clone() for _ in range(2)]
-            target.load_state_dict(agent.state_dict())
-            memory.add(tuple(x.data_ptr() for part in parts for x in part.state_dict().values()))
-        assert len(memory) == 1
-        ends.append([torch.stack(metrics), *(x for part in parts for x in part.state_dict().values())])
-    for graphs, eager in zip(*ends, strict=True):
-        torch.testing.assert_close(graphs, eager, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
