@@ -105,7 +105,7 @@ class Args:
     batch_size: int = 32  # instances B of a gradient step, over all processes
     optimizer: Literal["muon", "adam"] = "muon"  # of the matrices between embeddings; Adam has all others
     learning_rate: float = 1e-3  # of Adam
-    muon_learning_rate: float = 4e-3  # of Muon
+    muon_learning_rate: float = 2e-3  # of Muon
     anneal_lr: bool = True  # lower the learning rates to zero along half a cosine
     max_grad_norm: float = 1.0  # largest global norm of the gradient (inf: no limit)
     baseline: Literal["pomo", "rollout", "exponential"] = "pomo"  # b(s): mean over all starts, greedy, or running mean

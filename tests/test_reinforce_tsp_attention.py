@@ -432,7 +432,7 @@ def test_learning_rates_fall_along_half_a_cosine(tmp_path):
         rates = [value for _, value in read_scalars(path)["charts/learning_rate"]]
         assert rates == pytest.approx([0.1 * factor for factor in factors])
         (group,) = checkpoint["muon"]["param_groups"]
-        assert group["lr"].item() == pytest.approx(4e-3 * factors[-1])
+        assert group["lr"].item() == pytest.approx(am.Args().muon_learning_rate * factors[-1])
 
 
 def test_training_on_a_file(tmp_path, monkeypatch):
