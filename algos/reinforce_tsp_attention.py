@@ -15,17 +15,23 @@ What is computed, numbered as in Kool et al.:
     (3)   h_i       = BN(h^_i + FF(h^_i))
     (4)   h_c       = [mean of h, h of the last node, h of the first node]     v^l, v^f for the nodes where t = 1
     (5)   q = W^Q h_c,  k_i = W^K h_i,  v_i = W^V h_i                          of each head
-    (6)   u_j       = q . k_j / sqrt(d), -inf where j has been visited; sum_j softmax(u)_j v_j of all heads, projected
-                      by W^O, is the glimpse g
-    (7)   u_j       = C tanh(g . k_j / sqrt(D)), -inf where j has been visited, with keys of their own and C = 10
+    (6)   u_j       = q . k_j / sqrt(d), -inf where j has been visited; the glimpse g is sum_j softmax(u)_j v_j, of all
+                      heads side by side
+    (7)   u_j       = C tanh(W^O g . k_j / sqrt(D)), -inf where j has been visited, with keys of their own and C = 10
     (8)   p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
     (9)   grad L    = E[ (L(pi) - b(s)) grad log p(pi | s) ]                   --baseline is b(s)
 
 Each training step samples tours node by node without gradient, and then computes eq. 1 of whole tours in one parallel
 pass with gradient: once a tour is there, so are the contexts and the masks of all its steps.
 
-Shapes: B instances, N nodes, P tours of each instance, Q queries (tours, or tours times steps), D embedding, H heads,
-d = D / H.
+Unlike theirs, points are scaled into the unit square by the network, the learning rates fall to zero, and the defaults
+are the baseline of POMO and the optimizer Muon: less than half of Adam's gap in the same time. Their settings:
+
+    --baseline rollout --optimizer adam --learning-rate 1e-4 --no-anneal-lr --batch-size 512 --steps-per-epoch 2500 \
+        --num-epochs 100
+
+Shapes: B instances, N nodes, P tours of each instance, T steps of a tour, Q queries (tours, or tours times steps),
+D embedding, H heads, d = D / H, M matrices of one shape.
 """
 
 # /// script
@@ -44,7 +50,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -88,13 +94,13 @@ class Args:
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
     eval_interval: int = 0  # iterations between evaluations (0: about ten a run, in about a fifth of all steps)
-    eval_episodes: int = 100  # episodes of the evaluation at the end; on the way ten at most
+    eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
 
     # Environment
     env_id: str = "tsp20-uniform"  # tspN-uniform (in the unit square) or tspN-gaussian (standard normal), with N nodes
-    train_path: str | None = None  # train on the instances of this file, in units of the largest, not on fresh ones
+    train_path: str | None = None  # train on the instances of this file and choose best.pt by them, not by fresh ones
     data: tuple[str, ...] = ()  # files to evaluate on: .tsp (TSPLIB), else ml4co text; none: --eval-episodes of env_id
     decoding: tuple[Decoding, ...] = ("greedy", "multistart", "multistart_x8")  # ways to choose tours in evaluations
     solve: str | None = None  # with --evaluate and --data: new folder for the best tours, a file for each of the data
@@ -103,7 +109,7 @@ class Args:
     num_epochs: int = 35  # epochs; after each the rollout baseline may change
     steps_per_epoch: int = 100  # gradient steps of an epoch
     batch_size: int = 32  # instances B of a gradient step, over all processes
-    optimizer: Literal["muon", "adam"] = "muon"  # of the matrices between embeddings; Adam has all others
+    optimizer: Literal["muon", "adam"] = "muon"  # of the matrices that map embeddings; Adam has all other parameters
     learning_rate: float = 1e-3  # of Adam
     muon_learning_rate: float = 2e-3  # of Muon
     anneal_lr: bool = True  # lower the learning rates to zero along half a cosine
@@ -172,7 +178,7 @@ class AttentionModel(nn.Module):
         self.project_first = nn.Linear(embed_dim, embed_dim, bias=False)
         self.project_k = nn.Linear(embed_dim, embed_dim, bias=False)  # W^K and W^V of the glimpse, eq. 5
         self.project_v = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.project_out = nn.Linear(embed_dim, embed_dim, bias=False)  # W^O of the glimpse
+        self.project_out = nn.Linear(embed_dim, embed_dim, bias=False)  # W^O of eq. 7, which `forward` puts at its keys
         self.project_logit_k = nn.Linear(embed_dim, embed_dim, bias=False)  # W^K of eq. 7
         self.v_last = nn.Parameter(torch.empty(embed_dim).uniform_(-1.0, 1.0))  # v^l and v^f of eq. 4
         self.v_first = nn.Parameter(torch.empty(embed_dim).uniform_(-1.0, 1.0))
@@ -192,7 +198,7 @@ class AttentionModel(nn.Module):
         return NodeProjections(
             q_start=q_graph + self.project_last(self.v_last) + self.project_first(self.v_first),
             q_last=self.project_last(h),
-            q_first=q_graph + self.project_first(h),
+            q_graph_first=q_graph + self.project_first(h),
             k=k / math.sqrt(k.shape[-1]),
             v=split_heads(self.project_v(h), self.num_heads),
             # W^O of the glimpses, which are many, stands at the keys: (W^O g) . k_j = g . (k_j W^O)
@@ -214,7 +220,7 @@ class NodeProjections(NamedTuple):
 
     q_start: torch.Tensor  # [B, 1, D] the query at t = 1: of the graph and the placeholders v^l, v^f
     q_last: torch.Tensor  # [B, N, D] what each node, as the last one, adds to a query
-    q_first: torch.Tensor  # [B, N, D] what the graph and each node, as the first one, add to a query
+    q_graph_first: torch.Tensor  # [B, N, D] what the graph and each node, as the first one, add to a query
     k: torch.Tensor  # [B * H, N, d] keys of the glimpse by heads, over sqrt(d)
     v: torch.Tensor  # [B * H, N, d] values of the glimpse by heads
     logit_k: torch.Tensor  # [B, N, D] keys of eq. 7, with W^O, over sqrt(D)
@@ -224,9 +230,10 @@ class NodeProjections(NamedTuple):
 
 
 def take_nodes(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows [B, ..., D] of x [B, N, D] at index [B, ...]; faster than gather where there is a gradient."""
-    offset = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
-    return F.embedding(index + offset.view(-1, *[1] * (index.dim() - 1)), x.flatten(0, 1))
+    """Rows [B, P, T, D] of x [B, N, D] at index [B, P, T]; faster than gather where there is a gradient."""
+    num_instances, num_nodes = x.shape[:2]
+    first_rows = torch.arange(num_instances, device=x.device) * num_nodes  # of each instance, among those of all
+    return F.embedding(index + first_rows[:, None, None], x.flatten(0, 1))
 
 
 def compute_queries(nodes: NodeProjections, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -234,14 +241,14 @@ def compute_queries(nodes: NodeProjections, first: torch.Tensor, last: torch.Ten
 
     W^Q [mean of h, h_last, h_first] is a sum of three products, each of which `nodes` has.
     """
-    return (take_nodes(nodes.q_last, last) + take_nodes(nodes.q_first, first)).flatten(1, 2)
+    return (take_nodes(nodes.q_last, last) + take_nodes(nodes.q_graph_first, first)).flatten(1, 2)
 
 
 def compute_logits(nodes: NodeProjections, q: torch.Tensor, log_mask: torch.Tensor) -> torch.Tensor:
     """u of eq. 7, [B, Q, N], of queries [B, Q, D]; `log_mask` [B, Q, N] is 0, and -inf for visited nodes."""
-    glimpse = attend(q, nodes.k, nodes.v, log_mask)  # [B, Q, D], eq. 6
+    glimpse = attend(q, nodes.k, nodes.v, log_mask)  # g of eq. 6, [B, Q, D]
     u = torch.bmm(glimpse, nodes.logit_k.transpose(1, 2))  # [B, Q, N]
-    return torch.add(log_mask, torch.tanh(u), alpha=10.0)  # eq. 7
+    return log_mask + 10.0 * torch.tanh(u)  # eq. 7
 
 
 def sample_nodes(logits: torch.Tensor) -> torch.Tensor:
@@ -250,8 +257,8 @@ def sample_nodes(logits: torch.Tensor) -> torch.Tensor:
     The cumulated probabilities are compared with one random number, always below the last of them.
     """
     cumulated = logits.softmax(-1).cumsum(-1)
-    u = torch.empty_like(cumulated[..., :1]).uniform_(0.0, 1.0 - 1e-6)
-    return (cumulated <= u * cumulated[..., -1:]).sum(-1)
+    noise = torch.empty_like(cumulated[..., :1]).uniform_(0.0, 1.0 - 1e-6)
+    return (cumulated <= noise * cumulated[..., -1:]).sum(-1)
 
 
 @torch.no_grad()
@@ -277,14 +284,15 @@ def construct_tours(points, nodes: NodeProjections, num_tours=1, starts=None, sa
 
 
 def score_tours(nodes: NodeProjections, tours: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p of tours [B, P, N] by eq. 1 without its first factor, [B, P]; of each node as the first one, [B, N].
+    """log p of tours [B, P, N] by eq. 1 without its first factor, [B, P]; that factor of each node's, [B, N].
 
     All steps at once, of all tours. The last step is left out: one node is left, and its probability is 1.
     """
     num_nodes = tours.shape[-1]
     chosen = tours[:, :, 1:-1]  # [B, P, T], T = N - 2
     steps = torch.arange(1, num_nodes - 1, device=tours.device)
-    is_open = tours.argsort(-1).unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: its place is not before t
+    places = tours.argsort(-1)  # [B, P, N], at which step each node is visited
+    is_open = places.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]
     log_mask = torch.where(is_open, 0.0, -math.inf).flatten(1, 2)
     q = compute_queries(nodes, tours[:, :, :1], tours[:, :, :-2])  # [B, P * T, D]
     log_probs = compute_logits(nodes, q, log_mask).log_softmax(-1)  # [B, P * T, N], eq. 8
@@ -301,8 +309,9 @@ def reinforce_loss(lengths, baseline, log_likelihood) -> torch.Tensor:
 def pomo_loss(lengths: torch.Tensor, log_likelihood: torch.Tensor, start_log_probs: torch.Tensor) -> torch.Tensor:
     """REINFORCE over one tour from every node, with their mean as the baseline (Kwon et al. eq. 2, 3).
 
-    lengths and log_likelihood [B, N] are of the tours that begin at each node. Since all are there, the gradient of the
-    expected length over the choice of the first node, start_log_probs [B, N], needs no sampling and is added.
+    lengths and log_likelihood [B, N] are of the tours that begin at each node. Nothing in them teaches the policy where
+    to begin when it builds a single tour. So the expected length over that choice, by start_log_probs [B, N], is added:
+    all of its outcomes are there, it needs no sampling.
     """
     mean = lengths.mean(1, keepdim=True)
     return reinforce_loss(lengths, mean, log_likelihood) + (start_log_probs.exp() * (lengths - mean)).sum(1).mean()
@@ -337,7 +346,7 @@ class Baseline(nn.Module):
         super().__init__()
         self.policy = copy.deepcopy(agent).eval().requires_grad_(False)
         self.register_buffer("running_mean", torch.zeros(()))
-        self.register_buffer("is_warmup", torch.ones(()))
+        self.register_buffer("is_warmup", torch.ones(()))  # a tensor, so that CUDA graphs see it change
 
     def hold(self, points: torch.Tensor) -> None:
         """Keep points [n, N, 2] and the greedy lengths of its policy, to compare others with."""
@@ -372,7 +381,7 @@ def compute_loss(encode, score, baseline: Baseline, points: torch.Tensor, args: 
 
     tours, lengths = construct_tours(points, nodes, sample=True)  # [B, 1, N], [B, 1]
     log_likelihood, start_log_probs = score(nodes, tours)
-    log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
+    log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])  # eq. 1, all factors
     b = baseline.running_mean.clone()  # of the steps before this one
     baseline.running_mean.lerp_(sum_over_ranks(lengths.mean() / WORLD_SIZE), 0.2)
     if args.baseline == "rollout":
@@ -670,7 +679,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         if WORLD_SIZE == 1:
             torch.set_rng_state(checkpoint["torch_rng"])
     is_same_task = saved is not None and (args.env_id, args.train_path) == (saved.env_id, saved.train_path)
-    if not is_same_task:  # lengths of before say nothing
+    if not is_same_task:  # lengths of before say nothing, and what they belong to stays where it is
         progress["best_length"] = math.inf
     if not is_same_task or args.baseline != saved.baseline:
         progress["baseline_start"] = progress["iteration"]
@@ -678,9 +687,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         first_points = draw_points(args.batch_size, args.seed, 3, progress["iteration"]).to(device)
         baseline.running_mean.copy_(get_greedy_lengths(agent, first_points).mean())
     if RANK == 0:
-        run_path, writer = open_run(args, step)
+        run_path, writer = open_run(args if is_same_task else replace(args, resume=None), step)
         best_path = run_path / "best.pt"
-        if checkpoint is None:
+        if not is_same_task:
             save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
     if args.baseline == "rollout":
         baseline.hold(draw_held(progress["baseline_updates"]).to(device))

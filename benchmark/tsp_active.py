@@ -3,8 +3,8 @@
     python benchmark/tsp_active.py                  # ten minutes on one core
     python benchmark/tsp_active.py --report-only    # table from benchmark/results/tsp_active.json
 
-Active search goes on with REINFORCE on the instance itself: each step samples a tour from every node and moves, by Adam,
-the instance's keys of eq. 7 and nothing else. Sampling takes as many tours without moving anything.
+Active search goes on with REINFORCE on the instance itself: each step samples a tour from every node and moves the
+instance's keys of eq. 7, by Adam, and nothing else. Sampling takes as many tours without moving anything.
 """
 
 import argparse
@@ -89,7 +89,8 @@ def make_table(results: dict) -> str:
     lines = ["| tours of an instance |" + "".join(f" {n}: gap, % | CPU-ms |" for n in networks)]
     lines.append("|--|" + "--:|--:|" * len(networks))
     for way in dict.fromkeys(row["way"] for row in results["rows"]):
-        cells = [row for network in networks for row in results["rows"] if (row["network"], row["way"]) == (network, way)]
+        rows = {row["network"]: row for row in results["rows"] if row["way"] == way}
+        cells = [rows[network] for network in networks]
         lines.append(f"| {way} |" + "".join(f" {c['gap']:.2f} | {c['milliseconds']:.0f} |" for c in cells))
     return "\n".join(lines)
 

@@ -5,8 +5,8 @@
 
 A training step at batch 64 is a sampled rollout, the greedy rollout of a frozen baseline, backward, clipping and Adam;
 decoding is one greedy tour of each of 64 instances. Each side runs with both of torch's settings for float32 products
-on the CPU: "highest" takes MKL, "medium" oneDNN (in float32 too, unless the CPU has AMX). Both keep freed memory, as the
-script has glibc do.
+on the CPU: "highest" takes MKL, "medium" oneDNN (in float32 too, unless the CPU has AMX). Both keep freed memory, as
+the script has glibc do.
 """
 
 import argparse

@@ -293,7 +293,7 @@ def test_a_training_step_is_few_operations_and_never_waits(baseline):
             update()
         counts[optimizer] = len(counter.names), counter.views
     print(baseline, counts)
-    assert counts["adam"][0] <= 1350 and sum(counts["adam"]) <= 2800 and counts["muon"][0] <= counts["adam"][0] + 700
+    assert counts["adam"][0] <= 1420 and sum(counts["adam"]) <= 2900 and counts["muon"][0] <= counts["adam"][0] + 700
     waiting = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
     assert not [name for name in counter.names if name.split(".")[1] in waiting]
 
@@ -403,12 +403,14 @@ def test_a_finished_run_goes_on_with_another_baseline_or_other_instances(tmp_pat
     after = torch.load(checkpoint, weights_only=True)
     assert after["baseline_start"] == 2 and 1 < after["baseline"]["running_mean"] < 5
 
+    files = {file: file.read_bytes() for file in path.iterdir()}
     am.main(["--resume", str(checkpoint), *"--env-id tsp9-uniform --batch-size 2 --num-epochs 5".split()])
-    last = torch.load(checkpoint, weights_only=True)
-    best = torch.load(path / "best.pt", weights_only=True)
+    (other,) = set(tmp_path.iterdir()) - {path}
+    last = torch.load(other / "checkpoint.pt", weights_only=True)
+    best = torch.load(other / "best.pt", weights_only=True)
     assert last["global_step"] == 4 * 12 + 6 and last["baseline_start"] == 4
     assert best["args"]["env_id"] == "tsp9-uniform" and best["best_length"] > after["best_length"]
-    assert len(list(path.glob("result*.json"))) == 3
+    assert files == {file: file.read_bytes() for file in path.iterdir()}  # a folder of its own
 
 
 def test_evaluation_needs_no_training_file(tmp_path, capsys):
