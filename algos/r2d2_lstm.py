@@ -19,10 +19,11 @@ What is computed (section 2.3 of the paper; the numbers are this file's):
 
 The LSTM is unrolled over windows | burn_in steps: state only | learn_length: loss | n_step: targets only |. The windows
 of an episode follow each other every learn_length steps, so that each step is learned in exactly one; what a window
-lacks before the start or after the end of its episode is padding without weight.
+lacks after the end of its episode has no weight (--last-window knows two other ways). Unlike the paper's, rewards are
+divided by their root mean square, gradients clipped, and windows do not overlap in what they learn.
 
 Shapes: T time, B parallel environments, N windows of a batch, L steps of a window, m of them learned, n of the return,
-D flattened observation, A actions, H hidden units, S slots and R rows of the replay.
+D flattened observation, A actions, H hidden units, S slots and R windows of the replay.
 """
 
 # /// script
@@ -229,7 +230,7 @@ class SequenceReplay(nn.Module):
     """Prioritized replay of windows, preallocated on the training device.
 
     A slot [B] holds what the network read at a time t in every environment; slots are a ring, t lies at t modulo S.
-    A row is a window: the time of its first slot, its environment, how it ends, its LSTM state; rows are a ring, too.
+    A window has the time of its first slot, its environment, how it ends and its LSTM state; windows are a ring, too.
     """
 
     def __init__(self, envs, args: Args, device: torch.device):
@@ -240,30 +241,30 @@ class SequenceReplay(nn.Module):
         self.last_window = args.last_window
         self.length = args.burn_in + args.learn_length + args.n_step  # L
         self.num_sampled = max(args.batch_size // WORLD_SIZE // args.learn_length, 1)  # N of this process
-        # Slots outlive the rows that point to them: an episode has one slot more than steps
+        # Slots outlive the windows that point to them: an episode has one slot more than steps
         num_slots = math.ceil(args.buffer_size / envs.num_envs) * (args.learn_length + 1) + 2 * self.length
         slots = (num_slots, envs.num_envs)
-        rows = (args.buffer_size,)
+        windows = (args.buffer_size,)
         state_shape = (2, args.hidden_size)
         tensors = {
             "obs": torch.zeros(*slots, envs.obs_dim, dtype=envs.obs_dtype, device=device),  # [S, B, D]
             "last_action": torch.zeros(slots, dtype=torch.int64, device=device),  # [S, B]
             "last_reward": torch.zeros(slots, device=device),  # [S, B]
             "recent_state": torch.zeros(self.length, envs.num_envs, *state_shape, device=device),  # [L, B, 2, H]
-            "first": torch.zeros(rows, dtype=torch.int64, device=device),  # [R] time of the first slot
-            "env": torch.zeros(rows, dtype=torch.int64, device=device),  # [R]
-            "end": torch.zeros(rows, dtype=torch.int64, device=device),  # [R] last step that belongs to the episode
-            "is_warm": torch.zeros(rows, dtype=torch.bool, device=device),  # [R] it has steps to burn in on
-            "terminated": torch.zeros(rows, dtype=torch.bool, device=device),  # [R] the episode, at `end`
-            "state": torch.zeros(*rows, *state_shape, device=device),  # [R, 2, H] before the first slot that is read
-            "priority": torch.zeros(rows, device=device),  # [R] p of eq. 4; zero where there is no window yet
+            "first": torch.zeros(windows, dtype=torch.int64, device=device),  # [R] time of the first slot
+            "env": torch.zeros(windows, dtype=torch.int64, device=device),  # [R]
+            "end": torch.zeros(windows, dtype=torch.int64, device=device),  # [R] where in it the episode ends, else L - 1
+            "is_warm": torch.zeros(windows, dtype=torch.bool, device=device),  # [R] burns in on its episode alone
+            "terminated": torch.zeros(windows, dtype=torch.bool, device=device),  # [R] the episode, at `end`
+            "state": torch.zeros(*windows, *state_shape, device=device),  # [R, 2, H] before the first slot that is read
+            "priority": torch.zeros(windows, device=device),  # [R] p of eq. 4; zero where there is no window yet
             # What the network would have read at `end`, where the slot holds the first step of another episode
-            "end_obs": torch.zeros(*rows, envs.obs_dim, dtype=envs.obs_dtype, device=device),  # [R, D]
-            "end_action": torch.zeros(rows, dtype=torch.int64, device=device),  # [R]
-            "end_reward": torch.zeros(rows, device=device),  # [R]
+            "end_obs": torch.zeros(*windows, envs.obs_dim, dtype=envs.obs_dtype, device=device),  # [R, D]
+            "end_action": torch.zeros(windows, dtype=torch.int64, device=device),  # [R]
+            "end_reward": torch.zeros(windows, device=device),  # [R]
             # On the host
             "time": torch.tensor(-1),  # of the latest slot
-            "num_added": torch.tensor(0),  # rows since the start
+            "num_added": torch.tensor(0),  # windows since the start
             "episode_start": torch.zeros(envs.num_envs, dtype=torch.int64),  # [B] time of the first slot
             "next_learned": torch.zeros(envs.num_envs, dtype=torch.int64),  # [B] time that no window has learned yet
         }
@@ -292,7 +293,7 @@ class SequenceReplay(nn.Module):
         self.next_learned.fill_(self.time + 1)
 
     def add_windows(self, last: tuple, terminated: torch.Tensor, is_over: torch.Tensor) -> None:
-        """Make rows of the windows that have all their steps with `last`, or whose episode is over (`is_over` [B])."""
+        """Add the windows that have all their steps with `last`, or whose episode is over (`is_over` [B])."""
         device = self.priority.device
         obs, last_action, last_reward = last
         while True:  # an environment's last windows are complete all at once when its episode ends
@@ -307,18 +308,18 @@ class SequenceReplay(nn.Module):
             first = learned - self.burn_in
             is_warm = first >= self.episode_start[env]
             start = torch.where(is_warm, first, learned)
-            row = ((self.num_added + torch.arange(len(env))) % len(self.priority)).to(device)
-            self.first[row] = first.to(device)
-            self.env[row] = env.to(device)
-            self.end[row] = (self.time - first).to(device)
-            self.is_warm[row] = is_warm.to(device)
-            self.terminated[row] = terminated[env].to(device)
-            self.state[row] = self.recent_state[start % self.length, env]
-            self.end_obs[row] = obs[env].to(self.obs.dtype)
-            self.end_action[row] = last_action[env]
-            self.end_reward[row] = last_reward[env]
+            index = ((self.num_added + torch.arange(len(env))) % len(self.priority)).to(device)
+            self.first[index] = first.to(device)
+            self.env[index] = env.to(device)
+            self.end[index] = (self.time - first).to(device)
+            self.is_warm[index] = is_warm.to(device)
+            self.terminated[index] = terminated[env].to(device)
+            self.state[index] = self.recent_state[start % self.length, env]
+            self.end_obs[index] = obs[env].to(self.obs.dtype)
+            self.end_action[index] = last_action[env]
+            self.end_reward[index] = last_reward[env]
             largest = self.priority.max()
-            self.priority[row] = torch.where(largest > 0, largest, 1.0)
+            self.priority[index] = torch.where(largest > 0, largest, 1.0)
             self.num_added += len(env)
             self.next_learned[env] += self.learn_length
         begins = self.time + (0 if self.same_step else 1)  # the next episode, in NEXT_STEP autoreset a slot later
@@ -326,21 +327,21 @@ class SequenceReplay(nn.Module):
         self.next_learned[is_over] = begins
 
     def sample(self, num_windows: int, alpha: float = 0.9, beta: float = 0.6) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [N] drawn by P = p^alpha / sum p^alpha, stratified, and weights P^-beta / max P^-beta [N], eq. 3 and 4.
+        """Windows [N] drawn by P = p^alpha / sum p^alpha, stratified, and P^-beta / max P^-beta [N], eq. 3 and 4.
 
-        Nothing waits for the device. Rows of priority 0 are never drawn. Source: Schaul et al. 2016, arXiv:1511.05952.
+        Nothing waits for the device. Those of priority 0 are never drawn. Source: Schaul et al. 2016, arXiv:1511.05952.
         """
         cumulative = self.priority.pow(alpha).double().cumsum(0)
         noise = torch.rand(num_windows, dtype=torch.float64, device=cumulative.device)
         points = (torch.arange(num_windows, device=noise.device) + noise) / num_windows * cumulative[-1]
-        index = torch.searchsorted(cumulative, points.clamp(min=1e-300)).clamp(max=len(cumulative) - 1)
+        index = torch.searchsorted(cumulative, points.clamp(min=1e-300))
         weights = self.priority[index].pow(-alpha * beta)
         return index, weights / weights.max()
 
     def read_windows(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The windows of rows `index` [N]: what the network reads in L steps [L, N, ...], and the rest [N, ...].
+        """The windows `index` [N]: what the network reads in L steps [L, N, ...], and the rest [N, ...].
 
-        After its end, where other episodes follow in the slots, a window goes on with what was read at its end.
+        From its end on, where other episodes follow in the slots, a window has what was read at its end.
         """
         windows = {name: getattr(self, name)[index] for name in ("end", "is_warm", "terminated", "state")}
         env = self.env[index]
@@ -397,15 +398,17 @@ def collect_steps(act, actor: Actor, envs, replay: SequenceReplay, num_steps: in
 def unroll(agent: QNetwork, windows: dict[str, torch.Tensor], args: Args) -> torch.Tensor:
     """Q values [m + n, N, A] of the windows' steps after the burn-in, which brings the state up to date first.
 
-    A window that has nothing to burn in on starts from its stored state after it: zero, at the start of an episode.
+    A window whose burn-in would begin before its episode starts from the stored state of its first learned step: zero,
+    where that is the episode's first.
     """
     steps = [windows[name] for name in ("obs", "last_action", "last_reward")]
     state = windows["state"] if args.state_init == "stored" else torch.zeros_like(windows["state"])
-    with torch.autocast(state.device.type, torch.bfloat16, enabled=args.bf16):
-        if args.burn_in > 0 and args.recurrent:
-            with torch.no_grad():
-                _, burned = agent(*(x[: args.burn_in] for x in steps), state)
-            state = torch.where(windows["is_warm"][:, None, None], burned.to(state.dtype), state)
+    autocast = partial(torch.autocast, state.device.type, torch.bfloat16, enabled=args.bf16)
+    if args.burn_in > 0 and args.recurrent:
+        with torch.no_grad(), autocast():
+            _, burned = agent(*(x[: args.burn_in] for x in steps), state)
+        state = torch.where(windows["is_warm"][:, None, None], burned.to(state.dtype), state)
+    with autocast():  # one of its own: weights that are cast without gradient are kept to the end of the context
         q, _ = agent(*(x[args.burn_in :] for x in steps), state)
     return q.float()
 
@@ -414,34 +417,34 @@ def compute_targets(q, target_q, rewards, end, terminated, gamma: float, n_step:
     """y_t [m, N] of eq. 2: n-step, double Q (van Hasselt et al. 2016), rescaled.
 
     q and target_q [m + n, N, A] of steps 0 to m + n - 1, rewards [m + n - 1, N] that followed them. Nothing follows
-    step `end` [N] in [1, m + n - 1], where the episode may have `terminated` [N]; rows t >= end are zero.
+    step `end` [N] in [1, m + n - 1], where the episode may have `terminated` [N]; steps t >= end have zero.
     """
-    time = torch.arange(len(q), device=q.device).unsqueeze(1)  # [m + n, 1]
-    rewards = rewards * (time[:-1] < end)
+    t = torch.arange(len(q), device=q.device).unsqueeze(1)  # [m + n, 1]
+    rewards = rewards * (t[:-1] < end)
     returns = rewards.unfold(0, n_step, 1) @ gamma ** torch.arange(n_step, device=q.device)  # [m, N]
-    time = time[: len(returns)]
-    bootstrap = (time + n_step).minimum(end)  # k [m, N]
+    t = t[: len(returns)]
+    bootstrap = (t + n_step).minimum(end)  # k [m, N]
     best_actions = q.argmax(-1, keepdim=True)  # [m + n, N, 1]
     values = inverse_value_rescale(target_q.gather(-1, best_actions).squeeze(-1))  # [m + n, N]
     values = values.gather(0, bootstrap) * ~(terminated & (bootstrap == end))  # [m, N]
-    discount = gamma ** (bootstrap - time).clamp(min=0)
-    return value_rescale(returns + discount * values) * (time < end)
+    discount = gamma ** (bootstrap - t).clamp(min=0)
+    return value_rescale(returns + discount * values) * (t < end)
 
 
 def sequence_priority(td_errors: torch.Tensor, is_learned: torch.Tensor, eta: float = 0.9) -> torch.Tensor:
     """p [N] of eq. 4 from errors [m, N], over the steps that are learned [m, N]."""
     errors = td_errors.abs() * is_learned
-    return eta * errors.amax(0) + (1.0 - eta) * errors.sum(0) / is_learned.sum(0).clamp(min=1)
+    return eta * errors.amax(0) + (1.0 - eta) * errors.sum(0) / is_learned.sum(0)
 
 
 def r2d2_loss(agent: QNetwork, target: QNetwork, windows: dict[str, torch.Tensor], weights, count, args: Args):
-    """Eq. 3 as the mean over the `count` learned steps of all processes, the windows' new priorities, and METRICS [4].
+    """Eq. 3 as the mean over the `count` learned steps of all processes, the windows' new priorities, and METRICS[:4].
 
-    `windows` as `read_windows` gives them, with `rewards` [L, N] to learn from in place of what the network reads.
+    `windows` as `read_windows` gives them, with the `rewards` [L, N] to learn from, which may be normalized.
     """
     is_learned = windows["is_learned"]  # [m, N]
-    # Action and reward of step t are what the network reads at t + 1; in the padding there may be no action
-    actions = windows["last_action"][args.burn_in + 1 :][: args.learn_length].clamp(min=0)  # [m, N]
+    # Action and reward of step t are what the network reads at t + 1
+    actions = windows["last_action"][args.burn_in + 1 :][: args.learn_length]  # [m, N]
     rewards = windows["rewards"][args.burn_in + 1 :]  # [m + n - 1, N]
     q = unroll(agent, windows, args)  # [m + n, N, A]
     with torch.no_grad():
@@ -827,7 +830,7 @@ def main(argv: list[str] | None = None) -> None:
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
         fixed = "env_id recurrent last_action_reward hidden_size".split()
         if args.resume is not None:
-            fixed += "seed num_envs vectorization num_steps burn_in learn_length n_step buffer_size".split()
+            fixed += "seed num_envs vectorization num_steps norm_reward burn_in learn_length n_step buffer_size".split()
         for name in fixed:
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--{name.replace('_', '-')}: {path} was trained with {getattr(saved, name)}")
