@@ -253,7 +253,7 @@ class SequenceReplay(nn.Module):
             "recent_state": torch.zeros(self.length, envs.num_envs, *state_shape, device=device),  # [L, B, 2, H]
             "first": torch.zeros(windows, dtype=torch.int64, device=device),  # [R] time of the first slot
             "env": torch.zeros(windows, dtype=torch.int64, device=device),  # [R]
-            "end": torch.zeros(windows, dtype=torch.int64, device=device),  # [R] where in it the episode ends, else L - 1
+            "end": torch.zeros(windows, dtype=torch.int64, device=device),  # [R] where its episode ends, else L - 1
             "is_warm": torch.zeros(windows, dtype=torch.bool, device=device),  # [R] burns in on its episode alone
             "terminated": torch.zeros(windows, dtype=torch.bool, device=device),  # [R] the episode, at `end`
             "state": torch.zeros(*windows, *state_shape, device=device),  # [R, 2, H] before the first slot that is read
