@@ -19,6 +19,7 @@ from conftest import read_result
 from pretend_cuda import NAME, is_same, pretend_cuda
 
 from algos import ppo
+from algos import ppo_change_detection as cd
 from algos import reinforce_tsp_attention as tsp
 from envs_shared.gym_tasks import scores
 from envs_shared.gym_tasks.vector import GymVec
@@ -40,11 +41,15 @@ PENDULUM = "--env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss --ent-coe
 TSP = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
 TSP += " --eval-interval 100 --eval-episodes 2"
 ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
+CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
+CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 6 --checkpoint-interval 0"
+CHANGE += " --eval-interval 100 --eval-episodes 1"
 RUNS = {
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
     "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
+    "change-detection": Run(cd, CHANGE, max_waits=20, max_launches=6000),  # its graphs are of the first two stages
     "tsp-pomo": Run(tsp, TSP, max_waits=4, max_launches=70),
     "tsp-rollout": Run(tsp, f"{TSP} {ROLLOUT}", max_waits=6, max_launches=300),
 }

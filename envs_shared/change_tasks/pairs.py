@@ -10,7 +10,9 @@ CLASSES = ("unchanged", "appeared", "vanished")
 ENV_IDS = {  # share of the pictures with clouds; smallest and largest share of one that they cover; building density
     "buildings": (0.3, 0.02, 0.15, 9.0),
     "buildings-cloudy": (0.7, 0.2, 0.7, 14.0),
+    "buildings-gaps": (0.3, 0.02, 0.15, 9.0),
 }
+GAP, BLUR = 16, 4  # buildings-gaps: side of the squares that lack detail, and of what is averaged there
 MARGIN, WINDOW = 30, 28  # pixels around the scene that are drawn and cut off; side of what an object is drawn in
 
 
@@ -29,7 +31,9 @@ def make_pairs(env_id: str, num_pairs: int, size: int, num_classes: int, *seed: 
 
     Buildings stay, appear, vanish or move (class 1 where there is one at the second date only, 2 at the first only; 1
     for both with two classes). Shadows, season, light, cars, car parks, bare plots, clouds and the registration differ
-    as well, and are no change. Raises ValueError for an unknown env_id.
+    as well, and are no change. In buildings-gaps half of all squares of the first date lack their detail, as where an
+    archive has no picture at full resolution; the coarse pictures do not tell which. Raises ValueError for an unknown
+    env_id.
     """
     if env_id not in ENV_IDS:
         raise ValueError(f"unknown pairs (known: {', '.join(ENV_IDS)})")
@@ -40,6 +44,9 @@ def make_pairs(env_id: str, num_pairs: int, size: int, num_classes: int, *seed: 
         part = slice(start, start + 64)
         drawn = draw_scenes(rng, ENV_IDS[env_id], size)
         images[part], labels[part] = (x[: num_pairs - start] for x in drawn)
+        if env_id == "buildings-gaps":
+            lacks_detail = np.random.default_rng([*seed, start, 1]).random((64, -(-size // GAP), -(-size // GAP))) < 0.5
+            remove_detail(images[part][:, 0], lacks_detail)
     return Pairs(images, np.minimum(labels, num_classes - 1))
 
 
@@ -121,6 +128,14 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
         images[:, date] = image.clip(0, 255)
     before, after = footprints
     return images, (after & ~before) + 2 * (before & ~after).astype(np.uint8)
+
+
+def remove_detail(images: np.ndarray, squares: np.ndarray) -> None:
+    """Average images [n, S, S, 3] over BLUR x BLUR pixels in those `squares` [64, S / GAP, S / GAP], in place."""
+    means = images.reshape(len(images), len(images[0]) // BLUR, BLUR, -1, BLUR, 3).mean((2, 4))
+    blurred = means.round().astype(np.uint8).repeat(BLUR, 1).repeat(BLUR, 2)
+    is_lacking = squares[: len(images)].repeat(GAP, 1).repeat(GAP, 2)[:, : len(images[0]), : len(images[0])]
+    images[is_lacking] = blurred[is_lacking]
 
 
 def place(rng, num_scenes: int, side: int, density: float, low: float, high: float) -> dict[str, np.ndarray]:
