@@ -109,6 +109,7 @@ class Args:
     jitter: float = 0.05  # most by which brightness and contrast of each date are changed in training
 
     # Algorithm
+    refiner_dim: int = 64  # channels of the refiner, which is most of the time of a look
     pretrained: str | None = None  # checkpoint of an earlier run, whose detector is taken; PPO begins at once
     coarse_iterations: int = 50  # iterations of the first stage, of 20 gradient steps
     refine_iterations: int = 40  # iterations of the second stage, of 20 gradient steps
@@ -165,8 +166,9 @@ class Backbone(nn.Module):
 class Refiner(nn.Module):
     """What is paid for: convolutions at full resolution, and the correction that a query gets from them."""
 
-    def __init__(self, args: Args, embed_dim: int, date_dim: int = 16, dim: int = 64, num_blocks: int = 2):
+    def __init__(self, args: Args, embed_dim: int, date_dim: int = 16, num_blocks: int = 2):
         super().__init__()
+        dim = args.refiner_dim
         self.side = args.patch_size // args.cell_size
         self.sees_pair = args.look_at == "pair"
         self.date = nn.Conv2d(3, date_dim, 2 * args.cell_size, args.cell_size)
@@ -679,7 +681,7 @@ def load_detector(agent: Agent, args: Args) -> None:
     agent.load_state_dict(checkpoint["agent"] | heads)
 
 
-SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps".split()  # what a network is made for
+SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps refiner_dim".split()  # what a network is made for
 RUN = "pretrained coarse_iterations refine_iterations num_envs num_train_pairs data_seed env_id seed".split()
 
 
