@@ -681,7 +681,8 @@ def load_detector(agent: Agent, args: Args) -> None:
     agent.load_state_dict(checkpoint["agent"] | heads)
 
 
-SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps refiner_dim".split()  # what a network is made for
+# What a network is made for, and what a run that goes on keeps
+SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps refiner_dim".split()
 RUN = "pretrained coarse_iterations refine_iterations num_envs num_train_pairs data_seed env_id seed".split()
 
 

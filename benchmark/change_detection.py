@@ -171,6 +171,17 @@ def score_unsure(query, logits, step):
     return (p * (1 - p)).mean(-1)
 
 
+def find_level(count_looks, num_looks: float, low: float, high: float, num_halvings: int) -> float:
+    """The level at which `count_looks(level)`, which falls, is about `num_looks`, by bisection between low and high."""
+    for _ in range(num_halvings):
+        level = (low + high) / 2
+        if count_looks(level) > num_looks:
+            low = level
+        else:
+            high = level
+    return (low + high) / 2
+
+
 def tune_rule(cd, method: str, score, classify, args, val, policy_looks: float):
     """The rule `method` at the level at which it looks `policy_looks` times a query on val."""
     scores, num_looks = cd.change_scores, cd.change_scores.count_sights(args)
@@ -184,7 +195,7 @@ def tune_rule(cd, method: str, score, classify, args, val, policy_looks: float):
         return classify(images, make_scored_rule(score, level, num_looks))[1].float().mean().item()
 
     low = -0.2 if method.startswith("gain") else 0.0
-    return make_scored_rule(score, scores.find_level(count_looks, policy_looks, low, 1.0, 11), num_looks)
+    return make_scored_rule(score, find_level(count_looks, policy_looks, low, 1.0, 11), num_looks)
 
 
 def measure_methods(cd, agent, args, train, val, test, policy_looks: float | None = None) -> dict[str, float]:

@@ -306,11 +306,6 @@ def test_rules_choose_whom_they_should():
     assert chosen("random", 0.0) == [False] * 4 and chosen("random", 1.0) == [True] * 4
 
 
-def test_levels_are_found_by_bisection():
-    level = change_scores.find_level(lambda level: 2 * (1 - level) ** 2, 0.5, num_halvings=30)
-    assert level == pytest.approx(0.5, abs=1e-6)
-
-
 def test_maps_are_scored_by_pixel():
     """A changed square of 4 pixels, and a false alarm of as many of which half does not count."""
     args = make_args(image_size=16, patch_size=8, cell_size=4, num_classes=2)
