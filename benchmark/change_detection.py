@@ -300,6 +300,8 @@ def get_rows(results: dict, study: str) -> list[dict]:
 def format_lead(rows: list[dict], method: str, group: str) -> str:
     """PPO's lead over a method with its interval, bold where zero is outside."""
     gain, interval, wins = compare(rows, method, group)
+    if interval is None:
+        return f"{gain:+.3f}"
     text = f"{gain:+.3f} ± {interval:.3f}"
     return f"**{text}** ({wins} of {len(rows)})" if abs(gain) > interval else f"{text} ({wins} of {len(rows)})"
 
