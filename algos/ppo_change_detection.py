@@ -95,7 +95,7 @@ class Args:
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
 
     # Environment
-    env_id: str = "buildings"  # synthetic pairs: buildings, buildings-cloudy, or buildings-gaps
+    env_id: str = "buildings"  # synthetic pairs: buildings, buildings-cloudy, or prints
     data_dir: str | None = None  # folder of a real set, in place of --env-id
     dir_names: tuple[str, str, str] = ("A", "B", "label")  # its folders of the first date, the second and the labels
     data_seed: int = 1  # seed of the synthetic pairs
@@ -120,7 +120,7 @@ class Args:
     anneal_lr: bool = True  # hold the learning rate for a third of each stage, then lower it linearly to zero
     num_envs: int = 128  # pairs B of a rollout, over all processes
     num_steps: int = 1  # steps T of an episode, the most looks that a query can take
-    cost: float = 0.03  # price of a look, in the units of eq. 2
+    cost: float = 0.015  # price of a look, in the units of eq. 2
     beta: float = 0.1  # weight of the log-likelihood in eq. 2
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3

@@ -23,7 +23,7 @@ CASES = {  # unit and flags; --num-slots 1 keeps Go's search on one core a proce
     "r2d2_lstm": ("environment steps", "--total-timesteps 50000 --learning-starts 1000"),
     "ppo_change_detection": (
         "pairs",
-        "--num-train-pairs 512 --num-eval-pairs 16 --pretrain-iterations 0 --warm-iterations 0 --num-iterations 7",
+        "--num-train-pairs 512 --eval-episodes 4 --coarse-iterations 0 --refine-iterations 0 --ppo-iterations 7",
     ),
     "alphazero_go": (
         "moves of self-play",

@@ -25,7 +25,8 @@ from envs_shared.change_tasks import scores as change_scores
 def test_pairs_depend_on_the_seed_and_their_number_alone(env_id):
     images, labels = change_pairs.make_pairs(env_id, 70, 64, 3, 5, 1)
     assert images.shape == (70, 2, 64, 64, 3) and labels.shape == (70, 64, 64)
-    assert images.dtype == labels.dtype == np.uint8 and set(np.unique(labels)) == {0, 1, 2}
+    assert images.dtype == labels.dtype == np.uint8
+    assert set(np.unique(labels)) == ({0, 1} if env_id == "prints" else {0, 1, 2})
     few = change_pairs.make_pairs(env_id, 66, 64, 3, 5, 1)
     assert np.array_equal(images[:66], few.images) and np.array_equal(labels[:66], few.labels)
     other = change_pairs.make_pairs(env_id, 66, 64, 3, 5, 2)
@@ -84,16 +85,21 @@ def test_clouds_cover_what_was_asked_for():
     assert (none == 0).all()
 
 
-def test_gaps_lack_detail_but_not_what_the_coarse_pictures_show():
-    plain = change_pairs.make_pairs("buildings", 20, 64, 2, 3).images.astype(int)
-    gaps = change_pairs.make_pairs("buildings-gaps", 20, 64, 2, 3).images.astype(int)
-    assert np.array_equal(plain[:, 1], gaps[:, 1])
-    squares = gaps[:, 0].reshape(20, 4, 4, 4, 4, 4, 4, 3)  # pair, square, cell of 4 pixels and row in it, as columns
-    is_flat = (squares == squares[:, :, :, :1, :, :, :1]).all((2, 3, 5, 6, 7))
-    is_same = (squares == plain[:, 0].reshape(squares.shape)).all((2, 3, 5, 6, 7))
-    assert (is_flat ^ is_same).all() and 0.4 < is_flat.mean() < 0.6
-    coarse = [x[:, 0].reshape(20, 16, 4, 16, 4, 3).mean((2, 4)) for x in (plain, gaps)]
-    assert abs(coarse[0] - coarse[1]).max() <= 0.5
+def test_prints_hide_what_has_changed_and_the_first_date_alone_says_nothing_of_it():
+    images, labels = change_pairs.make_pairs("prints", 200, 64, 2, 3)
+    red = images[..., 0].astype(int)
+    coarse = red.reshape(200, 2, 16, 4, 16, 4).mean((3, 5))
+    assert set(np.unique(coarse)) == {0, 80} and (coarse[:, 0] == coarse[:, 1]).all()  # whatever has changed
+    patches = red.reshape(200, 2, 8, 8, 8, 8).transpose(0, 2, 4, 1, 3, 5).reshape(200, 64, 2, 64)
+    changed = labels.reshape(200, 8, 8, 8, 8).transpose(0, 1, 3, 2, 4).reshape(200, 64, 64)
+    assert (changed == changed[..., :1]).all()
+    is_red, is_blank = (patches[:, :, 1] > 0).any(-1), (patches[:, :, 0] == 80).all(-1)
+    differs = (patches[:, :, 0] != patches[:, :, 1]).any(-1)
+    assert ((changed[..., 0] == 1) == (is_red & ~is_blank & differs)).all()
+    assert is_red.mean() == pytest.approx(0.4, abs=0.02) and is_blank[is_red].mean() == pytest.approx(0.5, abs=0.03)
+    for pixel in (0, 160):  # either print of the first date
+        chosen = is_red & ~is_blank & (patches[:, :, 0, 0] == pixel)
+        assert changed[chosen].mean() == pytest.approx(0.5, abs=0.04)
 
 
 # Tensors and batches

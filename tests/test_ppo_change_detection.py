@@ -466,35 +466,15 @@ def test_permuted_labels_teach_nothing(tmp_path, monkeypatch):
     assert found["ppo_f1"] <= found["coarse_f1"] + 0.03 and found["ppo_kappa"] < 0.1 and found["ppo_looks"] < 0.1
 
 
-def make_two_prints(env_id, num_pairs, size, num_classes, *seed):
-    """Red patches of either of two prints in each date, at random: changed where they differ.
-
-    The first date alone says nothing of change, so that the first look of --look-at dates gains nothing by itself; but
-    half of the first dates are blank, and show that the second look will not pay either: their class is always 0.
-    """
-    images, _ = make_probe(env_id, num_pairs, size, num_classes, *seed)
-    rng = np.random.default_rng([*seed, 7])
-    shape = (num_pairs, size // 8, size // 8)
-    grow = lambda x: x.repeat(8, 1).repeat(8, 2)  # noqa: E731
-    board = (np.add.outer(np.arange(size) // 2, np.arange(size) // 2) % 2 * 160).astype(np.uint8)
-    is_red = grow(images[:, 0, ::8, 2::8, 0] + images[:, 0, ::8, ::8, 0] > 0)
-    first, second = grow(rng.random(shape) < 0.5), grow(rng.random(shape) < 0.5)
-    is_blank = grow(rng.random(shape) < 0.5)
-    images[:, 0, ..., 0] = is_red * np.where(is_blank, 80, np.where(first, 160 - board, board))
-    images[:, 1, ..., 0] = is_red * np.where(second, 160 - board, board)
-    return change_pairs.Pairs(images, (is_red & ~is_blank & (first != second)).astype(np.uint8))
-
-
 @pytest.mark.slow
-def test_looks_ahead_where_the_first_look_gains_nothing(tmp_path, monkeypatch):
+def test_looks_ahead_where_the_first_look_gains_nothing(tmp_path):
     """One look at every red patch, and a second at those of them that are not blank."""
-    monkeypatch.setattr(change_pairs, "make_pairs", make_two_prints)
-    flags = ("--look-at", "dates", "--num-steps", 2, "--refine-iterations", 40, "--ppo-iterations", 60, "--beta", 0)
-    found, _ = run_probe(tmp_path, *flags)
-    images = make_two_prints("", 60, 32, 2, 1, 2).images
+    flags = ("--env-id", "prints", "--look-at", "dates", "--num-steps", 2, "--refine-iterations", 20, "--seed", 3)
+    found, _ = run_probe(tmp_path, *flags, "--ppo-iterations", 40, "--num-envs", 32, "--refiner-dim", 32)
+    images, _ = change_pairs.make_pairs("prints", 60, 32, 2, 1, 2)
     is_red = (images[:, 1, ..., 0].reshape(60, 4, 8, 4, 8).max((2, 4)) > 0).mean()
-    assert found["ppo_f1"] >= 0.97 and found["everywhere_f1"] >= 0.97 and found["coarse_f1"] < 0.6
-    assert found["ppo_looks"] == pytest.approx(1.5 * is_red, abs=0.05)
+    assert found["ppo_f1"] >= 0.97 and found["coarse_f1"] < 0.5
+    assert found["ppo_looks"] == pytest.approx(1.5 * is_red, abs=0.1)
 
 
 @pytest.mark.slow
