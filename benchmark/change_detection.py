@@ -14,7 +14,7 @@ the second pays. A rule that goes on where the next look gains enough is blind t
 predicts the gain of all looks that are left sees it, as PPO does. Criterion, set before the first training of this
 study: PPO wins against a rule if the 95 % interval over the data seeds of its lead in F1 at equal looks, on PPO's
 network, is above zero. The seeds are 11 to 13. (A first training with data seed 11 had a detector that had not learned,
-at a learning rate of 0.01; the rate of now was chosen with data seeds 1 and 2, where looking everywhere has an F1 of 1.)
+at a learning rate of 0.01; the rate of now was chosen with data seeds 1 and 2, where everywhere has an F1 of 1.)
 """
 
 import argparse

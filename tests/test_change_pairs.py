@@ -330,6 +330,27 @@ def test_maps_are_scored_by_pixel():
     assert change_scores.score_maps(exact, pixels, 0.5, other)["f1"] == 1.0
 
 
+def test_thresholds_are_those_of_val():
+    """Of a classifier whose probabilities on val are half of those on test."""
+    args = make_args(image_size=8, patch_size=4, cell_size=1, num_classes=2, look_at="pair", cost=0.1)
+    rng = torch.Generator().manual_seed(0)
+    truth = (torch.rand(2, 300, 8, 8, generator=rng) < 0.2).byte()
+    images = torch.zeros(2, 300, 10, 10, 6, dtype=torch.uint8)
+    images[1] = 1
+    val, test = (change_data.Pairs(x, y, torch.full((300, 2), 8)) for x, y in zip(images, truth, strict=True))
+
+    def classify(images, rule):
+        is_test = bool(images[0, 0, 0, 0] == 1)
+        cells = change_data.label_cells(truth[int(is_test)], 4, 1, 2)
+        p = (0.3 + 0.5 * cells) * (1.0 if is_test else 0.5)
+        return torch.stack(((1 - p).log(), p.log()), -1), torch.zeros(300, 4), 1.0
+
+    metrics, _ = change_scores.evaluate(classify, args, val, test)
+    for method in change_scores.METHODS:
+        assert metrics[f"eval/{method}_threshold"] == pytest.approx(0.16, abs=0.03)
+        assert metrics[f"eval/{method}_recall"] == 1.0 and metrics[f"eval/{method}_f1"] < 0.5  # of test: all is changed
+
+
 def test_pairs_are_drawn(tmp_path):
     _, _, pairs = make_pairs()
     logits, looks = torch.randn(2, 6, 16, 16, 3), torch.randint(3, (6, 16))

@@ -469,7 +469,20 @@ def test_permuted_labels_teach_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_looks_ahead_where_the_first_look_gains_nothing(tmp_path):
     """One look at every red patch, and a second at those of them that are not blank."""
-    flags = ("--env-id", "prints", "--look-at", "dates", "--num-steps", 2, "--refine-iterations", 20, "--seed", 3)
+    flags = (
+        "--env-id",
+        "prints",
+        "--look-at",
+        "dates",
+        "--num-steps",
+        2,
+        "--supervised-lr",
+        0.003,
+        "--refine-iterations",
+        12,
+        "--seed",
+        3,
+    )
     found, _ = run_probe(tmp_path, *flags, "--ppo-iterations", 40, "--num-envs", 32, "--refiner-dim", 32)
     images, _ = change_pairs.make_pairs("prints", 60, 32, 2, 1, 2)
     is_red = (images[:, 1, ..., 0].reshape(60, 4, 8, 4, 8).max((2, 4)) > 0).mean()
