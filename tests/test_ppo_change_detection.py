@@ -274,7 +274,8 @@ def test_ppo_loss_is_equation_5():
     minibatch = storage.read_rows(torch.arange(8))
     active, goes_on = minibatch["active"], minibatch["goes_on"]
     with torch.no_grad():
-        loss, metrics = cd.ppo_loss(agent, minibatch, args)
+        loss, metrics = cd.ppo_loss(agent, minibatch, make_args(joint_coef=0.0))
+        joint_loss, _ = cd.ppo_loss(agent, minibatch, make_args(joint_coef=2.0))
         logit, value = agent.decide(minibatch["query"], minibatch["step"])
         mean = torch.zeros_like(minibatch["correction"])
         mean[goes_on] = agent.look(minibatch["images"], minibatch["query"], minibatch["step"], make_index(goes_on))
@@ -312,8 +313,8 @@ def test_ppo_loss_is_equation_5():
     expected = [float(x) / count for x in (policy_loss, value_loss, entropy, kl, clipped)]
     expected.append(np.mean(entropies["after"]) + np.mean(entropies["refined"]))
     assert metrics.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    total = expected[0] + 0.5 * expected[1] - 0.003 * expected[2] + 50 * expected[5]
-    assert loss.item() == pytest.approx(total, rel=1e-3)
+    assert loss.item() == pytest.approx(expected[0] + 0.5 * expected[1] - 0.003 * expected[2], rel=1e-3, abs=1e-5)
+    assert (joint_loss - loss).item() == pytest.approx(2 * expected[5], rel=1e-3)
     assert 0.02 < expected[4] < 0.9 and num_clipped > 5  # all branches were taken
     assert (~active).any() and (active & ~goes_on).any()
 
@@ -324,7 +325,8 @@ def test_what_is_stored_of_a_stopped_query_is_not_in_the_ratio():
     storage, _ = collect(args, agent, images, labels)
     minibatch = storage.read_rows(torch.arange(8))
     minibatch["correction"][~minibatch["goes_on"]] = 100.0
-    minibatch["log_probs"][~minibatch["active"]] = 100.0
+    minibatch["log_probs"][~minibatch["active"]] = -1000.0
+    minibatch["log_probs"][..., 1][~minibatch["goes_on"]] = -1000.0
     metrics = dict(zip(cd.METRICS, cd.ppo_loss(agent, minibatch, args)[1].tolist(), strict=False))
     assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6) and metrics["clipfrac"] == 0.0  # ratio 1
     advantages = minibatch["advantages"][minibatch["active"]]
