@@ -339,7 +339,7 @@ def draw(results: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     studies = [study for study in STUDIES if get_rows(results, study)]
-    figure = Figure(figsize=(4.3 * len(studies), 4.4), layout="constrained")
+    figure = Figure(figsize=(max(4.3 * len(studies), 6), 4.8), layout="constrained")
     panels = figure.subplots(1, len(studies), squeeze=False)[0]
     handles = {}
     for axes, study in zip(panels, studies, strict=True):
@@ -352,7 +352,8 @@ def draw(results: dict, path: Path) -> None:
                 (handles[title],) = axes.plot(*zip(*points, strict=True), color=f"C{i}", label=title, **style)
         axes.set(title=study, xlabel="looks per query", ylabel="F1 of changed pixels")
         axes.grid(alpha=0.3)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    num_columns = 2 if len(studies) == 1 else 4
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=num_columns, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
