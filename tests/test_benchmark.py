@@ -204,6 +204,11 @@ def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():
     assert change_detection.compare(rows[:1], "threshold")[1] is None
 
 
+def test_levels_of_rules_are_found_by_bisection():
+    level = change_detection.find_level(lambda level: 2 * (1 - level) ** 2, 0.5, 0.0, 1.0, 30)
+    assert level == pytest.approx(0.5, abs=1e-6)
+
+
 def test_matches_count_draws_and_whole_boards():
     games = [{"is_black": True, "margin": 25.0, "moves": [12]}, {"is_black": False, "margin": -25.0, "moves": [12]}]
     games += [{"is_black": True, "margin": 0.0, "moves": [12]}]

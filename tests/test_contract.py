@@ -30,7 +30,7 @@ from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
 from packaging.requirements import Requirement
 from torch.utils.tensorboard import SummaryWriter
 
-MOVED = ["ppo", "r2d2_lstm", "reinforce_tsp_attention"]  # the scripts in the new form
+MOVED = ["ppo", "ppo_change_detection", "r2d2_lstm", "reinforce_tsp_attention"]  # the scripts in the new form
 SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
 KILLED_AT = 6  # the number of the checkpoint at which a run is killed; the first is of before the training
 
@@ -73,12 +73,13 @@ CASES = {
         max_lines=690,  # the aim is 560
     ),
     "ppo_change_detection": Case(
-        "--num-train-pairs 16 --num-eval-pairs 8 --image-size 32 --batch-size 4 --num-envs 4 --num-iterations 6"
-        " --pretrain-iterations 1 --warm-iterations 1 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
-        *("--eval-interval 0 --checkpoint-interval 0", "--num-iterations", 7),
+        "--num-train-pairs 16 --image-size 32 --batch-size 4 --num-envs 8 --coarse-iterations 1 --refine-iterations 1"
+        " --ppo-iterations 6 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
+        *("--eval-interval 100 --checkpoint-interval 0", "--ppo-iterations", 7),
         progress=("return=", "iteration"),
         tags=("charts/episodic_return", "losses/value_loss"),
-        max_lines=980,  # three stages of training, and MobileNetV2
+        score=("eval/val_score", 1),
+        max_lines=890,  # the aim is 720; three stages of training, prediction
     ),
     "r2d2_lstm": Case(
         "--num-envs 8 --total-timesteps 2048 --num-steps 32 --learning-starts 256 --buffer-size 100 --batch-size 128"
