@@ -90,7 +90,7 @@ class Args:
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
     eval_interval: int = 0  # iterations between evaluations (0: about ten a run, in about a fifth of all steps)
-    eval_episodes: int = 100  # episodes of the evaluation at the end; on the way ten at most
+    eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
 
