@@ -625,7 +625,7 @@ def test_bad_flags_are_one_line(flags, message, tmp_path, monkeypatch, capsys):
 def test_what_a_checkpoint_was_trained_with_stays(tmp_path, capsys):
     cd.main([*TINY.split(), "--run-dir", str(tmp_path)])
     path, _ = read_result(tmp_path)
-    for flag in ("--patch-size 16", "--num-classes 3", "--cell-size 4", "--num-steps 3"):
+    for flag in ("--patch-size 16", "--num-classes 3", "--cell-size 4", "--num-steps 3", "--refiner-dim 16"):
         for action in ("--resume", "--evaluate"):
             with pytest.raises(SystemExit) as error:
                 cd.main([action, str(path / "checkpoint.pt"), *flag.split()])
