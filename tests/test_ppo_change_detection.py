@@ -638,7 +638,7 @@ def test_the_default_run_looks_seldom_and_keeps_f1(tmp_path):
     cd.main(["--data-seed", "21", "--seed", "21", "--run-dir", str(tmp_path)])
     found = {name.removeprefix("eval/"): value for name, value in read_result(tmp_path)[1]["metrics"].items()}
     assert found["ppo_looks"] < 0.5 and found["coarse_f1"] < 0.6
-    assert found["ppo_f1"] >= 0.97 * found["everywhere_f1"] > 0.7 and found["ppo_ms"] <= 0.7 * found["everywhere_ms"]
+    assert found["ppo_f1"] >= 0.97 * found["everywhere_f1"] > 0.67 and found["ppo_ms"] <= 0.7 * found["everywhere_ms"]
 
 
 @pytest.mark.slow
