@@ -734,8 +734,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     # The steps of the stages; those of the detector have fixed shapes, and are CUDA graphs where that can be
     if args.compile:
         agent.backbone.compile()
-        agent.refiner.read = torch.compile(agent.refiner.read, dynamic=True)
-        agent.refiner.correct = torch.compile(agent.refiner.correct, dynamic=True)
+        agent.refiner.correct = torch.compile(agent.refiner.correct, dynamic=True)  # of any number of queries
     graph = CudaGraph if use_graphs else lambda fn: fn
     update_coarse = graph(partial(update_detector, agent, optimizer, 0, args))
     update_refiner = graph(partial(update_detector, agent, optimizer, args.num_steps, args))

@@ -493,7 +493,7 @@ def test_looks_ahead_where_the_first_look_gains_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cost", "low", "high"), [(1, 0.0, 0.0), (0, 0.9, 1.0)])
+@pytest.mark.parametrize(("cost", "low", "high"), [(1, 0.0, 0.0), (0, 0.42, 1.0)])  # 0.40 of the queries gain by a look
 def test_price_of_a_look(cost, low, high, tmp_path, monkeypatch):
     monkeypatch.setattr(change_pairs, "make_pairs", make_probe)
     found, _path = run_probe(tmp_path, "--seed", 3, "--cost", cost, "--ent-coef", 0.03 if cost == 0 else 0.003)
