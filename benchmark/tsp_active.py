@@ -48,7 +48,7 @@ def search_actively(agent, num_steps: int, learning_rate: float, points: torch.T
         with torch.enable_grad():
             log_likelihood, _ = am.score_tours(nodes, tours)
             loss = am.reinforce_loss(lengths, lengths.mean(1, keepdim=True), log_likelihood)
-        keys.grad = torch.autograd.grad(loss * len(points), keys)[0]  # as if each instance were alone
+        (keys.grad,) = torch.autograd.grad(loss, keys)  # Adam does not care that it is the mean over instances
         optimizer.step()
     yield am.construct_tours(points, nodes, num_nodes, starts)[0]
 
