@@ -22,7 +22,7 @@ from algos import reinforce_tsp_attention as am
 
 NETWORKS = {"tsp20": 100, "tsp50": 30}  # of benchmark/checkpoints: instances of its size
 STEPS = (4, 16)
-LEARNING_RATES = (0.03, 0.1, 0.3)  # the best one of each cell is shown, which favours active search
+LEARNING_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)  # the best one of each cell is shown, which favours active search
 CPU = torch.device("cpu")
 
 
