@@ -22,6 +22,7 @@ import r2d2_speed
 import r2d2_windows
 import records
 import scaling
+import tsp_active
 import tsp_gaps
 import tsp_speed
 
@@ -37,6 +38,7 @@ DOCS = {
     r2d2_memory: "r2d2_lstm",
     r2d2_speed: "r2d2_lstm",
     scaling: "scaling",
+    tsp_active: "reinforce_tsp_attention",
     tsp_gaps: "reinforce_tsp_attention",
     tsp_speed: "reinforce_tsp_attention",
 }
