@@ -1,7 +1,9 @@
 """PPO that decides where a change detector looks closely, in one file.
 
-Two pictures of one place are classified from coarse copies, patch by patch. Then each patch (a query) stops, or pays
-for a look at its own window at full resolution and is corrected by what that shows. PPO learns which of the two.
+Two pictures of one place are classified from coarse copies. Each patch of them is a query: an embedding, from which the
+classes of its cells (squares of a few pixels) are read. Then it stops, or pays for a look at its own window at full
+resolution, which gives a correction, one number a cell, that is mapped and added to the embedding. PPO learns which of
+the two. The looks of a query are an episode.
 Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347).
 
     python algos/ppo_change_detection.py                   # first run: synthetic pairs, minutes on one core
@@ -13,22 +15,24 @@ Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:17
 
 Three stages, one after the other:
 
-    coarse   cross entropy trains backbone and class head on the coarse pictures
-    refine   cross entropy trains the refiner, what a look is made by, and the class head; every query looks
-    ppo      PPO trains policy and value head, and all but the backbone goes on learning; --pretrained begins here
+    coarse   cross entropy trains backbone and class head on the coarse pictures; nobody looks
+    refine   cross entropy trains the refiner (it makes a look) and the class head; every query looks; from here on the
+             backbone is fixed
+    ppo      eq. 5 trains policy and value head, refiner and class head; --pretrained begins here
 
-What PPO computes for each query, whose cells (squares of a few pixels) have the classes y:
+What PPO computes for each query, whose cells have the classes y (one step by default, where eq. 3 is A = r - V):
 
     (1) r_t = w(p_{t+1}) - w(p_t) - cost, where a query goes on at step t; it stops for good otherwise, at no cost
-    (2) w(p) = mean over its cells of beta max(log p(y), -7) + 1[p says change] (2 [y is change] - F), the worth of a
-        classification: F1 = 2 TP / (predicted + true) gains by one more prediction in proportion to 2 [...] - F1
+    (2) w(p) = mean over its cells of beta max(log p(y), -7) + 1[p(no change) < 1/2] (2 [y is change] - F), the worth of
+        a classification. F is a running F1 = 2 TP / (predicted + true) of the last maps: one more prediction of change
+        alters it in proportion to 2 [y is change] - F1
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), without t + 1 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(go on | s) N(correction | mean(s, window), sigma)
-    (5) L = E[-sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 H(go on)] + c3 cross entropy,
-        the sum over the two factors of eq. 4, each with a ratio of its own (Fan et al. 2019, arXiv:1903.01344)
+    (5) L = E[-sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - return)^2 / 2 - c2 H(go on)] + c3 times a
+        cross entropy, the sum over the two factors of eq. 4, with a ratio each (Fan et al. 2019, arXiv:1903.01344)
 
-Shapes: T steps, B pairs, N queries, G cells of a query, C classes, D embedding, R correction, K queries that go on,
-S side of a picture, P of a patch, c of a cell in pixels.
+Shapes: T steps, B pairs, N queries, G cells of a query, C classes, D embedding, E features, K queries that go on;
+S side of a picture, P of a patch, c of a cell, in pixels.
 """
 
 # /// script
@@ -49,7 +53,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -103,13 +107,13 @@ class Args:
     image_size: int = 64  # side S of a picture in pixels; those of --data-dir are cut into crops of this size
     patch_size: int = 8  # side P of a query's patch in pixels
     cell_size: int = 2  # side c of a cell in pixels, which has a class of its own
-    coarse_size: int = 4  # side in pixels of what is averaged into one of the coarse pictures
+    coarse_size: int = 4  # side in pixels of what is averaged into a pixel of the coarse pictures
     num_classes: int = 2  # classes C: unchanged and changed; synthetic with 3: unchanged, appeared, vanished
     look_at: Literal["pair", "dates"] = "pair"  # a look shows both dates; or the first one the first date, then both
-    jitter: float = 0.05  # most by which brightness and contrast of each date are changed in training
+    jitter: float = 0.05  # brightness and contrast of each date change by up to this in training
 
     # Algorithm
-    refiner_dim: int = 64  # channels of the refiner, which is most of the time of a look
+    refiner_dim: int = 64  # channels of the refiner, which takes most of a look's time
     pretrained: str | None = None  # checkpoint of an earlier run, whose detector is taken; PPO begins at once
     coarse_iterations: int = 50  # iterations of the first stage, of 20 gradient steps
     refine_iterations: int = 40  # iterations of the second stage, of 20 gradient steps
@@ -152,12 +156,12 @@ class Backbone(nn.Module):
         super().__init__()
         patch = args.patch_size // args.coarse_size
         self.stem = nn.Conv2d(6, dim, 3, padding=1)
-        self.patch = nn.Conv2d(dim, embed_dim, patch, patch)
+        self.to_patches = nn.Conv2d(dim, embed_dim, patch, patch)
         self.mix = nn.ModuleList([nn.Conv2d(embed_dim, embed_dim, 3, padding=1) for _ in range(2)])
         self.norm = nn.LayerNorm(embed_dim)
 
     def forward(self, coarse: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.patch(F.gelu(self.stem(coarse))))  # [B, D, S / P, S / P]
+        x = F.gelu(self.to_patches(F.gelu(self.stem(coarse))))  # [B, D, S / P, S / P]
         for mix in self.mix:
             x = x + F.gelu(mix(x))
         return self.norm(x.flatten(2).transpose(1, 2))
@@ -171,25 +175,29 @@ class Refiner(nn.Module):
         dim = args.refiner_dim
         self.side = args.patch_size // args.cell_size
         self.sees_pair = args.look_at == "pair"
-        self.date = nn.Conv2d(3, date_dim, 2 * args.cell_size, args.cell_size)
+        self.read_date = nn.Conv2d(3, date_dim, 2 * args.cell_size, args.cell_size)
         self.compare = nn.Conv2d(3 * date_dim, dim, 2)
-        self.query = nn.Linear(embed_dim, dim)
-        self.step = nn.Embedding(args.num_steps, dim)
+        self.from_query = nn.Linear(embed_dim, dim)
+        self.from_step = nn.Embedding(args.num_steps, dim)
         self.blocks = nn.ModuleList([nn.Conv2d(dim, dim, 3, padding=1) for _ in range(num_blocks)])
         self.mean = nn.Conv2d(dim, 1, 1)
 
     def read(self, pixels: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Features [K, F, h / c - 2, w / c - 2] of cells of windows or whole pictures [K, 6, h, w] at step [K]."""
-        dates = F.relu(self.date(pixels.unflatten(1, (2, 3)).flatten(0, 1))).unflatten(0, (-1, 2))  # [K, 2, F', y, x]
+        """Features [K, E, h / c - 2, w / c - 2] of the cells of windows or whole pictures [K, 6, h, w].
+
+        They lose a cell on each side. The step [K] matters with --look-at dates alone.
+        """
+        dates = F.relu(self.read_date(pixels.unflatten(1, (2, 3)).flatten(0, 1)))
+        dates = dates.unflatten(0, (-1, 2))  # [K, 2, E', y, x]
         if not self.sees_pair:
             is_seen = step.unsqueeze(1) >= torch.arange(2, device=step.device)  # [K, 2]
             dates = dates * is_seen[:, :, None, None, None]
         difference = (dates[:, :1] - dates[:, 1:]).abs()
         return F.relu(self.compare(torch.cat((dates, difference), 1).flatten(1, 2)))
 
-    def correct(self, query: torch.Tensor, cells: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Mean corrections [K, R], one number a cell, of queries [K, D] with cells [K, F, side, side]."""
-        x = cells + (self.query(query) + self.step(step))[:, :, None, None]
+    def correct(self, query: torch.Tensor, features: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Mean corrections [K, G], one number a cell, of queries [K, D] with features [K, E, side, side]."""
+        x = features + (self.from_query(query) + self.from_step(step))[:, :, None, None]
         for block in self.blocks:
             x = x + F.relu(block(x))
         return self.mean(x).flatten(1)
@@ -202,16 +210,18 @@ class Agent(nn.Module):
         super().__init__()
         self.coarse_size = args.coarse_size
         self.patch_size = args.patch_size
-        self.margin = args.cell_size
+        self.margin = args.cell_size  # which the refiner reads around a window, and loses
         self.num_steps = args.num_steps
-        self.correction_dim = (args.patch_size // args.cell_size) ** 2
+        self.num_cells = (args.patch_size // args.cell_size) ** 2
         self.backbone = Backbone(args, embed_dim)
         self.refiner = Refiner(args, embed_dim)
-        self.up = nn.Linear(self.correction_dim, embed_dim, bias=False)  # correction to query
+        self.up = nn.Linear(self.num_cells, embed_dim, bias=False)  # correction to query
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
-        self.log_std = nn.Parameter(torch.full((self.correction_dim,), -2.0))
-        self.class_head = nn.Linear(embed_dim, self.correction_dim * args.num_classes)
+        self.log_std = nn.Parameter(torch.full((self.num_cells,), -2.0))
+        self.class_head = nn.Linear(embed_dim, self.num_cells * args.num_classes)
         self.policy_head = make_head(embed_dim + args.num_steps, 1)
+        nn.init.zeros_(self.policy_head[-1].weight)
+        nn.init.constant_(self.policy_head[-1].bias, 1e-3)  # likelier to look, so that the detector alone is complete
         self.value_head = make_head(embed_dim + args.num_steps, 1)
         self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
 
@@ -222,7 +232,7 @@ class Agent(nn.Module):
 
     def classify(self, query: torch.Tensor) -> torch.Tensor:
         """Logits [..., G, C] of queries [..., D]."""
-        return self.class_head(query).unflatten(-1, (self.correction_dim, -1))
+        return self.class_head(query).unflatten(-1, (self.num_cells, -1))
 
     def decide(self, query: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of going on and values V, [B, N] each, of queries [B, N, D] at step [B]."""
@@ -231,7 +241,7 @@ class Agent(nn.Module):
         return self.policy_head(state).squeeze(-1), self.value_head(state).squeeze(-1)
 
     def look(self, images: torch.Tensor, query: torch.Tensor, step: torch.Tensor, index=None) -> torch.Tensor:
-        """Mean corrections [K, R] of the queries `index` [K] of all B N, which read their own windows and no others.
+        """Mean corrections [K, G] of the queries `index` [K] of all B N, which read their own windows and no others.
 
         Of pictures [B, 6, S + 2 c, S + 2 c], queries [B, N, D] and step [B]. Where all look (None), the pictures are
         read as wholes, which saves what neighbouring windows share. On a CPU, in parts that fit its cache.
@@ -241,56 +251,51 @@ class Agent(nn.Module):
         means = []
         if index is None:
             step = step.unsqueeze(1).expand(-1, num_queries)
-            for parts in zip(*(x.split(max(chunk // num_queries, 1)) for x in (images, query, step)), strict=True):
-                patches = self.refiner.read(parts[0], parts[2][:, 0])  # [b, F, S / c, S / c]
+            num_pairs = max(chunk // num_queries, 1)
+            for start in range(0, len(images), num_pairs):
+                part = slice(start, start + num_pairs)
+                features = self.refiner.read(images[part], step[part, 0])  # [b, E, S / c, S / c]
                 for axis in (2, 3):
-                    patches = patches.unfold(axis, self.refiner.side, self.refiner.side)
-                cells = patches.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)  # [b N, F, side, side]
-                means.append(self.refiner.correct(parts[1].flatten(0, 1), cells, parts[2].flatten()))
+                    features = features.unfold(axis, self.refiner.side, self.refiner.side)
+                features = features.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)  # [b N, E, side, side]
+                means.append(self.refiner.correct(query[part].flatten(0, 1), features, step[part].flatten()))
             return torch.cat(means)
 
         size = self.patch_size + 2 * self.margin
         windows = images.unfold(2, size, self.patch_size).unfold(3, size, self.patch_size)  # a view
-        padded = F.pad(index, (0, -len(index) % 64))  # of few sizes, as kernels are made for each
+        padded = F.pad(index, (0, -len(index) % 64))  # few sizes, as torch prepares kernels for each
         for part in padded.split(chunk):
             pair = part // num_queries
             place = part % num_queries
             row = place // windows.shape[3]
-            cells = self.refiner.read(windows[pair, :, row, place % windows.shape[3]], step[pair])
-            means.append(self.refiner.correct(query[pair, place], cells, step[pair]))
+            features = self.refiner.read(windows[pair, :, row, place % windows.shape[3]], step[pair])
+            means.append(self.refiner.correct(query[pair, place], features, step[pair]))
         return torch.cat(means)[: len(index)]
 
 
 # ---- Storage ---------------------------------------------------------------------------------------------------------
 
 
-class RolloutStorage:
-    """A rollout of T steps of B pairs, preallocated; row t + 1 of what changes is what step t has made of row t."""
+class Rollout(NamedTuple):
+    """An episode of each query of B pairs: T steps, until nobody is active any more."""
 
-    def __init__(self, agent: Agent, args: Args, device: torch.device):
-        num_pairs = args.num_envs // WORLD_SIZE
-        shape = (args.num_steps, num_pairs, (args.image_size // args.patch_size) ** 2)  # [T, B, N]
-        more = (args.num_steps + 1, *shape[1:])
-        self.images = None  # [B, 6, S + 2 c, S + 2 c], of all steps
-        self.labels = None  # [B, N, G]
-        self.query = torch.zeros(*more, agent.up.out_features, device=device)  # [T + 1, B, N, D]
-        self.active = torch.zeros(more, dtype=torch.bool, device=device)  # [T + 1, B, N]: has gone on until then
-        self.correction = torch.zeros(*shape, agent.correction_dim, device=device)  # [T, B, N, R]
-        self.log_probs = torch.zeros(*shape, 2, device=device)  # [T, B, N, 2], of decision and correction
-        self.values = torch.zeros(shape, device=device)  # [T, B, N], as are the next
-        self.rewards = torch.zeros(shape, device=device)
-        self.advantages = torch.zeros(shape, device=device)
+    images: torch.Tensor  # [B, 6, S + 2 c, S + 2 c], of all steps
+    labels: torch.Tensor  # [B, N, G], of all steps
+    query: torch.Tensor  # [T, B, N, D] before the step
+    after: torch.Tensor  # [T, B, N, D] after it
+    active: torch.Tensor  # [T, B, N] had not stopped before; what the others have does not count
+    goes_on: torch.Tensor  # [T, B, N] decided to look
+    correction: torch.Tensor  # [T, B, N, G], zero where there was no look
+    log_probs: torch.Tensor  # [T, B, N, 2] of decision and correction
+    values: torch.Tensor  # [T, B, N], as are the next
+    rewards: torch.Tensor
+    advantages: torch.Tensor
 
     def read_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The rows [n] of T B, for a minibatch."""
-        num_pairs = self.query.shape[1]
-        pair = rows % num_pairs
-        minibatch = {"images": self.images[pair], "labels": self.labels[pair], "step": rows // num_pairs}
-        minibatch |= {"query": self.query[:-1].flatten(0, 1)[rows], "after": self.query[1:].flatten(0, 1)[rows]}
-        minibatch |= {"active": self.active[:-1].flatten(0, 1)[rows], "goes_on": self.active[1:].flatten(0, 1)[rows]}
-        for name in ("correction", "log_probs", "values", "advantages"):
-            minibatch[name] = getattr(self, name).flatten(0, 1)[rows]
-        return minibatch
+        pair = rows % len(self.images)
+        minibatch = {"images": self.images[pair], "labels": self.labels[pair], "step": rows // len(self.images)}
+        return minibatch | {name: getattr(self, name).flatten(0, 1)[rows] for name in self._fields[2:]}
 
 
 # ---- PPO -------------------------------------------------------------------------------------------------------------
@@ -310,7 +315,7 @@ def compute_gae(rewards, values, goes_on, gamma: float, gae_lambda: float) -> to
     """Advantages [T, ...], eq. 3; an episode is over where it does not go on, and after the last step."""
     advantages = torch.empty_like(rewards)
     advantage = torch.zeros_like(rewards[0])
-    next_value = torch.zeros_like(rewards[0])
+    next_value = torch.zeros_like(rewards[0])  # nothing follows the last step
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * next_value * goes_on[t] - values[t]
         advantage = delta + gamma * gae_lambda * advantage * goes_on[t]
@@ -320,7 +325,7 @@ def compute_gae(rewards, values, goes_on, gamma: float, gae_lambda: float) -> to
 
 
 def get_log_probs(go_logits, normal: Normal, goes_on, index, correction) -> torch.Tensor:
-    """Log of the two factors of eq. 4, [B, N, 2], of decisions [B, N] and corrections [K, R] of the queries `index`.
+    """Log of the two factors of eq. 4, [B, N, 2], of decisions [B, N] and corrections [K, G] of the queries `index`.
 
     That of a correction is 0 where there is none.
     """
@@ -330,40 +335,36 @@ def get_log_probs(go_logits, normal: Normal, goes_on, index, correction) -> torc
 
 
 @torch.no_grad()
-def collect_rollout(agent: Agent, storage: RolloutStorage, images, labels, args: Args) -> dict[str, float]:
-    """Fill `storage` with an episode of each query of pictures [B, 6, S + 2 c, S + 2 c] and labels [B, N, G].
-
-    Returns means over all processes to log.
-    """
-    storage.images = images
-    storage.labels = labels
-    storage.query[0] = agent.encode(images)
-    storage.active.zero_()
-    storage.active[0] = True
-    storage.correction.zero_()
-    storage.rewards.zero_()
-    logits = agent.classify(storage.query[0])
-    worth = get_worth(logits, labels, agent.running_f1, args.beta)
+def collect_rollout(agent: Agent, images, labels, args: Args) -> tuple[Rollout, dict[str, float]]:
+    """An episode of each query of pictures [B, 6, S + 2 c, S + 2 c] and labels [B, N, G]; means over all processes."""
+    steps = []
+    query = agent.encode(images)  # [B, N, D]
+    active = torch.ones_like(query[..., 0], dtype=torch.bool)  # [B, N]
+    worth = get_worth(agent.classify(query), labels, agent.running_f1, args.beta)  # [B, N]
     for t in range(args.num_steps):
         step = torch.full((len(images),), t, device=images.device)
-        go_logits, storage.values[t] = agent.decide(storage.query[t], step)
-        goes_on = storage.active[t] & (torch.rand_like(go_logits) < go_logits.sigmoid())
+        go_logits, values = agent.decide(query, step)
+        goes_on = active & (torch.rand_like(go_logits) < go_logits.sigmoid())
         index = goes_on.flatten().nonzero().squeeze(1)  # [K]
-        normal = Normal(agent.look(images, storage.query[t], step, index), agent.log_std.exp(), validate_args=False)
-        correction = normal.sample()  # [K, R]
-        storage.log_probs[t] = get_log_probs(go_logits, normal, goes_on, index, correction)
-        storage.correction[t].flatten(0, 1)[index] = correction
-        storage.query[t + 1] = storage.query[t]
-        storage.query[t + 1].flatten(0, 1)[index] += agent.up(correction)
-        storage.active[t + 1] = goes_on
-        logits = agent.classify(storage.query[t + 1])
+        normal = Normal(agent.look(images, query, step, index), agent.log_std.exp(), validate_args=False)
+        drawn = normal.sample()  # [K, G]
+        correction = drawn.new_zeros(goes_on.numel(), agent.num_cells).index_copy(0, index, drawn)
+        after = query.flatten(0, 1).index_add(0, index, agent.up(drawn)).view_as(query)
+        logits = agent.classify(after)
         new_worth = get_worth(logits, labels, agent.running_f1, args.beta)
-        storage.rewards[t] = (new_worth - worth - args.cost) * goes_on  # eq. 1
+        row = {"query": query, "after": after, "active": active, "goes_on": goes_on, "values": values}
+        row["correction"] = correction.view(*goes_on.shape, -1)
+        row["log_probs"] = get_log_probs(go_logits, normal, goes_on, index, drawn)
+        row["rewards"] = (new_worth - worth - args.cost) * goes_on  # eq. 1
+        steps.append(row)
+        query = after
+        active = goes_on
         worth = new_worth
         if len(index) == 0:
             break
-    goes_on = storage.active[1:]
-    storage.advantages = compute_gae(storage.rewards, storage.values, goes_on, args.gamma, args.gae_lambda)
+    row = {name: torch.stack([step[name] for step in steps]) for name in row}  # [T, B, N, ...]
+    advantages = compute_gae(row["rewards"], row["values"], row["goes_on"], args.gamma, args.gae_lambda)
+    rollout = Rollout(images, labels, advantages=advantages, **row)
 
     # F of eq. 2 follows the F1 of the last classifications
     is_counted = labels >= 0
@@ -373,15 +374,15 @@ def collect_rollout(agent: Agent, storage: RolloutStorage, images, labels, args:
     agent.running_f1.lerp_(2 * counts[0] / counts[1].clamp(min=1), 0.05)
 
     # Accuracy of the cells that no look was paid for
-    settled = ~goes_on[0].unsqueeze(-1) & is_counted
+    settled = ~rollout.goes_on[0].unsqueeze(-1) & is_counted
     is_right = settled & (logits.argmax(-1) == labels)
-    totals = torch.stack((storage.rewards.sum(), goes_on.sum(), is_right.sum(), settled.sum()))
+    totals = torch.stack((rollout.rewards.sum(), rollout.goes_on.sum(), is_right.sum(), settled.sum()))
     total_return, num_looks, num_right, num_settled = sum_over_ranks(totals).tolist()
-    num_queries = goes_on[0].numel() * WORLD_SIZE
+    num_queries = active.numel() * WORLD_SIZE
     scalars = {"charts/episodic_return": total_return / num_queries, "charts/looks": num_looks / num_queries}
     if num_settled > 0:
         scalars["charts/settled_acc"] = num_right / num_settled
-    return scalars | {"charts/running_f1": agent.running_f1.item()}
+    return rollout, scalars | {"charts/running_f1": agent.running_f1.item()}
 
 
 # In the order of what `update_minibatch` returns
@@ -404,18 +405,18 @@ def normalize_advantages(advantages: torch.Tensor, active: torch.Tensor, count: 
 def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], args: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """Eq. 5 as the mean over the active queries of all processes, and this process's part of the METRICS [:6].
 
-    `minibatch` has rows [n, ...] as `RolloutStorage.read_rows` gives them.
+    `minibatch` has rows [n, ...] as `Rollout.read_rows` gives them.
     """
     query, active, goes_on = (minibatch[name] for name in ("query", "active", "goes_on"))
     count = sum_over_ranks(active.sum()).clamp(min=1)
     index = goes_on.flatten().nonzero().squeeze(1)  # [K]
     go_logits, values = agent.decide(query, minibatch["step"])
-    mean = agent.look(minibatch["images"], query, minibatch["step"], index)  # [K, R]
+    mean = agent.look(minibatch["images"], query, minibatch["step"], index)  # [K, G]
     normal = Normal(mean, agent.log_std.exp(), validate_args=False)
     correction = minibatch["correction"].flatten(0, 1)[index]
     log_probs = get_log_probs(go_logits, normal, goes_on, index, correction)  # [n, N, 2]
     log_ratio = log_probs - minibatch["log_probs"]
-    log_ratio = log_ratio * torch.stack((active, goes_on), -1)
+    log_ratio = log_ratio * torch.stack((active, goes_on), -1)  # ratio 1 where there is no decision, or no correction
     ratio = log_ratio.exp()
     advantages = normalize_advantages(minibatch["advantages"], active, count).unsqueeze(-1)  # [n, N, 1]
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -425,7 +426,7 @@ def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], args: Args) -> tu
     value_loss = 0.5 * (values - returns).square()
     entropy = Bernoulli(logits=go_logits, validate_args=False).entropy()
 
-    # Joint loss: on the stored queries it trains the class head, on those corrected anew the refiner as well
+    # Joint loss: what is stored has no gradient and trains the class head alone; a mean anew trains the refiner as well
     labels = minibatch["labels"]
     cross_entropy = get_cross_entropy(agent.classify(minibatch["after"]), labels.masked_fill(~active.unsqueeze(-1), -1))
     refined = query.flatten(0, 1)[index] + agent.up(mean)
@@ -443,7 +444,7 @@ def detector_loss(agent: Agent, images: torch.Tensor, labels: torch.Tensor, num_
     """Cross entropy of the coarse classification (no looks), or the mean of those after each look of all queries."""
     if num_looks == 0:
         return get_cross_entropy(agent.classify(agent.encode(images)), labels)
-    with torch.no_grad():
+    with torch.no_grad():  # the backbone is fixed from here on
         query = agent.encode(images)  # [B, N, D]
     losses = []
     for t in range(num_looks):
@@ -454,7 +455,7 @@ def detector_loss(agent: Agent, images: torch.Tensor, labels: torch.Tensor, num_
 
 
 def take_step(agent: Agent, optimizer, args: Args, loss: torch.Tensor) -> torch.Tensor:
-    """One gradient step; returns this process's part of the norm of the gradient."""
+    """One gradient step; returns an equal share of the gradient's norm for each process, since metrics are summed."""
     optimizer.zero_grad()
     loss.backward()
     sum_gradients(agent.parameters())
@@ -469,30 +470,23 @@ def update_detector(agent: Agent, optimizer, num_looks: int, args: Args, images,
     return torch.cat((loss.detach().unsqueeze(0), take_step(agent, optimizer, args, loss)))
 
 
-def update_minibatch(agent: Agent, optimizer, storage: RolloutStorage, args: Args, rows: torch.Tensor) -> torch.Tensor:
+def update_minibatch(agent: Agent, optimizer, rollout: Rollout, args: Args, rows: torch.Tensor) -> torch.Tensor:
     """One gradient step of the third stage on the rows [n] of T B; returns this process's part of the METRICS [7]."""
-    loss, metrics = ppo_loss(agent, storage.read_rows(rows), args)
+    loss, metrics = ppo_loss(agent, rollout.read_rows(rows), args)
     return torch.cat((metrics, take_step(agent, optimizer, args, loss)))
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def follow_policy(agent: Agent, query: torch.Tensor, logits: torch.Tensor, step: int) -> torch.Tensor:
-    """The likelier decisions of the policy, [B, N], as a rule of `classify`."""
-    steps = torch.full((len(query),), step, device=query.device)
-    return agent.decide(query, steps)[0] > 0
-
-
 @torch.no_grad()
 def classify(agent: Agent, args: Args, images: torch.Tensor, rule=None, chunk: int = 32) -> tuple:
     """Logits [M, N, G, C], looks [M, N] and milliseconds per pair of pictures uint8 [M, S + 2 c, S + 2 c, 6].
 
-    Who goes on is said by the policy, or by `rule(query, logits, step)`; corrections are the means. Time is that of
-    the CPU where that computes.
+    Who goes on is said by the likelier decision of the policy, or by `rule(query, logits, step)`; corrections are the
+    means. Time is that of the CPU where that computes.
     """
     device = agent.log_std.device
-    rule = partial(follow_policy, agent) if rule is None else rule
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     start = clock()
     found = []
@@ -502,11 +496,12 @@ def classify(agent: Agent, args: Args, images: torch.Tensor, rule=None, chunk: i
         active = torch.ones_like(query[..., 0], dtype=torch.bool)
         looks = torch.zeros_like(active, dtype=torch.int64)
         for t in range(args.num_steps):
-            active = active & rule(query, agent.classify(query), t)
+            step = torch.full((len(part),), t, device=device)
+            goes_on = agent.decide(query, step)[0] > 0 if rule is None else rule(query, agent.classify(query), t)
+            active = active & goes_on
             index = active.flatten().nonzero().squeeze(1)  # [K]
             if len(index) == 0:
                 break
-            step = torch.full((len(part),), t, device=device)
             mean = agent.look(part, query, step, None if len(index) == active.numel() else index)
             query = query.flatten(0, 1).index_add(0, index, agent.up(mean)).view_as(query)
             looks += active
@@ -683,7 +678,7 @@ def load_detector(agent: Agent, args: Args) -> None:
 
 # What a network is made for, and what a run that goes on keeps
 SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps refiner_dim".split()
-RUN = "pretrained coarse_iterations refine_iterations num_envs num_train_pairs data_seed env_id seed".split()
+RUN = "coarse_iterations refine_iterations num_envs num_train_pairs data_seed env_id image_size seed".split()
 
 
 def check_same(args: Args, saved: Args, path: str, names: list[str]) -> None:
@@ -714,7 +709,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     seed_everything(args.seed, 2, RANK, step)
     use_graphs = args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1
     lr = torch.tensor(args.supervised_lr, device=device)  # a tensor, so that CUDA graphs see it change
-    optimizer = torch.optim.Adam(agent.parameters(), lr, fused=True, capturable=use_graphs)
+    optimizer = torch.optim.Adam(agent.parameters(), lr, fused=True, capturable=use_graphs)  # skips what is fixed
 
     parts = {"agent": agent, "optimizer": optimizer}
     if checkpoint is not None:
@@ -728,7 +723,6 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         best_path = run_path / "best.pt"
         if checkpoint is None:
             save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
-
     train_pairs, val, test = (pairs or change_data.load_pairs(args, fail)).values()
 
     # The steps of the stages; those of the detector have fixed shapes, and are CUDA graphs where that can be
@@ -738,29 +732,24 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     graph = CudaGraph if use_graphs else lambda fn: fn
     update_coarse = graph(partial(update_detector, agent, optimizer, 0, args))
     update_refiner = graph(partial(update_detector, agent, optimizer, args.num_steps, args))
-    storage = RolloutStorage(agent, args, device)
-    update_policy = partial(update_minibatch, agent, optimizer, storage, args)
 
     draw_batch = partial(change_data.draw_batch, train_pairs, args, device)
     num_envs = args.num_envs // WORLD_SIZE
     sizes = [args.coarse_iterations, args.refine_iterations, args.ppo_iterations]  # of the stages
-    if args.pretrained is not None:
-        sizes[:2] = (0, 0)
-    num_iterations = sum(sizes)
+    ends = np.cumsum(sizes)
+    num_iterations = int(ends[-1])
     rules = [change_scores.make_rule("coarse"), change_scores.make_rule("everywhere", num_looks=args.num_steps), None]
     eval_interval = args.eval_interval or math.ceil(num_iterations / 10)
     bar = tqdm(total=num_iterations, initial=progress["iteration"], unit="iteration", disable=RANK > 0)
     while progress["iteration"] < num_iterations:
-        stage = 0  # 0: coarse, 1: refine, 2: ppo
-        while progress["iteration"] >= sum(sizes[: stage + 1]):
-            stage += 1
-        share_left = (sum(sizes[: stage + 1]) - progress["iteration"]) / sizes[stage]
+        stage = int((progress["iteration"] >= ends).sum())  # 0: coarse, 1: refine, 2: ppo
+        share_left = (ends[stage] - progress["iteration"]) / sizes[stage]
         lr.fill_(args.learning_rate if stage == 2 else args.supervised_lr)
         if args.anneal_lr:
             lr.mul_(min(1.0, 1.5 * share_left))
         scalars = {"charts/learning_rate": lr.item(), "charts/stage": stage}
 
-        # Train the detector, or collect a rollout and optimize eq. 5 for K epochs of minibatches
+        # Train the detector, or collect a rollout and optimize eq. 5 in epochs of minibatches
         metrics = []  # of each gradient step; cloned, as a graph writes over what it gave before
         if stage < 2:
             update = update_refiner if stage == 1 else update_coarse
@@ -768,10 +757,12 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 metrics.append(update(*draw_batch(args.batch_size // WORLD_SIZE)).clone())
             step += SUPERVISED_STEPS * args.batch_size
         else:
-            scalars |= collect_rollout(agent, storage, *draw_batch(num_envs), args)
+            rollout, found = collect_rollout(agent, *draw_batch(num_envs), args)
+            scalars |= found
             for _ in range(args.update_epochs):
-                rows = torch.randperm(args.num_steps * num_envs, device=device)
-                metrics += [update_policy(part) for part in rows.tensor_split(args.num_minibatches)]
+                rows = torch.randperm(len(rollout.values) * num_envs, device=device)
+                for part in rows.tensor_split(args.num_minibatches):
+                    metrics.append(update_minibatch(agent, optimizer, rollout, args, part))
             step += args.num_envs
         progress |= {"iteration": progress["iteration"] + 1, "global_step": step}
 
@@ -786,7 +777,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
         scalars |= {"charts/pairs_per_second": step / seconds[0]}
         goal = "charts/episodic_return" if stage == 2 else "losses/cross_entropy"
-        bar.set_postfix({goal.split("_")[-1]: f"{scalars[goal]:.3f}"}, refresh=False)
+        bar.set_postfix({goal.split("/")[-1]: f"{scalars[goal]:.3f}"}, refresh=False)
         bar.update()
 
         # Evaluate on val, keep what scored best, log and save
@@ -852,19 +843,21 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = checkpoint["args"]
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
+    if args.pretrained is not None:
+        args.coarse_iterations = 0
+        args.refine_iterations = 0
+    if args.data_dir is not None:
+        args.env_id = Path(args.data_dir).resolve().name
+    if path is not None:
         check_same(args, saved, path, SHAPES if args.resume is None else [*SHAPES, *RUN])
     if args.resume is not None:
         if "optimizer" not in checkpoint:
             fail(f"--resume {path}: has no optimizer state; give the checkpoint.pt beside it")
-        num_iterations = args.ppo_iterations
-        if args.pretrained is None:
-            num_iterations += args.coarse_iterations + args.refine_iterations
+        num_iterations = args.coarse_iterations + args.refine_iterations + args.ppo_iterations
         is_done = checkpoint["iteration"] >= num_iterations
         if is_done and Path(path).with_name("result.json").exists():
             fail(f"--resume {path}: its {checkpoint['iteration']} iterations are done; raise --ppo-iterations")
     check_args(args)
-    if args.data_dir is not None:
-        args.env_id = Path(args.data_dir).resolve().name
     if args.evaluate is None:
         return train(args, checkpoint)
 

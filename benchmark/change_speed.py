@@ -31,9 +31,9 @@ def measure(cuda: bool, num_repeats: int = 15) -> dict:
     train = cd.change_data.load_pairs(args, cd.fail)["train"]
     agent = cd.Agent(args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(1e-9, device=device), fused=True)
-    storage = cd.RolloutStorage(agent, args, device)
-    rollout = cd.change_data.draw_batch(train, args, device, args.num_envs)
-    images, labels = (x[:32] for x in rollout)
+    batch = cd.change_data.draw_batch(train, args, device, args.num_envs)
+    rollout, _ = cd.collect_rollout(agent, *batch, args)
+    images, labels = (x[:32] for x in batch)
     query = agent.encode(images).detach()
     step = torch.zeros(32, dtype=torch.long, device=device)
     chosen = torch.randperm(query[..., 0].numel(), device=device)
@@ -53,8 +53,8 @@ def measure(cuda: bool, num_repeats: int = 15) -> dict:
         "update of the refiner, 16 pairs": lambda: cd.update_detector(
             agent, optimizer, 1, args, images[:16], labels[:16]
         ),
-        "rollout, 128 pairs": lambda: cd.collect_rollout(agent, storage, *rollout, args),
-        "update of PPO, 32 pairs": lambda: cd.update_minibatch(agent, optimizer, storage, args, rows),
+        "rollout, 128 pairs": lambda: cd.collect_rollout(agent, *batch, args),
+        "update of PPO, 32 pairs": lambda: cd.update_minibatch(agent, optimizer, rollout, args, rows),
     }
     clock = time.perf_counter if cuda else time.process_time
     seconds = {}

@@ -205,10 +205,9 @@ def update_change_detection(cd, rows):
     labels[:3] = -1
     agent = cd.Agent(args)
     with patch.multiple(cd, WORLD_SIZE=1, sum_over_ranks=lambda x: x):  # the same in every process
-        storage = cd.RolloutStorage(agent, args, device)
-        cd.collect_rollout(agent, storage, images, labels, args)
+        rollout, _ = cd.collect_rollout(agent, images, labels, args)
     shake(agent)
-    metrics = cd.update_minibatch(agent, descend(agent), storage, args, torch.arange(32)[rows])
+    metrics = cd.update_minibatch(agent, descend(agent), rollout, args, torch.arange(32)[rows])
     agents.append(agent)
     numbers.append(cd.sum_over_ranks(metrics))
     for num_looks in (0, 2):
@@ -217,9 +216,8 @@ def update_change_detection(cd, rows):
         agents.append(agent)
         numbers.append(cd.sum_over_ranks(metrics))
     f1 = agents[0].running_f1
-    storage = cd.RolloutStorage(agent, args, device)
     with patch.multiple(torch, rand_like=lambda x: torch.full_like(x, 0.5), normal=lambda mean, std: mean):
-        scalars = cd.collect_rollout(agents[0], storage, images[rows], labels[rows], args)
+        _, scalars = cd.collect_rollout(agents[0], images[rows], labels[rows], args)
     return agents, [*numbers, f1, torch.tensor([scalars[name] for name in sorted(scalars)])]
 
 
