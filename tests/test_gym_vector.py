@@ -173,6 +173,18 @@ def test_a_known_package_that_is_missing_is_named(monkeypatch, no_packages, env_
     assert str(caught.value) == f"no module named {module}; install it with `pip install {package}`"
 
 
+def test_the_hint_is_in_view_where_the_start_is_forced():
+    """Of MiniGrid's Memory: a key or a ball on the left of the agent, in every episode; in few others."""
+    pytest.importorskip("minigrid", reason="not among the requirements, as its pygame-ce displaces pygame")
+    beside = np.s_[20 * (7 * 2 + 6) : 20 * (7 * 2 + 6) + 11]  # the objects of the cell; the agent is at (3, 6) of 7 x 7
+    for env_id, share in (("minigrid_envs:MiniGrid-MemoryForcedS9-v0", 1.0), ("MiniGrid-MemoryS9-v0", 1 / 6)):
+        envs, rows = make_vec(env_id, 200, 1)
+        objects = np.asarray(rows)[:, : envs.obs_dim][:, beside].argmax(1)
+        is_key, is_ball = objects == 5, objects == 6
+        assert (is_key | is_ball).mean() == pytest.approx(share, abs=0.1)
+        assert is_key.sum() == pytest.approx(is_ball.sum(), rel=0.8)
+
+
 def test_ids_of_known_packages_import_them_and_are_made_to_be_read(monkeypatch, no_packages, tmp_path):
     """Atari: one frame, rewards unclipped. MiniGrid: one-hot. Both without `module:` before the id."""
     (tmp_path / "ale_py.py").write_text(
