@@ -1,6 +1,6 @@
 """MiniGrid's Memory with a start from which the hint is in view: `--env-id minigrid_envs:MiniGrid-MemoryForcedS9-v0`.
 
-Nothing has to be explored to see the hint: what is left is to remember it, and to compare it with the two objects at the
+Nothing has to be explored to see the hint: what is left is to remember it, and to compare it with the objects at the
 end of the hallway.
 """
 
