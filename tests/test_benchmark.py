@@ -159,16 +159,16 @@ def test_table_of_go_ablations_shows_mean_and_each_seed():
 
 
 def test_memory_table_has_a_line_for_each_variant_measured():
-    base = {"env_id": "TMaze20-v0", "cpu_seconds": 60.0, "steps": 10, "curve": [[1, 1.0, 0.5]]}
+    base = {"task": "TMaze20-v0", "cpu_seconds": 60.0, "steps": 10, "curve": [[1, 1.0, 0.5]], "best_return": 0.97}
     rows = [
         base | {"variant": v, "seed": s, "return": r}
         for v, s, r in (("LSTM", 1, 1.0), ("LSTM", 2, 0.9), ("no memory", 1, 0.1))
     ]
     table = r2d2_memory.make_table({"rows": rows})
-    assert "| TMaze20-v0 | LSTM | 1.00, 0.90 | **0.95** | 60 |" in table
-    assert "| TMaze20-v0 | no memory | 0.10 | **0.10** | 60 |" in table and "burn-in" not in table
+    assert "| TMaze20-v0 | LSTM | 1.00, 0.90 | **0.95** | 0.97 | 60 |" in table
+    assert "| TMaze20-v0 | no memory | 0.10 | **0.10** | 0.97 | 60 |" in table and "burn-in" not in table
     assert r2d2_memory.summarize({"rows": rows}) == ""
-    rows = [row | {"env_id": "RepeatPreviousEasy-v0"} for row in rows]
+    rows = [row | {"task": "RepeatPreviousEasy-v0"} for row in rows]
     assert r2d2_memory.summarize({"rows": rows}) == "RepeatPrevious easy 0.95 (without memory 0.1)"
 
 
@@ -179,14 +179,14 @@ def test_a_missing_section_is_an_error_not_a_silent_no_op():
 
 
 def test_each_run_of_the_memory_tasks_is_saved_as_it_ends(tmp_path, monkeypatch):
-    def run(env_id, variant, seed):
+    def run(task, variant, seed):
         if seed == 2:
             raise RuntimeError("killed")
-        return {"env_id": env_id, "variant": variant, "seed": seed, "return": 1.0}
+        return {"task": task, "variant": variant, "seed": seed, "return": 1.0}
 
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(r2d2_memory, "measure_run", run)
-    old = {"env_id": "TMaze20-v0", "variant": "LSTM", "return": 0.5}
+    old = {"task": "TMaze20-v0", "variant": "LSTM", "return": 0.5}
     with pytest.raises(RuntimeError, match="killed"):
         r2d2_memory.measure(["TMaze20-v0"], ["LSTM"], [old | {"seed": 1}, old | {"seed": 2}], 1)
     rows = common.load_results("r2d2_memory")["rows"]
