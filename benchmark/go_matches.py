@@ -5,9 +5,9 @@ python benchmark/go_matches.py --name "5x5" --checkpoint runs/.../checkpoint.pt 
 python benchmark/go_matches.py --name "7x7" --checkpoint runs/.../checkpoint.pt --komi 8.5 --level 1 --games 50
 python benchmark/go_matches.py --report-only      # table in the docs from benchmark/results/go_matches.json
 
-Both sides count by area under the same rules and play to the end. GNU Go gets another random seed in every game. Half
-of the games begin as the engines will; in the other half the first two moves are random, and every such opening is
-played from both sides.
+Both sides count by area under the same rules and play to the end. GNU Go gets another random seed in every game, which
+hardly changes what it plays: each game, or each two with both colours, begins with another two random moves, and games
+of the same moves count once.
 """
 
 import argparse
@@ -46,11 +46,15 @@ def play(mine, make_other, size: int, komi: float, num_games: int, colours: str,
 
     `make_other(i)` is the opponent in game i, which leaves when the game is over.
     """
-    rows, openings = [], random.Random(seed)
+    rows, generator, openings = [], random.Random(seed), []
+    per_opening = 2 if colours == "both" else 1
     for i in tqdm(range(num_games), unit="game"):
         is_black = colours == "black" or (colours == "both" and i % 2 == 0)
-        if i % 2 == 0 or colours != "both":
-            opening = tuple(openings.sample(range(size * size), 2)) if i % 4 >= 2 and colours == "both" else ()
+        if i % per_opening == 0:
+            opening = tuple(generator.sample(range(size * size), 2))
+            while opening in openings and len(openings) < size**2 * (size**2 - 1):
+                opening = tuple(generator.sample(range(size * size), 2))
+            openings.append(opening)
         with make_other(i) as other:
             players = (mine, other) if is_black else (other, mine)
             moves, margin = gtp_client.play_game(*players, size, komi, opening)
@@ -59,30 +63,29 @@ def play(mine, make_other, size: int, komi: float, num_games: int, colours: str,
 
 
 def summarize(row: dict) -> dict[str, float]:
-    """Win rate (a draw is half a win), its interval, mean margin, and games won by the whole board."""
-    own = [game["margin"] for game in row["games"]]
-    rate = sum((m > 0) + (m == 0) / 2 for m in own) / len(own)
-    low, high = go_match.compute_interval(rate, len(own))
-    whole = sum(
-        m + row["komi"] * (1 if g["is_black"] else -1) == row["size"] ** 2
-        for m, g in zip(own, row["games"], strict=True)
-    )
-    return {"rate": rate, "low": low, "high": high, "margin": sum(own) / len(own), "whole": whole, "games": len(own)}
+    """MATCH_SCORES over distinct games, and how many of these were won by the whole board."""
+    distinct = {(tuple(game["moves"]), game["is_black"]): game for game in row["games"]}.values()
+    is_black = [game["is_black"] for game in distinct]
+    black_margins = [game["margin"] if game["is_black"] else -game["margin"] for game in distinct]
+    scores = go_match.score_match([game["moves"] for game in distinct], black_margins, is_black)
+    points = [game["margin"] + (row["komi"] if game["is_black"] else -row["komi"]) for game in distinct]
+    return scores | {"whole": points.count(row["size"] ** 2), "games": len(row["games"])}
 
 
 def make_table(results: dict) -> str:
     """Markdown table, a line for each match."""
     lines = [
-        "| network | level | colour | komi | games | wins | mean margin | whole board |",
-        "|--|--:|--|--:|--:|--|--:|--:|",
+        "| network | level | colour | komi | games | distinct | wins | as black | as white | margin | whole board |",
+        "|--|--:|--|--:|--:|--:|--|--:|--:|--:|--:|",
     ]
     for row in results["rows"]:
         s = summarize(row)
         name = f"{row['name']} (`{row['flags'].strip()}`)" if row["flags"] else row["name"]
-        wins = f"**{s['rate']:.0%}** ({s['low']:.0%} to {s['high']:.0%})"
+        wins = f"**{s['win_rate']:.0%}** ({s['win_rate_low']:.0%} to {s['win_rate_high']:.0%})"
+        black, white = (f"{s[key]:.0%}" if key in s else "" for key in ("win_rate_black", "win_rate_white"))
         lines.append(
-            f"| {name} | {row['level']} | {row['colours']} | {row['komi']:g} | {s['games']} | {wins} | "
-            f"{s['margin']:+.1f} | {s['whole']} |"
+            f"| {name} | {row['level']} | {row['colours']} | {row['komi']:g} | {s['games']} | {s['distinct_games']} | "
+            f"{wins} | {black} | {white} | {s['margin']:+.1f} | {s['whole']} |"
         )
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ def load_network(path: str | Path):
     torch.set_float32_matmul_precision("medium")
     torch.set_grad_enabled(False)
     checkpoint = az.load_checkpoint(path)
-    args = az.Args(**checkpoint["args"])
+    args = checkpoint["args"]
     args.bf16 = False
     agent = az.Agent(az.get_size(args), args).eval()
     agent.load_state_dict(checkpoint["agent"])
@@ -111,8 +111,6 @@ def draw_timeline(path: str, figure_path: Path, num_games: int = 64) -> None:
     go = Go(az.get_size(args))
     evaluators = az.make_evaluators(network, go, num_games, args)
     workers = [watch(f"worker {name}", f"evaluate {name}", e) for name, e in zip("AB", evaluators, strict=True)]
-    for worker in workers:
-        worker.device = evaluators[0].device
     tree = az.Search(go, workers, num_games, 100, args)
     for slot, name in zip(tree.slots, "AB", strict=True):
         slot.wait = watch("master", f"wait {name}", slot.wait)

@@ -23,14 +23,17 @@ from envs_shared.go_tasks.rules import Go
 
 
 class NullEvaluator:
-    """Equal logits and values near 1/2."""
+    """Normal logits of deviation `sharpness`, equal ones for 0, and values near 1/2."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, sharpness: float = 0.0):
         self.device = device
+        self.sharpness = sharpness
 
     def __call__(self, boards, legal):
-        logits, noise = torch.zeros(legal.shape, device=self.device), torch.rand(len(legal), device=self.device)
-        return logits, 0.49 + 0.02 * noise
+        noise = torch.rand(len(legal), device=self.device)
+        if self.sharpness == 0:
+            return torch.zeros(legal.shape, device=self.device), 0.49 + 0.02 * noise
+        return self.sharpness * torch.randn(legal.shape, device=self.device), 0.49 + 0.02 * noise
 
 
 def set_up_torch(seed: int) -> None:
@@ -44,7 +47,7 @@ def set_up_torch(seed: int) -> None:
 def measure_search(go: Go, boards, evaluators: list, num_simulations: int, clock=time.process_time) -> float:
     """Simulations per second of `clock` of a search of all `boards` at once."""
     num_games = len(boards.to_play)
-    tree = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=7.5))
+    tree = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=7.5))  # a slot for each evaluator
     tree.reset(boards)
     start = clock()
     tree.run(num_simulations)
@@ -84,10 +87,11 @@ def measure(num_repeats: int, cuda: bool) -> dict:
     for _ in range(num_repeats):
         for num_slots in (1, 2):
             for n in (64, 800):
-                name = f"tree, 9x9, {n} simulations, {num_slots} slot{'s' * (num_slots - 1)}"
-                search(name, [NullEvaluator(device)] * num_slots, n, False)
+                for kind, sharpness in (("", 0.0), (", peaked prior", 3.0)):
+                    name = f"tree, 9x9, {n} simulations{kind}, {num_slots} slot{'s' * (num_slots - 1)}"
+                    search(name, [NullEvaluator(device, sharpness)] * num_slots, n, False)
         for bf16 in (False, True):
-            args = az.Args(env_id="Go-9x9", blocks=6, channels=64, bf16=bf16)
+            args = az.Args(env_id="Go-9x9", blocks=6, channels=64, bf16=bf16, num_slots=2)
             network = az.Agent(9, args).to(device).eval().fold_into(az.make_network(9, args, device))
             evaluators = az.make_evaluators(network, go, num_games, args)
             for num_slots in (1, 2):

@@ -206,11 +206,11 @@ def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():
 
 def test_matches_count_draws_and_whole_boards():
     games = [{"is_black": True, "margin": 25.0, "moves": [12]}, {"is_black": False, "margin": -25.0, "moves": [12]}]
-    games += [{"is_black": True, "margin": 0.0, "moves": [12]}]
+    games += [{"is_black": True, "margin": 0.0, "moves": [13]}, games[0]]
     row = {"name": "5x5", "size": 5, "komi": 0.0, "level": 1, "colours": "both", "flags": "", "games": games}
     found = go_matches.summarize(row)
-    assert found["rate"] == 0.5 and found["whole"] == 1 and found["games"] == 3 and found["margin"] == 0
+    assert found["win_rate"] == 0.5 and found["whole"] == 1 and found["games"] == 4 and found["margin"] == 0
     assert go_matches.show_game(row) == "5x5, level 1: C3"
-    assert "| 5x5 | 1 | both | 0 | 3 | **50%**" in go_matches.make_table({"rows": [row]})
+    assert "| 5x5 | 1 | both | 0 | 4 | 3 | **50%**" in go_matches.make_table({"rows": [row]})
     half = row | {"komi": 0.5, "games": [{"is_black": False, "margin": 25.5, "moves": []}]}
     assert go_matches.summarize(half)["whole"] == 1  # the whole board for white, and komi

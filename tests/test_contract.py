@@ -30,7 +30,7 @@ from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
 from packaging.requirements import Requirement
 from torch.utils.tensorboard import SummaryWriter
 
-MOVED = ["ppo", "r2d2_lstm", "reinforce_tsp_attention"]  # the scripts in the new form
+MOVED = ["alphazero_go", "ppo", "r2d2_lstm", "reinforce_tsp_attention"]  # the scripts in the new form
 SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
 KILLED_AT = 6  # the number of the checkpoint at which a run is killed; the first is of before the training
 
@@ -56,13 +56,13 @@ class Case:
 CASES = {
     "alphazero_go": Case(
         "--env-id Go-2x2 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
-        " --num-epochs 8 --pool-size 256 --batch-size 16 --arena-interval 4 --arena-games 2 --eval-episodes 2"
-        " --checkpoint-interval 1 --eval-interval 5",
-        *("--eval-interval 0 --checkpoint-interval 0", "--num-epochs", 9),
+        " --num-epochs 8 --pool-size 256 --batch-size 16 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
+        *("--eval-interval 100 --checkpoint-interval 0", "--num-epochs", 9),
         progress=("elo=", "epoch"),
-        tags=("arena/elo", "losses/value_loss"),
-        max_lines=1420,  # tree, slots and pool; Thinker for play
-        groups=("arena", "pool", "search"),
+        tags=("eval/elo", "losses/value_loss"),
+        max_lines=1386,  # the aim is 1,100
+        score=("eval/elo", 1),
+        groups=("pool", "search"),
     ),
     "ppo": Case(
         "--num-envs 8 --num-steps 32 --total-timesteps 2048 --eval-episodes 4 --checkpoint-interval 1"

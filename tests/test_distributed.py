@@ -23,6 +23,7 @@ TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 STATISTICS = re.compile(r"running_(mean|var)|num_batches_tracked")  # which a batch norm gathers, whatever the rate
 MOVES_NOTHING = {
+    "alphazero_go": "",
     "ppo": "",
     "r2d2_lstm": "",
     "reinforce_tsp_attention": "--muon-learning-rate 1e-30",

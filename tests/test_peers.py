@@ -221,9 +221,10 @@ def test_colours_and_openings_of_a_match_are_balanced(monkeypatch):
     games = go_matches.play("us", lambda i: contextlib.nullcontext("them"), 5, 0.5, 8, "both", seed=1)
     assert [black for black, _ in seen] == ["us", "them"] * 4
     openings = [opening for _, opening in seen]
-    assert openings[::2] == openings[1::2] and [len(x) for x in openings[::2]] == [0, 2, 0, 2]
+    assert openings[::2] == openings[1::2] and len(set(openings)) == 4 and {len(x) for x in openings} == {2}
     summary = go_matches.summarize({"games": games, "size": 5, "komi": 0.5})
-    assert summary["rate"] == 0.5 and summary["margin"] == 0
+    assert summary["win_rate"] == 0.5 and summary["margin"] == 0 and summary["distinct_games"] == 8
+    assert summary["win_rate_black"] == 1 and summary["win_rate_white"] == 0
 
 
 def test_the_harness_reads_a_peer_as_it_reads_our_scripts():
