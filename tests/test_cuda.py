@@ -18,7 +18,6 @@ import torch
 from conftest import read_result
 from pretend_cuda import NAME, is_same, pretend_cuda
 
-from algos import alphazero_go as az
 from algos import ppo
 from algos import r2d2_lstm as r2d2
 from algos import reinforce_tsp_attention as tsp
@@ -45,11 +44,7 @@ R2D2 = "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 
 R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --checkpoint-interval 0"
 R2D2 += " --eval-interval 1000 --eval-episodes 2"
 ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
-GO = "--env-id Go-3x3 --num-games 4 --blocks 1 --channels 4 --simulations-start 4 --simulations-end 4 --num-epochs 6"
-GO += " --pool-size 256 --batch-size 16 --checkpoint-interval 0 --eval-interval 100 --eval-episodes 2"
 RUNS = {
-    "go": Run(az, GO, max_waits=2000, max_launches=20000),
-    "go-two-slots": Run(az, f"{GO} --num-slots 2 --pseudo-limit 0.5", max_waits=2000, max_launches=20000),
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
