@@ -1,41 +1,48 @@
-"""PPO that decides where a pretrained change detector looks, corrects itself and stops, in one file.
+"""PPO that decides where a change detector looks closely, in one file.
 
-A pair of pictures of two dates is classified patch by patch from coarse pictures. Every patch (query) then either stops
-or goes on: it pays for a glimpse of its own window at full resolution and is corrected by what that shows.
+Two pictures of one place are classified from coarse copies, patch by patch. Then each patch (a query) stops, or pays
+for a look at its own window at full resolution and is corrected by what that shows. PPO learns which of the two.
 Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347).
 
-    python algos/ppo_change_detection.py                             # first run: synthetic pairs, 4 minutes on one core
-    python algos/ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --patch-size 16 --warm-iterations 500
-    torchrun --nproc-per-node 2 algos/ppo_change_detection.py        # several GPUs (or CPU processes)
-    python algos/ppo_change_detection.py --evaluate runs/.../checkpoint.pt --predict before.png after.png
+    python algos/ppo_change_detection.py                   # first run: synthetic pairs, minutes on one core
+    python algos/ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --coarse-iterations 200 \
+        --refine-iterations 800 --ppo-iterations 400       # full size: a folder of real pairs
+    python algos/ppo_change_detection.py --pretrained runs/.../checkpoint.pt --cost 0.1   # PPO alone, at another price
+    python algos/ppo_change_detection.py --evaluate runs/.../best.pt --predict A B --output maps   # of files or folders
+    torchrun --nproc-per-node 2 algos/ppo_change_detection.py   # several GPUs (CPU processes: --no-cuda)
 
-What is computed, for each query n of each pair:
+Three stages, one after the other:
 
-    (1) r_t = beta (log p_{t+1}(y) - log p_t(y)) + g(p_{t+1}) - g(p_t) - cost, while the query goes on; log p >= -7
-    (2) g(p) = 1[p says change] (2 y - F), the gain in F1 = 2 TP / (predicted + true) by one more prediction, linearized
-    (3) A_t = delta_t + gamma lambda (1 - done_t) A_{t+1}, delta_t = r_t + gamma (1 - done_t) V(s_{t+1}) - V(s_t)
-    (4) pi(a | s) = pi(stop | q) N(correction | mean(q, glimpse), sigma)^(1 - stop)
-    (5) L = E[-min(ratio A, clip(ratio, 1 - eps, 1 + eps) A)] + c_v (V - R)^2 / 2 - c_e H(stop) + c_j cross entropy
+    coarse   cross entropy trains backbone and class head on the coarse pictures
+    refine   cross entropy trains the refiner, what a look is made by, and the class head; every query looks
+    ppo      PPO trains policy and value head, and all but the backbone goes on learning; --pretrained begins here
 
-Shapes: T steps, B pairs, N queries, D embedding, R correction, C classes, K queries that go on, P side of a patch.
+What PPO computes for each query, whose cells (squares of a few pixels) have the classes y:
+
+    (1) r_t = w(p_{t+1}) - w(p_t) - cost, where a query goes on at step t; it stops for good otherwise, at no cost
+    (2) w(p) = mean over its cells of beta max(log p(y), -7) + 1[p says change] (2 [y is change] - F), the worth of a
+        classification: F1 = 2 TP / (predicted + true) gains by one more prediction in proportion to 2 [...] - F1
+    (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), without t + 1 after a stop
+    (4) pi(a | s) = pi(stop | s), or pi(go on | s) N(correction | mean(s, window), sigma)
+    (5) L = E[-sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 H(go on)] + c3 cross entropy,
+        the sum over the two factors of eq. 4, each with a ratio of its own (Fan et al. 2019, arXiv:1903.01344)
+
+Shapes: T steps, B pairs, N queries, G cells of a query, C classes, D embedding, R correction, K queries that go on,
+S side of a picture, P of a patch, c of a cell in pixels.
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.11", "numpy>=1.26", "gymnasium>=1.4", "tyro>=0.9", "tensorboard>=2.18",
-#     "wandb>=0.19", "tqdm>=4.66", "matplotlib>=3.9", "pillow>=10.0",
+#     "torch>=2.11", "numpy>=1.26", "tyro>=0.9", "tensorboard>=2.18", "wandb>=0.19", "tqdm>=4.66", "matplotlib>=3.9",
+#     "pillow>=10.0",
 # ]
 # ///
 
-import copy
-import importlib.util
-import io
 import json
 import math
 import os
 import random
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
@@ -52,276 +59,85 @@ import tyro
 from torch import nn
 from torch.distributions import Bernoulli, Normal
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared
+sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
 from envs_shared.change_tasks import data as change_data
 from envs_shared.change_tasks import scores as change_scores
 
 SCRIPT = "ppo_change_detection"
-COARSE, CORRECTION_DIM = 4, 8  # pixels averaged along each side for the coarse pictures; width R of a correction
-MOBILENET_BLOCKS = "1 16 1 1, 6 24 2 2, 6 32 3 2, 6 64 4 2, 6 96 3 1, 6 160 3 2, 6 320 1 1"  # table 2 of its paper
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-SUPERVISED_STEPS = 20  # gradient steps of an iteration before PPO
-METRICS = ("policy_loss", "value_loss", "entropy", "joint_loss", "approx_kl", "clip_fraction", "grad_norm")
+SUPERVISED_STEPS = 20  # gradient steps of an iteration of the first two stages
 
 
 @dataclass
 class Args:
-    """Change detection that looks closely only where that pays: supervised pretraining, then PPO."""
+    """Change detection that looks closely only where that pays: a detector, then PPO."""
 
     # Experiment, logging and checkpoints
-    exp_name: str = SCRIPT
-    """name of this experiment, part of the run folder's name"""
-    seed: int = 1
-    """seed of every source of randomness"""
-    torch_deterministic: bool = True
-    """choose deterministic kernels on CUDA (the CPU ones always are)"""
-    cuda: bool = True
-    """train on CUDA where there is a GPU"""
-    torch_threads: int = 1
-    """CPU threads of torch; one is fastest for small networks, more than the free cores is far slower"""
-    run_dir: str = "runs"
-    """folder that holds the run folders"""
-    track: bool = False
-    """also log to Weights & Biases (WANDB_MODE=offline works)"""
-    wandb_project_name: str = "reference-rl"
-    """project at Weights & Biases"""
-    wandb_entity: str | None = None
-    """team at Weights & Biases"""
-    resume: str | None = None
-    """checkpoint.pt to go on from, with its settings; other flags given here override them"""
-    evaluate: str | None = None
-    """checkpoint.pt to evaluate, without training"""
-    checkpoint_interval: int = 10
-    """iterations between checkpoints (0: only at the end)"""
-    eval_interval: int = 0
-    """iterations between evaluations (0: only at the end)"""
-    eval_episodes: int = 100
-    """episodes of an evaluation"""
-    compile: bool = False
-    """compile the hot functions with torch.compile (pays on long runs)"""
-    cuda_graphs: bool = True
-    """on one CUDA device, replay the fixed-shape steps as CUDA graphs"""
+    exp_name: str = SCRIPT  # name of this experiment, part of the run folder's name
+    seed: int = 1  # seed of every source of randomness
+    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    cuda: bool = True  # train on CUDA where there is a GPU
+    torch_threads: int = 1  # CPU threads of torch; more than the free cores is far slower
+    run_dir: str = "runs"  # folder that holds the run folders
+    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
+    wandb_project_name: str = "reference-rl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # team at Weights & Biases
+    resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags given here override them
+    evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
+    checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
+    eval_interval: int = 0  # iterations between evaluations (0: about ten a run, in about a fifth of all steps)
+    eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
+    compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
+    cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
 
     # Environment
-    env_id: str = "buildings"
-    """synthetic pairs: buildings, or buildings-cloudy, where clouds cover much and a look at them shows nothing"""
-    data_dir: str | None = None
-    """folder of a real set, in place of --env-id: train/{A,B,label}, {A,B,label} with list/*.txt, or prefixes"""
-    dir_names: tuple[str, str, str] = ("A", "B", "label")
-    """--data-dir: names of the folders of the first date, the second date and the labels"""
-    data_seed: int = 1
-    """seed of the synthetic pairs"""
-    num_train_pairs: int = 4096
-    """synthetic pairs to train on; --data-dir: all crops of train"""
-    num_eval_pairs: int = 500
-    """synthetic pairs to tune thresholds on, and as many others to test on; --data-dir: all crops of val and test"""
-    image_size: int = 64
-    """side of a picture in pixels; those of --data-dir are cut into crops of this size"""
-    patch_size: int = 8
-    """side P of a query's patch in pixels, a multiple of 4"""
-    num_classes: int = 2
-    """classes C: unchanged and changed; 3: unchanged, appeared, vanished; --data-dir: labels hold 0 to C - 1"""
-
-    # Decisions
-    num_steps: int = 2
-    """steps T of an episode, the most looks that a query can take"""
-    cost: float = 0.04
-    """price of a look, in the units of eq. 1"""
-    beta: float = 0.1
-    """weight of the gain in log-likelihood in eq. 1"""
-    credit: Literal["query", "image"] = "query"
-    """reward of each query by itself, or the mean over the pair for all of them"""
-    evidence: Literal["glimpse", "none"] = "glimpse"
-    """what a look shows: the window at full resolution, or nothing new"""
-    tile: int = 1
-    """side, in queries, of the squares that are looked at as a whole: one that goes on takes along the others"""
+    env_id: str = "buildings"  # synthetic pairs: buildings, buildings-cloudy, or prints
+    data_dir: str | None = None  # folder of a real set, in place of --env-id
+    dir_names: tuple[str, str, str] = ("A", "B", "label")  # its folders of the first date, the second and the labels
+    data_seed: int = 1  # seed of the synthetic pairs
+    num_train_pairs: int = 2048  # synthetic pairs to train on; val and test have 5 times --eval-episodes each
+    image_size: int = 64  # side S of a picture in pixels; those of --data-dir are cut into crops of this size
+    patch_size: int = 8  # side P of a query's patch in pixels
+    cell_size: int = 2  # side c of a cell in pixels, which has a class of its own
+    coarse_size: int = 4  # side in pixels of what is averaged into one of the coarse pictures
+    num_classes: int = 2  # classes C: unchanged and changed; synthetic with 3: unchanged, appeared, vanished
+    look_at: Literal["pair", "dates"] = "pair"  # a look shows both dates; or the first one the first date, then both
+    jitter: float = 0.05  # most by which brightness and contrast of each date are changed in training
 
     # Algorithm
-    backbone_weights: str | None = None
-    """state dict of torchvision's MobileNetV2 to begin with; without, a small network is trained from nothing"""
-    pretrain_iterations: int = 40
-    """iterations of supervised training of the coarse classifier, of 20 gradient steps each"""
-    warm_iterations: int = 60
-    """iterations of supervised training of the corrections, of 20 gradient steps each"""
-    num_iterations: int = 100
-    """iterations of PPO, and of cross entropy alone for the same number of gradient steps, as a control"""
-    batch_size: int = 32
-    """pairs of a gradient step before PPO, over all processes"""
-    num_envs: int = 128
-    """pairs B of a rollout, over all processes"""
-    learning_rate: float = 1e-3
-    """Adam's learning rate"""
-    supervised_lr: float = 3e-3
-    """Adam's learning rate before PPO"""
-    anneal_lr: bool = True
-    """hold the learning rate for a third of each stage, then lower it linearly to zero"""
-    gamma: float = 1.0
-    """discount gamma"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 4
-    """minibatches of an epoch"""
-    update_epochs: int = 1
-    """epochs over each rollout"""
-    clip_coef: float = 0.2
-    """epsilon of the clipped ratio"""
-    ent_coef: float = 0.003
-    """weight c_e of the entropy of the stop decision"""
-    vf_coef: float = 0.5
-    """weight c_v of the value loss"""
-    joint_coef: float = 50.0
-    """weight c_j of the classification loss"""
-    max_grad_norm: float = 1.0
-    """largest global norm of the gradient"""
-    buffer_device: Literal["cpu", "cuda"] | None = None
-    """where rollouts are kept; without, where the networks are"""
-    bf16: bool = False
-    """run the networks in bfloat16 (autocast), for CUDA"""
+    refiner_dim: int = 64  # channels of the refiner, which is most of the time of a look
+    pretrained: str | None = None  # checkpoint of an earlier run, whose detector is taken; PPO begins at once
+    coarse_iterations: int = 50  # iterations of the first stage, of 20 gradient steps
+    refine_iterations: int = 40  # iterations of the second stage, of 20 gradient steps
+    ppo_iterations: int = 60  # iterations of the third stage, of a rollout each
+    batch_size: int = 16  # pairs of a gradient step of the first two stages, over all processes
+    supervised_lr: float = 3e-3  # of Adam in the first two stages
+    learning_rate: float = 1e-3  # of Adam in the third stage
+    anneal_lr: bool = True  # hold the learning rate for a third of each stage, then lower it linearly to zero
+    num_envs: int = 128  # pairs B of a rollout, over all processes
+    num_steps: int = 1  # steps T of an episode, the most looks that a query can take
+    cost: float = 0.015  # price of a look, in the units of eq. 2
+    beta: float = 0.1  # weight of the log-likelihood in eq. 2
+    gamma: float = 1.0  # discount gamma
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
+    num_minibatches: int = 4  # minibatches of an epoch
+    update_epochs: int = 1  # epochs over each rollout
+    clip_coef: float = 0.2  # clipping range epsilon of the surrogate, eq. 5
+    vf_coef: float = 0.5  # value coefficient c1, eq. 5
+    ent_coef: float = 0.003  # entropy coefficient c2, eq. 5
+    joint_coef: float = 50.0  # coefficient c3 of the cross entropy, eq. 5
+    max_grad_norm: float = 1.0  # largest global norm of the gradient (inf: no limit)
 
     # Prediction
-    predict: tuple[str, str] | None = None
-    """with --evaluate: two pictures of one size, to write the map of where change is likely"""
-    output: str = "change_map.png"
-    """file of the change map, which must not exist"""
+    predict: tuple[str, str] | None = None  # with --evaluate: two pictures of one place, or two folders of them
+    output: str = "change_maps"  # --predict: folder for a mask and a map of probability of each pair
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
-
-
-def conv_norm(dim_in: int, dim_out: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
-    """Convolution, batch norm and ReLU6."""
-    conv = nn.Conv2d(dim_in, dim_out, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(dim_out), nn.ReLU6(inplace=True))
-
-
-class InvertedResidual(nn.Module):
-    """Block of MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381), with torchvision's names of parameters."""
-
-    def __init__(self, dim_in: int, dim_out: int, stride: int, expansion: int):
-        super().__init__()
-        hidden, self.is_residual = dim_in * expansion, stride == 1 and dim_in == dim_out
-        widen = [] if expansion == 1 else [conv_norm(dim_in, hidden, 1)]
-        narrow = nn.Conv2d(hidden, dim_out, 1, bias=False), nn.BatchNorm2d(dim_out)
-        self.conv = nn.Sequential(*widen, conv_norm(hidden, hidden, 3, stride, hidden), *narrow)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.conv(x) if self.is_residual else self.conv(x)
-
-
-class MobileNetV2(nn.Module):
-    """MobileNetV2 for ImageNet; `forward` gives features [B, 32, H / 8, W / 8] of pictures [B, 3, H, W] in [0, 1]."""
-
-    def __init__(self):
-        super().__init__()
-        layers, dim_in = [conv_norm(3, 32, 3, 2)], 32
-        for expansion, dim, number, stride in (map(int, block.split()) for block in MOBILENET_BLOCKS.split(",")):
-            for i in range(number):
-                layers.append(InvertedResidual(dim_in, dim, 1 if i else stride, expansion))
-                dim_in = dim
-        self.features = nn.Sequential(*layers, conv_norm(dim_in, 1280, 1))
-        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, 1000))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], device=x.device).view(2, 3, 1, 1)
-        return self.features[:7]((x - mean) / std)
-
-
-class Backbone(nn.Module):
-    """Coarse pairs [B, 6, H / 4, W / 4] in [0, 1] to queries [B, N, D], one a patch."""
-
-    def __init__(self, args: Args, embed_dim: int = 64):
-        super().__init__()
-        self.side, kernel, dim = args.image_size // args.patch_size, args.patch_size // COARSE, 32
-        if args.backbone_weights:
-            self.mobilenet, kernel, dim = MobileNetV2(), 1, 96
-        else:
-            self.stem = nn.Sequential(nn.Conv2d(6, dim, 3, padding=1), nn.GELU())
-        self.patch = nn.Sequential(nn.Conv2d(dim, embed_dim, kernel, kernel), nn.GELU())
-        self.mix = nn.ModuleList([nn.Conv2d(embed_dim, embed_dim, 3, padding=1) for _ in range(2)])
-        self.norm = nn.LayerNorm(embed_dim)
-
-    def forward(self, coarse: torch.Tensor) -> torch.Tensor:
-        if hasattr(self, "mobilenet"):
-            dates = coarse.unflatten(1, (2, 3)).flatten(0, 1)
-            dates = self.mobilenet(F.interpolate(dates, scale_factor=float(COARSE), mode="bilinear"))
-            a, b = dates.unflatten(0, (-1, 2)).unbind(1)
-            x = F.adaptive_avg_pool2d(torch.cat((a, b, (a - b).abs()), 1), self.side)
-        else:
-            x = self.stem(coarse - 0.5)
-        x = self.patch(x)  # [B, D, side, side]
-        for mix in self.mix:
-            x = x + F.gelu(mix(x))
-        return self.norm(x.flatten(2).transpose(1, 2))
-
-
-class Refiner(nn.Module):
-    """What is paid for: a glimpse of a query's window, and a transformer block that reads it and the neighbours."""
-
-    def __init__(self, args: Args, dim: int = 64, glimpse_dim: int = 24, num_heads: int = 4):
-        super().__init__()
-        self.num_heads, self.evidence = num_heads, args.evidence
-        self.date = nn.Conv2d(3, glimpse_dim, args.patch_size // 2, args.patch_size // 4)
-        self.compare = nn.Conv2d(2 * glimpse_dim, glimpse_dim, 1)
-        self.read, self.step = nn.Linear(glimpse_dim * 25, dim), nn.Embedding(args.num_steps, dim)
-        self.kv = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
-        self.q, self.out = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim // 2)), nn.Linear(dim // 2, dim)
-        self.ff = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
-        self.mean = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, CORRECTION_DIM))
-
-    def forward(self, query, neighbours, window, step) -> torch.Tensor:
-        """Mean corrections [K, R] of queries [K, D] by keys and values [K, 9, D], windows [K, 6, w, w] and step [K]."""
-        x = query + self.step(step)
-        if self.evidence == "glimpse":
-            pixels = (window.unflatten(1, (2, 3)).flatten(0, 1) - 127.5) / 255  # [2 K, 3, w, w]
-            dates = F.relu(self.date(pixels)).reshape(len(x), 2 * self.date.out_channels, 5, 5)
-            x = x + self.read(F.relu(self.compare(dates)).flatten(1))
-        q = self.q(x).unflatten(-1, (self.num_heads, 1, -1))  # [K, heads, 1, d]
-        k, v = neighbours.unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        attention = ((q * k).sum(-1, keepdim=True) / math.sqrt(q.shape[-1])).softmax(2)  # [K, heads, 9, 1]
-        x = x + self.out((attention * v).sum(2).flatten(1))
-        return self.mean(x + self.ff(x))
-
-
-class ChangeDetector(nn.Module):
-    """Backbone, policy, value and class heads, and the refiner."""
-
-    def __init__(self, args: Args, embed_dim: int = 64):
-        super().__init__()
-        self.args = args
-        self.backbone, self.refiner = Backbone(args, embed_dim), Refiner(args, embed_dim)
-        self.up = nn.Linear(CORRECTION_DIM, embed_dim, bias=False)  # correction to query
-        nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
-        self.log_std = nn.Parameter(torch.full((CORRECTION_DIM,), -2.0))
-        self.class_head = make_head(embed_dim, args.num_classes)
-        inputs = embed_dim * (1 + (args.tile > 1)) + args.num_steps
-        self.policy_head, self.value_head = make_head(inputs, 1), make_head(inputs, 1)
-
-    def decide(self, obs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of stopping and values, [B, N] each, of an observation."""
-        query, args = obs["query"], self.args
-        if args.tile > 1:
-            query = torch.cat((query, change_data.tile_mean(query, args.tile)), -1)
-        step = F.one_hot(obs["step"].clamp(max=args.num_steps - 1), args.num_steps).to(query.dtype)
-        query = torch.cat((query, step.unsqueeze(1).expand(-1, query.shape[1], -1)), -1)
-        logit, value = self.policy_head(query).float(), self.value_head(query).float()
-        return change_data.tile_mean(logit, args.tile).squeeze(-1), value.squeeze(-1)
-
-    def correct(self, obs: dict, goes_on: torch.Tensor) -> torch.Tensor:
-        """Means [K, R] of the corrections where `goes_on` [B, N], reading only these windows."""
-        query, patch, device, means = obs["query"], self.args.patch_size, goes_on.device, []
-        side, near = self.args.image_size // patch, torch.arange(-1, 2, device=device)
-        windows = obs["memory"].unfold(2, 3 * patch // 2, patch).unfold(3, 3 * patch // 2, patch)  # a view
-        memory = self.refiner.kv(query)  # [B, N, 2 d]
-        for index in goes_on.nonzero().split(512 if device.type == "cpu" else goes_on.numel()):  # what fits the cache
-            b, n = index.unbind(1)
-            row, column = n // side, n % side
-            rows, columns = ((x.unsqueeze(1) + near).clamp(0, side - 1) for x in (row, column))  # the border repeats
-            neighbours = memory[b[:, None, None], rows.unsqueeze(2) * side + columns.unsqueeze(1)].flatten(1, 2)
-            means.append(self.refiner(query[b, n], neighbours, windows[b, :, row, column], obs["step"][b]))
-        return torch.cat(means)
 
 
 def make_head(dim_in: int, dim_out: int) -> nn.Sequential:
@@ -329,359 +145,411 @@ def make_head(dim_in: int, dim_out: int) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(dim_in), nn.Linear(dim_in, 64), nn.GELU(), nn.Linear(64, dim_out))
 
 
-def load_backbone(network: ChangeDetector, path: str) -> None:
-    """Load a state dict of torchvision's MobileNetV2, all of it; exits with code 2 where it is none."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        network.backbone.mobilenet.load_state_dict(state)
-    except Exception as error:
-        fail(f"--backbone-weights {path}: no state dict of torchvision's MobileNetV2 ({type(error).__name__})")
-    if RANK == 0:
-        print(f"--backbone-weights {path}: {len(state)} of {len(state)} tensors matched")
+class Backbone(nn.Module):
+    """Coarse pairs [B, 6, h, w] in [-0.5, 0.5] to queries [B, N, D], one a patch; the same for pictures of any size."""
+
+    def __init__(self, args: Args, embed_dim: int, dim: int = 32):
+        super().__init__()
+        patch = args.patch_size // args.coarse_size
+        self.stem = nn.Conv2d(6, dim, 3, padding=1)
+        self.patch = nn.Conv2d(dim, embed_dim, patch, patch)
+        self.mix = nn.ModuleList([nn.Conv2d(embed_dim, embed_dim, 3, padding=1) for _ in range(2)])
+        self.norm = nn.LayerNorm(embed_dim)
+
+    def forward(self, coarse: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.patch(F.gelu(self.stem(coarse))))  # [B, D, S / P, S / P]
+        for mix in self.mix:
+            x = x + F.gelu(mix(x))
+        return self.norm(x.flatten(2).transpose(1, 2))
+
+
+class Refiner(nn.Module):
+    """What is paid for: convolutions at full resolution, and the correction that a query gets from them."""
+
+    def __init__(self, args: Args, embed_dim: int, date_dim: int = 16, num_blocks: int = 2):
+        super().__init__()
+        dim = args.refiner_dim
+        self.side = args.patch_size // args.cell_size
+        self.sees_pair = args.look_at == "pair"
+        self.date = nn.Conv2d(3, date_dim, 2 * args.cell_size, args.cell_size)
+        self.compare = nn.Conv2d(3 * date_dim, dim, 2)
+        self.query = nn.Linear(embed_dim, dim)
+        self.step = nn.Embedding(args.num_steps, dim)
+        self.blocks = nn.ModuleList([nn.Conv2d(dim, dim, 3, padding=1) for _ in range(num_blocks)])
+        self.mean = nn.Conv2d(dim, 1, 1)
+
+    def read(self, pixels: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Features [K, F, h / c - 2, w / c - 2] of cells of windows or whole pictures [K, 6, h, w] at step [K]."""
+        dates = F.relu(self.date(pixels.unflatten(1, (2, 3)).flatten(0, 1))).unflatten(0, (-1, 2))  # [K, 2, F', y, x]
+        if not self.sees_pair:
+            is_seen = step.unsqueeze(1) >= torch.arange(2, device=step.device)  # [K, 2]
+            dates = dates * is_seen[:, :, None, None, None]
+        difference = (dates[:, :1] - dates[:, 1:]).abs()
+        return F.relu(self.compare(torch.cat((dates, difference), 1).flatten(1, 2)))
+
+    def correct(self, query: torch.Tensor, cells: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Mean corrections [K, R], one number a cell, of queries [K, D] with cells [K, F, side, side]."""
+        x = cells + (self.query(query) + self.step(step))[:, :, None, None]
+        for block in self.blocks:
+            x = x + F.relu(block(x))
+        return self.mean(x).flatten(1)
+
+
+class Agent(nn.Module):
+    """The detector (backbone, refiner, class head), policy and value head."""
+
+    def __init__(self, args: Args, embed_dim: int = 64):
+        super().__init__()
+        self.coarse_size = args.coarse_size
+        self.patch_size = args.patch_size
+        self.margin = args.cell_size
+        self.num_steps = args.num_steps
+        self.correction_dim = (args.patch_size // args.cell_size) ** 2
+        self.backbone = Backbone(args, embed_dim)
+        self.refiner = Refiner(args, embed_dim)
+        self.up = nn.Linear(self.correction_dim, embed_dim, bias=False)  # correction to query
+        nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
+        self.log_std = nn.Parameter(torch.full((self.correction_dim,), -2.0))
+        self.class_head = nn.Linear(embed_dim, self.correction_dim * args.num_classes)
+        self.policy_head = make_head(embed_dim + args.num_steps, 1)
+        self.value_head = make_head(embed_dim + args.num_steps, 1)
+        self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """Queries [B, N, D] of pictures [B, 6, S + 2 c, S + 2 c], which are averaged first."""
+        inner = images[:, :, self.margin : -self.margin, self.margin : -self.margin]
+        return self.backbone(F.avg_pool2d(inner, self.coarse_size))
+
+    def classify(self, query: torch.Tensor) -> torch.Tensor:
+        """Logits [..., G, C] of queries [..., D]."""
+        return self.class_head(query).unflatten(-1, (self.correction_dim, -1))
+
+    def decide(self, query: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of going on and values V, [B, N] each, of queries [B, N, D] at step [B]."""
+        one_hot = (step.unsqueeze(1) == torch.arange(self.num_steps, device=step.device)).to(query.dtype)  # [B, T]
+        state = torch.cat((query, one_hot.unsqueeze(1).expand(-1, query.shape[1], -1)), -1)
+        return self.policy_head(state).squeeze(-1), self.value_head(state).squeeze(-1)
+
+    def look(self, images: torch.Tensor, query: torch.Tensor, step: torch.Tensor, index=None) -> torch.Tensor:
+        """Mean corrections [K, R] of the queries `index` [K] of all B N, which read their own windows and no others.
+
+        Of pictures [B, 6, S + 2 c, S + 2 c], queries [B, N, D] and step [B]. Where all look (None), the pictures are
+        read as wholes, which saves what neighbouring windows share. On a CPU, in parts that fit its cache.
+        """
+        num_queries = query.shape[1]
+        chunk = 256 if images.device.type == "cpu" else len(images) * num_queries
+        means = []
+        if index is None:
+            step = step.unsqueeze(1).expand(-1, num_queries)
+            for parts in zip(*(x.split(max(chunk // num_queries, 1)) for x in (images, query, step)), strict=True):
+                patches = self.refiner.read(parts[0], parts[2][:, 0])  # [b, F, S / c, S / c]
+                for axis in (2, 3):
+                    patches = patches.unfold(axis, self.refiner.side, self.refiner.side)
+                cells = patches.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)  # [b N, F, side, side]
+                means.append(self.refiner.correct(parts[1].flatten(0, 1), cells, parts[2].flatten()))
+            return torch.cat(means)
+
+        size = self.patch_size + 2 * self.margin
+        windows = images.unfold(2, size, self.patch_size).unfold(3, size, self.patch_size)  # a view
+        padded = F.pad(index, (0, -len(index) % 64))  # of few sizes, as kernels are made for each
+        for part in padded.split(chunk):
+            pair = part // num_queries
+            place = part % num_queries
+            row = place // windows.shape[3]
+            cells = self.refiner.read(windows[pair, :, row, place % windows.shape[3]], step[pair])
+            means.append(self.refiner.correct(query[pair, place], cells, step[pair]))
+        return torch.cat(means)[: len(index)]
 
 
 # ---- Storage ---------------------------------------------------------------------------------------------------------
 
 
-class RolloutBuffer:
-    """A rollout of T steps of B pairs in tensors made at the first `add`, on one device.
+class RolloutStorage:
+    """A rollout of T steps of B pairs, preallocated; row t + 1 of what changes is what step t has made of row t."""
 
-    Every field is [T, B, ...]. `add` raises ValueError where a shape is not that of the first step.
-    """
+    def __init__(self, agent: Agent, args: Args, device: torch.device):
+        num_pairs = args.num_envs // WORLD_SIZE
+        shape = (args.num_steps, num_pairs, (args.image_size // args.patch_size) ** 2)  # [T, B, N]
+        more = (args.num_steps + 1, *shape[1:])
+        self.images = None  # [B, 6, S + 2 c, S + 2 c], of all steps
+        self.labels = None  # [B, N, G]
+        self.query = torch.zeros(*more, agent.up.out_features, device=device)  # [T + 1, B, N, D]
+        self.active = torch.zeros(more, dtype=torch.bool, device=device)  # [T + 1, B, N]: has gone on until then
+        self.correction = torch.zeros(*shape, agent.correction_dim, device=device)  # [T, B, N, R]
+        self.log_probs = torch.zeros(*shape, 2, device=device)  # [T, B, N, 2], of decision and correction
+        self.values = torch.zeros(shape, device=device)  # [T, B, N], as are the next
+        self.rewards = torch.zeros(shape, device=device)
+        self.advantages = torch.zeros(shape, device=device)
 
-    def __init__(self, num_steps: int, device: torch.device):
-        self.num_steps, self.device, self.data, self.position = num_steps, device, {}, 0
-
-    def add(self, obs: dict, **fields: torch.Tensor) -> None:
-        """Store a step: the entries of the observation, and raw_corr, stop, log_prob, value, reward, done and so on."""
-        step = {f"obs_{name}": x for name, x in obs.items()} | fields
-        if not self.data:
-            shapes = {name: (self.num_steps, *x.shape) for name, x in step.items()}
-            self.data = {name: x.new_zeros(shapes[name], device=self.device) for name, x in step.items()}
-        if self.position == self.num_steps:
-            raise ValueError(f"the buffer is full after {self.num_steps} steps")
-        for name, x in step.items():
-            if x.shape != self.data[name].shape[1:]:
-                raise ValueError(f"{name} is {list(x.shape)}, the buffer holds {list(self.data[name].shape[1:])}")
-            self.data[name][self.position].copy_(x.detach())
-        self.position += 1
-
-    def compute_returns_and_advantage(self, last_value, last_done, gamma: float, gae_lambda: float) -> None:
-        """Set advantages and returns [T, B, N] from the value and done [B, N] after the last step (eq. 3)."""
-        rewards, values, dones = (self.data[name] for name in ("reward", "value", "done"))
-        last_value, last_done = last_value.to(self.device), last_done.to(self.device)
-        self.data["advantage"] = compute_gae(rewards, values, dones, last_value, last_done, gamma, gae_lambda)
-        self.data["return"] = self.data["advantage"] + values
-
-    def get_generator(self, num_minibatches: int, device: torch.device):
-        """Shuffled minibatches of the T * B steps on `device`: {"obs": {...}, field: [n, ...]}."""
-        flat = {name: x[: self.position].flatten(0, 1) for name, x in self.data.items()}
-        for index in torch.randperm(len(flat["reward"]), device=self.device).tensor_split(num_minibatches):
-            batch = {name: x[index].to(device, non_blocking=True) for name, x in flat.items()}
-            yield batch | {"obs": {name[4:]: x for name, x in batch.items() if name.startswith("obs_")}}
+    def read_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The rows [n] of T B, for a minibatch."""
+        num_pairs = self.query.shape[1]
+        pair = rows % num_pairs
+        minibatch = {"images": self.images[pair], "labels": self.labels[pair], "step": rows // num_pairs}
+        minibatch |= {"query": self.query[:-1].flatten(0, 1)[rows], "after": self.query[1:].flatten(0, 1)[rows]}
+        minibatch |= {"active": self.active[:-1].flatten(0, 1)[rows], "goes_on": self.active[1:].flatten(0, 1)[rows]}
+        for name in ("correction", "log_probs", "values", "advantages"):
+            minibatch[name] = getattr(self, name).flatten(0, 1)[rows]
+        return minibatch
 
 
 # ---- PPO -------------------------------------------------------------------------------------------------------------
 
 
-def compute_gae(rewards, values, dones, last_value, last_done, gamma: float, gae_lambda: float) -> torch.Tensor:
-    """Advantages [T, ...] (eq. 3); dones[t] says whether the episode was over before step t, `last_done` after T."""
-    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(last_value)
-    next_value, next_done = last_value, last_done
-    for t in range(len(rewards) - 1, -1, -1):
-        is_on = 1.0 - next_done.to(rewards.dtype)
-        delta = rewards[t] + gamma * is_on * next_value - values[t]
-        advantages[t] = advantage = delta + gamma * gae_lambda * is_on * advantage
-        next_value, next_done = values[t], dones[t]
+def get_worth(logits: torch.Tensor, labels: torch.Tensor, f1: torch.Tensor, beta: float) -> torch.Tensor:
+    """w of eq. 2, [B, N] of logits [B, N, G, C] and labels [B, N, G], where -1 does not count."""
+    log_probs = logits.log_softmax(-1)
+    is_counted = labels >= 0
+    log_likelihood = log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
+    says_change = log_probs[..., 0] < math.log(0.5)
+    worth = beta * log_likelihood + says_change * (2.0 * (labels > 0) - f1)  # [B, N, G]
+    return (worth * is_counted).sum(-1) / is_counted.sum(-1).clamp(min=1)
+
+
+def compute_gae(rewards, values, goes_on, gamma: float, gae_lambda: float) -> torch.Tensor:
+    """Advantages [T, ...], eq. 3; an episode is over where it does not go on, and after the last step."""
+    advantages = torch.empty_like(rewards)
+    advantage = torch.zeros_like(rewards[0])
+    next_value = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_value * goes_on[t] - values[t]
+        advantage = delta + gamma * gae_lambda * advantage * goes_on[t]
+        advantages[t] = advantage
+        next_value = values[t]
     return advantages
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean over the labels [...] that count of logits [..., C]; 0 where none does."""
-    total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=-1, reduction="sum")
-    return total / (labels >= 0).sum().clamp(min=1)
+def get_log_probs(go_logits, normal: Normal, goes_on, index, correction) -> torch.Tensor:
+    """Log of the two factors of eq. 4, [B, N, 2], of decisions [B, N] and corrections [K, R] of the queries `index`.
 
-
-class RewardCalculator:
-    """Rewards of eq. 1 and 2, with a running F1."""
-
-    def __init__(self, args: Args):
-        self.args, self.running_f1, self.logits = args, torch.tensor(0.5), None  # logits [B, N, C] before the step
-
-    def compute_reward(self, logits, labels, stop_decision, pre_action_mask, done_mask) -> tuple[torch.Tensor, dict]:
-        """Rewards [B, N] of the step to `logits` [B, N, C], and settled_acc, the accuracy of the queries that are done.
-
-        `stop_decision`, `pre_action_mask` and `done_mask` [B, N]: who stops, was active before, and is done after.
-        """
-        args, goes_on, is_counted = self.args, pre_action_mask & ~stop_decision, labels >= 0
-        gains, f1 = [], self.running_f1.to(logits.device)
-        for z in (logits if self.logits is None else self.logits, logits):
-            log_likelihood = z.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
-            gains.append(args.beta * log_likelihood + (z.softmax(-1)[..., 0] < 0.5) * (2.0 * (labels > 0) - f1))
-        gain = ((gains[1] - gains[0]) * is_counted).unsqueeze(-1)
-        reward = (change_data.tile_mean(gain, args.tile).squeeze(-1) - args.cost) * goes_on  # a tile shares its gain
-        if args.credit == "image":
-            reward = reward.mean(1, keepdim=True) * pre_action_mask
-        self.logits = logits
-        is_right = (logits.argmax(-1) == labels)[done_mask & is_counted]
-        return reward, {"settled_acc": is_right.float().mean()}
-
-    def finish(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Move the running F1 towards that of an episode's last logits."""
-        said, true = (logits.softmax(-1)[..., 0] < 0.5) & (labels >= 0), labels > 0
-        tp, *both = sum_over_ranks(torch.stack([x.sum().float() for x in (said & true, said, true)])).cpu()
-        self.running_f1 = torch.lerp(self.running_f1, 2 * tp / sum(both).clamp(min=1), 0.05)
-
-
-class TransformerRLEnv:
-    """The decision process over a batch of pairs; it never sees a label."""
-
-    def __init__(self, network: ChangeDetector):
-        self.network, self.args = network, network.args
-
-    def reset(self, batch_data: dict) -> dict:
-        """Observation of pairs {"images": uint8 [B, 6, H + P / 2, W + P / 2]}, reflected beyond their borders.
-
-        query [B, N, D]; memory: the pictures, of which only the windows paid for are read; active [B, N]; step [B].
-        """
-        images, margin = batch_data["images"], self.args.patch_size // 4
-        coarse = F.avg_pool2d(images[:, :, margin:-margin, margin:-margin].float(), COARSE) / 255
-        query, self.batch_size = self.network.backbone(coarse).float(), len(images)
-        active = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        step = torch.zeros(len(images), dtype=torch.long, device=query.device)
-        self.obs = {"query": query, "memory": images, "active": active, "step": step}
-        return self.obs
-
-    @property
-    def final_logits(self) -> torch.Tensor:
-        """Logits [B, N, C] of all queries as they are now."""
-        return self.network.class_head(self.obs["query"]).float()
-
-    def step(self, action: dict) -> tuple[dict, torch.Tensor, dict]:
-        """Apply {"stop": [B, N], "correction": [B, N, D]}: next observation, done [B, N] and info."""
-        obs, pre_action_mask = self.obs, self.obs["active"]
-        goes_on = pre_action_mask & ~action["stop"]
-        query = obs["query"] + action["correction"] * goes_on.unsqueeze(-1)
-        self.obs = obs | {"query": query, "active": goes_on, "step": obs["step"] + 1}
-        done = ~goes_on | (self.obs["step"] >= self.args.num_steps).unsqueeze(1)
-        return self.obs, done, {"pre_action_mask": pre_action_mask, "cls_input_q": query, "step": obs["step"]}
-
-
-class PPOAgent:
-    """The policy over a network, and its update."""
-
-    def __init__(self, network: ChangeDetector, lr: torch.Tensor | None = None):
-        self.network, self.args = network, network.args
-        self.optimizer = None if lr is None else torch.optim.Adam(network.parameters(), lr, fused=True)
-
-    def get_action(self, obs: dict, stop: torch.Tensor | None = None, deterministic: bool = False) -> tuple:
-        """Action {"correction", "stop"}, raw correction [B, N, R], vote to stop, log-prob and value [B, N] (eq. 4).
-
-        `stop` [B, N] takes the decision in place of the policy. Deterministic: likely decisions, mean corrections.
-        """
-        network, log_prob, value = self.network, None, None
-        if stop is None:
-            logit, value = network.decide(obs)
-            stop = logit > 0
-            if not deterministic:  # one draw a tile
-                stop = change_data.spread_tiles(torch.rand_like(logit), self.args.tile) < logit.sigmoid()
-            log_prob = Bernoulli(logits=logit, validate_args=False).log_prob(stop.float())
-        goes_on = change_data.any_in_tile(obs["active"] & ~stop, self.args.tile)
-        correction = torch.zeros_like(obs["query"])
-        raw_corr = correction[..., :CORRECTION_DIM].clone()
-        mean = network.correct(obs, goes_on).float()
-        sample = mean if deterministic else mean + network.log_std.detach().exp() * torch.randn_like(mean)
-        raw_corr[goes_on], correction[goes_on] = sample, network.up(sample).float()
-        if log_prob is not None:
-            log_prob[goes_on] += Normal(mean, network.log_std.exp(), validate_args=False).log_prob(sample).sum(-1)
-        return {"correction": correction, "stop": ~goes_on}, raw_corr, stop, log_prob, value
-
-    def update(self, batch: dict) -> torch.Tensor:
-        """One gradient step of eq. 5 on a minibatch of the buffer; returns the METRICS [7]."""
-        args, network, obs = self.args, self.network, batch["obs"]
-        active, goes_on = obs["active"], batch["goes_on"]
-        with torch.autocast(active.device.type, torch.bfloat16, enabled=args.bf16):
-            logit, value = network.decide(obs)
-            center = network.correct(obs, goes_on).float()
-            refined = obs["query"][goes_on] + network.up(center)
-            logits, refined_logits = network.class_head(batch["cls_query"]), network.class_head(refined)
-        stop = Bernoulli(logits=logit, validate_args=False)
-        log_prob = stop.log_prob(batch["stop"].float())
-        correction = torch.zeros_like(log_prob)
-        normal = Normal(center, network.log_std.exp(), validate_args=False)
-        correction[goes_on] = normal.log_prob(batch["raw_corr"][goes_on]).sum(-1)
-        log_ratio = (log_prob + correction - batch["log_prob"]) * active
-        total = sum_over_ranks(torch.stack([(batch["advantage"] ** k * active).sum() for k in (0, 1, 2)]))
-        mean, square = total[1:] / total[0].clamp(min=1)
-        advantage = (batch["advantage"] - mean) / ((square - mean**2).clamp(min=0).sqrt() + 1e-8)
-        ratio, count = log_ratio.exp(), total[0].clamp(min=1) / WORLD_SIZE
-        clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        policy_loss = (-torch.minimum(ratio * advantage, clipped * advantage) * active).sum() / count
-        value_loss = ((value - batch["return"]).square() * active).sum() / 2 / count
-        entropy = (stop.entropy() * active).sum() / count
-        # On stored queries it trains the class head; on those corrected anew, by one step, the refiner as well
-        labels = batch["labels"]
-        joint_loss = cross_entropy(logits, labels) + cross_entropy(refined_logits, labels[goes_on])
-        loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + args.joint_coef * joint_loss
-        grad_norm = self.take_step(loss)
-        with torch.no_grad():
-            approx_kl = ((ratio - 1 - log_ratio) * active).sum() / count
-            clip_fraction = (((ratio - 1).abs() > args.clip_coef) & active).sum() / count
-        metrics = (policy_loss, value_loss, entropy, joint_loss, approx_kl, clip_fraction, grad_norm)
-        return torch.stack([x.detach().float() for x in metrics])
-
-    def supervise(self, batch: dict, refine: bool, metrics: torch.Tensor) -> None:
-        """One gradient step of cross entropy, coarse or with `refine` after each look; adds loss and norm to `metrics`.
-
-        A random share of the queries goes on, so that corrections are learned next to queries that have stopped.
-        """
-        env, num_steps, loss = TransformerRLEnv(self.network), self.args.num_steps, 0.0
-        with torch.autocast(batch["images"].device.type, torch.bfloat16, enabled=self.args.bf16):
-            with torch.set_grad_enabled(not refine):
-                obs = env.reset(batch)
-            if not refine:
-                loss = cross_entropy(env.final_logits, batch["labels"])
-            share = 0.1 + 0.8 * torch.rand(len(obs["active"]), 1, device=obs["active"].device)
-            for _ in range(num_steps if refine else 0):
-                stop = torch.rand_like(obs["query"][..., 0]) < (1 - share) ** self.args.tile**-2
-                obs, _, _ = env.step(self.get_action(obs, stop)[0])
-                loss = loss + cross_entropy(env.final_logits, batch["labels"]) / num_steps
-        metrics.add_(torch.stack((loss.detach(), self.take_step(loss))))
-
-    def take_step(self, loss: torch.Tensor) -> torch.Tensor:
-        """Gradient step on `loss`, averaged over processes; returns the norm of the gradient."""
-        self.optimizer.zero_grad(set_to_none=True)
-        (loss / WORLD_SIZE).backward()
-        sum_gradients(self.network.parameters())
-        grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
-        self.optimizer.step()
-        return grad_norm
+    That of a correction is 0 where there is none.
+    """
+    decision = Bernoulli(logits=go_logits, validate_args=False).log_prob(goes_on.float())
+    drawn = torch.zeros_like(decision).flatten().index_add(0, index, normal.log_prob(correction).sum(-1))
+    return torch.stack((decision, drawn.view_as(decision)), -1)
 
 
 @torch.no_grad()
-def collect_rollouts(agent: PPOAgent, rewards: RewardCalculator, buffer: RolloutBuffer, batch: dict) -> torch.Tensor:
-    """Play an episode on every pair of a batch into the buffer: return, looks and settled accuracy, means [3]."""
-    env, args, labels = TransformerRLEnv(agent.network), agent.args, batch["labels"]
-    obs, buffer.position = env.reset(batch), 0
-    rewards.logits = env.final_logits
-    done, total = torch.zeros_like(obs["active"]), torch.zeros(3, device=labels.device)
-    for _ in range(args.num_steps):
-        action, raw_corr, stop, log_prob, value = agent.get_action(obs)
-        next_obs, next_done, info = env.step(action)
-        mask, goes_on = info["pre_action_mask"], next_obs["active"]
-        reward, accuracy = rewards.compute_reward(env.final_logits, labels, action["stop"], mask, next_done)
-        fields = {"raw_corr": raw_corr, "stop": stop, "goes_on": goes_on, "log_prob": log_prob, "value": value}
-        fields |= {"reward": reward, "done": done, "labels": labels}
-        buffer.add(obs, **fields, cls_query=info["cls_input_q"], step_indices=info["step"])
-        total[:2] += torch.stack((reward.mean(), goes_on.float().mean()))
-        obs, done, total[2] = next_obs, next_done, accuracy["settled_acc"]
-    rewards.finish(rewards.logits, labels)
-    buffer.compute_returns_and_advantage(agent.network.decide(obs)[1], done, args.gamma, args.gae_lambda)
-    return total
+def collect_rollout(agent: Agent, storage: RolloutStorage, images, labels, args: Args) -> dict[str, float]:
+    """Fill `storage` with an episode of each query of pictures [B, 6, S + 2 c, S + 2 c] and labels [B, N, G].
+
+    Returns means over all processes to log.
+    """
+    storage.images = images
+    storage.labels = labels
+    storage.query[0] = agent.encode(images)
+    storage.active.zero_()
+    storage.active[0] = True
+    storage.correction.zero_()
+    storage.rewards.zero_()
+    logits = agent.classify(storage.query[0])
+    worth = get_worth(logits, labels, agent.running_f1, args.beta)
+    for t in range(args.num_steps):
+        step = torch.full((len(images),), t, device=images.device)
+        go_logits, storage.values[t] = agent.decide(storage.query[t], step)
+        goes_on = storage.active[t] & (torch.rand_like(go_logits) < go_logits.sigmoid())
+        index = goes_on.flatten().nonzero().squeeze(1)  # [K]
+        normal = Normal(agent.look(images, storage.query[t], step, index), agent.log_std.exp(), validate_args=False)
+        correction = normal.sample()  # [K, R]
+        storage.log_probs[t] = get_log_probs(go_logits, normal, goes_on, index, correction)
+        storage.correction[t].flatten(0, 1)[index] = correction
+        storage.query[t + 1] = storage.query[t]
+        storage.query[t + 1].flatten(0, 1)[index] += agent.up(correction)
+        storage.active[t + 1] = goes_on
+        logits = agent.classify(storage.query[t + 1])
+        new_worth = get_worth(logits, labels, agent.running_f1, args.beta)
+        storage.rewards[t] = (new_worth - worth - args.cost) * goes_on  # eq. 1
+        worth = new_worth
+        if len(index) == 0:
+            break
+    goes_on = storage.active[1:]
+    storage.advantages = compute_gae(storage.rewards, storage.values, goes_on, args.gamma, args.gae_lambda)
+
+    # F of eq. 2 follows the F1 of the last classifications
+    is_counted = labels >= 0
+    is_changed = labels > 0
+    says_change = (logits.softmax(-1)[..., 0] < 0.5) & is_counted
+    counts = sum_over_ranks(torch.stack(((says_change & is_changed).sum(), says_change.sum() + is_changed.sum())))
+    agent.running_f1.lerp_(2 * counts[0] / counts[1].clamp(min=1), 0.05)
+
+    # Accuracy of the cells that no look was paid for
+    settled = ~goes_on[0].unsqueeze(-1) & is_counted
+    is_right = settled & (logits.argmax(-1) == labels)
+    totals = torch.stack((storage.rewards.sum(), goes_on.sum(), is_right.sum(), settled.sum()))
+    total_return, num_looks, num_right, num_settled = sum_over_ranks(totals).tolist()
+    num_queries = goes_on[0].numel() * WORLD_SIZE
+    scalars = {"charts/episodic_return": total_return / num_queries, "charts/looks": num_looks / num_queries}
+    if num_settled > 0:
+        scalars["charts/settled_acc"] = num_right / num_settled
+    return scalars | {"charts/running_f1": agent.running_f1.item()}
 
 
-# ---- Evaluation and checkpoints --------------------------------------------------------------------------------------
+# In the order of what `update_minibatch` returns
+METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "cross_entropy", "grad_norm")
+
+
+def get_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """This process's part of the mean over the labels [...] of all processes that count, of logits [..., C]."""
+    count = sum_over_ranks((labels >= 0).sum()).clamp(min=1)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-1, reduction="sum") / count
+
+
+def normalize_advantages(advantages: torch.Tensor, active: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Advantages [n, N] to mean 0 and deviation 1 over the `count` active queries of all processes."""
+    mean = sum_over_ranks((advantages * active).sum()) / count
+    variance = sum_over_ranks(((advantages - mean).square() * active).sum()) / count
+    return (advantages - mean) / (variance.sqrt() + 1e-8)
+
+
+def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eq. 5 as the mean over the active queries of all processes, and this process's part of the METRICS [:6].
+
+    `minibatch` has rows [n, ...] as `RolloutStorage.read_rows` gives them.
+    """
+    query, active, goes_on = (minibatch[name] for name in ("query", "active", "goes_on"))
+    count = sum_over_ranks(active.sum()).clamp(min=1)
+    index = goes_on.flatten().nonzero().squeeze(1)  # [K]
+    go_logits, values = agent.decide(query, minibatch["step"])
+    mean = agent.look(minibatch["images"], query, minibatch["step"], index)  # [K, R]
+    normal = Normal(mean, agent.log_std.exp(), validate_args=False)
+    correction = minibatch["correction"].flatten(0, 1)[index]
+    log_probs = get_log_probs(go_logits, normal, goes_on, index, correction)  # [n, N, 2]
+    log_ratio = log_probs - minibatch["log_probs"]
+    log_ratio = log_ratio * torch.stack((active, goes_on), -1)
+    ratio = log_ratio.exp()
+    advantages = normalize_advantages(minibatch["advantages"], active, count).unsqueeze(-1)  # [n, N, 1]
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
+    policy_loss = policy_loss[..., 0] + policy_loss[..., 1] * goes_on
+    returns = minibatch["advantages"] + minibatch["values"]
+    value_loss = 0.5 * (values - returns).square()
+    entropy = Bernoulli(logits=go_logits, validate_args=False).entropy()
+
+    # Joint loss: on the stored queries it trains the class head, on those corrected anew the refiner as well
+    labels = minibatch["labels"]
+    cross_entropy = get_cross_entropy(agent.classify(minibatch["after"]), labels.masked_fill(~active.unsqueeze(-1), -1))
+    refined = query.flatten(0, 1)[index] + agent.up(mean)
+    cross_entropy = cross_entropy + get_cross_entropy(agent.classify(refined), labels.flatten(0, 1)[index])
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # [n, N]
+    loss = (loss * active).sum() / count + args.joint_coef * cross_entropy  # eq. 5
+    is_clipped = (ratio - 1.0).abs() > args.clip_coef  # approx_kl and clipfrac are those of the decisions
+    approx_kl = ratio - 1.0 - log_ratio
+    metrics = torch.stack((policy_loss, value_loss, entropy, approx_kl[..., 0], is_clipped[..., 0].float()))
+    metrics = (metrics.detach() * active).sum((1, 2)) / count
+    return loss, torch.cat((metrics, cross_entropy.detach().unsqueeze(0)))
+
+
+def detector_loss(agent: Agent, images: torch.Tensor, labels: torch.Tensor, num_looks: int) -> torch.Tensor:
+    """Cross entropy of the coarse classification (no looks), or the mean of those after each look of all queries."""
+    if num_looks == 0:
+        return get_cross_entropy(agent.classify(agent.encode(images)), labels)
+    with torch.no_grad():
+        query = agent.encode(images)  # [B, N, D]
+    losses = []
+    for t in range(num_looks):
+        step = torch.full((len(images),), t, device=images.device)
+        query = query + agent.up(agent.look(images, query, step)).view_as(query)
+        losses.append(get_cross_entropy(agent.classify(query), labels))
+    return sum(losses) / num_looks
+
+
+def take_step(agent: Agent, optimizer, args: Args, loss: torch.Tensor) -> torch.Tensor:
+    """One gradient step; returns this process's part of the norm of the gradient."""
+    optimizer.zero_grad()
+    loss.backward()
+    sum_gradients(agent.parameters())
+    grad_norm = clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return grad_norm.unsqueeze(0) / WORLD_SIZE
+
+
+def update_detector(agent: Agent, optimizer, num_looks: int, args: Args, images, labels) -> torch.Tensor:
+    """One gradient step of the first stage (no looks) or of the second; returns loss and norm of the gradient [2]."""
+    loss = detector_loss(agent, images, labels, num_looks)
+    return torch.cat((loss.detach().unsqueeze(0), take_step(agent, optimizer, args, loss)))
+
+
+def update_minibatch(agent: Agent, optimizer, storage: RolloutStorage, args: Args, rows: torch.Tensor) -> torch.Tensor:
+    """One gradient step of the third stage on the rows [n] of T B; returns this process's part of the METRICS [7]."""
+    loss, metrics = ppo_loss(agent, storage.read_rows(rows), args)
+    return torch.cat((metrics, take_step(agent, optimizer, args, loss)))
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def follow_policy(agent: Agent, query: torch.Tensor, logits: torch.Tensor, step: int) -> torch.Tensor:
+    """The likelier decisions of the policy, [B, N], as a rule of `classify`."""
+    steps = torch.full((len(query),), step, device=query.device)
+    return agent.decide(query, steps)[0] > 0
 
 
 @torch.no_grad()
-def classify(network: ChangeDetector, images: torch.Tensor, rule=None, chunk: int = 64) -> tuple:
-    """Logits [M, N, C], looks [M, N] and ms per pair of pictures [M, 6, h, w], stopping by a rule or the policy."""
-    env, agent, logits, looks, device = TransformerRLEnv(network), PPOAgent(network), [], [], network.log_std.device
+def classify(agent: Agent, args: Args, images: torch.Tensor, rule=None, chunk: int = 32) -> tuple:
+    """Logits [M, N, G, C], looks [M, N] and milliseconds per pair of pictures uint8 [M, S + 2 c, S + 2 c, 6].
+
+    Who goes on is said by the policy, or by `rule(query, logits, step)`; corrections are the means. Time is that of
+    the CPU where that computes.
+    """
+    device = agent.log_std.device
+    rule = partial(follow_policy, agent) if rule is None else rule
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     start = clock()
+    found = []
     for part in images.split(chunk):
-        with torch.autocast(device.type, torch.bfloat16, enabled=network.args.bf16):
-            obs = env.reset({"images": part.to(device)})
-            total = torch.zeros_like(obs["active"], dtype=torch.int64)
-            for step in range(network.args.num_steps):
-                stop = rule(1.0 - env.final_logits.softmax(-1)[..., 0], step) if rule else None
-                obs, _, _ = env.step(agent.get_action(obs, stop, deterministic=True)[0])
-                total += obs["active"]
-        logits.append(env.final_logits.cpu())
-        looks.append(total.cpu())
-    return torch.cat(logits), torch.cat(looks), 1e3 * (clock() - start) / len(images)
+        part = change_data.to_float(part.to(device))
+        query = agent.encode(part)
+        active = torch.ones_like(query[..., 0], dtype=torch.bool)
+        looks = torch.zeros_like(active, dtype=torch.int64)
+        for t in range(args.num_steps):
+            active = active & rule(query, agent.classify(query), t)
+            index = active.flatten().nonzero().squeeze(1)  # [K]
+            if len(index) == 0:
+                break
+            step = torch.full((len(part),), t, device=device)
+            mean = agent.look(part, query, step, None if len(index) == active.numel() else index)
+            query = query.flatten(0, 1).index_add(0, index, agent.up(mean)).view_as(query)
+            looks += active
+        found.append((agent.classify(query).cpu(), looks.cpu()))
+    logits, looks = (torch.cat(x) for x in zip(*found, strict=True))
+    return logits, looks, 1e3 * (clock() - start) / len(images)
 
 
-def evaluate(network: ChangeDetector, control: ChangeDetector, val, test) -> tuple[dict[str, float], dict[str, tuple]]:
-    """Scores of all methods on `test`, thresholds tuned on `val`; and logits [M, N, C] and looks [M, N] by method."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(network.args.seed % 2**63)
-        return change_scores.compare_methods(partial(classify, network), partial(classify, control), val, test)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a kill at any moment leaves the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def save_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Write tensors, numbers, strings, lists and dicts, atomically."""
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    write_atomically(path, buffer.getvalue())
-
-
-def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint of this script, never unpickling code; exits with code 2 where the file is none."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        fail(f"{path}: no such checkpoint")
-    except Exception as error:
-        fail(f"{path}: not a readable checkpoint ({type(error).__name__})")
-    script = checkpoint.get("script") if isinstance(checkpoint, dict) else None
-    if script != SCRIPT:
-        fail(f"{path}: a checkpoint of {script}.py, not of {SCRIPT}.py" if script else f"{path}: not a checkpoint")
-    if checkpoint.get("args", {}).keys() != {field.name for field in fields(Args)}:
-        fail(f"{path}: written by a version of {SCRIPT}.py with other options")
-    return checkpoint
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
+# ---- Run (the same in all scripts) -----------------------------------------------------------------------------------
 
 
 def fail(message: str) -> NoReturn:
     """Print one line for the user and exit with code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def check_range(args: Args, names: str, low: float, high: float = sys.float_info.max, above: bool = False) -> None:
-    """Exit with code 2 where one of the fields `names` (separated by spaces) lies outside [low, high], or at low."""
-    for name in names.split():
-        value = getattr(args, name)
-        if value is not None and (not low <= value <= high or (above and value == low)):
-            bound = f"above {low:g}" if above else f"in [{low:g}, {high:g}]"
-            fail(f"--{name.replace('_', '-')} must be {bound}, not {value}")
-
-
 def setup_device(args: Args) -> torch.device:
-    """Threads, determinism and device of this process; joins the process group under torchrun."""
+    """Threads, device and, under torchrun, process group of this process."""
     torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
-        torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded as a CUDA graph
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=2))
     return device
 
 
 def seed_everything(seed: int, *stream: int) -> int:
-    """Seed every generator from (seed, *stream) and return the number used, for environments."""
+    """Seed the generators of Python, numpy and torch from (seed, *stream); returns the number used."""
     derived = int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0])
     random.seed(derived)
     np.random.seed(derived)
     torch.manual_seed(derived)
     return derived
+
+
+def read_clock() -> np.ndarray:
+    """Wall and CPU seconds."""
+    return np.array([time.time(), time.process_time()])
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
@@ -695,281 +563,319 @@ def sum_gradients(parameters) -> None:
     """Sum the gradients over all processes, in one message."""
     if dist.is_initialized():
         grads = [p.grad for p in parameters if p.grad is not None]
-        flat = sum_over_ranks(torch.cat([g.flatten() for g in grads]))
-        for g, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            g.copy_(summed.view_as(g))
+        vector_to_parameters(sum_over_ranks(parameters_to_vector(grads)), grads)
 
 
-def make_run_folder(args: Args, checkpoint: dict | None) -> Path:
-    """Create the run folder; an unfinished run that is resumed goes on in its own one."""
-    if checkpoint is not None:
-        path = Path(args.resume).resolve().parent
-        is_run = (path / "args.json").exists() and not (path / "result.json").exists()
-        if is_run and args.run_dir == checkpoint["args"]["run_dir"]:
-            return path
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
-    while True:
-        try:
-            (Path(args.run_dir) / name).mkdir(parents=True)
-            return Path(args.run_dir) / name
-        except FileExistsError:
-            name += "-"  # another run was started in the same second
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
+def save_checkpoint(path: Path, args: Args, progress: dict, parts: dict) -> None:
+    """Write settings, counters and states of `parts`, so that a kill at any moment leaves the old file or the new."""
+    content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "torch_rng": torch.get_rng_state()}
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save(content | progress | states, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
 
 
-def make_writer(args: Args, run_path: Path, global_step: int) -> SummaryWriter:
-    """args.json and TensorBoard events in the run folder, mirrored to Weights & Biases with --track."""
-    write_atomically(run_path / "args.json", json.dumps(asdict(args), indent=2).encode())
+def load_checkpoint(path: str) -> dict:
+    """Read a checkpoint of this script without unpickling code; exits with code 2 where the file is none."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        known = {field.name for field in fields(Args)}  # those that are missing have their defaults
+        checkpoint["args"] = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+    except FileNotFoundError:
+        fail(f"{path or repr(path)}: no such checkpoint")
+    except Exception as error:
+        fail(f"{path}: not a readable checkpoint ({type(error).__name__})")
+    if checkpoint.get("script") != SCRIPT:
+        fail(f"{path}: a checkpoint of {checkpoint.get('script')}.py, not of {SCRIPT}.py")
+    return checkpoint
+
+
+def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
+    """The run folder, new or that of --resume, where an older result steps aside, and its log, also at W&B."""
     if args.track:
-        import wandb
+        try:
+            import wandb
 
-        name, project, entity = run_path.name, args.wandb_project_name, args.wandb_entity
-        identity = {"project": project, "entity": entity, "name": name, "id": name, "resume": "allow"}
-        wandb.init(**identity, dir=run_path, config=asdict(args), sync_tensorboard=True)
-    writer = SummaryWriter(str(run_path), purge_step=global_step + 1 if global_step else None)
-    if global_step == 0:
-        table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-    return writer
-
-
-def get_commit() -> str:
-    """Commit of the repository that this script lies in, or "unknown"."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=12"]
+            wandb.login()
+        except Exception as error:
+            fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(args.run_dir, name.replace("/", "-").replace(":", "-"))
+    if args.resume is not None:
+        run_path = Path(args.resume).resolve().parent
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        run_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--run-dir {args.run_dir}: cannot create {run_path.name} in it ({error.strerror})")
+    if (run_path / "result.json").exists():
+        (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
+    if args.track:
+        identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        identity |= {"id": run_path.name, "name": run_path.name}
+        wandb.init(**identity, resume="allow", dir=run_path, config=asdict(args), sync_tensorboard=True)
+    return run_path, SummaryWriter(str(run_path), purge_step=start_step + 1 if start_step else None)
 
 
-def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title, xlabel, ylabel) -> None:
-    """Draw history = [(step, value), ...] as a PNG and into TensorBoard; says so where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print("no learning_curve.png: pip install matplotlib")
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
-    axes.plot(*zip(*history, strict=True), marker="o" if len(history) == 1 else None)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    writer.add_figure("charts/learning_curve", figure, history[-1][0])
+class CudaGraph:
+    """Calls `fn` three times as it is, records the fourth call as a CUDA graph and replays that from then on.
+
+    `fn` takes tensors of fixed shapes, which are copied to the same memory in each call, reads and writes other tensors
+    where they are, and never waits for the host. What it returns is overwritten by the next call.
+    """
+
+    def __init__(self, fn):
+        self.fn = fn
+        self.num_calls = 0
+        self.graph = torch.cuda.CUDAGraph()
+
+    def __call__(self, *inputs: torch.Tensor):
+        self.num_calls += 1
+        if self.num_calls < 4:
+            return self.fn(*inputs)
+        if self.num_calls == 4:
+            self.inputs = [x.clone() for x in inputs]
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.outputs = self.fn(*self.inputs)
+        for buffer, x in zip(self.inputs, inputs, strict=True):
+            buffer.copy_(x)
+        self.graph.replay()
+        return self.outputs
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
-    check_range(args, "torch_threads eval_episodes num_iterations batch_size num_envs num_steps update_epochs", 1)
-    check_range(args, "num_train_pairs num_eval_pairs tile", 1)
-    check_range(args, "learning_rate supervised_lr max_grad_norm", 0, above=True)
-    check_range(args, "seed data_seed checkpoint_interval eval_interval pretrain_iterations warm_iterations cost", 0)
-    check_range(args, "beta clip_coef ent_coef vf_coef joint_coef", 0)
-    check_range(args, "gamma gae_lambda", 0, 1)
-    check_range(args, "num_classes", 2, 3 if args.data_dir is None else 255)
-    check_range(args, "patch_size", 4, 256)
-    check_range(args, "num_minibatches", 1, args.num_steps * args.num_envs // WORLD_SIZE)
-    side = args.image_size // args.patch_size
-    if args.image_size % args.patch_size or args.patch_size % COARSE or side < 2:
-        fail("--image-size must be a multiple, by 2 or more, of --patch-size, and that a multiple of 4")
-    if side % args.tile:
-        fail(f"--tile {args.tile} does not divide the {side} patches of a side")
+    may_be_zero = "seed data_seed checkpoint_interval eval_interval coarse_iterations refine_iterations ppo_iterations"
+    may_be_zero = f"{may_be_zero} jitter cost beta gamma gae_lambda clip_coef vf_coef ent_coef joint_coef".split()
+    for name, value in vars(args).items():
+        is_number = type(value) in (int, float)
+        if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
+            fail(f"--{name.replace('_', '-')} {value}: has to be {'from' if name in may_be_zero else 'above'} 0")
+        if name in ("gamma", "gae_lambda") and value > 1:
+            fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
+    for whole, part in (("image_size", "patch_size"), ("patch_size", "cell_size"), ("patch_size", "coarse_size")):
+        if getattr(args, whole) % getattr(args, part) or getattr(args, whole) == getattr(args, part):
+            fail(f"--{whole.replace('_', '-')} has to be a multiple, by 2 or more, of --{part.replace('_', '-')}")
+    if args.data_dir is None and args.env_id not in change_data.ENV_IDS:
+        fail(f"--env-id {args.env_id}: unknown pairs (known: {', '.join(change_data.ENV_IDS)})")
+    most_classes = 3 if args.data_dir is None else 255
+    if not 2 <= args.num_classes <= most_classes:
+        fail(f"--num-classes {args.num_classes}: has to be from 2 to {most_classes}")
+    if args.look_at == "dates" and args.num_steps < 2:
+        fail("--look-at dates needs --num-steps 2 or more, to see both dates")
     for name in ("num_envs", "batch_size"):
-        if (value := getattr(args, name)) % WORLD_SIZE:
-            fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
-    if Path(args.run_dir).exists() and not Path(args.run_dir).is_dir():  # told before pairs are drawn
-        fail(f"--run-dir {args.run_dir}: not a folder")
-    if args.predict and not args.evaluate:
+        if getattr(args, name) % WORLD_SIZE:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} does not divide among {WORLD_SIZE} processes")
+    if args.num_minibatches > args.num_steps * args.num_envs // WORLD_SIZE:
+        fail(f"--num-minibatches {args.num_minibatches}: a process has fewer rows, --num-steps times --num-envs")
+    if args.predict is not None and args.evaluate is None:
         fail("--predict needs --evaluate")
-    if args.buffer_device == "cuda" and not (args.evaluate or (args.cuda and torch.cuda.is_available())):
-        fail("--buffer-device cuda: no GPU is used")
-    if args.track and not args.evaluate and importlib.util.find_spec("wandb") is None:
-        fail("--track needs Weights & Biases: pip install wandb")
+
+
+def load_detector(agent: Agent, args: Args) -> None:
+    """Take the detector of --pretrained, all but its policy and value head; exits with code 2 where it does not fit."""
+    checkpoint = load_checkpoint(args.pretrained)
+    check_same(args, checkpoint["args"], args.pretrained, SHAPES)
+    heads = {name: x for name, x in agent.state_dict().items() if name.startswith(("policy_head", "value_head"))}
+    agent.load_state_dict(checkpoint["agent"] | heads)
+
+
+# What a network is made for, and what a run that goes on keeps
+SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps refiner_dim".split()
+RUN = "pretrained coarse_iterations refine_iterations num_envs num_train_pairs data_seed env_id seed".split()
+
+
+def check_same(args: Args, saved: Args, path: str, names: list[str]) -> None:
+    """Exit with code 2 where a setting is not that of the checkpoint."""
+    for name in names:
+        if getattr(args, name) != getattr(saved, name):
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {getattr(saved, name)}")
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
-    """Train as `args` say, from `checkpoint` if given, and leave a run folder with result.json."""
-    wall_start, cpu_start = time.time(), time.process_time()
-    device, is_main = setup_device(args), RANK == 0
-    first_warm, first_ppo = args.pretrain_iterations, args.pretrain_iterations + args.warm_iterations
-    num_iterations, start_step = first_ppo + args.num_iterations, checkpoint["global_step"] if checkpoint else 0
-    if checkpoint and checkpoint["iteration"] >= num_iterations and Path(args.resume).with_name("result.json").exists():
-        fail(f"--resume {args.resume}: its {args.num_iterations} iterations are done; raise --num-iterations")
-    seed_everything(args.seed)  # the same weights in every process
-    lr = torch.tensor(args.supervised_lr, device=device)  # a tensor: set once for both
-    networks = [ChangeDetector(args).to(device, memory_format=torch.channels_last).eval() for _ in range(2)]
-    if args.backbone_weights and checkpoint is None:
-        load_backbone(networks[0], args.backbone_weights)
-    pairs, val, test = change_data.load_pairs(args, fail).values()
-    agent, control = (PPOAgent(network, lr) for network in networks)
-    run_path = make_run_folder(args, checkpoint) if is_main else None
-    seed_everything(args.seed, 2, RANK, start_step)
-    rewards = RewardCalculator(args)
-    buffer = RolloutBuffer(args.num_steps, torch.device(args.buffer_device or device.type))
-
-    progress = {"iteration": 0, "global_step": 0, "history": []}
+    """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
+    progress = {"iteration": 0, "global_step": 0, "eval_steps": 0, "seconds": [0.0, 0.0], "eval_seconds": [0.0, 0.0]}
+    progress |= {"best": [0, 0.0], "threshold": 0.5}  # stage and score of the best, threshold of the last
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
-        for learner, prefix in ((agent, ""), (control, "control_")):
-            learner.network.load_state_dict(checkpoint[f"{prefix}agent"])
-            learner.optimizer.load_state_dict(checkpoint[f"{prefix}optimizer"])
-            learner.optimizer.param_groups[0]["lr"] = lr
-        rewards.running_f1 = checkpoint["running_f1"]
-        wall_start, cpu_start = wall_start - checkpoint["wall_seconds"], cpu_start - checkpoint["cpu_seconds"]
-        if len(checkpoint["ranks"]) == WORLD_SIZE:
-            state = checkpoint["ranks"][RANK]
-            torch.set_rng_state(state["torch_rng"])
-            if device.type == "cuda" and state["cuda_rng"] is not None:
-                torch.cuda.set_rng_state(state["cuda_rng"])
-    writer = make_writer(args, run_path, start_step) if is_main else None
+    start = read_clock() - progress["seconds"]
+    step = progress["global_step"]
+    device = setup_device(args)
 
-    def save() -> None:
-        cuda_rng = torch.cuda.get_rng_state() if device.type == "cuda" else None
-        ranks = [state := {"torch_rng": torch.get_rng_state(), "cuda_rng": cuda_rng}] * WORLD_SIZE
-        if WORLD_SIZE > 1:
-            dist.all_gather_object(ranks, state)
-        if is_main:
-            seconds = {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
-            content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "ranks": ranks, **progress, **seconds}
-            for learner, prefix in ((agent, ""), (control, "control_")):
-                content[f"{prefix}agent"] = learner.network.state_dict()
-                content[f"{prefix}optimizer"] = learner.optimizer.state_dict()
-            writer.flush()  # so that the log never lacks what the checkpoint has
-            save_checkpoint(run_path / "checkpoint.pt", content | {"running_f1": rewards.running_f1})
+    # Streams of the seed: 1 weights; 2 pairs and samples, of each process
+    seed_everything(args.seed, 1)
+    agent = Agent(args).to(device)
+    if args.pretrained is not None and checkpoint is None:
+        load_detector(agent, args)
+    pairs = None
+    if args.data_dir is not None:  # which tells what is wrong with it before there is a run folder
+        pairs = change_data.load_pairs(args, fail)
+    seed_everything(args.seed, 2, RANK, step)
+    use_graphs = args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1
+    lr = torch.tensor(args.supervised_lr, device=device)  # a tensor, so that CUDA graphs see it change
+    optimizer = torch.optim.Adam(agent.parameters(), lr, fused=True, capturable=use_graphs)
 
-    size, num_envs = args.batch_size // WORLD_SIZE, args.num_envs // WORLD_SIZE
-    backbone, autocast = agent.network.backbone, partial(torch.autocast, device.type, torch.bfloat16, args.bf16)
-    can_capture = device.type == "cuda" and WORLD_SIZE == 1 and not args.backbone_weights
+    parts = {"agent": agent, "optimizer": optimizer}
+    if checkpoint is not None:
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        optimizer.param_groups[0] |= {"lr": lr, "capturable": use_graphs}
+        if WORLD_SIZE == 1:
+            torch.set_rng_state(checkpoint["torch_rng"])
+    if RANK == 0:
+        run_path, writer = open_run(args, step)
+        best_path = run_path / "best.pt"
+        if checkpoint is None:
+            save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
+
+    train_pairs, val, test = (pairs or change_data.load_pairs(args, fail)).values()
+
+    # The steps of the stages; those of the detector have fixed shapes, and are CUDA graphs where that can be
     if args.compile:
-        for module in (module for network in networks for module in (network.backbone, network.refiner)):
-            module.compile(dynamic=True)
-    elif args.cuda_graphs and can_capture:
-        sample = torch.zeros(size, 6, *[args.image_size // COARSE] * 2, device=device)
-        with autocast(cache_enabled=False):
-            torch.cuda.make_graphed_callables(backbone.train(), (sample,))  # which is eager in eval mode
-    if checkpoint is None:
-        save()
-    metrics, loop_start = torch.zeros(2, device=device), time.time()
-    bar = tqdm(total=num_iterations, initial=progress["iteration"], unit="iteration", disable=not is_main)
-    if is_main:
-        bar.write(f"run folder {run_path}")
-    while (iteration := progress["iteration"]) < num_iterations:
-        stage = (iteration >= first_warm) + (iteration >= first_ppo)  # 0: pretraining, 1: warm start, 2: PPO
-        begin, end = (0, first_warm, first_ppo, num_iterations)[stage : stage + 2]
+        agent.backbone.compile()
+        agent.refiner.correct = torch.compile(agent.refiner.correct, dynamic=True)  # of any number of queries
+    graph = CudaGraph if use_graphs else lambda fn: fn
+    update_coarse = graph(partial(update_detector, agent, optimizer, 0, args))
+    update_refiner = graph(partial(update_detector, agent, optimizer, args.num_steps, args))
+    storage = RolloutStorage(agent, args, device)
+    update_policy = partial(update_minibatch, agent, optimizer, storage, args)
+
+    draw_batch = partial(change_data.draw_batch, train_pairs, args, device)
+    num_envs = args.num_envs // WORLD_SIZE
+    sizes = [args.coarse_iterations, args.refine_iterations, args.ppo_iterations]  # of the stages
+    if args.pretrained is not None:
+        sizes[:2] = (0, 0)
+    num_iterations = sum(sizes)
+    rules = [change_scores.make_rule("coarse"), change_scores.make_rule("everywhere", num_looks=args.num_steps), None]
+    eval_interval = args.eval_interval or math.ceil(num_iterations / 10)
+    bar = tqdm(total=num_iterations, initial=progress["iteration"], unit="iteration", disable=RANK > 0)
+    while progress["iteration"] < num_iterations:
+        stage = 0  # 0: coarse, 1: refine, 2: ppo
+        while progress["iteration"] >= sum(sizes[: stage + 1]):
+            stage += 1
+        share_left = (sum(sizes[: stage + 1]) - progress["iteration"]) / sizes[stage]
         lr.fill_(args.learning_rate if stage == 2 else args.supervised_lr)
         if args.anneal_lr:
-            lr.mul_(min(1.0, 1.5 * (1.0 - (iteration - begin) / (end - begin))))
-        metrics.zero_()
+            lr.mul_(min(1.0, 1.5 * share_left))
         scalars = {"charts/learning_rate": lr.item(), "charts/stage": stage}
-        backbone.train(stage == 0 and can_capture)  # replays its CUDA graph; batch norm keeps its statistics otherwise
+
+        # Train the detector, or collect a rollout and optimize eq. 5 for K epochs of minibatches
+        metrics = []  # of each gradient step; cloned, as a graph writes over what it gave before
         if stage < 2:
+            update = update_refiner if stage == 1 else update_coarse
             for _ in range(SUPERVISED_STEPS):
-                agent.supervise(change_data.draw_batch(pairs, size, device), stage == 1, metrics)
-            losses = (sum_over_ranks(metrics) / SUPERVISED_STEPS / WORLD_SIZE).tolist()
-            scalars |= {"losses/cross_entropy": losses[0], "losses/grad_norm": losses[1]}
-            num_pairs, shown = SUPERVISED_STEPS * args.batch_size, {"loss": f"{losses[0]:.3f}"}
+                metrics.append(update(*draw_batch(args.batch_size // WORLD_SIZE)).clone())
+            step += SUPERVISED_STEPS * args.batch_size
         else:
-            if iteration == first_ppo:
-                control.network.load_state_dict(agent.network.state_dict())
-                control.optimizer.load_state_dict(copy.deepcopy(agent.optimizer.state_dict()))
-                control.optimizer.param_groups[0]["lr"] = lr
-
-            # Collect a rollout, optimize for some epochs of minibatches, and train the control on the same pairs
-            rollout = change_data.draw_batch(pairs, num_envs, device)
-            with autocast():
-                totals = collect_rollouts(agent, rewards, buffer, rollout)
-            update = torch.zeros(len(METRICS), device=device)
+            scalars |= collect_rollout(agent, storage, *draw_batch(num_envs), args)
             for _ in range(args.update_epochs):
-                for minibatch in buffer.get_generator(args.num_minibatches, device):
-                    update += agent.update(minibatch)
-                    num_rows = max(1, len(minibatch["labels"]) // args.num_steps)
-                    index = torch.randint(num_envs, (num_rows,), device=device)
-                    control.supervise({name: x[index] for name, x in rollout.items()}, True, metrics)
-            num_updates = args.update_epochs * args.num_minibatches * WORLD_SIZE
-            losses, totals = (sum_over_ranks(update) / num_updates).tolist(), sum_over_ranks(totals) / WORLD_SIZE
-            scalars |= {f"losses/{name}": value for name, value in zip(METRICS, losses, strict=True)}
-            scalars["losses/control"] = (sum_over_ranks(metrics) / num_updates)[0].item()
-            mean_return, looks, settled_acc = totals.tolist()
-            scalars |= {"charts/episodic_return": mean_return, "charts/looks": looks, "charts/settled_acc": settled_acc}
-            scalars["charts/running_f1"] = rewards.running_f1.item()
-            num_pairs, shown = args.num_envs, {"return": f"{mean_return:.3f}", "looks": f"{looks:.2f}"}
+                rows = torch.randperm(args.num_steps * num_envs, device=device)
+                metrics += [update_policy(part) for part in rows.tensor_split(args.num_minibatches)]
+            step += args.num_envs
+        progress |= {"iteration": progress["iteration"] + 1, "global_step": step}
 
-        # Log, evaluate, checkpoint
-        step, iteration = progress["global_step"] + num_pairs, iteration + 1
-        progress |= {"iteration": iteration, "global_step": step}
-        if not all(map(math.isfinite, losses)):
-            raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite after {step} pairs: {losses}")
-        is_last = iteration == num_iterations
-        if is_main:
-            scalars["charts/pairs_per_second"] = int((step - start_step) / (time.time() - loop_start))
-            scalars["charts/cpu_seconds"] = time.process_time() - cpu_start
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
-            if stage == 2:
-                progress["history"].append([step, mean_return])
-            bar.set_postfix(shown, refresh=False)
-            bar.update()
-        if is_main and not is_last and args.eval_interval and iteration % args.eval_interval == 0:
-            part = change_data.Pairs(*(x[: args.eval_episodes] for x in val))
-            found = classify(agent.network.eval(), part.images)
-            for name, value in change_scores.score_maps(part, *found[:2], threshold=0.5).items():
-                writer.add_scalar(f"eval/val_{name}", value, step)
-        if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
-            save()
+        # Measure what is new
+        means = sum_over_ranks(torch.stack(metrics).mean(0)).tolist()
+        scalars |= {f"losses/{name}": mean for name, mean in zip(METRICS[-len(means) :], means, strict=True)}
+        if not all(map(math.isfinite, means)):
+            raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {scalars}")
+        if RANK > 0:
+            continue
+        seconds = read_clock() - start - progress["eval_seconds"]
+        scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
+        scalars |= {"charts/pairs_per_second": step / seconds[0]}
+        goal = "charts/episodic_return" if stage == 2 else "losses/cross_entropy"
+        bar.set_postfix({goal.split("_")[-1]: f"{scalars[goal]:.3f}"}, refresh=False)
+        bar.update()
+
+        # Evaluate on val, keep what scored best, log and save
+        is_last = progress["iteration"] == num_iterations
+        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 4  # by pairs
+        if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
+            eval_start = read_clock()
+            validated = change_scores.validate(partial(classify, agent, args), args, val, rules[stage])
+            scalars |= {f"eval/val_{name}": value for name, value in validated.items()}
+            progress["threshold"] = validated["threshold"]
+            score = [stage, validated["score" if stage == 2 else "f1"]]  # a later stage is better
+            if not best_path.exists() or score >= progress["best"]:
+                progress["best"] = score
+                save_checkpoint(best_path, args, progress, {"agent": agent})
+            progress["eval_steps"] += len(val.pixels)
+            progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+        if is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0):
+            progress["seconds"] = (read_clock() - start).tolist()
+            writer.flush()  # so that the log never lacks what the checkpoint has
+            save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
     bar.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if not is_main:
+    if RANK > 0:
         return
-    eval_metrics, found = evaluate(*(network.eval() for network in networks), val, test)
-    step, history = progress["global_step"], progress["history"]
-    for name, value in eval_metrics.items():
-        writer.add_scalar(name, value, step)
-    result = {"script": SCRIPT, "env_id": args.env_id, "seed": args.seed, "headline": "eval/ppo_f1"}
-    result |= {"metrics": eval_metrics, "env_steps": step}
-    result |= {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
-    result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    result |= {"torch": torch.__version__, "commit": get_commit(), "args": asdict(args)}
-    if figure := change_scores.draw_pairs(test, found["coarse"][0], *found["ppo"]):
-        figure.savefig(run_path / "changes.png", dpi=100)
+
+    # Score the final policy and the best one on test pairs, which chose neither
+    metrics, found = change_scores.evaluate(partial(classify, agent, args), args, val, test)
+    best = metrics
+    figure = change_scores.draw_pairs(test, found["coarse"][0], *found["ppo"], args)
+    if figure is not None:
         writer.add_figure("eval/changes", figure, step)
-    title, path = f"{args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
-    plot_learning_curve(path, writer, history, title, "pairs of all stages", "PPO: return, mean over queries")
+    print(change_scores.format_table(metrics))
+    if best_path.exists() and load_checkpoint(best_path)["global_step"] != step:
+        agent.load_state_dict(load_checkpoint(best_path)["agent"])
+        best, _ = change_scores.evaluate(partial(classify, agent, args), args, val, test)
+    metrics = metrics | {name.replace("eval/", "best/"): value for name, value in best.items()}
     writer.close()
-    write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
-    print(change_scores.format_table(eval_metrics))
-    print(f"{title}: {change_scores.summarize(eval_metrics)}", end=" ")
-    print(f"after {step:,} pairs in {result['wall_seconds']:.1f} s; run folder {run_path}")
+    seconds = read_clock() - start
+    result = {"script": SCRIPT, "env_id": args.env_id, "seed": args.seed, "headline": "eval/ppo_f1"}
+    result |= {"metrics": metrics, "env_steps": step, "wall_seconds": seconds[0], "cpu_seconds": seconds[1]}
+    result |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
+    result |= {"torch": torch.__version__, "args": asdict(args)}
+    (run_path / "result.json.tmp").write_text(json.dumps(result, indent=2))
+    os.replace(run_path / "result.json.tmp", run_path / "result.json")
+    scores = "F1 {:.3f} at {:.2f} looks a query, everywhere {:.3f}, nowhere {:.3f}"
+    names = ("ppo_f1", "ppo_looks", "everywhere_f1", "coarse_f1")
+    scores = scores.format(*(metrics[f"eval/{name}"] for name in names))
+    print(f"{args.env_id}: {scores}, after {step:,} pairs in {seconds[0]:.1f} s; run folder {run_path}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, evaluate a checkpoint, or predict with it."""
-    args, checkpoint = tyro.cli(Args, args=argv), None
+    args = tyro.cli(Args, args=argv)
     torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
-    if args.evaluate and (args.resume or WORLD_SIZE > 1):
+    checkpoint = None
+    if args.evaluate is not None and (args.resume is not None or WORLD_SIZE > 1):
         fail("--resume and --evaluate exclude each other, and --evaluate is for one process")
-    if path := args.resume or args.evaluate:
+    path = args.resume if args.evaluate is None else args.evaluate
+    if path is not None:
         checkpoint = load_checkpoint(path)
-        saved = Args(**checkpoint["args"])
+        saved = checkpoint["args"]
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = "image_size patch_size num_classes num_steps tile evidence backbone_weights env_id data_seed"
-        fixed = [*fixed.split(), "num_envs", "pretrain_iterations", "warm_iterations", "num_train_pairs", "seed"]
-        for name in fixed if args.resume else fixed[:7]:
-            if getattr(args, name) != (trained := getattr(saved, name)):
-                fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {trained}")
+        check_same(args, saved, path, SHAPES if args.resume is None else [*SHAPES, *RUN])
+    if args.resume is not None:
+        if "optimizer" not in checkpoint:
+            fail(f"--resume {path}: has no optimizer state; give the checkpoint.pt beside it")
+        num_iterations = args.ppo_iterations
+        if args.pretrained is None:
+            num_iterations += args.coarse_iterations + args.refine_iterations
+        is_done = checkpoint["iteration"] >= num_iterations
+        if is_done and Path(path).with_name("result.json").exists():
+            fail(f"--resume {path}: its {checkpoint['iteration']} iterations are done; raise --ppo-iterations")
     check_args(args)
     if args.data_dir is not None:
         args.env_id = Path(args.data_dir).resolve().name
-    if not args.evaluate:
+    if args.evaluate is None:
         return train(args, checkpoint)
+
     device = setup_device(args)
-    network, control = (ChangeDetector(args).to(device).eval() for _ in range(2))
-    network.load_state_dict(checkpoint["agent"])
-    has_control = checkpoint["iteration"] > args.pretrain_iterations + args.warm_iterations  # made when PPO begins
-    control.load_state_dict(checkpoint["control_agent" if has_control else "agent"])
-    if args.predict:
-        return print(change_data.write_change_map(args, partial(classify, network), fail))
+    agent = Agent(args).to(device)
+    agent.load_state_dict(checkpoint["agent"])
+    if args.predict is not None:
+        threshold = checkpoint["threshold"]
+        return change_data.write_predictions(args, partial(classify, agent, args), threshold, fail)
     _, val, test = change_data.load_pairs(args, fail).values()
-    for name, value in evaluate(network, control, val, test)[0].items():
+    for name, value in change_scores.evaluate(partial(classify, agent, args), args, val, test)[0].items():
         print(f"{name} {value:.4f}")
 
 

@@ -99,7 +99,7 @@ class Args:
     recurrent: bool = True  # an LSTM; --no-recurrent puts a feed-forward layer of equal width in its place
     last_action_reward: bool = True  # the network reads the last action and reward too, which is memory of one step
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
-    memory_span: float = 1.0  # steps that the LSTM's slowest units keep their content for at first
+    memory_span: float = 50.0  # steps that the LSTM's slowest units keep their content for at first
 
     # Algorithm
     total_timesteps: int = 100_000  # environment steps over all environments; the last iteration is completed

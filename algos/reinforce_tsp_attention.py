@@ -25,7 +25,7 @@ Each training step samples tours node by node without gradient, and then compute
 pass with gradient: once a tour is there, so are the contexts and the masks of all its steps.
 
 Unlike theirs, points are scaled into the unit square by the network, the learning rates fall to zero, and the defaults
-are the baseline of POMO and the optimizer Muon: less than half of Adam's gap in the same time. Their settings:
+are the baseline of POMO and the optimizer Muon: about half of Adam's multi-start gap in the same time. Their settings:
 
     --baseline rollout --optimizer adam --learning-rate 1e-4 --no-anneal-lr --batch-size 512 --steps-per-epoch 2500 \
         --num-epochs 100

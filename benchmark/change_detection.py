@@ -1,76 +1,290 @@
-"""algos/ppo_change_detection.py against rules that stop by a threshold, over data seeds and training seeds.
+"""algos/ppo_change_detection.py against rules that say where to look, over data seeds and training seeds.
 
-python benchmark/change_detection.py --jobs 2                     # about 80 minutes on two cores
-python benchmark/change_detection.py --regimes buildings          # some of the runs; the results of the others are kept
-python benchmark/change_detection.py --report-only                # tables and figures from benchmark/results
+python benchmark/change_detection.py                          # about 25 CPU-minutes, one run after the other
+python benchmark/change_detection.py --studies buildings      # some of the runs; the results of the others are kept
+python benchmark/change_detection.py --report-only            # tables and figures from benchmark/results
+
+Each data seed has one detector, and PPO starts from it with each training seed. Every rule is tuned on val to look as
+often as PPO does, and scored on test: on the network that PPO leaves, and on the control, the detector after as many
+more gradient steps of cross entropy alone.
+
+The study of looking ahead, on `prints`: a change is a comparison, and with `--look-at dates` the first look at a query
+shows the first date, the second one the other. The first gains nothing by itself, by construction, and tells whether
+the second pays. A rule that goes on where the next look gains enough is blind to what the first is for. One that
+predicts the gain of all looks that are left sees it, as PPO does. Criterion, set before the first training of this
+study: PPO wins against a rule if the 95 % interval over the data seeds of its lead in F1 at equal looks, on PPO's
+network, is above zero. The seeds are 11 to 13. (A first training with data seed 11 had a detector that had not learned,
+at a learning rate of 0.01; the rate of now was chosen with data seeds 1 and 2, where everywhere has an F1 of 1.)
 """
 
 import argparse
-import json
-import shutil
+import contextlib
+import copy
+import functools
+import os
 import statistics
+import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from functools import partial
 from pathlib import Path
 
 import common
 from scipy import stats
-from tqdm import tqdm
 
-REGIMES = {  # flags, number of data seeds, number of training seeds
-    "buildings": ("", 3, 3),
-    "buildings-cloudy": ("--env-id buildings-cloudy", 3, 3),
-    "buildings, tiles of 2 x 2": ("--tile 2", 1, 3),
-    "buildings-cloudy, tiles of 2 x 2": ("--env-id buildings-cloudy --tile 2", 1, 3),
-    "buildings, credit by image": ("--credit image", 1, 2),
-    "buildings, no evidence": ("--evidence none", 1, 2),
-    "buildings, looks cost nothing": ("--cost 0", 1, 1),
-    "buildings, looks cost 1": ("--cost 1", 1, 1),
+SMALL = "--num-train-pairs 1024 --eval-episodes 40 --refiner-dim 32"
+DETECTOR = "--coarse-iterations 35 --refine-iterations 25"
+PPO = "--ppo-iterations 40 --num-envs 64"
+PRINTS = "--env-id prints --look-at dates --num-steps 2 --image-size 32 --jitter 0 --learning-rate 0.003"
+PRINTS += " --num-train-pairs 256 --eval-episodes 20 --coarse-iterations 5 --refine-iterations 12"
+FIVE = (0.01, 0.04, 0.08, 0.12, 0.18)
+STUDIES = {  # flags of the detector and of PPO; costs with their number of data seeds and of training seeds
+    "looking ahead, prints": (PRINTS, {0.04: (3, 3)}),
+    "prints, curve over five costs": (PRINTS, dict.fromkeys(FIVE, (1, 1))),
+    "buildings, curve over five costs": ("", dict.fromkeys((0.005, 0.015, 0.03, 0.06, 0.12), (1, 1))),
+    "buildings-cloudy": ("--env-id buildings-cloudy", {0.03: (3, 3)}),
+    "buildings": ("", {0.03: (3, 3)}),
 }
 FIRST = 11  # first data seed and training seed; the settings were chosen with others
 METHODS = {
     "ppo": "PPO",
-    "coarse": "nowhere (coarse alone)",
-    "everywhere": "everywhere, network of PPO",
-    "cross_entropy": "everywhere, cross entropy alone",
+    "coarse": "nowhere",
+    "everywhere": "everywhere, all there is",
     "random": "random looks",
-    "confidence": "exit by confidence",
-    "band": "one look in a band",
-    "threshold": "one look above a threshold",
+    "uncertainty": "unsure cells",
+    "threshold": "share of change above a threshold",
+    "gain": "predicted gain of the next look",
+    "gain_of_all": "predicted gain of all looks",
 }
-SCORES = "precision recall f1 iou oa kappa looks settled_acc pixel_f1 pixel_iou ms".split()
+NUM_HEAD_STEPS = 400  # gradient steps of a head that predicts gains, on 1,024 queries each
 
 
-def measure_run(regime: str, data_seed: int, seed: int) -> dict:
-    """What is kept of one run; that of the first seeds also leaves its picture in docs/figures."""
-    flags = (*REGIMES[regime][0].split(), "--data-seed", data_seed, "--seed", seed)
-    with tempfile.TemporaryDirectory() as folder:
-        path = common.run_in_folder(folder, "ppo_change_detection", *flags)
-        result = json.loads((path / "result.json").read_text())
-        if data_seed == seed == FIRST and regime in ("buildings", "buildings-cloudy"):
-            shutil.copy(path / "changes.png", common.FIGURES / f"change_maps_{regime}.png")
-    metrics = {name.removeprefix("eval/"): round(value, 4) for name, value in result["metrics"].items()}
-    row = {"regime": regime, "data_seed": data_seed, "seed": seed, "wall_seconds": round(result["wall_seconds"], 1)}
-    return row | {"cpu_seconds": round(result["cpu_seconds"], 1), "metrics": metrics}
+def load_module():
+    """The script, and its settings for a benchmark in this process."""
+    sys.path.append(str(common.ROOT))
+    import torch
+
+    from algos import ppo_change_detection as cd
+
+    torch.set_num_threads(1)
+    load_pairs = cd.change_data.load_pairs
+
+    @functools.lru_cache(1)
+    def load_once(*settings):
+        return load_pairs(cd.Args(**dict(settings)), cd.fail)
+
+    def load_cached(args, fail):
+        names = "env_id data_dir data_seed num_train_pairs eval_episodes image_size cell_size num_classes".split()
+        return load_once(*((name, getattr(args, name)) for name in names))
+
+    cd.change_data.load_pairs = load_cached
+    return cd
 
 
-def measure(regimes: list[str], rows: list[dict], jobs: int) -> None:
-    """Run `regimes`, `jobs` at a time; each run is saved as it ends, in place of the same run in `rows`."""
-    runs = [(r, FIRST + d, FIRST + s) for r in regimes for d in range(REGIMES[r][1]) for s in range(REGIMES[r][2])]
-    machine, keys = common.describe_machine(), ("regime", "data_seed", "seed")
-    with ThreadPoolExecutor(jobs) as pool:
-        for new in tqdm(pool.map(lambda run: measure_run(*run), runs), total=len(runs), unit="run"):
-            new |= {"commit": machine["commit"]}
-            rows = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
-            common.save_results("change_detection", {"machine": machine, "rows": rows})
+def run_main(cd, *flags) -> Path:
+    """Run the script in this process, silently; the path of its checkpoint.pt."""
+    flags = " ".join(map(str, flags)).split()
+    folder = tempfile.mkdtemp()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        cd.main([*flags, "--run-dir", folder])
+    (path,) = Path(folder).glob("*/checkpoint.pt")
+    return path
 
 
-def compare(rows: list[dict], method: str) -> tuple[float, float | None, int]:
+def load_agent(cd, path: Path):
+    """Agent and settings of a checkpoint."""
+    checkpoint = cd.load_checkpoint(str(path))
+    agent = cd.Agent(checkpoint["args"])
+    agent.load_state_dict(checkpoint["agent"])
+    return agent, checkpoint["args"]
+
+
+# ---- Rivals ----
+
+
+def train_control(cd, agent, args, train):
+    """A copy of the detector after as many gradient steps of cross entropy as PPO takes, on as many rows."""
+    import torch
+
+    control = copy.deepcopy(agent)
+    lr = torch.tensor(args.learning_rate)
+    optimizer = torch.optim.Adam(control.parameters(), lr, fused=True)
+    num_steps = args.ppo_iterations * args.update_epochs * args.num_minibatches
+    for i in range(num_steps):
+        lr.fill_(args.learning_rate * min(1.0, 1.5 * (1 - i / num_steps)))
+        size = args.num_envs // args.num_minibatches
+        images, labels = cd.change_data.draw_batch(train, args, torch.device("cpu"), size)
+        cd.update_detector(control, optimizer, args.num_steps, args, images, labels)
+    return control
+
+
+def train_gain_head(cd, agent, args, train, looks_ahead: bool):
+    """A head of the policy's shape, regressed on the gain of eq. 1 of the next look, or of all looks that are left.
+
+    In training every query can be looked at, so that the gain of a look is a label like any other. Returns
+    predict(query, step), [B, N] of queries [B, N, D].
+    """
+    import torch
+
+    torch.manual_seed(args.seed)
+    states, gains = [], []
+    with torch.no_grad():
+        for _ in range(16):
+            images, labels = cd.change_data.draw_batch(train, args, torch.device("cpu"), 32)
+            queries = [agent.encode(images)]
+            for t in range(args.num_steps):
+                mean = agent.look(images, queries[-1], torch.full((32,), t))
+                queries.append(queries[-1] + agent.up(mean).view_as(queries[-1]))
+            worth = [cd.get_worth(agent.classify(query), labels, agent.running_f1, args.beta) for query in queries]
+            for t in range(args.num_steps):
+                end = args.num_steps if looks_ahead else t + 1
+                states.append(add_step(queries[t], t, args).flatten(0, 1))
+                gains.append((worth[end] - worth[t] - args.cost * (end - t - 1)).flatten())
+    states, gains = torch.cat(states), torch.cat(gains)
+    head = cd.make_head(states.shape[1], 1)
+    optimizer = torch.optim.Adam(head.parameters(), 2e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, NUM_HEAD_STEPS)
+    for _ in range(NUM_HEAD_STEPS):
+        index = torch.randint(len(states), (1024,))
+        loss = (head(states[index]).squeeze(-1) - gains[index]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return lambda query, step: head(add_step(query, step, args)).squeeze(-1)
+
+
+def add_step(query, step: int, args):
+    """Queries [B, N, D] with the step as one of T numbers, [B, N, D + T]."""
+    import torch
+
+    one_hot = torch.zeros(*query.shape[:2], args.num_steps)
+    one_hot[..., step] = 1.0
+    return torch.cat((query, one_hot), -1)
+
+
+def make_scored_rule(score, level: float, num_looks: int):
+    """Who looks: where score(query, logits, step) is above a level."""
+    return lambda query, logits, step: (score(query, logits, step) > level) & (step < num_looks)
+
+
+def score_unsure(query, logits, step):
+    """Mean variance of the cells of a query."""
+    p = 1 - logits.softmax(-1)[..., 0]
+    return (p * (1 - p)).mean(-1)
+
+
+def find_level(count_looks, num_looks: float, low: float, high: float, num_halvings: int) -> float:
+    """The level at which `count_looks(level)`, which falls, is about `num_looks`, by bisection between low and high."""
+    for _ in range(num_halvings):
+        level = (low + high) / 2
+        if count_looks(level) > num_looks:
+            low = level
+        else:
+            high = level
+    return (low + high) / 2
+
+
+def tune_rule(cd, method: str, score, classify, args, val, policy_looks: float):
+    """The rule `method` at the level at which it looks `policy_looks` times a query on val."""
+    scores, num_looks = cd.change_scores, cd.change_scores.count_sights(args)
+    if method in ("coarse", "everywhere"):
+        return scores.make_rule(method, num_looks=num_looks)
+    if method == "random":
+        return scores.make_rule(method, policy_looks / num_looks, num_looks)
+    images = val.images[:80]
+
+    def count_looks(level: float) -> float:
+        return classify(images, make_scored_rule(score, level, num_looks))[1].float().mean().item()
+
+    low = -0.2 if method.startswith("gain") else 0.0
+    return make_scored_rule(score, find_level(count_looks, policy_looks, low, 1.0, 11), num_looks)
+
+
+def measure_methods(cd, agent, args, train, val, test, policy_looks: float | None = None) -> dict[str, float]:
+    """Scores of METHODS on a network, at the looks of its own policy or, without that, at `policy_looks` on val."""
+    import torch
+
+    scores, metrics = cd.change_scores, {}
+    classify = partial(cd.classify, agent, args)
+    judged = {
+        "uncertainty": score_unsure,
+        "threshold": lambda query, logits, step: scores.change_score(logits),
+    }
+    for name in ("gain", "gain_of_all"):
+        if name == "gain" or args.num_steps > 1:
+            predict = train_gain_head(cd, agent, args, train, name == "gain_of_all")
+            judged[name] = lambda query, logits, step, predict=predict: predict(query, step)
+    torch.manual_seed(1)
+    has_policy = policy_looks is None
+    if has_policy:
+        policy_looks = scores.validate(classify, args, val)["looks"]
+    for method in METHODS:
+        rule = None
+        if method == "ppo" and not has_policy:
+            continue
+        if method == "gain_of_all" and method not in judged:
+            continue
+        if method != "ppo":
+            rule = tune_rule(cd, method, judged.get(method), classify, args, val, policy_looks)
+        validated = scores.validate(classify, args, val, rule)
+        logits, looks, ms = classify(test.images, rule)
+        found = scores.score_maps(logits, test.pixels, validated["threshold"], args)
+        found |= {"looks": looks.float().mean().item(), "ms": ms}
+        metrics |= {f"{method}_{name}": round(value, 4) for name, value in found.items()}
+    return metrics
+
+
+# ---- Runs ----
+
+
+def measure(studies: list[str]) -> None:
+    """Do the runs of `studies`; each is saved as it ends, in place of the same run of before."""
+    cd = load_module()
+    machine = common.describe_machine()
+    path = common.RESULTS / "change_detection.json"
+    rows = common.load_results("change_detection")["rows"] if path.exists() else []
+    keys = ("study", "cost", "data_seed", "seed")
+    for study in studies:
+        flags, costs = STUDIES[study]
+        num_data_seeds = max(number for number, _ in costs.values())
+        for data_seed in range(FIRST, FIRST + num_data_seeds):
+            start = time.process_time()
+            base = f"{SMALL} {DETECTOR} {PPO} {flags} --data-seed {data_seed}"
+            detector = run_main(cd, base, "--ppo-iterations 0 --seed", data_seed)
+            detector_seconds = time.process_time() - start
+            control = None
+            for cost, (num_data, num_seeds) in costs.items():
+                for seed in range(FIRST, FIRST + num_seeds) if data_seed < FIRST + num_data else ():
+                    start = time.process_time()
+                    run = run_main(cd, base, "--pretrained", detector, "--cost", cost, "--seed", seed)
+                    seconds = time.process_time() - start
+                    agent, args = load_agent(cd, run)
+                    train, val, test = cd.change_data.load_pairs(args, cd.fail).values()
+                    row = {"study": study, "cost": cost, "data_seed": data_seed, "seed": seed}
+                    row |= {"detector_seconds": round(detector_seconds, 1), "ppo_seconds": round(seconds, 1)}
+                    row["metrics"] = measure_methods(cd, agent, args, train, val, test)
+                    if study.startswith("buildings") and "curve" not in study:
+                        if control is None:
+                            control = train_control(cd, load_agent(cd, detector)[0], args, train)
+                        looks = row["metrics"]["ppo_looks"]
+                        row["control"] = measure_methods(cd, control, args, train, val, test, looks)
+                    row["commit"] = machine["commit"]
+                    rows = [x for x in rows if any(x[key] != row[key] for key in keys)] + [row]
+                    common.save_results("change_detection", {"machine": machine, "rows": rows})
+                    lead = {name: row["metrics"].get(f"{name}_f1") for name in METHODS}
+                    print(study, cost, data_seed, seed, row["metrics"]["ppo_looks"], lead, flush=True)
+
+
+# ---- Report ----
+
+
+def compare(rows: list[dict], method: str, group: str = "metrics") -> tuple[float, float | None, int]:
     """Mean of F1 of PPO less F1 of `method`, half of its 95 % interval, and the number of runs that PPO wins.
 
     The interval is Student's t over the means of data seeds, over runs where there is one data seed; None for one run.
     """
-    differences = [row["metrics"]["ppo_f1"] - row["metrics"][f"{method}_f1"] for row in rows]
+    differences = [row["metrics"]["ppo_f1"] - row[group][f"{method}_f1"] for row in rows]
     groups = {}
     for row, difference in zip(rows, differences, strict=True):
         groups.setdefault(row["data_seed"], []).append(difference)
@@ -81,152 +295,89 @@ def compare(rows: list[dict], method: str) -> tuple[float, float | None, int]:
     return statistics.mean(differences), interval, sum(d > 0 for d in differences)
 
 
+def get_rows(results: dict, study: str) -> list[dict]:
+    """The runs of a study."""
+    return [row for row in results["rows"] if row["study"] == study]
+
+
+def format_lead(rows: list[dict], method: str, group: str) -> str:
+    """PPO's lead over a method with its interval, bold where zero is outside."""
+    gain, interval, wins = compare(rows, method, group)
+    if interval is None:
+        return f"{gain:+.3f}"
+    text = f"{gain:+.3f} ± {interval:.3f}"
+    return f"**{text}** ({wins} of {len(rows)})" if abs(gain) > interval else f"{text} ({wins} of {len(rows)})"
+
+
 def make_table(results: dict) -> str:
-    """Markdown tables: the means over the runs of each regime, and PPO against each method."""
+    """Markdown tables: the means over the runs of each study, and PPO's lead over each method on both networks."""
     lines = []
-    for regime, (flags, *_) in REGIMES.items():
-        rows = [row for row in results["rows"] if row["regime"] == regime]
-        if not rows:
+    for study, (flags, _) in STUDIES.items():
+        rows = get_rows(results, study)
+        if not rows or "curve" in study:
             continue
-        lines += ["", f"**{regime}** (`{flags or 'no flags'}`, mean of {len(rows)} runs)", ""]
-        names = [name.replace("_", " ") for name in SCORES]
-        lines += [f"| method | {' | '.join(names)} | PPO's F1 is higher by |", f"|--|{'--:|' * len(SCORES)}--:|"]
+        lines += ["", f"**{study}** (`{flags or '--env-id buildings'}`, mean of {len(rows)} runs)", ""]
+        lines += ["| method | precision | recall | F1 | looks | ms | PPO's F1 is higher by | than on the control by |"]
+        lines += ["|--|--:|--:|--:|--:|--:|--:|--:|"]
         for method, title in METHODS.items():
-            values = [statistics.mean(row["metrics"][f"{method}_{score}"] for row in rows) for score in SCORES]
-            cells = [
-                f"{value:.2f}" if name == "ms" else f"{value:.3f}" for name, value in zip(SCORES, values, strict=True)
-            ]
-            last = ""
-            if method != "ppo":
-                gain, interval, wins = compare(rows, method)
-                last = f"{gain:+.3f} ± {interval:.3f} ({wins} of {len(rows)})" if interval else f"{gain:+.3f}"
-            lines.append(f"| {title} | {' | '.join(cells)} | {last} |")
+            if f"{method}_f1" not in rows[0]["metrics"]:
+                continue
+            names = ("precision", "recall", "f1", "looks")
+            values = [statistics.mean(row["metrics"][f"{method}_{name}"] for row in rows) for name in names]
+            cells = [f"{value:.3f}" for value in values]
+            cells.append(f"{statistics.median(row['metrics'][f'{method}_ms'] for row in rows):.2f}")
+            leads = ["", ""]
+            for i, group in enumerate(("metrics", "control")):
+                if method != "ppo" and group in rows[0]:
+                    leads[i] = format_lead(rows, method, group)
+            lines.append(f"| {title} | {' | '.join(cells)} | {' | '.join(leads)} |")
     return "\n".join(lines[1:])
 
 
-def summarize_regime(results: dict, regime: str) -> dict[str, float]:
-    """Shares of F1 kept, looks and times of PPO against looking everywhere, worst run and mean."""
-    rows = [row["metrics"] for row in results["rows"] if row["regime"] == regime]
-    kept = [m["ppo_f1"] / max(m["everywhere_f1"], m["cross_entropy_f1"]) for m in rows]
-    times = [m["ppo_ms"] / m["everywhere_ms"] for m in rows]
-    return {
-        "f1": statistics.mean(m["ppo_f1"] for m in rows),
-        "looks": statistics.mean(m["ppo_looks"] for m in rows),
-        "most_looks": max(m["ppo_looks"] for m in rows),
-        "kept": statistics.mean(kept),
-        "least_kept": min(kept),
-        "time": statistics.median(times),
-        "most_time": max(times),
-    }
+def draw(results: dict, path: Path) -> None:
+    """F1 by looks per query: the curve over costs, and the runs of each study."""
+    from matplotlib.figure import Figure
 
-
-def make_summary(results: dict) -> str:
-    """Sentences on what was asked of the default set."""
-    lines = []
-    for regime in ("buildings", "buildings-cloudy"):
-        if not any(row["regime"] == regime for row in results["rows"]):
-            continue
-        s = summarize_regime(results, regime)
-        gains = {method: compare([r for r in results["rows"] if r["regime"] == regime], method) for method in METHODS}
-        text = f"- {regime}: PPO keeps {100 * s['kept']:.1f} % (worst run {100 * s['least_kept']:.1f} %) of the F1 of "
-        text += f"looking everywhere, of the better of the two networks, at {s['looks']:.2f} looks per query (most "
-        text += f"{s['most_looks']:.2f}) of 2, in {100 * s['time']:.0f} % of its CPU time (most "
-        text += (
-            f"{100 * s['most_time']:.0f} %). Against exit by confidence at equal looks {gains['confidence'][0]:+.3f} F1"
-        )
-        text += f" ± {gains['confidence'][1]:.3f}, against the threshold {gains['threshold'][0]:+.3f} "
-        lines.append(text + f"± {gains['threshold'][1]:.3f}.")
-    seconds = [row["wall_seconds"] for row in results["rows"]]
-    lines.append(f"- A run took {statistics.median(seconds) / 60:.1f} minutes (median), with another beside it.")
-    return "\n".join(lines)
+    studies = [study for study in STUDIES if get_rows(results, study)]
+    figure = Figure(figsize=(max(4.3 * len(studies), 6), 4.8), layout="constrained")
+    panels = figure.subplots(1, len(studies), squeeze=False)[0]
+    handles = {}
+    for axes, study in zip(panels, studies, strict=True):
+        rows = sorted((row["metrics"] for row in get_rows(results, study)), key=lambda m: m["ppo_looks"])
+        for i, (method, title) in enumerate(METHODS.items()):
+            points = [(m[f"{method}_looks"], m[f"{method}_f1"]) for m in rows if f"{method}_f1" in m]
+            if points:
+                style = {"marker": "*" if method == "ppo" else "o", "ms": 11 if method == "ppo" else 5}
+                style["ls"] = "-" if "curve" in study and method not in ("coarse", "everywhere") else ""
+                (handles[title],) = axes.plot(*zip(*points, strict=True), color=f"C{i}", label=title, **style)
+        axes.set(title=study, xlabel="looks per query", ylabel="F1 of changed pixels")
+        axes.grid(alpha=0.3)
+    num_columns = 2 if len(studies) == 1 else 4
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=num_columns, fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def summarize(results: dict) -> str:
     """One line for README.md."""
-    s, cloudy = (summarize_regime(results, regime) for regime in ("buildings", "buildings-cloudy"))
-    gain = compare([row for row in results["rows"] if row["regime"] == "buildings-cloudy"], "threshold")
-    text = f"{100 * s['kept']:.0f} % of the F1 of looking everywhere at {s['looks']:.2f} of 2 looks per query; under "
-    return text + f"clouds {gain[0]:+.3f} ± {gain[1]:.3f} F1 against a tuned threshold at {cloudy['looks']:.2f} looks"
-
-
-def draw(results: dict, path: Path) -> None:
-    """F1 by looks per query, a panel a regime, a colour a method, a point a run."""
-    from matplotlib.figure import Figure
-
-    regimes = [regime for regime in list(REGIMES)[:4] if any(row["regime"] == regime for row in results["rows"])]
-    figure = Figure(figsize=(4.3 * len(regimes), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(regimes), squeeze=False)[0]
-    for axes, regime in zip(panels, regimes, strict=True):
-        rows = [row["metrics"] for row in results["rows"] if row["regime"] == regime]
-        for i, (method, title) in enumerate(METHODS.items()):
-            points = [(m[f"{method}_looks"], m[f"{method}_f1"]) for m in rows]
-            marker = "*" if method == "ppo" else "o"
-            axes.scatter(
-                *zip(*points, strict=True), s=70 if method == "ppo" else 18, marker=marker, color=f"C{i}", label=title
-            )
-        axes.set(title=regime, xlabel="looks per query", ylabel="F1 of changed patches")
-        axes.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def draw_process(path: Path) -> None:
-    """The decision process of one query."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    axes = figure.subplots()
-    boxes = {  # left, bottom, text, colour
-        "coarse": (0.0, 1.5, "coarse pair\n(averaged 4 x 4)", "#dddddd"),
-        "backbone": (2.0, 1.5, "backbone\nsmall, all patches", "#cfe2f3"),
-        "query": (4.0, 1.5, "query q", "#fff2cc"),
-        "policy": (6.0, 1.5, "policy head\nstop?", "#d9ead3"),
-        "class": (8.2, 3.0, "class head\nchanged?", "#d9ead3"),
-        "glimpse": (8.2, 0.0, "glimpse of its window\nat full resolution\nand transformer block", "#f4cccc"),
-        "correction": (4.0, 0.0, "correction\nq + W c,  c ~ N(mean, s)", "#fff2cc"),
-    }
-    for x, y, text, colour in boxes.values():
-        axes.text(
-            x + 0.8,
-            y + 0.4,
-            text,
-            ha="center",
-            va="center",
-            fontsize=9,
-            bbox={"boxstyle": "round,pad=0.5", "fc": colour},
-        )
-    arrow = {"arrowstyle": "->", "color": "#444444"}
-    for start, end, label, where in (
-        ((1.45, 1.9), (2.1, 1.9), "", None),
-        ((3.5, 1.9), (4.35, 1.9), "", None),
-        ((5.2, 1.9), (6.15, 1.9), "", None),
-        ((7.4, 2.2), (8.5, 3.2), "stop: free", (7.3, 2.95)),
-        ((7.4, 1.6), (8.3, 0.95), "go on:\npays the cost", (7.0, 0.9)),
-        ((8.0, 0.4), (5.95, 0.4), "", None),
-        ((4.8, 0.85), (4.8, 1.5), "next step", (4.15, 1.15)),
-    ):
-        axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
-        if where:
-            axes.text(*where, label, fontsize=8, ha="center", va="center")
-    axes.set(xlim=(-0.2, 10.2), ylim=(-0.4, 4.0))
-    axes.set_axis_off()
-    figure.savefig(path, dpi=110)
+    rows = get_rows(results, "looking ahead, prints")
+    looks, f1 = (statistics.mean(row["metrics"][f"ppo_{name}"] for row in rows) for name in ("looks", "f1"))
+    (gain, interval, _), (other, _, _) = (compare(rows, method) for method in ("gain", "threshold"))
+    text = f"where one look has to be for the next, F1 {f1:.2f} at {looks:.2f} of 2 looks a query; PPO's lead over a "
+    return f"{text}supervised gain of the next look {gain:+.3f} ± {interval:.3f}, over a tuned threshold {other:+.3f}"
 
 
 def sections(results: dict) -> dict[str, str]:
     """What the docs show of the results, by the name of its section."""
     commits = sorted({row["commit"] for row in results["rows"]})
     machine = f"Measured on {common.machine_line(results['machine'] | {'commit': ' and '.join(commits)})}"
-    tables = f"\n{make_summary(results)}\n\n{make_table(results)}\n\n{machine}\n"
-    is_whole = {"buildings", "buildings-cloudy"} <= {row["regime"] for row in results["rows"]}
-    return {"change_detection": tables} | ({"change_detection_cell": summarize(results)} if is_whole else {})
+    cell = {"change_detection_cell": summarize(results)} if get_rows(results, "looking ahead, prints") else {}
+    return {"change_detection": f"\n{make_table(results)}\n\n{machine}\n"} | cell
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--report-only", action="store_true")
     return parser
 
@@ -235,13 +386,10 @@ def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
     if not args.report_only:
-        path = common.RESULTS / "change_detection.json"
-        measure(args.regimes, common.load_results("change_detection")["rows"] if path.exists() else [], args.jobs)
+        measure(args.studies)
     results = common.load_results("change_detection")
     draw(results, common.FIGURES / "change_detection.png")
-    draw_process(common.FIGURES / "change_process.png")
     common.write_report(sections(results), "ppo_change_detection")
-    print(make_summary(results))
 
 
 if __name__ == "__main__":

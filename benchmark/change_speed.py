@@ -1,118 +1,86 @@
-"""Speed of algos/ppo_change_detection.py: a rollout and its parts, the updates, and classification by looks.
+"""Speed of algos/ppo_change_detection.py: the parts of a classification, and the updates.
 
-python benchmark/change_speed.py                   # a minute on one core
-python benchmark/change_speed.py --compile         # with torch.compile; --bf16 and --cuda on a GPU
+python benchmark/change_speed.py                   # a minute on one core; --cuda on a GPU
 python benchmark/change_speed.py --report-only     # table from benchmark/results/change_speed.json
 
-A rollout is that of 128 synthetic pairs of 64 queries, in which 0.45 looks per query are taken.
+On 32 synthetic pairs of 64 queries; CPU-seconds of one thread, or seconds on a GPU, medians.
 """
 
 import argparse
-import math
 import statistics
 import sys
 import time
 
 import common
 
-GOES_ON = (math.sqrt(1 + 4 * 0.45) - 1) / 2  # chance of going on in each of two steps, for 0.45 looks per query
+SHARE = 0.4  # of the queries that look
 
 
-def measure(use_compile: bool, bf16: bool, cuda: bool, num_repeats: int = 30) -> dict[str, float]:
-    """Seconds (CPU-seconds of one thread, or seconds on a GPU), medians, and the looks that were taken."""
+def measure(cuda: bool, num_repeats: int = 15) -> dict:
+    """Seconds by part."""
     sys.path.append(str(common.ROOT))
     import torch
 
     from algos import ppo_change_detection as cd
-    from envs_shared.change_tasks import data as change_data
 
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     torch.manual_seed(1)
     device = torch.device("cuda" if cuda else "cpu")
-    args = cd.Args(num_train_pairs=256, num_eval_pairs=64, bf16=bf16)
-    pairs = change_data.load_pairs(args, sys.exit)["train"]
-    network = cd.ChangeDetector(args).to(device, memory_format=torch.channels_last).eval()
-    with torch.no_grad():
-        network.policy_head[-1].weight.zero_()
-        network.policy_head[-1].bias.fill_(math.log(1 / GOES_ON - 1))
-    if use_compile:
-        network.backbone.compile()
-        network.refiner.compile(dynamic=True)
-    agent, rewards = cd.PPOAgent(network, torch.tensor(1e-9, device=device)), cd.RewardCalculator(args)
-    buffer, env = cd.RolloutBuffer(args.num_steps, device), cd.TransformerRLEnv(network)
-    batch, metrics, seconds = change_data.draw_batch(pairs, args.num_envs, device), torch.zeros(2, device=device), {}
-
-    def timed(name, fn, *inputs):
-        if cuda:
-            torch.cuda.synchronize()
-        clock = time.perf_counter if cuda else time.process_time
-        start = clock()
-        result = fn(*inputs)
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.setdefault(name, []).append(clock() - start)
-        return result
-
-    looks = []
-    for _ in range(num_repeats):
-        with torch.autocast(device.type, torch.bfloat16, bf16):
-            looks.append(timed("rollout", cd.collect_rollouts, agent, rewards, buffer, batch)[1].item())
-            with torch.no_grad():
-                obs = timed("coarse pictures and backbone", env.reset, batch)
-                for step in range(args.num_steps):
-                    timed(f"stop and value heads, step {step}", network.decide, obs)
-                    stop = torch.rand(obs["active"].shape, device=device) > GOES_ON
-                    goes_on = obs["active"] & ~stop
-                    timed(f"glimpse and transformer block, step {step}", network.correct, obs, goes_on)
-                    action = agent.get_action(obs, stop)[0]
-                    rewards.logits = env.final_logits
-                    mask = obs["active"]
-                    obs, done, _ = env.step(action)
-                    logits = timed(f"class head, step {step}", lambda: env.final_logits)
-                    inputs = logits, batch["labels"], action["stop"], mask, done
-                    timed(f"reward, step {step}", rewards.compute_reward, *inputs)
-        minibatch = next(buffer.get_generator(args.num_minibatches, device))
-        timed("PPO update of 64 steps of a pair", agent.update, minibatch)
-        part = {name: x[: args.batch_size] for name, x in batch.items()}
-        timed("supervised update of 32 pairs", agent.supervise, part, True, metrics)
-        images = pairs.images[:64]
-        timed("classification", cd.classify, network, images, lambda p, step: torch.rand_like(p) > GOES_ON)
-        timed("classification, everywhere", cd.classify, network, images, lambda p, step: torch.zeros_like(p).bool())
-    medians = {name: statistics.median(values[5:]) for name, values in seconds.items()}
-    rates = {"looks": statistics.mean(looks), "pairs": args.num_envs, "classified": len(images)}
-    return rates | {"device": torch.cuda.get_device_name() if cuda else "cpu", "seconds": medians}
+    args = cd.Args(num_train_pairs=128, eval_episodes=1)
+    train = cd.change_data.load_pairs(args, cd.fail)["train"]
+    agent = cd.Agent(args).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(1e-9, device=device), fused=True)
+    storage = cd.RolloutStorage(agent, args, device)
+    rollout = cd.change_data.draw_batch(train, args, device, args.num_envs)
+    images, labels = (x[:32] for x in rollout)
+    query = agent.encode(images).detach()
+    step = torch.zeros(32, dtype=torch.long, device=device)
+    chosen = torch.randperm(query[..., 0].numel(), device=device)
+    some = chosen[: int(SHARE * len(chosen))].sort().values
+    rows = torch.arange(args.num_envs // args.num_minibatches, device=device)
+    parts = {
+        "coarse pictures, backbone, class head": lambda: agent.classify(agent.encode(images)),
+        "stop and value heads": lambda: agent.decide(query, step),
+        "a look everywhere, of whole pictures": lambda: agent.look(images, query, step),
+        f"a look at {SHARE:.0%} of the queries, window by window": lambda: agent.look(images, query, step, some),
+        "drawing a batch, with crops and jitter": lambda: cd.change_data.draw_batch(train, args, device, 32),
+    }
+    updates = {
+        "update of the coarse stage, 16 pairs": lambda: cd.update_detector(
+            agent, optimizer, 0, args, images[:16], labels[:16]
+        ),
+        "update of the refiner, 16 pairs": lambda: cd.update_detector(
+            agent, optimizer, 1, args, images[:16], labels[:16]
+        ),
+        "rollout, 128 pairs": lambda: cd.collect_rollout(agent, storage, *rollout, args),
+        "update of PPO, 32 pairs": lambda: cd.update_minibatch(agent, optimizer, storage, args, rows),
+    }
+    clock = time.perf_counter if cuda else time.process_time
+    seconds = {}
+    for name, fn in (parts | updates).items():
+        times = []
+        for _ in range(num_repeats):
+            with torch.set_grad_enabled(name in updates):
+                start = clock()
+                fn()
+                if cuda:
+                    torch.cuda.synchronize()
+            times.append(clock() - start)
+        seconds[name] = statistics.median(times[2:])
+    return {"device": torch.cuda.get_device_name() if cuda else "cpu", "seconds": seconds}
 
 
 def make_table(results: dict) -> str:
-    """Markdown table of a rollout and its parts, and two sentences."""
+    """Markdown table, and two sentences."""
     lines = []
     for name, run in results["runs"].items():
-        seconds, total = run["seconds"], run["seconds"]["rollout"]
-        lines += [
-            "",
-            f"**{name}**, {run['looks']:.2f} looks per query",
-            "",
-            "| | ms per 128 pairs | share |",
-            "|--|--:|--:|",
-        ]
-        parts = {}
-        for part, value in seconds.items():
-            if part.endswith(("step 0", "step 1")) or part.startswith("coarse"):
-                part = part.split(", step")[0]
-                parts[part] = parts.get(part, 0.0) + value
-        parts["sampling, corrections, buffer, advantages"] = total - sum(parts.values())
-        for part, value in {"rollout": total, **parts}.items():
-            lines.append(f"| {part} | {1e3 * value:.1f} | {value / total:.0%} |")
-        one, every = seconds["classification"], seconds["classification, everywhere"]
-        update, supervised = seconds["PPO update of 64 steps of a pair"], seconds["supervised update of 32 pairs"]
-        text = f"**{run['pairs'] / total:,.0f} pairs per second** of rollout. "
-        text += (
-            f"An update of PPO takes {1e3 * update:.0f} ms, one of the supervised stages {1e3 * supervised:.0f} ms. "
-        )
-        text += f"Classification with as many looks takes {1e3 * one / run['classified']:.2f} ms a pair, "
-        text += f"{one / every:.0%} of the {1e3 * every / run['classified']:.2f} ms of two looks everywhere."
-        lines += ["", text]
+        seconds = run["seconds"]
+        lines += ["", f"**{name}**", "", "| part, of 32 pairs where not said otherwise | ms |", "|--|--:|"]
+        lines += [f"| {part} | {1e3 * value:.1f} |" for part, value in seconds.items()]
+        coarse, heads, whole, some, *_ = seconds.values()
+        text = f"The look is {whole / (coarse + whole):.0%} of a full pass. With {SHARE:.0%} of the looks a pass takes "
+        lines += ["", f"{text}{(coarse + heads + some) / (coarse + whole):.0%} of the time of looking once everywhere."]
     return "\n".join(lines[1:])
 
 
@@ -124,7 +92,7 @@ def sections(results: dict) -> dict[str, str]:
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--compile", "--bf16", "--cuda", "--report-only"):
+    for flag in ("--cuda", "--report-only"):
         parser.add_argument(flag, action="store_true")
     return parser
 
@@ -133,11 +101,8 @@ def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
     if not args.report_only:
-        path = common.RESULTS / "change_speed.json"
-        runs = common.load_results("change_speed")["runs"] if path.exists() else {}
-        run = measure(args.compile, args.bf16, args.cuda)
-        name = ", ".join([run["device"], *(flag for flag in ("compile", "bf16") if getattr(args, flag))])
-        common.save_results("change_speed", {"machine": common.describe_machine(), "runs": runs | {name: run}})
+        run = measure(args.cuda)
+        common.save_results("change_speed", {"machine": common.describe_machine(), "runs": {run["device"]: run}})
     results = common.load_results("change_speed")
     common.write_report(sections(results), "ppo_change_detection")
     print(make_table(results))

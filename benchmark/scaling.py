@@ -23,7 +23,7 @@ CASES = {  # unit and flags; --num-slots 1 keeps Go's search on one core a proce
     "r2d2_lstm": ("environment steps", "--total-timesteps 50000 --learning-starts 1000"),
     "ppo_change_detection": (
         "pairs",
-        "--num-train-pairs 512 --num-eval-pairs 16 --pretrain-iterations 0 --warm-iterations 0 --num-iterations 7",
+        "--num-train-pairs 512 --eval-episodes 4 --coarse-iterations 0 --refine-iterations 0 --ppo-iterations 7",
     ),
     "alphazero_go": (
         "moves of self-play",
@@ -62,6 +62,11 @@ def summarize(rows: list[dict], script: str) -> dict[str, list[float]]:
     return found
 
 
+def find_measured(rows: list[dict]) -> list[str]:
+    """The scripts of CASES that there are runs of."""
+    return [script for script in CASES if any(row["script"] == script for row in rows)]
+
+
 def make_table(results: dict) -> str:
     """Markdown table, a line a script."""
     lines = [
@@ -69,7 +74,8 @@ def make_table(results: dict) -> str:
         "| 2 processes | ratio |",
         "|--|--|--:|--:|--:|--:|--:|--:|",
     ]
-    for script, (unit, _) in CASES.items():
+    for script in find_measured(results["rows"]):
+        unit, _ = CASES[script]
         found = summarize(results["rows"], script)
         rates = (f"{1000 / seconds:,.{0 if seconds < 10 else 1}f}" for seconds in found["wall_seconds"][:2])
         seconds = (f"{x:.3g}" for x in found["cpu_seconds"][:2])
@@ -80,8 +86,9 @@ def make_table(results: dict) -> str:
 
 def sections(results: dict) -> dict[str, str]:
     """What the docs show of the results, by the name of its section."""
-    repeats = len(results["rows"]) // (2 * len(CASES))
-    flags = "\n".join(f"- `{script}`: `{flags}`" for script, (_, flags) in CASES.items())
+    scripts = find_measured(results["rows"])
+    repeats = len(results["rows"]) // (2 * len(scripts))
+    flags = "\n".join(f"- `{script}`: `{CASES[script][1]}`" for script in scripts)
     note = f"Ratios above 1 speak for two processes. Medians of {repeats} runs; ratios of neighbours, and their range."
     machine = f"Measured on {common.machine_line(results['machine'])}"
     return {"scaling": f"\n{make_table(results)}\n\n{note} Flags:\n\n{flags}\n\n{machine}\n"}

@@ -196,39 +196,31 @@ def update_tsp(am, rows):
 
 
 def update_change_detection(cd, rows):
-    """Of PPO and of both kinds of supervision; random numbers of a pair are the same whichever process has it."""
-    args = cd.Args(num_train_pairs=24, num_eval_pairs=1, image_size=32, num_envs=16, max_grad_norm=0.1)
-    device, numbers = torch.device("cpu"), []
-    pairs, *_ = cd.change_data.load_pairs(args, cd.fail).values()
-    batch = cd.change_data.draw_batch(pairs, 16, device)
-    agent = cd.PPOAgent(cd.ChangeDetector(args).eval())
-    agent.optimizer, buffer = descend(agent.network), cd.RolloutBuffer(args.num_steps, device)
-    cd.collect_rollouts(agent, cd.RewardCalculator(args), buffer, batch)
-    (minibatch,) = buffer.get_generator(1, device)
-    # The loss of the corrections is a mean over the queries of a process that go on. It is that of the whole batch only
-    # where these are equally many in each, so that every row gets a partner of the other process with as many.
-    num_on = minibatch["goes_on"].sum(1)
-    order = num_on.argsort()
-    partners = [pair for n in num_on.unique() for pair in order[num_on[order] == n].split(2) if len(pair) == 2]
-    index = torch.cat(partners)[rows]
-    assert len(partners) > 4 and len(num_on[index].unique()) > 2
-    obs = {name: x[index] for name, x in minibatch.pop("obs").items()}
-    shake(agent.network)
-    metrics = agent.update({name: x[index] for name, x in minibatch.items()} | {"obs": obs})
-    numbers.append(cd.sum_over_ranks(metrics) / cd.WORLD_SIZE)
-    agents, generator = [agent.network], torch.Generator().manual_seed(1)
-
-    def draw(num_rows, *shape, **_):
-        return torch.empty(16, *shape).uniform_(generator=generator)[rows]
-
-    for refine in (False, True):
-        learner = cd.PPOAgent(cd.ChangeDetector(args).eval())
-        learner.optimizer, metrics = descend(learner.network), torch.zeros(2)
-        with patch.multiple(torch, rand=draw, rand_like=lambda x: draw(*x.shape), randn_like=torch.zeros_like):
-            learner.supervise({name: x[rows] for name, x in batch.items()}, refine, metrics)
-        agents.append(learner.network)
-        numbers.append(cd.sum_over_ranks(metrics) / cd.WORLD_SIZE)
-    return agents, numbers
+    """Of PPO and of both stages of the detector, with cells that do not count, and other queries in each process."""
+    args = cd.Args(num_train_pairs=24, image_size=32, num_steps=2, max_grad_norm=0.1, num_envs=16)
+    device, numbers, agents = torch.device("cpu"), [], []
+    drawn = cd.change_data.change_pairs.make_pairs("buildings", 24, 32, 2, 1)
+    pairs = cd.change_data.to_pairs(*drawn, args.cell_size)
+    images, labels = cd.change_data.draw_batch(pairs, args, device, 16)
+    labels[:3] = -1
+    agent = cd.Agent(args)
+    with patch.multiple(cd, WORLD_SIZE=1, sum_over_ranks=lambda x: x):  # the same in every process
+        storage = cd.RolloutStorage(agent, args, device)
+        cd.collect_rollout(agent, storage, images, labels, args)
+    shake(agent)
+    metrics = cd.update_minibatch(agent, descend(agent), storage, args, torch.arange(32)[rows])
+    agents.append(agent)
+    numbers.append(cd.sum_over_ranks(metrics))
+    for num_looks in (0, 2):
+        agent = cd.Agent(args)
+        metrics = cd.update_detector(agent, descend(agent), num_looks, args, images[rows], labels[rows])
+        agents.append(agent)
+        numbers.append(cd.sum_over_ranks(metrics))
+    f1 = agents[0].running_f1
+    storage = cd.RolloutStorage(agent, args, device)
+    with patch.multiple(torch, rand_like=lambda x: torch.full_like(x, 0.5), normal=lambda mean, std: mean):
+        scalars = cd.collect_rollout(agents[0], storage, images[rows], labels[rows], args)
+    return agents, [*numbers, f1, torch.tensor([scalars[name] for name in sorted(scalars)])]
 
 
 def update_alphazero(az, rows):

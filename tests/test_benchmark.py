@@ -22,6 +22,7 @@ import r2d2_speed
 import r2d2_windows
 import records
 import scaling
+import tsp_active
 import tsp_gaps
 import tsp_speed
 
@@ -37,6 +38,7 @@ DOCS = {
     r2d2_memory: "r2d2_lstm",
     r2d2_speed: "r2d2_lstm",
     scaling: "scaling",
+    tsp_active: "reinforce_tsp_attention",
     tsp_gaps: "reinforce_tsp_attention",
     tsp_speed: "reinforce_tsp_attention",
 }
@@ -202,6 +204,11 @@ def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():
         12.71 * statistics.stdev((0.1, -0.02)) / 2**0.5, rel=1e-3
     )
     assert change_detection.compare(rows[:1], "threshold")[1] is None
+
+
+def test_levels_of_rules_are_found_by_bisection():
+    level = change_detection.find_level(lambda level: 2 * (1 - level) ** 2, 0.5, 0.0, 1.0, 30)
+    assert level == pytest.approx(0.5, abs=1e-6)
 
 
 def test_matches_count_draws_and_whole_boards():

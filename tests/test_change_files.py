@@ -476,37 +476,20 @@ def test_each_pixel_counts_once_in_crops(drawn):
 def test_pictures_smaller_than_a_crop():
     labels = [np.zeros((8, 8), np.uint8), np.zeros((8, 7), np.uint8)]
     split = Split([np.zeros((2, *x.shape, 3), np.uint8) for x in labels], labels, ["wide", "narrow"])
+    change_files.check_sizes(split, 7, "set: val")
     assert change_files.cut(split, 7)[1].shape == (6, 7, 7)
     for size, name in ((8, "narrow"), (9, "wide"), (0, "wide"), (-1, "wide")):
-        with pytest.raises(ValueError, match=f"{name}: smaller than a crop of {size} pixels"):
-            change_files.cut(split, size)
+        with pytest.raises(ValueError, match=f"^set: val picture {name}: smaller than a crop of {size} pixels"):
+            change_files.check_sizes(split, size, "set: val")
 
 
-@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64])
-def test_maps_are_0_and_255_and_read_back(tmp_path, dtype):
-    mask = noise(0, 5, 7) % 2 == 1
-    change_files.write_map(tmp_path / "x.png", mask if dtype is bool else mask * dtype(3))
+def test_pictures_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    grey = noise(0, 5, 7)
+    change_files.write_picture(tmp_path / "x.png", grey)
     with Image.open(tmp_path / "x.png") as image:
-        assert image.format == "PNG" and image.mode == "L" and (np.array(image) == mask * 255).all()
-    assert (change_files.read_label(tmp_path / "x.png") == mask).all()
-    assert os.listdir(tmp_path) == ["x.png"]
-
-
-def test_maps_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    mask = np.ones((2, 2), bool)
-    (tmp_path / "file.png").write_bytes(b"mine")
-    (tmp_path / "link.png").symlink_to(tmp_path / "nothing.png")
-    for name, message in (
-        ("file.png", "exists, and is not overwritten"),
-        ("link.png", "exists, and is not overwritten"),
-        ("folder/x.png", "No such file or directory"),
-        ("file.png/x.png", "Not a directory"),
-    ):
-        with pytest.raises(ValueError, match=f"^{tmp_path / name}: {message}$"):
-            change_files.write_map(tmp_path / name, mask)
-    for bad in (mask[0], mask[None], mask[:0], mask * 0.5):
-        with pytest.raises(ValueError, match=r"x\.png: a mask has shape \[H, W\] and whole numbers"):
-            change_files.write_map(tmp_path / "x.png", bad)
+        assert image.format == "PNG" and image.mode == "L" and (np.array(image) == grey).all()
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'folder/x.png'}: No such file or directory$"):
+        change_files.write_picture(tmp_path / "folder/x.png", grey)
 
     def fail(source, target):
         assert os.path.getsize(source) > 0 and not os.path.exists(target)
@@ -514,5 +497,5 @@ def test_maps_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(ValueError, match="No space left on device"):
-        change_files.write_map(tmp_path / "x.png", mask)
-    assert sorted(os.listdir(tmp_path)) == ["file.png", "link.png"] and (tmp_path / "file.png").read_bytes() == b"mine"
+        change_files.write_picture(tmp_path / "y.png", grey)
+    assert os.listdir(tmp_path) == ["x.png"]

@@ -19,6 +19,7 @@ from conftest import read_result
 from pretend_cuda import NAME, is_same, pretend_cuda
 
 from algos import ppo
+from algos import ppo_change_detection as cd
 from algos import r2d2_lstm as r2d2
 from algos import reinforce_tsp_attention as tsp
 from envs_shared.gym_tasks import scores
@@ -44,11 +45,15 @@ R2D2 = "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 
 R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --checkpoint-interval 0"
 R2D2 += " --eval-interval 1000 --eval-episodes 2"
 ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
+CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
+CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 6 --checkpoint-interval 0"
+CHANGE += " --eval-interval 100 --eval-episodes 1"
 RUNS = {
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
     "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
+    "change-detection": Run(cd, CHANGE, max_waits=20, max_launches=6000),  # its graphs are of the first two stages
     "r2d2": Run(r2d2, R2D2, max_waits=34, max_launches=280),
     "r2d2-same-step": Run(r2d2, f"{R2D2} --env-id probe_envs:SameStepLedger-v0", max_waits=64, max_launches=340),
     "tsp-pomo": Run(tsp, TSP, max_waits=4, max_launches=70),

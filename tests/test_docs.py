@@ -169,12 +169,12 @@ def test_what_does_not_exist_is_a_problem(code):
 
 def test_parsers_of_benchmarks_and_peers_take_their_flags():
     for line in (
-        *("python benchmark/tsp_gaps.py --tasks long --report-only", "python benchmark/r2d2_windows.py"),
+        *("python benchmark/tsp_gaps.py --tasks default --report-only", "python benchmark/r2d2_windows.py"),
         "python benchmark/peers/sb3_ppo.py --seed 1",
         "python benchmark/peers/rl4co_tsp_speed.py 20 64 5 medium",
     ):
         assert not find_problems(f"`{line}`", None)
-    assert not find_problems("`--report-only` and `--tasks long`", None)
+    assert not find_problems("`--report-only` and `--tasks default`", None)
     assert find_problems("`--report-none`", None) and find_problems("`--tasks short`", None)
     for line in ("pip install -r none.txt", "cp algos/none.py x", "make all"):
         assert find_problems(f"```bash\n{line}\n```\n", None)

@@ -683,6 +683,7 @@ def test_value_of_an_endless_task_with_a_time_limit(tmp_path, env_id):
     """Truncation must not cut the value: 1 / (1 - 0.9) = 10 at every step. Termination leaves the rewards to come."""
     flags = f"--env-id probe_envs:{env_id} --gamma 0.9 --total-timesteps 16000 --learning-starts 500 --burn-in 4"
     flags += " --learn-length 6 --n-step 3 --buffer-size 1000 --replay-ratio 8 --batch-size 384 --eval-episodes 8"
+    flags += " --memory-span 1"
     r2d2.main([*f"{flags} {QUICK}".split(), "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     space = type("Constant", (Spaces,), {"obs_dim": 1, "single_action_space": r2d2.gym.spaces.Discrete(2)})

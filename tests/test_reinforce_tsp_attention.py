@@ -671,11 +671,10 @@ def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_default_run(run_script, tmp_path, seed):
+def test_default_run(run_script, tmp_path):
     """The gaps that docs/reinforce_tsp_attention.md promises, on instances that come with optimal tours."""
-    run = run_script("reinforce_tsp_attention", "--seed", seed, "--run-dir", tmp_path, timeout=1200)
+    run = run_script("reinforce_tsp_attention", "--seed", 1, "--run-dir", tmp_path, timeout=2400)
     assert run.returncode == 0, run.stderr
     metrics = read_result(tmp_path)[1]["metrics"]
-    assert metrics["eval/greedy_gap"] < 6.0 and metrics["eval/multistart_gap"] < 1.5
-    assert metrics["eval/multistart_x8_gap"] < 0.3
+    assert metrics["eval/greedy_gap"] < 1.8 and metrics["eval/multistart_gap"] < 0.45
+    assert metrics["eval/multistart_x8_gap"] < 0.1

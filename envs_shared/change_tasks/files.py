@@ -95,18 +95,10 @@ def read_label(path: str | Path, num_classes: int = 2) -> np.ndarray:
     return values.astype(np.uint8)
 
 
-def write_map(path: str | Path, mask: np.ndarray) -> None:
-    """Write a mask [H, W] of booleans or whole numbers as a PNG, 255 where it is not 0, all of it or nothing.
-
-    ValueError where the file exists or cannot be written, or the mask has another shape or type.
-    """
-    path, mask = Path(path), np.asarray(mask)
-    if mask.ndim != 2 or mask.size == 0 or mask.dtype.kind not in "bui":
-        raise ValueError(f"{path}: a mask has shape [H, W] and whole numbers, not {list(mask.shape)} {mask.dtype}")
-    if os.path.lexists(path):
-        raise ValueError(f"{path}: exists, and is not overwritten")
-    content, temporary = io.BytesIO(), path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    Image.fromarray(np.where(mask, 255, 0).astype(np.uint8)).save(content, "PNG")
+def write_picture(path: str | Path, grey: np.ndarray) -> None:
+    """Write greys [H, W] from 0 to 255 as a PNG, all of it or nothing; ValueError where it cannot be written."""
+    content, temporary = io.BytesIO(), Path(f"{path}.{os.getpid()}.tmp")
+    Image.fromarray(grey.astype(np.uint8)).save(content, "PNG")
     try:
         temporary.write_bytes(content.getvalue())
         os.replace(temporary, path)
@@ -240,18 +232,24 @@ def audit(splits: dict[str, Split]) -> list[str]:
     return lines
 
 
+def check_sizes(split: Split, size: int, where: str) -> None:
+    """ValueError where a picture is smaller than a crop of `size` pixels, which tells `where` it is."""
+    for label, name in zip(split.labels, split.names, strict=True):
+        if not 1 <= size <= min(label.shape):
+            raise ValueError(
+                f"{where} picture {name}: smaller than a crop of {size} pixels (--image-size), its height and width "
+                f"are {label.shape}"
+            )
+
+
 def cut(split: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Crops uint8 [M, 2, size, size, 3] and labels uint8 [M, size, size], row by row and in the order of the pairs.
 
     The last crops of a side end with the picture. What an earlier crop has already shown is IGNORE in their labels,
-    so that each pixel counts once. ValueError where a picture is smaller than a crop.
+    so that each pixel counts once.
     """
     corners = []
-    for i, (label, name) in enumerate(zip(split.labels, split.names, strict=True)):
-        if not 1 <= size <= min(label.shape):
-            raise ValueError(
-                f"{name}: smaller than a crop of {size} pixels (--image-size), its height and width are {label.shape}"
-            )
+    for i, label in enumerate(split.labels):
         starts = [sorted({*range(0, n - size + 1, size), n - size}) for n in label.shape]
         corners += [(i, y, x) for y in starts[0] for x in starts[1]]
     images = np.empty((len(corners), 2, size, size, 3), np.uint8)

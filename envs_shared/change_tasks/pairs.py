@@ -10,7 +10,9 @@ CLASSES = ("unchanged", "appeared", "vanished")
 ENV_IDS = {  # share of the pictures with clouds; smallest and largest share of one that they cover; building density
     "buildings": (0.3, 0.02, 0.15, 9.0),
     "buildings-cloudy": (0.7, 0.2, 0.7, 14.0),
+    "prints": (),
 }
+PATCH = 8  # prints: side of a patch in pixels
 MARGIN, WINDOW = 30, 28  # pixels around the scene that are drawn and cut off; side of what an object is drawn in
 
 
@@ -29,7 +31,7 @@ def make_pairs(env_id: str, num_pairs: int, size: int, num_classes: int, *seed: 
 
     Buildings stay, appear, vanish or move (class 1 where there is one at the second date only, 2 at the first only; 1
     for both with two classes). Shadows, season, light, cars, car parks, bare plots, clouds and the registration differ
-    as well, and are no change. Raises ValueError for an unknown env_id.
+    as well, and are no change. For prints see `draw_prints`. Raises ValueError for an unknown env_id.
     """
     if env_id not in ENV_IDS:
         raise ValueError(f"unknown pairs (known: {', '.join(ENV_IDS)})")
@@ -38,7 +40,7 @@ def make_pairs(env_id: str, num_pairs: int, size: int, num_classes: int, *seed: 
     for start in tqdm(range(0, num_pairs, 64), desc="draw", unit="batch", leave=False, delay=2.0):
         rng = np.random.default_rng([*seed, start])
         part = slice(start, start + 64)
-        drawn = draw_scenes(rng, ENV_IDS[env_id], size)
+        drawn = draw_prints(rng, size) if env_id == "prints" else draw_scenes(rng, ENV_IDS[env_id], size)
         images[part], labels[part] = (x[: num_pairs - start] for x in drawn)
     return Pairs(images, np.minimum(labels, num_classes - 1))
 
@@ -121,6 +123,30 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
         images[:, date] = image.clip(0, 255)
     before, after = footprints
     return images, (after & ~before) + 2 * (before & ~after).astype(np.uint8)
+
+
+def draw_prints(rng: np.random.Generator, size: int, num_scenes: int = 64) -> tuple:
+    """Images uint8 [64, 2, S, S, 3] and labels uint8 [64, S, S] of patches where one look has to be for the next.
+
+    Of the patches 40 % are red. A red one has either of two fine prints at each date, which averages over 4 pixels do
+    not tell apart, and has changed where they differ. In half of the red ones the first date is blank instead, and then
+    they have not changed. The first date alone says nothing of a change, so that a look at it gains nothing by itself;
+    it tells whether one at the second date is worth anything.
+    """
+    shape = (num_scenes, size // PATCH, size // PATCH)
+    is_red = rng.random(shape) < 0.4
+    is_blank = rng.random(shape) < 0.5
+    prints = rng.random((2, *shape)) < 0.5
+    is_changed = is_red & ~is_blank & (prints[0] != prints[1])
+    is_red, is_blank, is_changed, *prints = (
+        x.repeat(PATCH, 1).repeat(PATCH, 2) for x in (is_red, is_blank, is_changed, *prints)
+    )
+    board = np.add.outer(np.arange(size) // 2, np.arange(size) // 2) % 2 == 1  # squares of 2 pixels
+    images = np.zeros((num_scenes, 2, size, size, 3), np.uint8)
+    for date in range(2):
+        images[:, date, ..., 0] = 160 * (is_red & (board ^ prints[date]))
+    images[:, 0, ..., 0][is_red & is_blank] = 80
+    return images, is_changed.astype(np.uint8)
 
 
 def place(rng, num_scenes: int, side: int, density: float, low: float, high: float) -> dict[str, np.ndarray]:

@@ -1,13 +1,17 @@
-"""Scores of change maps by patch and by pixel, their table, and pictures of what was looked at."""
+"""Scores of change maps by pixel, thresholds, rules that say where to look, and pictures of what was looked at."""
 
 import math
-from functools import partial
 
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 SCORES = ("precision", "recall", "f1", "iou", "oa", "kappa")
+METHODS = ("ppo", "coarse", "everywhere", "threshold")  # of the table at the end of a run
+NUM_BINS = 1000  # of the probability of change, to choose thresholds by
+IGNORE = 255  # class of pixels that do not count
+
+
+# ---- Scores of maps ----
 
 
 def count_confusions(labels: torch.Tensor, predicted: torch.Tensor, num_classes: int) -> torch.Tensor:
@@ -32,155 +36,162 @@ def score_confusions(confusions: torch.Tensor) -> dict[str, float]:
     return dict(zip(SCORES, values, strict=True))
 
 
-def choose_threshold(probability: torch.Tensor, labels: torch.Tensor) -> float:
-    """The threshold with the largest F1 of change; probabilities and labels of one shape, negative labels left out."""
-    is_counted = labels >= 0
-    p, order = probability[is_counted].double().sort(descending=True)
-    is_changed = (labels[is_counted] > 0)[order].double()
-    if not is_changed.any():
+def join_cells(x: torch.Tensor, height: int, patch_size: int, cell_size: int) -> torch.Tensor:
+    """Channels [B, C, H / c, W / c] of cells [B, N, G, C], patch by patch and in each row by row."""
+    side = patch_size // cell_size
+    patches = x.unflatten(1, (height // patch_size, -1)).unflatten(3, (side, side))  # [B, H / P, W / P, side, side, C]
+    return patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
+def to_pixels(logits: torch.Tensor, args) -> torch.Tensor:
+    """Probabilities of pixels [M, C, S, S] of logits of cells [M, N, G, C], linearly interpolated."""
+    cells = join_cells(logits.softmax(-1), args.image_size, args.patch_size, args.cell_size)
+    return F.interpolate(cells, scale_factor=float(args.cell_size), mode="bilinear", align_corners=False)
+
+
+def choose_threshold(logits: torch.Tensor, pixels: torch.Tensor, args) -> float:
+    """The threshold with the largest F1 of change, shrunk towards 0.5 where few pairs have a change.
+
+    Of logits [M, N, G, C] and classes [M, S, S]. n pairs with a change weigh as much as n / 10 pairs with 0.5, so that
+    a handful of pairs cannot move it far.
+    """
+    changed = torch.zeros(NUM_BINS, dtype=torch.int64)
+    counted = torch.zeros(NUM_BINS, dtype=torch.int64)
+    num_pairs = 0
+    for z, classes in zip(logits.split(64), pixels.split(64), strict=True):
+        probability = 1 - to_pixels(z, args)[:, 0]  # [m, S, S]
+        bins = (probability * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+        is_changed = (classes > 0) & (classes != IGNORE)
+        changed += bins[is_changed].bincount(minlength=NUM_BINS)
+        counted += bins[classes != IGNORE].bincount(minlength=NUM_BINS)
+        num_pairs += int(is_changed.flatten(1).any(1).sum())
+    if num_pairs == 0:
         return 0.5
-    f1 = 2 * is_changed.cumsum(0) / (torch.arange(1, len(p) + 1, dtype=p.dtype) + is_changed.sum())
-    can_cut = torch.cat((p[:-1] > p[1:], torch.tensor([True])))  # between two that differ
-    best = int(torch.where(can_cut, f1, -1.0).argmax())
-    return ((p[best] + (p[best + 1] if best + 1 < len(p) else -1.0)) / 2).item()
+    tp, said = (x.flip(0).cumsum(0).flip(0).double() for x in (changed, counted))  # of all above a bin's lower edge
+    best = (2 * tp / (said + changed.sum())).argmax().item() / NUM_BINS
+    return 0.5 + (best - 0.5) * num_pairs / (num_pairs + 10)
 
 
-def decide_classes(logits: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Classes [...] of logits [..., C]: changed where the probability of that is above `threshold`."""
-    is_changed = 1.0 - logits.softmax(-1)[..., 0] > threshold
-    return torch.where(is_changed, logits[..., 1:].argmax(-1) + 1, 0)
+def score_maps(logits: torch.Tensor, pixels: torch.Tensor, threshold: float, args) -> dict[str, float]:
+    """SCORES by pixel of logits [M, N, G, C] against classes [M, S, S]; changed is what is above `threshold`."""
+    num_classes = logits.shape[-1]
+    total = torch.zeros(num_classes, num_classes, dtype=torch.float64)
+    for z, classes in zip(logits.split(64), pixels.split(64), strict=True):
+        probabilities = to_pixels(z, args)
+        is_changed = 1 - probabilities[:, 0] > threshold
+        predicted = torch.where(is_changed, probabilities[:, 1:].argmax(1) + 1, 0)
+        total += count_confusions(torch.where(classes == IGNORE, -1, classes.long()), predicted, num_classes)
+    return score_confusions(total)
 
 
-def upsample_logits(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Logits of patches [M, N, C] as logits of pixels [M, size, size, C], linearly interpolated."""
-    side = math.isqrt(logits.shape[1])
-    grid = logits.transpose(1, 2).unflatten(2, (side, side))
-    return F.interpolate(grid, (size, size), mode="bilinear", align_corners=False).permute(0, 2, 3, 1)
+# ---- Rules that say where to look, to compare a policy with ----
 
 
-def format_table(metrics: dict[str, float]) -> str:
-    """The scores eval/{method}_{score} as lines of columns."""
-    columns = [*SCORES, "looks", "settled_acc", "pixel_f1", "pixel_iou", "ms"]
-    lines = [" ".join([f"{'':13}", *(f"{name.removesuffix('_acc'):>9}" for name in columns)])]
+def change_score(logits: torch.Tensor) -> torch.Tensor:
+    """How much of each query is likely to have changed, [B, N] of logits [B, N, G, C]."""
+    return (1 - logits.softmax(-1)[..., 0]).mean(-1)
+
+
+def count_sights(args) -> int:
+    """How many looks of a query show something new: the pair at once, or date by date."""
+    return 1 if args.look_at == "pair" else 2
+
+
+def make_rule(method: str, level: float = 0.0, num_looks: int = 1):
+    """Who looks, [B, N], as a function of queries [B, N, D], logits [B, N, G, C] and the step, by a rule and its level.
+
+    coarse: nobody; everywhere: everybody; random: each with the chance `level`; threshold: where a larger share than
+    `level` is likely to have changed. Who looks does so `num_looks` times, as often as that shows something new.
+    """
+
+    def rule(query: torch.Tensor, logits: torch.Tensor, step: int) -> torch.Tensor:
+        chosen = torch.full_like(query[..., 0], step < num_looks and method != "coarse", dtype=torch.bool)
+        if method == "random" and step == 0:
+            chosen = torch.rand_like(query[..., 0]) < level
+        if method == "threshold" and step == 0:
+            chosen = change_score(logits) > level
+        return chosen
+
+    return rule
+
+
+# ---- Evaluation ----
+
+
+def validate(classify, args, val, rule=None) -> dict[str, float]:
+    """F1 on val, its threshold, looks, and the score that policies are chosen by: F1 less what the looks cost.
+
+    `classify(images, rule)` gives logits [M, N, G, C], looks [M, N] and milliseconds a pair. F1 gains by a prediction
+    more in proportion to its worth, so that a look in every query costs cost / (2 share of change) of it.
+    """
+    logits, looks, _ = classify(val.images, rule)
+    threshold = choose_threshold(logits, val.pixels, args)
+    f1 = score_maps(logits, val.pixels, threshold, args)["f1"]
+    is_counted = val.pixels != IGNORE
+    share = ((val.pixels > 0) & is_counted).sum().item() / max(is_counted.sum().item(), 1)
+    num_looks = looks.float().mean().item()
+    score = f1 - args.cost * num_looks / (2 * max(share, 1e-3))
+    return {"f1": f1, "looks": num_looks, "score": score, "threshold": threshold}
+
+
+def evaluate(classify, args, val, test) -> tuple[dict[str, float], dict[str, tuple]]:
+    """Scores of METHODS on test, with thresholds of val; and logits and looks by method. `classify` as in `validate`.
+
+    The level of the threshold rule is that at which it looks as often as the policy does on val.
+    """
+    metrics = {}
+    found = {}
+    level = 0.0
+    num_looks = count_sights(args)
     for method in METHODS:
+        rule = None if method == "ppo" else make_rule(method, level, num_looks)
+        validated = validate(classify, args, val, rule)
+        logits, looks, ms = classify(test.images, rule)
+        scores = score_maps(logits, test.pixels, validated["threshold"], args)
+        scores |= {"looks": looks.float().mean().item(), "ms": ms, "threshold": validated["threshold"]}
+        metrics |= {f"eval/{method}_{name}": value for name, value in scores.items()}
+        found[method] = (logits, looks)
+        if method == "ppo":
+            coarse_logits, _, _ = classify(val.images, make_rule("coarse"))
+            share = min(validated["looks"] / num_looks, 1.0)
+            level = change_score(coarse_logits).quantile(1 - share).item()
+    return metrics, found
+
+
+# ---- Table and pictures ----
+
+
+def format_table(metrics: dict[str, float], methods=METHODS) -> str:
+    """The scores eval/{method}_{score} as lines of columns."""
+    columns = [*SCORES, "looks", "ms"]
+    lines = [" ".join([f"{'':10}", *(f"{name:>9}" for name in columns)])]
+    for method in methods:
         values = (metrics[f"eval/{method}_{name}"] for name in columns)
-        lines.append(" ".join([f"{method:13}", *(f"{value:9.3f}" for value in values)]))
+        lines.append(" ".join([f"{method:10}", *(f"{value:9.3f}" for value in values)]))
     return "\n".join(lines)
 
 
-def summarize(metrics: dict[str, float]) -> str:
-    """The policy's F1 and looks, beside the F1 of looking everywhere and nowhere."""
-    values = (metrics[f"eval/{name}"] for name in ("ppo_f1", "ppo_looks", "everywhere_f1", "coarse_f1"))
-    return "F1 {:.3f} at {:.2f} looks a query, everywhere {:.3f}, nowhere {:.3f}".format(*values)
-
-
-def draw_pairs(pairs, coarse: torch.Tensor, final: torch.Tensor, looks: torch.Tensor, number: int = 6):
-    """The first pairs that change, with label, maps of logits [M, N, C] and looks [M, N]; None without matplotlib."""
+def draw_pairs(pairs, coarse: torch.Tensor, final: torch.Tensor, looks: torch.Tensor, args, number: int = 6):
+    """The first pairs that change: label, maps of logits [M, N, G, C] and looks [M, N]; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    chosen = ((pairs.labels > 0).sum(1) > 0).nonzero().flatten()[:number].tolist() or [0]
-    size, side = pairs.pixels.shape[-1], math.isqrt(pairs.labels.shape[1])
-    margin = (pairs.images.shape[-1] - size) // 2
+    has_change = ((pairs.pixels > 0) & (pairs.pixels != IGNORE)).flatten(1).any(1)
+    chosen = has_change.nonzero().flatten()[:number].tolist() or [0]
+    margin = args.cell_size
     titles = "before", "after", "label", "coarse", "final", "looks"
     figure = Figure(figsize=(2 * len(titles), 2 * len(chosen)), layout="constrained")
     for i, row in zip(chosen, figure.subplots(len(chosen), len(titles), squeeze=False), strict=True):
-        inner = pairs.images[i, :, margin : margin + size, margin : margin + size]
-        for axes, picture in zip(row, inner.view(2, 3, size, size).permute(0, 2, 3, 1), strict=False):
-            axes.imshow(picture.numpy())
-        change = (1 - x[i].softmax(-1)[:, 0] for x in (coarse, final))
-        maps = (pairs.pixels[i] > 0) & (pairs.pixels[i] < 255), *(x.view(side, side) for x in (*change, looks[i]))
-        for axes, picture, top in zip(row[2:], maps, (1, 1, 1, max(int(looks.max()), 1)), strict=True):
+        inner = pairs.images[i, margin:-margin, margin:-margin].numpy()
+        row[0].imshow(inner[..., :3])
+        row[1].imshow(inner[..., 3:])
+        change = [1 - to_pixels(x[i : i + 1], args)[0, 0] for x in (coarse, final)]
+        label = (pairs.pixels[i] > 0) & (pairs.pixels[i] != IGNORE)
+        grid = looks[i].view(math.isqrt(len(looks[i])), -1)
+        tops = (1, 1, 1, max(int(looks.max()), 1))
+        for axes, picture, top in zip(row[2:], (label, *change, grid), tops, strict=True):
             axes.imshow(picture.numpy(), vmin=0, vmax=top, cmap="magma")
         for axes, title in zip(row, titles, strict=True):
             axes.set(xticks=[], yticks=[], title=title if i == chosen[0] else "")
     return figure
-
-
-# ---- Rules that stop by the probability of change, to compare a policy with ----
-
-METHODS = ("ppo", "coarse", "everywhere", "cross_entropy", "random", "confidence", "band", "threshold")
-
-
-def make_rule(method: str, level: float, centre: float):
-    """Who stops, as a function of change probabilities [B, N] and the step, by a rule and its level in [0, 1].
-
-    coarse: all; everywhere, cross_entropy: none; random: with this chance; confidence: once a class is surer than this;
-    band: but for one look within `level` of `centre`; threshold: but for one look at what is likelier changed.
-    """
-    return {
-        "coarse": lambda p, step: torch.ones_like(p, dtype=torch.bool),
-        "random": lambda p, step: torch.rand_like(p) < level,
-        "confidence": lambda p, step: torch.maximum(p, 1 - p) >= level,
-        "band": lambda p, step: ((p - centre).abs() >= level) | (step > 0),
-        "threshold": lambda p, step: (p <= level) | (step > 0),
-    }.get(method, lambda p, step: torch.zeros_like(p, dtype=torch.bool))
-
-
-def find_level(method: str, count, num_looks: float, tolerance: float = 0.002, num_halvings: int = 24) -> float:
-    """The level at which `count(level)` is `num_looks` within `tolerance`, by bisection."""
-    low, high, grows = 0.0, 1.0, method in ("confidence", "band")
-    for _ in range(num_halvings):
-        level = (low + high) / 2
-        excess = count(level) - num_looks
-        if abs(excess) <= tolerance:
-            return level
-        low, high = (low, level) if (excess > 0) == grows else (level, high)
-    return (low + high) / 2
-
-
-def score_maps(pairs, logits: torch.Tensor, looks: torch.Tensor, threshold: float) -> dict[str, float]:
-    """SCORES by patch, pixel_f1 and pixel_iou, looks per query and settled_acc of logits [M, N, C], looks [M, N].
-
-    settled_acc is the share of right patches among those never looked at, 0 where there are none.
-    """
-    num_classes = logits.shape[-1]
-    classes = decide_classes(logits, threshold)
-    scores = score_confusions(count_confusions(pairs.labels, classes, num_classes))
-    total = torch.zeros(num_classes, num_classes, dtype=torch.float64)
-    for part, pixels in zip(logits.split(64), pairs.pixels.split(64), strict=True):
-        truth = torch.where(pixels == 255, -1, pixels.long())
-        total += count_confusions(
-            truth, decide_classes(upsample_logits(part, pixels.shape[-1]), threshold), num_classes
-        )
-    pixel_scores = score_confusions(total)
-    settled = (looks == 0) & (pairs.labels >= 0)
-    scores["settled_acc"] = (classes == pairs.labels)[settled].float().mean().nan_to_num().item()
-    return scores | {
-        "pixel_f1": pixel_scores["f1"],
-        "pixel_iou": pixel_scores["iou"],
-        "looks": looks.float().mean().item(),
-    }
-
-
-def compare_methods(classify, classify_control, val, test) -> tuple[dict[str, float], dict[str, tuple]]:
-    """Scores of all METHODS on `test`, with thresholds and levels tuned on `val`; logits and looks by method.
-
-    `classify(images, rule)` and `classify_control` give logits [M, N, C], looks [M, N] and milliseconds a pair. coarse
-    and everywhere are of the network of the policy; the other rules of the one trained by cross entropy alone, those
-    with a level at as many looks as the policy takes.
-    """
-    metrics, found, num_looks, centre = {}, {}, 0.0, 0.5
-    for method in tqdm(METHODS, unit="method", leave=False, delay=2.0):
-        judge, rule = classify if method in METHODS[:3] else classify_control, None
-        if method != "ppo":
-            make, level = partial(make_rule, method, centre=centre), 0.5
-            if method in METHODS[4:]:
-                level = find_level(method, partial(count_looks, judge, val.images, make), num_looks)
-                metrics[f"eval/{method}_level"] = level
-            rule = make(level)
-        logits, looks, _ = judge(val.images, rule)
-        threshold = choose_threshold(1.0 - logits.softmax(-1)[..., 0], val.labels)
-        num_looks = looks.float().mean().item() if method == "ppo" else num_looks
-        centre = threshold if method == "cross_entropy" else centre
-        logits, looks, ms = judge(test.images, rule)
-        scores = score_maps(test, logits, looks, threshold) | {"ms": ms, "threshold": threshold}
-        metrics |= {f"eval/{method}_{name}": value for name, value in scores.items()}
-        found[method] = logits, looks
-    return metrics, found
-
-
-def count_looks(judge, images: torch.Tensor, make, level: float) -> float:
-    """Looks per query on `images` by the rule `make(level)`."""
-    return judge(images, make(level))[1].float().mean().item()
