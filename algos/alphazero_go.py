@@ -22,8 +22,8 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
 Stages, in epochs: --pretrain-value-epochs of random games, from which the value is learned; --pretrain-search-epochs of
 search with a uniform prior; then self-play. Each epoch plays new games and trains on the pool of all.
 
-Shapes: G games side by side, R some of them, M nodes of a tree, A = n^2 + 1 moves, E edges of paths, B records of a
-batch.
+Shapes: G games side by side, R some of them, M nodes of a tree, A = n^2 + 1 moves, D longest path from a root to a
+leaf, E edges of several paths, B records of a batch.
 """
 
 # /// script
@@ -62,7 +62,7 @@ sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_
 from envs_shared.go_tasks import gtp
 from envs_shared.go_tasks.files import draw_analysis
 from envs_shared.go_tasks.match import MATCH_SCORES, RolloutEvaluator, choose_random_moves, compute_elo, play_match
-from envs_shared.go_tasks.rules import NUM_PLANES, STORED_TYPES, Boards, Go
+from envs_shared.go_tasks.rules import LEGAL_PLANE, NUM_PLANES, STORED_TYPES, Boards, Go
 
 SCRIPT = "alphazero_go"
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
@@ -250,16 +250,19 @@ class Pool:
         capacity = len(self.loss)
         if num_new == 0:
             return 0
-        keys = torch.cat((self.loss[: self.size], loss))
+        # Those with the smallest keys leave, of the old records and, after them, the new ones
         epochs = torch.cat((self.epoch[: self.size], torch.full_like(loss, epoch, dtype=torch.int64)))
-        keys = epochs.float() if max_age is None else keys.masked_fill(epochs < epoch - max_age, -1)
+        if max_age is None:
+            keys = epochs.float()
+        else:
+            keys = torch.cat((self.loss[: self.size], loss)).masked_fill(epochs < epoch - max_age, -1)
         num_evicted = max(0, self.size + num_new - capacity)
-        evicted = keys.topk(num_evicted, largest=False).indices
-        stays = torch.ones_like(loss, dtype=torch.bool)
-        stays[evicted[evicted >= self.size] - self.size] = False
-        rows = stays.nonzero()[:, 0]
-        free = torch.arange(self.size, capacity, device=loss.device)
-        index = torch.cat((evicted[evicted < self.size], free))[: len(rows)]
+        is_evicted = torch.zeros_like(keys, dtype=torch.bool)
+        is_evicted[keys.topk(num_evicted, largest=False).indices] = True
+        rows = (~is_evicted[self.size :]).nonzero()[:, 0]  # of the new ones that come in
+        freed = is_evicted[: self.size].nonzero()[:, 0]
+        unused = torch.arange(self.size, capacity, device=loss.device)
+        index = torch.cat((freed, unused))[: len(rows)]  # where they go
         for mine, new in zip(self.records, images, strict=True):
             mine[index] = new[rows]
         self.loss[index] = loss[rows]
@@ -282,32 +285,19 @@ class Pool:
             index = torch.where(is_even, draw_index(loss, count), draw_index(is_free, count))
         else:
             index = draw_index(is_free, count)
+        # Of the images of a position, the one that was drawn first
         _, inverse = self.position[index].unique(return_inverse=True)
         place = torch.arange(count, device=loss.device)
         first = torch.full_like(place, count).scatter_reduce(0, inverse, place, "amin")
         return index[first[inverse] == place][:num_records]
 
-    def rank(self) -> torch.Tensor:
-        """Place of each record [size], 0 for the largest loss to 1."""
-        order = self.loss[: self.size].argsort(descending=True)
-        places = torch.linspace(0, 1, self.size, device=order.device)
-        return torch.empty_like(places).scatter_(0, order, places)
-
-    def describe(self, ranks: torch.Tensor, trained: torch.Tensor) -> dict[str, float]:
-        """How the pool stands, and how the records `trained` have moved from `ranks`, the places before training."""
-        now = self.rank()[trained]
-        before = ranks[trained]
-        loss = self.loss[: self.size]
-        epoch = self.epoch[: self.size]
+    def describe(self, epoch: int) -> dict[str, float]:
+        """How the pool stands in `epoch`: records, and the means of their loss, age in epochs and number of uses."""
         return {
             "pool/size": self.size,
-            "pool/loss": loss.mean().item(),
-            "pool/loss_median": loss.median().item(),
-            "pool/age": (epoch.max() - epoch).float().mean().item(),
+            "pool/loss": self.loss[: self.size].mean().item(),
+            "pool/age": epoch - self.epoch[: self.size].float().mean().item(),
             "pool/uses": self.num_uses[: self.size].float().mean().item(),
-            "pool/rank_before": before.mean().item(),
-            "pool/rank_after": now.mean().item(),
-            "pool/rank_shift": (now - before).abs().mean().item(),
         }
 
     def state_dict(self) -> dict:
@@ -886,7 +876,8 @@ def record_losses(network, records: Records, size: int, q_weight: float) -> tupl
     """The three losses of `compute_losses`, each [B]."""
     planes = records.planes.view(-1, NUM_PLANES, size, size)
     logits, value = network(planes)
-    legal = torch.cat((planes[:, 4].flatten(1), torch.ones_like(planes[:, 0, 0, :1])), 1)
+    points = planes[:, LEGAL_PLANE].flatten(1)
+    legal = torch.cat((points, torch.ones_like(points[:, :1])), 1)  # [B, A], the pass always
     target = q_weight * records.q + (1 - q_weight) * records.z  # eq. 5
     return compute_losses(logits, value, legal, records.visits.float(), target)
 
@@ -925,8 +916,8 @@ def update_network(agent: Agent, optimizer, records: Records, size: int, q_weigh
     return torch.stack((policy_loss, value_loss, kl, loss, grad_norm)).detach()
 
 
-def train_minibatch(agent: Agent, optimizer, pool: Pool, args: Args, q_weight: float, value_coef: float) -> tuple:
-    """A step on records of the pool, ranked anew after it; their index, and METRICS with eq. 7 before and after."""
+def train_minibatch(agent: Agent, optimizer, pool: Pool, args: Args, q_weight: float, value_coef: float):
+    """A step on records of the pool, ranked anew after it; returns what TAGS names [7]."""
     size = get_size(args)
     index = pool.sample(args.batch_size // WORLD_SIZE, args)
     batch = pool.records.pick(index)
@@ -935,7 +926,7 @@ def train_minibatch(agent: Agent, optimizer, pool: Pool, args: Args, q_weight: f
     metrics = torch.cat((metrics, torch.stack((pool.loss[index].mean(), loss.mean()))))
     pool.loss[index] = loss
     pool.num_uses[index] += 1
-    return index, metrics
+    return metrics
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -1265,9 +1256,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         pool.add(images, rank_losses(network, images, size, q_weight, value_coef), epoch, max_age)
 
         # Train on what the pool holds, ranking what was trained on anew after each batch
-        ranks = pool.rank()
-        steps = [train_minibatch(agent, optimizer, pool, args, q_weight, value_coef) for _ in range(num_updates)]
-        trained, metrics = zip(*steps, strict=True)
+        metrics = [train_minibatch(agent, optimizer, pool, args, q_weight, value_coef) for _ in range(num_updates)]
         for buffer in agent.buffers():  # running statistics: the mean over processes
             buffer.copy_(sum_over_ranks(buffer.float()) / WORLD_SIZE)
         agent.fold_into(network)
@@ -1282,7 +1271,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         if RANK > 0:
             continue
         scalars |= measure_holdout(network, self_play.holdout, size, q_weight)
-        scalars |= pool.describe(ranks, torch.cat(trained)) | ({} if search is None else search.describe())
+        scalars |= pool.describe(epoch) | ({} if search is None else search.describe())
         seconds = read_clock() - start - progress["eval_seconds"]
         scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
         scalars |= {"charts/learning_rate": lr.item(), "charts/moves_per_second": num_moves / play_seconds}

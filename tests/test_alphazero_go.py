@@ -554,7 +554,6 @@ def test_pool_samples_in_its_order():
     share = pool.loss.clamp(max=0.5)
     expected = 0.5 * share / share.sum() + 0.5 / 800
     assert (counts["mix"] - expected).abs().sum() < 0.15 < (counts["uniform"] - expected).abs().sum()
-    assert pool.rank()[pool.loss.argmax()] == 0 and pool.rank()[pool.loss.argmin()] == 1
 
 
 def test_pool_survives_a_checkpoint():

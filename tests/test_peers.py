@@ -218,7 +218,7 @@ def test_colours_and_openings_of_a_match_are_balanced(monkeypatch):
         return [*opening, 7], 3.0
 
     monkeypatch.setattr(go_matches.gtp_client, "play_game", play_game)
-    games = go_matches.play("us", lambda i: contextlib.nullcontext("them"), 5, 0.5, 8, "both", seed=1)
+    games = go_matches.play("us", lambda i: contextlib.nullcontext("them"), 5, 0.5, 8, seed=1)
     assert [black for black, _ in seen] == ["us", "them"] * 4
     openings = [opening for _, opening in seen]
     assert openings[::2] == openings[1::2] and len(set(openings)) == 4 and {len(x) for x in openings} == {2}

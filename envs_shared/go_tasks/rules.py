@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 NUM_PLANES = 9
+LEGAL_PLANE = 4  # the one of legal moves
 WALL = 2  # in `stones`, beside 1 for black, -1 for white and 0 for empty
 
 
