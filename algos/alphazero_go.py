@@ -462,7 +462,7 @@ class Slot:
         return self.outputs
 
 
-OPEN, IN_FLIGHT, OVER, ABSENT = range(4)  # what a node is
+OPEN, IN_FLIGHT, OVER, ABSENT = range(4)  # a node: evaluated, being evaluated, the end of a game, none at all
 ILLEGAL = -1e9  # Q of illegal moves
 MAX_DESCENTS = 8  # of a request in one game
 MAX_TREE = 10_000  # simulations that the tree of a game of GTP has room for
@@ -502,7 +502,7 @@ class Search:
         self.node_status = torch.full((self.none + 1,), ABSENT, dtype=torch.int8, device=device)
         self.node_parent = torch.full((self.none + 1,), self.none, device=device)
         one = go.new(1)
-        self.types = Boards(*(x.dtype for x in one))
+        self.types = Boards(*(x.dtype for x in one))  # that the rules compute with; nodes are stored in smaller ones
         one = one._replace(history=one.history[:, :1])  # a node has the hash of its own position alone
         self.node_boards = one.to_types(STORED_TYPES).pick(torch.zeros(self.none + 1, dtype=torch.int64, device=device))
 
@@ -607,7 +607,7 @@ class Search:
             pending = pending[collides]
             self.counts["collisions"] += len(pending)
             roots = self.roots[pending]
-            num_pseudo = self.edge_pseudo[roots].sum(1)
+            num_pseudo = self.edge_pseudo[roots].sum(1)  # of the whole tree, as each path has one edge at the root
             pending = pending[num_pseudo + 1 <= self.args.pseudo_limit * self.node_visits[roots]]
             if len(pending) == 0:
                 break
@@ -660,7 +660,7 @@ class Search:
 
     def backup(self, slot: Slot, games: torch.Tensor, values: torch.Tensor) -> None:
         """Count the leaf values [R], of the side to move there, into the means along the slot's paths."""
-        edges, place, step = self.read_paths(slot, games)
+        edges, place, step = self.read_paths(slot, games)  # none of them twice, with one path a game
         values = values[place]
         num_plies = slot.depth[games][place] - step  # from the node of an edge to the leaf
         values = torch.where(num_plies % 2 == 1, 1 - values, values)
@@ -697,6 +697,7 @@ class Search:
         has_tree = ~is_new & (self.node_status[new_root] == OPEN)
         self.counts["kept"] += int(self.node_visits[new_root[has_tree]].sum())
         self.counts["roots"] += int(self.node_visits[self.roots].sum())
+        # Rows of nodes that stay move to the front of their trees; then the numbers in them are translated
         new_number = move_subtrees(self.node_parent, new_root[has_tree], self.max_nodes)
         source = (new_number < self.none).nonzero()[:, 0]
         target = new_number[source]
@@ -764,7 +765,7 @@ class SelfPlay:
     def begin(self) -> None:
         """New games, of another kind than those of before."""
         self.boards = self.go.new(self.num_games)
-        none = torch.arange(0, device=self.go.device)
+        none = torch.arange(0, device=self.go.device)  # no game has been held out yet
         self.holdout = Records(self.planes[none, 0], self.visits[none, 0], self.q[none, 0], self.q[none, 0])
         self.is_holdout = torch.rand(self.num_games, device=self.go.device) < self.args.holdout_fraction
 
@@ -967,7 +968,7 @@ def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str
     metrics = {}
     for name, opponent in (("random", move_at_random), ("mcts", plain_mcts)):
         match = play_match(go, (player, opponent), args.eval_episodes, args.komi, seed)
-        metrics |= {f"eval/{score}_{name}": match[score] for score in MATCH_SCORES}
+        metrics |= {f"eval/{score}_{name}": match[score] for score in MATCH_SCORES if score in match}
     return metrics, match
 
 
@@ -978,7 +979,7 @@ def compete(network: Agent, reference: Agent, go: Go, args: Args, progress: dict
     players = [make_player(go, make_evaluators(x, go, num_games, args), args) for x in (network, reference)]
     match = play_match(go, players, num_games, args.komi, derive_seed(args, 3, progress["iteration"]))
     reference.load_state_dict(network.state_dict())
-    scores = {f"eval/{score}": match[score] for score in MATCH_SCORES}
+    scores = {f"eval/{score}": match[score] for score in MATCH_SCORES if score in match}
     scores["eval/elo"] = progress["elo"] + compute_elo(match["win_rate"], match["distinct_games"])
     return scores | {"eval/moves": sum(map(len, match["games"]))}
 
@@ -1260,7 +1261,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         for buffer in agent.buffers():  # running statistics: the mean over processes
             buffer.copy_(sum_over_ranks(buffer.float()) / WORLD_SIZE)
         agent.fold_into(network)
-        step += num_moves if WORLD_SIZE == 1 else int(sum_over_ranks(torch.tensor(num_moves, device=device)))
+        step += int(sum_over_ranks(torch.tensor(num_moves, device=device)))
         progress |= {"iteration": epoch + 1, "global_step": step}
 
         # Measure what is new

@@ -139,7 +139,8 @@ class SideBySide:
         bar = tqdm(total=len(self.others), unit="game")
         while games := self.find_turns(True):
             self.search.run(self.num_simulations)
-            chosen = self.search.visit_counts().argmax(1)[games].tolist()
+            prior = self.search.edge_prior[self.search.roots]  # decides between equal counts
+            chosen = (self.search.visit_counts() + prior / 2).argmax(1)[games].tolist()
             for game, move in zip(games, chosen, strict=True):
                 colour = "bw"[len(self.moves[game]) % 2]
                 self.others[game].send(f"play {colour} {self.format_vertex(move)}")
