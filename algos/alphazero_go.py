@@ -1202,7 +1202,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     # Streams of the seed: 1 weights; 2 games and samples, of each process; 3 matches on the way; 4 evaluation
     seed_everything(args.seed, 1)
     size = get_size(args)
-    agent = Agent(size, args).to(device, memory_format=torch.channels_last)
+    agent = Agent(size, args).to(device)
     lr = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.AdamW(agent.parameters(), lr, weight_decay=args.weight_decay, fused=True)
     network = agent.fold_into(make_network(size, args, device))
