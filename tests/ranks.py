@@ -63,7 +63,8 @@ def train(script, out, flags, resume_flags):
         kinds = torch.nn.Module, torch.optim.Optimizer
         held = {key: x.state_dict() for key, x in held.items() if isinstance(x, kinds)}
         held.get("reward_scaler", {}).pop("running_return", None)  # of the environments of this process, as are these
-        held = {key: x for key, x in held.items() if key not in ("actor", "replay")}
+        # Nor a loop's last `part`: in AlphaZero's the network of the last match, which one process alone plays
+        held = {key: x for key, x in held.items() if key not in ("actor", "replay", "part")}
         torch.save({"held": held, "torch_rng": torch.get_rng_state()}, out / f"{name}_{RANK}.pt")
         leave()
 
