@@ -61,7 +61,7 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
     "gnugo_match": (
         None,
         ("--games 2 --simulations-end 8",),
-        "ours_win_rate ours_points peer_points mean_margin",
+        "ours_win_rate ours_points peer_points mean_margin distinct_games",
         "",
     ),
     "elkai_lkh": ("elkai", ("",), "length gap gap_std ms instances_per_cpu_second", ""),
