@@ -262,11 +262,11 @@ class Player:
 def test_games_side_by_side_are_those_of_the_engine(tmp_path):
     """Moves and results of one search over six games, and of six games one after the other with the GTP engine."""
     torch.manual_seed(0)
-    args = az.Args(blocks=1, channels=8, simulations_end=12)
+    args = az.Args(blocks=1, channels=8, simulations_end=30)
     agent = az.Agent(5, args).eval()
     path = tmp_path / "checkpoint.pt"
     az.save_checkpoint(path, args, {}, {"agent": agent})
-    found = go_matches.play_side_by_side(path, 12, lambda i: contextlib.nullcontext(Player()), 0.5, 6)
+    found = go_matches.play_side_by_side(path, 30, lambda i: contextlib.nullcontext(Player()), 0.5, 6)
 
     thinker = az.Thinker(agent.fold_into(az.make_network(5, args, torch.device("cpu"))), args, torch.device("cpu"))
     engine = gtp.Engine(thinker.think, "ours", 5, 0.5, io.StringIO())
