@@ -5,8 +5,8 @@ self-play" (Science 362); Silver et al. 2017, "Mastering the game of Go without 
 
     python algos/alphazero_go.py                           # first run: 5x5, minutes on two cores
     python algos/alphazero_go.py --env-id Go-9x9 --num-games 1024 --blocks 6 --channels 64 --bf16 --pool-size 500000 \
-        --simulations-start 64 --simulations-end 400 --num-epochs 400 --batch-size 128   # full size, on a GPU
-    torchrun --nproc-per-node 2 algos/alphazero_go.py      # several GPUs (or CPU processes)
+        --simulations-start 64 --simulations-end 400 --num-epochs 400 --num-slots 2   # full size, on a GPU
+    torchrun --nproc-per-node 2 algos/alphazero_go.py      # several GPUs (CPU processes: --no-cuda)
     python algos/alphazero_go.py --gtp CHECKPOINT          # play against it from Sabaki, GoGui or GNU Go
 
 What is computed, with values v in [0, 1] from the side to move, v = 1 - v for the other side:
@@ -19,31 +19,31 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
     (6) L = g L_value / 0.25 + (1 - g) L_policy / log A                            both scales are 1 for a blank guess
     (7) rank(record) = g (v - target)^2 / 0.25 + (1 - g) KL(pi, p) / log A         its loss less what no one can learn
 
-Shapes: G games side by side, R some of them, B batch, A = n^2 + 1 moves, D depth of a path in the tree.
+Stages, in epochs: --pretrain-value-epochs of random games, from which the value is learned; --pretrain-search-epochs of
+search with a uniform prior; then self-play. Each epoch plays new games and trains on the pool of all.
+
+Shapes: G games side by side, R some of them, M nodes of a tree, A = n^2 + 1 moves, D longest path from a root to a
+leaf, E edges of several paths, B records of a batch.
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.11", "numpy>=1.26", "gymnasium>=1.4", "tyro>=0.9", "tensorboard>=2.18",
-#     "wandb>=0.19", "tqdm>=4.66", "matplotlib>=3.9", "pillow>=10.0",
+#     "torch>=2.11", "numpy>=1.26", "tyro>=0.9", "tensorboard>=2.18", "wandb>=0.19", "tqdm>=4.66", "matplotlib>=3.9",
+#     "pillow>=10.0",
 # ]
 # ///
 
-import importlib.util
-import io
 import json
 import math
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
@@ -53,15 +53,16 @@ import torch._dynamo  # what torch.optim imports on first use: a second, kept ou
 import torch.distributed as dist
 import tyro
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared
+sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
 from envs_shared.go_tasks import gtp
-from envs_shared.go_tasks.files import draw_board
-from envs_shared.go_tasks.match import RolloutEvaluator, choose_random_moves, compute_elo, format_games, play_match
-from envs_shared.go_tasks.rules import NUM_PLANES, Boards, Go
+from envs_shared.go_tasks.files import draw_analysis
+from envs_shared.go_tasks.match import MATCH_SCORES, RolloutEvaluator, choose_random_moves, compute_elo, play_match
+from envs_shared.go_tasks.rules import LEGAL_PLANE, NUM_PLANES, STORED_TYPES, Boards, Go
 
 SCRIPT = "alphazero_go"
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
@@ -72,128 +73,70 @@ class Args:
     """AlphaZero on Go boards of any size."""
 
     # Experiment, logging and checkpoints
-    exp_name: str = SCRIPT
-    """name of this experiment, part of the run folder's name"""
-    seed: int = 1
-    """seed of every source of randomness"""
-    torch_deterministic: bool = True
-    """choose deterministic kernels on CUDA (the CPU ones always are)"""
-    cuda: bool = True
-    """train on CUDA where there is a GPU"""
-    torch_threads: int = 1
-    """CPU threads of torch; one is fastest for small networks, more than the free cores is far slower"""
-    run_dir: str = "runs"
-    """folder that holds the run folders"""
-    track: bool = False
-    """also log to Weights & Biases (WANDB_MODE=offline works)"""
-    wandb_project_name: str = "reference-rl"
-    """project at Weights & Biases"""
-    wandb_entity: str | None = None
-    """team at Weights & Biases"""
-    resume: str | None = None
-    """checkpoint.pt to go on from, with its settings; other flags given here override them"""
-    evaluate: str | None = None
-    """checkpoint.pt to evaluate, without training"""
-    checkpoint_interval: int = 10
-    """iterations between checkpoints (0: only at the end)"""
-    eval_interval: int = 0
-    """iterations between evaluations (0: only at the end)"""
-    eval_episodes: int = 100
-    """episodes of an evaluation"""
-    compile: bool = False
-    """compile the hot functions with torch.compile (pays on long runs)"""
-    cuda_graphs: bool = True
-    """on one CUDA device, replay the fixed-shape steps as CUDA graphs"""
-    gtp: str | None = None
-    """checkpoint.pt to play with as a GTP engine, without training"""
+    exp_name: str = SCRIPT  # name of this experiment, part of the run folder's name
+    seed: int = 1  # seed of every source of randomness
+    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    cuda: bool = True  # train on CUDA where there is a GPU
+    torch_threads: int = 1  # CPU threads of torch; more than the free cores is far slower
+    run_dir: str = "runs"  # folder that holds the run folders
+    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
+    wandb_project_name: str = "reference-rl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # team at Weights & Biases
+    resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags given here override them
+    evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
+    checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
+    eval_interval: int = 0  # iterations between evaluations (0: about ten a run, in about a fifth of all steps)
+    eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
+    compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
+    cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
+    gtp: str | None = None  # checkpoint.pt or best.pt to play with as a GTP engine, without training
+    resign_below: float = 0.0  # with --gtp, resign where the chance of winning is less (0: never)
 
     # Environment
-    env_id: str = "Go-5x5"
-    """board, from Go-2x2 to Go-19x19: area scoring, no suicide, positional superko"""
-    komi: float = 0.5
-    """points for white; whole numbers allow draws"""
-    score_weight: float = 0.0
-    """share of the score in z: 0 counts won games alone, above that also by how much they are won"""
-    num_games: int = 128
-    """games of self-play side by side G, over all processes"""
+    env_id: str = "Go-5x5"  # board, Go-2x2 to Go-19x19: area scoring, no suicide, positional superko
+    komi: float = 0.5  # points for white; whole numbers allow draws
+    score_weight: float = 0.0  # share of the score in z: 0 counts won games alone, else also by how much they are won
+    num_games: int = 128  # games of self-play side by side G, over all processes
 
     # Network
-    blocks: int = 3
-    """residual blocks"""
-    channels: int = 32
-    """channels of the residual tower"""
-    bf16: bool = False
-    """run the network in bfloat16: twice as fast on GPUs and on CPUs that have it"""
+    blocks: int = 3  # residual blocks
+    channels: int = 32  # channels of the residual tower
+    bf16: bool = False  # run the network in bfloat16: twice as fast on GPUs and on CPUs that have it
 
     # Search
-    simulations_start: int = 32
-    """simulations per move in the first epoch"""
-    simulations_end: int = 48
-    """simulations per move in the last epoch, and in evaluation and play"""
-    num_slots: Literal[1, 2] = 2
-    """batches in flight: two let the tree and the network work at the same time"""
-    pseudo_limit: float = 0.1
-    """largest share k of pseudo visits in the visits of a root; beyond it a colliding request waits"""
-    c_puct: float = 1.25
-    """exploration c, eq. 1"""
-    fpu: Literal["zero", "parent"] = "parent"
-    """first-play value Q of an edge without visits, eq. 2: lost, or what the network thinks of its parent"""
-    noise: Literal["additive", "convex", "none"] = "convex"
-    """noise on the prior of the root in self-play, eq. 3"""
-    noise_weight: float = 0.25
-    """weight eta of that noise"""
-    dirichlet_alpha: float = 0.03
-    """concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards"""
-    move_choice: Literal["temperature", "epsilon"] = "temperature"
-    """in self-play: in proportion to visits for n^2 / 3 moves, then the most visited; or epsilon-greedy"""
-    epsilon_start: float = 0.5
-    """share of random moves in the first epoch, with --move-choice epsilon"""
-    epsilon_end: float = 0.001
-    """share of random moves in the last epoch"""
+    simulations_start: int = 32  # simulations per move in the first epoch
+    simulations_end: int = 48  # simulations per move in the last epoch, and in evaluation and play
+    num_slots: Literal[1, 2] = 1  # batches in flight; two pay where the network takes as long as the tree
+    pseudo_limit: float = 0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
+    c_puct: float = 1.25  # exploration c, eq. 1
+    fpu: Literal["zero", "parent"] = "parent"  # Q of an edge without visits: lost, or the network's value of its parent
+    noise: Literal["additive", "convex", "none"] = "convex"  # noise on the prior of the root in self-play, eq. 3
+    noise_weight: float = 0.25  # weight eta of that noise
+    dirichlet_alpha: float = 0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
+    move_choice: Literal["temperature", "epsilon"] = "temperature"  # by visits for n^2 / 3 moves, or epsilon-greedy
+    epsilon_start: float = 0.5  # share of random moves in the first epoch, with --move-choice epsilon
+    epsilon_end: float = 0.001  # share of random moves in the last epoch
 
-    # Learning
-    num_epochs: int = 20
-    """epochs of self-play and training, those of pretraining included"""
-    pretrain_value_epochs: int = 0
-    """first epochs that learn the value of random games with a frozen policy head"""
-    pretrain_search_epochs: int = 0
-    """epochs after those that search with a uniform prior and classic UCB"""
-    pool_size: int = 100_000
-    """records in the replay pool, over all processes; each of the eight images of a position is one"""
-    generate_fraction: float = 0.05
-    """new records of an epoch, as a share of the pool's size"""
-    train_fraction: float = 0.15
-    """records trained on in an epoch, as a share of the pool's size"""
-    replay_order: Literal["loss", "mix", "uniform"] = "mix"
-    """train on the largest losses of eq. 7, on half drawn in proportion to them and half at random, or all at random"""
-    loss_clamp: float = 0.5
-    """largest loss of eq. 7 that counts in the ranking"""
-    max_reuse: int = 12
-    """times a record is trained on, at most, while others are left"""
-    max_age: int = 30
-    """epochs after which a record is evicted first"""
-    holdout_fraction: float = 0.05
-    """share of games that are kept out of the pool, to measure the losses on"""
-    batch_size: int = 128
-    """records of a minibatch, over all processes"""
-    learning_rate: float = 4e-3
-    """AdamW's learning rate"""
-    anneal_lr: bool = True
-    """lower the learning rate linearly to a hundredth"""
-    weight_decay: float = 1e-2
-    """AdamW's weight decay"""
-    value_coef: float = 0.2
-    """share g of the value in the loss, eq. 6"""
-    q_weight_start: float = 0.05
-    """weight alpha of the search's Q in the value target in the first epoch, eq. 5"""
-    q_weight_end: float = 0.5
-    """weight alpha in the last epoch"""
-    gamma: float = 1.0
-    """decay of z towards 1/2 for every move that the game went on"""
-    arena_interval: int = 5
-    """epochs between matches against the copy from the last match (0: none)"""
-    arena_games: int = 40
-    """games of such a match"""
+    # Algorithm
+    num_epochs: int = 20  # epochs of self-play and training, those of pretraining included
+    pretrain_value_epochs: int = 0  # first epochs that learn the value of random games with a frozen policy head
+    pretrain_search_epochs: int = 0  # epochs after those that search with a uniform prior and classic UCB
+    pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them
+    generate_fraction: float = 0.05  # new records of an epoch, as a share of the pool's size
+    train_fraction: float = 0.15  # records trained on in an epoch, as a share of the pool's size
+    replay_order: Literal["loss", "mix", "uniform"] = "mix"  # largest losses of eq. 7 first, half by loss, or at random
+    loss_clamp: float = 0.5  # largest loss of eq. 7 that counts in the ranking
+    max_reuse: int = 12  # times a record is trained on, at most, while others are left
+    max_age: int = 30  # epochs after which a record is evicted first
+    holdout_fraction: float = 0.05  # share of games that are kept out of the pool, to measure the losses on
+    batch_size: int = 128  # records of a minibatch B, over all processes
+    learning_rate: float = 4e-3  # of AdamW
+    anneal_lr: bool = True  # lower the learning rate linearly to a hundredth
+    weight_decay: float = 1e-2  # of AdamW
+    value_coef: float = 0.2  # share g of the value in the loss, eq. 6
+    q_weight_start: float = 0.05  # weight alpha of the search's Q in the value target in the first epoch, eq. 5
+    q_weight_end: float = 0.5  # weight alpha in the last epoch
+    gamma: float = 1.0  # decay of z towards 1/2 for every move that the game went on
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
@@ -216,12 +159,14 @@ class Agent(nn.Module):
 
     def __init__(self, size: int, args: Args, is_folded: bool = False):
         super().__init__()
-        make, width, self.autocasts = partial(ConvNorm, is_folded=is_folded), args.channels, args.bf16 and not is_folded
-        self.stem = make(NUM_PLANES, width, 3)
+        width = args.channels
+        self.autocasts = args.bf16 and not is_folded
+        self.stem = ConvNorm(NUM_PLANES, width, 3, is_folded)
         self.blocks = nn.ModuleList(
-            nn.ModuleList([make(width, width, 3) for _ in range(2)]) for _ in range(args.blocks)
+            nn.ModuleList([ConvNorm(width, width, 3, is_folded) for _ in range(2)]) for _ in range(args.blocks)
         )
-        self.policy_conv, self.value_conv = make(width, 4, 1), make(width, 4, 1)
+        self.policy_conv = ConvNorm(width, 4, 1, is_folded)
+        self.value_conv = ConvNorm(width, 4, 1, is_folded)
         self.policy_head = nn.Linear(4 * size**2, size**2 + 1)
         self.value_head = nn.Sequential(nn.Linear(4 * size**2, 64), nn.ReLU(), nn.Linear(64, 1))
 
@@ -240,28 +185,45 @@ class Agent(nn.Module):
         """Write this network into `other`, made with is_folded: the same function with the batch norms folded in."""
         for mine, folded in zip(self.modules(), other.modules(), strict=True):
             if isinstance(mine, nn.Linear):
-                mine_params = mine.weight, mine.bias
+                folded.weight.copy_(mine.weight)
+                folded.bias.copy_(mine.bias)
             elif isinstance(mine, ConvNorm):
-                norm, conv, folded = mine.norm, mine.conv, folded.conv
+                norm = mine.norm
                 statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
-                mine_params = fuse_conv_bn_weights(conv.weight, None, *statistics)
-            else:
-                continue
-            folded.weight.copy_(mine_params[0])
-            folded.bias.copy_(mine_params[1])
+                weight, bias = fuse_conv_bn_weights(mine.conv.weight, None, *statistics)
+                folded.conv.weight.copy_(weight)
+                folded.conv.bias.copy_(bias)
         return other
+
+
+def make_network(size: int, args: Args, device: torch.device) -> Agent:
+    """A network for search, with folded batch norms and in bfloat16 with --bf16."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    network = Agent(size, args, is_folded=True).to(device, dtype, memory_format=torch.channels_last).eval()
+    if args.compile:
+        network.compile(dynamic=True)
+    return network.requires_grad_(False)
 
 
 # ---- Storage ---------------------------------------------------------------------------------------------------------
 
 
 class Records(NamedTuple):
-    """What self-play learns from: M positions, as their side to move saw them."""
+    """What self-play learns from: B positions, as their side to move saw them."""
 
-    planes: torch.Tensor  # bool [M, NUM_PLANES n^2]
-    visits: torch.Tensor  # float16 [M, A] distribution of the visits of the search
-    q: torch.Tensor  # [M] value of the search
-    z: torch.Tensor  # [M] result of the game
+    planes: torch.Tensor  # bool [B, NUM_PLANES n^2]
+    visits: torch.Tensor  # float16 [B, A] distribution of the visits of the search
+    q: torch.Tensor  # [B] value of the search
+    z: torch.Tensor  # [B] result of the game
+
+    def pick(self, index) -> "Records":
+        """The records of an index, a mask or a slice."""
+        return Records(*(x[index] for x in self))
+
+
+def join_records(parts: list[Records]) -> Records:
+    """The records of all `parts`, one after the other."""
+    return Records(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class Pool:
@@ -272,33 +234,41 @@ class Pool:
         visits = torch.zeros(capacity, num_actions, dtype=torch.float16, device=device)
         self.records = Records(planes, visits, *torch.zeros(2, capacity, device=device))
         self.loss = torch.zeros(capacity, device=device)  # of eq. 7, as last computed
-        # The epoch it was made in, how often it was trained on, and a number that is the same for all images
-        self.epoch, self.num_uses, self.position = torch.zeros(3, capacity, dtype=torch.int64, device=device)
-        self.size, self.num_positions = 0, 0
+        self.epoch = torch.zeros(capacity, dtype=torch.int64, device=device)  # that a record was made in
+        self.num_uses = torch.zeros_like(self.epoch)  # how often it was trained on
+        self.position = torch.zeros_like(self.epoch)  # a number that is the same for all images
+        self.num_positions = 0
+        self.size = 0
 
     def add(self, images: Records, loss: torch.Tensor, epoch: int, max_age: int | None) -> int:
-        """Put in images of positions [8 M, ...] with their loss [8 M]; returns how many records were evicted.
+        """Put in images of positions [8 B, ...] with their loss [8 B]; returns how many records were evicted.
 
         Beyond the capacity those older than `max_age` epochs leave first, then those of the lowest loss, be they old or
         new; the oldest if it is None.
         """
-        num_new, capacity = len(loss), len(self.loss)
+        num_new = len(loss)
+        capacity = len(self.loss)
         if num_new == 0:
             return 0
-        keys = torch.cat((self.loss[: self.size], loss))
+        # Those with the smallest keys leave, of the old records and, after them, the new ones
         epochs = torch.cat((self.epoch[: self.size], torch.full_like(loss, epoch, dtype=torch.int64)))
-        keys = epochs.float() if max_age is None else keys.masked_fill(epochs < epoch - max_age, -1)
+        if max_age is None:
+            keys = epochs.float()
+        else:
+            keys = torch.cat((self.loss[: self.size], loss)).masked_fill(epochs < epoch - max_age, -1)
         num_evicted = max(0, self.size + num_new - capacity)
-        evicted = keys.topk(num_evicted, largest=False).indices
-        stays = torch.ones_like(loss, dtype=torch.bool)
-        stays[evicted[evicted >= self.size] - self.size] = False
-        rows = stays.nonzero()[:, 0]
-        free = torch.arange(self.size, capacity, device=loss.device)
-        index = torch.cat((evicted[evicted < self.size], free))[: len(rows)]
+        is_evicted = torch.zeros_like(keys, dtype=torch.bool)
+        is_evicted[keys.topk(num_evicted, largest=False).indices] = True
+        rows = (~is_evicted[self.size :]).nonzero()[:, 0]  # of the new ones that come in
+        freed = is_evicted[: self.size].nonzero()[:, 0]
+        unused = torch.arange(self.size, capacity, device=loss.device)
+        index = torch.cat((freed, unused))[: len(rows)]  # where they go
         for mine, new in zip(self.records, images, strict=True):
             mine[index] = new[rows]
-        position = self.num_positions + rows % (num_new // 8)
-        self.loss[index], self.epoch[index], self.num_uses[index], self.position[index] = loss[rows], epoch, 0, position
+        self.loss[index] = loss[rows]
+        self.epoch[index] = epoch
+        self.num_uses[index] = 0
+        self.position[index] = self.num_positions + rows % (num_new // 8)
         self.num_positions += num_new // 8
         self.size = min(capacity, self.size + num_new)
         return num_evicted
@@ -308,43 +278,51 @@ class Pool:
         is_free = self.num_uses[: self.size] < args.max_reuse
         loss = (self.loss[: self.size].clamp(max=args.loss_clamp) + 1e-6) * is_free
         count = min(8 * num_records, self.size)  # which are images of `num_records` positions at least
-
-        def draw(weights: torch.Tensor) -> torch.Tensor:
-            total = (weights.double() + 1e-12).cumsum(0)
-            drawn = torch.rand(count, dtype=torch.float64, device=total.device) * total[-1]
-            return torch.searchsorted(total, drawn).clamp(max=self.size - 1)
-
         if args.replay_order == "loss":  # equal ones, as those at the clamp are, in random order
             index = (loss + 1e-6 * torch.rand_like(loss)).topk(count).indices
         elif args.replay_order == "mix":
             is_even = torch.arange(count, device=loss.device) % 2 == 0
-            index = torch.where(is_even, draw(loss), draw(is_free))
+            index = torch.where(is_even, draw_index(loss, count), draw_index(is_free, count))
         else:
-            index = draw(is_free)
+            index = draw_index(is_free, count)
+        # Of the images of a position, the one that was drawn first
         _, inverse = self.position[index].unique(return_inverse=True)
         place = torch.arange(count, device=loss.device)
         first = torch.full_like(place, count).scatter_reduce(0, inverse, place, "amin")
         return index[first[inverse] == place][:num_records]
 
-    def rank(self) -> torch.Tensor:
-        """Place of each record [size], 0 for the largest loss to 1."""
-        order = self.loss[: self.size].argsort(descending=True)
-        places = torch.linspace(0, 1, self.size, device=order.device)
-        return torch.empty_like(places).scatter_(0, order, places)
+    def describe(self, epoch: int) -> dict[str, float]:
+        """How the pool stands in `epoch`: records, and the means of their loss, age in epochs and number of uses."""
+        return {
+            "pool/size": self.size,
+            "pool/loss": self.loss[: self.size].mean().item(),
+            "pool/age": epoch - self.epoch[: self.size].float().mean().item(),
+            "pool/uses": self.num_uses[: self.size].float().mean().item(),
+        }
 
     def state_dict(self) -> dict:
         """What a checkpoint needs of it."""
-        names = ("loss", "epoch", "num_uses", "position")
-        tensors = dict(zip(Records._fields, self.records, strict=True)) | {name: getattr(self, name) for name in names}
-        return {name: x[: self.size].clone() for name, x in tensors.items()} | {"num_positions": self.num_positions}
+        tensors = self.records._asdict() | {name: getattr(self, name) for name in POOL_COLUMNS}
+        state = {name: x[: self.size].clone() for name, x in tensors.items()}
+        return state | {"num_positions": self.num_positions}
 
     def load_state_dict(self, state: dict) -> None:
         """Take over the records of another pool, as many as there is room for."""
-        self.size, self.num_positions = min(len(self.loss), len(state["loss"])), state["num_positions"]
-        for name, x in state.items():
-            if name != "num_positions":
-                mine = getattr(self.records, name, getattr(self, name, None))
-                mine[: self.size] = x[: self.size].to(mine.device)
+        self.size = min(len(self.loss), len(state["loss"]))
+        self.num_positions = state["num_positions"]
+        for name, mine in (self.records._asdict() | {name: getattr(self, name) for name in POOL_COLUMNS}).items():
+            mine[: self.size] = state[name][: self.size].to(mine.device)
+
+
+POOL_COLUMNS = ("loss", "epoch", "num_uses", "position")  # beside those of Records
+HOLDOUT_SIZE = 2048  # positions of games kept out of the pool
+
+
+def draw_index(weights: torch.Tensor, count: int) -> torch.Tensor:
+    """Draw `count` numbers of rows with replacement, in proportion to `weights` [B]."""
+    total = (weights.double() + 1e-12).cumsum(0)
+    drawn = torch.rand(count, dtype=torch.float64, device=total.device) * total[-1]
+    return torch.searchsorted(total, drawn).clamp(max=len(weights) - 1)
 
 
 # ---- AlphaZero -------------------------------------------------------------------------------------------------------
@@ -392,302 +370,312 @@ def mix_losses(policy_loss: torch.Tensor, value_loss: torch.Tensor, num_actions:
     return value_coef * value_loss / 0.25 + (1 - value_coef) * policy_loss / math.log(num_actions)
 
 
-def capture_graph(fn, mutated: list[torch.Tensor]):
-    """Record `fn()` as a CUDA graph and return the function that replays it.
+def move_subtrees(parent: torch.Tensor, new_root: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    """New numbers [G M + 1] of nodes when the trees below `new_root` [R] stay; G M for those that leave.
 
-    `fn` must have fixed shapes and never wait for the host. What its warm-up does to the tensors in `mutated` and to
-    the random generator is undone, so that replaying gives the numbers of calling `fn` (to rounding).
+    `parent` [G M + 1] holds the number of each node's parent, G M where there is none; tree g has the numbers from g M
+    on, with M = `num_nodes`. What stays closes ranks: the new root, the oldest of its tree, gets the number g M.
     """
-    saved, rng_state = [x.detach().clone() for x in mutated], torch.cuda.get_rng_state()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            fn()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        fn()
-    with torch.no_grad():
-        for x, old in zip(mutated, saved, strict=True):
-            x.copy_(old)
-    torch.cuda.set_rng_state(rng_state)
-    return graph.replay
+    none = len(parent) - 1
+    stays = torch.zeros_like(parent, dtype=torch.bool)
+    stays[new_root] = True
+    ancestor = parent
+    for _ in range(num_nodes.bit_length()):  # round k asks who is up to 2^k levels higher
+        stays = stays | stays[ancestor]
+        ancestor = ancestor[ancestor]
+    stays = stays[:-1].view(-1, num_nodes)  # [G, M]
+    first = torch.arange(0, none, num_nodes, device=parent.device).unsqueeze(1)
+    new_number = torch.full_like(parent, none)
+    new_number[:-1] = torch.where(stays, first + stays.cumsum(1) - 1, none).flatten()
+    return new_number
 
 
 class NetworkEvaluator:
-    """Logits [R, A] and values [R] of positions by a network; on CUDA by a graph of fixed size where that can be."""
+    """Logits [R, A] and values [R] by a network, of up to `num_games` positions; a CUDA graph always takes all."""
 
     def __init__(self, network: Agent, go: Go, num_games: int, use_graph: bool):
-        self.network, self.go, self.replay, self.host = network, go, None, None
-        self.device = network.policy_head.weight.device
-        self.names, shapes = ("logits", "values"), {"planes": (num_games, NUM_PLANES, go.size, go.size)}
-        shapes |= {"logits": (num_games, go.num_points + 1), "values": (num_games,)}
-        if self.device != go.device:  # the tree is on the host: pinned buffers to and fro
-            types = {"planes": torch.bool}
-            self.host = {k: torch.zeros(x, dtype=types.get(k), pin_memory=True) for k, x in shapes.items()}
+        self.network = network
+        self.go = go
+        self.graph = None
         if use_graph:
-            self.planes = torch.zeros(shapes["planes"], dtype=torch.bool, device=self.device)
-            self.outputs = [torch.zeros(shapes[name], device=self.device) for name in self.names]
-            self.replay = capture_graph(self.fill_outputs, [])
+            self.planes = torch.zeros(num_games, NUM_PLANES, go.size, go.size, dtype=torch.bool, device=go.device)
+            self.graph = CudaGraph(network)
 
     @torch.no_grad()
-    def fill_outputs(self) -> None:
-        """Run the network on `planes`, in fixed places of memory."""
-        for mine, new in zip(self.outputs, self.network(self.planes), strict=True):
-            mine.copy_(new)
-
     def __call__(self, boards: Boards, legal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode the positions, with legal moves [R, A], and run the network on them."""
-        planes, rows = self.go.planes(boards, legal), slice(len(legal))
-        if self.host:
-            planes = self.host["planes"][rows].copy_(planes).to(self.device, non_blocking=True)
-        if self.replay:
-            self.planes[rows] = planes
-            self.replay()
-            outputs = [x[rows] for x in self.outputs]
-        elif self.device.type == "cpu":  # small parts, which stay in the cache
-            parts = [self.network(part) for part in planes.split(64)]
-            outputs = [torch.cat(x) for x in zip(*parts, strict=True)]
-        else:
-            outputs = self.network(planes)
-        if self.host:
-            outputs = [self.host[k][rows].copy_(x, non_blocking=True) for k, x in zip(self.names, outputs, strict=True)]
-        return tuple(outputs)
+        planes = self.go.planes(boards, legal)
+        num_rows = len(planes)
+        if self.graph is not None:
+            self.planes[:num_rows] = planes
+            logits, values = self.graph(self.planes)
+            return logits[:num_rows], values[:num_rows]
+        if planes.is_cuda:
+            return self.network(planes)
+        parts = [self.network(part) for part in planes.split(64)]  # small parts, which stay in the cache
+        logits, values = zip(*parts, strict=True)
+        return torch.cat(logits), torch.cat(values)
+
+
+def make_evaluators(network: Agent, go: Go, num_games: int, args: Args) -> list[NetworkEvaluator]:
+    """One for each slot."""
+    use_graph = args.cuda_graphs and go.device.type == "cuda" and WORLD_SIZE == 1
+    return [NetworkEvaluator(network, go, num_games, use_graph) for _ in range(args.num_slots)]
 
 
 class Slot:
-    """A worker with one batch of leaves on its way, at most one of each game: a stream of a GPU or a thread of the CPU.
+    """A batch of leaves on its way, at most one of each game, and the worker that evaluates it beside the master.
 
-    Also the paths [G, D] to its leaves, as edges: node * A + move.
+    The worker is a stream of the GPU or a thread of the CPU. `path` [G, D] holds the edges from a root to the leaf.
     """
 
     def __init__(self, evaluator, num_games: int, max_depth: int, device: torch.device):
-        self.evaluator, self.busy_seconds, self.outputs = evaluator, 0.0, None
+        self.evaluator = evaluator
         self.games = torch.arange(0, device=device)  # those with a leaf on its way
-        self.edges = torch.zeros(num_games, max_depth, dtype=torch.int64, device=device)
-        self.depth, self.leaf, self.num_pseudo = torch.zeros(3, num_games, dtype=torch.int64, device=device)
-        self.is_gpu, self.waits = evaluator.device.type == "cuda", device.type == "cpu"
-        if self.is_gpu:
-            self.stream = torch.cuda.Stream(evaluator.device)
-            self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.path = torch.zeros(num_games, max_depth, dtype=torch.int64, device=device)
+        self.depth = torch.zeros(num_games, dtype=torch.int64, device=device)  # edges of the path
+        self.leaf = torch.zeros_like(self.depth)
+        self.num_pseudo = torch.zeros_like(self.depth)  # pseudo visits that the path has got
+        self.stream = self.thread = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream()
         else:
             self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
 
     def submit(self, games: torch.Tensor, boards: Boards, legal: torch.Tensor) -> None:
         """Start the evaluation of the leaves of `games` [R], positions with legal moves [R, A], and return at once."""
-        self.games, self.boards, self.legal = games, boards, legal
-        if not self.is_gpu:
-            self.future = self.thread.submit(self.work)
-            return
-        if self.outputs is not None:
-            self.busy_seconds += self.start.elapsed_time(self.end) / 1e3
-        self.stream.wait_stream(torch.cuda.current_stream(self.evaluator.device))
-        with torch.cuda.stream(self.stream):
-            self.start.record()
-            self.outputs = self.evaluator(boards, legal)
-            self.end.record()
-
-    @torch.no_grad()
-    def work(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the thread does."""
-        start = time.perf_counter()
-        outputs = self.evaluator(self.boards, self.legal)
-        self.busy_seconds += time.perf_counter() - start
-        return outputs
+        self.games = games
+        self.boards = boards  # kept until it is done, so that no one else gets the memory
+        self.legal = legal
+        if self.stream is None:
+            self.future = self.thread.submit(self.evaluator, boards, legal)
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.outputs = self.evaluator(boards, legal)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [R, A] and values [R] once they are there; the host waits for a GPU only if the tree is its own."""
-        if not self.is_gpu:
+        """Logits [R, A] and values [R] once they are there; on a GPU it is the master's stream that waits."""
+        if self.stream is None:
             return self.future.result()
-        self.end.synchronize() if self.waits else torch.cuda.current_stream().wait_event(self.end)
+        torch.cuda.current_stream().wait_stream(self.stream)
         return self.outputs
 
 
-OPEN, IN_FLIGHT, OVER, ABSENT = range(4)  # what a node is
+OPEN, IN_FLIGHT, OVER, ABSENT = range(4)  # a node: evaluated, being evaluated, the end of a game, none at all
 ILLEGAL = -1e9  # Q of illegal moves
+MAX_DESCENTS = 8  # of a request in one game
+MAX_TREE = 10_000  # simulations that the tree of a game of GTP has room for
 
 
 class Search:
-    """Monte-Carlo trees of G games side by side, as arrays over games and nodes; the master that owns them.
+    """Monte-Carlo trees of G games side by side, and the master that owns them.
 
-    Node 0 to M - 1 of game g have the numbers g M to g M + M - 1, the first is the root; number G M stands for none.
+    Each tree has room for M nodes. Node i of game g has the number g M + i, its row in all tensors `node_...`
+    [G M + 1, ...] and `edge_...` [G M + 1, A]; i = 0 is the root, and number G M stands for no node. The edge of a move
+    at a node has the number node * A + move, its place in a flattened `edge_...`.
     """
 
     def __init__(
         self, go: Go, evaluators: list, num_games: int, max_simulations: int, args: Args, komi=None, scores=puct_scores
     ):
-        self.go, self.args, self.komi = go, args, args.komi if komi is None else komi
-        self.num_games, self.num_actions, device, self.compute_scores = num_games, go.num_points + 1, go.device, scores
-        self.max_nodes = 2 * max_simulations + 2  # what is kept of the last move's tree, and what comes to it
-        self.max_kept = self.max_nodes - max_simulations
+        self.go = go
+        self.args = args
+        self.komi = args.komi if komi is None else komi
+        self.compute_scores = scores
+        self.num_games = num_games
+        self.num_actions = go.num_points + 1
+        self.max_nodes = 2 * max_simulations + 2  # M: of the last move's tree, and what comes to it
         self.none = num_games * self.max_nodes
-        self.roots = torch.arange(num_games, device=device) * self.max_nodes
-        shape = self.none + 1, self.num_actions
-        self.edges = torch.zeros(shape[0], 3, shape[1], device=device)  # visits and pseudo visits, Q, prior
-        self.pseudo = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.child = torch.full(shape, self.none, dtype=torch.int32, device=device)
-        self.parent = torch.full(shape[:1], self.none, device=device)
-        self.status = torch.full(shape[:1], ABSENT, dtype=torch.int8, device=device)
-        self.visits = torch.zeros(shape[0], device=device)  # N(s), the evaluation of s itself included
-        self.value = torch.zeros(shape[0], device=device)  # of the network, or the result
-        narrow = (torch.int8, torch.int16, torch.bool, torch.int8, torch.int16, torch.int8, torch.int16, torch.int64)
+        device = go.device
+        self.roots = torch.arange(0, self.none, self.max_nodes, device=device)
+        self.num_nodes = torch.zeros(num_games, dtype=torch.int64, device=device)
+
+        shape = (self.none + 1, self.num_actions)
+        self.edge_visits = torch.zeros(shape, device=device)  # N(s, a)
+        self.edge_q = torch.zeros(shape, device=device)  # Q(s, a)
+        self.edge_prior = torch.zeros(shape, device=device)  # P(a | s)
+        self.edge_pseudo = torch.zeros(shape, dtype=torch.int16, device=device)
+        self.edge_child = torch.full(shape, self.none, dtype=torch.int32, device=device)
+        self.node_visits = torch.zeros(self.none + 1, device=device)  # N(s), the evaluation of s itself included
+        self.node_value = torch.zeros(self.none + 1, device=device)  # of the network, or the result
+        self.node_status = torch.full((self.none + 1,), ABSENT, dtype=torch.int8, device=device)
+        self.node_parent = torch.full((self.none + 1,), self.none, device=device)
         one = go.new(1)
-        self.wide = [x.dtype for x in one]
-        one = one._replace(history=one.history[:, :1])  # of a node only the hash of its own position
-        rows = (torch.zeros(shape[0], *x.shape[1:], dtype=t, device=device) for x, t in zip(one, narrow, strict=True))
-        self.states = Boards(*rows)
-        self.num_nodes, self.root_pseudo = torch.zeros(2, num_games, dtype=torch.int64, device=device)
-        depth = min(self.max_nodes, go.max_moves) + 1
-        self.slots = [Slot(evaluator, num_games, depth, device) for evaluator in evaluators]
+        self.types = Boards(*(x.dtype for x in one))  # that the rules compute with; nodes are stored in smaller ones
+        one = one._replace(history=one.history[:, :1])  # a node has the hash of its own position alone
+        self.node_boards = one.to_types(STORED_TYPES).pick(torch.zeros(self.none + 1, dtype=torch.int64, device=device))
+
+        max_depth = min(self.max_nodes, go.max_moves) + 1
+        self.slots = [Slot(evaluator, num_games, max_depth, device) for evaluator in evaluators]
         self.counts = dict.fromkeys(("turns", "sent", "descents", "collisions", "evaluated", "kept", "roots"), 0)
 
     @torch.no_grad()
     def reset(self, boards: Boards, games: torch.Tensor | None = None) -> None:
         """Begin new trees for `games` [R], all if not given; `boards` are those of all G games."""
-        self.boards, slot = boards, self.slots[0]
+        self.boards = boards
         games = torch.arange(self.num_games, device=self.go.device) if games is None else games
         if len(games) == 0:
             return
-        roots, part = self.roots[games], boards.pick(games)
-        self.num_nodes[games], self.parent[roots] = 1, self.none
-        legal = self.add_nodes(roots, part)
-        slot.depth[games], slot.leaf[games] = 0, roots
-        going = ~part.is_over
-        if going.any():
-            slot.submit(games[going], part.pick(going), legal[going])
-            self.finish(slot)
+        boards = boards.pick(games)
+        roots = self.roots[games]
+        self.num_nodes[games] = 1
+        self.node_parent[:-1].view(self.num_games, -1)[games] = self.none
+        legal = self.add_nodes(roots, boards)
+        going = (~boards.is_over).nonzero()[:, 0]
+        if len(going):
+            legal = legal[going]
+            logits, values = self.slots[0].evaluator(boards.pick(going), legal)
+            self.open_nodes(roots[going], legal, logits, values)
 
     def add_nodes(self, nodes: torch.Tensor, boards: Boards) -> torch.Tensor:
         """Write the positions of new nodes [R]; returns their legal moves [R, A]."""
         position = boards.history.gather(1, boards.num_moves.unsqueeze(1))
-        for mine, new in zip(self.states, boards._replace(history=position), strict=True):
-            mine[nodes] = new.to(mine.dtype)
-        over = boards.is_over
-        self.status[nodes] = torch.where(over, OVER, IN_FLIGHT).to(torch.int8)
-        self.child[nodes], self.visits[nodes] = self.none, 1.0
-        self.edges[nodes] = 0.0
-        if over.any():
-            z = compute_result(self.go.score(boards.pick(over)), self.komi, self.args.score_weight, self.go.num_points)
-            self.value[nodes[over]] = torch.where(boards.to_play[over] == 1, z, 1 - z)
+        self.node_boards.replace_rows(nodes, boards._replace(history=position).to_types(STORED_TYPES))
+        self.node_status[nodes] = torch.where(boards.is_over, OVER, IN_FLIGHT).to(torch.int8)
+        self.node_visits[nodes] = 1.0
+        self.edge_child[nodes] = self.none
+        for x in (self.edge_visits, self.edge_q, self.edge_prior, self.edge_pseudo):
+            x[nodes] = 0
+        over = boards.is_over.nonzero()[:, 0]
+        if len(over):
+            score = self.go.score(boards.pick(over))
+            z = compute_result(score, self.komi, self.args.score_weight, self.go.num_points)
+            self.node_value[nodes[over]] = torch.where(boards.to_play[over] == 1, z, 1 - z)
         return self.go.legal_moves(boards)
+
+    def open_nodes(self, nodes: torch.Tensor, legal: torch.Tensor, logits: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what the network says of nodes [R] with legal moves [R, A]; from then on searches go through them."""
+        first_q = values if self.args.fpu == "parent" else torch.zeros_like(values)
+        self.edge_q[nodes] = torch.where(legal, first_q.unsqueeze(1), ILLEGAL)
+        self.edge_prior[nodes] = logits.masked_fill(~legal, -torch.inf).softmax(1)
+        self.node_value[nodes] = values
+        self.node_status[nodes] = OPEN
 
     def descend(self, slot: Slot, games: torch.Tensor) -> None:
         """Follow the highest scores from the roots of `games` [R] to where the tree ends, into the slot's paths."""
-        node, depth = self.roots[games], 0
+        node = self.roots[games]
+        depth = 0
         while len(games):
-            visit_counts, q, prior = self.edges[node].unbind(1)  # [R, A] each
-            move = self.compute_scores(q, visit_counts, prior, self.visits[node], self.args.c_puct).argmax(1)
-            edge = node * self.num_actions + move
-            child = self.child.view(-1)[edge].long()
-            slot.edges[games, depth], slot.leaf[games] = edge, child
+            visit_counts = self.edge_visits[node]  # [R, A]
+            if len(self.slots) > 1:
+                visit_counts = visit_counts + self.edge_pseudo[node]
+            q = self.edge_q[node]
+            prior = self.edge_prior[node]
+            scores = self.compute_scores(q, visit_counts, prior, self.node_visits[node], self.args.c_puct)  # eq. 1
+            edge = node * self.num_actions + scores.argmax(1)
+            child = self.edge_child.view(-1)[edge].long()
+            slot.path[games, depth] = edge
+            slot.leaf[games] = child
             depth += 1
             slot.depth[games] = depth
-            goes_on = (self.status[child] == OPEN).nonzero()[:, 0]
-            games, node = games[goes_on], child[goes_on]
+            goes_on = (self.node_status[child] == OPEN).nonzero()[:, 0]
+            games = games[goes_on]
+            node = child[goes_on]
 
-    def path(self, slot: Slot, games: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Edges [R, D] of the slot's paths in `games`, and which of them are one, bool [R, D]."""
+    def read_paths(self, slot: Slot, games: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Edges [E] of all the slot's paths in `games` [R], each with its path's place in `games` and its depth."""
         depth = slot.depth[games].unsqueeze(1)
-        step = torch.arange(int(depth.max()), device=depth.device)
-        return slot.edges[games, : len(step)], step < depth
+        steps = torch.arange(int(depth.max()), device=depth.device)
+        place, step = (steps < depth).nonzero(as_tuple=True)
+        return slot.path[games[place], step], place, step
 
     def add_pseudo_visits(self, slot: Slot, games: torch.Tensor, count: torch.Tensor) -> None:
-        """Add `count` [R] pseudo visits to the edges of the slot's paths."""
-        edges, is_edge = self.path(slot, games)
-        count, edges = count.unsqueeze(1).expand_as(edges)[is_edge], edges[is_edge]
-        self.pseudo.view(-1)[edges] += count.int()
-        self.edges.view(-1)[edges + edges // self.num_actions * (2 * self.num_actions)] += count
+        """Add `count` [R] pseudo visits to the paths to the slot's leaves in `games` [R]."""
+        slot.num_pseudo[games] += count
+        edges, place, _ = self.read_paths(slot, games)
+        self.edge_pseudo.view(-1)[edges] += count[place].to(torch.int16)
 
     def request(self, slot: Slot, games: torch.Tensor) -> torch.Tensor:
         """Select a leaf in each of `games` [R] and send it on its way; returns the games where that went well.
 
-        Whoever comes upon a leaf of the other slot adds a pseudo visit to its path and descends again, as long as the
-        root has at most k N(root) of them; beyond that the request fails.
+        Who comes upon the leaf of the other slot makes the path to that leaf heavier by a pseudo visit, until it is
+        evaluated, and descends again. The request fails where the pseudo visits would be more than k N(root), or after
+        MAX_DESCENTS.
         """
-        other, pending, done = self.slots[1 - self.slots.index(slot)] if len(self.slots) > 1 else slot, games, []
-        while len(pending):
+        other = self.slots[0] if slot is self.slots[-1] else self.slots[-1]
+        found = []
+        pending = games
+        for _ in range(MAX_DESCENTS):
             self.descend(slot, pending)
-            collided = self.status[slot.leaf[pending]] == IN_FLIGHT
-            done.append(pending[~collided])
             self.counts["descents"] += len(pending)
-            pending = pending[collided]
-            room = self.args.pseudo_limit * self.visits[self.roots[pending]] - self.root_pseudo[pending]
+            if len(self.slots) == 1:
+                found.append(pending)
+                break
+            collides = self.node_status[slot.leaf[pending]] == IN_FLIGHT
+            found.append(pending[~collides])
+            pending = pending[collides]
             self.counts["collisions"] += len(pending)
-            pending = pending[room >= 1]
-            if len(pending):
-                one = torch.ones_like(pending)
-                self.add_pseudo_visits(slot, pending, one)
-                other.num_pseudo[pending] += one
-                self.root_pseudo[pending] += one
-        games = torch.cat(done) if done else games
-        if len(games):
-            self.expand(slot, games)
-        return games
+            roots = self.roots[pending]
+            num_pseudo = self.edge_pseudo[roots].sum(1)  # of the whole tree, as each path has one edge at the root
+            pending = pending[num_pseudo + 1 <= self.args.pseudo_limit * self.node_visits[roots]]
+            if len(pending) == 0:
+                break
+            self.add_pseudo_visits(other, pending, torch.ones_like(pending))
+        found = torch.cat(found)
+        if len(found):
+            self.expand(slot, found)
+        return found
 
     def expand(self, slot: Slot, games: torch.Tensor) -> None:
         """Add the new leaves of `games` [R] to the trees and submit them; games that are over are known at once."""
         new = games[slot.leaf[games] == self.none]
         if len(new):
-            edges, is_edge = self.path(slot, new)
-            last = edges.gather(1, slot.depth[new].unsqueeze(1) - 1)[:, 0]
-            parent, move = last // self.num_actions, last % self.num_actions
-            boards = Boards(*(x[parent].to(t) for x, t in zip(self.states, self.wide, strict=True)))
-            # The past for superko: of the game up to the root, then of the path
-            root_moves, step = self.boards.num_moves[new].unsqueeze(1), torch.arange(edges.shape[1], device=new.device)
-            passed = self.states.history[edges // self.num_actions, 0].masked_fill(~is_edge, 0)
-            column = torch.where(is_edge, root_moves + step, self.go.max_moves)
-            boards = boards._replace(history=self.boards.history[new].scatter(1, column, passed))
+            last_edge = slot.path[new, slot.depth[new] - 1]
+            parent = last_edge // self.num_actions
             leaf = self.roots[new] + self.num_nodes[new]
             self.num_nodes[new] += 1
-            self.child.view(-1)[last], self.parent[leaf], slot.leaf[new] = leaf.int(), parent, leaf
-            boards = self.go.play(boards, move)
+            self.edge_child.view(-1)[last_edge] = leaf.int()
+            self.node_parent[leaf] = parent
+            slot.leaf[new] = leaf
+            # The past for superko: of the game up to the root, then of the path
+            edges, place, step = self.read_paths(slot, new)
+            history = self.boards.history[new]
+            root_moves = self.boards.num_moves[new]
+            history[place, root_moves[place] + step] = self.node_boards.history[edges // self.num_actions, 0]
+            boards = self.node_boards.pick(parent).to_types(self.types)._replace(history=history)
+            boards = self.go.play(boards, last_edge % self.num_actions)
             legal = self.add_nodes(leaf, boards)
-            going = self.status[leaf] == IN_FLIGHT
-            if going.any():
+            going = (~boards.is_over).nonzero()[:, 0]
+            if len(going):
                 slot.submit(new[going], boards.pick(going), legal[going])
-                self.counts["evaluated"] += len(slot.games)
-        over = games[self.status[slot.leaf[games]] == OVER]
+                self.counts["evaluated"] += len(going)
+        over = games[self.node_status[slot.leaf[games]] == OVER]
         if len(over):
-            self.backup(slot, over, self.value[slot.leaf[over]])
+            self.backup(slot, over, self.node_value[slot.leaf[over]])
 
     def finish(self, slot: Slot) -> None:
-        """Wait for the slot's batch, clear its pseudo visits and back its values up."""
-        if not len(games := slot.games):
+        """Wait for the slot's batch, take its pseudo visits off and back its values up."""
+        games = slot.games
+        if len(games) == 0:
             return
         logits, values = slot.wait()
-        leaf, slot.games = slot.leaf[games], games[:0]
-        q = values if self.args.fpu == "parent" else torch.zeros_like(values)
-        self.edges[leaf, 1] = torch.where(slot.legal, q.unsqueeze(1), ILLEGAL)
-        self.edges[leaf, 2] = logits.masked_fill(~slot.legal, -torch.inf).softmax(1)
-        self.status[leaf], self.value[leaf] = OPEN, values
-        has_pseudo = games[slot.num_pseudo[games] > 0]
-        if len(has_pseudo):
-            count = slot.num_pseudo[has_pseudo]
-            self.add_pseudo_visits(slot, has_pseudo, -count)
-            self.root_pseudo[has_pseudo] -= count
-            slot.num_pseudo[has_pseudo] = 0
+        slot.games = games[:0]
+        self.open_nodes(slot.leaf[games], slot.legal, logits, values)
+        if len(self.slots) > 1:
+            has_pseudo = games[slot.num_pseudo[games] > 0]
+            if len(has_pseudo):
+                self.add_pseudo_visits(slot, has_pseudo, -slot.num_pseudo[has_pseudo])
         self.backup(slot, games, values)
 
     def backup(self, slot: Slot, games: torch.Tensor, values: torch.Tensor) -> None:
         """Count the leaf values [R], of the side to move there, into the means along the slot's paths."""
-        edges, is_edge = self.path(slot, games)
-        is_other = (slot.depth[games].unsqueeze(1) - torch.arange(edges.shape[1], device=edges.device)) % 2 == 1
-        values = torch.where(is_other, 1 - values.unsqueeze(1), values.unsqueeze(1))[is_edge]
-        edges = edges[is_edge]
-        node, flat = edges // self.num_actions, self.edges.view(-1)
-        self.visits[node] += 1
-        index = edges + node * (2 * self.num_actions)
-        counts = flat[index] + 1
-        flat[index] = counts
-        old = flat[index + self.num_actions]
-        flat[index + self.num_actions] = old + (values - old) / (counts - self.pseudo.view(-1)[edges])
+        edges, place, step = self.read_paths(slot, games)  # none of them twice, with one path a game
+        values = values[place]
+        num_plies = slot.depth[games][place] - step  # from the node of an edge to the leaf
+        values = torch.where(num_plies % 2 == 1, 1 - values, values)
+        self.node_visits[edges // self.num_actions] += 1
+        visit_counts = self.edge_visits.view(-1)[edges] + 1
+        self.edge_visits.view(-1)[edges] = visit_counts
+        q = self.edge_q.view(-1)[edges]
+        self.edge_q.view(-1)[edges] = q + (values - q) / visit_counts  # eq. 2
 
     @torch.no_grad()
     def run(self, num_simulations: int, until: float = math.inf) -> None:
-        """Search `num_simulations` times in every game, or until time.monotonic() is `until`."""
-        open_games = self.status[self.roots] == OPEN
-        left = torch.where(open_games, num_simulations, 0)
+        """Search `num_simulations` times in every game, or until its tree is full or time.monotonic() is `until`."""
+        room = self.max_nodes - self.num_nodes
+        is_open = self.node_status[self.roots] == OPEN
+        left = torch.where(is_open, room.clamp(max=num_simulations), 0)
         while True:
             for slot in self.slots:
                 self.finish(slot)
@@ -705,231 +693,244 @@ class Search:
     @torch.no_grad()
     def advance(self, moves: torch.Tensor, boards: Boards, is_new: torch.Tensor) -> None:
         """Go on to `boards`, after `moves` [G], with the trees below; games that are new, bool [G], begin new trees."""
-        new_root = self.child[self.roots, moves].long()
-        has_tree = ~is_new & (self.status[new_root] == OPEN)
-        self.counts["kept"] += int(self.visits[new_root[has_tree]].sum())
-        self.counts["roots"] += int(self.visits[self.roots].sum())
-        # Who has the new root among its ancestors, found in jumps of doubling length
-        inside = torch.zeros_like(self.status, dtype=torch.bool)
-        inside[new_root[has_tree]] = True
-        jump = self.parent
-        for _ in range(self.slots[0].edges.shape[1].bit_length()):
-            inside, jump = inside | inside[jump], jump[jump]
-        inside = inside[:-1].view(self.num_games, self.max_nodes)
-        inside &= torch.arange(self.max_nodes, device=inside.device) < self.num_nodes.unsqueeze(1)
-        rank = inside.cumsum(1) - 1
-        inside &= rank < self.max_kept  # the oldest; parents are older than children
-        game, place = inside.nonzero(as_tuple=True)
-        source, target = self.roots[game] + place, self.roots[game] + rank[game, place]
-        new_number = torch.full_like(self.parent, self.none)
-        new_number[source] = target
-        child, parent = new_number[self.child[source].long()].int(), new_number[self.parent[source]]
-        for x in (self.edges, self.status, self.visits, self.value, *self.states):
+        new_root = self.edge_child[self.roots, moves].long()
+        has_tree = ~is_new & (self.node_status[new_root] == OPEN)
+        self.counts["kept"] += int(self.node_visits[new_root[has_tree]].sum())
+        self.counts["roots"] += int(self.node_visits[self.roots].sum())
+        # Rows of nodes that stay move to the front of their trees; then the numbers in them are translated
+        new_number = move_subtrees(self.node_parent, new_root[has_tree], self.max_nodes)
+        source = (new_number < self.none).nonzero()[:, 0]
+        target = new_number[source]
+        edge_tensors = (self.edge_visits, self.edge_q, self.edge_prior)  # no pseudo visits between two searches
+        for x in (*edge_tensors, self.node_visits, self.node_value, self.node_status, *self.node_boards):
             x[target] = x[source]
-        self.child[target] = child
-        self.parent[target] = parent  # none for the new root
-        self.num_nodes = inside.sum(1)
+        self.edge_child[target] = new_number[self.edge_child[source].long()].int()
+        parent = new_number[self.node_parent[source]]
+        self.node_parent.fill_(self.none)
+        self.node_parent[target] = parent
+        self.num_nodes = torch.bincount(target // self.max_nodes, minlength=self.num_games)
         self.reset(boards, (~has_tree).nonzero()[:, 0])
 
     def add_noise(self) -> None:
         """Eq. 3 at the roots."""
         if self.args.noise != "none":
             alpha = self.args.dirichlet_alpha * 361 / self.go.num_points
-            prior = self.edges[self.roots, 2]
-            self.edges[self.roots, 2] = add_dirichlet_noise(prior, alpha, self.args.noise_weight, self.args.noise)
+            prior = self.edge_prior[self.roots]
+            self.edge_prior[self.roots] = add_dirichlet_noise(prior, alpha, self.args.noise_weight, self.args.noise)
 
     def visit_counts(self) -> torch.Tensor:
         """Visits of the moves at the roots, [G, A]."""
-        return self.edges[self.roots, 0]
+        return self.edge_visits[self.roots]
 
     def root_values(self) -> torch.Tensor:
         """Q of the roots [G], the mean over all leaf evaluations, that of the root itself included."""
-        counts, q, _ = self.edges[self.roots].unbind(1)
-        return (self.value[self.roots] + (counts * q).sum(1)) / (1 + counts.sum(1))
+        visit_counts = self.visit_counts()
+        total = (visit_counts * self.edge_q[self.roots]).sum(1)
+        return (self.node_value[self.roots] + total) / (1 + visit_counts.sum(1))
 
     def find_line(self, move: int) -> list[int]:
         """A move of game 0 and those that follow it by most visits."""
-        line, node = [move], int(self.child[0, move])
-        while node != self.none and self.edges[node, 0].any():
-            line.append(int(self.edges[node, 0].argmax()))
-            node = int(self.child[node, line[-1]])
+        line = [move]
+        node = int(self.edge_child[0, move])
+        while node != self.none and self.edge_visits[node].any():
+            line.append(int(self.edge_visits[node].argmax()))
+            node = int(self.edge_child[node, line[-1]])
         return line
 
-
-class Thinker:
-    """Searches the positions of one game, going on with the tree of the position before."""
-
-    def __init__(self, go: Go, evaluators: list[NetworkEvaluator], args: Args):
-        self.go, self.evaluators, self.args, self.positions, self.komi = go, evaluators, args, [], None
-
-    @torch.no_grad()
-    def think(self, positions: list[Boards], komi: float, until: float, num_simulations: int | None) -> gtp.Analysis:
-        """Search the last of `positions`, which is not over: so many simulations (None: as trained), or `until`."""
-        follows = all(a is b for a, b in zip(self.positions, positions, strict=False)) and komi == self.komi
-        if self.positions and follows and len(positions) >= len(self.positions):
-            for boards in positions[len(self.positions) :]:
-                self.search.advance(boards.last_move, boards, torch.tensor([False]))
-        else:
-            size = max(MAX_TREE, self.args.simulations_end)
-            self.search = Search(self.go, self.evaluators, 1, size, self.args, komi=komi)
-            self.search.reset(positions[-1])
-        self.positions, self.komi, search = list(positions), komi, self.search
-        wanted = self.args.simulations_end if num_simulations is None else num_simulations
-        search.run(max(0, min(wanted, search.max_nodes - int(search.num_nodes[0]) - 1)), until)
-        visits, q, prior = (x.tolist() for x in search.edges[0])
-        lines = {move: search.find_line(move) for move, count in enumerate(visits) if count}
-        return gtp.Analysis(visits, q, prior, lines)
+    def describe(self) -> dict[str, float]:
+        """How the search went: shares of turns that failed or evaluated, of descents that collided, of visits kept."""
+        counts = self.counts
+        return {
+            "search/fail_rate": 1 - counts["sent"] / max(1, counts["turns"]),
+            "search/collision_rate": counts["collisions"] / max(1, counts["descents"]),
+            "search/slot_fill": counts["evaluated"] / max(1, counts["turns"]),
+            "search/root_reuse": counts["kept"] / max(1, counts["roots"]),
+        }
 
 
 class SelfPlay:
     """G games side by side and the records of those that are not over."""
 
     def __init__(self, go: Go, num_games: int, args: Args):
-        self.go, self.args, device = go, args, go.device
-        self.boards = go.new(num_games)
-        shape = num_games, go.max_moves
-        self.planes = torch.zeros(*shape, NUM_PLANES * go.num_points, dtype=torch.bool, device=device)
-        self.visits = torch.zeros(*shape, go.num_points + 1, dtype=torch.float16, device=device)
-        self.q, self.to_play = torch.zeros(shape, device=device), torch.zeros(shape, dtype=torch.int8, device=device)
-        self.is_holdout = torch.rand(num_games, device=device) < args.holdout_fraction
+        self.go = go
+        self.args = args
+        self.num_games = num_games
+        shape = (num_games, go.max_moves)
+        self.planes = torch.zeros(*shape, NUM_PLANES * go.num_points, dtype=torch.bool, device=go.device)
+        self.visits = torch.zeros(*shape, go.num_points + 1, dtype=torch.float16, device=go.device)
+        self.q = torch.zeros(shape, device=go.device)
+        self.to_play = torch.zeros(shape, dtype=torch.int8, device=go.device)
+        self.begin()
+
+    def begin(self) -> None:
+        """New games, of another kind than those of before."""
+        self.boards = self.go.new(self.num_games)
+        none = torch.arange(0, device=self.go.device)  # no game has been held out yet
+        self.holdout = Records(self.planes[none, 0], self.visits[none, 0], self.q[none, 0], self.q[none, 0])
+        self.is_holdout = torch.rand(self.num_games, device=self.go.device) < self.args.holdout_fraction
+
+    def start_search(self, evaluators: list, num_simulations: int, epoch: int) -> Search | None:
+        """New trees of the games as they stand; in pretraining none, then without the prior by classic UCB."""
+        first_search = self.args.pretrain_value_epochs
+        if epoch < first_search:
+            return None
+        scores = ucb1_scores if epoch < first_search + self.args.pretrain_search_epochs else puct_scores
+        search = Search(self.go, evaluators, self.num_games, num_simulations, self.args, scores=scores)
+        search.reset(self.boards)
+        return search
+
+    def play(self, num_records: int, search: Search | None, num_simulations: int, epsilon: float):
+        """Play until there are `num_records` to learn from: all images of these, the number of moves, and seconds.
+
+        Records of games that are held out go to `holdout`, which keeps the newest HOLDOUT_SIZE.
+        """
+        start = time.time()
+        learned = []
+        num_moves = 0
+        while sum(len(records.q) for records in learned) < num_records:
+            records, held_out = self.play_moves(search, num_simulations, epsilon)
+            learned.append(records)
+            self.holdout = join_records([self.holdout, held_out]).pick(slice(-HOLDOUT_SIZE, None))
+            num_moves += self.num_games
+        return make_images(join_records(learned), self.go.symmetries), num_moves, time.time() - start
 
     @torch.no_grad()
     def play_moves(self, search: Search | None, num_simulations: int, epsilon: float) -> tuple[Records, Records]:
         """A move in each game, searched or else at random: what `finish_games` gives for those that ended."""
-        go, boards, args = self.go, self.boards, self.args
-        legal = go.legal_moves(boards)
+        boards = self.boards
+        legal = self.go.legal_moves(boards)
         if search is None:
-            moves = choose_random_moves(go, boards, legal, fill_eyes=False)
-            visits, q = legal / legal.sum(1, keepdim=True), torch.full_like(self.q[:, 0], torch.nan)
+            moves = choose_random_moves(self.go, boards, legal, fill_eyes=False)
+            visits = legal / legal.sum(1, keepdim=True)
+            q = torch.full_like(self.q[:, 0], torch.nan)  # not known: z takes its place
         else:
             search.add_noise()
             search.run(num_simulations)
-            counts, q = search.visit_counts(), search.root_values()
-            visits = counts / counts.sum(1, keepdim=True)
+            q = search.root_values()
+            visits = search.visit_counts()
+            visits = visits / visits.sum(1, keepdim=True)
             moves = visits.argmax(1)
-            if args.move_choice == "epsilon":
+            if self.args.move_choice == "epsilon":
                 is_random = torch.rand_like(q) < epsilon
-                moves = torch.where(is_random, choose_random_moves(go, boards, legal), moves)
+                moves = torch.where(is_random, choose_random_moves(self.go, boards, legal), moves)
             else:
-                is_early = boards.num_moves < go.num_points // 3
+                is_early = boards.num_moves < self.go.num_points // 3
                 moves = torch.where(is_early, torch.multinomial(visits, 1)[:, 0], moves)
-        games = torch.arange(len(moves), device=go.device)
-        self.planes[games, boards.num_moves] = go.planes(boards, legal).flatten(1)
-        self.visits[games, boards.num_moves], self.q[games, boards.num_moves] = visits.half(), q
-        self.to_play[games, boards.num_moves] = boards.to_play
-        self.boards = boards = go.play(boards, moves)
-        over = boards.is_over
-        records = self.finish_games(over.nonzero()[:, 0])
-        boards.replace_rows(over, go.new(int(over.sum())))
-        self.is_holdout = torch.where(over, torch.rand_like(q) < args.holdout_fraction, self.is_holdout)
+        row = (torch.arange(self.num_games, device=self.go.device), boards.num_moves)
+        self.planes[row] = self.go.planes(boards, legal).flatten(1)
+        self.visits[row] = visits.half()
+        self.q[row] = q
+        self.to_play[row] = boards.to_play
+        self.boards = self.go.play(boards, moves)
+        over = self.boards.is_over
+        ended = over.nonzero()[:, 0]
+        records = self.finish_games(ended)
+        self.boards.replace_rows(ended, self.go.new(len(ended)))
+        self.is_holdout = torch.where(over, torch.rand_like(q) < self.args.holdout_fraction, self.is_holdout)
         if search is not None:
-            search.advance(moves, boards, over)
+            search.advance(moves, self.boards, over)
         return records
 
     def finish_games(self, games: torch.Tensor) -> tuple[Records, Records]:
         """Records of `games` [R], which are over: those to learn from, and those of games that are held out."""
-        boards, args = self.boards.pick(games), self.args
-        z = compute_result(self.go.score(boards), args.komi, args.score_weight, self.go.num_points).unsqueeze(1)
+        boards = self.boards.pick(games)
+        score = self.go.score(boards)
+        z = compute_result(score, self.args.komi, self.args.score_weight, self.go.num_points).unsqueeze(1)
         moves_left = boards.num_moves.unsqueeze(1) - torch.arange(self.q.shape[1], device=games.device)
-        to_play, is_move = self.to_play[games], moves_left > 0
-        z = decay_result(torch.where(to_play == 1, z, 1 - z), moves_left, args.gamma)[is_move]
+        is_move = moves_left > 0
+        z = torch.where(self.to_play[games] == 1, z, 1 - z)
+        z = decay_result(z, moves_left, self.args.gamma)[is_move]
         q = self.q[games][is_move]
         records = Records(self.planes[games][is_move], self.visits[games][is_move], torch.where(q.isnan(), z, q), z)
-        held_out = self.is_holdout[games].unsqueeze(1).expand_as(is_move)[is_move]
-        return tuple(Records(*(x[rows] for x in records)) for rows in (~held_out, held_out))
+        is_holdout = self.is_holdout[games].unsqueeze(1).expand_as(is_move)[is_move]
+        return records.pick(~is_holdout), records.pick(is_holdout)
 
     def state_dict(self) -> dict:
         """What a checkpoint needs of it."""
         last = int(self.boards.num_moves.max())
         state = {name: getattr(self, name)[:, :last].clone() for name in ("planes", "visits", "q", "to_play")}
-        return state | {"boards": list(self.boards), "is_holdout": self.is_holdout}
+        state |= {"boards": self.boards._asdict(), "is_holdout": self.is_holdout}
+        return state | {"holdout": self.holdout._asdict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on with the games of a checkpoint."""
-        self.boards = Boards(*(x.to(self.go.device) for x in state["boards"]))
+        self.boards = Boards(**state["boards"]).to(self.go.device)
         self.is_holdout = state["is_holdout"].to(self.go.device)
+        self.holdout = Records(**{name: x.to(self.go.device) for name, x in state["holdout"].items()})
         for name in ("planes", "visits", "q", "to_play"):
             getattr(self, name)[:, : state[name].shape[1]] = state[name].to(self.go.device)
 
 
 def make_images(records: Records, symmetries: torch.Tensor) -> Records:
-    """All images [8 M] of records [M], image k of record m in row k M + m."""
+    """All images [8 B] of records [B], image k of record b in row k B + b."""
     planes = records.planes.unflatten(1, (NUM_PLANES, -1))
     planes = torch.cat([planes[..., s[:-1]].flatten(1) for s in symmetries])
     visits = torch.cat([records.visits[:, s] for s in symmetries])
     return Records(planes, visits, records.q.repeat(8), records.z.repeat(8))
 
 
+METRICS = ("policy_loss", "value_loss", "kl", "loss", "grad_norm")  # what `update_network` returns
+TAGS = (*(f"losses/{name}" for name in METRICS), "pool/sampled_loss", "pool/sampled_loss_after")  # `train_minibatch`
+
+
 def record_losses(network, records: Records, size: int, q_weight: float) -> tuple:
-    """The three losses of `compute_losses`, each [M]."""
+    """The three losses of `compute_losses`, each [B]."""
     planes = records.planes.view(-1, NUM_PLANES, size, size)
     logits, value = network(planes)
-    legal = torch.cat((planes[:, 4].flatten(1), torch.ones_like(planes[:, 0, 0, :1])), 1)
+    points = planes[:, LEGAL_PLANE].flatten(1)
+    legal = torch.cat((points, torch.ones_like(points[:, :1])), 1)  # [B, A], the pass always
     target = q_weight * records.q + (1 - q_weight) * records.z  # eq. 5
     return compute_losses(logits, value, legal, records.visits.float(), target)
 
 
 @torch.no_grad()
-def rank_losses(network, records: Records, size: int, q_weight: float, value_coef: float, chunk=512) -> torch.Tensor:
-    """Eq. 7 for records [M], by a network in evaluation mode."""
+def rank_losses(network, records: Records, size: int, q_weight: float, value_coef: float) -> torch.Tensor:
+    """Eq. 7 for records [B], by a network in evaluation mode."""
     losses = []
-    for part in zip(*(x.split(chunk) for x in records), strict=True):
-        _, value_loss, kl = record_losses(network, Records(*part), size, q_weight)
+    for start in range(0, len(records.q), 512):  # parts, which stay in the cache
+        _, value_loss, kl = record_losses(network, records.pick(slice(start, start + 512)), size, q_weight)
         losses.append(mix_losses(kl, value_loss, size**2 + 1, value_coef))
     return torch.cat(losses) if losses else records.q
 
 
-METRICS = ("policy_loss", "value_loss", "kl", "loss", "grad_norm")
-SCORES = ("win_rate", "win_rate_low", "win_rate_high", "margin")  # of a match
-HOLDOUT_SIZE = 2048  # positions of games kept out of the pool
-MAX_TREE = 10_000  # simulations that the tree of a game of GTP has room for
+@torch.no_grad()
+def measure_holdout(network, records: Records, size: int, q_weight: float) -> dict[str, float]:
+    """Mean losses on games that are held out, where there are any."""
+    if len(records.q) == 0:
+        return {}
+    losses = record_losses(network, records, size, q_weight)
+    return {f"losses/holdout_{name}": x.mean().item() for name, x in zip(METRICS, losses, strict=False)}
 
 
 def update_network(agent: Agent, optimizer, records: Records, size: int, q_weight: float, value_coef: float):
     """One gradient step of eq. 6 on a minibatch; returns its METRICS [5]. With value_coef 1 the policy head stays."""
     policy_loss, value_loss, kl = (x.mean() for x in record_losses(agent, records, size, q_weight))
     loss = mix_losses(policy_loss, value_loss, size**2 + 1, value_coef)
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     (loss / WORLD_SIZE).backward()
     if value_coef == 1:
         for p in (*agent.policy_conv.parameters(), *agent.policy_head.parameters()):
             p.grad = None
     sum_gradients(agent.parameters())
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
+    grad_norm = clip_grad_norm_(agent.parameters(), 1.0)
     optimizer.step()
     return torch.stack((policy_loss, value_loss, kl, loss, grad_norm)).detach()
 
 
-def describe_pool(pool: Pool, ranks: torch.Tensor, trained: torch.Tensor) -> dict[str, float]:
-    """How the pool stands and how ranks have moved since `ranks`, the places before training; 1 is the whole pool."""
-    now, before = pool.rank()[trained], ranks[trained]
-    return {
-        "pool/size": pool.size,
-        "pool/loss": pool.loss[: pool.size].mean().item(),
-        "pool/loss_median": pool.loss[: pool.size].median().item(),
-        "pool/age": (pool.epoch[: pool.size].max() - pool.epoch[: pool.size]).float().mean().item(),
-        "pool/uses": pool.num_uses[: pool.size].float().mean().item(),
-        "pool/rank_before": before.mean().item(),
-        "pool/rank_after": now.mean().item(),
-        "pool/rank_shift": (now - before).abs().mean().item(),
-    }
+def train_minibatch(agent: Agent, optimizer, pool: Pool, args: Args, q_weight: float, value_coef: float):
+    """A step on records of the pool, ranked anew after it; returns what TAGS names [7]."""
+    size = get_size(args)
+    index = pool.sample(args.batch_size // WORLD_SIZE, args)
+    batch = pool.records.pick(index)
+    metrics = update_network(agent.train(), optimizer, batch, size, q_weight, value_coef)
+    loss = rank_losses(agent.eval(), batch, size, q_weight, value_coef)
+    metrics = torch.cat((metrics, torch.stack((pool.loss[index].mean(), loss.mean()))))
+    pool.loss[index] = loss
+    pool.num_uses[index] += 1
+    return metrics
 
 
-def describe_search(search: Search, num_simulations: int, seconds: float) -> dict[str, float]:
-    """How the search went in `seconds` of self-play with `num_simulations` over all games."""
-    counts, num_workers = search.counts, 1 if search.slots[0].is_gpu else len(search.slots)
-    busy = sum(slot.busy_seconds for slot in search.slots) / num_workers
-    return {
-        "search/sims_per_second": num_simulations / seconds,
-        "search/fail_rate": 1 - counts["sent"] / max(1, counts["turns"]),
-        "search/collision_rate": counts["collisions"] / max(1, counts["descents"]),
-        "search/slot_fill": counts["evaluated"] / max(1, counts["turns"]),
-        "search/device_idle": max(0.0, 1 - busy / seconds),
-        "search/root_reuse": counts["kept"] / max(1, counts["roots"]),
-    }
-
-
-# ---- Evaluation and checkpoints --------------------------------------------------------------------------------------
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 def make_player(go: Go, evaluators: list, args: Args, **options):
@@ -944,130 +945,121 @@ def make_player(go: Go, evaluators: list, args: Args, **options):
     return choose_moves
 
 
+def derive_seed(args: Args, *stream: int) -> int:
+    """A number from a stream of the seed, for matches: it leaves training's random numbers alone."""
+    return int(np.random.SeedSequence([args.seed, *stream]).generate_state(1)[0])
+
+
 @torch.no_grad()
-def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str, float], dict[str, dict]]:
+def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str, float], dict]:
     """Matches of --eval-episodes games against random moves and against plain MCTS with as many simulations.
 
-    Returns the metrics and what `play_match` gives, by opponent.
+    Returns the metrics and what `play_match` gives for the latter.
     """
-    go, tree_go = Go(get_size(args)), Go(get_size(args), device)
-    evaluators = make_evaluators(network, tree_go, args.eval_episodes, args)
-    seed = int(np.random.SeedSequence([args.seed, 1]).generate_state(1)[0])
-    metrics, matches = {}, {}
-    generator = torch.Generator().manual_seed(seed)
+    go = Go(get_size(args), device)
+    seed = derive_seed(args, 4)
+    generator = torch.Generator(device).manual_seed(seed)
+    player = make_player(go, make_evaluators(network, go, args.eval_episodes, args), args)
 
     def move_at_random(boards: Boards) -> torch.Tensor:
         return choose_random_moves(go, boards, go.legal_moves(boards), generator)
 
-    def search(boards: Boards) -> torch.Tensor:
-        return make_player(tree_go, evaluators, args)(Boards(*(x.to(device) for x in boards))).cpu()
-
     plain_mcts = make_player(go, [RolloutEvaluator(go, args.komi, seed)], args, scores=ucb1_scores)
+    metrics = {}
     for name, opponent in (("random", move_at_random), ("mcts", plain_mcts)):
-        matches[name] = match = play_match(go, (search, opponent), args.eval_episodes, args.komi, seed)
-        for key in SCORES:
-            metrics[f"eval/{key}_{name}"] = match[key]
-    return metrics, matches
+        match = play_match(go, (player, opponent), args.eval_episodes, args.komi, seed)
+        metrics |= {f"eval/{score}_{name}": match[score] for score in MATCH_SCORES if score in match}
+    return metrics, match
 
 
-def compete(go: Go, network: Agent, reference: Agent, args: Args, epoch: int, run_path: Path, progress: dict) -> dict:
-    """A match of the network against the copy from the last match, into the Elo of `progress` and an SGF file."""
-    players = [make_player(go, make_evaluators(x, go, args.arena_games, args), args) for x in (network, reference)]
-    seed = int(np.random.SeedSequence([args.seed, 3, epoch]).generate_state(1)[0])
-    match = play_match(go, players, args.arena_games, args.komi, seed)
-    progress["elo"] += compute_elo(match["win_rate"], args.arena_games)
-    text = format_games(match, go.size, args.komi, SCRIPT, f"{SCRIPT}, {args.arena_interval} epochs before")
-    write_atomically(run_path / f"games_epoch_{epoch:04d}.sgf", text.encode())
-    return {f"arena/{name}": match[name] for name in SCORES} | {"arena/elo": progress["elo"]}
+@torch.no_grad()
+def compete(network: Agent, reference: Agent, go: Go, args: Args, progress: dict) -> dict[str, float]:
+    """Scores of a match of up to 40 games against the copy from the last one, `reference`, which is then renewed."""
+    num_games = min(40, args.eval_episodes)
+    players = [make_player(go, make_evaluators(x, go, num_games, args), args) for x in (network, reference)]
+    match = play_match(go, players, num_games, args.komi, derive_seed(args, 3, progress["iteration"]))
+    reference.load_state_dict(network.state_dict())
+    scores = {f"eval/{score}": match[score] for score in MATCH_SCORES if score in match}
+    scores["eval/elo"] = progress["elo"] + compute_elo(match["win_rate"], match["distinct_games"])
+    return scores | {"eval/moves": sum(map(len, match["games"]))}
 
 
-def draw_search(network: Agent, args: Args, moves: list[int]):
-    """Picture of a search in the middle of the game `moves`; None where matplotlib is missing."""
+class Thinker:
+    """Searches the positions of one game, going on with the tree of the position before."""
+
+    def __init__(self, network: Agent, args: Args, device: torch.device):
+        self.go = Go(get_size(args), device)
+        self.evaluators = make_evaluators(network, self.go, 1, args)
+        self.args = args
+        self.positions = []
+        self.komi = None
+
+    @torch.no_grad()
+    def think(self, positions: list[Boards], komi: float, until: float, num_simulations: int | None) -> gtp.Analysis:
+        """Search the last of `positions`, which is not over: so many simulations (None: as trained), or `until`."""
+        known = self.positions
+        follows = all(a is b for a, b in zip(known, positions, strict=False)) and komi == self.komi
+        if known and follows and len(positions) >= len(known):
+            for boards in positions[len(known) :]:
+                boards = boards.to(self.go.device)
+                self.search.advance(boards.last_move, boards, torch.zeros_like(boards.is_over))
+        else:
+            size = max(MAX_TREE, self.args.simulations_end)
+            self.search = Search(self.go, self.evaluators, 1, size, self.args, komi=komi)
+            self.search.reset(positions[-1].to(self.go.device))
+        self.positions = list(positions)
+        self.komi = komi
+        self.search.run(self.args.simulations_end if num_simulations is None else num_simulations, until)
+        visits = self.search.edge_visits[0].tolist()
+        lines = {move: self.search.find_line(move) for move, count in enumerate(visits) if count}
+        return gtp.Analysis(visits, self.search.edge_q[0].tolist(), self.search.edge_prior[0].tolist(), lines)
+
+
+def draw_search(network: Agent, args: Args, device: torch.device, moves: list[int]):
+    """Picture of a search a third of the way through the game `moves`; None where matplotlib is missing."""
     go = Go(get_size(args))
-    positions = [go.new(1)]
+    boards = go.new(1)
     for move in moves[: len(moves) // 3]:
-        positions.append(go.play(positions[-1], torch.tensor([move])))
-    boards, evaluators = positions[-1], make_evaluators(network, go, 1, args)
-    analysis = Thinker(go, evaluators, args).think(positions, args.komi, math.inf, None)
-    heat, colour = torch.tensor(analysis.visits), "black" if int(boards.to_play) == 1 else "white"
-    title = f"{colour} to play, {analysis.values[int(heat.argmax())]:.0%} for it after the best move"
-    points = boards.stones[0, go.cells].tolist()
-    return draw_board(points, go.size, (heat / heat.sum()).tolist(), int(boards.last_move), title)
+        boards = go.play(boards, torch.tensor([move]))
+    analysis = Thinker(network, args, device).think([boards], args.komi, math.inf, None)
+    return draw_analysis(go, boards, analysis)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a kill at any moment leaves the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def save_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Write tensors, numbers, strings, lists and dicts, atomically."""
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    write_atomically(path, buffer.getvalue())
-
-
-def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint of this script, never unpickling code; exits with code 2 where the file is none."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        fail(f"{path}: no such checkpoint")
-    except Exception as error:
-        fail(f"{path}: not a readable checkpoint ({type(error).__name__})")
-    script = checkpoint.get("script") if isinstance(checkpoint, dict) else None
-    if script != SCRIPT:
-        fail(f"{path}: a checkpoint of {script}.py, not of {SCRIPT}.py" if script else f"{path}: not a checkpoint")
-    if checkpoint.get("args", {}).keys() != {field.name for field in fields(Args)}:
-        fail(f"{path}: written by a version of {SCRIPT}.py with other options")
-    return checkpoint
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
+# ---- Run (the same in all scripts) -----------------------------------------------------------------------------------
 
 
 def fail(message: str) -> NoReturn:
     """Print one line for the user and exit with code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def check_range(args: Args, names: str, low: float, high: float = sys.float_info.max, above: bool = False) -> None:
-    """Exit with code 2 where one of the fields `names` (separated by spaces) lies outside [low, high], or at low."""
-    for name in names.split():
-        value = getattr(args, name)
-        if value is not None and (not low <= value <= high or (above and value == low)):
-            bound = f"above {low:g}" if above else f"in [{low:g}, {high:g}]"
-            fail(f"--{name.replace('_', '-')} must be {bound}, not {value}")
-
-
 def setup_device(args: Args) -> torch.device:
-    """Threads, determinism and device of this process; joins the process group under torchrun."""
+    """Threads, device and, under torchrun, process group of this process."""
     torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
-        torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded as a CUDA graph
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=2))
     return device
 
 
 def seed_everything(seed: int, *stream: int) -> int:
-    """Seed every generator from (seed, *stream) and return the number used, for environments."""
+    """Seed the generators of Python, numpy and torch from (seed, *stream); returns the number used."""
     derived = int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0])
     random.seed(derived)
     np.random.seed(derived)
     torch.manual_seed(derived)
     return derived
+
+
+def read_clock() -> np.ndarray:
+    """Wall and CPU seconds."""
+    return np.array([time.time(), time.process_time()])
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
@@ -1081,87 +1073,85 @@ def sum_gradients(parameters) -> None:
     """Sum the gradients over all processes, in one message."""
     if dist.is_initialized():
         grads = [p.grad for p in parameters if p.grad is not None]
-        flat = sum_over_ranks(torch.cat([g.flatten() for g in grads]))
-        for g, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            g.copy_(summed.view_as(g))
+        vector_to_parameters(sum_over_ranks(parameters_to_vector(grads)), grads)
 
 
-def make_run_folder(args: Args, checkpoint: dict | None) -> Path:
-    """Create the run folder; an unfinished run that is resumed goes on in its own one."""
-    if checkpoint is not None:
-        path = Path(args.resume).resolve().parent
-        is_run = (path / "args.json").exists() and not (path / "result.json").exists()
-        if is_run and args.run_dir == checkpoint["args"]["run_dir"]:
-            return path
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
-    while True:
-        try:
-            (Path(args.run_dir) / name).mkdir(parents=True)
-            return Path(args.run_dir) / name
-        except FileExistsError:
-            name += "-"  # another run was started in the same second
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
+def save_checkpoint(path: Path, args: Args, progress: dict, parts: dict) -> None:
+    """Write settings, counters and states of `parts`, so that a kill at any moment leaves the old file or the new."""
+    content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "torch_rng": torch.get_rng_state()}
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save(content | progress | states, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
 
 
-def make_writer(args: Args, run_path: Path, global_step: int) -> SummaryWriter:
-    """args.json and TensorBoard events in the run folder, mirrored to Weights & Biases with --track."""
-    write_atomically(run_path / "args.json", json.dumps(asdict(args), indent=2).encode())
+def load_checkpoint(path: str) -> dict:
+    """Read a checkpoint of this script without unpickling code; exits with code 2 where the file is none."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        known = {field.name for field in fields(Args)}  # those that are missing have their defaults
+        checkpoint["args"] = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+    except FileNotFoundError:
+        fail(f"{path or repr(path)}: no such checkpoint")
+    except Exception as error:
+        fail(f"{path}: not a readable checkpoint ({type(error).__name__})")
+    if checkpoint.get("script") != SCRIPT:
+        fail(f"{path}: a checkpoint of {checkpoint.get('script')}.py, not of {SCRIPT}.py")
+    return checkpoint
+
+
+def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
+    """The run folder, new or that of --resume, where an older result steps aside, and its log, also at W&B."""
     if args.track:
-        import wandb
+        try:
+            import wandb
 
-        name, project, entity = run_path.name, args.wandb_project_name, args.wandb_entity
-        identity = {"project": project, "entity": entity, "name": name, "id": name, "resume": "allow"}
-        wandb.init(**identity, dir=run_path, config=asdict(args), sync_tensorboard=True)
-    writer = SummaryWriter(str(run_path), purge_step=global_step + 1 if global_step else None)
-    if global_step == 0:
-        table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-    return writer
-
-
-def get_commit() -> str:
-    """Commit of the repository that this script lies in, or "unknown"."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=12"]
+            wandb.login()
+        except Exception as error:
+            fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(args.run_dir, name.replace("/", "-").replace(":", "-"))
+    if args.resume is not None:
+        run_path = Path(args.resume).resolve().parent
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        run_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--run-dir {args.run_dir}: cannot create {run_path.name} in it ({error.strerror})")
+    if (run_path / "result.json").exists():
+        (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
+    if args.track:
+        identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        identity |= {"id": run_path.name, "name": run_path.name}
+        wandb.init(**identity, resume="allow", dir=run_path, config=asdict(args), sync_tensorboard=True)
+    return run_path, SummaryWriter(str(run_path), purge_step=start_step + 1 if start_step else None)
 
 
-def plot_learning_curve(path: Path, writer: SummaryWriter, history: list, title, xlabel, ylabel) -> None:
-    """Draw history = [(step, value), ...] as a PNG and into TensorBoard; says so where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print("no learning_curve.png: pip install matplotlib")
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
-    axes.plot(*zip(*history, strict=True), marker="o" if len(history) == 1 else None)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    writer.add_figure("charts/learning_curve", figure, history[-1][0])
+class CudaGraph:
+    """Calls `fn` three times as it is, records the fourth call as a CUDA graph and replays that from then on.
+
+    `fn` takes tensors of fixed shapes, which are copied to the same memory in each call, reads and writes other tensors
+    where they are, and never waits for the host. What it returns is overwritten by the next call.
+    """
+
+    def __init__(self, fn):
+        self.fn = fn
+        self.num_calls = 0
+        self.graph = torch.cuda.CUDAGraph()
+
+    def __call__(self, *inputs: torch.Tensor):
+        self.num_calls += 1
+        if self.num_calls < 4:
+            return self.fn(*inputs)
+        if self.num_calls == 4:
+            self.inputs = [x.clone() for x in inputs]
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.outputs = self.fn(*self.inputs)
+        for buffer, x in zip(self.inputs, inputs, strict=True):
+            buffer.copy_(x)
+        self.graph.replay()
+        return self.outputs
 
 
-def check_args(args: Args) -> None:
-    """Exit with code 2 and one line for settings that cannot work."""
-    if not re.fullmatch(r"Go-(\d+)x\1", args.env_id) or not 2 <= get_size(args) <= 19:
-        fail(f"--env-id {args.env_id}: Go-2x2 to Go-19x19")
-    check_range(args, "torch_threads eval_episodes num_games blocks channels simulations_start simulations_end", 1)
-    check_range(args, "num_epochs batch_size max_reuse arena_games", 1)
-    check_range(args, "seed checkpoint_interval eval_interval pretrain_value_epochs pretrain_search_epochs max_age", 0)
-    check_range(args, "noise_weight weight_decay arena_interval", 0)
-    check_range(args, "learning_rate c_puct dirichlet_alpha loss_clamp", 0, above=True)
-    check_range(args, "score_weight epsilon_start epsilon_end value_coef q_weight_start q_weight_end gamma", 0, 1)
-    check_range(args, "pseudo_limit holdout_fraction", 0, 0.5)
-    check_range(args, "generate_fraction train_fraction", 0, 1, above=True)
-    check_range(args, "komi", -(get_size(args) ** 2), get_size(args) ** 2)
-    check_range(args, "pool_size", 8 * args.batch_size)
-    for name in ("num_games", "batch_size", "pool_size"):
-        if (value := getattr(args, name)) % WORLD_SIZE:
-            fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
-    if args.track and not (args.evaluate or args.gtp) and importlib.util.find_spec("wandb") is None:
-        fail("--track needs Weights & Biases: pip install wandb")
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def get_size(args: Args) -> int:
@@ -1174,242 +1164,208 @@ def interpolate(start: float, end: float, epoch: int, args: Args) -> float:
     return start + (end - start) * epoch / max(1, args.num_epochs - 1)
 
 
-def make_network(size: int, args: Args, device: torch.device) -> Agent:
-    """A network for search, with folded batch norms and in bfloat16 with --bf16."""
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    network = Agent(size, args, is_folded=True).to(device, dtype, memory_format=torch.channels_last).eval()
-    if args.compile:
-        network.compile(dynamic=True)
-    return network.requires_grad_(False)
-
-
-def make_evaluators(network: Agent, go: Go, num_games: int, args: Args) -> list[NetworkEvaluator]:
-    """One for each slot."""
-    use_graph = args.cuda_graphs and not args.compile and network.policy_head.weight.is_cuda
-    return [NetworkEvaluator(network, go, num_games, use_graph) for _ in range(args.num_slots)]
+def check_args(args: Args) -> None:
+    """Exit with code 2 and one line for settings that cannot work."""
+    if not re.fullmatch(r"Go-(\d+)x\1", args.env_id) or not 2 <= get_size(args) <= 19:
+        fail(f"--env-id {args.env_id}: Go-2x2 to Go-19x19")
+    shares = "score_weight epsilon_start epsilon_end value_coef q_weight_start q_weight_end gamma resign_below".split()
+    may_be_zero = "seed checkpoint_interval eval_interval pretrain_value_epochs pretrain_search_epochs max_age".split()
+    may_be_zero += [*shares, "noise_weight", "weight_decay", "pseudo_limit", "holdout_fraction"]
+    largest = dict.fromkeys((*shares, "generate_fraction", "train_fraction"), 1)
+    largest |= {"pseudo_limit": 0.5, "holdout_fraction": 0.5}
+    for name, value in vars(args).items():
+        if type(value) not in (int, float) or name == "komi":
+            continue
+        if not (value > 0 or (value == 0 and name in may_be_zero)):
+            fail(f"--{name.replace('_', '-')} {value}: has to be {'from' if name in may_be_zero else 'above'} 0")
+        if value > largest.get(name, math.inf):
+            fail(f"--{name.replace('_', '-')} {value}: has to be at most {largest[name]}")
+    if not abs(args.komi) <= get_size(args) ** 2:
+        fail(f"--komi {args.komi}: more than the board has points")
+    if args.pool_size < 8 * args.batch_size:
+        fail(f"--pool-size {args.pool_size}: has to hold eight images of each of --batch-size {args.batch_size}")
+    for name in ("num_games", "batch_size", "pool_size"):
+        if getattr(args, name) % WORLD_SIZE:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} does not divide among {WORLD_SIZE} processes")
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
-    """Train as `args` say, from `checkpoint` if given, and leave a run folder with result.json."""
-    wall_start, cpu_start = time.time(), time.process_time()
-    device, is_main = setup_device(args), RANK == 0
-    start_step = checkpoint["global_step"] if checkpoint else 0
-    is_done = checkpoint is not None and checkpoint["iteration"] >= args.num_epochs
-    if is_done and Path(args.resume).with_name("result.json").exists():
-        fail(f"--resume {args.resume}: its {args.num_epochs} epochs are done; raise --num-epochs")
-    seed_everything(args.seed)  # the same weights in every process
-    size, first_search = get_size(args), args.pretrain_value_epochs
-    first_play = first_search + args.pretrain_search_epochs
-    agent = Agent(size, args).to(device, memory_format=torch.channels_last)
-    lr = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.AdamW(agent.parameters(), lr=lr, weight_decay=args.weight_decay, fused=True)
-    network, reference = (agent.fold_into(make_network(size, args, device)) for _ in range(2))
-    run_path = make_run_folder(args, checkpoint) if is_main else None
-    seed_everything(args.seed, 2, RANK, start_step)
-    go, num_games = Go(size, device), args.num_games // WORLD_SIZE
-    self_play, pool = SelfPlay(go, num_games, args), Pool(args.pool_size // WORLD_SIZE, size**2 + 1, device)
-    holdout = Records(*(x[:0] for x in pool.records))
-
-    progress = {"iteration": 0, "global_step": 0, "elo": 0.0, "history": [[0, 0.0]]}
+    """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
+    progress = {"iteration": 0, "global_step": 0, "eval_steps": 0, "seconds": [0.0, 0.0], "eval_seconds": [0.0, 0.0]}
+    progress |= {"elo": 0.0, "best_elo": -math.inf}
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
-        agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+    start = read_clock() - progress["seconds"]
+    step = progress["global_step"]
+    device = setup_device(args)
+
+    # Streams of the seed: 1 weights; 2 games and samples, of each process; 3 matches on the way; 4 evaluation
+    seed_everything(args.seed, 1)
+    size = get_size(args)
+    agent = Agent(size, args).to(device)
+    lr = torch.tensor(args.learning_rate, device=device)
+    optimizer = torch.optim.AdamW(agent.parameters(), lr, weight_decay=args.weight_decay, fused=True)
+    network = agent.fold_into(make_network(size, args, device))
+    seed_everything(args.seed, 2, RANK, step)
+    go = Go(size, device)
+    num_games = args.num_games // WORLD_SIZE
+    self_play = SelfPlay(go, num_games, args)
+    pool = Pool(args.pool_size // WORLD_SIZE, go.num_points + 1, device)
+
+    # The network that the next match is against is a part, too
+    parts = {"agent": agent, "optimizer": optimizer, "reference": agent.fold_into(make_network(size, args, device))}
+    if WORLD_SIZE == 1:
+        parts |= {"self_play": self_play, "pool": pool}
+    if checkpoint is not None:
+        for name, part in parts.items():
+            if name in checkpoint:
+                part.load_state_dict(checkpoint[name])
         optimizer.param_groups[0] |= {"lr": lr, "weight_decay": args.weight_decay}
         agent.fold_into(network)
-        reference.load_state_dict(checkpoint["reference"])
-        wall_start, cpu_start = wall_start - checkpoint["wall_seconds"], cpu_start - checkpoint["cpu_seconds"]
-        if len(checkpoint["ranks"]) == WORLD_SIZE:
-            state = checkpoint["ranks"][RANK]
-            self_play.load_state_dict(state["self_play"])
-            pool.load_state_dict(state["pool"])
-            holdout = Records(*(x.to(device) for x in state["holdout"]))
-            torch.set_rng_state(state["torch_rng"])
-            if device.type == "cuda" and state["cuda_rng"] is not None:
-                torch.cuda.set_rng_state(state["cuda_rng"])
-        elif is_main:
-            print(f"{len(checkpoint['ranks'])} processes made the replay pool: with {WORLD_SIZE} it starts empty")
-    writer = make_writer(args, run_path, start_step) if is_main else None
-
-    def save() -> None:
-        cuda_rng = torch.cuda.get_rng_state() if device.type == "cuda" else None
-        state = {"torch_rng": torch.get_rng_state(), "cuda_rng": cuda_rng, "self_play": self_play.state_dict()}
-        ranks = [state | {"pool": pool.state_dict(), "holdout": list(holdout)}]
-        if WORLD_SIZE > 1:
-            buffer, contents = (
-                io.BytesIO(),
-                [None] * WORLD_SIZE,
-            )  # as bytes, so that tensors of every device travel alike
-            torch.save(ranks[0], buffer)
-            dist.gather_object(buffer.getvalue(), contents if is_main else None)
-            if is_main:
-                ranks = [torch.load(io.BytesIO(x), weights_only=True, map_location="cpu") for x in contents]
-        if is_main:
-            seconds = {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
-            content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "ranks": ranks, **progress, **seconds}
-            content |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-            writer.flush()  # so that the log never lacks what the checkpoint has
-            save_checkpoint(run_path / "checkpoint.pt", content | {"reference": reference.state_dict()})
-
+        if WORLD_SIZE == 1 and "pool" in checkpoint:
+            torch.set_rng_state(checkpoint["torch_rng"])
+    if RANK == 0:
+        run_path, writer = open_run(args, step)
+        best_path = run_path / "best.pt"
+        if checkpoint is None:
+            save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
     if args.compile:
         agent.compile(dynamic=True)
+
     evaluators = make_evaluators(network, go, num_games, args)
-    num_new = max(1, int(args.generate_fraction * len(pool.loss)))
+    num_positions = math.ceil(args.generate_fraction * args.pool_size / WORLD_SIZE / 8)  # new ones of an epoch
     num_updates = math.ceil(args.train_fraction * args.pool_size / args.batch_size)
-    batch_size = args.batch_size // WORLD_SIZE
-    if checkpoint is None:
-        save()
-    bar = tqdm(total=args.num_epochs, initial=progress["iteration"], unit="epoch", disable=not is_main)
-    if is_main:
-        bar.write(f"run folder {run_path}")
-    while (epoch := progress["iteration"]) < args.num_epochs:
-        stage = (epoch >= first_search) + (epoch >= first_play)  # 0: random games, 1: uniform prior, 2: self-play
-        if epoch > 0 and epoch in (first_search, first_play):
-            pool.size, holdout = 0, Records(*(x[:0] for x in holdout))  # another kind of games begins
-            self_play = SelfPlay(go, num_games, args)
+    max_age = None if args.replay_order == "uniform" else args.max_age
+    stage_starts = (args.pretrain_value_epochs, args.pretrain_value_epochs + args.pretrain_search_epochs)
+    eval_interval = args.eval_interval or math.ceil(args.num_epochs / 10)
+    bar = tqdm(total=args.num_epochs, initial=progress["iteration"], unit="epoch", disable=RANK > 0)
+    while progress["iteration"] < args.num_epochs:
+        epoch = progress["iteration"]
         if args.anneal_lr:
             lr.fill_(args.learning_rate * (1.0 - 0.99 * epoch / args.num_epochs))
         num_simulations = round(interpolate(args.simulations_start, args.simulations_end, epoch, args))
         epsilon = interpolate(args.epsilon_start, args.epsilon_end, epoch, args)
         q_weight = interpolate(args.q_weight_start, args.q_weight_end, epoch, args)
+        if epoch > 0 and epoch in stage_starts:  # another kind of games begins
+            pool.size = 0
+            self_play.begin()
 
         # Prepare: play until there are enough new records, with trees that begin anew after the network has changed
-        play_start, num_moves, parts, search = time.perf_counter(), 0, [], None
-        value_coef = 1.0 if stage == 0 else args.value_coef
-        if stage > 0:
-            scores = puct_scores if stage == 2 else ucb1_scores
-            search = Search(go, evaluators, num_games, num_simulations, args, scores=scores)
-            search.reset(self_play.boards)
-        while 8 * sum(len(records[0].q) for records in parts) < num_new:
-            parts.append(self_play.play_moves(search, num_simulations, epsilon))
-            num_moves += num_games
-        seconds = time.perf_counter() - play_start
-        new, held_out = (Records(*map(torch.cat, zip(*x, strict=True))) for x in zip(*parts, strict=True))
-        holdout = Records(*(torch.cat(x)[-HOLDOUT_SIZE:] for x in zip(holdout, held_out, strict=True)))
-        images = make_images(new, go.symmetries)
-        max_age = None if args.replay_order == "uniform" else args.max_age
-        evicted = pool.add(images, rank_losses(network, images, size, q_weight, value_coef), epoch, max_age)
+        search = self_play.start_search(evaluators, num_simulations, epoch)
+        value_coef = 1.0 if search is None else args.value_coef
+        images, num_moves, play_seconds = self_play.play(num_positions, search, num_simulations, epsilon)
+        pool.add(images, rank_losses(network, images, size, q_weight, value_coef), epoch, max_age)
 
         # Train on what the pool holds, ranking what was trained on anew after each batch
-        ranks, trained, metrics = pool.rank(), [], torch.zeros(len(METRICS), device=device)
-        sampled_loss = torch.zeros(2, device=device)
-        for _ in range(num_updates):
-            index = pool.sample(batch_size, args)
-            batch = Records(*(x[index] for x in pool.records))
-            metrics += update_network(agent.train(), optimizer, batch, size, q_weight, value_coef)
-            loss = rank_losses(agent.eval(), batch, size, q_weight, value_coef)
-            sampled_loss += torch.stack((pool.loss[index].mean(), loss.mean()))
-            pool.loss[index] = loss
-            pool.num_uses[index] += 1
-            trained.append(index)
-        if WORLD_SIZE > 1:
-            for x in agent.buffers():
-                x.copy_(sum_over_ranks(x.float()) / WORLD_SIZE)
+        metrics = [train_minibatch(agent, optimizer, pool, args, q_weight, value_coef) for _ in range(num_updates)]
+        for buffer in agent.buffers():  # running statistics: the mean over processes
+            buffer.copy_(sum_over_ranks(buffer.float()) / WORLD_SIZE)
         agent.fold_into(network)
+        step += int(sum_over_ranks(torch.tensor(num_moves, device=device)))
+        progress |= {"iteration": epoch + 1, "global_step": step}
 
-        # Log, evaluate, checkpoint
-        totals = torch.cat((metrics / num_updates, sampled_loss / num_updates))
-        losses = (sum_over_ranks(totals) / WORLD_SIZE).tolist()
-        num_played = sum_over_ranks(torch.tensor(num_moves, device=device)).item()
-        step, iteration = progress["global_step"] + num_played, epoch + 1
-        progress |= {"iteration": iteration, "global_step": step}
-        if not all(map(math.isfinite, losses)):
-            raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite after {step} moves: {losses}")
-        is_last = iteration == args.num_epochs
-        if is_main:
-            scalars = {f"losses/{name}": value for name, value in zip(METRICS, losses, strict=False)}
-            scalars |= {"charts/learning_rate": lr.item(), "charts/num_simulations": num_simulations}
-            scalars |= {"charts/stage": stage, "charts/q_weight": q_weight}
-            scalars["charts/moves_per_second"] = num_moves / seconds
-            scalars["charts/cpu_seconds"] = time.process_time() - cpu_start
-            scalars |= describe_pool(pool, ranks, torch.cat(trained)) | {"pool/evicted": evicted}
-            scalars |= {"pool/sampled_loss": losses[-2], "pool/sampled_loss_after": losses[-1]}
-            if len(holdout.q):
-                with torch.no_grad():
-                    kept = record_losses(network, holdout, size, q_weight)
-                scalars |= {f"losses/holdout_{name}": x.mean().item() for name, x in zip(METRICS, kept, strict=False)}
-            if search is not None:
-                scalars |= describe_search(search, num_moves * num_simulations, seconds)
-        if args.arena_interval and iteration % args.arena_interval == 0:
-            if is_main:
-                scalars |= compete(go, network, reference, args, iteration, run_path, progress)
-                progress["history"].append([step, progress["elo"]])
-            reference.load_state_dict(network.state_dict())
-        if is_main:
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
-            bar.set_postfix({"loss": f"{losses[3]:.3f}", "elo": f"{progress['elo']:.0f}"}, refresh=False)
-            bar.update()
-        if is_main and not is_last and args.eval_interval and iteration % args.eval_interval == 0:
-            for name, value in evaluate(network, args, device)[0].items():
-                writer.add_scalar(name, value, step)
-        if is_last or (args.checkpoint_interval and iteration % args.checkpoint_interval == 0):
-            save()
+        # Measure what is new
+        means = (sum_over_ranks(torch.stack(metrics).mean(0)) / WORLD_SIZE).tolist()
+        scalars = dict(zip(TAGS, means, strict=True))
+        if not all(map(math.isfinite, means)):
+            raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {scalars}")
+        if RANK > 0:
+            continue
+        scalars |= measure_holdout(network, self_play.holdout, size, q_weight)
+        scalars |= pool.describe(epoch) | ({} if search is None else search.describe())
+        seconds = read_clock() - start - progress["eval_seconds"]
+        scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
+        scalars |= {"charts/learning_rate": lr.item(), "charts/moves_per_second": num_moves / play_seconds}
+        bar.update()
+
+        # Play the network of the last match, keep the one that scored best, log and save
+        is_last = progress["iteration"] >= args.num_epochs
+        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 4  # by moves
+        if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
+            eval_start = read_clock()
+            scalars |= compete(network, parts["reference"], go, args, progress)
+            progress["elo"] = scalars["eval/elo"]
+            if progress["elo"] >= progress["best_elo"]:
+                progress["best_elo"] = progress["elo"]
+                save_checkpoint(best_path, args, progress, {"agent": agent})
+            progress["eval_steps"] += scalars["eval/moves"]
+            progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
+            bar.set_postfix({"loss": f"{means[3]:.3f}", "elo": f"{progress['elo']:.0f}"}, refresh=False)
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+        if is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0):
+            progress["seconds"] = (read_clock() - start).tolist()
+            writer.flush()  # so that the log never lacks what the checkpoint has
+            save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
     bar.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if not is_main:
+    if RANK > 0:
         return
-    eval_metrics, matches = evaluate(network, args, device)
-    eval_metrics["eval/elo"] = progress["elo"]
-    step, history = progress["global_step"], progress["history"]
-    for name, value in eval_metrics.items():
-        writer.add_scalar(name, value, step)
-    result = {"script": SCRIPT, "env_id": args.env_id, "seed": args.seed, "headline": "eval/win_rate_mcts"}
-    result |= {"metrics": eval_metrics, "env_steps": step}
-    result |= {"wall_seconds": time.time() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
-    result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    result |= {"torch": torch.__version__, "commit": get_commit(), "args": asdict(args)}
-    for name, match in matches.items():
-        text = format_games(match, size, args.komi, SCRIPT, name)
-        write_atomically(run_path / f"games_{name}.sgf", text.encode())
-    if figure := draw_search(network, args, matches["mcts"]["games"][0]):
-        figure.savefig(run_path / "board.png", dpi=120)
+
+    # Score the final network and the best one against opponents that chose neither
+    metrics, match = evaluate(network, args, device)
+    best = metrics
+    figure = draw_search(network, args, device, match["games"][0])
+    if figure is not None:
         writer.add_figure("eval/board", figure, step)
-    title, path = f"{args.env_id}, seed {args.seed}", run_path / "learning_curve.png"
-    plot_learning_curve(path, writer, history, title, "moves of self-play", "Elo, from matches with itself before")
+    if best_path.exists() and load_checkpoint(best_path)["global_step"] != step:
+        agent.load_state_dict(load_checkpoint(best_path)["agent"])
+        best, _ = evaluate(agent.fold_into(network), args, device)
+    metrics = metrics | {name.replace("eval/", "best/"): value for name, value in best.items()}
     writer.close()
-    write_atomically(run_path / "result.json", json.dumps(result, indent=2).encode())
-    rates = [f"{name} {eval_metrics[f'eval/win_rate_{name}']:.0%}" for name in matches]
-    verdict = f"wins against {' and '.join(rates)} of {args.eval_episodes} games, Elo {progress['elo']:+.0f}"
-    print(f"{args.env_id}: {verdict} after {step:,} moves in {result['wall_seconds']:.1f} s; run folder {run_path}")
-
-
-def play_gtp(network: Agent, args: Args, device: torch.device) -> None:
-    """Answer GTP commands on stdin until `quit`."""
-    sys.stdin.reconfigure(errors="replace")
-    go = Go(get_size(args))
-    thinker = Thinker(go, make_evaluators(network, go, 1, args), args)
-    gtp.Engine(thinker.think, SCRIPT, get_commit(), go.size, args.komi).serve(sys.stdin)
+    seconds = read_clock() - start
+    result = {"script": SCRIPT, "env_id": args.env_id, "seed": args.seed, "headline": "eval/win_rate_mcts"}
+    result |= {"metrics": metrics, "env_steps": step, "wall_seconds": seconds[0], "cpu_seconds": seconds[1]}
+    result |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
+    result |= {"torch": torch.__version__, "args": asdict(args)}
+    (run_path / "result.json.tmp").write_text(json.dumps(result, indent=2))
+    os.replace(run_path / "result.json.tmp", run_path / "result.json")
+    rates = " and ".join(f"{metrics[f'eval/win_rate_{name}']:.0%} against {name}" for name in ("random", "mcts"))
+    print(f"{args.env_id}: wins {rates}, of {metrics['eval/distinct_games_mcts']} distinct games", end=" ")
+    print(f"after {step:,} moves in {seconds[0]:.1f} s; run folder {run_path}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, evaluate a checkpoint, or play with it."""
-    args, checkpoint = tyro.cli(Args, args=argv), None
+    args = tyro.cli(Args, args=argv)
     torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
-    if sum(map(bool, (args.resume, args.evaluate, args.gtp))) > 1 or (WORLD_SIZE > 1 and (args.evaluate or args.gtp)):
+    checkpoint = None
+    paths = [path for path in (args.resume, args.evaluate, args.gtp) if path is not None]
+    if len(paths) > 1 or (WORLD_SIZE > 1 and len(paths) == 1 and args.resume is None):
         fail("--resume and --evaluate and --gtp exclude each other, and the last two are for one process")
-    if path := args.resume or args.evaluate or args.gtp:
+    if paths:
+        (path,) = paths
         checkpoint = load_checkpoint(path)
-        saved = Args(**checkpoint["args"])
+        saved = checkpoint["args"]
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = ["env_id", "blocks", "channels", "num_games", "pool_size", "seed", "score_weight", "komi", "gamma"]
-        fixed += ["pretrain_value_epochs", "pretrain_search_epochs"]
-        for name in fixed if args.resume else fixed[:3]:
-            if getattr(args, name) != (trained := getattr(saved, name)):
-                fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {trained}")
-        if args.resume and "ranks" not in checkpoint:
-            fail(f"--resume {path}: a checkpoint to play with, without the replay pool")
+        fixed = ["env_id", "blocks", "channels"]
+        if args.resume is not None:
+            fixed += "seed num_games pool_size score_weight komi gamma".split()
+            fixed += ["pretrain_value_epochs", "pretrain_search_epochs"]
+        for name in fixed:
+            if getattr(args, name) != getattr(saved, name):
+                fail(f"--{name.replace('_', '-')}: {path} was trained with {getattr(saved, name)}")
+    if args.resume is not None:
+        if "optimizer" not in checkpoint:
+            fail(f"--resume {path}: has no optimizer state; give the checkpoint.pt beside it")
+        is_done = checkpoint["iteration"] >= args.num_epochs
+        if is_done and Path(path).with_name("result.json").exists():
+            fail(f"--resume {path}: its {checkpoint['iteration']} epochs are done; raise --num-epochs")
     check_args(args)
-    if not (args.evaluate or args.gtp):
+    if args.evaluate is None and args.gtp is None:
         return train(args, checkpoint)
+
     device = setup_device(args)
     agent = Agent(get_size(args), args).to(device)
     agent.load_state_dict(checkpoint["agent"])
     network = agent.eval().fold_into(make_network(get_size(args), args, device))
-    if args.gtp:
-        return play_gtp(network, args, device)
-    for name, value in (evaluate(network, args, device)[0] | {"eval/elo": checkpoint["elo"]}).items():
+    if args.gtp is not None:
+        sys.stdin.reconfigure(errors="replace")
+        thinker = Thinker(network, args, device)
+        engine = gtp.Engine(thinker.think, SCRIPT, get_size(args), args.komi, resign_below=args.resign_below)
+        return engine.serve(sys.stdin)
+    for name, value in evaluate(network, args, device)[0].items():
         print(f"{name} {value:.4f}")
 
 

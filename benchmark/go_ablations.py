@@ -45,7 +45,9 @@ def play(checkpoint: Path, default: Path, seed: int) -> dict:
         go, plain = Go(az.get_size(args)), az.Args(simulations_end=args.simulations_end, komi=args.komi)
         players.append(az.make_player(go, az.make_evaluators(network, go, NUM_GAMES, plain), plain))
     result = play_match(go, players, NUM_GAMES, args.komi, seed)
-    return {"win_rate": round(result["win_rate"], 4), "margin": round(result["margin"], 2)}
+    return {"win_rate": round(result["win_rate"], 4), "margin": round(result["margin"], 2)} | {
+        "distinct_games": result["distinct_games"]
+    }
 
 
 def measure(folder: Path) -> dict:

@@ -6,11 +6,11 @@ python benchmark/go_default.py --report-only     # table and curve in the docs f
 
 import argparse
 import json
-import shutil
 import tempfile
 from pathlib import Path
 
 import common
+import go_search
 from tqdm import tqdm
 
 FIRST, NUM_SEEDS = 11, 3  # the settings were chosen with other seeds
@@ -20,12 +20,19 @@ def measure_run(seed: int) -> dict:
     """What is kept of one run; that of the first seed leaves its picture in docs/figures."""
     with tempfile.TemporaryDirectory() as folder:
         path = common.run_in_folder(folder, "alphazero_go", "--seed", seed)
-        result, curve = json.loads((path / "result.json").read_text()), common.read_curve(path, "arena/elo")
+        result, curve = json.loads((path / "result.json").read_text()), common.read_curve(path, "eval/elo")
         if seed == FIRST:
-            shutil.copy(path / "board.png", common.FIGURES / "go_board.png")
+            draw_board(path / "best.pt", common.FIGURES / "go_board.png")
     row = {"seed": seed, "moves": result["env_steps"], "metrics": result["metrics"]}
     row |= {name: round(result[name], 1) for name in ("wall_seconds", "cpu_seconds")}
     return row | {"curve": [[0, 0, 0.0], *curve]}
+
+
+def draw_board(checkpoint: Path, path: Path) -> None:
+    """A search in the middle of a game of the network against plain MCTS."""
+    az, args, network = go_search.load_network(checkpoint)
+    _, match = az.evaluate(network, args, az.torch.device("cpu"))
+    az.draw_search(network, args, az.torch.device("cpu"), match["games"][0]).savefig(path, dpi=120)
 
 
 def measure() -> None:

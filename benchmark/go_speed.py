@@ -3,17 +3,18 @@
 python benchmark/go_speed.py                   # some minutes on two cores; --cuda on a GPU
 python benchmark/go_speed.py --report-only     # tables in the docs from benchmark/results/go_speed.json
 
-Rules and tree: CPU-seconds of one thread. Search with a network: seconds on the clock, because the slots run beside the
-tree; one slot and two are measured in turn. Medians over repeats.
+CPU-seconds of all threads, on a GPU seconds on the clock; one slot and two are measured in turn. Medians over repeats.
+The tree is measured with equal logits, which make it shallow, and with those of a peaked prior. The networks are those
+of benchmark/checkpoints, of which that for 5x5 has the default's size, and a larger one that knows nothing yet.
 """
 
 import argparse
 import statistics
 import sys
 import time
-from functools import partial
 
 import common
+import go_search
 import torch
 
 sys.path.append(str(common.ROOT))
@@ -23,14 +24,17 @@ from envs_shared.go_tasks.rules import Go
 
 
 class NullEvaluator:
-    """Equal logits and values near 1/2."""
+    """Normal logits of deviation `sharpness`, equal ones for 0, and values near 1/2."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, sharpness: float = 0.0):
         self.device = device
+        self.sharpness = sharpness
 
     def __call__(self, boards, legal):
-        logits, noise = torch.zeros(legal.shape, device=self.device), torch.rand(len(legal), device=self.device)
-        return logits, 0.49 + 0.02 * noise
+        noise = torch.rand(len(legal), device=self.device)
+        if self.sharpness == 0:
+            return torch.zeros(legal.shape, device=self.device), 0.49 + 0.02 * noise
+        return self.sharpness * torch.randn(legal.shape, device=self.device), 0.49 + 0.02 * noise
 
 
 def set_up_torch(seed: int) -> None:
@@ -42,7 +46,7 @@ def set_up_torch(seed: int) -> None:
 
 
 def measure_search(go: Go, boards, evaluators: list, num_simulations: int, clock=time.process_time) -> float:
-    """Simulations per second of `clock` of a search of all `boards` at once."""
+    """Simulations per second of `clock` of a search of all `boards` at once, a slot for each evaluator."""
     num_games = len(boards.to_play)
     tree = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=7.5))
     tree.reset(boards)
@@ -57,43 +61,49 @@ def measure(num_repeats: int, cuda: bool) -> dict:
     device = torch.device("cuda" if cuda else "cpu")
     num_games = 4096 if cuda else 256
 
-    def clock(on_wall):
+    def clock():
         if cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() if on_wall or cuda else time.process_time()
+        return time.perf_counter() if cuda else time.process_time()
 
     rates = {}
     for size in (5, 9, 19):
         go = Go(size, device)
         boards = go.new(num_games)
         for _ in range(num_repeats):
-            start = clock(False)
+            start = clock()
             for _ in range(30):
                 legal = go.legal_moves(boards)
                 boards = go.play(boards, choose_random_moves(go, boards, legal))
                 if (over := boards.is_over).any():
                     boards.replace_rows(over, go.new(int(over.sum())))
-            rates.setdefault(f"rules, {size}x{size}", []).append(30 * num_games / (clock(False) - start))
+            rates.setdefault(f"rules, {size}x{size}", []).append(30 * num_games / (clock() - start))
 
-    def search(name, evaluators, num_simulations, on_wall):
-        rate = measure_search(go, boards, evaluators, num_simulations, partial(clock, on_wall))
-        rates.setdefault(name, []).append(rate)
+    def search(name, go, boards, evaluators, num_simulations):
+        for num_slots in (1, 2):
+            rate = measure_search(go, boards, evaluators[:num_slots], num_simulations, clock)
+            rates.setdefault(f"{name}, {num_slots} slot{'s' * (num_slots - 1)}", []).append(rate)
+
+    networks = {}
+    for kind in ("", " in bfloat16"):
+        args = az.Args(env_id="Go-9x9", blocks=6, channels=64, bf16=kind != "")
+        network = az.Agent(9, args).to(device).eval().fold_into(az.make_network(9, args, device))
+        networks[f"tree and network 6x64{kind}, 9x9"] = (args, network)
+    for name in ("go5x5", "go7x7"):
+        _, args, network = go_search.load_network(common.ROOT / "benchmark" / "checkpoints" / f"{name}.pt")
+        networks[f"tree and trained network {args.blocks}x{args.channels}, {name[2:]}"] = (args, network.to(device))
 
     go = Go(9, device)
     boards, _ = play_random_moves(go, num_games, 20)
     for _ in range(num_repeats):
-        for num_slots in (1, 2):
-            for n in (64, 800):
-                name = f"tree, 9x9, {n} simulations, {num_slots} slot{'s' * (num_slots - 1)}"
-                search(name, [NullEvaluator(device)] * num_slots, n, False)
-        for bf16 in (False, True):
-            args = az.Args(env_id="Go-9x9", blocks=6, channels=64, bf16=bf16)
-            network = az.Agent(9, args).to(device).eval().fold_into(az.make_network(9, args, device))
-            evaluators = az.make_evaluators(network, go, num_games, args)
-            for num_slots in (1, 2):
-                what = f"tree and network 6x64{' in bfloat16' if bf16 else ''}"
-                name = f"{what}, 9x9, {num_slots} slot{'s' * (num_slots - 1)}"
-                search(name, evaluators[:num_slots], 64, True)
+        for n in (64, 800):
+            for kind, sharpness in (("", 0.0), (", peaked prior", 3.0)):
+                search(f"tree, 9x9, {n} simulations{kind}", go, boards, [NullEvaluator(device, sharpness)] * 2, n)
+        for name, (args, network) in networks.items():
+            args.num_slots = 2
+            small = Go(az.get_size(args), device)
+            positions, _ = play_random_moves(small, num_games, small.num_points // 4)
+            search(f"{name}, 64 simulations", small, positions, az.make_evaluators(network, small, num_games, args), 64)
     name = torch.cuda.get_device_name() if cuda else "cpu"
     return {"device": name, "games": num_games, "rates": {k: round(statistics.median(v)) for k, v in rates.items()}}
 
@@ -112,7 +122,7 @@ def measure_peer(num_repeats: int) -> dict[str, int]:
 
 def make_table(results: dict) -> str:
     """Markdown table of all rates."""
-    lines = ["| what | device | per second |", "|--|--|--:|"]
+    lines = ["| what | device | per second of one core or of the GPU |", "|--|--|--:|"]
     for run in results["runs"]:
         device = f"{run['device']}, {run['games']} games"
         lines += [f"| {name} | {device} | {rate:,} |" for name, rate in run["rates"].items()]

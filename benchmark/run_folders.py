@@ -11,7 +11,7 @@ CURVES = {  # in words; the first one that was logged is the learning curve
     "eval/episodic_return": "return of the greedy policy",
     "eval/greedy_gap": "gap of greedy tours, %",
     "charts/episodic_return": "return of training episodes",
-    "arena/elo": "Elo, from matches with itself before",
+    "eval/elo": "Elo, from matches with itself before",
     "eval/greedy_length": "length of greedy tours",
 }
 STEPS = {

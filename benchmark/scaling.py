@@ -28,7 +28,7 @@ CASES = {  # unit and flags; --num-slots 1 keeps Go's search on one core a proce
     "alphazero_go": (
         "moves of self-play",
         "--num-games 16 --pool-size 16384 --simulations-start 16 --simulations-end 16 --num-epochs 8 "
-        "--arena-interval 0 --num-slots 1",
+        "--eval-interval 1000",
     ),
 }
 

@@ -40,18 +40,6 @@ def run_script(tmp_path):
     return run
 
 
-def capture_stand_in(fn, mutated):
-    """What capture_graph does to the world, without CUDA: it warms up, and undoes that for the tensors in `mutated`."""
-    saved, rng_state = [x.detach().clone() for x in mutated], torch.get_rng_state()
-    for _ in range(3):
-        fn()
-    with torch.no_grad():
-        for x, old in zip(mutated, saved, strict=True):
-            x.copy_(old)
-    torch.set_rng_state(rng_state)
-    return fn
-
-
 def read_result(run_dir):
     """The one run folder below `run_dir` and its result.json."""
     (path,) = Path(run_dir).glob("*/result.json")

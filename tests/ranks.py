@@ -63,7 +63,8 @@ def train(script, out, flags, resume_flags):
         kinds = torch.nn.Module, torch.optim.Optimizer
         held = {key: x.state_dict() for key, x in held.items() if isinstance(x, kinds)}
         held.get("reward_scaler", {}).pop("running_return", None)  # of the environments of this process, as are these
-        held = {key: x for key, x in held.items() if key not in ("actor", "replay")}
+        # Nor a loop's last `part`: in AlphaZero's the network of the last match, which one process alone plays
+        held = {key: x for key, x in held.items() if key not in ("actor", "replay", "part")}
         torch.save({"held": held, "torch_rng": torch.get_rng_state()}, out / f"{name}_{RANK}.pt")
         leave()
 
@@ -224,15 +225,11 @@ def update_change_detection(cd, rows):
 def update_alphazero(az, rows):
     """With frozen batch norms, as in training each process normalizes by its own rows; with and without the policy."""
     args, go, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), az.Go(3), [], []
-    self_play, parts = az.SelfPlay(go, 8, args), []
-    while sum(len(learned.q) for learned, _ in parts) < 40:
-        parts.append(self_play.play_moves(None, 0, 0.0))
-    records = az.Records(*(torch.cat(x)[:40] for x in zip(*(learned for learned, _ in parts), strict=True)))
+    records = az.SelfPlay(go, 8, args).play(5, None, 0, 0.0)[0].pick(slice(40))
     for value_coef in (args.value_coef, 1.0):
         agent = az.Agent(3, args).eval()
         shake(agent)
-        part = az.Records(*(x[rows] for x in records))
-        metrics = az.update_network(agent, descend(agent), part, 3, 0.1, value_coef)
+        metrics = az.update_network(agent, descend(agent), records.pick(rows), 3, 0.1, value_coef)
         agents.append(agent)
         numbers.append(az.sum_over_ranks(metrics) / az.WORLD_SIZE)
     return agents, numbers

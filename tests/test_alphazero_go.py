@@ -18,18 +18,18 @@ from envs_shared.go_tasks.match import (
     choose_random_moves,
     compute_elo,
     compute_interval,
+    draw_openings,
     play_match,
     play_random_moves,
+    score_match,
 )
 from envs_shared.go_tasks.rules import Go
 
-CPU = torch.device("cpu")
+CPU, OPEN = torch.device("cpu"), az.OPEN
 
 
 class HashEvaluator:
     """Logits and values that are fixed functions of the position, as a network's would be."""
-
-    device = CPU
 
     def __init__(self, go, sharpness=1.0):
         self.go, self.sharpness = go, sharpness
@@ -106,15 +106,15 @@ def assert_same_tree(search, plain, game):
     while stack:
         number, node = stack.pop()
         count += 1
-        visits, q, prior = search.edges[number].double()
-        assert search.visits[number] == node["n"]
+        visits, q, prior = (x[number].double() for x in (search.edge_visits, search.edge_q, search.edge_prior))
+        assert search.node_visits[number] == node["n"]
         for move, (n, w, p) in node["edges"].items():
             assert visits[move] == n and abs(prior[move] - p) < 1e-6
             if n:
                 assert abs(q[move] - w / n) < 1e-5
         for move, child in node["children"].items():
             if not child["over"]:
-                stack.append((int(search.child[number, move]), child))
+                stack.append((int(search.edge_child[number, move]), child))
     return count
 
 
@@ -135,7 +135,7 @@ def test_one_slot_is_the_serial_search(size, fpu):
                 for _ in range(num_simulations):
                     plain[g].simulate()
                 assert assert_same_tree(search, plain[g], g) > num_simulations / 8
-        assert (search.visits[search.roots] > num_simulations).logical_or(boards.is_over).all()
+        assert (search.node_visits[search.roots] > num_simulations).logical_or(boards.is_over).all()
         moves = search.visit_counts().argmax(1)
         moves = torch.where(boards.is_over, 0, moves)
         over = boards.is_over
@@ -176,25 +176,25 @@ def test_root_noise_in_both_forms():
 
 def test_two_slots_leave_no_pseudo_visits_and_hardly_fail_once_under_way():
     go, num_games = Go(7), 16
-    args, boards = az.Args(komi=0.5, c_puct=2.0), make_boards(Go(7), 16, 8)
+    args, boards = az.Args(komi=0.5, c_puct=2.0), make_boards(go, num_games, 8)
     search = az.Search(go, [HashEvaluator(go) for _ in range(2)], num_games, 400, args)
     search.reset(boards)
     request, finish, most = search.request, search.finish, []
 
     def watch(slot, games):
         done = request(slot, games)
-        assert search.pseudo.long().sum(1)[search.roots].equal(search.root_pseudo)
-        limit = args.pseudo_limit * search.visits[search.roots]
-        assert (search.root_pseudo <= limit).all()
+        num_pseudo = search.edge_pseudo[search.roots].sum(1)
+        assert (num_pseudo <= args.pseudo_limit * search.node_visits[search.roots]).all()
+        assert sum(slot.num_pseudo for slot in search.slots).equal(num_pseudo)
         both = [slot.leaf[slot.games] for slot in search.slots]
         assert len(torch.cat(both).unique()) == sum(map(len, both))  # no leaf is on its way twice
-        most.append(int(search.root_pseudo.max()))
+        most.append(int(num_pseudo.max()))
         return done
 
     def check_finish(slot):
         finish(slot)
         if not any(len(slot.games) for slot in search.slots):
-            assert not search.pseudo.any() and not search.root_pseudo.any()
+            assert not search.edge_pseudo.any()
 
     search.request, search.finish = watch, check_finish
     rates = []
@@ -202,11 +202,96 @@ def test_two_slots_leave_no_pseudo_visits_and_hardly_fail_once_under_way():
         search.counts = dict.fromkeys(search.counts, 0)
         search.run(num_simulations)
         rates.append(1 - search.counts["sent"] / search.counts["turns"])
-        assert not search.pseudo.any() and not search.root_pseudo.any()
-    assert (search.visits[search.roots] == 401).all()
+        assert not search.edge_pseudo.any()
+    assert (search.node_visits[search.roots] == 401).all()
     assert (search.visit_counts().sum(1) == 400).all()
     assert max(most) > 0  # there were collisions
     assert 0.1 < rates[0] < 0.25 and rates[1] < 0.02
+
+
+def test_a_request_descends_a_bounded_number_of_times():
+    """With a prior that leaves one move to play, each descent ends at the leaf that the other slot has."""
+
+    def evaluate(boards, legal):
+        logits = torch.full(legal.shape, -50.0)
+        logits[:, -1] = 50.0  # the pass
+        return logits, torch.full((len(legal),), 0.5)
+
+    go = Go(5)
+    search = az.Search(go, [evaluate] * 2, 4, 400, az.Args(pseudo_limit=0.5))
+    search.reset(go.new(4))
+    descend, num_descents, most = search.descend, [], []
+
+    def watch(slot, games):
+        num_descents.append(len(games))
+        descend(slot, games)
+
+    def watch_request(slot, games, request=search.request):
+        num_descents.clear()
+        sent = request(slot, games)
+        most.append(len(num_descents))
+        return sent
+
+    search.descend, search.request = watch, watch_request
+    search.run(200)
+    assert max(most) == az.MAX_DESCENTS and (search.node_visits[search.roots] == 201).all()
+    assert not search.edge_pseudo.any()
+
+
+def test_subtrees_move_together():
+    """Against following every node's parents to the root, for random trees with numbers that are not in use."""
+    generator, num_games, num_nodes = torch.Generator().manual_seed(0), 7, 12
+    none = num_games * num_nodes
+    for _ in range(20):
+        parent, new_root = torch.full((none + 1,), none), []
+        for game in range(num_games):
+            first, size = game * num_nodes, int(torch.randint(2, num_nodes + 1, (), generator=generator))
+            for i in range(1, size):
+                parent[first + i] = first + int(torch.randint(0, i, (), generator=generator))
+            if game != 3:  # begins anew
+                new_root.append(first + int(torch.randint(1, size, (), generator=generator)))
+        found, expected = az.move_subtrees(parent, torch.tensor(new_root), num_nodes), []
+        for game in range(num_games):
+            stay = 0
+            for node in range(game * num_nodes, (game + 1) * num_nodes):
+                ancestors = [node]
+                while parent[ancestors[-1]] != none:
+                    ancestors.append(int(parent[ancestors[-1]]))
+                stays = bool(set(ancestors) & set(new_root))
+                expected.append(game * num_nodes + stay if stays else none)
+                stay += stays
+        assert found.tolist() == [*expected, none]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_visits_add_up_after_50_moves_with_kept_trees(num_slots):
+    """Eq. 2 at every node: N(s) is 1 and the visits of its edges, and those of an edge are the visits of its child."""
+    go, num_games = Go(6), 3
+    args = az.Args(num_slots=num_slots)
+    search = az.Search(go, [HashEvaluator(go, 8.0)] * num_slots, num_games, 24, args)  # a sharp prior: deep trees
+    boards = go.new(num_games)
+    search.reset(boards)
+    torch.manual_seed(0)
+    was_full = False
+    for _ in range(50):
+        search.run(24)
+        was_full |= bool((search.num_nodes > 2 * search.max_nodes // 3).any())
+        nodes = (search.node_status[:-1] == OPEN).nonzero()[:, 0]
+        first = search.roots[nodes // search.max_nodes]
+        nodes = nodes[nodes - first < search.num_nodes[nodes // search.max_nodes]]
+        assert torch.equal(search.node_visits[nodes], 1 + search.edge_visits[nodes].sum(1))
+        child = search.edge_child[nodes].long()
+        is_open = search.node_status[child] == OPEN
+        assert torch.equal(search.node_visits[child][is_open], search.edge_visits[nodes][is_open])
+        totals = search.node_value + (search.edge_visits * search.edge_q).sum(1)
+        q = 1 - totals / search.node_visits  # of each node, for the side that moved there
+        assert (q[child] - search.edge_q[nodes])[is_open].abs().max() < 1e-4
+        moves = search.visit_counts()[:, :-1].argmax(1)
+        boards = go.play(boards, moves)
+        over = boards.is_over
+        boards.replace_rows(over, go.new(int(over.sum())))
+        search.advance(moves, boards, over)
+    assert was_full
 
 
 def test_without_room_for_pseudo_visits_two_slots_are_the_serial_search():
@@ -241,7 +326,7 @@ def test_time_and_games_that_are_over_stop_a_search():
     boards = go.play(boards, torch.tensor([25, 25]))  # the first game is over
     search = az.Search(go, [HashEvaluator(go)], 2, 10_000, az.Args(komi=0.5))
     search.reset(boards)
-    assert search.value[search.roots[0]] == 0  # black to move, nothing on the board, half a point of komi
+    assert search.node_value[search.roots[0]] == 0  # black to move, nothing on the board, half a point of komi
     start = time.monotonic()
     search.run(10_000, start + 0.3)
     assert time.monotonic() - start < 2
@@ -251,8 +336,6 @@ def test_time_and_games_that_are_over_stop_a_search():
 
 class AreaEvaluator:
     """Perfect values where every stone on the board lives: who is ahead wins, whatever is played."""
-
-    device = CPU
 
     def __init__(self, go, komi):
         self.go, self.komi = go, komi
@@ -269,7 +352,8 @@ def test_a_won_game_is_not_hurried():
     search = az.Search(go, [AreaEvaluator(go, komi)], 1, 300, az.Args(komi=komi, num_slots=1))
     search.reset(boards)
     search.run(300)
-    counts, q, _ = search.edges[0][:, search.edges[0, 2] > 0]
+    is_legal = search.edge_prior[0] > 0
+    counts, q = search.edge_visits[0, is_legal], search.edge_q[0, is_legal]
     assert len(counts) == 4 and (q == 1).all() and counts.tolist() == [75] * 4  # equal priors, equal visits
 
 
@@ -292,22 +376,25 @@ EYE_OF_THREE = ".X.XX XXXXX OOOOO O...O OOOOO"  # white lives or dies at C2, bla
 
 
 @pytest.mark.parametrize(
-    ("text", "to_play", "komi", "move", "num_simulations", "num_slots"),
+    ("text", "to_play", "komi", "move", "num_games", "num_simulations", "num_slots"),
     [
-        (EYE_OF_THREE, 1, 0.5, 17, 200, 1),
-        (EYE_OF_THREE, 1, 0.5, 17, 200, 2),
-        (EYE_OF_THREE, -1, 0.5, 17, 200, 2),
-        ("... ... ...", 1, 8.5, 4, 1000, 2),  # the centre, and only it, wins the board
+        (EYE_OF_THREE, 1, 0.5, 17, 1, 200, 1),
+        (EYE_OF_THREE, 1, 0.5, 17, 1, 200, 2),
+        (EYE_OF_THREE, -1, 0.5, 17, 1, 200, 2),
+        ("... ... ...", 1, 8.5, 4, 16, 300, 2),  # the centre, and only it, wins the board
     ],
 )
-def test_forced_wins_are_found(text, to_play, komi, move, num_simulations, num_slots):
-    """The only moves that win, for a search that knows nothing but the rules and the results of random games."""
+def test_forced_wins_are_found(text, to_play, komi, move, num_games, num_simulations, num_slots):
+    """The only moves that win, for searches that know nothing but the rules and the results of random games.
+
+    On the empty board one search in five still prefers another move after 400 simulations: 16 of them vote.
+    """
     go = Go(len(text.split()))
     evaluators = [RolloutEvaluator(go, komi, k) for k in range(num_slots)]
-    search = az.Search(go, evaluators, 1, num_simulations, az.Args(komi=komi), scores=az.ucb1_scores)
-    search.reset(set_up(go, text, to_play))
+    search = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=komi), scores=az.ucb1_scores)
+    search.reset(set_up(go, text, to_play).pick(torch.zeros(num_games, dtype=torch.int64)))
     search.run(num_simulations)
-    assert int(search.visit_counts()[0].argmax()) == move
+    assert int(search.visit_counts().sum(0).argmax()) == move
 
 
 def make_agent(size=5, **options):
@@ -467,7 +554,6 @@ def test_pool_samples_in_its_order():
     share = pool.loss.clamp(max=0.5)
     expected = 0.5 * share / share.sum() + 0.5 / 800
     assert (counts["mix"] - expected).abs().sum() < 0.15 < (counts["uniform"] - expected).abs().sum()
-    assert pool.rank()[pool.loss.argmax()] == 0 and pool.rank()[pool.loss.argmin()] == 1
 
 
 def test_pool_survives_a_checkpoint():
@@ -589,6 +675,25 @@ def test_matches_are_balanced_and_counted():
     assert match["win_rate"] == sum(m > 0 for m in own) / 10 and match["margin"] == pytest.approx(sum(own) / 10)
 
 
+def test_games_of_a_match_count_once():
+    scores = score_match([[1], [1], [1], [2], [2]], [2.0, 2.0, 2.0, 0.0, -3.0], [True, True, False, True, False])
+    assert scores["distinct_games"] == 4 and scores["win_rate"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)
+    assert scores["win_rate_black"] == 0.75 and scores["win_rate_white"] == 0.5
+    assert scores["margin"] == pytest.approx((2 - 2 + 0 + 3) / 4)
+    assert (scores["win_rate_low"], scores["win_rate_high"]) == compute_interval(0.625, 4)
+    assert "win_rate_white" not in score_match([[1]], [1.0], [True])
+
+
+def test_openings_differ_as_long_as_there_are_others():
+    go = Go(5)
+    _, moves = draw_openings(go, 60, 2, torch.Generator().manual_seed(0))
+    assert len(set(zip(*(x.tolist() for x in moves), strict=True))) == 60
+    _, moves = draw_openings(go, 60, 1, torch.Generator().manual_seed(0))
+    assert len(set(moves[0].tolist())) == 25
+    boards, moves = draw_openings(go, 3, 0, torch.Generator().manual_seed(0))
+    assert moves == [] and boards.num_moves.tolist() == [0, 0, 0]
+
+
 def test_rollouts_are_fair():
     """On the empty board random games know no colour; a board of black stones with two eyes is black's."""
     go = Go(5)
@@ -603,10 +708,9 @@ def test_rollouts_are_fair():
 
 
 def make_engine(size=5, komi=0.5):
-    agent, args = make_agent(size, simulations_end=16, komi=komi)
-    go = Go(size)
-    thinker = az.Thinker(go, az.make_evaluators(agent.fold_into(az.make_network(size, args, CPU)), go, 1, args), args)
-    return gtp.Engine(thinker.think, "alphazero_go", "1", size, komi, io.StringIO())
+    agent, args = make_agent(size, env_id=f"Go-{size}x{size}", simulations_end=16, komi=komi)
+    thinker = az.Thinker(agent.fold_into(az.make_network(size, args, CPU)), args, CPU)
+    return gtp.Engine(thinker.think, "alphazero_go", size, komi, io.StringIO())
 
 
 def ask(engine, *lines):
@@ -779,6 +883,29 @@ def test_gtp_analysis():
         assert analysis.startswith("=3") and low <= analysis.count("\ninfo move ") <= high and name == "= alphazero_go"
 
 
+def test_gtp_resigns_where_it_is_told_to():
+    engine = make_engine()
+    assert ask(engine, "genmove b")[0] != "= resign"  # never, by default
+    engine.resign_below = 1.0
+    before = engine.positions[:]
+    assert ask(engine, "genmove w") == ["= resign"] and engine.positions == before
+    assert ask(engine, "lz-genmove_analyze w")[0].endswith("play resign")
+
+
+def test_gtp_quit_ends_an_analysis_at_once():
+    engine = make_engine()
+    asked = []
+
+    def lines():
+        yield "lz-analyze 10"
+        time.sleep(0.5)
+        asked.append(time.monotonic())
+        yield "quit"
+
+    engine.serve(lines())
+    assert time.monotonic() - asked[0] < 0.4  # a slice of search, and no wait for the next
+
+
 def test_gtp_analysis_of_a_full_tree_waits(monkeypatch):
     monkeypatch.setattr(az, "MAX_TREE", 30)
     engine = make_engine()
@@ -866,19 +993,15 @@ def test_vertices():
 
 
 gnugo = shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
-GNUGO = f"{gnugo} --mode gtp --chinese-rules --positional-superko --capture-all-dead --level"
+GNUGO = f"{gnugo} --mode gtp --chinese-rules --positional-superko --capture-all-dead --never-resign --level"
 
 
 @pytest.mark.skipif(gnugo is None, reason="GNU Go is not installed: apt install gnugo")
-def test_games_against_gnugo(run_script, tmp_path):
+def test_games_against_gnugo(tmp_path):
     """Whole games between two programs over GTP: every move legal for both, and both count the same score."""
-    flags = "--env-id Go-5x5 --num-games 8 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 16"
-    run = run_script(
-        *("alphazero_go", *flags.split(), "--num-epochs", 1, "--pool-size", 1024, "--eval-episodes", 2),
-        *("--run-dir", tmp_path, "--arena-interval", 0),
-    )
-    assert run.returncode == 0, run.stderr
-    checkpoint = read_result(tmp_path)[0] / "checkpoint.pt"
+    agent, args = make_agent(simulations_end=16)
+    checkpoint = tmp_path / "checkpoint.pt"
+    az.save_checkpoint(checkpoint, args, {}, {"agent": agent})
     command = f"{sys.executable} {ROOT / 'algos' / 'alphazero_go.py'} --gtp {checkpoint}"
     with gtp_client.Client(command) as mine, gtp_client.Client(f"{GNUGO} 1") as other:
         for players in ((mine, other), (other, mine)):
@@ -894,7 +1017,7 @@ def test_games_against_gnugo(run_script, tmp_path):
         assert mine.send("quit") == ""
 
 
-def test_gtp_needs_a_checkpoint_to_play_with(tmp_path, capsys):
+def test_bad_settings_are_one_line_to_play_with(tmp_path, capsys):
     torch.save({"script": "ppo", "args": {}}, tmp_path / "other.pt")
     for flags, message in (
         (["--gtp", str(tmp_path / "other.pt")], "a checkpoint of ppo.py"),
@@ -905,6 +1028,8 @@ def test_gtp_needs_a_checkpoint_to_play_with(tmp_path, capsys):
         (["--pool-size", "100"], "--pool-size"),
         (["--pseudo-limit", "0.9"], "--pseudo-limit"),
         (["--komi", "99"], "--komi"),
+        (["--gamma", "1.5"], "--gamma"),
+        (["--learning-rate", "nan"], "--learning-rate"),
     ):
         with pytest.raises(SystemExit) as error:
             az.main([*flags, "--run-dir", str(tmp_path / "runs")])
@@ -922,8 +1047,6 @@ def test_the_default_run_beats_plain_search(run_script, tmp_path, seed):
     path, result = read_result(tmp_path)
     metrics = result["metrics"]
     assert metrics["eval/win_rate_random"] >= 0.99 and metrics["eval/win_rate_mcts"] >= 0.7
-    elo = [value for _, value in read_scalars(path)["arena/elo"]]
-    assert len(elo) == 4 and elo[0] > 200 and elo[-1] > elo[0]
-    text = (path / "games_mcts.sgf").read_text()
-    assert text.count("(;FF[4]") == 100 and text.count("RE[B+") + text.count("RE[W+") + text.count("RE[0]") == 100
-    assert (path / "board.png").read_bytes().startswith(b"\x89PNG")
+    elo = [value for _, value in read_scalars(path)["eval/elo"]]
+    assert len(elo) > 2 and elo[0] > 0 and elo[-1] > elo[0]
+    assert metrics["eval/distinct_games_mcts"] >= 95

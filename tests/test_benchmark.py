@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+from envs_shared.go_tasks.match import compute_interval
+
 sys.path.append(str(ROOT / "benchmark"))
 import change_detection
 import change_speed
@@ -213,11 +215,12 @@ def test_levels_of_rules_are_found_by_bisection():
 
 def test_matches_count_draws_and_whole_boards():
     games = [{"is_black": True, "margin": 25.0, "moves": [12]}, {"is_black": False, "margin": -25.0, "moves": [12]}]
-    games += [{"is_black": True, "margin": 0.0, "moves": [12]}]
-    row = {"name": "5x5", "size": 5, "komi": 0.0, "level": 1, "colours": "both", "flags": "", "games": games}
+    games += [{"is_black": True, "margin": 0.0, "moves": [13]}, games[0]]
+    row = {"name": "5x5", "size": 5, "komi": 0.0, "level": 1, "simulations": 100, "games": games}
     found = go_matches.summarize(row)
-    assert found["rate"] == 0.5 and found["whole"] == 1 and found["games"] == 3 and found["margin"] == 0
+    assert found["win_rate"] == 0.5 and found["whole"] == 1 and found["games"] == 4 and found["margin"] == 0
     assert go_matches.show_game(row) == "5x5, level 1: C3"
-    assert "| 5x5 | 1 | both | 0 | 3 | **50%**" in go_matches.make_table({"rows": [row]})
+    assert found["win_rate_black"] == 0.75 and found["win_rate_high_black"] == compute_interval(0.75, 2)[1]
+    assert "| 5x5 | 100 | 1 | 0 | 4 | 3 | **50% (" in go_matches.make_table({"rows": [row]})
     half = row | {"komi": 0.5, "games": [{"is_black": False, "margin": 25.5, "moves": []}]}
     assert go_matches.summarize(half)["whole"] == 1  # the whole board for white, and komi

@@ -1,7 +1,7 @@
 """What every script keeps: the contract, held against each script in algos/ by running it.
 
-The scripts in MOVED have the new form, the others the old one. For each script there is one whole run, one that is
-killed and resumed, and a few that go on from copies of the former; from them the tests read what they hold.
+For each script there is one whole run, one that is killed and resumed, and a few that go on from copies of the former;
+from them the tests read what they hold.
 """
 
 import ast
@@ -26,11 +26,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
+from conftest import ENVIRONMENT, ROOT, read_scalars
 from packaging.requirements import Requirement
 from torch.utils.tensorboard import SummaryWriter
 
-MOVED = ["ppo", "ppo_change_detection", "r2d2_lstm", "reinforce_tsp_attention"]  # the scripts in the new form
 SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
 KILLED_AT = 6  # the number of the checkpoint at which a run is killed; the first is of before the training
 
@@ -47,22 +46,21 @@ class Case:
     tags: tuple[str, str]  # logged tags
     shortest: int = 1  # the least that it may be
     max_lines: int = 900
-    score: tuple[str, int] | None = (
-        None  # tag that the best policy is chosen by, if not the headline, 1 or -1 for max, min
-    )
+    score: tuple[str, int] | None = None  # tag that the best is chosen by, if not the headline; 1 for max, -1 for min
     groups: tuple[str, ...] = ()  # of tags, beside charts, losses and eval
 
 
 CASES = {
     "alphazero_go": Case(
         "--env-id Go-2x2 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
-        " --num-epochs 8 --pool-size 256 --batch-size 16 --arena-interval 4 --arena-games 2 --eval-episodes 2"
-        " --checkpoint-interval 1 --eval-interval 5",
-        *("--eval-interval 0 --checkpoint-interval 0", "--num-epochs", 9),
+        " --num-epochs 8 --pool-size 256 --batch-size 16 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2"
+        " --holdout-fraction 0.5",  # so that games are held out in every run
+        *("--eval-interval 100 --checkpoint-interval 0", "--num-epochs", 9),
         progress=("elo=", "epoch"),
-        tags=("arena/elo", "losses/value_loss"),
-        max_lines=1420,  # tree, slots and pool; Thinker for play
-        groups=("arena", "pool", "search"),
+        tags=("eval/elo", "losses/value_loss"),
+        max_lines=1376,  # the aim is 1,100; tree, second slot, pool and GTP engine
+        score=("eval/elo", 1),
+        groups=("pool", "search"),
     ),
     "ppo": Case(
         "--num-envs 8 --num-steps 32 --total-timesteps 2048 --eval-episodes 4 --checkpoint-interval 1"
@@ -100,30 +98,20 @@ CASES = {
     ),
 }
 TIMES = re.compile(r"SPS|per_second|_seconds|_ms$|_idle$")  # metrics that no two runs have in common
-# What the section Run holds, the same to the letter in every script; and what did so in the old form
+# What the section Run holds, the same to the letter in every script
 SHARED = (
     "fail setup_device seed_everything read_clock sum_over_ranks sum_gradients save_checkpoint load_checkpoint "
     "open_run CudaGraph"
-).split()
-OLD_SHARED = (
-    "fail check_range setup_device seed_everything sum_over_ranks sum_gradients make_run_folder make_writer get_commit "
-    "plot_learning_curve write_atomically save_checkpoint load_checkpoint capture_graph"
 ).split()
 COMMON_FLAGS = (
     "exp_name seed torch_deterministic cuda torch_threads run_dir track wandb_project_name wandb_entity capture_video "
     "resume evaluate checkpoint_interval eval_interval eval_episodes compile cuda_graphs"
 ).split()
 SECTIONS = ["Networks", "Storage", None, "Evaluation", "Run", "Training"]  # None: the algorithm's name
-OLD_SECTIONS = ["Networks", "Storage", None, "Evaluation and checkpoints", "Training"]
 
 
-def each(scripts):
-    """Run a test for each of the scripts, with what is made once for all tests of a script."""
-    return pytest.mark.parametrize("script", scripts, indirect=True, scope="module")
-
-
-each_script, each_moved = each(SCRIPTS), each(MOVED)
-each_old = each([script for script in SCRIPTS if script not in MOVED])
+# Run a test for each of the scripts, with what is made once for all tests of a script
+each_script = pytest.mark.parametrize("script", SCRIPTS, indirect=True, scope="module")
 
 
 # Runs that many tests read
@@ -139,8 +127,8 @@ class Run:
     written: list[str]
 
 
-def run_main(script, *flags, packages=()):
-    """Call the script's `main` where neither wandb nor matplotlib is installed, or those in `packages` are."""
+def run_main(script, *flags):
+    """Call the script's `main` where neither wandb nor matplotlib is installed."""
     module, out, err, written = importlib.import_module(f"algos.{script}"), io.StringIO(), io.StringIO(), []
     replace, flush = os.replace, SummaryWriter.flush
 
@@ -153,7 +141,7 @@ def run_main(script, *flags, packages=()):
         flush(writer)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        for name in {"wandb", "matplotlib", "matplotlib.figure"} - set(packages):
+        for name in ("wandb", "matplotlib", "matplotlib.figure"):
             patch.setitem(sys.modules, name, None)
         patch.setattr(os, "replace", record)
         patch.setattr(SummaryWriter, "flush", record_flush)
@@ -162,15 +150,14 @@ def run_main(script, *flags, packages=()):
     return Run(Path(folder[1]) if folder else None, out.getvalue(), err.getvalue(), written)
 
 
-def run_short(script, folder, *flags, **kwargs):
-    return run_main(script, *CASES[script].short.split(), "--seed", 3, "--run-dir", folder, *flags, **kwargs)
+def run_short(script, folder, *flags):
+    return run_main(script, *CASES[script].short.split(), "--seed", 3, "--run-dir", folder, *flags)
 
 
 @pytest.fixture(scope="module")
 def whole(script, tmp_path_factory):
     """A run from its beginning to its end."""
-    packages = () if script in MOVED else ("matplotlib", "matplotlib.figure")
-    return run_short(script, tmp_path_factory.mktemp("whole"), packages=packages)
+    return run_short(script, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
@@ -245,19 +232,13 @@ def assert_refuses(script, capsys, flags, *messages):
 def test_run_folder_result_and_checkpoint(script, whole):
     path, result, case = whole.path, read_json(whole.path / "result.json"), CASES[script]
     assert re.fullmatch(rf"{re.escape(result['env_id'])}__{script}__3__\d+", path.name)
-    keys = "script env_id seed headline metrics env_steps wall_seconds cpu_seconds device torch commit args".split()
-    assert list(result) == [key for key in keys if key != "commit" or script not in MOVED]
+    keys = "script env_id seed headline metrics env_steps wall_seconds cpu_seconds device torch args".split()
+    assert list(result) == keys
     assert result["script"] == script and result["seed"] == 3 and result["headline"] in result["metrics"]
     assert all(isinstance(v, (int, float)) for v in result["metrics"].values())
     assert result["env_steps"] > 0 and result["wall_seconds"] > 0 and result["cpu_seconds"] > 0
     assert load(path / "checkpoint.pt")["script"] == script
-    if script in MOVED:
-        assert {p.name for p in path.iterdir() if "events" not in p.name} == {"checkpoint.pt", "best.pt", "result.json"}
-    else:
-        assert not list(path.glob("*.tmp"))
-        assert read_json(path / "args.json") == result["args"]
-        png = (path / "learning_curve.png").read_bytes()
-        assert png.startswith(b"\x89PNG") and len(png) > 5000
+    assert {p.name for p in path.iterdir() if "events" not in p.name} == {"checkpoint.pt", "best.pt", "result.json"}
     scalars = read_scalars_once(path)
     assert {tag.split("/")[0] for tag in scalars} == {"charts", "losses", "eval", *case.groups}
     assert set(case.tags) <= scalars.keys()
@@ -294,8 +275,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(script, whole, cut):
     ends = [load(path / "checkpoint.pt") for path in (whole.path, resumed.path)]
     for part in ("agent", "optimizer"):
         assert_equal(*(end[part] for end in ends))
-    if script in MOVED:
-        assert_equal(*(load(path / "best.pt")["agent"] for path in (whole.path, resumed.path)))
+    assert_equal(*(load(path / "best.pt")["agent"] for path in (whole.path, resumed.path)))
     a, b = (drop_times(read_json(path / "result.json")["metrics"]) for path in (whole.path, resumed.path))
     assert a == b
     assert read_scalars(left)  # what it had logged is gone on with
@@ -338,10 +318,7 @@ def test_a_death_at_any_moment_of_writing_leaves_the_old_checkpoint_or_the_new_o
     module, path = importlib.import_module(f"algos.{script}"), tmp_path / "checkpoint.pt"
 
     def write(x):
-        if script in MOVED:
-            module.save_checkpoint(path, module.Args(), {"x": x}, {"agent": torch.nn.Linear(20, 20)})
-        else:
-            module.save_checkpoint(path, {"x": x, "agent": torch.zeros(400)})
+        module.save_checkpoint(path, module.Args(), {"x": x}, {"agent": torch.nn.Linear(20, 20)})
 
     def write_and_die(last_line):
         lines = itertools.count()
@@ -386,18 +363,7 @@ def test_a_run_killed_before_its_result_is_finished_by_a_resume(script, whole, c
     assert are_same_weights(copied, whole.path)
 
 
-@each_old
-def test_a_finished_run_is_extended_in_a_new_folder(script, whole, tmp_path, capsys):
-    checkpoint, length = whole.path / "checkpoint.pt", CASES[script].length
-    before = {p: p.read_bytes() for p in whole.path.iterdir()}
-    assert_refuses(script, capsys, ["--resume", checkpoint], length)
-    run_main(script, "--resume", checkpoint, length, CASES[script].extended, "--run-dir", tmp_path)
-    assert {p: p.read_bytes() for p in whole.path.iterdir()} == before
-    _, result = read_result(tmp_path)
-    assert result["env_steps"] > read_json(whole.path / "result.json")["env_steps"]
-
-
-@each_moved
+@each_script
 def test_a_finished_run_is_extended_in_its_folder(script, whole, copied, capsys):
     """The result of before stays beside the new one."""
     checkpoint, length, before = copied / "checkpoint.pt", CASES[script].length, (copied / "result.json").read_bytes()
@@ -418,10 +384,7 @@ def test_a_finished_run_is_extended_in_its_folder(script, whole, copied, capsys)
 def test_runs_started_in_the_same_second_get_folders_of_their_own(script, tmp_path, monkeypatch):
     module, ticks = importlib.import_module(f"algos.{script}"), itertools.count()
     monkeypatch.setattr(module.time, "time", lambda: 1e9 + next(ticks) * 1e-6)
-    if script in MOVED:
-        paths = {run_short(script, tmp_path, CASES[script].length, CASES[script].shortest).path for _ in range(2)}
-    else:
-        paths = {module.make_run_folder(module.Args(run_dir=str(tmp_path)), None) for _ in range(2)}
+    paths = {run_short(script, tmp_path, CASES[script].length, CASES[script].shortest).path for _ in range(2)}
     assert len(paths) == 2 and paths == set(tmp_path.iterdir())
 
 
@@ -436,17 +399,12 @@ def evaluate(script, *flags):
 @each_script
 def test_evaluation_prints_the_numbers_of_the_run(script, whole):
     metrics = read_json(whole.path / "result.json")
-    headline, metrics = metrics["headline"], drop_times(metrics["metrics"])
+    metrics = drop_times(metrics["metrics"])
     files = {p: p.read_bytes() for p in whole.path.iterdir()}
     printed = drop_times(evaluate(script, whole.path / "checkpoint.pt"))
-    assert headline in printed
-    common = metrics.keys() & printed.keys()
-    assert {k: printed[k] for k in common} == pytest.approx({k: metrics[k] for k in common}, abs=0.006)
-    if script in MOVED:
-        best = {
-            k.replace("eval/", "best/", 1): v for k, v in drop_times(evaluate(script, whole.path / "best.pt")).items()
-        }
-        assert printed | best == pytest.approx(metrics, abs=0.006)  # the same episodes, of both
+    best = drop_times(evaluate(script, whole.path / "best.pt"))
+    best = {name.replace("eval/", "best/", 1): value for name, value in best.items()}
+    assert printed | best == pytest.approx(metrics, abs=0.006)  # the same episodes, of both
     assert {p: p.read_bytes() for p in whole.path.iterdir()} == files
 
 
@@ -455,8 +413,7 @@ def test_evaluation_prints_the_numbers_of_the_run(script, whole):
 
 @each_script
 def test_runs_without_wandb_and_matplotlib(script, same, tmp_path, monkeypatch, capsys):
-    """As all runs here but the whole one of the old form do, which says so."""
-    assert script in MOVED or "pip install matplotlib" in same.out
+    """As all runs here do."""
     assert not list(same.path.glob("*.png"))
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert_refuses(script, capsys, ["--track", "--run-dir", tmp_path / "runs"], "pip install wandb")
@@ -489,14 +446,15 @@ def test_bad_files_and_folders_are_one_line_and_exit_code_2(script, tmp_path, mo
         ("--torch-threads 0", "--torch-threads"),
         ("--eval-episodes 0", "--eval-episodes"),
         ("--checkpoint-interval -1", "--checkpoint-interval"),
-        *([("--evaluate list.pt", "list.pt: "), ("--resume=", "no such checkpoint")] if script in MOVED else []),
+        ("--evaluate list.pt", "list.pt: "),
+        ("--resume=", "no such checkpoint"),
     ):
         before = sorted(tmp_path.iterdir())
         assert_refuses(script, capsys, flags.split(), message)
         assert sorted(tmp_path.iterdir()) == before
 
 
-@each_moved
+@each_script
 def test_tracking_without_a_login_is_one_line_and_exit_code_2(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))  # where a login is kept
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -506,7 +464,7 @@ def test_tracking_without_a_login_is_one_line_and_exit_code_2(script, tmp_path, 
     assert not (tmp_path / "runs").exists()
 
 
-@each_moved
+@each_script
 def test_the_best_policy_is_the_one_that_scored_best_and_cannot_be_resumed(script, whole, capsys):
     """Of those evaluated on the way; ties go to the later one."""
     best, result = load(whole.path / "best.pt"), read_json(whole.path / "result.json")
@@ -517,7 +475,7 @@ def test_the_best_policy_is_the_one_that_scored_best_and_cannot_be_resumed(scrip
     assert_refuses(script, capsys, ["--resume", whole.path / "best.pt"], "best.pt", "--resume")
 
 
-@each_moved
+@each_script
 def test_settings_that_a_checkpoint_lacks_take_their_defaults(script, whole, tmp_path, monkeypatch):
     """As a checkpoint does that was written before a flag was added."""
     module, checkpoint = importlib.import_module(f"algos.{script}"), load(whole.path / "checkpoint.pt")
@@ -538,21 +496,16 @@ def test_settings_that_a_checkpoint_lacks_take_their_defaults(script, whole, tmp
 
 
 def read_fields(script):
-    """Common fields of Args, [(name, annotation, default, description), ...], in the form of the script."""
+    """Fields of Args, [(name, annotation, default, comment), ...], one line each."""
     text = source(script)
     (args,) = (n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "Args")
-    lines, body, found = text.splitlines(), args.body[1:], []  # without the docstring
-    if script in MOVED:
-        for field in body:
-            assert isinstance(field, ast.AnnAssign) and field.lineno == field.end_lineno, ast.unparse(field)
-            comment = lines[field.lineno - 1][field.end_col_offset :]
-            assert re.fullmatch(r"  # \S.*", comment), f"{field.target.id}: {comment}"
-            found.append((field, comment[4:]))
-    else:
-        for field, doc in zip(body[0::2], body[1::2], strict=True):
-            assert isinstance(field, ast.AnnAssign) and isinstance(doc.value.value, str), ast.unparse(field)
-            found.append((field, doc.value.value))
-    return [(f.target.id, ast.unparse(f.annotation), ast.unparse(f.value), doc) for f, doc in found]
+    lines, found = text.splitlines(), []
+    for field in args.body[1:]:  # without the docstring
+        assert isinstance(field, ast.AnnAssign) and field.lineno == field.end_lineno, ast.unparse(field)
+        comment = lines[field.lineno - 1][field.end_col_offset :]
+        assert re.fullmatch(r"  # \S.*", comment), f"{field.target.id}: {comment}"
+        found.append((field.target.id, ast.unparse(field.annotation), ast.unparse(field.value), comment[4:]))
+    return found
 
 
 @each_script
@@ -561,13 +514,12 @@ def test_common_flags_come_first_and_are_the_same_everywhere(script):
     common = [f for f in COMMON_FLAGS if f != "capture_video" or any(f[0] == "capture_video" for f in mine)]
     assert [f[0] for f in mine[: len(common)]] == common
     assert not {f[0] for f in mine[len(common) :]} & set(COMMON_FLAGS)
-    others = MOVED if script in MOVED else set(SCRIPTS) - set(MOVED)
-    theirs = [dict((f[0], f) for f in read_fields(other)) for other in others]
+    theirs = [dict((f[0], f) for f in read_fields(other)) for other in SCRIPTS]
     for field in mine[: len(common)]:
         assert all(other.get(field[0], field) == field for other in theirs)
 
 
-@each_moved
+@each_script
 def test_help_shows_every_field_with_its_comment(script, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
@@ -587,13 +539,11 @@ def find_functions(script):
 
 @each_script
 def test_shared_functions_are_the_same_to_the_letter(script):
-    names, others = (SHARED, MOVED) if script in MOVED else (OLD_SHARED, [s for s in SCRIPTS if s not in MOVED])
-    mine, theirs = find_functions(script), [find_functions(other) for other in others]
-    for name in names:
+    mine, theirs = find_functions(script), [find_functions(other) for other in SCRIPTS]
+    for name in SHARED:
         assert any(name in other for other in theirs), name
         assert name not in mine or all(other.get(name, mine[name]) == mine[name] for other in theirs), name
-    needed = "fail setup_device seed_everything save_checkpoint load_checkpoint"
-    assert {*needed.split(), *(["open_run"] if script in MOVED else ["make_run_folder", "make_writer"])} <= mine.keys()
+    assert {*"fail setup_device seed_everything save_checkpoint load_checkpoint open_run".split()} <= mine.keys()
 
 
 def find_sections(script):
@@ -606,11 +556,11 @@ def find_sections(script):
 @each_script
 def test_sections_are_in_order_and_the_script_is_no_longer_than_it_may(script):
     titles = [None if i == 2 else title for i, title in enumerate(find_sections(script))]
-    assert titles == (SECTIONS if script in MOVED else OLD_SECTIONS)
+    assert titles == SECTIONS
     assert source(script).count("\n") <= CASES[script].max_lines
 
 
-@each_moved
+@each_script
 def test_section_run_is_short_and_has_nothing_of_its_own(script):
     section = find_sections(script)["Run"]
     names = [getattr(n, "name", None) for n in ast.parse(section).body]
@@ -618,7 +568,7 @@ def test_section_run_is_short_and_has_nothing_of_its_own(script):
     assert section.strip().count("\n") <= 122  # the aim is 110
 
 
-@each_moved
+@each_script
 def test_the_loop_of_the_training_stands_in_train_on_one_screen(script):
     (train,) = (n for n in ast.parse(source(script)).body if isinstance(n, ast.FunctionDef) and n.name == "train")
     assert not any(isinstance(n, (ast.FunctionDef, ast.ClassDef)) for n in list(ast.walk(train))[1:])
@@ -626,7 +576,7 @@ def test_the_loop_of_the_training_stands_in_train_on_one_screen(script):
     assert loop.end_lineno - loop.lineno < 60
 
 
-@each_moved
+@each_script
 def test_nothing_is_packed(script):
     """No assignment gives three or more names as many values of their own; one statement a line."""
     statements = [n for n in ast.walk(ast.parse(source(script))) if isinstance(n, ast.stmt)]
@@ -655,7 +605,7 @@ def test_pep723_block_fits_requirements_and_imports(script):
     assert metadata["requires-python"] == ">=3.11"
     ranges = {r.name: r.specifier for r in map(Requirement, metadata["dependencies"])}
     pins = {r.name: r.specifier for r in map(Requirement, (ROOT / "requirements.txt").read_text().split())}
-    assert ranges.keys() <= pins.keys() and (script in MOVED or ranges.keys() == pins.keys())
+    assert ranges.keys() <= pins.keys()
     for name, specifier in ranges.items():
         (pin,) = pins[name]
         assert pin.operator == "==" and specifier.contains(pin.version), name
@@ -665,10 +615,8 @@ def test_pep723_block_fits_requirements_and_imports(script):
     third_party = {m.split(".")[0] for m in modules} - set(sys.stdlib_module_names) - {"envs_shared"}
     used = {{"PIL": "pillow"}.get(m, m) for m in third_party}
     assert used <= ranges.keys()
-    if (
-        script in MOVED
-    ):  # and no more than is used; tensorboard by torch, pillow by it for pictures, matplotlib by helpers
-        assert ranges.keys() - used <= {"tensorboard", "pillow", "numpy", "tqdm", "matplotlib"}
+    # And no more than is used; tensorboard by torch, pillow by it for pictures, matplotlib by helpers
+    assert ranges.keys() - used <= {"tensorboard", "pillow", "numpy", "tqdm", "matplotlib"}
     assert not any(m.split(".")[0] in ("algos", "tests", *SCRIPTS) for m in modules)
     assert not {m.split(".")[0] for m in find_imports(tree.body)} & {"wandb", "matplotlib"}  # imported where used
 

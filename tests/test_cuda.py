@@ -18,6 +18,7 @@ import torch
 from conftest import read_result
 from pretend_cuda import NAME, is_same, pretend_cuda
 
+from algos import alphazero_go as az
 from algos import ppo
 from algos import ppo_change_detection as cd
 from algos import r2d2_lstm as r2d2
@@ -28,7 +29,7 @@ from envs_shared.gym_tasks.vector import GymVec
 
 @dataclass
 class Run:
-    """A small run of six iterations or more, of which the later ones replay, evaluated at the end alone."""
+    """A small run of three iterations or more, of which the later ones replay, evaluated at the end alone."""
 
     script: ModuleType
     flags: str
@@ -48,7 +49,11 @@ ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
 CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
 CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 6 --checkpoint-interval 0"
 CHANGE += " --eval-interval 100 --eval-episodes 1"
+GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 2 --simulations-end 2 --num-slots 2"
+GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --checkpoint-interval 0 --eval-interval 100"
+GO += " --eval-episodes 1"
 RUNS = {
+    "go": Run(az, GO, max_waits=400, max_launches=8000),  # its graphs are of the network alone, one for each slot
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
@@ -77,11 +82,24 @@ class Interrupted(Exception):
     """A run was to end before its time."""
 
 
+class QuickOpponent:
+    """Values that depend on the number of moves alone, in the place of whole random games."""
+
+    def __init__(self, go, komi, seed):
+        pass
+
+    def __call__(self, boards, legal):
+        return torch.zeros_like(legal, dtype=torch.float32), boards.num_moves % 3 / 2
+
+
 @contextlib.contextmanager
 def short_evaluations():
     """A pretend GPU, and evaluations of few steps."""
-    with mock.patch.object(scores, "MAX_STEPS", 5), pretend_cuda() as gpu:
-        yield gpu
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(scores, "MAX_STEPS", 5))
+        stack.enter_context(mock.patch.object(az, "RolloutEvaluator", QuickOpponent))
+        stack.enter_context(mock.patch.object(az, "MAX_TREE", 8))
+        yield stack.enter_context(pretend_cuda())
 
 
 def play(run: Run, has_graphs: bool, folder: Path, *flags: str, last_iteration: int | None = None) -> Outcome:

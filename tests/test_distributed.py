@@ -14,7 +14,7 @@ import pytest
 import torch
 import tyro
 from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
-from test_contract import CASES, MOVED, assert_no_step_twice, each_script, load, run_main
+from test_contract import CASES, assert_no_step_twice, each_script, load, run_main
 from torch.distributed.run import get_args_parser
 
 PAGE = ROOT / "docs" / "scaling.md"
@@ -23,6 +23,7 @@ TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 STATISTICS = re.compile(r"running_|num_batches_tracked")  # which are gathered whatever the rate
 MOVES_NOTHING = {
+    "alphazero_go": "",
     "ppo": "",
     "ppo_change_detection": "--supervised-lr 1e-30",
     "r2d2_lstm": "",
@@ -60,8 +61,8 @@ def load_ranks(folder, name):
 def ranks(script, tmp_path_factory):
     """What two processes do and hold: in a run, in one that goes on from half-way, and in an update."""
     out = tmp_path_factory.mktemp("ranks")
-    # Scripts in the new form begin new episodes: with a learning rate that moves nothing, the weights show what went on
-    more = f"--learning-rate 1e-30 --no-anneal-lr {MOVES_NOTHING[script]}" if script in MOVED else ""
+    # They begin new episodes: with a learning rate that moves nothing, the weights show what went on
+    more = f"--learning-rate 1e-30 --no-anneal-lr {MOVES_NOTHING[script]}"
     output = launch(*TWO_RANKS, "train", script, out, CASES[script].short, f"--track {more}")
     path, result = read_result(out / "whole")
     held = {name: load_ranks(out, name) for name in ("whole", "resumed", "update")}
@@ -71,8 +72,7 @@ def ranks(script, tmp_path_factory):
 @each_script
 def test_two_processes_train_as_one(script, ranks):
     """One run folder, one log, equal weights, other random numbers in each; so in the run that goes on, too."""
-    # One process talks: in the summary, in the old form at the start too
-    assert ranks.output.count("run folder") == (2 if script in MOVED else 4)
+    assert ranks.output.count("run folder") == 2  # in the summaries: one process talks
     assert list((ranks.out / "whole").iterdir()) == [ranks.path]
     assert len(list(ranks.path.glob("events*"))) == 1
     for name, path in (("whole", ranks.path), ("resumed", ranks.out / "resumed")):
@@ -85,20 +85,16 @@ def test_two_processes_train_as_one(script, ranks):
 
 @each_script
 def test_a_run_of_two_processes_goes_on(script, ranks):
-    """To the same numbers in the old form; in the new one weights, optimizer and counters go on. In one process too."""
+    """Weights, optimizer and counters go on. In one process too."""
     half, whole, resumed = (load(p / "checkpoint.pt") for p in (ranks.out / "half", ranks.path, ranks.out / "resumed"))
     assert half["iteration"] < whole["iteration"] == resumed["iteration"]
     assert_no_step_twice(read_scalars(ranks.out / "resumed"))
-    if script in MOVED:
-        weights = [{k: x for k, x in end["agent"].items() if not STATISTICS.search(k)} for end in (resumed, half)]
-        torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
-        steps = [{float(state["step"]) for state in x["optimizer"]["state"].values()} for x in (whole, resumed)]
-        assert len(steps[0]) == len(steps[1]) == (4 if script == "ppo_change_detection" else 1)  # by stage
-        # R2D2's replay starts empty and fills first
-        assert steps[0] == steps[1] or (script == "r2d2_lstm" and max(steps[1]) > half["num_updates"])
-    else:
-        torch.testing.assert_close(resumed["agent"], whole["agent"], rtol=0, atol=0)
-        assert any(not torch.equal(x, half["agent"][name]) for name, x in whole["agent"].items())
+    weights = [{k: x for k, x in end["agent"].items() if not STATISTICS.search(k)} for end in (resumed, half)]
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
+    steps = [{float(state["step"]) for state in x["optimizer"]["state"].values()} for x in (whole, resumed)]
+    assert len(steps[0]) == len(steps[1]) == (4 if script == "ppo_change_detection" else 1)  # by stage
+    # R2D2's replay starts empty and fills first
+    assert steps[0] == steps[1] or (script == "r2d2_lstm" and max(steps[1]) > half["num_updates"])
     alone = ranks.out / "half"
     run_main(script, "--resume", alone / "checkpoint.pt")
     assert load(alone / "checkpoint.pt")["iteration"] == whole["iteration"]

@@ -658,7 +658,7 @@ def make_run_folders(runs):
     write_log(runs / "T-v0__mine__10__4", tags[:2])
     torch.save({"script": "ppo", "agent": torch.zeros(3)}, runs / "T-v0__mine__10__4" / "checkpoint.pt")
     write_log(runs / "T-v0__mine__2__5" / "wandb" / "files", tags)
-    write_log(runs / "T-v0__mine__1__6", ["arena/elo"])
+    write_log(runs / "T-v0__mine__1__6", ["eval/elo"])
     write_result(runs / "T-v0__mine__1__6", script="alphazero_go")
     write_result(runs / "Go__gnugo__1__7", script="gnugo")
     (runs / "benchmark" / "a").mkdir(parents=True)

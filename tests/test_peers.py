@@ -2,13 +2,22 @@
 
 import argparse
 import contextlib
+import io
 import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
+
+from algos import alphazero_go as az
+from envs_shared.go_tasks import gtp
+from envs_shared.go_tasks.files import format_vertex
+from envs_shared.go_tasks.gtp_words import parse_move
+from envs_shared.go_tasks.rules import Go
 
 PEERS = ROOT / "benchmark" / "peers"
 sys.path += [str(ROOT / "benchmark"), str(PEERS)]
@@ -52,7 +61,7 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
     "gnugo_match": (
         None,
         ("--games 2 --simulations-end 8",),
-        "ours_win_rate ours_points peer_points mean_margin",
+        "ours_win_rate ours_points peer_points mean_margin distinct_games",
         "",
     ),
     "elkai_lkh": ("elkai", ("",), "length gap gap_std ms instances_per_cpu_second", ""),
@@ -218,12 +227,60 @@ def test_colours_and_openings_of_a_match_are_balanced(monkeypatch):
         return [*opening, 7], 3.0
 
     monkeypatch.setattr(go_matches.gtp_client, "play_game", play_game)
-    games = go_matches.play("us", lambda i: contextlib.nullcontext("them"), 5, 0.5, 8, "both", seed=1)
+    games = go_matches.play("us", lambda i: contextlib.nullcontext("them"), 5, 0.5, 8, seed=1)
     assert [black for black, _ in seen] == ["us", "them"] * 4
     openings = [opening for _, opening in seen]
-    assert openings[::2] == openings[1::2] and [len(x) for x in openings[::2]] == [0, 2, 0, 2]
+    assert openings[::2] == openings[1::2] and len(set(openings)) == 4 and {len(x) for x in openings} == {2}
     summary = go_matches.summarize({"games": games, "size": 5, "komi": 0.5})
-    assert summary["rate"] == 0.5 and summary["margin"] == 0
+    assert summary["win_rate"] == 0.5 and summary["margin"] == 0 and summary["distinct_games"] == 8
+    assert summary["win_rate_black"] == 1 and summary["win_rate_white"] == 0
+
+
+class Player:
+    """A program that speaks GTP and plays the first legal move from the other end of the board, eyes aside."""
+
+    def __init__(self):
+        self.go = Go(5)
+
+    def send(self, command):
+        name, *words = command.split()
+        if name == "clear_board":
+            self.boards = self.go.new(1)
+        elif name == "play":
+            self.boards = self.go.play(self.boards, torch.tensor([parse_move(words[1], 5)]))
+        elif name == "genmove":
+            legal = self.go.legal_moves(self.boards)[0]
+            legal[:-1] &= ~self.go.find_eyes(self.boards)[0]
+            legal[-1] = not legal[:-1].any()
+            move = int(legal.nonzero()[-1])
+            self.boards = self.go.play(self.boards, torch.tensor([move]))
+            return format_vertex(move, 5)
+        return ""
+
+
+@torch.no_grad()
+def test_games_side_by_side_are_those_of_the_engine(tmp_path):
+    """Moves and results of one search over six games, and of six games one after the other with the GTP engine."""
+    torch.manual_seed(0)
+    args = az.Args(blocks=1, channels=8, simulations_end=30)
+    agent = az.Agent(5, args).eval()
+    path = tmp_path / "checkpoint.pt"
+    az.save_checkpoint(path, args, {}, {"agent": agent})
+    found = go_matches.play_side_by_side(path, 30, lambda i: contextlib.nullcontext(Player()), 0.5, 6)
+
+    thinker = az.Thinker(agent.fold_into(az.make_network(5, args, torch.device("cpu"))), args, torch.device("cpu"))
+    engine = gtp.Engine(thinker.think, "ours", 5, 0.5, io.StringIO())
+
+    def send(command):
+        engine.out.truncate(engine.out.seek(0))
+        engine.answer(command)
+        assert engine.out.getvalue().startswith("=")
+        return engine.out.getvalue()[1:].strip()
+
+    mine = SimpleNamespace(send=send)
+    assert found == go_matches.play(mine, lambda i: contextlib.nullcontext(Player()), 5, 0.5, 6)
+    assert [game["is_black"] for game in found] == [True, False] * 3
+    assert len({len(game["moves"]) for game in found}) > 1  # they end one by one
 
 
 def test_the_harness_reads_a_peer_as_it_reads_our_scripts():

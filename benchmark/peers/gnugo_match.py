@@ -1,7 +1,7 @@
 """Our Go engine, algos/alphazero_go.py, against GNU Go: both count by area and play to the end.
 
-Half of the games begin as the engines will; in the others the first two moves are random, and every such opening is
-played from both sides. CPU-seconds are those of the referee, without the two programs.
+Every two games begin with another two random moves, played from both sides. CPU-seconds are those of the referee,
+without the two programs.
 """
 
 import subprocess

@@ -54,8 +54,10 @@ def play_match(args: argparse.Namespace, script: str, commit: str, make_other) -
         except gtp_client.GtpError as error:
             peer.fail(f"--checkpoint {args.checkpoint}: {error}")
         run = peer.Run(args, script)
-        games = go_matches.play(mine, make_other, size, args.komi, args.games, "both", args.seed)
+        games = go_matches.play(mine, make_other, size, args.komi, args.games, args.seed)
     summary = go_matches.summarize({"games": games, "size": size, "komi": args.komi})
-    metrics = {"ours_win_rate": summary["rate"], "ours_points": summary["rate"] * args.games}
-    metrics |= {"peer_points": args.games - metrics["ours_points"], "mean_margin": summary["margin"]}
+    num_distinct = summary["distinct_games"]
+    metrics = {"ours_win_rate": summary["win_rate"], "ours_points": summary["win_rate"] * num_distinct}
+    metrics |= {"peer_points": num_distinct - metrics["ours_points"], "mean_margin": summary["margin"]}
+    metrics["distinct_games"] = num_distinct
     run.finish("ours_win_rate", metrics, sum(len(game["moves"]) for game in games), commit)

@@ -142,3 +142,13 @@ def draw_board(points: list[int], size: int, heat: list[float], last_move: int, 
     axes.set_yticks(range(size), range(size, 0, -1))
     axes.tick_params(length=0)
     return figure
+
+
+def draw_analysis(go, boards, analysis):
+    """Picture of the position of a Boards of one board with what a search found; None where matplotlib is missing."""
+    colour = "black" if int(boards.to_play) == 1 else "white"
+    best = max(range(len(analysis.visits)), key=lambda move: analysis.visits[move])
+    title = f"{colour} to play, {analysis.values[best]:.0%} for it after the best move"
+    total = sum(analysis.visits)
+    heat = [count / total for count in analysis.visits]
+    return draw_board(boards.stones[0, go.cells].tolist(), go.size, heat, int(boards.last_move), title)

@@ -22,16 +22,19 @@ from envs_shared.go_tasks.gtp_words import (
 )
 from envs_shared.go_tasks.rules import Boards, Go
 
+VERSION = "1"  # of the engine, for who asks
+
 
 class Engine:
     """Answers GTP commands; nothing else is written to the output.
 
     `think(positions, komi, until, num_simulations)` searches the last of the game's positions, each a Boards of one
-    board, until the time.monotonic() `until` at the latest, and returns an Analysis.
+    board, until the time.monotonic() `until` at the latest, and returns an Analysis. Where the best move's chance of
+    winning is less than `resign_below`, the engine resigns.
     """
 
-    def __init__(self, think, name: str, version: str, size: int, komi: float, out=None):
-        self.think, self.name, self.version, self.komi = think, name, version, komi
+    def __init__(self, think, name: str, size: int, komi: float, out=None, resign_below: float = 0.0):
+        self.think, self.name, self.komi, self.resign_below = think, name, komi, resign_below
         self.go, self.out = Go(size), out or sys.stdout
         self.lines: queue.Queue = queue.Queue()
         self.main_time, self.byo_time, self.byo_stones = 0.0, 0.0, 0
@@ -133,7 +136,7 @@ class Engine:
     def choose_move(self, stone: int, report=None) -> str:
         """Play the most visited move, or pass where there is nothing to search any more; returns its vertex.
 
-        `report` is called with the Analysis first.
+        Or resigns, which leaves the board as it is. `report` is called with the Analysis first.
         """
         move = self.go.num_points
         if self.can_search():
@@ -141,6 +144,8 @@ class Engine:
             if report:
                 report(analysis)
             move = max(range(len(analysis.visits)), key=lambda m: (analysis.visits[m], analysis.prior[m]))
+            if analysis.visits[move] > 0 and analysis.values[move] < self.resign_below:
+                return "resign"
         self.play_move(stone, move)
         return go_files.format_vertex(move, self.go.size)
 
@@ -153,7 +158,7 @@ class Engine:
         return self.name
 
     def cmd_version(self) -> str:
-        return self.version
+        return VERSION
 
     def cmd_known_command(self, name: str) -> str:
         return str(name in self.commands).lower()

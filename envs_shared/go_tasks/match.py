@@ -1,10 +1,10 @@
 """Matches between players of Go: games side by side, random moves, ratings."""
 
 import math
+import statistics
 
 import torch
 
-from envs_shared.go_tasks.files import write_sgf
 from envs_shared.go_tasks.rules import Boards, Go
 
 
@@ -29,19 +29,31 @@ def play_random_moves(go: Go, num_boards: int, num_moves: int, generator=None) -
     return boards, moves
 
 
+def draw_openings(go: Go, num_openings: int, num_moves: int, generator) -> tuple[Boards, list[torch.Tensor]]:
+    """Boards after `num_moves` random moves, no two alike as long as there are others, and these moves, each [B]."""
+    boards, moves = play_random_moves(go, 4 * num_openings, num_moves, generator)
+    first_rows = {}
+    for row in range(4 * num_openings):
+        first_rows.setdefault(tuple(int(x[row]) for x in moves), row)
+    rows = list(first_rows.values())[:num_openings]
+    index = torch.tensor([rows[i % len(rows)] for i in range(num_openings)], device=go.device)
+    return boards.pick(index), [x[index] for x in moves]
+
+
 class RolloutEvaluator:
     """Equal logits, and for values the results of random games that fill no eyes: plain Monte-Carlo tree search."""
 
-    device = torch.device("cpu")
-
     def __init__(self, go: Go, komi: float, seed: int):
-        self.go, self.komi = go, komi
+        self.go = go
+        self.komi = komi
         self.generator = torch.Generator(go.device).manual_seed(seed)
 
     def __call__(self, boards: Boards, legal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, A] and values [B], for the side to move, of positions with legal moves [B, A]."""
-        to_play, rows = boards.to_play, torch.arange(len(legal))
-        logits, won = torch.zeros_like(legal, dtype=torch.float32), torch.zeros(len(legal))
+        to_play = boards.to_play
+        rows = torch.arange(len(legal), device=legal.device)
+        logits = torch.zeros_like(legal, dtype=torch.float32)
+        won = torch.zeros(len(legal), device=legal.device)
         while len(rows):
             boards = self.go.play(boards, choose_random_moves(self.go, boards, legal, self.generator, fill_eyes=False))
             over = boards.is_over
@@ -52,17 +64,40 @@ class RolloutEvaluator:
         return logits, torch.where(to_play == 1, won, 1 - won)
 
 
+# What `score_match` finds
+MATCH_SCORES = "win_rate win_rate_low win_rate_high win_rate_black win_rate_white margin distinct_games".split()
+
+
+def score_match(games: list[list[int]], margins: list[float], is_first_black: list[bool]) -> dict[str, float]:
+    """MATCH_SCORES of the first player, from the moves of games, black's margins in points, and who was black.
+
+    Games of the same moves and colours count once. The win rate (a draw is half a win) over these has Wilson's 95 %
+    interval; a colour that was not played has none of its own.
+    """
+    distinct = {}
+    for moves, margin, is_black in zip(games, margins, is_first_black, strict=True):
+        distinct[tuple(moves), is_black] = margin if is_black else -margin
+    points = {key: ((own > 0) + (own >= 0)) / 2 for key, own in distinct.items()}
+    scores = {"win_rate": statistics.mean(points.values())}
+    scores["win_rate_low"], scores["win_rate_high"] = compute_interval(scores["win_rate"], len(distinct))
+    for colour, is_black in (("black", True), ("white", False)):
+        of_colour = [x for key, x in points.items() if key[1] == is_black]
+        if of_colour:
+            scores[f"win_rate_{colour}"] = statistics.mean(of_colour)
+    return scores | {"margin": statistics.mean(distinct.values()), "distinct_games": len(distinct)}
+
+
 @torch.no_grad()
 def play_match(go: Go, players: tuple, num_games: int, komi: float, seed: int) -> dict:
     """Games between two players, each a function from boards [B] to moves [B].
 
-    Every opening of two random moves is played twice, with colours exchanged. Returns the first player's win rate with
-    Wilson's 95 % interval (a draw is half a win) and mean margin in points, and by game its moves, black's margin and
-    whether the first player was black.
+    Every opening of two random moves is played twice, with colours exchanged; openings differ as long as there are
+    others. Returns what `score_match` finds, and by game its moves, black's margin and whether the first player was
+    black.
     """
     generator = torch.Generator(go.device).manual_seed(seed)
     num_pairs = (num_games + 1) // 2
-    boards, moves = play_random_moves(go, num_pairs, 2 if go.size > 2 else 0, generator)
+    boards, moves = draw_openings(go, num_pairs, 2 if go.size > 2 else 0, generator)
     pair = torch.arange(num_games, device=go.device) % num_pairs
     boards, moves = boards.pick(pair), [x[pair] for x in moves]
     is_first_black = torch.arange(num_games, device=go.device) < num_pairs
@@ -75,20 +110,10 @@ def play_match(go: Go, players: tuple, num_games: int, komi: float, seed: int) -
         rows = (chosen >= 0).nonzero()[:, 0]
         boards.replace_rows(rows, go.play(boards.pick(rows), chosen[rows]))
         moves.append(chosen)
-    margins = go.score(boards) - komi
-    own = torch.where(is_first_black, margins, -margins)
-    win_rate = (own.double().sign() + 1).mean().item() / 2
-    low, high = compute_interval(win_rate, num_games)
-    scores = {"win_rate": win_rate, "win_rate_low": low, "win_rate_high": high, "margin": own.float().mean().item()}
+    margins = (go.score(boards) - komi).tolist()
     games = [[m for m in game if m >= 0] for game in torch.stack(moves, 1).tolist()]
-    return {**scores, "games": games, "margins": margins.tolist(), "is_first_black": is_first_black.tolist()}
-
-
-def format_games(match: dict, size: int, komi: float, first: str, second: str) -> str:
-    """The games of a match as SGF."""
-    games = zip(match["games"], match["margins"], match["is_first_black"], strict=True)
-    names = {True: (first, second), False: (second, first)}
-    return "".join(write_sgf(moves, size, komi, margin, *names[is_black]) for moves, margin, is_black in games)
+    scores = score_match(games, margins, is_first_black.tolist())
+    return scores | {"games": games, "margins": margins, "is_first_black": is_first_black.tolist()}
 
 
 def compute_elo(win_rate: float, num_games: int) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 NUM_PLANES = 9
+LEGAL_PLANE = 4  # the one of legal moves
 WALL = 2  # in `stones`, beside 1 for black, -1 for white and 0 for empty
 
 
@@ -32,12 +33,37 @@ class Boards(NamedTuple):
 
     def pick(self, index: torch.Tensor) -> "Boards":
         """The boards of an index [R] or a mask [B]."""
+        if index.dtype == torch.bool:
+            index = index.nonzero()[:, 0]  # once, not for each tensor
         return Boards(*(x[index] for x in self))
 
     def replace_rows(self, index: torch.Tensor, boards: "Boards") -> None:
         """Put `boards` in the place of those of an index [R] or a mask [B]."""
+        if index.dtype == torch.bool:
+            index = index.nonzero()[:, 0]
         for x, new in zip(self, boards, strict=True):
             x[index] = new
+
+    def to(self, device: torch.device) -> "Boards":
+        """The boards on `device`."""
+        return Boards(*(x.to(device) for x in self))
+
+    def to_types(self, types: "Boards") -> "Boards":
+        """The boards with the numbers of each tensor in its type among `types`."""
+        return Boards(*(x.to(dtype) for x, dtype in zip(self, types, strict=True)))
+
+
+# Types that hold boards up to 19x19 in few bytes
+STORED_TYPES = Boards(
+    stones=torch.int8,
+    groups=torch.int16,
+    in_atari=torch.bool,
+    to_play=torch.int8,
+    num_moves=torch.int16,
+    num_passes=torch.int8,
+    last_move=torch.int16,
+    history=torch.int64,
+)
 
 
 class Go:
