@@ -998,18 +998,25 @@ GNUGO = f"{gnugo} --mode gtp --chinese-rules --positional-superko --capture-all-
 
 @pytest.mark.skipif(gnugo is None, reason="GNU Go is not installed: apt install gnugo")
 def test_games_against_gnugo(tmp_path):
-    """Whole games between two programs over GTP: every move legal for both, and both count the same score."""
+    """Whole games between two programs over GTP: every move legal for both, and both count the same score.
+
+    Where a network that knows nothing passes too early, GNU Go takes dead stones off before it counts.
+    """
     agent, args = make_agent(simulations_end=16)
     checkpoint = tmp_path / "checkpoint.pt"
     az.save_checkpoint(checkpoint, args, {}, {"agent": agent})
     command = f"{sys.executable} {ROOT / 'algos' / 'alphazero_go.py'} --gtp {checkpoint}"
-    with gtp_client.Client(command) as mine, gtp_client.Client(f"{GNUGO} 1") as other:
+    num_compared = 0
+    with gtp_client.Client(command) as mine, gtp_client.Client(f"{GNUGO} 1 --seed 1") as other:
         for players in ((mine, other), (other, mine)):
             moves, margin = gtp_client.play_game(*players, 5, 0.5, opening=(12,))
             assert len(moves) > 4
-            score = other.send("final_score")
-            assert score == go_files.format_score(margin) and mine.send("final_score") == score
+            assert mine.send("final_score") == go_files.format_score(margin)
+            if other.send("final_status_list dead") == "":
+                assert other.send("final_score") == go_files.format_score(margin)
+                num_compared += 1
             assert mine.send("showboard").count("X") == other.send("showboard").count("X") - 1  # its caption has one
+        assert num_compared > 0
         with pytest.raises(gtp.GtpError, match="illegal move"):
             mine.send("clear_board")
             mine.send("play b A1")
