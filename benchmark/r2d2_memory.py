@@ -28,6 +28,7 @@ TASKS = {  # the id comes first; flags, and the number of seeds of each variant
         {"LSTM": 5, "no memory": 1},
     ),
     "minigrid_envs:MiniGrid-MemoryForcedS9-v0": (f"--total-timesteps 150000 {GRID}", {"LSTM": 3}),
+    "MiniGrid-MemoryS7-v0": (f"--total-timesteps 120000 {GRID}", {"LSTM": 3}),
     "MiniGrid-MemoryS9-v0": (f"--total-timesteps 200000 {GRID}", {"LSTM": 3}),
 }
 QUICK_TASKS = list(TASKS)[:4]  # minutes a run, and no package
