@@ -807,7 +807,7 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = checkpoint["args"]
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        for name in ("num_layers",) if args.resume is None else ("num_layers", "seed", "optimizer"):
+        for name in ("num_layers",) if args.resume is None else ("num_layers", "seed", "optimizer", "eval_episodes"):
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--{name.replace('_', '-')}: {path} was trained with {getattr(saved, name)}")
     if args.resume is not None:

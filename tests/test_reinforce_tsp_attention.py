@@ -643,6 +643,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
         (f"{checkpoint} --num-layers 2", "--num-layers: "),
         (f"--resume {path / 'checkpoint.pt'} --seed 5", "--seed: "),
         (f"--resume {path / 'checkpoint.pt'} --optimizer adam", "--optimizer: "),
+        (f"--resume {path / 'checkpoint.pt'} --eval-episodes 5", "--eval-episodes: "),
     ):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(SystemExit) as error:
