@@ -501,12 +501,14 @@ class Search:
         self.node_value = torch.zeros(self.none + 1, device=device)  # of the network, or the result
         self.node_status = torch.full((self.none + 1,), ABSENT, dtype=torch.int8, device=device)
         self.node_parent = torch.full((self.none + 1,), self.none, device=device)
+        self.node_best = torch.zeros_like(self.node_parent)  # the edge of the highest score, eq. 1
         one = go.new(1)
         self.types = Boards(*(x.dtype for x in one))  # that the rules compute with; nodes are stored in smaller ones
         one = one._replace(history=one.history[:, :1])  # a node has the hash of its own position alone
         self.node_boards = one.to_types(STORED_TYPES).pick(torch.zeros(self.none + 1, dtype=torch.int64, device=device))
 
         max_depth = min(self.max_nodes, go.max_moves) + 1
+        self.deepest = 0  # edges of the longest path into a tree so far
         self.slots = [Slot(evaluator, num_games, max_depth, device) for evaluator in evaluators]
         self.counts = dict.fromkeys(("turns", "sent", "descents", "collisions", "evaluated", "kept", "roots"), 0)
 
@@ -551,32 +553,40 @@ class Search:
         self.edge_prior[nodes] = logits.masked_fill(~legal, -torch.inf).softmax(1)
         self.node_value[nodes] = values
         self.node_status[nodes] = OPEN
+        self.choose_edges(nodes)
+
+    def choose_edges(self, nodes: torch.Tensor) -> None:
+        """Find the edges of the highest score at nodes [R], after something in eq. 1 has changed there."""
+        visit_counts = self.edge_visits[nodes]  # [R, A]
+        if len(self.slots) > 1:
+            visit_counts = visit_counts + self.edge_pseudo[nodes]
+        prior = self.edge_prior[nodes]
+        parent_visits = self.node_visits[nodes]
+        scores = self.compute_scores(self.edge_q[nodes], visit_counts, prior, parent_visits, self.args.c_puct)
+        self.node_best[nodes] = nodes * self.num_actions + scores.argmax(1)
 
     def descend(self, slot: Slot, games: torch.Tensor) -> None:
-        """Follow the highest scores from the roots of `games` [R] to where the tree ends, into the slot's paths."""
+        """Follow the highest scores from the roots of `games` [R] to where the tree ends, into the slot's paths.
+
+        All go down together, as far as the longest path can reach: who has come to an end stays there.
+        """
         node = self.roots[games]
-        depth = 0
-        while len(games):
-            visit_counts = self.edge_visits[node]  # [R, A]
-            if len(self.slots) > 1:
-                visit_counts = visit_counts + self.edge_pseudo[node]
-            q = self.edge_q[node]
-            prior = self.edge_prior[node]
-            scores = self.compute_scores(q, visit_counts, prior, self.node_visits[node], self.args.c_puct)  # eq. 1
-            edge = node * self.num_actions + scores.argmax(1)
+        depth = torch.zeros_like(node)
+        goes_on = torch.ones_like(node, dtype=torch.bool)
+        for step in range(self.deepest + 1):
+            edge = self.node_best[node]
             child = self.edge_child.view(-1)[edge].long()
-            slot.path[games, depth] = edge
-            slot.leaf[games] = child
-            depth += 1
-            slot.depth[games] = depth
-            goes_on = (self.node_status[child] == OPEN).nonzero()[:, 0]
-            games = games[goes_on]
-            node = child[goes_on]
+            slot.path[games, step] = edge
+            depth += goes_on
+            goes_on = self.node_status[child] == OPEN
+            node = torch.where(goes_on, child, node)
+        slot.leaf[games] = child
+        slot.depth[games] = depth
 
     def read_paths(self, slot: Slot, games: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Edges [E] of all the slot's paths in `games` [R], each with its path's place in `games` and its depth."""
         depth = slot.depth[games].unsqueeze(1)
-        steps = torch.arange(int(depth.max()), device=depth.device)
+        steps = torch.arange(self.deepest, device=depth.device)
         place, step = (steps < depth).nonzero(as_tuple=True)
         return slot.path[games[place], step], place, step
 
@@ -585,6 +595,7 @@ class Search:
         slot.num_pseudo[games] += count
         edges, place, _ = self.read_paths(slot, games)
         self.edge_pseudo.view(-1)[edges] += count[place].to(torch.int16)
+        self.choose_edges(edges // self.num_actions)
 
     def request(self, slot: Slot, games: torch.Tensor) -> torch.Tensor:
         """Select a leaf in each of `games` [R] and send it on its way; returns the games where that went well.
@@ -614,6 +625,7 @@ class Search:
             self.add_pseudo_visits(other, pending, torch.ones_like(pending))
         found = torch.cat(found)
         if len(found):
+            self.deepest = max(self.deepest, int(slot.depth[found].max()))
             self.expand(slot, found)
         return found
 
@@ -664,11 +676,13 @@ class Search:
         values = values[place]
         num_plies = slot.depth[games][place] - step  # from the node of an edge to the leaf
         values = torch.where(num_plies % 2 == 1, 1 - values, values)
-        self.node_visits[edges // self.num_actions] += 1
+        nodes = edges // self.num_actions
+        self.node_visits[nodes] += 1
         visit_counts = self.edge_visits.view(-1)[edges] + 1
         self.edge_visits.view(-1)[edges] = visit_counts
         q = self.edge_q.view(-1)[edges]
         self.edge_q.view(-1)[edges] = q + (values - q) / visit_counts  # eq. 2
+        self.choose_edges(nodes)
 
     @torch.no_grad()
     def run(self, num_simulations: int, until: float = math.inf) -> None:
@@ -702,13 +716,16 @@ class Search:
         source = (new_number < self.none).nonzero()[:, 0]
         target = new_number[source]
         edge_tensors = (self.edge_visits, self.edge_q, self.edge_prior)  # no pseudo visits between two searches
-        for x in (*edge_tensors, self.node_visits, self.node_value, self.node_status, *self.node_boards):
+        node_tensors = (self.node_visits, self.node_value, self.node_status, *self.node_boards)
+        for x in (*edge_tensors, *node_tensors):
             x[target] = x[source]
+        self.node_best[target] = self.node_best[source] + (target - source) * self.num_actions
         self.edge_child[target] = new_number[self.edge_child[source].long()].int()
         parent = new_number[self.node_parent[source]]
         self.node_parent.fill_(self.none)
         self.node_parent[target] = parent
         self.num_nodes = torch.bincount(target // self.max_nodes, minlength=self.num_games)
+        self.deepest = max(0, self.deepest - 1)
         self.reset(boards, (~has_tree).nonzero()[:, 0])
 
     def add_noise(self) -> None:
@@ -717,6 +734,7 @@ class Search:
             alpha = self.args.dirichlet_alpha * 361 / self.go.num_points
             prior = self.edge_prior[self.roots]
             self.edge_prior[self.roots] = add_dirichlet_noise(prior, alpha, self.args.noise_weight, self.args.noise)
+            self.choose_edges(self.roots)
 
     def visit_counts(self) -> torch.Tensor:
         """Visits of the moves at the roots, [G, A]."""
