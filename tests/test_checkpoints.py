@@ -5,12 +5,14 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
 FILES = sorted((ROOT / "benchmark" / "checkpoints").glob("*.pt"))
 STORED = ROOT / "tests" / "data" / "checkpoints.json"
 MOVES = {5: [12, 7, 6, 8, 17], 7: [24, 17, 16, 18, 31, 9, 40]}  # of both sides in turn, from the empty board
