@@ -16,7 +16,8 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
     (3) P(root) + eta noise, or (1 - eta) P(root) + eta noise, noise ~ Dirichlet   --noise
     (4) L_policy = -sum_a pi(a) log p(a), pi = N(s, .) / sum N(s, .)
     (5) L_value = (v - (alpha Q(s) + (1 - alpha) z))^2, z = 1 for a won game, 0 for a lost one
-    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A                            both scales are 1 for a blank guess
+    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A + h L_owner                all scales are 1 for a blank guess
+        L_owner = mean over points of (o - owner at the end of the game)^2         1 own, -1 other, 0 nobody's
     (7) rank(record) = g (v - target)^2 / 0.25 + (1 - g) KL(pi, p) / log A         its loss less what no one can learn
 
 Stages, in epochs: --pretrain-value-epochs of random games, from which the value is learned; --pretrain-search-epochs of
@@ -134,6 +135,7 @@ class Args:
     anneal_lr: bool = True  # lower the learning rate linearly to a hundredth
     weight_decay: float = 1e-2  # of AdamW
     value_coef: float = 0.2  # share g of the value in the loss, eq. 6
+    owner_coef: float = 0.3  # weight h of the owners of the points in the loss, eq. 6
     q_weight_start: float = 0.05  # weight alpha of the search's Q in the value target in the first epoch, eq. 5
     q_weight_end: float = 0.5  # weight alpha in the last epoch
     gamma: float = 1.0  # decay of z towards 1/2 for every move that the game went on
@@ -169,16 +171,18 @@ class Agent(nn.Module):
         self.value_conv = ConvNorm(width, 4, 1, is_folded)
         self.policy_head = nn.Linear(4 * size**2, size**2 + 1)
         self.value_head = nn.Sequential(nn.Linear(4 * size**2, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.owner_head = nn.Linear(width, 1)  # learned for what it teaches the tower, as in KataGo (Wu 2019)
 
-    def forward(self, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, A] of all moves and values [B] in [0, 1] of planes [B, NUM_PLANES, n, n]."""
+    def forward(self, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [B, A], values [B] in [0, 1] and owners [B, n^2] in [-1, 1] of planes [B, NUM_PLANES, n, n]."""
         with torch.autocast(planes.device.type, torch.bfloat16, enabled=self.autocasts):
             x = self.stem(planes.to(self.policy_head.weight.dtype, memory_format=torch.channels_last)).relu()
             for first, second in self.blocks:
                 x = (x + second(first(x).relu())).relu()  # [B, channels, n, n]
             logits = self.policy_head(self.policy_conv(x).relu().flatten(1))
             value = self.value_head(self.value_conv(x).relu().flatten(1)).squeeze(1)
-        return logits.float(), value.float().sigmoid()
+            owner = self.owner_head(x.permute(0, 2, 3, 1)).flatten(1)  # [B, n^2]
+        return logits.float(), value.float().sigmoid(), owner.float().tanh()
 
     @torch.no_grad()
     def fold_into(self, other: "Agent") -> "Agent":
@@ -215,6 +219,7 @@ class Records(NamedTuple):
     visits: torch.Tensor  # float16 [B, A] distribution of the visits of the search
     q: torch.Tensor  # [B] value of the search
     z: torch.Tensor  # [B] result of the game
+    owner: torch.Tensor  # int8 [B, n^2] who had each point at the end of the game: 1 itself, -1 the other, 0 nobody
 
     def pick(self, index) -> "Records":
         """The records of an index, a mask or a slice."""
@@ -232,7 +237,8 @@ class Pool:
     def __init__(self, capacity: int, num_actions: int, device: torch.device):
         planes = torch.zeros(capacity, NUM_PLANES * (num_actions - 1), dtype=torch.bool, device=device)
         visits = torch.zeros(capacity, num_actions, dtype=torch.float16, device=device)
-        self.records = Records(planes, visits, *torch.zeros(2, capacity, device=device))
+        owner = torch.zeros(capacity, num_actions - 1, dtype=torch.int8, device=device)
+        self.records = Records(planes, visits, *torch.zeros(2, capacity, device=device), owner)
         self.loss = torch.zeros(capacity, device=device)  # of eq. 7, as last computed
         self.epoch = torch.zeros(capacity, dtype=torch.int64, device=device)  # that a record was made in
         self.num_uses = torch.zeros_like(self.epoch)  # how often it was trained on
@@ -358,7 +364,7 @@ def decay_result(z: torch.Tensor, moves_left: torch.Tensor, gamma: float) -> tor
     return 0.5 + gamma**moves_left * (z - 0.5)
 
 
-def compute_losses(logits, value, legal, visits, target) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def compute_losses(logits, value, legal, visits, target):
     """Policy loss of eq. 4, value loss of eq. 5 and KL(visits, policy), each [B]."""
     log_prob = logits.masked_fill(~legal, -torch.inf).log_softmax(1).masked_fill(~legal, 0.0)
     policy_loss = -(visits * log_prob).sum(1)
@@ -408,12 +414,12 @@ class NetworkEvaluator:
         num_rows = len(planes)
         if self.graph is not None:
             self.planes[:num_rows] = planes
-            logits, values = self.graph(self.planes)
+            logits, values, _ = self.graph(self.planes)
             return logits[:num_rows], values[:num_rows]
         if planes.is_cuda:
-            return self.network(planes)
+            return self.network(planes)[:2]
         parts = [self.network(part) for part in planes.split(64)]  # small parts, which stay in the cache
-        logits, values = zip(*parts, strict=True)
+        logits, values, _ = zip(*parts, strict=True)
         return torch.cat(logits), torch.cat(values)
 
 
@@ -783,9 +789,8 @@ class SelfPlay:
     def begin(self) -> None:
         """New games, of another kind than those of before."""
         self.boards = self.go.new(self.num_games)
-        none = torch.arange(0, device=self.go.device)  # no game has been held out yet
-        self.holdout = Records(self.planes[none, 0], self.visits[none, 0], self.q[none, 0], self.q[none, 0])
         self.is_holdout = torch.rand(self.num_games, device=self.go.device) < self.args.holdout_fraction
+        self.holdout = self.finish_games(torch.arange(0, device=self.go.device))[1]  # no game has been held out yet
 
     def start_search(self, evaluators: list, num_simulations: int, epoch: int) -> Search | None:
         """New trees of the games as they stand; in pretraining none, then without the prior by classic UCB."""
@@ -852,14 +857,17 @@ class SelfPlay:
     def finish_games(self, games: torch.Tensor) -> tuple[Records, Records]:
         """Records of `games` [R], which are over: those to learn from, and those of games that are held out."""
         boards = self.boards.pick(games)
-        score = self.go.score(boards)
-        z = compute_result(score, self.args.komi, self.args.score_weight, self.go.num_points).unsqueeze(1)
+        owner = self.go.owner(boards)  # [R, n^2]
+        z = compute_result(owner.sum(1), self.args.komi, self.args.score_weight, self.go.num_points).unsqueeze(1)
         moves_left = boards.num_moves.unsqueeze(1) - torch.arange(self.q.shape[1], device=games.device)
         is_move = moves_left > 0
-        z = torch.where(self.to_play[games] == 1, z, 1 - z)
+        to_play = self.to_play[games]
+        z = torch.where(to_play == 1, z, 1 - z)
         z = decay_result(z, moves_left, self.args.gamma)[is_move]
         q = self.q[games][is_move]
-        records = Records(self.planes[games][is_move], self.visits[games][is_move], torch.where(q.isnan(), z, q), z)
+        q = torch.where(q.isnan(), z, q)
+        owner = (owner.unsqueeze(1) * to_play.unsqueeze(2))[is_move]
+        records = Records(self.planes[games][is_move], self.visits[games][is_move], q, z, owner)
         is_holdout = self.is_holdout[games].unsqueeze(1).expand_as(is_move)[is_move]
         return records.pick(~is_holdout), records.pick(is_holdout)
 
@@ -884,21 +892,23 @@ def make_images(records: Records, symmetries: torch.Tensor) -> Records:
     planes = records.planes.unflatten(1, (NUM_PLANES, -1))
     planes = torch.cat([planes[..., s[:-1]].flatten(1) for s in symmetries])
     visits = torch.cat([records.visits[:, s] for s in symmetries])
-    return Records(planes, visits, records.q.repeat(8), records.z.repeat(8))
+    owner = torch.cat([records.owner[:, s[:-1]] for s in symmetries])
+    return Records(planes, visits, records.q.repeat(8), records.z.repeat(8), owner)
 
 
-METRICS = ("policy_loss", "value_loss", "kl", "loss", "grad_norm")  # what `update_network` returns
+METRICS = ("policy_loss", "value_loss", "kl", "owner_loss", "loss", "grad_norm")  # what `update_network` returns
 TAGS = (*(f"losses/{name}" for name in METRICS), "pool/sampled_loss", "pool/sampled_loss_after")  # `train_minibatch`
 
 
 def record_losses(network, records: Records, size: int, q_weight: float) -> tuple:
-    """The three losses of `compute_losses`, each [B]."""
+    """The three losses of `compute_losses` and that of the owners, each [B]."""
     planes = records.planes.view(-1, NUM_PLANES, size, size)
-    logits, value = network(planes)
+    logits, value, owner = network(planes)
     points = planes[:, LEGAL_PLANE].flatten(1)
     legal = torch.cat((points, torch.ones_like(points[:, :1])), 1)  # [B, A], the pass always
     target = q_weight * records.q + (1 - q_weight) * records.z  # eq. 5
-    return compute_losses(logits, value, legal, records.visits.float(), target)
+    owner_loss = (owner - records.owner).square().mean(1)
+    return *compute_losses(logits, value, legal, records.visits.float(), target), owner_loss
 
 
 @torch.no_grad()
@@ -906,7 +916,7 @@ def rank_losses(network, records: Records, size: int, q_weight: float, value_coe
     """Eq. 7 for records [B], by a network in evaluation mode."""
     losses = []
     for start in range(0, len(records.q), 512):  # parts, which stay in the cache
-        _, value_loss, kl = record_losses(network, records.pick(slice(start, start + 512)), size, q_weight)
+        _, value_loss, kl, _ = record_losses(network, records.pick(slice(start, start + 512)), size, q_weight)
         losses.append(mix_losses(kl, value_loss, size**2 + 1, value_coef))
     return torch.cat(losses) if losses else records.q
 
@@ -920,10 +930,11 @@ def measure_holdout(network, records: Records, size: int, q_weight: float) -> di
     return {f"losses/holdout_{name}": x.mean().item() for name, x in zip(METRICS, losses, strict=False)}
 
 
-def update_network(agent: Agent, optimizer, records: Records, size: int, q_weight: float, value_coef: float):
-    """One gradient step of eq. 6 on a minibatch; returns its METRICS [5]. With value_coef 1 the policy head stays."""
-    policy_loss, value_loss, kl = (x.mean() for x in record_losses(agent, records, size, q_weight))
-    loss = mix_losses(policy_loss, value_loss, size**2 + 1, value_coef)
+def update_network(agent: Agent, optimizer, records: Records, args: Args, q_weight: float, value_coef: float):
+    """One gradient step of eq. 6 on a minibatch; returns its METRICS [6]. With value_coef 1 the policy head stays."""
+    size = get_size(args)
+    policy_loss, value_loss, kl, owner_loss = (x.mean() for x in record_losses(agent, records, size, q_weight))
+    loss = mix_losses(policy_loss, value_loss, size**2 + 1, value_coef) + args.owner_coef * owner_loss
     optimizer.zero_grad()
     (loss / WORLD_SIZE).backward()
     if value_coef == 1:
@@ -932,15 +943,15 @@ def update_network(agent: Agent, optimizer, records: Records, size: int, q_weigh
     sum_gradients(agent.parameters())
     grad_norm = clip_grad_norm_(agent.parameters(), 1.0)
     optimizer.step()
-    return torch.stack((policy_loss, value_loss, kl, loss, grad_norm)).detach()
+    return torch.stack((policy_loss, value_loss, kl, owner_loss, loss, grad_norm)).detach()
 
 
 def train_minibatch(agent: Agent, optimizer, pool: Pool, args: Args, q_weight: float, value_coef: float):
-    """A step on records of the pool, ranked anew after it; returns what TAGS names [7]."""
+    """A step on records of the pool, ranked anew after it; returns what TAGS names [8]."""
     size = get_size(args)
     index = pool.sample(args.batch_size // WORLD_SIZE, args)
     batch = pool.records.pick(index)
-    metrics = update_network(agent.train(), optimizer, batch, size, q_weight, value_coef)
+    metrics = update_network(agent.train(), optimizer, batch, args, q_weight, value_coef)
     loss = rank_losses(agent.eval(), batch, size, q_weight, value_coef)
     metrics = torch.cat((metrics, torch.stack((pool.loss[index].mean(), loss.mean()))))
     pool.loss[index] = loss
@@ -1188,7 +1199,7 @@ def check_args(args: Args) -> None:
         fail(f"--env-id {args.env_id}: Go-2x2 to Go-19x19")
     shares = "score_weight epsilon_start epsilon_end value_coef q_weight_start q_weight_end gamma resign_below".split()
     may_be_zero = "seed checkpoint_interval eval_interval pretrain_value_epochs pretrain_search_epochs max_age".split()
-    may_be_zero += [*shares, "noise_weight", "weight_decay", "pseudo_limit", "holdout_fraction"]
+    may_be_zero += [*shares, "owner_coef", "noise_weight", "weight_decay", "pseudo_limit", "holdout_fraction"]
     largest = dict.fromkeys((*shares, "generate_fraction", "train_fraction"), 1)
     largest |= {"pseudo_limit": 0.5, "holdout_fraction": 0.5}
     for name, value in vars(args).items():
@@ -1308,7 +1319,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 save_checkpoint(best_path, args, progress, {"agent": agent})
             progress["eval_steps"] += scalars["eval/moves"]
             progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
-            bar.set_postfix({"loss": f"{means[3]:.3f}", "elo": f"{progress['elo']:.0f}"}, refresh=False)
+            bar.set_postfix({"loss": f"{means[4]:.3f}", "elo": f"{progress['elo']:.0f}"}, refresh=False)
         for name, value in scalars.items():
             writer.add_scalar(name, value, step)
         if is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0):

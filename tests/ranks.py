@@ -229,7 +229,7 @@ def update_alphazero(az, rows):
     for value_coef in (args.value_coef, 1.0):
         agent = az.Agent(3, args).eval()
         shake(agent)
-        metrics = az.update_network(agent, descend(agent), records.pick(rows), 3, 0.1, value_coef)
+        metrics = az.update_network(agent, descend(agent), records.pick(rows), args, 0.1, value_coef)
         agents.append(agent)
         numbers.append(az.sum_over_ranks(metrics) / az.WORLD_SIZE)
     return agents, numbers

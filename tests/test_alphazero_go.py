@@ -490,7 +490,10 @@ def test_images_are_what_the_turned_game_looks_like():
     legal = go.legal_moves(boards)
     visits = torch.rand(4, 26).half()
     planes = go.planes(boards, legal).flatten(1)
-    images = az.make_images(az.Records(planes, visits, torch.arange(4.0), torch.rand(4)), go.symmetries)
+    images = az.make_images(
+        az.Records(planes, visits, torch.arange(4.0), torch.rand(4), go.owner(boards)), go.symmetries
+    )
+    assert go.owner(boards).unique().tolist() == [-1, 0, 1]
     assert len(set(map(tuple, go.symmetries.tolist()))) == 8
     for k, symmetry in enumerate(go.symmetries):
         where = torch.empty(26, dtype=torch.int64).scatter_(0, symmetry, torch.arange(26))  # move m becomes where[m]
@@ -500,13 +503,15 @@ def test_images_are_what_the_turned_game_looks_like():
         rows = slice(4 * k, 4 * k + 4)
         assert torch.equal(images.planes[rows], turned.planes(again, turned.legal_moves(again)).flatten(1))
         assert torch.equal(images.visits[rows][:, where], visits)
+        assert torch.equal(images.owner[rows], turned.owner(again))
         assert images.q[rows].tolist() == [0, 1, 2, 3]
 
 
 def make_images(num_positions, start=0):
     number = torch.arange(start, start + num_positions).float()
     planes = torch.zeros(8 * num_positions, 9 * 4, dtype=torch.bool)
-    return az.Records(planes, torch.zeros(8 * num_positions, 5).half(), number.repeat(8), number.repeat(8))
+    visits, owner = torch.zeros(8 * num_positions, 5).half(), torch.zeros(8 * num_positions, 4, dtype=torch.int8)
+    return az.Records(planes, visits, number.repeat(8), number.repeat(8), owner)
 
 
 def test_pool_evicts_the_smallest_losses_and_the_old():
@@ -600,12 +605,13 @@ def test_self_play_records_are_the_games():
             black_won = go.score(boards).item() > 0.5
             for t, (planes, visits, to_play) in enumerate(rows):
                 z = 0.5 + 0.9 ** (len(rows) - t) * (0.5 if black_won == (to_play == 1) else -0.5)
-                expected[int(is_holdout[game])].append((planes, visits, z))
+                expected[int(is_holdout[game])].append((planes, visits, z, to_play * go.owner(boards)[0]))
             played[game], num_finished = [], num_finished + 1
         for found, rows in zip(records, expected, strict=True):
             assert len(found.z) == len(rows)
-            for i, (planes, visits, z) in enumerate(rows):
+            for i, (planes, visits, z, owner) in enumerate(rows):
                 assert torch.equal(found.planes[i], planes) and found.z[i].item() == pytest.approx(z)
+                assert torch.equal(found.owner[i], owner)
                 assert (found.visits[i] - visits).abs().max() < 1e-3
                 assert 0 <= found.q[i] <= 1
     assert num_finished > 20
@@ -644,7 +650,7 @@ def test_pretraining_on_values_freezes_the_policy_head():
     play = az.SelfPlay(go, 8, args)
     records = az.Records(*map(torch.cat, zip(*(play.play_moves(None, 0, 0.0)[0] for _ in range(60)), strict=True)))
     before = {k: v.clone() for k, v in agent.state_dict().items()}
-    losses = [az.update_network(agent.train(), optimizer, records, 5, 0.0, 1.0)[1].item() for _ in range(40)]
+    losses = [az.update_network(agent.train(), optimizer, records, args, 0.0, 1.0)[1].item() for _ in range(40)]
     after = agent.state_dict()
     for name in before:
         if "num_batches" not in name and "running" not in name:

@@ -51,7 +51,7 @@ def describe_go(az, args, weights):
     boards = go.new(1)
     for move in MOVES[size]:
         boards = go.play(boards, torch.tensor([move]))
-    logits, value = agent.eval()(go.planes(boards, go.legal_moves(boards)))
+    logits, value, _ = agent.eval()(go.planes(boards, go.legal_moves(boards)))
     return {"policy": logits.softmax(-1)[0].tolist(), "value": value.item()}
 
 

@@ -54,6 +54,40 @@ def test_gnugo_games_with_superko():
             assert get_points(go, boards)[0].tolist() == game["final_board"]
 
 
+def find_owner(points, size, p):
+    """Whose area point p is in, by a search over the empty points that hang together with it."""
+    seen, border, waiting = {p}, set(), [p]
+    if points[p]:
+        return points[p]
+    while waiting:
+        row, column = divmod(waiting.pop(), size)
+        for y, x in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
+            q = y * size + x
+            if 0 <= y < size and 0 <= x < size and q not in seen:
+                if points[q]:
+                    border.add(points[q])
+                else:
+                    seen.add(q)
+                    waiting.append(q)
+    return border.pop() if len(border) == 1 else 0
+
+
+def test_owners_of_points():
+    """Against a search from each point, on positions of all stages of games."""
+    num_open = 0
+    for game in [game for game in read_games("openspiel.jsonl") if game["size"] == 9][:5]:
+        go = Go(9)
+        boards = go.new(1)
+        for i, move in enumerate(game["moves"]):
+            boards = go.play(boards, torch.tensor([move]))
+            if i % 10 == 0:
+                points = get_points(go, boards)[0].tolist()
+                expected = [find_owner(points, 9, p) for p in range(81)]
+                assert go.owner(boards)[0].tolist() == expected
+                num_open += any(expected[p] and not points[p] for p in range(81))
+    assert num_open > 5
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 9])
 def test_number_of_sequences(size):
     expected, go = json.loads((DATA / "perft.json").read_text())[str(size)], Go(size)

@@ -240,6 +240,10 @@ class Go:
 
     def score(self, boards: Boards) -> torch.Tensor:
         """Area of black less area of white, int64 [B], without komi."""
+        return self.owner(boards).sum(1)
+
+    def owner(self, boards: Boards) -> torch.Tensor:
+        """Whose area each point is in, int8 [B, n^2]: 1 black's, -1 white's, 0 that of neither or both."""
         empty = (boards.stones == 0)[:, self.inner]
         areas = []
         for colour in (1, -1):
@@ -251,4 +255,4 @@ class Go:
                 reached = reached.clone()
                 reached[:, self.inner] |= spread
             areas.append(reached)
-        return (areas[0] & ~areas[1]).sum(1) - (areas[1] & ~areas[0]).sum(1)
+        return (areas[0].to(torch.int8) - areas[1].to(torch.int8))[:, self.cells]
