@@ -10,12 +10,15 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tyro
 from conftest import ENVIRONMENT, ROOT
+from mkdocs.exceptions import PluginError
 from test_contract import CASES, SCRIPTS, SECTIONS, SHARED, each_script
 from torch.distributed.run import get_args_parser
 
@@ -196,7 +199,7 @@ def test_links_lead_somewhere(page):
         if "://" in link:
             continue
         is_there = target.exists() and ROOT in (target, *target.parents)
-        if not is_there or (anchor and anchor not in get_anchors(target)):
+        if not is_there or (anchor and target.suffix == ".md" and anchor not in get_anchors(target)):
             broken.append(link)
     assert not broken
 
@@ -241,6 +244,49 @@ def test_mathml_says_what_the_formula_says():
     assert functions.startswith('<mi>log</mi><mspace width="0.167em" /><mi>p</mi><mi>tanh</mi><mo>(</mo>')
 
 
+def list_markers(page: Path) -> list[tuple[str, str, str]]:
+    return hooks.MARKER.findall(page.read_text())
+
+
+def test_functions_that_pages_name_beside_equations_are_there():
+    """Fails where a function is renamed; and what a page calls it is its name."""
+    for page in PAGES:
+        assert len(re.findall(r"\]\([^)]*\.py#", page.read_text())) == len(list_markers(page)), page.name
+        for shown, path, name in list_markers(page):
+            assert shown == name, page.name
+            _, source = hooks.find_source(path, name)
+            (node,) = ast.parse(textwrap.dedent(source)).body
+            assert node.name == name.split(".")[-1], page.name
+
+
+def test_every_script_shows_the_functions_of_its_equations():
+    for script in SCRIPTS:
+        equations = (ROOT / "docs" / f"{script}.md").read_text().split("\n## ")[2]
+        named = {path for _, path, _ in hooks.MARKER.findall(equations)}
+        assert equations.startswith("Equations") and named == {f"algos/{script}.py"}
+        blocks = [block for block in equations.split("\n\n**")[1:] if re.match(r"\(\d+\)", block)]
+        lacking = [block for block in blocks if not hooks.MARKER.search(block) and "same\nfunction" not in block]
+        assert len(blocks) >= 4 and not [block for block in lacking if "same function" not in block], lacking
+
+
+@pytest.mark.parametrize("marker", ["algos/ppo.py#none", "algos/ppo.py#Agent.none", "algos/none.py#compute_gae"])
+def test_a_marker_of_nothing_is_refused(marker):
+    text = f"[`{marker.split('#')[1]}`](../{marker})"
+    page = SimpleNamespace(file=SimpleNamespace(generated_by=None, src_uri="ppo.md"))
+    with pytest.raises(PluginError, match=r"ppo.md: algos/\w+.py: "):  # which ends the build
+        hooks.on_page_markdown(text, page)
+
+
+def test_sources_stand_beneath_the_formulas_of_their_paragraph():
+    text = "a [`compute_gae`](../algos/ppo.py#compute_gae) b\n\n```math\nx\n```\n\nc [`f`](../algos/ppo.py#compute_gae)"
+    before, after = hooks.add_sources(text).split("??? source")
+    assert before == "a [`compute_gae`](#compute_gae) b\n\n```math\nx\n```\n\n"
+    assert after.endswith("c [`f`](#compute_gae)") and "    def compute_gae(" in after
+    start, source = hooks.find_source("algos/ppo.py", "Agent.get_action")
+    assert source.splitlines()[0] == "    @torch.no_grad()" and source.splitlines()[-1].startswith("        return")
+    assert (ROOT / "algos" / "ppo.py").read_text().splitlines()[start - 1] == "    @torch.no_grad()"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the built site."""
@@ -270,6 +316,25 @@ def test_pages_of_the_site_have_their_formulas_and_links(site):
             target = path.parent / link.split("#")[0]
             assert re.match(r"https?:|data:", link) or target.exists(), (page.name, link)
     assert "compute_gae" in (site / "source" / "algos" / "ppo.py.html").read_text()
+
+
+def test_pages_of_the_site_have_the_sources_of_functions(site):
+    for page in PAGES[1:]:
+        text = (site / f"{page.stem}.html").read_text()
+        boxes = re.findall(r'<details class="source">(.*?)</details>', text, re.S)
+        markers = list(dict.fromkeys((path, name) for _, path, name in list_markers(page)))
+        assert len(boxes) == len(markers), page.name
+        for box, (path, name) in zip(boxes, markers, strict=True):
+            code = re.search(r"<code>(.*?)</code>", box, re.S)[1]
+            lines = html.unescape(re.sub(r'<span class="linenos".*?</span>|<[^>]+>', "", code)).splitlines()
+            assert f'id="{name}"' in box and lines == textwrap.dedent(hooks.find_source(path, name)[1]).splitlines()
+
+
+def test_the_search_of_the_site_works_from_a_folder(site):
+    """Its index is a script, as pages of a folder may load no data, and so is what stands in for a worker."""
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    assert "assets/iframe-worker.js" in (site / "index.html").read_text()
+    assert (site / "assets" / "iframe-worker.js").exists()
 
 
 def find_needed(path: Path) -> set[Path]:
