@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: formulas become MathML, functions that are named show their source, linked files are pages too."""
+"""Hooks of mkdocs.yml: formulas become MathML, functions show their source, files that pages link to are pages too."""
 
 import ast
 import functools
@@ -57,7 +57,7 @@ def show_source(path: str, name: str) -> str:
 
 
 def add_sources(markdown: str) -> str:
-    """`markdown` with the source of each function beneath the paragraph whose marker names it first and its formulas."""
+    """`markdown` with each function's source beneath the first paragraph whose marker names it, and its formulas."""
     shown, blocks, boxes = set(), [], []
     for block in re.split(r"\n{2,}(?=\S)", markdown):
         if not block.startswith("```math"):

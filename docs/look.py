@@ -16,7 +16,7 @@ WIDTHS = (1280, 400)
 SCHEMES = ("light", "dark")
 # What reaches beyond the right side of the screen, of what does not scroll in a box of its own
 WIDE = """width => {
-    const scrolls = element => element && (getComputedStyle(element).overflowX != "visible" || scrolls(element.parentElement))
+    const scrolls = box => box && (getComputedStyle(box).overflowX != "visible" || scrolls(box.parentElement))
     const isWide = element => element.getBoundingClientRect().right > width + 1
     return [...document.querySelectorAll("article *")]
         .filter(element => isWide(element) && !scrolls(element.parentElement.closest("article *")))
@@ -78,7 +78,7 @@ def main() -> None:
             for scheme in SCHEMES:
                 size = {"width": width, "height": 900}
                 page = browser.new_context(viewport=size, color_scheme=scheme, is_mobile=width < 600).new_page()
-                page.on("pageerror", lambda error: problems.append(f"script error: {error}"))
+                page.on("pageerror", lambda error, found=problems: found.append(f"script error: {error}"))
                 for path in pages:
                     problems += look_at(page, path, width, scheme, args.out)
                 problems += [f"{width} pixels, {scheme}: {problem}" for problem in search(page, pages[0], "reward")]

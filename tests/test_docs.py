@@ -12,13 +12,18 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 import tyro
 from conftest import ENVIRONMENT, ROOT
 from mkdocs.exceptions import PluginError
+from PIL import Image
 from test_contract import CASES, SCRIPTS, SECTIONS, SHARED, each_script
 from torch.distributed.run import get_args_parser
 
@@ -375,3 +380,128 @@ def test_a_script_copied_as_the_docs_say_runs(script, tmp_path):
     assert "no gap" not in run.stderr  # the tours to compare with came along
     (result,) = folder.glob("runs/*/result.json")
     assert json.loads(result.read_text())["script"] == script
+
+
+# Lines that use a saved policy
+
+
+def save_policy(script: str, folder: Path) -> Path:
+    """A small best.pt of the script, of weights at random, or a trained one that comes with the repository."""
+    module = importlib.import_module(f"algos.{script}")
+    if script in TRAINED:
+        return ROOT / TRAINED[script]
+    torch.manual_seed(3)
+    args = module.Args(**SMALL.get(script, {}))
+    if script == "ppo_change_detection":
+        agent = module.Agent(args)
+        torch.nn.init.normal_(agent.policy_head[-1].weight)  # looks at some queries
+    else:
+        envs = module.make_envs(args, 1, 0)
+        agent = module.QNetwork(envs, args) if script == "r2d2_lstm" else module.Agent(4, envs.single_action_space)
+    module.save_checkpoint(folder / "best.pt", args, {"threshold": 0.45}, {"agent": agent})
+    return folder / "best.pt"
+
+
+TRAINED = {
+    "alphazero_go": "benchmark/checkpoints/go5x5.pt",
+    "reinforce_tsp_attention": "benchmark/checkpoints/tsp20.pt",
+}
+SMALL = {"ppo_change_detection": {"image_size": 32}, "r2d2_lstm": {"hidden_size": 16}}
+
+
+def load_policy(script: str, path: Path):
+    """Module, settings and loaded network, as `main` of the script makes them for --evaluate."""
+    module = importlib.import_module(f"algos.{script}")
+    checkpoint = module.load_checkpoint(str(path))
+    args = checkpoint["args"]
+    make = {
+        "alphazero_go": lambda: module.Agent(5, args),
+        "ppo": lambda: module.Agent(4, gymnasium.make(args.env_id).action_space),
+        "ppo_change_detection": lambda: module.Agent(args),
+        "r2d2_lstm": lambda: module.QNetwork(module.make_envs(args, 1, 0), args),
+        "reinforce_tsp_attention": lambda: module.AttentionModel(args.num_layers),
+    }
+    agent = make[script]()
+    agent.load_state_dict(checkpoint["agent"])
+    return module, args, agent
+
+
+def check_ppo(names, module, args, agent, monkeypatch):
+    """The action is that of the script's own evaluation at the same observation, where both are possible."""
+    obs = torch.from_numpy(names["obs"])
+    monkeypatch.setattr(module, "play_episodes", lambda envs, act, num_episodes: act(obs))
+    assert names["action"].tolist() == module.evaluate(agent, args, "cpu", 1, 0, None).tolist()
+    several = torch.randn(100, 4)
+    assert 0 < names["agent"].get_action(several).sum() < 100
+    assert torch.equal(names["agent"].get_action(several), agent.get_action(several))
+
+
+def check_r2d2_lstm(names, module, args, agent, monkeypatch):
+    """After as many steps of evaluation in the same environment, the rows and the LSTM's state are the same."""
+
+    def play(envs, act, num_episodes):
+        for _ in range(100):
+            envs.step(act(None))
+        return envs.rows
+
+    make_envs = module.make_envs
+    monkeypatch.setattr(module, "make_envs", lambda args, num_envs, seed, **kwargs: make_envs(args, 1, 7))
+    monkeypatch.setattr(module, "play_episodes", play)
+    assert torch.equal(names["envs"].rows, module.evaluate(agent, args, torch.device("cpu"), 1, 0))
+    assert names["actor"].state.abs().sum() > 0 and names["actor"].last_action >= 0
+
+
+def check_reinforce_tsp_attention(names, module, args, agent, monkeypatch):
+    """The tour is that of the script's own evaluation, and short."""
+    instance = module.tsp.Instance("x", names["points"][0].double().numpy())
+    metrics, _ = module.evaluate(agent, torch.device("cpu"), [instance], ["greedy"])
+    length = module.tsp.tour_length(names["points"].double(), names["tours"]).item()
+    assert sorted(names["tours"][0, 0].tolist()) == list(range(20))
+    assert length == pytest.approx(metrics["eval/greedy_length"], rel=1e-6) and length < 6  # at random 10
+
+
+def check_ppo_change_detection(names, module, args, agent, monkeypatch):
+    """The mask is that of --predict, of pictures in one window."""
+    monkeypatch.setattr(args, "predict", ("before.png", "after.png"))
+    module.change_data.write_predictions(args, partial(module.classify, agent, args), 0.45, module.fail)
+    mask = np.array(Image.open(Path(args.output) / "before_mask.png")) > 0
+    assert mask.shape == (32, 32) and 0 < mask.sum() < mask.size and (names["is_changed"][0].numpy() == mask).all()
+    assert 0 < names["looks"].float().mean() < 1
+
+
+def check_alphazero_go(names, module, args, agent, monkeypatch):
+    """The move is that of the network as the script's own matches have it, with folded norms: the board's middle."""
+    network = agent.eval().fold_into(module.make_network(5, args, torch.device("cpu")))
+    go = module.Go(5)
+    player = module.make_player(go, module.make_evaluators(network, go, 1, args), args)
+    assert names["move"].tolist() == player(go.new(1)).tolist() == [12]
+
+
+CHECKS = {
+    "alphazero_go": check_alphazero_go,
+    "ppo": check_ppo,
+    "ppo_change_detection": check_ppo_change_detection,
+    "r2d2_lstm": check_r2d2_lstm,
+    "reinforce_tsp_attention": check_reinforce_tsp_attention,
+}
+
+
+@each_script
+def test_the_lines_that_use_a_saved_policy(script, tmp_path, monkeypatch):
+    """Those under "In your own code", as they stand on the page, do what the script's own evaluation does."""
+    page = (ROOT / "docs" / f"{script}.md").read_text()
+    (code,) = re.findall(r"### In your own code\n\n```python\n(.*?)```", page, re.S)
+    path = save_policy(script, tmp_path)
+    (named,) = re.findall(r'load_checkpoint\("(.+?)"\)', code)
+    assert named in ("runs/.../best.pt", TRAINED.get(script))
+    rng = np.random.default_rng(1)
+    for name in ("before.png", "after.png"):
+        picture = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        picture[:16] = 0
+        Image.fromarray(picture).save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "algos")  # the script as a module of its own, as where it was copied to
+    torch.manual_seed(5)
+    names = {}
+    exec(code.replace(named, str(path)), names)
+    CHECKS[script](names, *load_policy(script, path), monkeypatch)
