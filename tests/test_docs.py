@@ -398,6 +398,8 @@ def save_policy(script: str, folder: Path) -> Path:
     else:
         envs = module.make_envs(args, 1, 0)
         agent = module.QNetwork(envs, args) if script == "r2d2_lstm" else module.Agent(4, envs.single_action_space)
+        for weights in agent.parameters():  # so large that actions differ from step to step
+            torch.nn.init.normal_(weights)
     module.save_checkpoint(folder / "best.pt", args, {"threshold": 0.45}, {"agent": agent})
     return folder / "best.pt"
 
