@@ -439,18 +439,20 @@ def check_ppo(names, module, args, agent, monkeypatch):
 
 
 def check_r2d2_lstm(names, module, args, agent, monkeypatch):
-    """After as many steps of evaluation in the same environment, the rows and the LSTM's state are the same."""
+    """An episode of evaluation in the same environment ends with the same observation and return."""
 
     def play(envs, act, num_episodes):
-        for _ in range(100):
+        for _ in range(51):
             envs.step(act(None))
         return envs.rows
 
     make_envs = module.make_envs
     monkeypatch.setattr(module, "make_envs", lambda args, num_envs, seed, **kwargs: make_envs(args, 1, 7))
     monkeypatch.setattr(module, "play_episodes", play)
-    assert torch.equal(names["envs"].rows, module.evaluate(agent, args, torch.device("cpu"), 1, 0))
-    assert names["actor"].state.abs().sum() > 0 and names["actor"].last_action >= 0
+    rows = module.evaluate(agent, args, torch.device("cpu"), 1, 0)
+    assert torch.equal(names["envs"].rows, rows)
+    _, length = rows[0, names["envs"].obs_dim :][module.EPISODE_RETURN : module.EPISODE_LENGTH + 1]
+    assert length == 51 and names["actor"].state.abs().sum() > 0
 
 
 def check_reinforce_tsp_attention(names, module, args, agent, monkeypatch):
