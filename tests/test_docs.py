@@ -32,7 +32,8 @@ import go_engine
 import hooks
 import peer
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # of which all but the first are the site's
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py"))]
 HEADINGS = ["Usage", "Equations", "Implementation details", "Logged metrics", "Results", "Ablations", "Speed"]
 OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch".split())
@@ -42,6 +43,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FORMULA = re.compile(r"\$`([^`]+)`\$|^```math\n(.*?)^```$", re.M | re.S)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 
 
 def forbid_abbreviations(parser: argparse.ArgumentParser):
@@ -194,7 +196,7 @@ def get_anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@each_page
+@each_text
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", FENCE.sub("", page.read_text())))
     broken = []
@@ -207,6 +209,26 @@ def test_links_lead_somewhere(page):
         if not is_there or (anchor and target.suffix == ".md" and anchor not in get_anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def test_flags_of_the_changelog_are_todays_where_it_says_so():
+    """And those of before are no longer taken, or by another meaning or default."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    rows = [row for row in rows if len(row) == 4]
+    for script, before, today, _ in rows:
+        flags = get_flags(ROOT / "algos" / f"{script.strip('`')}.py")
+        named = set(re.findall(r"(?<!\S)`?(--[\w-]+)", today))
+        assert named <= flags, (script, named - flags)
+        old = set(re.findall(r"`(--[\w-]+)", before))
+        assert not today.startswith("removed") or not old & flags, (script, old & flags)
+    assert {script.strip("`") for script, *_ in rows} == set(SCRIPTS)
+
+
+def test_the_formatter_before_commits_is_the_one_of_the_project():
+    (pinned,) = re.findall(r"^ruff==\S+$", (ROOT / "requirements-dev.txt").read_text(), re.M)
+    hooks_of_commits = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert set(re.findall(r"ruff==[\d.]+", hooks_of_commits)) == {pinned}
 
 
 def test_pages_of_scripts_have_the_same_headings():
