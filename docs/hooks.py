@@ -93,6 +93,7 @@ def on_page_markdown(markdown, page, **_):
 
 
 def on_page_content(content, **_):
-    """Replace $`inline`$ and ```math formulas, which GitHub renders itself."""
+    """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search passes over sources."""
+    content = content.replace('<details class="source">', '<details class="source" data-search-exclude>')
     content = BLOCK.sub(lambda m: f'<div class="formula">{to_mathml(html.unescape(m[1]), "block")}</div>', content)
     return INLINE.sub(lambda m: to_mathml(html.unescape(m[1]), "inline"), content)

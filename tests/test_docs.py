@@ -348,7 +348,7 @@ def test_pages_of_the_site_have_their_formulas_and_links(site):
 def test_pages_of_the_site_have_the_sources_of_functions(site):
     for page in PAGES[1:]:
         text = (site / f"{page.stem}.html").read_text()
-        boxes = re.findall(r'<details class="source">(.*?)</details>', text, re.S)
+        boxes = re.findall(r'<details class="source" data-search-exclude.*?>(.*?)</details>', text, re.S)
         markers = list(dict.fromkeys((path, name) for _, path, name in list_markers(page)))
         assert len(boxes) == len(markers), page.name
         for box, (path, name) in zip(boxes, markers, strict=True):
@@ -359,7 +359,9 @@ def test_pages_of_the_site_have_the_sources_of_functions(site):
 
 def test_the_search_of_the_site_works_from_a_folder(site):
     """Its index is a script, as pages of a folder may load no data, and so is what stands in for a worker."""
-    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    index = (site / "search" / "search_index.js").read_text()
+    assert index.startswith("var __index = {") and "Truncation bootstraps" in index
+    assert "last = delta[t] + decay[t] * last" not in index  # no sources of functions
     assert "assets/iframe-worker.js" in (site / "index.html").read_text()
     assert (site / "assets" / "iframe-worker.js").exists()
 
