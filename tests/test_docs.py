@@ -10,12 +10,20 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 import tyro
 from conftest import ENVIRONMENT, ROOT
+from mkdocs.exceptions import PluginError
+from PIL import Image
 from test_contract import CASES, SCRIPTS, SECTIONS, SHARED, each_script
 from torch.distributed.run import get_args_parser
 
@@ -24,16 +32,18 @@ import go_engine
 import hooks
 import peer
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # of which all but the first are the site's
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py"))]
 HEADINGS = ["Usage", "Equations", "Implementation details", "Logged metrics", "Results", "Ablations", "Speed"]
-OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch".split())
+OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch ruff playwright".split())
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FORMULA = re.compile(r"\$`([^`]+)`\$|^```math\n(.*?)^```$", re.M | re.S)
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", TEXTS[:-1], ids=lambda page: page.name)
+each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 
 
 def forbid_abbreviations(parser: argparse.ArgumentParser):
@@ -186,7 +196,7 @@ def get_anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@each_page
+@each_text
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", FENCE.sub("", page.read_text())))
     broken = []
@@ -196,9 +206,29 @@ def test_links_lead_somewhere(page):
         if "://" in link:
             continue
         is_there = target.exists() and ROOT in (target, *target.parents)
-        if not is_there or (anchor and anchor not in get_anchors(target)):
+        if not is_there or (anchor and target.suffix == ".md" and anchor not in get_anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def test_flags_of_the_changelog_are_todays_where_it_says_so():
+    """And those of before are no longer taken, or by another meaning or default."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    rows = [row for row in rows if len(row) == 4]
+    for script, before, today, _ in rows:
+        flags = get_flags(ROOT / "algos" / f"{script.strip('`')}.py")
+        named = set(re.findall(r"(?<!\S)`?(--[\w-]+)", today))
+        assert named <= flags, (script, named - flags)
+        old = set(re.findall(r"`(--[\w-]+)", before))
+        assert not today.startswith("removed") or not old & flags, (script, old & flags)
+    assert {script.strip("`") for script, *_ in rows} == set(SCRIPTS)
+
+
+def test_the_formatter_before_commits_is_the_one_of_the_project():
+    (pinned,) = re.findall(r"^ruff==\S+$", (ROOT / "requirements-dev.txt").read_text(), re.M)
+    hooks_of_commits = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert set(re.findall(r"ruff==[\d.]+", hooks_of_commits)) == {pinned}
 
 
 def test_pages_of_scripts_have_the_same_headings():
@@ -241,6 +271,49 @@ def test_mathml_says_what_the_formula_says():
     assert functions.startswith('<mi>log</mi><mspace width="0.167em" /><mi>p</mi><mi>tanh</mi><mo>(</mo>')
 
 
+def list_markers(page: Path) -> list[tuple[str, str, str]]:
+    return hooks.MARKER.findall(page.read_text())
+
+
+def test_functions_that_pages_name_beside_equations_are_there():
+    """Fails where a function is renamed; and what a page calls it is its name."""
+    for page in PAGES:
+        assert len(re.findall(r"\]\([^)]*\.py#", page.read_text())) == len(list_markers(page)), page.name
+        for shown, path, name in list_markers(page):
+            assert shown == name, page.name
+            _, source = hooks.find_source(path, name)
+            (node,) = ast.parse(textwrap.dedent(source)).body
+            assert node.name == name.split(".")[-1], page.name
+
+
+def test_every_script_shows_the_functions_of_its_equations():
+    for script in SCRIPTS:
+        equations = (ROOT / "docs" / f"{script}.md").read_text().split("\n## ")[2]
+        named = {path for _, path, _ in hooks.MARKER.findall(equations)}
+        assert equations.startswith("Equations") and named == {f"algos/{script}.py"}
+        blocks = [block for block in equations.split("\n\n**")[1:] if re.match(r"\(\d+\)", block)]
+        lacking = [block for block in blocks if not hooks.MARKER.search(block) and "same\nfunction" not in block]
+        assert len(blocks) >= 4 and not [block for block in lacking if "same function" not in block], lacking
+
+
+@pytest.mark.parametrize("marker", ["algos/ppo.py#none", "algos/ppo.py#Agent.none", "algos/none.py#compute_gae"])
+def test_a_marker_of_nothing_is_refused(marker):
+    text = f"[`{marker.split('#')[1]}`](../{marker})"
+    page = SimpleNamespace(file=SimpleNamespace(generated_by=None, src_uri="ppo.md"))
+    with pytest.raises(PluginError, match=r"ppo.md: algos/\w+.py: "):  # which ends the build
+        hooks.on_page_markdown(text, page)
+
+
+def test_sources_stand_beneath_the_formulas_of_their_paragraph():
+    text = "a [`compute_gae`](../algos/ppo.py#compute_gae) b\n\n```math\nx\n```\n\nc [`f`](../algos/ppo.py#compute_gae)"
+    before, after = hooks.add_sources(text).split("??? source")
+    assert before == "a [`compute_gae`](#compute_gae) b\n\n```math\nx\n```\n\n"
+    assert after.endswith("c [`f`](#compute_gae)") and "    def compute_gae(" in after
+    start, source = hooks.find_source("algos/ppo.py", "Agent.get_action")
+    assert source.splitlines()[0] == "    @torch.no_grad()" and source.splitlines()[-1].startswith("        return")
+    assert (ROOT / "algos" / "ppo.py").read_text().splitlines()[start - 1] == "    @torch.no_grad()"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the built site."""
@@ -270,6 +343,27 @@ def test_pages_of_the_site_have_their_formulas_and_links(site):
             target = path.parent / link.split("#")[0]
             assert re.match(r"https?:|data:", link) or target.exists(), (page.name, link)
     assert "compute_gae" in (site / "source" / "algos" / "ppo.py.html").read_text()
+
+
+def test_pages_of_the_site_have_the_sources_of_functions(site):
+    for page in PAGES[1:]:
+        text = (site / f"{page.stem}.html").read_text()
+        boxes = re.findall(r'<details class="source" data-search-exclude.*?>(.*?)</details>', text, re.S)
+        markers = list(dict.fromkeys((path, name) for _, path, name in list_markers(page)))
+        assert len(boxes) == len(markers), page.name
+        for box, (path, name) in zip(boxes, markers, strict=True):
+            code = re.search(r"<code>(.*?)</code>", box, re.S)[1]
+            lines = html.unescape(re.sub(r'<span class="linenos".*?</span>|<[^>]+>', "", code)).splitlines()
+            assert f'id="{name}"' in box and lines == textwrap.dedent(hooks.find_source(path, name)[1]).splitlines()
+
+
+def test_the_search_of_the_site_works_from_a_folder(site):
+    """Its index is a script, as pages of a folder may load no data, and so is what stands in for a worker."""
+    index = (site / "search" / "search_index.js").read_text()
+    assert index.startswith("var __index = {") and "Truncation bootstraps" in index
+    assert "last = delta[t] + decay[t] * last" not in index  # no sources of functions
+    assert "assets/iframe-worker.js" in (site / "index.html").read_text()
+    assert (site / "assets" / "iframe-worker.js").exists()
 
 
 def find_needed(path: Path) -> set[Path]:
@@ -310,3 +404,132 @@ def test_a_script_copied_as_the_docs_say_runs(script, tmp_path):
     assert "no gap" not in run.stderr  # the tours to compare with came along
     (result,) = folder.glob("runs/*/result.json")
     assert json.loads(result.read_text())["script"] == script
+
+
+# Lines that use a saved policy
+
+
+def save_policy(script: str, folder: Path) -> Path:
+    """A small best.pt of the script, of weights at random, or a trained one that comes with the repository."""
+    module = importlib.import_module(f"algos.{script}")
+    if script in TRAINED:
+        return ROOT / TRAINED[script]
+    torch.manual_seed(3)
+    args = module.Args(**SMALL.get(script, {}))
+    if script == "ppo_change_detection":
+        agent = module.Agent(args)
+        torch.nn.init.normal_(agent.policy_head[-1].weight)  # looks at some queries
+    else:
+        envs = module.make_envs(args, 1, 0)
+        agent = module.QNetwork(envs, args) if script == "r2d2_lstm" else module.Agent(4, envs.single_action_space)
+        for weights in agent.parameters():  # so large that actions differ from step to step
+            torch.nn.init.normal_(weights)
+    module.save_checkpoint(folder / "best.pt", args, {"threshold": 0.45}, {"agent": agent})
+    return folder / "best.pt"
+
+
+TRAINED = {
+    "alphazero_go": "benchmark/checkpoints/go5x5.pt",
+    "reinforce_tsp_attention": "benchmark/checkpoints/tsp20.pt",
+}
+SMALL = {"ppo_change_detection": {"image_size": 32}, "r2d2_lstm": {"hidden_size": 16}}
+
+
+def load_policy(script: str, path: Path):
+    """Module, settings and loaded network, as `main` of the script makes them for --evaluate."""
+    module = importlib.import_module(f"algos.{script}")
+    checkpoint = module.load_checkpoint(str(path))
+    args = checkpoint["args"]
+    make = {
+        "alphazero_go": lambda: module.Agent(5, args),
+        "ppo": lambda: module.Agent(4, gymnasium.make(args.env_id).action_space),
+        "ppo_change_detection": lambda: module.Agent(args),
+        "r2d2_lstm": lambda: module.QNetwork(module.make_envs(args, 1, 0), args),
+        "reinforce_tsp_attention": lambda: module.AttentionModel(args.num_layers),
+    }
+    agent = make[script]()
+    agent.load_state_dict(checkpoint["agent"])
+    return module, args, agent
+
+
+def check_ppo(names, module, args, agent, monkeypatch):
+    """The action is that of the script's own evaluation at the same observation, where both are possible."""
+    obs = torch.from_numpy(names["obs"])
+    monkeypatch.setattr(module, "play_episodes", lambda envs, act, num_episodes: act(obs))
+    assert names["action"].tolist() == module.evaluate(agent, args, "cpu", 1, 0, None).tolist()
+    several = torch.randn(100, 4)
+    assert 0 < names["agent"].get_action(several).sum() < 100
+    assert torch.equal(names["agent"].get_action(several), agent.get_action(several))
+
+
+def check_r2d2_lstm(names, module, args, agent, monkeypatch):
+    """An episode of evaluation in the same environment ends with the same observation and return."""
+
+    def play(envs, act, num_episodes):
+        for _ in range(51):
+            envs.step(act(None))
+        return envs.rows
+
+    make_envs = module.make_envs
+    monkeypatch.setattr(module, "make_envs", lambda args, num_envs, seed, **kwargs: make_envs(args, 1, 7))
+    monkeypatch.setattr(module, "play_episodes", play)
+    rows = module.evaluate(agent, args, torch.device("cpu"), 1, 0)
+    assert torch.equal(names["envs"].rows, rows)
+    _, length = rows[0, names["envs"].obs_dim :][module.EPISODE_RETURN : module.EPISODE_LENGTH + 1]
+    assert length == 51 and names["actor"].state.abs().sum() > 0
+
+
+def check_reinforce_tsp_attention(names, module, args, agent, monkeypatch):
+    """The tour is that of the script's own evaluation, and short."""
+    instance = module.tsp.Instance("x", names["points"][0].double().numpy())
+    metrics, _ = module.evaluate(agent, torch.device("cpu"), [instance], ["greedy"])
+    length = module.tsp.tour_length(names["points"].double(), names["tours"]).item()
+    assert sorted(names["tours"][0, 0].tolist()) == list(range(20))
+    assert length == pytest.approx(metrics["eval/greedy_length"], rel=1e-6) and length < 6  # at random 10
+
+
+def check_ppo_change_detection(names, module, args, agent, monkeypatch):
+    """The mask is that of --predict, of pictures in one window."""
+    monkeypatch.setattr(args, "predict", ("before.png", "after.png"))
+    module.change_data.write_predictions(args, partial(module.classify, agent, args), 0.45, module.fail)
+    mask = np.array(Image.open(Path(args.output) / "before_mask.png")) > 0
+    assert mask.shape == (32, 32) and 0 < mask.sum() < mask.size and (names["is_changed"][0].numpy() == mask).all()
+    assert 0 < names["looks"].float().mean() < 1
+
+
+def check_alphazero_go(names, module, args, agent, monkeypatch):
+    """The move is that of the network as the script's own matches have it, with folded norms: the board's middle."""
+    network = agent.eval().fold_into(module.make_network(5, args, torch.device("cpu")))
+    go = module.Go(5)
+    player = module.make_player(go, module.make_evaluators(network, go, 1, args), args)
+    assert names["move"].tolist() == player(go.new(1)).tolist() == [12]
+
+
+CHECKS = {
+    "alphazero_go": check_alphazero_go,
+    "ppo": check_ppo,
+    "ppo_change_detection": check_ppo_change_detection,
+    "r2d2_lstm": check_r2d2_lstm,
+    "reinforce_tsp_attention": check_reinforce_tsp_attention,
+}
+
+
+@each_script
+def test_the_lines_that_use_a_saved_policy(script, tmp_path, monkeypatch):
+    """Those under "In your own code", as they stand on the page, do what the script's own evaluation does."""
+    page = (ROOT / "docs" / f"{script}.md").read_text()
+    (code,) = re.findall(r"### In your own code\n\n```python\n(.*?)```", page, re.S)
+    path = save_policy(script, tmp_path)
+    (named,) = re.findall(r'load_checkpoint\("(.+?)"\)', code)
+    assert named in ("runs/.../best.pt", TRAINED.get(script))
+    rng = np.random.default_rng(1)
+    for name in ("before.png", "after.png"):
+        picture = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        picture[:16] = 0
+        Image.fromarray(picture).save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "algos")  # the script as a module of its own, as where it was copied to
+    torch.manual_seed(5)
+    names = {}
+    exec(code.replace(named, str(path)), names)
+    CHECKS[script](names, *load_policy(script, path), monkeypatch)

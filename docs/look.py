@@ -1,0 +1,92 @@
+"""A look at every page of the built site in a browser: wide and narrow, light and dark, from a folder, with its search.
+
+    mkdocs build --strict --site-dir /tmp/site
+    pip install playwright && playwright install chromium      # or --browser /usr/bin/chromium, where that is installed
+    python docs/look.py /tmp/site --out /tmp/look
+
+Fails where a page is wider than the screen, where a figure is missing, or where the search finds nothing. Leaves a
+screenshot of each page in --out, to be looked at.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+WIDTHS = (1280, 400)
+SCHEMES = ("light", "dark")
+# What reaches beyond the right side of the screen, of what does not scroll in a box of its own
+WIDE = """width => {
+    const scrolls = box => box && (getComputedStyle(box).overflowX != "visible" || scrolls(box.parentElement))
+    const isWide = element => element.getBoundingClientRect().right > width + 1
+    return [...document.querySelectorAll("article *")]
+        .filter(element => isWide(element) && !scrolls(element.parentElement.closest("article *")))
+        .slice(0, 5).map(element => element.outerHTML.slice(0, 120))
+}"""
+BROKEN = "() => [...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
+
+
+def look_at(page, path: Path, width: int, scheme: str, out: Path) -> list[str]:
+    """What is wrong with one page; its screenshot goes to `out`."""
+    page.goto(path.as_uri())
+    page.wait_for_load_state("load")
+    page.wait_for_timeout(200)  # the theme's script puts wide tables into boxes
+    problems = [f"broken image {source}" for source in page.evaluate(BROKEN)]
+    page.evaluate("() => document.querySelectorAll('details').forEach((box, i) => box.open = i == 0)")
+    needed = page.evaluate("() => document.documentElement.scrollWidth")
+    if needed > width:
+        problems.append(f"needs {needed} pixels: {page.evaluate(WIDE, width)}")
+    shown = page.evaluate("() => document.body.dataset.mdColorScheme")
+    if shown != {"light": "default", "dark": "slate"}[scheme]:
+        problems.append(f"{shown} on a {scheme} system")
+    page.screenshot(path=out / f"{path.stem}_{width}_{scheme}.png", full_page=True)
+    return [f"{path.name}, {width} pixels, {scheme}: {problem}" for problem in problems]
+
+
+def search(page, path: Path, word: str) -> list[str]:
+    """What is wrong with the search for `word`."""
+    page.goto(path.as_uri())
+    opener = page.locator("label.md-header__button[for=__search]")
+    try:
+        if opener.is_visible():  # on narrow screens
+            opener.click()
+        page.locator("input.md-search__input").click()
+        page.keyboard.type(word, delay=50)
+        page.locator(".md-search-result__item").first.wait_for(state="attached", timeout=10_000)
+    except Exception:
+        return [f"the search for {word} finds nothing"]
+    return []
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("site", type=Path, help="folder of the built site")
+    parser.add_argument("--out", type=Path, default=Path("look"), help="folder for the screenshots")
+    parser.add_argument("--browser", help="path of a chromium, instead of playwright's own")
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    from playwright.sync_api import sync_playwright
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    pages = sorted(path.resolve() for path in args.site.glob("*.html") if path.stem != "404")
+    problems = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=args.browser, args=["--no-sandbox"])
+        for width in WIDTHS:
+            for scheme in SCHEMES:
+                size = {"width": width, "height": 900}
+                page = browser.new_context(viewport=size, color_scheme=scheme, is_mobile=width < 600).new_page()
+                page.on("pageerror", lambda error, found=problems: found.append(f"script error: {error}"))
+                for path in pages:
+                    problems += look_at(page, path, width, scheme, args.out)
+                problems += [f"{width} pixels, {scheme}: {problem}" for problem in search(page, pages[0], "reward")]
+                page.close()
+        browser.close()
+    print("\n".join(problems) or f"{len(pages)} pages as they should be; screenshots in {args.out}")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
