@@ -183,7 +183,7 @@ class SuiteRun:
     """The cells of a suite and what became of them, in RUNS/SUITE with suite.json for the report."""
 
     def __init__(self, path: Path, runs: Path):
-        self.cells, self.ratios = read_suite(path)
+        self.cells, self.shown = read_suite(path)
         self.root = runs.resolve() / path.stem
         self.digests = {cell: cell.hash() for cell in self.cells}
         self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{self.digests[cell]}" for cell in self.cells}
@@ -207,8 +207,8 @@ class SuiteRun:
             names = {"name": cell.name, "script": cell.script, "hash": self.digests[cell]}
             cells.append(asdict(cell) | names | {"folder": str(folder.relative_to(self.root))})
         errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
-        content = {"suite": self.root.name, "cells": cells, "ratios": self.ratios}
-        common.write_atomically(self.root / "suite.json", json.dumps(content | {"errors": errors}, indent=1))
+        content = {"suite": self.root.name, "cells": cells, "errors": errors} | self.shown
+        common.write_atomically(self.root / "suite.json", json.dumps(content, indent=1))
 
     @contextlib.contextmanager
     def lock(self):
