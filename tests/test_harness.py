@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,6 +171,29 @@ def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path):
         lines = [line for line in output.splitlines() if line.startswith("run.py: ")]
         assert process.returncode == 2 and len(lines) == 1 and message in lines[0], output
         assert "Traceback" not in output and not (tmp_path / "runs").exists()
+
+
+def test_an_address_that_never_answers_is_one_line_in_seconds(tmp_path):
+    """Something listens there and says nothing, and Ray itself would wait and warn for minutes."""
+    suite = write_suite(tmp_path / "a.toml", [1], a=SHORT)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        process = start_harness(suite, "--runs", tmp_path / "runs", "--address", address)
+        lines = process.communicate(timeout=100)[0].splitlines()
+    assert process.returncode == 2 and lines[0] == "a: 1 cells, 0 done before", lines
+    assert lines[1:] == [f"run.py: --address {address}: no Ray cluster answers there"]
+    assert not (tmp_path / "runs").exists()
+    assert run.SECONDS_TO_CONNECT <= 5  # with a connection that hangs before, ten in all
+
+
+def test_machines_without_the_shared_folders_are_told(tmp_path):
+    folders, asked = [ROOT, tmp_path], []
+    run.check_folders(folders, lambda names: asked.append(names) or {"a": [], "b": []})
+    assert asked == [[str(ROOT), str(tmp_path)]]
+    with pytest.raises(SuiteError, match=f"^b does not see {tmp_path}: they have to be on a file system that all"):
+        run.check_folders(folders, lambda names: {"a": [], "b": [names[1]]})
 
 
 # ---- Cells -----------------------------------------------------------------------------------------------------------
