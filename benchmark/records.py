@@ -196,11 +196,6 @@ def get_values(cell: dict, quantity: str) -> list[float]:
     return values
 
 
-def find_iqm(values, axis: int = -1):
-    """Interquartile mean: of the middle half (Agarwal et al. 2021, arXiv:2108.13264)."""
-    return stats.trim_mean(values, 0.25, axis=axis)
-
-
 def find_interval(samples: tuple[list[float], ...], statistic, paired: bool = False) -> tuple[float, float] | None:
     """95 % bootstrap interval of a statistic of one or more samples; None for samples of one value or infinite ones."""
     if any(len(sample) < 2 or not np.isfinite(sample).all() for sample in samples):

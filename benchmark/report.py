@@ -65,7 +65,7 @@ RATIO_LEGEND = """Medians over the seeds, both sides run in turns on the same ma
 and the 95 % bootstrap interval of the ratio leaves out 1. "Over": most runs did not get there with so much; in
 brackets, how many did."""
 TABLE_LEGEND = """The first setting of each task; the others, and what each flag is worth, are on the scripts' pages.
-The result is the interquartile mean over the seeds with its 95 % bootstrap interval, the time the median of the
+The result is the mean over the seeds with its 95 % bootstrap interval, the time the median of the
 CPU-seconds to the threshold, in brackets how many runs reached it where not all did, or of the whole run."""
 CURVE_LEGEND = """In the pictures: thin, a seed each; thick, their mean, where all have values; dotted, the threshold,
 with a dot where a run reaches it."""
@@ -119,8 +119,8 @@ def make_ratio_table(results: list[dict]) -> str:
 def make_script_line(cell: dict) -> list[str]:
     """The line of a cell in the short table of its script."""
     values = records.get_values(cell, "headline")
-    interval = records.find_interval((values,), records.find_iqm)
-    result = show(float(records.find_iqm(values))) + (f" ({show_interval(interval)})" if interval else "")
+    interval = records.find_interval((values,), np.mean)
+    result = show(float(np.mean(values))) + (f" ({show_interval(interval)})" if interval else "")
     quantity, end = "cpu_seconds", ""
     if cell["threshold"] is not None and any(run["curve"] for run in cell["runs"]):
         quantity, end = "seconds_to_threshold", f" to {cell['threshold']:g}"
@@ -365,7 +365,7 @@ def render_page(published: dict[str, dict]) -> str:
 
 
 def list_drawn(published: dict[str, dict]) -> list[str]:
-    """Suites with a table on a page and with learning curves to a threshold, or without peers."""
+    """Suites with a table on a page and with learning curves, but those of speed alone."""
     return [
         name
         for name, results in published.items()

@@ -131,6 +131,10 @@ def measure_r2d2(num_repeats: int, cuda: bool) -> list[dict]:
     def compute_loss():
         return r2d2.r2d2_loss(agent, target, windows, weights, count, args)[0]
 
+    @functools.cache
+    def get_loss():  # after the updates, which change the weights in place
+        return compute_loss()
+
     update = functools.partial(
         r2d2.update_network, agent, target, optimizer, replay, reward_stats, r2d2.r2d2_loss, args
     )
@@ -140,7 +144,7 @@ def measure_r2d2(num_repeats: int, cuda: bool) -> list[dict]:
         "read windows": lambda: replay.read_windows(index),
         "target network": unroll_target,
         "loss, target network included": compute_loss,
-        "loss and gradients": lambda: compute_loss().backward(),
+        "gradients": lambda: get_loss().backward(retain_graph=True),
         "clipping": lambda: torch.nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm),
         "Adam": optimizer.step,
     }

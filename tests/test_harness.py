@@ -606,11 +606,9 @@ def make_results(*cells, ratios=(), suite="a"):
 
 
 def test_statistics_over_seeds():
-    values = [0.0, 10.0, 20.0, 30.0, 1000.0]
-    assert records.find_iqm(values) == 20.0  # one of five cut off at each end
-    low, high = records.find_interval((list(np.random.default_rng(1).normal(5.0, 1.0, 400)),), records.find_iqm)
-    assert low < 5.0 < high and high - low == pytest.approx(2 * 1.96 * (1.09 / 400) ** 0.5, rel=0.25)
-    assert records.find_interval(([1.0],), records.find_iqm) is None
+    low, high = records.find_interval((list(np.random.default_rng(1).normal(5.0, 1.0, 400)),), np.mean)
+    assert low < 5.0 < high and high - low == pytest.approx(2 * 1.96 / 400**0.5, rel=0.1)
+    assert records.find_interval(([1.0],), np.mean) is None
     ratio, (low, high) = records.find_ratio([2.0, 2.1, 1.9], [4.0, 4.1, 3.9])
     assert ratio == 0.5 and 0.45 < low < 0.5 < high < 0.55
     assert records.find_ratio([1.0], [-1.0]) is None and records.find_ratio([1.0], [float("inf")]) is None
