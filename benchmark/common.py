@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: running a script, reading its curve, describing the machine, writing results."""
+"""What all programs here share: places, machines, the peers' environments, the form of results, sections of pages."""
 
 import fcntl
 import hashlib
@@ -9,7 +9,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import venv
 from datetime import date
 from importlib import metadata
@@ -18,35 +17,21 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, FIGURES = ROOT / "benchmark" / "results", ROOT / "docs" / "figures"
-PEERS = ROOT / "benchmark" / "peers"
+BENCHMARK = ROOT / "benchmark"
+RESULTS, FIGURES, SUITES = BENCHMARK / "results", ROOT / "docs" / "figures", BENCHMARK / "suites"
+PEERS = BENCHMARK / "peers"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def run_script(script: str, *flags, curve: str = "charts/return_last_20") -> dict:
-    """Run algos/`script`.py in its own process: result.json plus `curve` = [[step, CPU-s, value], ...] of that tag."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = run_in_folder(folder, script, *flags)
-        return json.loads((path / "result.json").read_text()) | {"curve": read_curve(path, curve)}
+class ResultsError(ValueError):
+    """What is wrong with results, in one line."""
 
 
-def run_in_folder(folder: str, script: str, *flags, num_processes: int = 1) -> Path:
-    """Run algos/`script`.py with one thread a process; returns the run folder, below the empty `folder`."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_processes]
-    launcher = launcher if num_processes > 1 else []
-    return run_file(folder, sys.executable, *launcher, ROOT / "algos" / f"{script}.py", *flags)
+# ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def run_peer(environment: str, peer: str, *flags, curve: str | None = None) -> dict:
-    """Run benchmark/peers/`peer`.py in its environment: result.json plus `curve` of a tag, None for peers without."""
-    python = make_peer_environment(environment)
-    with tempfile.TemporaryDirectory() as folder:
-        path = run_file(folder, python, PEERS / f"{peer}.py", *flags)
-        return json.loads((path / "result.json").read_text()) | {"curve": curve and read_curve(path, curve)}
-
-
-def run_file(folder: str, *command) -> Path:
-    """Run a script silently and with one thread; returns its run folder below `folder`."""
+def run_command(folder: str | Path, *command) -> Path:
+    """Run a program silently and with one thread; returns its run folder, below the empty `folder`."""
     command = [*map(str, command), "--run-dir", str(folder)]
     subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (path,) = Path(folder).glob("*/result.json")
@@ -84,11 +69,6 @@ def read_points(run_path: Path, tag: str) -> list[list[float]]:
     return [[p.step, float(c), float(s), p.value] for p, c, s in zip(points, cpu_seconds, seconds, strict=True)]
 
 
-def read_curve(run_path: Path, tag: str) -> list[list[float]]:
-    """[[step, CPU-s, value], ...] of a logged `tag`; ValueError where it was not logged."""
-    return [[step, seconds, value] for step, seconds, _, value in read_points(run_path, tag)]
-
-
 def find_threshold(curve: list[list[float]], threshold: float, better: str = "higher", in_a_row: int = 1):
     """The point [step, seconds, ..., value] that ends the first `in_a_row` at the threshold or beyond; None if none."""
     sign, num_beyond = 1 if better == "higher" else -1, 0
@@ -97,6 +77,9 @@ def find_threshold(curve: list[list[float]], threshold: float, better: str = "hi
         if num_beyond == in_a_row:
             return point
     return None
+
+
+# ---- Machines and peers ----------------------------------------------------------------------------------------------
 
 
 def make_peer_environment(peer: str) -> Path:
@@ -134,12 +117,17 @@ def describe_machine() -> dict:
     return {"cpu": cpu, "cores": os.cpu_count(), **versions, "commit": commit, "date": date.today().isoformat()}
 
 
-def machine_line(machine: dict) -> str:
-    """One sentence for the docs."""
-    return (
-        f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, torch {machine['torch']}, "
-        f"gymnasium {machine['gymnasium']}, commit {machine['commit']}, {machine['date']}."
-    )
+def machine_line(machines: list[dict], gpus=()) -> str:
+    """One sentence for the docs on what was measured where, when and at which commits."""
+    hardware = sorted({f"{m['cores']} cores of {m['cpu']}, Python {m['python']}" for m in machines}) + sorted(gpus)
+    versions = sorted({f"torch {m['torch']}, gymnasium {m['gymnasium']}" for m in machines})
+    commits = sorted({m["commit"] for m in machines})
+    dates = sorted({m["date"] for m in machines})
+    days = " to ".join(sorted({*dates[:1], *dates[-1:]}))
+    return f"Measured on {'; '.join([*hardware, *versions, 'commit ' + ', '.join(commits), days])}."
+
+
+# ---- Results ---------------------------------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -147,6 +135,36 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def to_json(results: dict) -> str:
+    """Text of a results file, a point of a curve a line."""
+    text = json.dumps(results, indent=1)
+    return re.sub(r"\[\s+([-\d.e]+),\s+([-\d.e]+),\s+([-\d.e]+)\s+\]", r"[\1, \2, \3]", text) + "\n"
+
+
+def save_results(name: str, results: dict) -> None:
+    """Write benchmark/results/`name`.json."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_atomically(RESULTS / f"{name}.json", to_json(results))
+
+
+def load_results(name: str) -> dict | None:
+    """Read benchmark/results/`name`.json; None where there is none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def save_rows(name: str, new: list[dict], keys: tuple[str, ...]) -> None:
+    """Add rows to benchmark/results/`name`.json, each with its machine, in place of those with the same `keys`."""
+    old = (load_results(name) or {"rows": []})["rows"]
+    fresh = {tuple(row[key] for key in keys) for row in new}
+    rows = [row for row in old if tuple(row[key] for key in keys) not in fresh]
+    machine = describe_machine()
+    save_results(name, {"rows": rows + [row | {"machine": machine} for row in new]})
+
+
+# ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
 def show(value: float | None, digits: int = 3) -> str:
@@ -159,21 +177,12 @@ def show(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}"
 
 
-def to_json(results: dict) -> str:
-    """Text of a results file, a list item a line."""
-    text = json.dumps(results, indent=1)
-    return re.sub(r"\[\s+([-\d.e]+),\s+([-\d.e]+),\s+([-\d.e]+)\s+\]", r"[\1, \2, \3]", text) + "\n"
-
-
-def save_results(name: str, results: dict) -> None:
-    """Write benchmark/results/`name`.json."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(to_json(results))
-
-
-def load_results(name: str) -> dict:
-    """Read benchmark/results/`name`.json."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def make_table(head: str, rows: list[list]) -> str:
+    """Markdown table; of `head`, columns that end in a colon stand to the right."""
+    columns = [column.strip() for column in head.split("|")]
+    lines = [columns, ["--:" if column.endswith(":") else "--" for column in columns], *rows]
+    lines[0] = [column.removesuffix(":") for column in columns]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def replace_section(text: str, name: str, content: str) -> str:
@@ -184,14 +193,7 @@ def replace_section(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda m: m[1] + content + m[2], text)
 
 
-def write_section(path: Path, name: str, content: str) -> None:
-    """Replace the section `name` of the file at `path`."""
-    path.write_text(replace_section(path.read_text(), name, content))
-
-
-def write_report(sections: dict[str, str], script: str) -> None:
-    """Write each section into docs/`script`.md or README.md, where it is; ValueError where it is in neither."""
-    for name, content in sections.items():
-        paths = [ROOT / "docs" / f"{script}.md", ROOT / "README.md"]
-        for path in [path for path in paths if f"<!-- {name} -->" in path.read_text()] or paths[:1]:
-            write_section(path, name, content)
+def exit_with(program: str, error: Exception) -> None:
+    """One line for the user, and exit code 2."""
+    print(f"{program}: {error}", file=sys.stderr)
+    sys.exit(2)

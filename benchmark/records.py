@@ -3,10 +3,13 @@
 import functools
 import json
 import sys
+import tomllib
+import warnings
 from pathlib import Path
 
 import common
 import numpy as np
+from common import ResultsError
 
 try:
     from scipy import stats
@@ -17,11 +20,16 @@ except ImportError:
 NUM_POINTS = 60  # of a learning curve, in the JSON file
 RESAMPLES = 9999
 RESULT_KEYS = "seed headline metrics env_steps wall_seconds cpu_seconds device torch".split()
+SHOWN_KEYS = {"ratios": [], "tables": [], "summary": ""}  # of a suite: what the pages say of its results
 NOT_RUN = "not run yet"
-
-
-class ResultsError(ValueError):
-    """What is wrong with files of results, in one line."""
+CURVES = {  # in words; the first one that was logged is the learning curve
+    "charts/return_last_20": "return, last 20 episodes",
+    "eval/episodic_return": "return of the greedy policy",
+    "eval/greedy_gap": "gap of greedy tours, %",
+    "charts/episodic_return": "return of training episodes",
+    "eval/elo": "Elo, from matches with itself before",
+    "eval/greedy_length": "length of greedy tours",
+}
 
 
 @functools.cache
@@ -30,16 +38,20 @@ def has_logged(run_path: Path, tag: str) -> bool:
     return {tag, "charts/cpu_seconds"} <= set(common.read_events(run_path).Tags()["scalars"])
 
 
+def read_result(path: Path) -> dict | None:
+    """A result.json that is whole and has its headline metric; None where it is not."""
+    try:
+        result = json.loads(path.read_text())
+        is_whole = all(key in result for key in RESULT_KEYS) and result["metrics"][result["headline"]] is not None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return result if is_whole else None
+
+
 def find_result(folder: Path, curve: str | None = None) -> Path | None:
-    """result.json of the first attempt at a cell that has one, complete, with a headline metric and with `curve`."""
+    """result.json of the first attempt at a cell that has one, whole and with `curve`."""
     for path in sorted(folder.glob("try_*/*/result.json")):
-        try:
-            result = json.loads(path.read_text())
-            if not all(key in result for key in RESULT_KEYS) or result["metrics"][result["headline"]] is None:
-                continue
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-        if curve is None or has_logged(path.parent, curve):
+        if read_result(path) and (curve is None or has_logged(path.parent, curve)):
             return path
     return None
 
@@ -50,7 +62,7 @@ def read_run(cell: dict, path: Path) -> dict:
     run = {key: result[key] for key in RESULT_KEYS} | {"value": result["metrics"][result["headline"]]}
     try:
         process = json.loads((path.parents[1] / "process.json").read_text())
-    except (OSError, ValueError):  # the harness was killed right after the run
+    except (OSError, ValueError):  # the harness was killed right after the run, or there was none
         process = {}
     run |= {key: process.get(key) for key in ("peak_memory_mb", "machine")}
     # peers say their version themselves
@@ -65,9 +77,13 @@ def read_run(cell: dict, path: Path) -> dict:
     if cell["threshold"] is not None:
         point = common.find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
+    return run | {"curve": thin_curve(curve, clock)}
+
+
+def thin_curve(curve: list[list[float]], clock: int) -> list[list[float]]:
+    """[[step, seconds, value], ...] of at most NUM_POINTS points of read_points."""
     chosen = sorted({round(i) for i in np.linspace(0, len(curve) - 1, NUM_POINTS)}) if curve else []
-    run["curve"] = [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]
-    return run
+    return [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]
 
 
 def read_suite_file(suite_folder: Path) -> dict:
@@ -75,7 +91,7 @@ def read_suite_file(suite_folder: Path) -> dict:
     try:
         suite = json.loads((suite_folder / "suite.json").read_text())
         _ = [(cell["name"], cell["folder"], cell["seed"]) for cell in suite["cells"]]
-        return {key: suite[key] for key in ("suite", "cells", "ratios", "errors")}
+        return SHOWN_KEYS | {key: suite[key] for key in ("suite", "cells", "errors", *SHOWN_KEYS) if key in suite}
     except (OSError, ValueError, LookupError, TypeError):
         raise ResultsError(f"{suite_folder}: no readable suite.json, as benchmark/run.py writes it") from None
 
@@ -92,7 +108,41 @@ def collect(suite_folder: Path) -> dict:
             entry["headline"] = entry["runs"][-1].pop("headline")
         else:
             entry["missing"].append({"seed": seed, "error": errors.get((name, seed), NOT_RUN)})
-    return {"suite": suite["suite"], "cells": cells, "ratios": suite["ratios"]}
+    return {"suite": suite["suite"], "cells": cells} | {key: suite[key] for key in SHOWN_KEYS}
+
+
+def collect_folders(folder: Path) -> dict:
+    """Run folders {env_id}__{exp_name}__{seed}__{time} as the scripts leave them, done or not, as a suite `runs`."""
+    patterns = ("events.out.tfevents.*", "*/events.out.tfevents.*", "*/result.json")
+    paths = {path.parent for pattern in patterns for path in folder.glob(pattern)}
+    cells = {}
+    for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
+        result = read_result(path / "result.json")
+        env_id, exp_name, seed = [*path.name.rsplit("__", 3), "", ""][:3]
+        script = result["script"] if result else read_script(path / "checkpoint.pt") or exp_name
+        tags = [tag for tag in CURVES if has_logged(path, tag)]
+        cell = {"task": env_id, "setting": exp_name or script, "script": script, "command": "", "threshold": None}
+        cell |= {"curve": tags[0] if tags else None, "better": "higher", "headline": None, "runs": [], "missing": []}
+        cell = cells.setdefault(f"{script}/{env_id}/{exp_name}", cell | {"unfinished": []})
+        cell["curve"] = cell["curve"] if tags else None
+        if result:
+            cell["runs"].append(read_run(cell | {"curve": tags[0] if tags else None}, path / "result.json"))
+            cell["headline"] = cell["runs"][-1].pop("headline")
+        else:
+            curve = common.read_points(path, tags[0]) if tags else []
+            cell["unfinished"].append({"seed": seed, "device": "cpu", "curve": thin_curve(curve, 1)})
+            cell["missing"].append({"seed": seed, "error": "not done yet"})
+    return {"suite": "runs", "cells": cells} | SHOWN_KEYS
+
+
+def read_script(checkpoint: Path) -> str | None:
+    """The script that has written a checkpoint; None where there is none."""
+    import torch
+
+    try:
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["script"]
+    except Exception:  # whatever is wrong with it: the run has curves all the same
+        return None
 
 
 def load(path: Path) -> dict:
@@ -103,9 +153,37 @@ def load(path: Path) -> dict:
         results = json.loads(path.read_text())
     except (OSError, ValueError):
         raise ResultsError(f"{path}: neither a suite's folder nor a readable JSON file") from None
-    if not isinstance(results, dict) or not {"suite", "cells", "ratios"} <= results.keys():
+    if not isinstance(results, dict) or not {"suite", "cells"} <= results.keys():
         raise ResultsError(f"{path}: not the results of a suite")
-    return results
+    return SHOWN_KEYS | results
+
+
+def load_published() -> dict[str, dict]:
+    """Results of suites in benchmark/results, by name, with what their suites of today say of them."""
+    found = {}
+    for path in sorted(common.SUITES.glob("*.toml")):
+        if results := common.load_results(path.stem):
+            content = tomllib.loads(path.read_text())
+            found[path.stem] = results | {key: content.get(key, empty) for key, empty in SHOWN_KEYS.items()}
+    return found
+
+
+def is_ours(cell: dict) -> bool:
+    """Whether the cell runs one of our scripts, and not a peer."""
+    return "benchmark/peers/" not in cell["command"]
+
+
+def list_dirty(results: dict) -> list[str]:
+    """Runs of a tree that was not that of a commit."""
+    return [
+        f"{name}, seed {run['seed']}"
+        for name, cell in results["cells"].items()
+        for run in cell["runs"]
+        if str((run["machine"] or {}).get("commit")).endswith("-dirty")
+    ]
+
+
+# ---- Over seeds ------------------------------------------------------------------------------------------------------
 
 
 def get_values(cell: dict, quantity: str) -> list[float]:
@@ -118,11 +196,6 @@ def get_values(cell: dict, quantity: str) -> list[float]:
     return values
 
 
-def find_iqm(values, axis: int = -1):
-    """Interquartile mean: of the middle half (Agarwal et al. 2021, arXiv:2108.13264)."""
-    return stats.trim_mean(values, 0.25, axis=axis)
-
-
 def find_interval(samples: tuple[list[float], ...], statistic, paired: bool = False) -> tuple[float, float] | None:
     """95 % bootstrap interval of a statistic of one or more samples; None for samples of one value or infinite ones."""
     if any(len(sample) < 2 or not np.isfinite(sample).all() for sample in samples):
@@ -130,6 +203,22 @@ def find_interval(samples: tuple[list[float], ...], statistic, paired: bool = Fa
     options = {"n_resamples": RESAMPLES, "method": "percentile", "vectorized": True, "paired": paired}
     found = stats.bootstrap(samples, statistic, rng=np.random.default_rng(0), **options)
     return tuple(map(float, found.confidence_interval))
+
+
+def compare_means(base: list[float], new: list[float], better: str) -> dict:
+    """NEW - BASE of the means with Welch's 95 % interval, and the probability that a run of NEW is the better one."""
+    sign = 1.0 if better == "higher" else -1.0
+    wins = stats.mannwhitneyu(sign * np.array(new), sign * np.array(base)).statistic  # ties half
+    found = {"difference": float(np.mean(new)) - float(np.mean(base)), "interval": None}
+    found["improvement"] = float(wins) / (len(base) * len(new))
+    if min(len(base), len(new)) < 2 or not np.isfinite([*base, *new]).all():
+        return found
+    if np.isclose(base, base[0]).all() and np.isclose(new, new[0]).all():  # no noise: Welch's would divide by zero
+        return found | {"interval": (found["difference"],) * 2}
+    with warnings.catch_warnings():  # scipy's, where one of the two is constant: its variance of zero is right
+        warnings.filterwarnings("ignore", "Precision loss")
+        test = stats.ttest_ind(new, base, equal_var=False)
+    return found | {"interval": tuple(map(float, test.confidence_interval(0.95)))}
 
 
 def find_ratio(ours: list[float], peer: list[float], paired: bool = False):

@@ -1,46 +1,77 @@
-"""Tables and learning curves of runs: docs/results.md of what benchmark/run.py has run, or a page of your own.
+"""Tables and learning curves of runs: the pages in docs/ of what benchmark/ has measured, or a page of your own.
 
     python benchmark/report.py --runs runs --out report   # your own runs: report/results.md, report/figures
     python benchmark/report.py --out report               # runs of suites: report/results/SUITE.json too
-    python benchmark/report.py                            # docs/results.md, docs/figures, benchmark/results/SUITE.json
-    python benchmark/report.py --report-only              # docs/results.md again, from benchmark/results alone
+    python benchmark/report.py                            # docs/results.md, the tables and pictures of all pages
 
 With --out, the page shows all suites in RUNS or RUNS/benchmark and the run folders in RUNS that the scripts have left,
-of runs that still go on too. Without it, those of benchmark/suites but smoke, which shows no results. Nothing is lost:
-a suite whose committed results have runs that its folder lacks is refused. The suite `ablations` is shown in the
-scripts' pages too, each cell against the first of its task.
+of runs that still go on too. Without it, new runs of suites that are in benchmark/suites go into benchmark/results, and
+all pages are written from what is there: docs/results.md, the sections <!-- NAME --> of the scripts' pages and of
+README.md, and docs/figures. Nothing is lost: a suite whose committed results have runs that its folder lacks is
+refused, and so are runs of a tree with changes that no commit holds.
 """
 
 import argparse
-import json
+import importlib
 import math
 import re
 import sys
 from pathlib import Path
 
 import common
-import compare
 import numpy as np
 import records
-import run_folders
-from common import show
+from common import ResultsError, show
+from suite import SUMMARY_NUMBER
 
+sys.path.append(str(common.BENCHMARK / "studies"))
+MEASURED = [
+    "speed",
+    "scaling",
+    "change_detection",
+    "go_search",
+    "go_ablations",
+    "tsp_active",
+]  # each by its own program
+UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
+SCRIPTS = {
+    "ppo": "PPO",
+    "reinforce_tsp_attention": "Attention model for the travelling salesman problem",
+    "r2d2_lstm": "R2D2",
+    "ppo_change_detection": "PPO for change detection",
+    "alphazero_go": "AlphaZero for Go",
+}
+STEPS = {
+    "reinforce_tsp_attention": "instances",
+    "rl4co_attention": "instances",
+    "ppo_change_detection": "pairs of all stages",
+    "alphazero_go": "moves of self-play",
+}
 INTRODUCTION = """# Results
 
-Written by [`benchmark/report.py`](../benchmark/report.py) from runs of
-[`benchmark/run.py`](../benchmark/run.py). Two commands make the results of the suite `cpu` anew, without a network
-once the packages are installed:
+Written by [`benchmark/report.py`](../benchmark/report.py) from runs of [`benchmark/run.py`](../benchmark/run.py). Two
+commands make the results of a suite anew, here those of `cpu`, without a network once the packages are installed:
 
 ```bash
 python benchmark/run.py benchmark/suites/cpu.toml
 python benchmark/report.py
 ```
 
+The command lines of all cells are in [`benchmark/suites`](../benchmark/suites), every run with its learning curve in
+[`benchmark/results`](../benchmark/results). Seconds are CPU-seconds, which other work on the machine lengthens.
+
 """
-LEGEND = """IQM is the interquartile mean over the seeds, the interval its 95 % bootstrap. Seconds and steps to the
-threshold are medians, of the first point of the learning curve at the threshold. Seconds are {seconds}, which other
-work on the machine lengthens; steps per second are those of training, up to the last point of the curve. Memory is main
-memory, that of all processes of a run, the largest of the seeds."""
+RATIO_LEGEND = """Medians over the seeds, both sides run in turns on the same machine; in bold where ours is better
+and the 95 % bootstrap interval of the ratio leaves out 1. "Over": most runs did not get there with so much; in
+brackets, how many did."""
+TABLE_LEGEND = """The first setting of each task; the others, and what each flag is worth, are on the scripts' pages.
+The result is the mean over the seeds with its 95 % bootstrap interval, the time the median of the
+CPU-seconds to the threshold, in brackets how many runs reached it where not all did, or of the whole run."""
+CURVE_LEGEND = """In the pictures: thin, a seed each; thick, their mean, where all have values; dotted, the threshold,
+with a dot where a run reaches it."""
+
+
+# ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
 def show_interval(interval: tuple[float, float] | None) -> str:
@@ -48,46 +79,100 @@ def show_interval(interval: tuple[float, float] | None) -> str:
     return "{} to {}".format(*map(show, interval)) if interval else "-"
 
 
-def show_threshold(cell: dict, quantity: str) -> str:
-    """Median over the seeds, and how many got there where not all did."""
-    if cell["threshold"] is None:
-        return ""
-    if not any(run["curve"] for run in cell["runs"]):
-        return "no curve"
-    values = records.get_values(cell, quantity)
-    num_solved = int(np.isfinite(values).sum())
+def show_quantity(cell: dict, quantity: str) -> str:
+    """Median over the seeds; of what it took to the threshold where most runs never got there, what they were given."""
+    values = np.array(records.get_values(cell, quantity))
+    reached = "" if np.isfinite(values).all() else f" ({np.isfinite(values).sum()} of {len(values)})"
     median = float(np.median(values))
-    text = f"{median:,.0f}" if quantity.startswith("steps") and math.isfinite(median) else show(median)
-    return text if num_solved == len(values) else f"{text} ({num_solved} of {len(values)})"
+    if np.isinf(median) and quantity.endswith("_to_threshold"):
+        column = 0 if quantity.startswith("steps") else 1
+        given = float(np.median([run["curve"][-1][column] for run in cell["runs"]]))
+        return f"over {show(given)}{reached}"
+    return show(median) + reached
 
 
-def make_cell_line(cell: dict) -> str:
-    """The line of a cell."""
+def make_ratio_line(ratio: dict, cells: dict[str, dict]) -> list[str]:
+    """What was compared, the peer, both sides, and the ratio of the medians with its interval."""
+    ours, peer = (cells[ratio[side]] for side in ("ours", "peer"))
+    line = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
+    if not ours["runs"] or not peer["runs"]:
+        empty = ours if not ours["runs"] else peer
+        return [*line, "-", "-", f"not run: {empty['missing'][0]['error']}"]
+    quantities = ratio["quantity"], ratio.get("peer_quantity", ratio["quantity"])
+    sides = list(zip((ours, peer), quantities, strict=True))
+    line += [show_quantity(*side) for side in sides]
+    found = records.find_ratio(*(records.get_values(*side) for side in sides), paired=ours is peer)
+    if found is None:
+        return [*line, "-"]
+    low, high = found[1] or (0.0, math.inf)
+    is_better = high < 1 if ratio["better"] == "lower" else low > 1
+    text = f"**{show(found[0])}**" if is_better else show(found[0])
+    return [*line, f"{text} ({show_interval(found[1])})"]
+
+
+def make_ratio_table(results: list[dict]) -> str:
+    """Markdown table of ours and others, a line for each ratio of each suite."""
+    rows = [make_ratio_line(ratio, suite["cells"]) for suite in results for ratio in suite["ratios"]]
+    return common.make_table("what | peer | ours: | peer's: | ours / peer, 95 % interval:", rows)
+
+
+def make_script_line(cell: dict) -> list[str]:
+    """The line of a cell in the short table of its script."""
     values = records.get_values(cell, "headline")
-    metric = cell["headline"].removeprefix("eval/")
-    memory = [run["peak_memory_mb"] for run in cell["runs"] if run["peak_memory_mb"]]
-    threshold = "" if cell["threshold"] is None else f"{cell['threshold']:g}"
-    columns = [cell["task"], cell["setting"], len(values), metric]
-    columns += [show(float(np.mean(values))), f"**{show(float(records.find_iqm(values)))}**"]
-    columns += [show_interval(records.find_interval((values,), records.find_iqm)), threshold]
-    columns += [show_threshold(cell, "seconds_to_threshold"), show_threshold(cell, "steps_to_threshold")]
-    columns += [show(float(np.median(records.get_values(cell, "steps_per_second"))))]
-    columns += [f"{max(memory):,.0f} MB" if memory else "-"]
-    return "| " + " | ".join(map(str, columns)) + " |"
+    interval = records.find_interval((values,), np.mean)
+    result = show(float(np.mean(values))) + (f" ({show_interval(interval)})" if interval else "")
+    quantity, end = "cpu_seconds", ""
+    if cell["threshold"] is not None and any(run["curve"] for run in cell["runs"]):
+        quantity, end = "seconds_to_threshold", f" to {cell['threshold']:g}"
+    metric = cell["headline"].removeprefix("eval/").replace("_", " ")
+    time = show_quantity(cell, quantity) + end
+    return [f"{cell['task']}, {cell['setting']}", metric, result, time, len(values)]
 
 
-def make_table(cells: list[dict]) -> str:
-    """Markdown table of the cells of a script, then their commands and what is missing."""
-    head = "task | setting | seeds | metric | mean | IQM | 95 % interval | threshold | s to it | steps to it | steps/s"
-    lines = [f"| {head} | memory |", "|--|--|--:|--|--:|--:|--|--:|--:|--:|--:|--:|"]
-    lines += [make_cell_line(cell) for cell in cells if cell["runs"]]
-    lines += [""] + [f"- {cell['task']}, {cell['setting']}: `{' '.join(cell['command'].split())}`" for cell in cells]
+def make_script_table(cells: list[dict], others: list[list] = ()) -> str:
+    """Markdown table of cells that have run, of `others`, lines of that form, and what is missing."""
+    rows = [make_script_line(cell) for cell in cells if cell["runs"]]
+    lines = [common.make_table("task, setting | metric | result: | CPU-s: | seeds:", [*rows, *others]), ""]
     for cell in cells:
         for error in dict.fromkeys(missing["error"] for missing in cell["missing"]):
             seeds = ", ".join(str(missing["seed"]) for missing in cell["missing"] if missing["error"] == error)
-            what = "not run yet" if error == records.NOT_RUN else f"**failed**: {error}"
+            what = error if error in (records.NOT_RUN, "not done yet") else f"**failed**: {error}"
             lines.append(f"- {cell['task']}, {cell['setting']}, seeds {seeds}: {what}")
     return "\n".join(lines)
+
+
+def show_metric(cell: dict, metric: str) -> str:
+    """Mean of a metric over the seeds with its range; of one run, with the interval that the run gives itself."""
+    values = records.get_values(cell, metric)
+    low, high = min(values), max(values)
+    if len(values) == 1:
+        low, high = (records.get_values(cell, f"{metric}_{end}")[0] for end in ("low", "high"))
+    text = f"**{show(float(np.mean(values)))}**"
+    return text if low == high or math.isnan(low) else f"{text} ({show(low)} to {show(high)})"
+
+
+def make_column_table(results: dict, columns: dict[str, str]) -> str:
+    """Markdown table of the cells of a suite with metrics of one's choice, and their command lines."""
+    cells = [cell for cell in results["cells"].values() if cell["runs"]]
+    rows = []
+    for cell in cells:
+        metrics = [show_metric(cell, metric) for metric in columns.values()]
+        seconds = show(float(np.median(records.get_values(cell, "cpu_seconds"))))
+        rows.append([f"{cell['task']}, {cell['setting']}", *metrics, seconds, len(cell["runs"])])
+    head = ["task, setting", *(f"{column}:" for column in columns), "CPU-s:", "seeds:"]
+    if all(len(cell["runs"]) == 1 for cell in cells):  # one match each, whose time is not that of learning
+        head, rows = head[:-2], [row[:-2] for row in rows]
+    return "\n".join([common.make_table(" | ".join(head), rows), "", *list_commands(cells)])
+
+
+def list_commands(cells: list[dict]) -> list[str]:
+    """The command line of the first cell of each task, and what the others have set differently, as a list."""
+    lines, first = [], {}
+    for cell in cells:
+        other = first.setdefault((cell["script"], cell["task"]), cell)
+        text = f"`{' '.join(cell['command'].split())}`" if cell is other else describe_flags(cell, other)
+        lines.append(f"- {cell['task']}, {cell['setting']}: {text}")
+    return lines
 
 
 def describe_flags(cell: dict, first: dict) -> str:
@@ -98,178 +183,264 @@ def describe_flags(cell: dict, first: dict) -> str:
     return ", ".join(text for text in (f"`{new}`" if new else "", f"without `{gone}`" if gone else "") if text)
 
 
-def make_ablation_line(cell: dict, first: dict) -> str:
+def make_ablation_line(cell: dict, first: dict) -> list[str]:
     """The line of a cell in the table of its task, whose first cell is `first`."""
-    columns = [cell["setting"], describe_flags(cell, first), len(cell["runs"])]
+    line = [cell["setting"], describe_flags(cell, first)]
     if not cell["runs"]:
-        return f"| {' | '.join(map(str, columns))} | {cell['missing'][0]['error']} | | | | | |"
-    values = records.get_values(cell, "headline")
-    columns += [show(float(np.mean(values))), "", "", ""]
+        return [*line, cell["missing"][0]["error"], "", "", ""]
+    values, difference, improvement = records.get_values(cell, "headline"), "", ""
     if cell is not first and first["runs"]:
-        found = compare.compare_cell(records.get_values(first, "headline"), values, cell["better"])
+        found = records.compare_means(records.get_values(first, "headline"), values, cell["better"])
         low, high = found["interval"] or (math.nan, math.nan)
-        difference = f"{'+' if found['difference'] > 0 else ''}{show(found['difference'])}"
-        columns[-3:] = [f"**{difference}**" if low > 0 or high < 0 else difference, show_interval(found["interval"])]
-        columns += [f"{found['improvement']:.0%}"]
-    columns += [f"{np.median(records.get_values(cell, q)):,.0f}" for q in ("env_steps", "cpu_seconds")]
-    return "| " + " | ".join(map(str, columns)) + " |"
+        text = f"{'+' if found['difference'] > 0 else ''}{show(found['difference'])}"
+        difference = f"**{text}**" if low > 0 or high < 0 else text
+        difference += f" ({show_interval(found['interval'])})" if found["interval"] else ""
+        improvement = f"{found['improvement']:.0%}"
+    seconds = show(float(np.median(records.get_values(cell, "cpu_seconds"))))
+    return [*line, show(float(np.mean(values))), difference, improvement, seconds]
 
 
 def make_ablations(results: dict) -> dict[str, str]:
     """What the pages of the scripts show of the suite, by script: each cell against the first of its task."""
-    columns = "setting, flags, seeds, mean, difference, 95 % interval, probability of improvement, steps, CPU-s"
+    head = "setting | flags | mean: | difference, 95 % interval: | probability of improvement: | CPU-s:"
     pages = {}
-    for script, all_cells in list_scripts(results).items():
+    for script in dict.fromkeys(cell["script"] for cell in results["cells"].values()):
+        all_cells = [cell for cell in results["cells"].values() if cell["script"] == script]
         lines = [""]
         for task in dict.fromkeys(cell["task"] for cell in all_cells):
             cells = [cell for cell in all_cells if cell["task"] == task]
             metric = next((cell["headline"] for cell in cells if cell["headline"]), "").removeprefix("eval/")
-            lines += [f"**{task}**, {metric}, {cells[0]['better']} is better", ""]
-            lines += [f"| {columns.replace(', ', ' | ')} |", "|--|--|--:|--:|--:|--|--:|--:|--:|"]
-            lines += [*(make_ablation_line(cell, cells[0]) for cell in cells), ""]
-        pages[script] = "\n".join([*lines, describe_machines(results), ""])
+            num_seeds = max(len(cell["runs"]) for cell in cells)
+            lines += [f"**{task}**, {metric}, {cells[0]['better']} is better, {num_seeds} seeds", ""]
+            lines += [common.make_table(head, [make_ablation_line(cell, cells[0]) for cell in cells]), ""]
+        pages[script] = "\n".join([*lines, describe_machines([results]), ""])
     return pages
 
 
-def make_ratio_table(results: dict) -> str:
-    """The headline table: ours, peer, and the ratio of the medians."""
-    lines = ["| what | peer | ours | peer's | ours / peer | 95 % interval | better is |", "|--|--|--:|--:|--:|--|--|"]
-    for ratio in results["ratios"]:
-        ours, peer = (results["cells"][ratio[side]] for side in ("ours", "peer"))
-        columns = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
-        if ours["runs"] and peer["runs"]:
-            quantities = ratio["quantity"], ratio.get("peer_quantity", ratio["quantity"])
-            values = [records.get_values(cell, q) for cell, q in zip((ours, peer), quantities, strict=True)]
-            found = records.find_ratio(*values, paired=ours is peer)
-            columns += ["never" if np.isposinf(np.median(v)) else show(float(np.median(v))) for v in values]
-            columns += [f"**{show(found[0])}**" if found else "-", show_interval(found and found[1])]
-        else:
-            empty = ours if not ours["runs"] else peer
-            columns += ["-", "-", f"not run: {empty['missing'][0]['error']}", "-"]
-        lines.append("| " + " | ".join([*columns, ratio["better"]]) + " |")
-    return "\n".join(lines)
-
-
-def describe_machines(results: dict) -> str:
-    """What the runs ran on: machines, days, commits, versions."""
-    runs = [run for cell in results["cells"].values() for run in cell["runs"]]
+def describe_machines(results: list[dict]) -> str:
+    """What the runs ran on, the versions of others, and plainly which are not those of a commit."""
+    runs = [run for suite in results for cell in suite["cells"].values() for run in cell["runs"]]
     machines = [run["machine"] for run in runs if run["machine"]]
-    hardware = {f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, gymnasium {m['gymnasium']}" for m in machines}
-    gpus = sorted({run["device"] for run in runs} - {"cpu", "none"})
-    commits = sorted({run["commit"] for cell in results["cells"].values() if is_ours(cell) for run in cell["runs"]})
-    dates = sorted({m["date"] for m in machines})
-    torch = sorted({run["torch"] for run in runs} - {"none"})
-    days = " to ".join(sorted({*dates[:1], *dates[-1:]}))
-    peers = sorted({run["commit"] for cell in results["cells"].values() for run in cell["runs"]} - set(commits))
-    parts = [*sorted(hardware), *gpus, f"torch {', '.join(torch)}", f"commit {', '.join(commits)}", days]
+    if not machines:
+        return ""
+    commits = {machine["commit"] for machine in machines}
+    peers = sorted({run["commit"] for run in runs} - commits - {"unknown"})
     others = f" Others: {', '.join(peers)}." if peers else ""
-    return f"Measured on {'; '.join(parts)}.{others}"
+    dirty = [line for suite in results for line in records.list_dirty(suite)]
+    mark = f" **{len(dirty)} of the {len(runs)} runs are of a tree with changes after its commit (`-dirty`).**"
+    gpus = {run["device"] for run in runs} - {"cpu", "none"}
+    return common.machine_line(machines, gpus) + others + (mark if dirty else "")
 
 
-def is_ours(cell: dict) -> bool:
-    """Whether the cell runs one of our scripts, and not a peer."""
-    return "algos/" in cell["command"]
+def fill_summary(results: dict) -> str:
+    """The summary of a suite with its numbers: medians of seconds and steps, means of metrics, ratios of both."""
+
+    def find(name: str, quantity: str) -> float:
+        values = records.get_values(results["cells"][name], quantity)
+        return float(np.median(values) if re.search("seconds|steps", quantity) else np.mean(values))
+
+    def fill(match) -> str:
+        names, quantity, form = match.groups()
+        first, *second = (find(name, quantity) for name in names.split(":"))
+        return format(first / second[0] if second else first, form)
+
+    return SUMMARY_NUMBER.sub(fill, results["summary"])
 
 
-def list_scripts(results: dict) -> dict[str, list[dict]]:
-    """Cells by script, ours first; peers are listed with their own scripts."""
-    scripts = {}
-    for cell in sorted(results["cells"].values(), key=lambda cell: not is_ours(cell)):
-        scripts.setdefault(cell["script"], []).append(cell)
-    return scripts
+# ---- Pictures --------------------------------------------------------------------------------------------------------
 
 
-def list_curves(results: dict) -> dict[str, list[dict]]:
-    """Cells that have learning curves, by task."""
+def list_curves(results: dict) -> dict[tuple[str, str], list[dict]]:
+    """Cells that have learning curves, by task and by the curve's tag."""
     tasks = {}
     for cell in results["cells"].values():
-        if any(run["curve"] for run in cell["runs"]):
-            tasks.setdefault(cell["task"], []).append(cell)
+        if any(run["curve"] for run in list_runs(cell)):
+            tasks.setdefault((cell["task"], cell["curve"]), []).append(cell)
     return tasks
 
 
+def list_runs(cell: dict) -> list[dict]:
+    """The runs of a cell, those that are not done too."""
+    return [*cell["runs"], *cell.get("unfinished", [])]
+
+
 def draw(results: dict, path: Path) -> None:
-    """Learning curves by steps and by seconds, a row of two pictures a task: each seed, and the mean over the seeds."""
-    import matplotlib
+    """Learning curves of each task by steps and by seconds: each seed, the mean over the seeds, thresholds reached."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     tasks = list_curves(results)
-    figure = Figure(figsize=(13, 3.2 * len(tasks)), layout="constrained")
-    for row, (task, cells) in zip(figure.subplots(len(tasks), 2, squeeze=False), tasks.items(), strict=True):
-        is_one_script = len({cell["script"] for cell in cells}) == 1
-        for i, cell in enumerate(cells):
-            color = f"C{i}" if len(cells) <= 10 else matplotlib.colormaps["tab20"](i % 20)
-            label = cell["setting"] if is_one_script else f"{cell['script']}, {cell['setting']}"
-            for column, axes in enumerate(row):
-                curves = [
-                    (np.array(run["curve"])[:, column], np.array(run["curve"])[:, 2])
-                    for run in cell["runs"]
-                    if run["curve"]
-                ]
-                for x, y in curves:
-                    axes.plot(x, y, color=color, alpha=0.3, lw=0.8)
-                grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
-                mean = np.mean([np.interp(grid, x, y) for x, y in curves], axis=0)
-                axes.plot(grid, mean, color=color, lw=2, label=label)
-                if cell["threshold"] is not None:
-                    axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
-        labels = run_folders.name_steps(cells[0]["script"]), "CPU-seconds" if is_cpu(results) else "seconds"
-        for axes, label in zip(row, labels, strict=True):
-            axes.set(xlabel=label, title=task)
-            axes.grid(alpha=0.3)
-        row[0].xaxis.set_major_formatter(EngFormatter())
-        row[0].set_ylabel(run_folders.name_curve(cells[0]["curve"]))
-        row[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    num_columns = 2 * len(tasks) if len(tasks) <= 2 else len(tasks) if len(tasks) <= 5 else 4
+    num_rows = 1 if len(tasks) <= 2 else 2 * math.ceil(len(tasks) / num_columns)
+    figure = Figure(figsize=(3.4 * num_columns, 2.9 * num_rows), layout="constrained")
+    panels = figure.subplots(num_rows, num_columns, squeeze=False)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    for i, ((task, _), cells) in enumerate(tasks.items()):
+        row, column = divmod(i, num_columns)
+        pair = panels[0, 2 * i : 2 * i + 2] if num_rows == 1 else panels[2 * row : 2 * row + 2, column]
+        for axes, kind in zip(pair, ("steps", "seconds"), strict=True):
+            axes.set_axis_on()
+            draw_curves(axes, cells, kind)
+            axes.set_title(task, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
 
-def is_cpu(results: dict) -> bool:
-    """Whether all runs were on the CPU."""
-    return all(run["device"] in ("cpu", "none") for cell in results["cells"].values() for run in cell["runs"])
+def draw_curves(axes, cells: list[dict], kind: str) -> None:
+    """The learning curves of a task by `kind`: steps or seconds."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import EngFormatter
+
+    is_one_script = len({cell["script"] for cell in cells}) == 1
+    column, longest = (0 if kind == "steps" else 1), []
+    for i, cell in enumerate(cells):
+        color = f"C{i}" if len(cells) <= 10 else colormaps["tab20"](i % 20)
+        label = cell["setting"] if is_one_script else f"{cell['script']}, {cell['setting']}"
+        curves = []
+        for run in list_runs(cell):
+            if not run["curve"]:
+                continue
+            curve = np.array(run["curve"])
+            curves.append((curve[:, column], curve[:, 2]))
+            axes.plot(*curves[-1], color=color, alpha=0.35, lw=0.8)
+            if run.get(f"{kind}_to_threshold"):
+                axes.plot(run[f"{kind}_to_threshold"], cell["threshold"], "o", ms=3, color=color)
+        if not curves:
+            continue
+        grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
+        axes.plot(grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0), color=color, lw=2, label=label)
+        longest.append(max(x[-1] for x, _ in curves))
+        if cell["threshold"] is not None:
+            axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
+    on_cpu = all(run["device"] in ("cpu", "none") for cell in cells for run in list_runs(cell))
+    seconds = "CPU-seconds" if on_cpu else "seconds"
+    axes.set_xlabel(STEPS.get(cells[0]["script"], "environment steps") if kind == "steps" else seconds, fontsize=8)
+    axes.set_ylabel(records.CURVES.get(cells[0]["curve"], "return"), fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    if kind == "steps":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if len(cells) > 1:
+            axes.legend(fontsize=7)
+    elif max(longest) > 5 * min(longest):
+        axes.set_xscale("log")
 
 
-def render(results: dict) -> str:
-    """The chapter of a suite."""
-    seconds = "CPU-seconds" if is_cpu(results) else "CPU-seconds where a run was on the CPU, else seconds"
-    lines = [f"## Suite `{results['suite']}`", "", describe_machines(results), "", LEGEND.format(seconds=seconds), ""]
-    if results["ratios"]:
-        lines += ["### Ours and others", "", "Medians over the seeds, both sides run in turns on the same machine.", ""]
-        lines += [make_ratio_table(results), ""]
-    if list_curves(results):
-        lines += ["### Learning curves", "", f"![Learning curves](figures/{figure_name(results)})", ""]
-        lines += ["Thin: a seed each. Thick: their mean, where all have values. Dotted: the threshold.", ""]
-    for script, cells in list_scripts(results).items():
-        lines += [f"### {script}", "", make_table(cells), ""]
-    return "\n".join(lines)
+# ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def figure_name(results: dict) -> str:
-    """File name of a suite's picture."""
-    return f"results_{results['suite']}.png"
+def load_study(name: str):
+    """The module that has measured benchmark/results/`name`.json, and its results; none where there are none."""
+    results = common.load_results(name)
+    return (importlib.import_module(name), results) if results else None
 
 
-def render_page(suites: list[dict], is_published: bool = True) -> str:
-    """results.md, of docs/ or of a folder of one's own."""
-    return (INTRODUCTION if is_published else "# Results\n\n") + "\n".join(render(results) for results in suites)
+def list_shown(published: dict[str, dict], script: str) -> list[dict]:
+    """The first cell of each task of a script; of the suite `cpu` those of tasks that no other suite has."""
+    names = sorted(name for name in published if name != "ablations" and not name.endswith("_speed"))
+    first = {}
+    for name in sorted(names, key=lambda name: name == "cpu"):
+        for cell in published[name]["cells"].values():
+            if cell["script"] == script and cell["runs"]:
+                first.setdefault(cell["task"], cell)
+    return list(first.values())
 
 
-def read_committed() -> dict[str, dict]:
-    """Results of suites in benchmark/results, by name."""
-    found = [json.loads(path.read_text()) for path in sorted(common.RESULTS.glob("*.json"))]
-    return {results["suite"]: results for results in found if "suite" in results}
+def render_page(published: dict[str, dict]) -> str:
+    """docs/results.md."""
+    compared = [results for results in published.values() if results["ratios"]]
+    lines = [f"{INTRODUCTION}## Ours and others", "", RATIO_LEGEND, "", make_ratio_table(compared), ""]
+    lines += [describe_machines(compared), "", "## Ours", "", TABLE_LEGEND, ""]
+    for script, title in SCRIPTS.items():
+        lines += [f"### [{title}]({script}.md)", ""]
+        others, figures = [], [name for name in list_drawn(published) if published[name]["tables"][0]["page"] == script]
+        for module, results in filter(None, map(load_study, MEASURED)):
+            if hasattr(module, "list_lines") and script == module.PAGE:
+                others += module.list_lines(results)
+                figures.append(module.__name__)
+        lines += [make_script_table(list_shown(published, script), others).rstrip(), ""]
+        lines += [f"![{title}: learning curves or results](figures/{name}.png)\n" for name in figures]
+    shown = [results for name, results in published.items() if name != "ablations"]
+    return "\n".join([*lines, CURVE_LEGEND, "", describe_machines(shown), ""])
 
 
-def check_nothing_is_lost(old: dict, new: dict, folder: Path) -> None:
-    """Raise ResultsError where `old` has runs that `new` lacks."""
+def list_drawn(published: dict[str, dict]) -> list[str]:
+    """Suites with a table on a page and with learning curves, but those of speed alone."""
+    return [
+        name
+        for name, results in published.items()
+        if results["tables"] and list_curves(results) and not name.endswith("_speed")
+    ]
+
+
+def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
+    """(page, section): what stands there, of all suites and studies."""
+    sections = {}
+    for name, results in published.items():
+        for table in results["tables"]:
+            text = make_ratio_table([results])
+            if "columns" in table:
+                text = make_column_table(results, table["columns"])
+            elif not name.endswith("_speed"):
+                text += "\n\n" + "\n".join(list_commands([c for c in results["cells"].values() if records.is_ours(c)]))
+            sections[table["page"], table["section"]] = f"\n{text}\n\n{describe_machines([results])}\n"
+        if results["summary"]:
+            sections["README", f"{name}_cell"] = fill_summary(results)
+    for script, text in make_ablations(published["ablations"]).items():
+        sections[script, "ablations"] = text
+    for module, results in filter(None, map(load_study, MEASURED)):
+        sections |= module.make_sections(results)
+    return sections
+
+
+def make_pages(published: dict[str, dict]) -> dict[Path, str]:
+    """The text of every page that shows results."""
+    pages = {common.ROOT / "docs" / "results.md": render_page(published)}
+    for (page, section), content in make_sections(published).items():
+        path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
+        pages[path] = common.replace_section(pages.get(path) or path.read_text(), section, content)
+    return pages
+
+
+def publish(published: dict[str, dict]) -> None:
+    """Write all pages and pictures."""
+    pages = make_pages(published)
+    for name in list_drawn(published):
+        draw(published[name], common.FIGURES / f"{name}.png")
+    for module, results in filter(None, map(load_study, MEASURED)):
+        if hasattr(module, "draw"):
+            module.draw(results, common.FIGURES / f"{module.__name__}.png")
+    for path, text in pages.items():
+        common.write_atomically(path, text)
+    print(f"{common.ROOT / 'docs' / 'results.md'}: {', '.join(published)}")
+
+
+def render_own(suites: list[dict]) -> str:
+    """results.md of a folder of one's own."""
+    lines = ["# Results", ""]
+    for results in suites:
+        lines += [f"## Suite `{results['suite']}`" if results["suite"] != "runs" else "## Runs", ""]
+        lines += [describe_machines([results]), "", make_ratio_table([results]) if results["ratios"] else "", ""]
+        if list_curves(results):
+            lines += [f"![Learning curves](figures/{results['suite']}.png)", ""]
+        for script in dict.fromkeys(cell["script"] for cell in results["cells"].values()):
+            cells = [cell for cell in results["cells"].values() if cell["script"] == script]
+            lines += [f"### {script}", "", make_script_table(cells), *list_commands([c for c in cells if c["command"]])]
+            lines += [""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def check_nothing_is_lost(old: dict | None, new: dict, folder: Path) -> None:
+    """Raise ResultsError where `old` has runs that `new` lacks, or where runs are not those of a commit."""
     lost = 0
-    for name, cell in old["cells"].items():
+    for name, cell in (old or {"cells": {}})["cells"].items():
         seeds = {run["seed"] for run in new["cells"].get(name, {"runs": []})["runs"]}
         lost += len({run["seed"] for run in cell["runs"]} - seeds)
     if lost:
-        path = common.RESULTS / f"{old['suite']}.json"
-        raise records.ResultsError(f"{folder} lacks {lost} runs that {path} has: finish the suite, or use --out")
+        raise ResultsError(f"{folder} lacks {lost} runs of benchmark/results: finish the suite, or use --out")
+    if dirty := records.list_dirty(new):
+        first = f"{folder} has {len(dirty)} runs of a tree with changes that no commit holds, such as {dirty[0]}"
+        raise ResultsError(f"{first}: commit and run them anew, or use --out")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -277,57 +448,40 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="folder of runs")
     parser.add_argument("--out", type=Path, help="folder for page, figures and results, instead of docs/")
-    parser.add_argument("--report-only", action="store_true", help="from benchmark/results, without run folders")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
     """Write the page, its figures and the results."""
     args = make_parser().parse_args(argv)
-    if args.report_only and args.out:
-        raise records.ResultsError("--report-only writes docs/, and does not go with --out")
-    suites, committed = {}, {} if args.out else read_committed()
-    published = {path.stem for path in (common.ROOT / "benchmark" / "suites").glob("*.toml")} - {"smoke"}
-    paths = [*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")]
-    for path in [] if args.report_only else sorted(paths):
-        if not args.out and path.parent.name not in published:
-            continue
-        results = records.collect(path.parent)
-        if any(cell["runs"] for cell in results["cells"].values()):
-            check_nothing_is_lost(committed.get(path.parent.name, {"cells": {}}), results, path.parent)
-            suites[path.parent.name] = results
-    named = dict(sorted((committed | suites).items()))
-    everything = list(named.values())
-    groups = run_folders.collect(args.runs) if args.out else {}
-    if not (everything if args.report_only else suites or groups):
-        folder = common.RESULTS if args.report_only else args.runs
-        raise records.ResultsError(f"{folder}: no runs to report")
-    folder, data = (args.out, args.out / "results") if args.out else (common.ROOT / "docs", common.RESULTS)
-    page = render_page(everything, not args.out)
-    if groups:
-        page = f"{page.rstrip()}\n\n{run_folders.render(groups)}"
+    paths = sorted([*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")])
+    if not args.out:
+        names = {path.stem for path in common.SUITES.glob("*.toml")}.difference(UNPUBLISHED)
+        new = {path.parent: records.collect(path.parent) for path in paths if path.parent.name in names}
+        new = {folder: suite for folder, suite in new.items() if any(c["runs"] for c in suite["cells"].values())}
+        for folder, suite in new.items():
+            check_nothing_is_lost(common.load_results(suite["suite"]), suite, folder)
+        for suite in new.values():
+            common.save_results(suite["suite"], suite)
+        return publish(records.load_published())
+    suites = [records.collect(path.parent) for path in paths]
+    suites = [suite for suite in [*suites, records.collect_folders(args.runs)] if suite["cells"]]
+    if not any(list_runs(cell) for suite in suites for cell in suite["cells"].values()):
+        raise ResultsError(f"{args.runs}: no runs to report")
     try:
-        data.mkdir(parents=True, exist_ok=True)
+        (args.out / "results").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise records.ResultsError(f"--out {args.out}: cannot be made ({error.strerror})") from None
-    for name, results in suites.items():
-        common.write_atomically(data / f"{name}.json", common.to_json(results))
-    for results in everything:
-        if list_curves(results):
-            draw(results, folder / "figures" / figure_name(results))
-    for name, runs in groups.items():
-        if run_folders.find_curves(runs):
-            run_folders.draw(runs, folder / "figures" / f"{name}.png")
-    common.write_atomically(folder / "results.md", page)
-    if not args.out and "ablations" in named:
-        for script, text in make_ablations(named["ablations"]).items():
-            common.write_section(folder / f"{script}.md", "ablations", text)
-    print(f"{folder / 'results.md'}: {', '.join([*named, *groups])}")
+        raise ResultsError(f"--out {args.out}: cannot be made ({error.strerror})") from None
+    for suite in suites:
+        common.write_atomically(args.out / "results" / f"{suite['suite']}.json", common.to_json(suite))
+        if list_curves(suite):
+            draw(suite, args.out / "figures" / f"{suite['suite']}.png")
+    common.write_atomically(args.out / "results.md", render_own(suites))
+    print(f"{args.out / 'results.md'}: {', '.join(suite['suite'] for suite in suites)}")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except records.ResultsError as error:
-        print(f"report.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    except ResultsError as error:
+        common.exit_with("report.py", error)

@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,7 @@ from suite import Cell, SuiteError, read_suite
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 30.0  # where stderr is no terminal
+SECONDS_TO_CONNECT = 5.0  # to a Ray cluster: one that is there answers within one
 NO_RETRY = ("exit code 2", "not done after", "another version", "no curve")  # would be the same again
 # Kills a process and all it has started when its own stdin closes, which happens when whoever started both is gone
 WATCHDOG = """
@@ -183,7 +185,7 @@ class SuiteRun:
     """The cells of a suite and what became of them, in RUNS/SUITE with suite.json for the report."""
 
     def __init__(self, path: Path, runs: Path):
-        self.cells, self.ratios = read_suite(path)
+        self.cells, self.shown = read_suite(path)
         self.root = runs.resolve() / path.stem
         self.digests = {cell: cell.hash() for cell in self.cells}
         self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{self.digests[cell]}" for cell in self.cells}
@@ -207,8 +209,8 @@ class SuiteRun:
             names = {"name": cell.name, "script": cell.script, "hash": self.digests[cell]}
             cells.append(asdict(cell) | names | {"folder": str(folder.relative_to(self.root))})
         errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
-        content = {"suite": self.root.name, "cells": cells, "ratios": self.ratios}
-        common.write_atomically(self.root / "suite.json", json.dumps(content | {"errors": errors}, indent=1))
+        content = {"suite": self.root.name, "cells": cells, "errors": errors} | self.shown
+        common.write_atomically(self.root / "suite.json", json.dumps(content, indent=1))
 
     @contextlib.contextmanager
     def lock(self):
@@ -301,6 +303,28 @@ def check_resources(cells: list[Cell]) -> None:
             raise SuiteError(f"{cell.name} needs {cell.cpus} CPUs and {cell.gpus:g} GPUs on one machine: none has them")
 
 
+@contextlib.contextmanager
+def limit_wait(address: str):
+    """End the program with one line where Ray says nothing for SECONDS_TO_CONNECT, and leave out its own warnings."""
+    stderr = os.dup(2)
+
+    def give_up() -> None:
+        os.write(stderr, f"run.py: --address {address}: no Ray cluster answers there\n".encode())
+        os._exit(2)  # the thread that waits for Ray cannot be woken
+
+    timer = threading.Timer(SECONDS_TO_CONNECT, give_up)
+    timer.daemon = True
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
 def connect(address: str | None) -> None:
     """Start Ray on this machine, or join the cluster at `address`; SuiteError where that fails."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -312,12 +336,38 @@ def connect(address: str | None) -> None:
     local = {} if address else {"object_store_memory": 100 * 2**20, "include_dashboard": False}
     host, _, port = (address or "").rpartition(":")
     try:
-        if host:  # Ray itself would wait for minutes
-            socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=10).close()
-        ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
+        if host:
+            socket.create_connection((host.removeprefix("ray://"), int(port)), SECONDS_TO_CONNECT).close()
+        with limit_wait(address) if address else contextlib.nullcontext():
+            ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
     except (OSError, ValueError, RuntimeError) as error:
         what = f"--address {address}: no Ray cluster there" if address else "Ray does not start"
         raise SuiteError(f"{what} ({' '.join(str(error).split())[:200]})") from None
+
+
+def ask_nodes(folders: list[str]) -> dict[str, list[str]]:
+    """By machine of the cluster, which of `folders` it does not see."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def list_unseen() -> list[str]:  # by value: a machine may lack this repository
+        return [folder for folder in folders if not os.path.isdir(folder)]
+
+    answers = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            task = ray.remote(num_cpus=0, scheduling_strategy=there)(list_unseen)
+            answers[node["NodeManagerHostname"]] = task.remote()
+    return {host: ray.get(answer, timeout=60) for host, answer in answers.items()}
+
+
+def check_folders(folders: list[Path], ask=ask_nodes) -> None:
+    """Raise SuiteError where a machine of the cluster does not see all of `folders`."""
+    unseen = {host: missing for host, missing in ask([str(folder) for folder in folders]).items() if missing}
+    if unseen:
+        lines = [f"{host} does not see {', '.join(missing)}" for host, missing in unseen.items()]
+        raise SuiteError(f"{'; '.join(lines)}: they have to be on a file system that all machines share")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -360,6 +410,8 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
         signal.signal(number, signal.default_int_handler)
     with suite.lock():
+        if missing and args.address:
+            check_folders([common.ROOT, suite.root])
         run_missing(suite, missing, Display(len(chosen), len(chosen) - len(missing)), args)
     num_done = sum(map(suite.is_done, chosen))
     print(f"{args.suite.stem}: {num_done} of {len(chosen)} cells done; {suite.root}")

@@ -1,6 +1,7 @@
 """Reading and checking suites, the TOML files that benchmark/README.md describes."""
 
 import argparse
+import ast
 import contextlib
 import difflib
 import functools
@@ -11,13 +12,16 @@ import re
 import shlex
 import sys
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import common
 
+KEYS = ("seeds", "cells", "ratios", "tables", "summary")
+SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}, {CELL:CELL ...} for a ratio
 SET_BY_HARNESS = ("--seed", "--run-dir", "--resume", "--evaluate", "--track")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
+FILE = r"(algos|benchmark)/[\w./-]+"
 sys.path.append(str(common.PEERS))  # for what the peers share
 
 
@@ -70,13 +74,48 @@ class Cell:
         return f"{self.script}/{self.task}/{self.setting}"
 
     def hash(self) -> str:
-        """Of the command and of the script's text, as it is now: what has to stay for a result to count."""
-        content = f"{self.command}\n".encode() + (common.ROOT / self.path).read_bytes()
-        return hashlib.sha256(content).hexdigest()[:12]
+        """Of the command and of all files it uses, as they are now: what has to stay for a result to count."""
+        files = {*find_used_files(common.ROOT / self.path)}
+        files |= {common.ROOT / word for word in self.flags if "/" in word and (common.ROOT / word).is_file()}
+        if self.environment:
+            files.add(common.PEERS / f"requirements-{self.environment}.txt")
+        digest = hashlib.sha256(self.command.encode())
+        for path in sorted(files):
+            digest.update(f"\n{path.relative_to(common.ROOT)}\n".encode() + path.read_bytes())
+        return digest.hexdigest()[:12]
 
 
-CELL_TYPES = {f.name: f.type for f in fields(Cell) if f.name != "seed"}
+@functools.cache  # where a file begins to use another one, it has changed itself
+def find_used_files(script: Path) -> set[Path]:
+    """A script and, in turn, what it imports of this repository or names as a path, the engine of a match, say."""
+    folders = (
+        [common.ROOT, script.parent, common.ROOT / "benchmark"] if script.parent.name == "peers" else [common.ROOT]
+    )
+    found, todo = set(), [script]
+    while todo:
+        path = todo.pop()
+        found.add(path)
+        if path.suffix != ".py":
+            continue
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.replace(".", "/") for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                start = node.module.replace(".", "/")
+                names |= {start} | {f"{start}/{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(FILE, node.value):
+                names.add(node.value)
+        used = [folder / f"{name}{end}" for folder in folders for name in names for end in ("", ".py", "/__init__.py")]
+        todo += [path for path in used if path.is_file() and path not in found]
+    return found
+
+
+CELL_TYPES = dict.fromkeys(("task", "setting", "command", "curve", "better", "environment"), str)
+CELL_TYPES |= {"threshold": float, "gpus": float, "hours": float, "in_a_row": int, "cpus": int}
 RATIO_KEYS = ("title", "quantity", "better", "ours", "peer")
+RATIO_TYPES = dict.fromkeys((*RATIO_KEYS, "peer_quantity"), str)
+TABLE_TYPES = {"page": str, "section": str, "columns": dict}
 
 
 def parse_torchrun(words: list[str]) -> argparse.Namespace:
@@ -144,9 +183,10 @@ def check_types(table: dict, types: dict, where: str, required: tuple[str, ...])
     for key, value in table.items():
         if key not in types:
             raise SuiteError(f"{where}: unknown key {key} (there are: {', '.join(types)})")
-        number = (int, float) if "float" in str(types[key]) else int if "int" in str(types[key]) else str
-        if not isinstance(value, number) or isinstance(value, bool):
-            raise SuiteError(f"{where}: {key} = {value!r} is not a {'text' if number is str else 'number'}")
+        kind = (int, float) if types[key] is float else types[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            name = {str: "text", dict: "table"}.get(kind, "number")
+            raise SuiteError(f"{where}: {key} = {value!r} is not a {name}")
 
 
 def check_seeds(seeds, where: str) -> list[int]:
@@ -191,7 +231,7 @@ def check_cell(cell: Cell, where: str) -> None:
 
 def check_ratio(ratio: dict, cells: dict[str, Cell], where: str) -> None:
     """Raise SuiteError for a ratio of what the cells do not have."""
-    check_types(ratio, dict.fromkeys((*RATIO_KEYS, "peer_quantity"), "str"), where, RATIO_KEYS)
+    check_types(ratio, RATIO_TYPES, where, RATIO_KEYS)
     check_direction(ratio["better"], where)
     for side, quantity in (("ours", ratio["quantity"]), ("peer", ratio.get("peer_quantity", ratio["quantity"]))):
         if ratio[side] not in cells:
@@ -208,16 +248,32 @@ def read_tables(content: dict, key: str, path: Path) -> list[dict]:
     return tables
 
 
-def read_suite(path: Path) -> tuple[list[Cell], list[dict]]:
-    """Cells, seed by seed, and ratios of the TOML file at `path`; SuiteError for what is wrong."""
+def check_shown(content: dict, cells: dict[str, Cell], path: Path) -> dict:
+    """What the pages say of the results: ratios, tables and a summary; SuiteError for what cannot be."""
+    shown = {key: read_tables(content, key, path) for key in ("ratios", "tables")}
+    for number, ratio in enumerate(shown["ratios"], 1):
+        check_ratio(ratio, cells, f"{path}, ratio {number}")
+    for number, table in enumerate(shown["tables"], 1):
+        check_types(table, TABLE_TYPES, f"{path}, table {number}", ("page", "section"))
+    summary = content.get("summary", "")
+    check_types({"summary": summary}, {"summary": str}, str(path), ())
+    for names, _, _ in SUMMARY_NUMBER.findall(summary):
+        for name in names.split(":"):
+            if name not in cells:
+                raise SuiteError(f"{path}: summary: {name} is no cell of this suite")
+    return shown | {"summary": summary}
+
+
+def read_suite(path: Path) -> tuple[list[Cell], dict]:
+    """Cells, seed by seed, and what is shown of them, of the TOML file at `path`; SuiteError for what is wrong."""
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from None
     except tomllib.TOMLDecodeError as error:
         raise SuiteError(f"{path}: not TOML: {error}") from None
-    if unknown := content.keys() - {"seeds", "cells", "ratios"}:
-        raise SuiteError(f"{path}: unknown key {min(unknown)} (there are: seeds, cells, ratios)")
+    if unknown := content.keys() - KEYS:
+        raise SuiteError(f"{path}: unknown key {min(unknown)} (there are: {', '.join(KEYS)})")
     rows = []
     for number, table in enumerate(read_tables(content, "cells", path), 1):
         where = f"{path}, cell {number}"
@@ -234,7 +290,4 @@ def read_suite(path: Path) -> tuple[list[Cell], list[dict]]:
             if key in seen:
                 raise SuiteError(f"{path}: duplicate cells {seen[key]} and {cell.name}, seed {cell.seed}")
             seen[key] = cell.name
-    ratios = read_tables(content, "ratios", path)
-    for number, ratio in enumerate(ratios, 1):
-        check_ratio(ratio, {cell.name: cell for cell in cells}, f"{path}, ratio {number}")
-    return cells, ratios
+    return cells, check_shown(content, {cell.name: cell for cell in cells}, path)

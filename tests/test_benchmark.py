@@ -1,4 +1,4 @@
-"""The benchmark's reports follow from the committed results, and its arithmetic is right."""
+"""The pages follow from the committed results, and the arithmetic of the studies is right."""
 
 import json
 import statistics
@@ -9,93 +9,95 @@ from conftest import ROOT
 
 from envs_shared.go_tasks.match import compute_interval
 
-sys.path.append(str(ROOT / "benchmark"))
+sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(ROOT / "benchmark" / "peers")]
 import change_detection
-import change_speed
 import common
 import go_ablations
-import go_default
-import go_matches
-import go_search
-import go_speed
-import ppo_tasks
-import r2d2_memory
-import r2d2_speed
+import go_engine
 import r2d2_windows
 import records
+import report
 import scaling
-import tsp_active
-import tsp_gaps
-import tsp_speed
-
-DOCS = {
-    change_detection: "ppo_change_detection",
-    change_speed: "ppo_change_detection",
-    go_ablations: "alphazero_go",
-    go_default: "alphazero_go",
-    go_matches: "alphazero_go",
-    go_search: "alphazero_go",
-    go_speed: "alphazero_go",
-    ppo_tasks: "ppo",
-    r2d2_memory: "r2d2_lstm",
-    r2d2_speed: "r2d2_lstm",
-    scaling: "scaling",
-    tsp_active: "reinforce_tsp_attention",
-    tsp_gaps: "reinforce_tsp_attention",
-    tsp_speed: "reinforce_tsp_attention",
-}
+import speed
 
 
-@pytest.mark.parametrize("benchmark", DOCS)
-def test_the_docs_follow_from_the_committed_results(benchmark):
-    """Writing the report anew changes nothing in the script's page or README.md."""
-    name = benchmark.__name__
-    found = {}
-    for path in (ROOT / "docs" / f"{DOCS[benchmark]}.md", ROOT / "README.md"):
-        text = path.read_text()
-        for section, content in benchmark.sections(common.load_results(name)).items():
-            if f"<!-- {section} -->" in text:
-                found[section] = common.replace_section(text, section, content) == text
-    assert found.keys() == benchmark.sections(common.load_results(name)).keys() and all(found.values()), found
-    if hasattr(benchmark, "draw"):
+def test_the_pages_follow_from_the_committed_results():
+    """Writing the report anew changes nothing in the pages and README.md, and each picture that they show is there."""
+    published = records.load_published()
+    for path, text in report.make_pages(published).items():
+        assert path.read_text() == text, path.name
+    sections = report.make_sections(published)
+    assert {page for page, _ in sections} == {*report.SCRIPTS, "README", "scaling"} and len(sections) >= 20
+    names = {*report.list_drawn(published), "change_detection", "go_search"}
+    assert names == {"go_default", "ppo_tasks", "r2d2_memory", "tsp_gaps", "change_detection", "go_search"}
+    for name in names:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_file_of_results_is_shown():
+    """None is left over from a program that is gone, and each suite says on which page it stands."""
+    published = records.load_published()
+    names = {path.stem for path in common.RESULTS.glob("*.json")}
+    assert names == published.keys() | set(report.MEASURED)
+    for name, results in published.items():
+        assert results["tables"] or results["ratios"] or name == "ablations"
 
 
 def make_cell(setting, steps, **changes):
     """A cell of a task whose runs solved it after `steps`, or never, in a hundredth of that in seconds."""
     runs = [
-        {"seed": seed, "metrics": {}, "value": 500.0, "curve": [[10, 0.1, 0.0], [400, 4.0, 500.0]]}
+        {"seed": seed, "metrics": {"a": 1.0 + seed}, "value": 500.0, "curve": [[10, 0.1, 0.0], [400, 4.0, 500.0]]}
         | {"steps_to_threshold": x, "seconds_to_threshold": x and x / 100, "commit": "abc", "machine": None}
-        | {"device": "cpu", "torch": "2", "steps_per_second": 100.0 + seed}
+        | {"device": "cpu", "torch": "2", "steps_per_second": 100.0 + seed, "cpu_seconds": 60.0}
         for seed, x in enumerate(steps)
     ]
     cell = {"task": "CartPole-v1", "setting": setting, "command": f"python {setting}.py --a  1", "threshold": 475.0}
-    return cell | {"runs": runs, "script": setting} | changes
+    return cell | {"runs": runs, "script": setting, "better": "higher"} | changes
 
 
-def test_tables_of_tasks_count_runs_that_never_got_there():
+def test_ratios_count_runs_that_never_got_there():
     cells = {"a": make_cell("ours", [100, 300, None]), "b": make_cell("b", [None, 600, None])}
-    cells |= {"c": make_cell("c", [200, 300, 400])}
-    ratios = [{"quantity": "seconds_to_threshold", "ours": "a", "peer": peer} for peer in "bc"]
-    ratios += [{"quantity": "steps_per_second", "ours": "a", "peer": "c", "title": "t, both with equal settings"}]
-    results = {"cells": cells, "ratios": ratios}
-    table = ppo_tasks.make_table(results)
-    assert "| CartPole-v1 | 475 | 300 (2 of 3) | over 400 (1 of 3) | - | 3.00 (2 of 3) | over 4.00 (1 of 3) |" in table
-    assert "| 300 (2 of 3) | 300 | **1.0** (-) | 3.00 (2 of 3) | 3.00 | **1.0** (-) |" in table
-    assert "- CartPole-v1: `python ours.py --a 1`" in table
-    assert "| equal settings | 101 | 101 | **1.00** (" in ppo_tasks.make_speed_table(results)
-    assert "CartPole-v1 solved in 3.0 CPU-seconds (median of 3" in ppo_tasks.sections(results)["ppo_tasks_cell"]
+    cells |= {"c": make_cell("c", [200, 300, 400]), "d": make_cell("d", [1000, 1100, 1200])}
+    base = {"title": "t", "quantity": "steps_to_threshold", "better": "lower", "ours": "a"}
+    lines = [report.make_ratio_line(base | {"peer": peer}, cells) for peer in "bc"]
+    assert lines[0] == ["t", "abc", "300 (2 of 3)", "over 400 (1 of 3)", "-"]
+    assert lines[1] == ["t", "abc", "300 (2 of 3)", "300", "1.00 (-)"]
+    ours = base | {"ours": "c", "peer": "d"}
+    assert report.make_ratio_line(ours, cells)[-1].startswith("**0.273** (0.1")  # ours is better, whatever the draw
+    assert report.make_ratio_line(ours | {"better": "higher"}, cells)[-1].startswith("0.273 (0.1")
 
 
-def test_speed_ratio_is_of_medians_and_of_the_best_setting_of_each():
-    def side(seconds):
-        return {"train_step": seconds, "greedy_decode": 2 * seconds, "operations": 1, "views": 1}
+def test_tables_of_metrics_show_mean_and_range_or_the_interval_of_the_only_run():
+    results = {"cells": {"a": make_cell("a", [1, 2]), "b": make_cell("b", [1], task="other")}}
+    results["cells"]["b"]["runs"][0]["metrics"] |= {"a_low": 0.5, "a_high": 1.5}
+    table = report.make_column_table(results, {"A": "a"})
+    assert "| CartPole-v1, a | **1.50** (1.00 to 2.00) | 60.0 | 2 |" in table
+    assert "| other, b | **1.00** (0.500 to 1.50) | 60.0 | 1 |" in table
+    assert table.endswith("- CartPole-v1, a: `python a.py --a 1`\n- other, b: `python b.py --a 1`")
 
-    cells = (("highest", 4, 8), ("highest", 5, 9), ("highest", 90, 8), ("medium", 2, 12), ("medium", 2, 12))
-    rows = [{"num_nodes": 20, "precision": p, "ours": side(a), "rl4co": side(b)} for p, a, b in cells]
-    (cell,) = tsp_speed.summarize({"rows": rows}).values()
-    assert cell["train_step", "ours", "highest"] == 5 and cell["train_step", "rl4co", "medium"] == 12
-    assert cell["train_step", "ratio"] == 4 and cell["greedy_decode", "ratio"] == 4
+
+def test_summaries_take_medians_of_times_and_means_of_metrics():
+    cells = {"x/a": make_cell("a", [100, 300, 800]), "x/b": make_cell("b", [600, 600, 600])}
+    summary = "{x/a seconds_to_threshold .1f} s, {x/b:x/a steps_to_threshold .2f}x, {x/a a .0%}"
+    assert report.fill_summary({"cells": cells, "summary": summary}) == "3.0 s, 2.00x, 200%"
+
+
+def test_speed_ratio_is_of_the_best_setting_of_each():
+    rows = [{"what": "step", "column": c, "value": v} for c, v in (("ours, A", 5), ("ours, B", 2), ("rl4co, A", 8))]
+    rows.append({"what": "decode", "column": "rl4co, A", "value": 3})
+    rows.append({"what": "decode", "column": "ours, B", "value": 4})
+    table = speed.make_case_table(rows, "t")
+    assert "| t | ours, A | ours, B | rl4co, A | rl4co / ours, the best of each |" in table
+    assert "| step | 5.00 | 2.00 | 8.00 | **4.00** |" in table and "| decode |  | 4.00 | 3.00 | **0.75** |" in table
+
+
+def test_rows_replace_those_of_the_same_keys(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    common.save_rows("x", [{"a": 1, "b": 1}, {"a": 2, "b": 1}], ("a",))
+    common.save_rows("x", [{"a": 2, "b": 7}], ("a",))
+    rows = common.load_results("x")["rows"]
+    assert [(row["a"], row["b"]) for row in rows] == [(1, 1), (2, 7)]
+    assert rows[1]["machine"]["commit"] == common.describe_machine()["commit"]
 
 
 def test_scaling_compares_neighbouring_runs_by_the_step():
@@ -107,22 +109,8 @@ def test_scaling_compares_neighbouring_runs_by_the_step():
     pairs = [((1000, 4, 4), (2000, 4, 4)), ((1000, 6, 4), (1000, 2, 1)), ((1000, 8, 8), (1000, 8, 2))]
     rows = [row for script in scaling.CASES for row in runs(script, *pairs)]
     assert scaling.summarize(rows, "ppo") == {"wall_seconds": [6, 2, 2, 1, 3], "cpu_seconds": [4, 2, 4, 2, 4]}
-    table = scaling.make_table({"rows": rows})
-    assert "| `ppo` | environment steps | 167 | 500 | **2.00** (1.00 to 3.00) | 4 | 2 | **4.00** (2.00" in table
-
-
-def test_gap_table_shows_mean_and_range_over_seeds():
-    metrics = [{f"{d}_gap": gap for d in tsp_gaps.DECODINGS} for gap in (1.0, 2.0)]
-    base = {"task": "default", "instances": 10, "cpu_seconds": 60.0, "num_evaluated": 5}
-    rows = [base | {"seed": i, "metrics": m, "curve": [[1, 1.0, 5.0]]} for i, m in enumerate(metrics)]
-    assert "| 2 | 10 | 60 | **1.50** (1.00 to 2.00)" in tsp_gaps.make_table({"rows": rows}, ["default", "long"])
-
-
-def test_figures_are_drawn(tmp_path):
-    for benchmark in (go_default, go_search, ppo_tasks, r2d2_memory, tsp_gaps):
-        path = tmp_path / f"{benchmark.__name__}.png"
-        benchmark.draw(common.load_results(benchmark.__name__), path)
-        assert path.stat().st_size > 20_000
+    table = scaling.make_table(rows)
+    assert "| `ppo` | environment steps | 167 and 500 | **2.00** (1.00 to 3.00) | 4 and 2 | **4.00** (2.00" in table
 
 
 def test_window_figure_shows_what_the_replay_holds(tmp_path):
@@ -142,7 +130,7 @@ def test_go_ablations_take_the_checkpoints_of_finished_runs(tmp_path):
     write_suite("default", "noise")
     result = dict.fromkeys(records.RESULT_KEYS, 0) | {"headline": "x", "metrics": {"x": 1.0}}
     for setting in ("default", "noise"):
-        with pytest.raises(records.ResultsError, match=f"{setting}: no finished run"):
+        with pytest.raises(common.ResultsError, match=f"{setting}: no finished run"):
             go_ablations.find_checkpoints(tmp_path)
         path = tmp_path / setting / "try_1" / "run"
         path.mkdir(parents=True)
@@ -151,49 +139,21 @@ def test_go_ablations_take_the_checkpoints_of_finished_runs(tmp_path):
     found = go_ablations.find_checkpoints(tmp_path)
     assert found == {s: {1: tmp_path / s / "try_1" / "run" / "checkpoint.pt"} for s in ("default", "noise")}
     write_suite("noise", "default")
-    with pytest.raises(records.ResultsError, match="not the default"):
+    with pytest.raises(common.ResultsError, match="not the default"):
         go_ablations.find_checkpoints(tmp_path)
 
 
 def test_table_of_go_ablations_shows_mean_and_each_seed():
+    machine = common.describe_machine()
     rows = [{"setting": "a", "seed": seed, "win_rate": rate, "margin": 2.0} for seed, rate in ((1, 0.5), (2, 0.7))]
-    assert "| a | **60%** (50%, 70%) | +2.0 | 2 |" in go_ablations.make_table({"rows": rows})
-
-
-def test_memory_table_has_a_line_for_each_variant_measured():
-    base = {"task": "TMaze20-v0", "cpu_seconds": 60.0, "steps": 10, "curve": [[1, 1.0, 0.5]], "best_return": 0.97}
-    rows = [
-        base | {"variant": v, "seed": s, "return": r}
-        for v, s, r in (("LSTM", 1, 1.0), ("LSTM", 2, 0.9), ("no memory", 1, 0.1))
-    ]
-    table = r2d2_memory.make_table({"rows": rows})
-    assert "| TMaze20-v0 | LSTM | 1.00, 0.90 | **0.95** | 0.97 | 60 |" in table
-    assert "| TMaze20-v0 | no memory | 0.10 | **0.10** | 0.97 | 60 |" in table and "burn-in" not in table
-    assert r2d2_memory.summarize({"rows": rows}) == ""
-    rows = [row | {"task": "RepeatPreviousEasy-v0"} for row in rows]
-    assert r2d2_memory.summarize({"rows": rows}) == "RepeatPrevious easy 0.95 (without memory 0.1)"
+    (text,) = go_ablations.make_sections({"rows": [row | {"machine": machine} for row in rows]}).values()
+    assert "| a | **60%** (50%, 70%) | +2.0 | 2 |" in text
 
 
 def test_a_missing_section_is_an_error_not_a_silent_no_op():
     assert common.replace_section("a<!-- x -->old<!-- /x -->b", "x", "new") == "a<!-- x -->new<!-- /x -->b"
     with pytest.raises(ValueError, match="no <!-- y -->"):
         common.replace_section("a", "y", "new")
-
-
-def test_each_run_of_the_memory_tasks_is_saved_as_it_ends(tmp_path, monkeypatch):
-    def run(task, variant, seed):
-        if seed == 2:
-            raise RuntimeError("killed")
-        return {"task": task, "variant": variant, "seed": seed, "return": 1.0}
-
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr(r2d2_memory, "measure_run", run)
-    old = {"task": "TMaze20-v0", "variant": "LSTM", "return": 0.5}
-    with pytest.raises(RuntimeError, match="killed"):
-        r2d2_memory.measure(["TMaze20-v0"], ["LSTM"], [old | {"seed": 1}, old | {"seed": 2}], 1)
-    rows = common.load_results("r2d2_memory")["rows"]
-    assert [(row["seed"], row["return"]) for row in rows] == [(2, 0.5), (1, 1.0)]
-    assert rows[1]["commit"] == common.describe_machine()["commit"]
 
 
 def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():
@@ -216,11 +176,18 @@ def test_levels_of_rules_are_found_by_bisection():
 def test_matches_count_draws_and_whole_boards():
     games = [{"is_black": True, "margin": 25.0, "moves": [12]}, {"is_black": False, "margin": -25.0, "moves": [12]}]
     games += [{"is_black": True, "margin": 0.0, "moves": [13]}, games[0]]
-    row = {"name": "5x5", "size": 5, "komi": 0.0, "level": 1, "simulations": 100, "games": games}
-    found = go_matches.summarize(row)
-    assert found["win_rate"] == 0.5 and found["whole"] == 1 and found["games"] == 4 and found["margin"] == 0
-    assert go_matches.show_game(row) == "5x5, level 1: C3"
-    assert found["win_rate_black"] == 0.75 and found["win_rate_high_black"] == compute_interval(0.75, 2)[1]
-    assert "| 5x5 | 100 | 1 | 0 | 4 | 3 | **50% (" in go_matches.make_table({"rows": [row]})
-    half = row | {"komi": 0.5, "games": [{"is_black": False, "margin": 25.5, "moves": []}]}
-    assert go_matches.summarize(half)["whole"] == 1  # the whole board for white, and komi
+    found = go_engine.summarize(games, 5, 0.0)
+    assert found["ours_win_rate"] == 0.5 and found["whole_boards"] == 1 and found["mean_margin"] == 0
+    assert found["distinct_games"] == 3 and found["ours_points"] == found["peer_points"] == 1.5
+    assert found["ours_win_rate_black"] == 0.75
+    assert found["ours_win_rate_black_high"] == compute_interval(0.75, 2)[1]
+    half = [{"is_black": False, "margin": 25.5, "moves": []}]
+    assert go_engine.summarize(half, 5, 0.5)["whole_boards"] == 1  # the whole board for white, and komi
+
+
+def test_committed_matches_say_what_their_games_say():
+    for cell in common.load_results("go_matches")["cells"].values():
+        (run,) = cell["runs"]
+        komi = float(cell["command"].split("--komi ")[1].split()[0])
+        found = go_engine.summarize(run["games"], int(cell["task"][-1]), komi)
+        assert {key: run["metrics"][key] for key in found} == pytest.approx(found)

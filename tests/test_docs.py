@@ -34,7 +34,8 @@ import peer
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # of which all but the first are the site's
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py"))]
+STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
+PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py")), *STUDIES]
 HEADINGS = ["Usage", "Equations", "Implementation details", "Logged metrics", "Results", "Ablations", "Speed"]
 OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch ruff playwright".split())
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
@@ -168,8 +169,8 @@ def test_commands_are_found_wherever_the_docs_write_them():
     [
         *("python algos/none.py", "python ppo2.py", "python algos/ppo.py --sed 1", "python algos/ppo.py --seed x"),
         *("uv run algos/ppo.py --vectorization no", "torchrun --nproc-per-node 2 algos/ppo.py --burn-in 4"),
-        *("python benchmark/tsp_gaps.py --report", "python benchmark/r2d2_windows.py --report-only"),
-        *("python benchmark/peers/sb3_ppo.py --settings best", "python benchmark/peers/rl4co_tsp_speed.py 20 64 5 low"),
+        *("python benchmark/compare.py a", "python benchmark/studies/r2d2_windows.py --report-only"),
+        *("python benchmark/peers/sb3_ppo.py --settings best", "python benchmark/peers/tsp_step.py ours 20 low"),
         *("algos/none.py", "benchmark/none/", "--burn-in", "--seed x", "--seed 1 --burn-in 4"),
     ],
 )
@@ -179,13 +180,13 @@ def test_what_does_not_exist_is_a_problem(code):
 
 def test_parsers_of_benchmarks_and_peers_take_their_flags():
     for line in (
-        *("python benchmark/tsp_gaps.py --tasks default --report-only", "python benchmark/r2d2_windows.py"),
-        "python benchmark/peers/sb3_ppo.py --seed 1",
-        "python benchmark/peers/rl4co_tsp_speed.py 20 64 5 medium",
+        *("python benchmark/studies/change_detection.py --studies buildings", "python benchmark/speed.py go --cuda"),
+        *("python benchmark/studies/r2d2_windows.py", "python benchmark/peers/sb3_ppo.py --seed 1"),
+        "python benchmark/peers/tsp_step.py ours 20 medium",
     ):
         assert not find_problems(f"`{line}`", None)
-    assert not find_problems("`--report-only` and `--tasks default`", None)
-    assert find_problems("`--report-none`", None) and find_problems("`--tasks short`", None)
+    assert not find_problems("`--repeats 3` and `--studies buildings`", None)
+    assert find_problems("`--report-none`", None) and find_problems("`--studies short`", None)
     for line in ("pip install -r none.txt", "cp algos/none.py x", "make all"):
         assert find_problems(f"```bash\n{line}\n```\n", None)
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections import Counter
 import numpy as np
 import psutil
 import pytest
+import scipy.stats
 from conftest import ENVIRONMENT, ROOT
 
 sys.path.append(str(ROOT / "benchmark"))
@@ -20,7 +22,7 @@ import compare
 import records
 import report
 import run
-import run_folders
+import suite as suites
 from suite import SuiteError, read_suite
 
 SHORT = "python algos/ppo.py --num-envs 8 --total-timesteps 2560 --eval-episodes 4"
@@ -72,9 +74,9 @@ def count_results(runs):
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_the_suites_parse_against_the_scripts(path):
     cells, _ = read_suite(path)
-    if not path.stem.startswith("ppo_"):
+    if path.stem in ("smoke", "cpu", "gpu", "ablations"):
         assert {cell.script for cell in cells} >= SCRIPTS - (WITHOUT_ABLATIONS if path.stem == "ablations" else set())
-    assert {cell.curve for cell in cells} - {None} <= run_folders.CURVES.keys()  # which pictures name in words
+    assert {cell.curve for cell in cells} - {None} <= records.CURVES.keys()  # which pictures name in words
     if path.stem == "cpu":
         assert all(n >= 5 for n in Counter(cell.name for cell in cells).values())
 
@@ -136,6 +138,10 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
             'ours = "ppo/T/s"\npeer = "ppo/T/s"\n',
             "ppo/T/s has no threshold",
         ),
+        ("seeds = [1]\n" + CELL + "[[tables]]\npage = 'ppo'\n", "table 1: no section"),
+        ("seeds = [1]\n" + CELL + "[[tables]]\npage = 'p'\nsection = 's'\ncolumns = 3\n", "columns = 3 is not a table"),
+        ("seeds = [1]\nsummary = 'a {ppo/T/t x .2f}'\n" + CELL, "summary: ppo/T/t is no cell"),
+        ("seeds = [1]\nsummary = 3\n" + CELL, "summary = 3 is not a text"),
     ],
 )
 def test_what_is_wrong_with_a_suite_is_one_line(tmp_path, text, message):
@@ -165,6 +171,29 @@ def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path):
         lines = [line for line in output.splitlines() if line.startswith("run.py: ")]
         assert process.returncode == 2 and len(lines) == 1 and message in lines[0], output
         assert "Traceback" not in output and not (tmp_path / "runs").exists()
+
+
+def test_an_address_that_never_answers_is_one_line_in_seconds(tmp_path):
+    """Something listens there and says nothing, and Ray itself would wait and warn for minutes."""
+    suite = write_suite(tmp_path / "a.toml", [1], a=SHORT)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        process = start_harness(suite, "--runs", tmp_path / "runs", "--address", address)
+        lines = process.communicate(timeout=100)[0].splitlines()
+    assert process.returncode == 2 and lines[0] == "a: 1 cells, 0 done before", lines
+    assert lines[1:] == [f"run.py: --address {address}: no Ray cluster answers there"]
+    assert not (tmp_path / "runs").exists()
+    assert run.SECONDS_TO_CONNECT <= 5  # with a connection that hangs before, ten in all
+
+
+def test_machines_without_the_shared_folders_are_told(tmp_path):
+    folders, asked = [ROOT, tmp_path], []
+    run.check_folders(folders, lambda names: asked.append(names) or {"a": [], "b": []})
+    assert asked == [[str(ROOT), str(tmp_path)]]
+    with pytest.raises(SuiteError, match=f"^b does not see {tmp_path}: they have to be on a file system that all"):
+        run.check_folders(folders, lambda names: {"a": [], "b": [names[1]]})
 
 
 # ---- Cells -----------------------------------------------------------------------------------------------------------
@@ -228,7 +257,7 @@ def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
         records.read_run({"curve": "charts/nothing", "threshold": None}, result)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no curve charts/return_last_20 in .* \(there are: none\)"):
-        common.read_curve(tmp_path / "empty", "charts/return_last_20")
+        common.read_points(tmp_path / "empty", "charts/return_last_20")
 
 
 def test_exit_codes_and_signals_are_told(cell):
@@ -424,15 +453,50 @@ def test_each_running_cell_has_a_line(tmp_path, monkeypatch, is_terminal):
     assert "done: c" in text and ("1/3" in text) == is_terminal and ("\x1b" in text) == is_terminal
 
 
-def test_the_hash_is_of_the_command_and_of_the_script(tmp_path, monkeypatch):
-    (tmp_path / "algos").mkdir()
-    (tmp_path / "algos" / "ppo.py").write_text("a = 1\n")
-    (a, b), _ = read_suite(write_suite(tmp_path / "a.toml", [1], a=SHORT, b=f"{SHORT} --gamma 0.9"))
+def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
+    """Of what the script imports in turn, not of its neighbours; of files that it names, and of a peer's packages."""
+    files = {
+        "algos/ppo.py": "from envs_shared.tasks import a\nimport numpy\n",
+        "envs_shared/__init__.py": "",
+        "envs_shared/tasks/a.py": "import envs_shared.tasks.b as b\n",
+        "envs_shared/tasks/b.py": "b = 1\n",
+        "envs_shared/tasks/c.py": "c = 1\n",
+        "benchmark/peers/match.py": "import shared\nENGINE = 'algos/ppo.py'\n",
+        "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
+        "benchmark/peers/requirements-x.txt": "x==1\n",
+        "net.pt": "weights",
+        "algos/net.pt": "weights",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    first = a.hash()
-    assert a.hash() == first != b.hash()
-    (tmp_path / "algos" / "ppo.py").write_text("a = 2\n")
-    assert a.hash() != first
+    monkeypatch.setattr(common, "PEERS", tmp_path / "benchmark" / "peers")
+    ours = suites.Cell("T", "s", "python algos/ppo.py --gamma 0.9", 1)
+    match = suites.Cell("T", "s", "python benchmark/peers/match.py --net algos/net.pt", 1, environment="x")
+    before = ours.hash(), match.hash()
+    assert before == (ours.hash(), match.hash())
+    assert suites.Cell("T", "t", ours.command, 2).hash() == before[0]
+    assert suites.Cell("T", "s", "python algos/ppo.py --gamma 0.8", 1).hash() != before[0]
+    changed = {}
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}#")
+        changed[name] = tuple(a != b for a, b in zip(before, (ours.hash(), match.hash()), strict=True))
+        (tmp_path / name).write_text(text)
+    both = {"algos/ppo.py", "envs_shared/tasks/a.py", "envs_shared/tasks/b.py"}
+    peers = {"benchmark/peers/match.py", "benchmark/peers/shared.py", "benchmark/peers/requirements-x.txt"}
+    assert {name for name, found in changed.items() if found == (True, True)} == both
+    assert {name for name, found in changed.items() if found == (False, True)} == peers | {"algos/net.pt"}
+
+
+def test_what_a_script_uses_is_what_it_imports():
+    """Those of the real ones, against a list by hand."""
+    found = {str(path.relative_to(ROOT)) for path in suites.find_used_files(ROOT / "algos" / "r2d2_lstm.py")}
+    assert found > {"algos/r2d2_lstm.py", "envs_shared/gym_tasks/memory.py", "envs_shared/gym_tasks/vector.py"}
+    assert all(name.startswith(("algos/r2d2", "envs_shared/gym_tasks/", "envs_shared/__init__")) for name in found)
+    found = {str(p.relative_to(ROOT)) for p in suites.find_used_files(ROOT / "benchmark" / "peers" / "gnugo_match.py")}
+    assert found > {"benchmark/peers/go_engine.py", "benchmark/peers/peer.py", "algos/alphazero_go.py"}
+    assert {"benchmark/checkpoints/go5x5.pt", "envs_shared/go_tasks/gtp.py"} < found
 
 
 # ---- Runs on Ray -----------------------------------------------------------------------------------------------------
@@ -475,7 +539,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     results = records.collect(runs / "a")
     (missing,) = results["cells"]["ppo/CartPole-v1/bad"]["missing"]
     assert missing["seed"] == 1 and "--env-id Nothing-v0" in missing["error"]
-    assert f"CartPole-v1, bad, seeds 1: **failed**: {missing['error']}" in report.render(results)
+    assert f"CartPole-v1, bad, seeds 1: **failed**: {missing['error']}" in report.render_own([results])
     process = start_harness(suite, "--runs", runs, "--only", "*/good")  # forgets nothing of the others
     assert process.communicate(timeout=60) and process.returncode == 0 and records.collect(runs / "a") == results
 
@@ -537,32 +601,14 @@ def make_run(seed, value):
 
 def make_results(*cells, ratios=(), suite="a"):
     names = [f"{c['script']}/{c['task']}/{c['setting']}" for c in cells]
-    return {"suite": suite, "cells": dict(zip(names, cells, strict=True)), "ratios": list(ratios)}
-
-
-def test_the_page_follows_from_the_committed_results():
-    """docs/results.md is what report.py writes of benchmark/results, and so never edited by hand."""
-    committed = report.read_committed()
-    assert (ROOT / "docs" / "results.md").read_text() == report.render_page([committed[k] for k in sorted(committed)])
-    for results in committed.values():
-        assert (ROOT / "docs" / "figures" / report.figure_name(results)).read_bytes().startswith(b"\x89PNG")
-    pages = report.make_ablations(committed["ablations"])
-    assert pages.keys() == SCRIPTS - WITHOUT_ABLATIONS
-    for script, text in pages.items():
-        page = (ROOT / "docs" / f"{script}.md").read_text()
-        assert common.replace_section(page, "ablations", text) == page
-    cpu = committed["cpu"]["cells"]
-    cells, _ = read_suite(ROOT / "benchmark" / "suites" / "cpu.toml")
-    assert cpu.keys() == {cell.name for cell in cells} - {"ppo_change_detection/buildings/default"}  # has a new form
-    assert all(len(cell["runs"]) >= 5 for cell in cpu.values() if not cell["missing"])
+    results = {"suite": suite, "cells": dict(zip(names, cells, strict=True)), "ratios": list(ratios)}
+    return records.SHOWN_KEYS | results
 
 
 def test_statistics_over_seeds():
-    values = [0.0, 10.0, 20.0, 30.0, 1000.0]
-    assert records.find_iqm(values) == 20.0  # one of five cut off at each end
-    low, high = records.find_interval((list(np.random.default_rng(1).normal(5.0, 1.0, 400)),), records.find_iqm)
-    assert low < 5.0 < high and high - low == pytest.approx(2 * 1.96 * (1.09 / 400) ** 0.5, rel=0.25)
-    assert records.find_interval(([1.0],), records.find_iqm) is None
+    low, high = records.find_interval((list(np.random.default_rng(1).normal(5.0, 1.0, 400)),), np.mean)
+    assert low < 5.0 < high and high - low == pytest.approx(2 * 1.96 / 400**0.5, rel=0.1)
+    assert records.find_interval(([1.0],), np.mean) is None
     ratio, (low, high) = records.find_ratio([2.0, 2.1, 1.9], [4.0, 4.1, 3.9])
     assert ratio == 0.5 and 0.45 < low < 0.5 < high < 0.55
     assert records.find_ratio([1.0], [-1.0]) is None and records.find_ratio([1.0], [float("inf")]) is None
@@ -589,11 +635,11 @@ def test_the_page_says_what_the_results_say():
     lost["missing"] = [{"seed": 1, "error": "cannot be installed"}]
     base = {"title": "return", "quantity": "headline", "better": "higher", "ours": "ppo/CartPole-v1/default"}
     ratios = [base | {"peer": "sb3_ppo/CartPole-v1/tuned"}, base | {"peer": "gnugo/Go/match"}]
-    page = report.render_page([make_results(make_cell([400.0, 500.0]), peer, lost, ratios=ratios)])
-    assert "| return | abc | 450 | 150 | **3.00** | 2.00 to 5.00 | higher |" in page
-    assert "| return | gnugo | - | - | not run: cannot be installed | - | higher |" in page
-    assert "| CartPole-v1 | default | 2 | episodic_return | 450 | **450** | 400 to 500 | 475 | 1.50 | 15 |" in page
-    assert "| 475 | - (1 of 2) | - (1 of 2) | 1,000 | 102 MB |" in page
+    page = report.render_own([make_results(make_cell([400.0, 500.0]), peer, lost, ratios=ratios)])
+    assert "| return | abc | 450 | 150 | **3.00** (2.00 to 5.00) |" in page
+    assert "| return | gnugo | - | - | not run: cannot be installed |" in page
+    assert "| CartPole-v1, default | episodic return | 450 (400 to 500) | 1.50 to 475 | 2 |" in page
+    assert "| CartPole-v1, tuned | episodic return | 150 (100 to 200) | over 1.00 (1 of 2) to 475 | 2 |" in page
     assert "Go, match, seeds 1: **failed**: cannot be installed" in page
 
 
@@ -603,12 +649,12 @@ def test_ablations_hold_each_cell_against_the_first_of_its_task():
     other = make_cell([2.0, 1.0, 3.0], "ppo/CartPole-v1/c", command="python algos/ppo.py --gamma 0.9 --seeds 1 2")
     alone = make_cell([], "ppo/Acrobot-v1/d", headline=None, missing=[{"seed": 1, "error": "killed"}])
     ((script, text),) = report.make_ablations(make_results(first, better, other, alone)).items()
-    assert script == "ppo" and "**CartPole-v1**, episodic_return, higher is better" in text
-    assert "| default | `--norm-obs --gamma 0.9` | 3 | 2.00 |  |  |  | 10 | 1 |" in text
+    assert script == "ppo" and "**CartPole-v1**, episodic_return, higher is better, 3 seeds" in text
+    assert "| default | `--norm-obs --gamma 0.9` | 2.00 |  |  | 1.00 |" in text
     half = 2.776 * (1 / 3 + 1 / 3) ** 0.5  # Student's t of four degrees of freedom, deviations of 1
-    assert f"| b | `--gamma 0.99` | 3 | 12.0 | **+10.0** | {10 - half:.2f} to {10 + half:.1f} | 100% | 10 | 1 |" in text
-    assert "| c | `--seeds 1 2`, without `--norm-obs` | 3 | 2.00 | 0 | -2.27 to 2.27 | 50% | 10 | 1 |" in text
-    assert "| d |  | 0 | killed |" in text
+    assert f"| b | `--gamma 0.99` | 12.0 | **+10.0** ({10 - half:.2f} to {10 + half:.1f}) | 100% | 1.00 |" in text
+    assert "| c | `--seeds 1 2`, without `--norm-obs` | 2.00 | 0 (-2.27 to 2.27) | 50% | 1.00 |" in text
+    assert "| d |  | killed |" in text
 
 
 def test_numbers_are_shown_as_people_write_them():
@@ -622,30 +668,54 @@ def test_numbers_are_shown_as_people_write_them():
         123.4: "123",
         52822.0: "52,822",
     }
-    assert {x: report.show(x) for x in shown} == shown
-    assert report.show(None) == report.show(float("nan")) == report.show(float("inf")) == "-"
+    assert {x: common.show(x) for x in shown} == shown
+    assert common.show(None) == common.show(float("nan")) == common.show(float("inf")) == "-"
 
 
-def test_a_report_loses_no_committed_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    (tmp_path / "results").mkdir()
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """A repository with a suite `a` that has two runs in benchmark/results, and a folder of runs of it."""
+    for name, path in (("RESULTS", "results"), ("SUITES", "suites"), ("FIGURES", "figures")):
+        monkeypatch.setattr(common, name, tmp_path / path)
+        (tmp_path / path).mkdir()
+    (tmp_path / "suites" / "a.toml").write_text("")
     (tmp_path / "results" / "a.json").write_text(json.dumps(make_results(make_cell([1.0, 2.0]))))
-    monkeypatch.setattr(records, "collect", lambda folder: make_results(make_cell([1.0])))
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "suite.json").write_text("")
-    with pytest.raises(records.ResultsError, match="no runs to report"):  # a suite of somebody is not published
-        report.main(["--runs", str(tmp_path / "runs")])
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    (tmp_path / "benchmark" / "suites").mkdir(parents=True)
-    (tmp_path / "benchmark" / "suites" / "a.toml").write_text("")
+    monkeypatch.setattr(report, "publish", lambda published: None)
+
+    def report_runs(cell, *flags):
+        monkeypatch.setattr(records, "collect", lambda folder: make_results(cell))
+        report.main(["--runs", str(tmp_path / "runs"), *flags])
+        return json.loads((tmp_path / "results" / "a.json").read_text())["cells"]["ppo/CartPole-v1/default"]["runs"]
+
+    return report_runs
+
+
+def test_a_report_loses_no_committed_run(published, tmp_path):
     with pytest.raises(records.ResultsError, match="lacks 1 runs"):
-        report.main(["--runs", str(tmp_path / "runs")])
-    assert not (tmp_path / "docs").exists()
-    report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
-    assert (tmp_path / "out" / "results.md").exists() and (tmp_path / "out" / "figures" / "results_a.png").exists()
+        published(make_cell([1.0]))
+    assert len(published(make_cell([1.0, 2.0, 3.0]))) == 3
+    assert len(published(make_cell([1.0]), "--out", str(tmp_path / "out"))) == 3
+    assert (tmp_path / "out" / "results.md").exists() and (tmp_path / "out" / "figures" / "a.png").exists()
     assert json.loads((tmp_path / "out" / "results" / "a.json").read_text()) == make_results(make_cell([1.0]))
     with pytest.raises(records.ResultsError, match="no runs to report"):
         report.main(["--runs", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")])
+
+
+def test_runs_of_a_tree_with_changes_are_not_published(published, tmp_path):
+    """Neither ours nor a peer's, whose commit is its version; what was published before is marked."""
+    machine = common.describe_machine()
+    for commit, command in (("abc-dirty", "python algos/ppo.py"), ("abc-dirty", "python benchmark/peers/sb3_ppo.py")):
+        cell = make_cell([1.0, 2.0, 3.0], command=command)
+        cell["runs"][2] |= {"machine": machine | {"commit": commit}, "commit": "sb3 1.0"}
+        with pytest.raises(records.ResultsError, match=r"1 runs of a tree with changes .*default, seed 3: commit"):
+            published(cell)
+        assert len(records.load(common.RESULTS / "a.json")["cells"]["ppo/CartPole-v1/default"]["runs"]) == 2
+        assert "**1 of the 3 runs are of a tree with changes" in report.describe_machines([make_results(cell)])
+        cell["runs"][2]["machine"] |= {"commit": "abc"}
+        assert "tree with changes" not in report.describe_machines([make_results(cell)])
+    assert len(published(cell)) == 3
 
 
 def make_run_folders(runs):
@@ -669,47 +739,30 @@ def make_run_folders(runs):
     (runs / "benchmark" / "a" / "suite.json").write_text(json.dumps(content))
 
 
-def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, capsys):
+def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     """By script, task and name, runs that are not done too, beside suites."""
+    from matplotlib.figure import Figure
+
+    drawn = {}
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: (drawn.update({path.name: self}), save(self, path)))
     make_run_folders(tmp_path / "runs")
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "results.md").read_text()
-    assert "## Suite `a`" in page and "| T | s | 1 | x | 2.50 |" in page
-    start = page.index("### T-v0, ppo, mine")
-    end = page.index("\n- ", start)
-    assert page[start:end].splitlines()[4:] == [
-        "| | seed 2 | seed 10, not done |",
-        "|--|--:|--:|",
-        "| eval/episodic_return | 123 | - |",
-        "| best/a | 7.00 | - |",
-        "| env_steps | 300 | - |",
-        "| cpu_seconds | 7.00 | - |",
-        "| wall_seconds | 8.00 | - |",
-    ]
-    assert "### T-v0, alphazero_go, mine" in page and "### Go, gnugo\n\nNo learning curve yet." in page
-    figures = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
-    assert figures == {"ppo__T-v0__mine.png", "alphazero_go__T-v0__mine.png"}
-    assert all(f"figures/{name})" in page for name in figures)
-
-
-def test_the_first_panel_is_of_training_and_the_second_of_evaluation(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    make_run_folders(tmp_path)
-    seen = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: seen.append(self))
-    groups = run_folders.collect(tmp_path)
-    run_folders.draw(groups["ppo__T-v0__mine"], tmp_path / "x.png")
-    left, right = seen[0].axes
-    assert (left.get_xlabel(), left.get_ylabel()) == ("environment steps", "return, last 20 episodes")
-    assert [len(line.get_xdata()) for line in left.lines] == [6, 3]
-    assert right.get_ylabel() == "return of the greedy policy" and right.lines[0].get_ydata()[-1] == 60.0
-    assert [text.get_text() for text in right.get_legend().get_texts()] == ["seed 2", "seed 10, not done"]
-    run_folders.draw(groups["alphazero_go__T-v0__mine"], tmp_path / "x.png")
-    (axes,) = seen[1].axes
-    assert axes.get_xlabel() == "moves of self-play" and axes.get_ylabel().startswith("Elo")
-    assert run_folders.find_curves(groups["gnugo__Go__gnugo"]) == []
-    assert run_folders.collect(tmp_path / "T-v0__mine__2__5").keys() == {"ppo__T-v0__mine"}  # one run alone
+    assert "## Suite `a`" in page and "| T, s | x | 2.50 | 7.00 | 1 |" in page
+    assert "| T-v0, mine | episodic return | 123 | 7.00 | 1 |" in page
+    assert "- T-v0, mine, seeds 10: not done yet" in page and "| Go, gnugo | x | 2.50 |" in page
+    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"runs.png"} == drawn.keys()
+    labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawn["runs.png"].axes]
+    elo, returns = "Elo, from matches with itself before", "return, last 20 episodes"
+    steps = drawn["runs.png"].axes[labels.index(("environment steps", returns))]
+    assert set(labels) - {("environment steps", returns)} == {
+        ("CPU-seconds", returns), ("moves of self-play", elo), ("CPU-seconds", elo)
+    }  # fmt: skip
+    lines = [line.get_xdata() for line in steps.lines if line.get_alpha()]  # thin: a seed each
+    assert sorted(map(len, lines)) == [3, 6]
+    one = records.collect_folders(tmp_path / "runs" / "T-v0__mine__2__5")  # one run alone
+    assert list(one["cells"]) == ["ppo/T-v0/mine"]
 
 
 def run_compare(tmp_path, base, new):
@@ -722,12 +775,10 @@ def test_comparison_fails_where_a_headline_metric_got_worse_beyond_noise(tmp_pat
     base = [480.0, 490.0, 500.0, 470.0, 500.0]
     assert run_compare(tmp_path, [make_cell(base)], [make_cell([485.0, 470.0, 500.0, 495.0, 480.0])]) == 0
     assert run_compare(tmp_path, [make_cell(base)], [make_cell([300.0, 310.0, 320.0, 290.0, 305.0])]) == 1
-    assert "**worse**" in capsys.readouterr().out
+    assert "**worse: headline, curve**" in capsys.readouterr().out
     assert run_compare(tmp_path, [make_cell(base)], [make_cell([x + 300 for x in base])]) == 0
-    assert (
-        run_compare(tmp_path, [make_cell(base, better="lower")], [make_cell([x + 300 for x in base], better="lower")])
-        == 1
-    )
+    higher = [x + 300 for x in base]
+    assert run_compare(tmp_path, [make_cell(base, better="lower")], [make_cell(higher, better="lower")]) == 1
     assert run_compare(tmp_path, [make_cell([500.0] * 3)], [make_cell([499.0] * 3)]) == 1  # no noise at all
     assert run_compare(tmp_path, [make_cell([500.0] * 3)], [make_cell([500.0] * 3)]) == 0
     assert run_compare(tmp_path, [make_cell([500.0])], [make_cell([1.0])]) == 0
@@ -739,47 +790,125 @@ def test_comparison_fails_where_a_headline_metric_got_worse_beyond_noise(tmp_pat
     failing = make_cell(base[:4], missing=[{"seed": 5, "error": "exit code 1"}])
     assert run_compare(tmp_path, [make_cell(base)], [failing]) == 1
     assert run_compare(tmp_path, [failing | {"runs": []}], [failing | {"runs": []}]) == 1  # whatever BASE did
-    unfinished = make_cell(base[:4], missing=[{"seed": 5, "error": records.NOT_RUN}])
-    assert run_compare(tmp_path, [make_cell(base)], [unfinished]) == 0
     with pytest.raises(records.ResultsError, match="no results of the same cell"):
         run_compare(tmp_path, [make_cell(base)], [make_cell(base, "ppo/CartPole-v1/other")])
 
 
+def make_solved(steps, seconds, **changes):
+    """A cell whose runs end at 500, and got to the threshold after so many steps and seconds; None where never."""
+    cell = make_cell([500.0] * len(steps), **changes)
+    for run_, step, second in zip(cell["runs"], steps, seconds, strict=True):
+        run_ |= {"steps_to_threshold": step, "seconds_to_threshold": second, "curve": [[0, 0, 20.0], [9000, 90, 500.0]]}
+    return cell
+
+
+def test_comparison_fails_where_learning_takes_longer(tmp_path, capsys):
+    """Though all runs end at 500; of equal steps too, and where no run gets to the threshold any more."""
+    steps, seconds = [1000, 1300, 900, 1200, 1100], [10.0, 14.0, 8.0, 13.0, 10.0]
+    base = make_solved(steps, seconds)
+    assert run_compare(tmp_path, [base], [make_solved(steps[::-1], seconds[::-1])]) == 0
+    assert run_compare(tmp_path, [base], [make_solved([3 * x for x in steps], seconds)]) == 1
+    assert "| 500 to 500 | 3.00x | 1.00x | 260 to 260 | **worse: steps** |" in capsys.readouterr().out
+    assert run_compare(tmp_path, [base], [make_solved(steps, [3 * x for x in seconds])]) == 1
+    assert "**worse: seconds**" in capsys.readouterr().out
+    assert run_compare(tmp_path, [base], [make_solved([x / 3 for x in steps], [x / 3 for x in seconds])]) == 0
+    assert run_compare(tmp_path, [base], [make_solved([None] * 5, [None] * 5)]) == 1
+    assert run_compare(tmp_path, [make_solved([None] * 5, [None] * 5)], [base]) == 0
+    assert run_compare(tmp_path, [base], [make_solved([*steps[:4], None], [*seconds[:4], None])]) == 0  # one is luck
+    flat = make_solved(steps, seconds)
+    for i, run_ in enumerate(flat["runs"]):
+        run_["curve"] = [[0, 0, 20.0], [8000, 80, 30.0 + i], [9000, 90, 500.0]]
+    assert run_compare(tmp_path, [base], [flat]) == 1
+    assert "| 1.00x | 1.00x | 260 to" in (found := capsys.readouterr().out) and "**worse: curve**" in found
+
+
+def test_missing_cells_and_speeds_of_peers_are_told_and_change_nothing(tmp_path, capsys):
+    steps, seconds = [1000, 1300, 900, 1200, 1100], [10.0, 14.0, 8.0, 13.0, 10.0]
+    peer = {"name": "sb3_ppo/CartPole-v1/zoo", "command": "python benchmark/peers/sb3_ppo.py"}
+    base, slow = make_solved(steps, seconds, **peer), make_solved(steps, [3 * x for x in seconds], **peer)
+    others = [make_cell([500.0] * 5, f"ppo/T{i}/s") for i in range(3)]
+    assert run_compare(tmp_path, [base, *others], [slow, others[0]]) == 0
+    found = capsys.readouterr().out
+    assert "speed of a peer: sb3_ppo/CartPole-v1/zoo: seconds 3.00x" in found
+    assert "missing: ppo/T1/s, in NEW\nmissing: ppo/T2/s, in NEW\n" in found
+    assert found.endswith("2 of 4 cells compared: 0 worse beyond noise, 0 failed in NEW, 2 missing\n")
+    assert run_compare(tmp_path, [base], [make_solved([3 * x for x in steps], seconds, **peer)]) == 1  # it learns worse
+    rates = {"headline": "simulations_per_cpu_second"}
+    for script, code in (("our_go_search", 1), ("openspiel_mcts", 0)):
+        names = {"name": f"{script}/Go/search", "command": f"python benchmark/peers/{script}.py"} | rates
+        fast, half = (make_cell([x, 1.1 * x, 1.2 * x], threshold=None, **names) for x in (1000.0, 500.0))
+        for cell in (fast, half):
+            for run_ in cell["runs"]:
+                run_["curve"] = []
+        assert run_compare(tmp_path, [fast], [half]) == code
+    unfinished = make_cell([500.0] * 4, missing=[{"seed": 5, "error": records.NOT_RUN}])
+    assert run_compare(tmp_path, [make_cell([500.0] * 5)], [unfinished]) == 0
+    assert "unfinished: ppo/CartPole-v1/default: 1 seeds are missing in NEW" in capsys.readouterr().out
+
+
 def test_stored_results_are_read(capsys):
     """Those of older scripts, which said their commit themselves, as those of today."""
-    for name in ("cpu", "ablations"):
+    for name, results in records.load_published().items():
         assert compare.main([str(common.RESULTS / f"{name}.json")] * 2) == 0
-        assert "commit unknown" not in report.render(common.load_results(name))
+        assert "unknown" not in report.describe_machines([results])
 
 
 def test_difference_interval_and_probability_of_improvement():
-    found = compare.compare_cell([1.0, 2.0, 3.0], [2.0, 3.0, 10.0], "higher")
+    found = records.compare_means([1.0, 2.0, 3.0], [2.0, 3.0, 10.0], "higher")
     assert found["difference"] == 3.0
     pairs = [(b, n) for b in (1.0, 2.0, 3.0) for n in (2.0, 3.0, 10.0)]
     assert found["improvement"] == np.mean([(n > b) + 0.5 * (n == b) for b, n in pairs])
     a, b = np.random.default_rng(2).normal(0, 1, (2, 50))
-    low, high = compare.compare_cell(list(a), list(b), "higher")["interval"]
+    low, high = records.compare_means(list(a), list(b), "higher")["interval"]
     error = (a.var(ddof=1) / 50 + b.var(ddof=1) / 50) ** 0.5
     assert (high - low) / 2 == pytest.approx(1.984 * error, rel=0.01)
 
 
 @pytest.mark.filterwarnings("error")
 def test_one_side_may_have_no_noise():
-    found = compare.compare_cell([500.0] * 3, [499.0, 498.0, 500.0], "higher")
+    found = records.compare_means([500.0] * 3, [499.0, 498.0, 500.0], "higher")
     assert found["interval"] == pytest.approx((-1 - 4.303 / 3**0.5, -1 + 4.303 / 3**0.5), rel=1e-3)
-    assert compare.compare_cell([1.0, 1.0000001], [1.0000001, 1.0000002], "lower")["p"] == 1.0  # rounding is no noise
+    assert compare.find_p_worse([1.0, 1.0000001], [1.0000001, 1.0000002]) == 1.0  # rounding is no noise
+    pooled = compare.find_p_worse([-500.0] * 3, [-499.0, -498.0, -500.0])
+    assert pooled == pytest.approx(1 - scipy.stats.t.cdf(1 / (0.5 * 2 / 3) ** 0.5, 4))
 
 
-def test_equal_programs_are_seldom_called_worse(tmp_path):
-    """Twenty cells of five seeds from one distribution: fewer than one comparison in ten cries wolf."""
-    rng = np.random.default_rng(3)
-    wrong = 0
-    for _ in range(100):
-        sides = [
-            make_results(*[make_cell(list(rng.normal(100, 10, 5)), f"ppo/T{i}/s") for i in range(20)]) for _ in range(2)
-        ]
-        wrong += any(row["worse"] for row in compare.compare(*sides)[0])
-    assert wrong < 10
+def simulate(num, drop, slow, draw):
+    """Shares of `num` comparisons of twenty cells, five seeds each, that find something, and that find cell 0.
+
+    Steps, seconds and curve of a run go together, its end hardly with them. NEW is worse in cell 0: its end by `drop`
+    standard deviations of the seeds, its steps by `slow`, the other two as much as they follow them.
+    """
+    found = [0, 0]
+    for _ in range(num):
+        sides = []
+        for shift in (0.0, 1.0):
+            noise = draw((4, 20, 5))
+            steps = noise[1]
+            losses = np.stack([0.3 * steps + 0.95 * noise[0], steps, 0.9 * steps + 0.44 * noise[2]])
+            losses = np.concatenate([losses, 0.8 * steps[None] + 0.6 * noise[3][None]])
+            losses[:, 0] += shift * np.array([drop, slow, 0.9 * slow, 0.8 * slow])[:, None]
+            sides.append(losses)
+        p = compare.find_p_worse(*sides)
+        worse = compare.find_worse({"headline": list(p[0]), "learning": list(p[1:].ravel())})
+        cells = np.array([*worse["headline"], *worse["learning"]]).reshape(4, 20).any(0)
+        found[0] += cells.any()
+        found[1] += cells[0]
+    return [x / num for x in found]
+
+
+@pytest.mark.parametrize("kind", ["normal", "skewed", "heavy tails"])
+def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
+    """The figures of benchmark/README.md; they hold for noise that is skewed or has heavy tails too."""
+    rng = np.random.default_rng(4)
+    draw = {
+        "normal": rng.standard_normal,
+        "skewed": lambda shape: (rng.lognormal(0, 0.5, shape) - 1.133) / 0.604,
+        "heavy tails": lambda shape: rng.standard_t(4, shape) / 2**0.5,
+    }[kind]
+    assert simulate(500, 0, 0, draw)[0] <= 0.065  # 4.7 % of 6,000 normal ones
+    found = [simulate(150, *shifts, draw)[1] for shifts in ((3, 0), (4, 0), (0, 3), (0, 4), (3, 3))]
+    assert (np.array(found) > [0.55, 0.82, 0.42, 0.77, 0.72]).all(), found
 
 
 def test_results_that_are_none_are_one_line(tmp_path):

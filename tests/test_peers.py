@@ -2,27 +2,21 @@
 
 import argparse
 import contextlib
-import io
 import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
 
-from algos import alphazero_go as az
-from envs_shared.go_tasks import gtp
-from envs_shared.go_tasks.files import format_vertex
-from envs_shared.go_tasks.gtp_words import parse_move
-from envs_shared.go_tasks.rules import Go
+from envs_shared.go_tasks import gtp_client
 
 PEERS = ROOT / "benchmark" / "peers"
 sys.path += [str(ROOT / "benchmark"), str(PEERS)]
 import common
-import go_matches
+import gnugo_match
+import go_engine
 import peer
 
 SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics, tags
@@ -61,7 +55,9 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
     "gnugo_match": (
         None,
         ("--games 2 --simulations-end 8",),
-        "ours_win_rate ours_points peer_points mean_margin distinct_games",
+        "ours_win_rate ours_win_rate_low ours_win_rate_high ours_win_rate_black ours_win_rate_black_low "
+        "ours_win_rate_black_high ours_win_rate_white ours_win_rate_white_low ours_win_rate_white_high ours_points "
+        "peer_points mean_margin distinct_games whole_boards",
         "",
     ),
     "elkai_lkh": ("elkai", ("",), "length gap gap_std ms instances_per_cpu_second", ""),
@@ -72,7 +68,7 @@ RUNS = [(script, flags) for script, (_, runs, _, _) in SCRIPTS.items() for flags
 def find_python(script):
     """Python of a peer's environment; skips the test where the peer is not installed."""
     environment = SCRIPTS[script][0]
-    if script == "gnugo_match" and go_matches.find_gnugo() is None:
+    if script == "gnugo_match" and gnugo_match.find_gnugo() is None:
         pytest.skip("GNU Go is not installed: apt-get install gnugo")
     if environment is None:
         return sys.executable
@@ -226,73 +222,28 @@ def test_colours_and_openings_of_a_match_are_balanced(monkeypatch):
         seen.append((black, opening))
         return [*opening, 7], 3.0
 
-    monkeypatch.setattr(go_matches.gtp_client, "play_game", play_game)
-    games = go_matches.play("us", lambda i: contextlib.nullcontext("them"), 5, 0.5, 8, seed=1)
+    monkeypatch.setattr(gtp_client, "play_game", play_game)
+    games = go_engine.play("us", lambda i: contextlib.nullcontext("them"), 5, 0.5, 8, seed=1)
     assert [black for black, _ in seen] == ["us", "them"] * 4
     openings = [opening for _, opening in seen]
     assert openings[::2] == openings[1::2] and len(set(openings)) == 4 and {len(x) for x in openings} == {2}
-    summary = go_matches.summarize({"games": games, "size": 5, "komi": 0.5})
-    assert summary["win_rate"] == 0.5 and summary["margin"] == 0 and summary["distinct_games"] == 8
-    assert summary["win_rate_black"] == 1 and summary["win_rate_white"] == 0
+    summary = go_engine.summarize(games, 5, 0.5)
+    assert summary["ours_win_rate"] == 0.5 and summary["mean_margin"] == 0 and summary["distinct_games"] == 8
+    assert summary["ours_win_rate_black"] == 1 and summary["ours_win_rate_white"] == 0
 
 
-class Player:
-    """A program that speaks GTP and plays the first legal move from the other end of the board, eyes aside."""
-
-    def __init__(self):
-        self.go = Go(5)
-
-    def send(self, command):
-        name, *words = command.split()
-        if name == "clear_board":
-            self.boards = self.go.new(1)
-        elif name == "play":
-            self.boards = self.go.play(self.boards, torch.tensor([parse_move(words[1], 5)]))
-        elif name == "genmove":
-            legal = self.go.legal_moves(self.boards)[0]
-            legal[:-1] &= ~self.go.find_eyes(self.boards)[0]
-            legal[-1] = not legal[:-1].any()
-            move = int(legal.nonzero()[-1])
-            self.boards = self.go.play(self.boards, torch.tensor([move]))
-            return format_vertex(move, 5)
-        return ""
-
-
-@torch.no_grad()
-def test_games_side_by_side_are_those_of_the_engine(tmp_path):
-    """Moves and results of one search over six games, and of six games one after the other with the GTP engine."""
-    torch.manual_seed(0)
-    args = az.Args(blocks=1, channels=8, simulations_end=30)
-    agent = az.Agent(5, args).eval()
-    path = tmp_path / "checkpoint.pt"
-    az.save_checkpoint(path, args, {}, {"agent": agent})
-    found = go_matches.play_side_by_side(path, 30, lambda i: contextlib.nullcontext(Player()), 0.5, 6)
-
-    thinker = az.Thinker(agent.fold_into(az.make_network(5, args, torch.device("cpu"))), args, torch.device("cpu"))
-    engine = gtp.Engine(thinker.think, "ours", 5, 0.5, io.StringIO())
-
-    def send(command):
-        engine.out.truncate(engine.out.seek(0))
-        engine.answer(command)
-        assert engine.out.getvalue().startswith("=")
-        return engine.out.getvalue()[1:].strip()
-
-    mine = SimpleNamespace(send=send)
-    assert found == go_matches.play(mine, lambda i: contextlib.nullcontext(Player()), 5, 0.5, 6)
-    assert [game["is_black"] for game in found] == [True, False] * 3
-    assert len({len(game["moves"]) for game in found}) > 1  # they end one by one
-
-
-def test_the_harness_reads_a_peer_as_it_reads_our_scripts():
-    find_python("sb3_ppo")
-    flags, tag = ("--seed", 2, "--total-timesteps", 1024), "charts/return_last_20"
-    result = common.run_peer("sb3", "sb3_ppo", *flags, curve=tag)
-    steps, seconds, returns = zip(*result["curve"], strict=True)
+def test_the_harness_reads_a_peer_as_it_reads_our_scripts(tmp_path):
+    python = find_python("sb3_ppo")
+    command = (python, PEERS / "sb3_ppo.py", "--seed", 2, "--total-timesteps", 1024)
+    path = common.run_command(tmp_path / "a", *command)
+    steps, seconds, _, returns = zip(*common.read_points(path, "charts/return_last_20"), strict=True)
     assert steps == (256, 512, 768, 1024) and sorted(seconds) == list(seconds) and min(returns) >= 8
+    result = json.loads((path / "result.json").read_text())
     assert result["commit"] == "stable-baselines3 2.9.2"
-    evaluated = common.run_peer("sb3", "sb3_ppo", *flags, "--eval-interval", 2, curve="eval/episodic_return")
-    assert [point[0] for point in evaluated["curve"]] == [512, 1024]
-    assert evaluated["metrics"] == result["metrics"]  # evaluation on the way changes nothing in what is learned
+    path = common.run_command(tmp_path / "b", *command, "--eval-interval", 2)
+    assert [point[0] for point in common.read_points(path, "eval/episodic_return")] == [512, 1024]
+    # evaluation on the way changes nothing in what is learned
+    assert json.loads((path / "result.json").read_text())["metrics"] == result["metrics"]
 
 
 def test_the_clock_of_a_peer_stands_still_in_evaluations(tmp_path, monkeypatch):

@@ -4,11 +4,14 @@ Every two games begin with another two random moves, played from both sides. CPU
 without the two programs.
 """
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import go_engine
 import peer
+
+FLAGS = "--mode gtp --chinese-rules --positional-superko --capture-all-dead --never-resign"
 
 
 def make_parser():
@@ -19,17 +22,23 @@ def make_parser():
     return parser
 
 
+def find_gnugo() -> str | None:
+    """Path of GNU Go, where it is installed."""
+    return shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
+
+
 def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
-    import go_matches
-
-    if (gnugo := go_matches.find_gnugo()) is None:
+    if (gnugo := find_gnugo()) is None:
         peer.fail("GNU Go is not installed: apt-get install gnugo")
+    from envs_shared.go_tasks import gtp_client
+
     output = subprocess.run([gnugo, "--version"], capture_output=True, text=True, check=True).stdout
 
     def make_other(i: int):
-        return go_matches.make_gnugo(args.level, 1 + args.seed * args.games + i)
+        seed = 1 + args.seed * args.games + i
+        return gtp_client.Client(f"{gnugo} {FLAGS} --level {args.level} --seed {seed}")
 
     go_engine.play_match(args, Path(__file__).stem, output.splitlines()[0], make_other)
 

@@ -1,10 +1,11 @@
-"""The search of algos/alphazero_go.py with a network that does nothing, as benchmark/go_speed.py measures it.
+"""The search of algos/alphazero_go.py with a network that does nothing, as benchmark/speed.py measures it.
 
 Simulations per CPU-second of 256 games side by side, from positions after 20 random moves; the counterpart of
 openspiel_mcts.py, which searches one game.
 """
 
 import statistics
+import time
 from pathlib import Path
 
 import go_engine
@@ -21,23 +22,61 @@ def make_parser():
     return parser
 
 
+def set_up_torch(seed: int) -> None:
+    """One thread, and the settings of alphazero_go.py."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_grad_enabled(False)
+    torch.manual_seed(seed)
+
+
+class NullEvaluator:
+    """Normal logits of deviation `sharpness`, equal ones for 0, and values near 1/2."""
+
+    def __init__(self, device, sharpness: float = 0.0):
+        self.device = device
+        self.sharpness = sharpness
+
+    def __call__(self, boards, legal):
+        import torch
+
+        noise = torch.rand(len(legal), device=self.device)
+        logits = self.sharpness * torch.randn(legal.shape, device=self.device)
+        return logits if self.sharpness else torch.zeros_like(logits), 0.49 + 0.02 * noise
+
+
+def measure_search(go, boards, evaluators: list, num_simulations: int, clock=time.process_time) -> float:
+    """Simulations per second of `clock` of a search of all `boards` at once, a slot for each evaluator."""
+    from algos import alphazero_go as az
+
+    num_games = len(boards.to_play)
+    tree = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=7.5))
+    tree.reset(boards)
+    start = clock()
+    tree.run(num_simulations)
+    return num_games * num_simulations / (clock() - start)
+
+
 def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
     size = go_engine.parse_size(args.env_id, 9)  # smaller boards are full too soon
-    import go_speed
     from tqdm import tqdm
 
+    from algos import alphazero_go as az
+    from envs_shared.go_tasks.match import play_random_moves
+
     run = peer.Run(args, Path(__file__).stem)
-    go_speed.set_up_torch(args.seed)
-    go = go_speed.Go(size)
-    boards, _ = go_speed.play_random_moves(go, NUM_GAMES, 20)
+    set_up_torch(args.seed)
+    go = az.Go(size)
+    boards, _ = play_random_moves(go, NUM_GAMES, 20)
     rates = []
     for _ in tqdm(range(args.repeats), unit="repeat"):
-        rates.append(go_speed.measure_search(go, boards, [go_speed.NullEvaluator(go.device)], args.simulations))
+        rates.append(measure_search(go, boards, [NullEvaluator(go.device)], args.simulations))
     metrics = {"simulations_per_cpu_second": statistics.median(rates)}
-    commit = go_speed.common.describe_machine()["commit"]
-    run.finish(next(iter(metrics)), metrics, NUM_GAMES * args.simulations * args.repeats, commit)
+    run.finish(next(iter(metrics)), metrics, NUM_GAMES * args.simulations * args.repeats, None)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT), str(ROOT / "benchmark")]  # for envs_shared, and for the functions of the benchmark scripts
+sys.path.append(str(ROOT))  # for envs_shared
 
 
 def fail(message: str) -> NoReturn:
@@ -90,8 +90,8 @@ class Run:
         for name, value in (scalars | seconds).items():
             self.writer.add_scalar(name, value, step)
 
-    def finish(self, headline: str, metrics: dict[str, float], env_steps: int, commit: str) -> None:
-        """Write result.json and print a line; `commit` is the peer's name and version."""
+    def finish(self, headline: str, metrics: dict[str, float], env_steps: int, commit: str | None) -> None:
+        """Write result.json and print a line; `commit` is the peer's name and version, None for what is ours."""
         if self.writer is not None:
             self.writer.close()
         result = {"script": self.script, "env_id": self.args.env_id, "seed": self.args.seed, "headline": headline}
@@ -103,4 +103,5 @@ class Run:
         temporary.write_text(json.dumps(result, indent=2))
         os.replace(temporary, self.path / "result.json")
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"{self.args.env_id}: {commit}: {values} in {result['wall_seconds']:.1f} s; run folder {self.path}")
+        print(f"{self.args.env_id}: {commit or self.script}: {values} in {result['wall_seconds']:.1f} s", end="; ")
+        print(f"run folder {self.path}")

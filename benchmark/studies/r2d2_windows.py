@@ -1,12 +1,13 @@
 """The picture of the windows in docs/r2d2_lstm.md, drawn from what the replay of algos/r2d2_lstm.py holds.
 
-python benchmark/r2d2_windows.py
+python benchmark/studies/r2d2_windows.py
 """
 
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
 
 BURN_IN, LEARN_LENGTH, N_STEP, EPISODE = 4, 5, 2, 12  # steps
@@ -15,7 +16,6 @@ COLOURS = {"burn-in": "#9ecae1", "learned": "#74c476", "targets only": "#fdae6b"
 
 def fill_replay():
     """A replay that has seen one episode of EPISODE steps that terminated."""
-    sys.path.append(str(common.ROOT))
     import torch
 
     from algos import r2d2_lstm as r2d2

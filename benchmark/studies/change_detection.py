@@ -1,8 +1,7 @@
 """algos/ppo_change_detection.py against rules that say where to look, over data seeds and training seeds.
 
-python benchmark/change_detection.py                          # about 30 CPU-minutes, one run after the other
-python benchmark/change_detection.py --studies buildings      # some of the runs; the results of the others are kept
-python benchmark/change_detection.py --report-only            # tables and figures from benchmark/results
+python benchmark/studies/change_detection.py                        # about 30 CPU-minutes, one run after the other
+python benchmark/studies/change_detection.py --studies buildings    # some; the results of the others are kept
 
 Each data seed has one detector, and PPO starts from it with each training seed. Every rule is tuned on val to look as
 often as PPO does, and scored on test: on the network that PPO leaves, and on the control, the detector after as many
@@ -30,9 +29,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-import common
 from scipy import stats
 
+sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
+import common
+
+PAGE = "ppo_change_detection"
 SMALL = "--num-train-pairs 1024 --eval-episodes 40 --refiner-dim 32"
 DETECTOR = "--coarse-iterations 35 --refine-iterations 25"
 PPO = "--ppo-iterations 40 --num-envs 64"
@@ -60,7 +62,6 @@ NUM_HEAD_STEPS = 400  # gradient steps of a head that predicts gains, on 1,024 q
 
 def load_module():
     """The script, and its settings for a benchmark in this process."""
-    sys.path.append(str(common.ROOT))
     import torch
 
     from algos import ppo_change_detection as cd
@@ -240,10 +241,6 @@ def measure_methods(cd, agent, args, train, val, test, policy_looks: float | Non
 def measure(studies: list[str]) -> None:
     """Do the runs of `studies`; each is saved as it ends, in place of the same run of before."""
     cd = load_module()
-    machine = common.describe_machine()
-    path = common.RESULTS / "change_detection.json"
-    rows = common.load_results("change_detection")["rows"] if path.exists() else []
-    keys = ("study", "cost", "data_seed", "seed")
     for study in studies:
         flags, costs = STUDIES[study]
         num_data_seeds = max(number for number, _ in costs.values())
@@ -268,11 +265,10 @@ def measure(studies: list[str]) -> None:
                             control = train_control(cd, load_agent(cd, detector)[0], args, train)
                         looks = row["metrics"]["ppo_looks"]
                         row["control"] = measure_methods(cd, control, args, train, val, test, looks)
-                    row["commit"] = machine["commit"]
-                    rows = [x for x in rows if any(x[key] != row[key] for key in keys)] + [row]
-                    common.save_results("change_detection", {"machine": machine, "rows": rows})
-                    lead = {name: row["metrics"].get(f"{name}_f1") for name in METHODS}
-                    print(study, cost, data_seed, seed, row["metrics"]["ppo_looks"], lead, flush=True)
+                    common.save_rows("change_detection", [row], ("study", "cost", "data_seed", "seed"))
+                    print(
+                        study, cost, data_seed, seed, row["metrics"]["ppo_looks"], row["metrics"]["ppo_f1"], flush=True
+                    )
 
 
 # ---- Report ----
@@ -308,28 +304,42 @@ def format_lead(rows: list[dict], method: str, group: str) -> str:
     return f"**{text}** ({wins} of {len(rows)})" if abs(gain) > interval else f"{text} ({wins} of {len(rows)})"
 
 
-def make_table(results: dict) -> str:
+def make_tables(results: dict) -> str:
     """Markdown tables: the means over the runs of each study, and PPO's lead over each method on both networks."""
     lines = []
     for study in STUDIES:
         rows = get_rows(results, study)
         if not rows or "curve" in study:
             continue
-        lines += ["", f"**{study}**, mean of {len(rows)} runs", ""]
-        lines += ["| method | F1 | looks | ms | PPO's F1 is higher by | than on the control by |"]
-        lines += ["|--|--:|--:|--:|--:|--:|"]
+        methods = []
         for method, title in METHODS.items():
             if f"{method}_f1" not in rows[0]["metrics"]:
                 continue
-            values = [statistics.mean(row["metrics"][f"{method}_{name}"] for row in rows) for name in ("f1", "looks")]
-            cells = [f"{value:.3f}" for value in values]
-            cells.append(f"{statistics.median(row['metrics'][f'{method}_ms'] for row in rows):.2f}")
+            found = {name: [row["metrics"][f"{method}_{name}"] for row in rows] for name in ("f1", "looks", "ms")}
             leads = ["", ""]
             for i, group in enumerate(("metrics", "control")):
                 if method != "ppo" and group in rows[0]:
                     leads[i] = format_lead(rows, method, group)
-            lines.append(f"| {title} | {' | '.join(cells)} | {' | '.join(leads)} |")
-    return "\n".join(lines[1:])
+            means = [f"{statistics.mean(found[name]):.3f}" for name in ("f1", "looks")]
+            methods.append([title, *means, f"{statistics.median(found['ms']):.2f}", *leads])
+        head = "method | F1: | looks: | ms: | PPO's F1 is higher by: | than on the control by:"
+        lines += [f"**{study}**, mean of {len(rows)} runs", "", common.make_table(head, methods), ""]
+    return "\n".join(lines)
+
+
+def list_lines(results: dict) -> list[list]:
+    """Lines of the short table of the script in docs/results.md."""
+    lines = []
+    for study in STUDIES:
+        rows = get_rows(results, study)
+        if rows and "curve" not in study:
+            looks, f1 = (statistics.mean(row["metrics"][f"ppo_{name}"] for row in rows) for name in ("looks", "f1"))
+            gain, interval, _ = compare(rows, "threshold")
+            seconds = statistics.median(row["detector_seconds"] + row["ppo_seconds"] for row in rows)
+            lead = f"{f1:.3f} ({gain:+.3f} ± {interval:.3f})"
+            metric = f"F1 at {looks:.2f} looks a query (lead over a tuned threshold)"
+            lines.append([study, metric, lead, common.show(seconds), len(rows)])
+    return lines
 
 
 def draw(results: dict, path: Path) -> None:
@@ -364,31 +374,21 @@ def summarize(results: dict) -> str:
     return f"{text}supervised gain of the next look {gain:+.3f} ± {interval:.3f}, over a tuned threshold {other:+.3f}"
 
 
-def sections(results: dict) -> dict[str, str]:
-    """What the docs show of the results, by the name of its section."""
-    commits = sorted({row["commit"] for row in results["rows"]})
-    machine = f"Measured on {common.machine_line(results['machine'] | {'commit': ' and '.join(commits)})}"
-    cell = {"change_detection_cell": summarize(results)} if get_rows(results, "looking ahead, prints") else {}
-    return {"change_detection": f"\n{make_table(results)}\n\n{machine}\n"} | cell
+def make_sections(results: dict) -> dict[tuple[str, str], str]:
+    """What the pages show of the results, by page and section."""
+    machine = common.machine_line([row["machine"] for row in results["rows"]])
+    sections = {(PAGE, "change_detection"): f"\n{make_tables(results)}\n{machine}\n"}
+    if get_rows(results, "looking ahead, prints"):
+        sections["README", "change_detection_cell"] = summarize(results)
+    return sections
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
-    parser.add_argument("--report-only", action="store_true")
     return parser
 
 
-def main() -> None:
-    """Command line."""
-    args = make_parser().parse_args()
-    if not args.report_only:
-        measure(args.studies)
-    results = common.load_results("change_detection")
-    draw(results, common.FIGURES / "change_detection.png")
-    common.write_report(sections(results), "ppo_change_detection")
-
-
 if __name__ == "__main__":
-    main()
+    measure(make_parser().parse_args().studies)

@@ -1,7 +1,6 @@
 """Throughput of each script with one process and with two (gloo) on the two cores of one machine.
 
-    python benchmark/scaling.py                  # about six minutes on two free cores
-    python benchmark/scaling.py --report-only    # table in the docs from benchmark/results/scaling.json
+    python benchmark/studies/scaling.py    # about six minutes on two free cores
 
 Both do the same work in all, with one thread a process, and take turns. What counts are the iterations after the first
 ones: neither imports nor the evaluation at the end, which one process does alone. On the clock, two processes can only
@@ -11,10 +10,14 @@ show how much of the work the second one has taken over, messages included, on a
 
 import argparse
 import statistics
+import sys
 import tempfile
+from pathlib import Path
 
-import common
 from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
 
 NUM_SKIPPED = 2  # iterations: what is done once only, and the opening games of Go, which all end late
 CASES = {  # unit and flags; --num-slots 1 keeps Go's search on one core a process
@@ -35,19 +38,15 @@ CASES = {  # unit and flags; --num-slots 1 keeps Go's search on one core a proce
 
 def measure_run(script: str, num_processes: int) -> dict[str, float]:
     """Steps in all, seconds on the clock and CPU-seconds of the first process, after the first iterations."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_processes]
+    start = [sys.executable, *(launcher if num_processes > 1 else []), common.ROOT / "algos" / f"{script}.py"]
     with tempfile.TemporaryDirectory() as folder:
         flags = (*CASES[script][1].split(), "--checkpoint-interval", 0, "--eval-episodes", 2)
-        path = common.run_in_folder(folder, script, *flags, num_processes=num_processes)
+        path = common.run_command(folder, *start, *flags)
         first, *_, last = common.read_points(path, "charts/cpu_seconds")[NUM_SKIPPED - 1 :]
     steps, cpu_seconds, wall_seconds = (b - a for a, b in zip(first[:3], last[:3], strict=True))
     found = {"script": script, "processes": num_processes, "steps": steps}
     return found | {"wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds}
-
-
-def measure(num_repeats: int) -> dict:
-    """Every script, one process and two in turn, so that both see the machine alike."""
-    runs = [(script, n) for _ in range(num_repeats) for script in CASES for n in (1, 2)]
-    return {"machine": common.describe_machine(), "rows": [measure_run(*run) for run in tqdm(runs, unit="run")]}
 
 
 def summarize(rows: list[dict], script: str) -> dict[str, list[float]]:
@@ -62,56 +61,44 @@ def summarize(rows: list[dict], script: str) -> dict[str, list[float]]:
     return found
 
 
-def find_measured(rows: list[dict]) -> list[str]:
-    """The scripts of CASES that there are runs of."""
-    return [script for script in CASES if any(row["script"] == script for row in rows)]
-
-
-def make_table(results: dict) -> str:
+def make_table(rows: list[dict]) -> str:
     """Markdown table, a line a script."""
-    lines = [
-        "| script | unit | per second: 1 process | 2 processes | ratio | CPU-s of the first per 1000: 1 process "
-        "| 2 processes | ratio |",
-        "|--|--|--:|--:|--:|--:|--:|--:|",
-    ]
-    for script in find_measured(results["rows"]):
-        unit, _ = CASES[script]
-        found = summarize(results["rows"], script)
-        rates = (f"{1000 / seconds:,.{0 if seconds < 10 else 1}f}" for seconds in found["wall_seconds"][:2])
-        seconds = (f"{x:.3g}" for x in found["cpu_seconds"][:2])
+    lines = []
+    for script in dict.fromkeys(row["script"] for row in rows):
+        found = summarize(rows, script)
+        rates = " and ".join(f"{1000 / s:,.{0 if s < 10 else 1}f}" for s in found["wall_seconds"][:2])
+        seconds = " and ".join(f"{x:.3g}" for x in found["cpu_seconds"][:2])
         wall, cpu = (f"**{ratio:.2f}** ({low:.2f} to {high:.2f})" for *_, ratio, low, high in found.values())
-        lines.append(f"| `{script}` | {unit} | {' | '.join(rates)} | {wall} | {' | '.join(seconds)} | {cpu} |")
-    return "\n".join(lines)
+        lines.append([f"`{script}`", CASES[script][0], rates, wall, seconds, cpu])
+    head = "script | unit | per second, 1 and 2 processes: | ratio: | CPU-s of the first per 1000: | ratio:"
+    return common.make_table(head, lines)
 
 
-def sections(results: dict) -> dict[str, str]:
-    """What the docs show of the results, by the name of its section."""
-    scripts = find_measured(results["rows"])
-    repeats = len(results["rows"]) // (2 * len(scripts))
+def make_sections(results: dict) -> dict[tuple[str, str], str]:
+    """What the pages show of the results, by page and section."""
+    rows = results["rows"]
+    scripts = list(dict.fromkeys(row["script"] for row in rows))
     flags = "\n".join(f"- `{script}`: `{CASES[script][1]}`" for script in scripts)
+    repeats = len(rows) // (2 * len(scripts))
     note = f"Ratios above 1 speak for two processes. Medians of {repeats} runs; ratios of neighbours, and their range."
-    machine = f"Measured on {common.machine_line(results['machine'])}"
-    return {"scaling": f"\n{make_table(results)}\n\n{note} Flags:\n\n{flags}\n\n{machine}\n"}
+    machine = common.machine_line([row["machine"] for row in rows])
+    return {("scaling", "scaling"): f"\n{make_table(rows)}\n\n{note} Flags:\n\n{flags}\n\n{machine}\n"}
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--report-only", action="store_true")
     return parser
 
 
 def main() -> None:
-    """Command line."""
+    """Every script, one process and two in turn, so that both see the machine alike."""
     args = make_parser().parse_args()
     if args.repeats < 1:
         make_parser().error(f"--repeats must be at least 1, not {args.repeats}")
-    if not args.report_only:
-        common.save_results("scaling", measure(args.repeats))
-    results = common.load_results("scaling")
-    common.write_report(sections(results), "scaling")
-    print(make_table(results))
+    runs = [(script, n) for _ in range(args.repeats) for script in CASES for n in (1, 2)]
+    common.save_rows("scaling", [measure_run(*run) for run in tqdm(runs, unit="run")], ("script",))
 
 
 if __name__ == "__main__":
