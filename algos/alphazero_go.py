@@ -1,7 +1,8 @@
 """AlphaZero for Go with asynchronous batched search and a replay pool ranked by loss, in one file.
 
 Papers: Silver et al. 2018, "A general reinforcement learning algorithm that masters chess, shogi, and Go through
-self-play" (Science 362); Silver et al. 2017, "Mastering the game of Go without human knowledge" (Nature 550).
+self-play" (Science 362); Silver et al. 2017, "Mastering the game of Go without human knowledge" (Nature 550);
+Danihelka et al. 2022, "Policy improvement by planning with Gumbel" (ICLR), for the roots in self-play.
 
     python algos/alphazero_go.py                           # first run: 5x5, minutes on two cores
     python algos/alphazero_go.py --env-id Go-9x9 --num-games 1024 --blocks 6 --channels 64 --bf16 --pool-size 500000 \
@@ -13,12 +14,14 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
 
     (1) score(s, a) = Q(s, a) + c sqrt(max(N(s), 1)) / (N(s, a) + 1) P(a | s)      the move followed in the tree
     (2) Q(s, a) = mean of the leaf evaluations below the edge                      --fpu where there are none
-    (3) P(root) + eta noise, or (1 - eta) P(root) + eta noise, noise ~ Dirichlet   --noise
-    (4) L_policy = -sum_a pi(a) log p(a), pi = N(s, .) / sum N(s, .)
+    (3) P(root) + eta noise, or (1 - eta) P(root) + eta noise, noise ~ Dirichlet   --noise, with --root-selection puct
+    (4) L_policy = -sum_a pi(a) log p(a), pi = N(s, .) / sum N(s, .), or by eq. 8
     (5) L_value = (v - (alpha Q(s) + (1 - alpha) z))^2, z = 1 for a won game, 0 for a lost one
     (6) L = g L_value / 0.25 + (1 - g) L_policy / log A + h L_owner                all scales are 1 for a blank guess
         L_owner = mean over points of (o - owner at the end of the game)^2         1 own, -1 other, 0 nobody's
     (7) rank(record) = g (v - target)^2 / 0.25 + (1 - g) KL(pi, p) / log A         its loss less what no one can learn
+    (8) pi(a) = softmax(l(a)), l(a) = log P(a | s) + (50 + max_b N(s, b)) Q(s, a)  --root-selection gumbel: the moves of
+        largest g(a) + l(a), g ~ Gumbel, are searched side by side, and the better half of them stays, round by round
 
 Stages, in epochs: --pretrain-value-epochs of random games, from which the value is learned; --pretrain-search-epochs of
 search with a uniform prior; then self-play. Each epoch plays new games and trains on the pool of all.
@@ -111,7 +114,9 @@ class Args:
     pseudo_limit: float = 0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
     c_puct: float = 1.25  # exploration c, eq. 1
     fpu: Literal["zero", "parent"] = "parent"  # Q of an edge without visits: lost, or the network's value of its parent
-    noise: Literal["additive", "convex", "none"] = "convex"  # noise on the prior of the root in self-play, eq. 3
+    root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise and --move-choice
+    gumbel_moves: int = 16  # moves that are searched side by side in the first round, eq. 8
+    noise: Literal["additive", "convex", "none"] = "convex"  # noise on the prior of the root, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
     dirichlet_alpha: float = 0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
     move_choice: Literal["temperature", "epsilon"] = "temperature"  # by visits for n^2 / 3 moves, or epsilon-greedy
@@ -216,7 +221,7 @@ class Records(NamedTuple):
     """What self-play learns from: B positions, as their side to move saw them."""
 
     planes: torch.Tensor  # bool [B, NUM_PLANES n^2]
-    visits: torch.Tensor  # float16 [B, A] distribution of the visits of the search
+    visits: torch.Tensor  # float16 [B, A] pi of the search, eq. 4
     q: torch.Tensor  # [B] value of the search
     z: torch.Tensor  # [B] result of the game
     owner: torch.Tensor  # int8 [B, n^2] who had each point at the end of the game: 1 itself, -1 the other, 0 nobody
@@ -350,6 +355,33 @@ def add_dirichlet_noise(prior: torch.Tensor, alpha: float, weight: float, kind: 
     noise = torch._standard_gamma(torch.full_like(prior, alpha, dtype=torch.float64)) * (prior > 0)
     noise = (noise / noise.sum(1, keepdim=True).clamp(min=1e-300)).float()
     return (prior if kind == "additive" else (1 - weight) * prior) + weight * noise
+
+
+def complete_q(q, visit_counts, prior, value) -> torch.Tensor:
+    """Q [R, A] of all moves, without visits what value [R] and Q of the others, weighed by the prior, say of them."""
+    seen = prior * (visit_counts > 0)
+    mean = (seen * q).sum(1) / seen.sum(1).clamp(min=1e-9)
+    num_visits = visit_counts.sum(1)
+    mixed = (value + num_visits * mean) / (1 + num_visits)  # Danihelka et al. appendix D
+    return torch.where(visit_counts > 0, q, mixed.unsqueeze(1))
+
+
+def improve_logits(prior, completed_q, visit_counts) -> torch.Tensor:
+    """l of eq. 8, [R, A]."""
+    return prior.log() + (50 + visit_counts.amax(1, keepdim=True)) * completed_q
+
+
+def plan_halving(num_moves: int, num_simulations: int) -> list[int]:
+    """Sequential halving: how many visits the move of each simulation has had before (Danihelka et al. section 3)."""
+    num_rounds = max(1, math.ceil(math.log2(num_moves)))
+    plan = []
+    visits = 0  # of each move that is left
+    while len(plan) < num_simulations:
+        for _ in range(max(1, num_simulations // (num_rounds * num_moves))):
+            plan += num_moves * [visits]
+            visits += 1
+        num_moves = max(2, num_moves // 2)
+    return plan[:num_simulations]
 
 
 def compute_result(score: torch.Tensor, komi: float, score_weight: float, num_points: int) -> torch.Tensor:
@@ -514,6 +546,7 @@ class Search:
         self.node_boards = one.to_types(STORED_TYPES).pick(torch.zeros(self.none + 1, dtype=torch.int64, device=device))
 
         max_depth = min(self.max_nodes, go.max_moves) + 1
+        self.gumbel = None  # g of eq. 8 at the roots, [G, A], in self-play
         self.deepest = 0  # edges of the longest path into a tree so far
         self.slots = [Slot(evaluator, num_games, max_depth, device) for evaluator in evaluators]
         self.counts = dict.fromkeys(("turns", "sent", "descents", "collisions", "evaluated", "kept", "roots"), 0)
@@ -577,6 +610,8 @@ class Search:
         All go down together, as far as the longest path can reach: who has come to an end stays there.
         """
         node = self.roots[games]
+        if self.gumbel is not None:
+            self.node_best[node] = self.choose_root_edges(games)
         depth = torch.zeros_like(node)
         goes_on = torch.ones_like(node, dtype=torch.bool)
         for step in range(self.deepest + 1):
@@ -631,6 +666,8 @@ class Search:
             self.add_pseudo_visits(other, pending, torch.ones_like(pending))
         found = torch.cat(found)
         if len(found):
+            if self.gumbel is not None:
+                self.root_requests[found, slot.path[found, 0] % self.num_actions] += 1
             self.deepest = max(self.deepest, int(slot.depth[found].max()))
             self.expand(slot, found)
         return found
@@ -742,6 +779,43 @@ class Search:
             self.edge_prior[self.roots] = add_dirichlet_noise(prior, alpha, self.args.noise_weight, self.args.noise)
             self.choose_edges(self.roots)
 
+    def begin_halving(self, num_simulations: int) -> None:
+        """Draw the noise of eq. 8, and plan the next `num_simulations` at the roots."""
+        prior = self.edge_prior[self.roots]
+        self.gumbel = -torch.empty_like(prior).exponential_().log()
+        self.root_requests = torch.zeros_like(prior, dtype=torch.int64)  # simulations through each move
+        most = min(self.args.gumbel_moves, self.num_actions)
+        plans = torch.tensor([plan_halving(1 + k, num_simulations) for k in range(most)], device=prior.device)
+        self.plan = plans[(prior > 0).sum(1).clamp(max=most) - 1]  # [G, num_simulations]
+
+    def choose_root_edges(self, games: torch.Tensor) -> torch.Tensor:
+        """The edge of largest g + l of eq. 8 at the roots of `games` [R], among those that it is the turn of."""
+        requests = self.root_requests[games]
+        planned = self.plan[games].gather(1, requests.sum(1, keepdim=True))
+        scores = (self.gumbel + self.improved_logits())[games].masked_fill(requests != planned, -torch.inf)
+        return self.roots[games] * self.num_actions + scores.argmax(1)
+
+    def improved_logits(self) -> torch.Tensor:
+        """l of eq. 8 at the roots, [G, A]."""
+        visit_counts = self.visit_counts()
+        prior = self.edge_prior[self.roots]
+        completed_q = complete_q(self.edge_q[self.roots], visit_counts, prior, self.node_value[self.roots])
+        return improve_logits(prior, completed_q, visit_counts)
+
+    def policy(self) -> torch.Tensor:
+        """pi of eq. 4 at the roots, [G, A]."""
+        if self.gumbel is not None:
+            return self.improved_logits().softmax(1)
+        visit_counts = self.visit_counts()
+        return visit_counts / visit_counts.sum(1, keepdim=True)
+
+    def best_moves(self) -> torch.Tensor:
+        """The moves [G] with most visits, with noise that of largest g + l among these."""
+        if self.gumbel is None:
+            return self.visit_counts().argmax(1)
+        is_last = self.root_requests == self.root_requests.amax(1, keepdim=True)
+        return (self.gumbel + self.improved_logits()).masked_fill(~is_last, -torch.inf).argmax(1)
+
     def visit_counts(self) -> torch.Tensor:
         """Visits of the moves at the roots, [G, A]."""
         return self.edge_visits[self.roots]
@@ -827,16 +901,19 @@ class SelfPlay:
             visits = legal / legal.sum(1, keepdim=True)
             q = torch.full_like(self.q[:, 0], torch.nan)  # not known: z takes its place
         else:
-            search.add_noise()
+            uses_gumbel = self.args.root_selection == "gumbel" and search.compute_scores is puct_scores
+            if uses_gumbel:
+                search.begin_halving(num_simulations)
+            else:
+                search.add_noise()
             search.run(num_simulations)
             q = search.root_values()
-            visits = search.visit_counts()
-            visits = visits / visits.sum(1, keepdim=True)
-            moves = visits.argmax(1)
+            visits = search.policy()
+            moves = search.best_moves()
             if self.args.move_choice == "epsilon":
                 is_random = torch.rand_like(q) < epsilon
                 moves = torch.where(is_random, choose_random_moves(self.go, boards, legal), moves)
-            else:
+            elif not uses_gumbel:
                 is_early = boards.num_moves < self.go.num_points // 3
                 moves = torch.where(is_early, torch.multinomial(visits, 1)[:, 0], moves)
         row = (torch.arange(self.num_games, device=self.go.device), boards.num_moves)

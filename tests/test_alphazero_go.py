@@ -62,7 +62,7 @@ class PlainSearch:
         node["edges"] = {m: [0, 0.0, prior[m]] for m in legal[0].nonzero()[:, 0].tolist()}
         return node
 
-    def simulate(self):
+    def simulate(self, root_move=None):
         node, path = self.root, []
         while True:
             first = node["v"] if self.args.fpu == "parent" else 0.0
@@ -71,7 +71,7 @@ class PlainSearch:
                 n, w, p = node["edges"][m]
                 return (w / n if n else first) + self.args.c_puct * math.sqrt(node["n"]) / (n + 1) * p
 
-            move = max(node["edges"], key=score)
+            move = max(node["edges"], key=score) if root_move is None or path else root_move
             path.append((node, move))
             child = node["children"].get(move)
             if child is None:
@@ -116,6 +116,106 @@ def assert_same_tree(search, plain, game):
             if not child["over"]:
                 stack.append((int(search.edge_child[number, move]), child))
     return count
+
+
+def test_plan_of_sequential_halving():
+    """Visits of the moves of 4 in 16 and of 16 in 32 simulations; one move alone, and fewer simulations than moves."""
+    for num_moves, num_simulations, expected in (
+        (4, 16, [6, 6, 2, 2]),
+        (16, 32, 4 * [4] + 4 * [2] + 8 * [1]),
+        (1, 5, [5]),
+        (2, 5, [3, 2]),
+        (16, 4, 4 * [1] + 12 * [0]),
+    ):
+        counts = num_moves * [0]
+        for visits in az.plan_halving(num_moves, num_simulations):
+            counts[counts.index(visits)] += 1  # the first of those whose turn it is has the highest score
+        assert counts == expected
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_gumbel_roots_are_the_serial_search(num_slots):
+    """Eq. 8 and the search below it, against numbers of Python, on new trees and on trees that are kept."""
+    go, num_games = Go(3), 8
+    args = az.Args(komi=0.0, gumbel_moves=5, num_slots=num_slots)
+    evaluator, boards = HashEvaluator(go), make_boards(go, num_games, 3)
+    search = az.Search(go, [evaluator] * num_slots, num_games, 60, args)
+    search.reset(boards)
+    plain = [PlainSearch(go, evaluator, boards.pick(torch.tensor([g])), args) for g in range(num_games)]
+    torch.manual_seed(0)
+    for num_simulations in (24, 13):
+        search.begin_halving(num_simulations)
+        if num_slots == 2:  # its trees are others; what the plan says of the roots holds all the same
+            search.run(num_simulations)
+            assert (search.root_requests.sum(1) == num_simulations).all()
+            counts = search.root_requests.sort(1, descending=True).values[:, :6].tolist()
+            assert counts == num_games * [[11, 10, 1, 1, 1, 0] if num_simulations == 24 else [5, 5, 1, 1, 1, 0]]
+            continue
+        for g in range(num_games):
+            assert_gumbel_root(search, plain[g], g, num_simulations, args)
+        search.run(num_simulations)
+        for g in range(num_games):
+            assert_same_tree(search, plain[g], g)
+            edges, value = plain[g].root["edges"], plain[g].root["v"]
+            logits = improve(edges, value)
+            total = sum(map(math.exp, logits.values()))
+            policy = search.policy()[g]
+            assert policy.sum().item() == pytest.approx(1, abs=1e-5)
+            for move, x in logits.items():
+                assert policy[move].item() == pytest.approx(math.exp(x) / total, rel=1e-3, abs=1e-6)
+            assert search.best_moves()[g] == plain[g].best
+
+
+def improve(edges, value):
+    """l of eq. 8 by move, for edges [N, W, P], less its largest."""
+    seen = [(n, w / n, p) for n, w, p in edges.values() if n]
+    mixed = value
+    if seen:
+        num_visits = sum(n for n, _, _ in seen)
+        mean = sum(q * p for _, q, p in seen) / sum(p for _, _, p in seen)
+        mixed = (value + num_visits * mean) / (1 + num_visits)
+    scale = 50 + max(n for n, _, _ in edges.values())
+    logits = {m: math.log(p) + scale * (w / n if n else mixed) for m, (n, w, p) in edges.items()}
+    return {m: x - max(logits.values()) for m, x in logits.items()}
+
+
+def assert_gumbel_root(search, plain, game, num_simulations, args):
+    """Simulate `plain` as sequential halving says, and remember the move that is left."""
+    noise, edges = search.gumbel[game].tolist(), plain.root["edges"]
+    left, requests = min(args.gumbel_moves, len(edges)), dict.fromkeys(edges, 0)
+    rounds, sent, visits = math.ceil(math.log2(left)), 0, 0
+    while sent < num_simulations:
+        for _ in range(max(1, num_simulations // (rounds * left))):
+            for _ in range(left):
+                if sent < num_simulations:
+                    logits = improve(edges, plain.root["v"])
+                    turn = [m for m in edges if requests[m] == visits]
+                    move = max(turn, key=lambda m: noise[m] + logits[m])
+                    plain.simulate(move)
+                    requests[move] += 1
+                    sent += 1
+            visits += 1
+        left = max(2, left // 2)
+    logits, most = improve(edges, plain.root["v"]), max(requests.values())
+    plain.best = max((m for m in edges if requests[m] == most), key=lambda m: noise[m] + logits[m])
+
+
+def test_gumbel_moves_are_drawn_from_the_prior():
+    """Where all values are equal, in shares of 4,000 games, by a chi-squared test with four degrees of freedom."""
+    go, num_games = Go(2), 4000
+    prior = torch.tensor([0.4, 0.05, 0.25, 0.1, 0.2])
+
+    def evaluate(boards, legal):
+        return prior.log().expand(len(legal), -1), torch.full((len(legal),), 0.5)
+
+    search = az.Search(go, [evaluate], num_games, 7, az.Args(komi=0.0))
+    search.reset(go.new(num_games))
+    torch.manual_seed(0)
+    search.begin_halving(7)
+    search.run(7)
+    counts = torch.bincount(search.best_moves(), minlength=5)
+    assert ((counts - num_games * prior) ** 2 / (num_games * prior)).sum() < 18.5  # 0.1 %
+    assert torch.allclose(search.policy(), prior.expand(num_games, -1), atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -572,19 +672,20 @@ def test_pool_survives_a_checkpoint():
         assert torch.equal(again.records.q[:size], pool.records.q[:size]) and again.num_positions == 10
 
 
-def test_self_play_records_are_the_games():
+@pytest.mark.parametrize("root_selection", ["gumbel", "puct"])
+def test_self_play_records_are_the_games(root_selection):
     """Every record against the game replayed from its moves: inputs, result from the mover's side, visits, held out."""
     go = Go(3)
     torch.manual_seed(0)
-    args = az.Args(komi=0.5, num_games=8, gamma=0.9, holdout_fraction=0.4)
+    args = az.Args(komi=0.5, num_games=8, gamma=0.9, holdout_fraction=0.4, root_selection=root_selection)
     play, played = az.SelfPlay(go, 8, args), [[] for _ in range(8)]
     search = az.Search(go, [HashEvaluator(go)], 8, 12, args)
     search.reset(play.boards)
     advance, num_finished = search.advance, 0
 
     def watch(moves, boards, is_new):
-        for game, move, visits in zip(played, moves.tolist(), search.visit_counts(), strict=True):
-            game.append((move, visits / visits.sum()))
+        for game, move, visits in zip(played, moves.tolist(), search.policy(), strict=True):
+            game.append((move, visits))
         advance(moves, boards, is_new)
 
     search.advance = watch
@@ -626,7 +727,7 @@ def test_moves_of_self_play():
         ("epsilon", 0.0, 1.0, 1.0),
         ("temperature", 0.5, 0.05, 0.6),
     ):
-        args = az.Args(komi=0.5, move_choice=choice, noise="none")
+        args = az.Args(komi=0.5, move_choice=choice, noise="none", root_selection="puct")
         play = az.SelfPlay(go, 200, args)
         search = az.Search(go, [HashEvaluator(go, 3.0)], 200, 20, args)
         search.reset(play.boards)
