@@ -20,11 +20,11 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
     (6) L = g L_value / 0.25 + (1 - g) L_policy / log A + h L_owner                all scales are 1 for a blank guess
         L_owner = mean over points of (o - owner at the end of the game)^2         1 own, -1 other, 0 nobody's
     (7) rank(record) = g (v - target)^2 / 0.25 + (1 - g) KL(pi, p) / log A         its loss less what no one can learn
-    (8) pi(a) = softmax(l(a)), l(a) = log P(a | s) + (50 + max_b N(s, b)) Q(s, a)  --root-selection gumbel: the moves of
-        largest g(a) + l(a), g ~ Gumbel, are searched side by side, and the better half of them stays, round by round
+    (8) pi(a) = softmax(l(a)), l(a) = log P(a | s) + (50 + max_b N(s, b)) Q(s, a)  with `complete_q` where N(s, a) = 0;
+        --root-selection gumbel searches the moves of largest g(a) + l(a), g ~ Gumbel, then the better half, and so on
 
 Stages, in epochs: --pretrain-value-epochs of random games, from which the value is learned; --pretrain-search-epochs of
-search with a uniform prior; then self-play. Each epoch plays new games and trains on the pool of all.
+search by classic UCB, without a prior; then self-play. Each epoch plays new games and trains on the pool of all.
 
 Shapes: G games side by side, R some of them, M nodes of a tree, A = n^2 + 1 moves, D longest path from a root to a
 leaf, E edges of several paths, B records of a batch.
@@ -114,7 +114,7 @@ class Args:
     pseudo_limit: float = 0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
     c_puct: float = 1.25  # exploration c, eq. 1
     fpu: Literal["zero", "parent"] = "parent"  # Q of an edge without visits: lost, or the network's value of its parent
-    root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise and --move-choice
+    root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise and temperature
     gumbel_moves: int = 16  # moves that are searched side by side in the first round, eq. 8
     noise: Literal["additive", "convex", "none"] = "convex"  # noise on the prior of the root, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
@@ -126,12 +126,12 @@ class Args:
     # Algorithm
     num_epochs: int = 20  # epochs of self-play and training, those of pretraining included
     pretrain_value_epochs: int = 0  # first epochs that learn the value of random games with a frozen policy head
-    pretrain_search_epochs: int = 0  # epochs after those that search with a uniform prior and classic UCB
+    pretrain_search_epochs: int = 0  # epochs after those that search by classic UCB, without the prior
     pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them
     generate_fraction: float = 0.05  # new records of an epoch, as a share of the pool's size
     train_fraction: float = 0.15  # records trained on in an epoch, as a share of the pool's size
-    replay_order: Literal["loss", "mix", "uniform"] = "mix"  # largest losses of eq. 7 first, half by loss, or at random
-    loss_clamp: float = 0.5  # largest loss of eq. 7 that counts in the ranking
+    replay_order: Literal["loss", "mix", "uniform"] = "mix"  # largest losses of eq. 7, half drawn by them, or at random
+    loss_clamp: float = 0.5  # largest loss of eq. 7 that counts where records are drawn
     max_reuse: int = 12  # times a record is trained on, at most, while others are left
     max_age: int = 30  # epochs after which a record is evicted first
     holdout_fraction: float = 0.05  # share of games that are kept out of the pool, to measure the losses on
@@ -288,9 +288,9 @@ class Pool:
         """Index of up to `num_records` records in the --replay-order, no two of them images of the same position."""
         is_free = self.num_uses[: self.size] < args.max_reuse
         loss = (self.loss[: self.size].clamp(max=args.loss_clamp) + 1e-6) * is_free
-        count = min(8 * num_records, self.size)  # which are images of `num_records` positions at least
+        count = min(8 * num_records, self.size)  # images of at least `num_records` positions, or nearly so where drawn
         if args.replay_order == "loss":  # equal ones, as those at the clamp are, in random order
-            index = (loss + 1e-6 * torch.rand_like(loss)).topk(count).indices
+            index = (loss.double() + 1e-6 * torch.rand_like(loss)).topk(count).indices
         elif args.replay_order == "mix":
             is_even = torch.arange(count, device=loss.device) % 2 == 0
             index = torch.where(is_even, draw_index(loss, count), draw_index(is_free, count))
@@ -372,7 +372,7 @@ def improve_logits(prior, completed_q, visit_counts) -> torch.Tensor:
 
 
 def plan_halving(num_moves: int, num_simulations: int) -> list[int]:
-    """Sequential halving: how many visits the move of each simulation has had before (Danihelka et al. section 3)."""
+    """Sequential halving: how often the move of each simulation has had one before (Danihelka et al. section 3)."""
     num_rounds = max(1, math.ceil(math.log2(num_moves)))
     plan = []
     visits = 0  # of each move that is left
@@ -523,7 +523,7 @@ class Search:
         self.compute_scores = scores
         self.num_games = num_games
         self.num_actions = go.num_points + 1
-        self.max_nodes = 2 * max_simulations + 2  # M: of the last move's tree, and what comes to it
+        self.max_nodes = 2 * max_simulations + 2  # M; where more than half of a tree is kept, fewer simulations fit
         self.none = num_games * self.max_nodes
         device = go.device
         self.roots = torch.arange(0, self.none, self.max_nodes, device=device)
@@ -789,7 +789,7 @@ class Search:
         self.plan = plans[(prior > 0).sum(1).clamp(max=most) - 1]  # [G, num_simulations]
 
     def choose_root_edges(self, games: torch.Tensor) -> torch.Tensor:
-        """The edge of largest g + l of eq. 8 at the roots of `games` [R], among those that it is the turn of."""
+        """The edge of largest g + l of eq. 8 at the roots of `games` [R], among moves simulated as often as planned."""
         requests = self.root_requests[games]
         planned = self.plan[games].gather(1, requests.sum(1, keepdim=True))
         scores = (self.gumbel + self.improved_logits())[games].masked_fill(requests != planned, -torch.inf)
@@ -810,7 +810,7 @@ class Search:
         return visit_counts / visit_counts.sum(1, keepdim=True)
 
     def best_moves(self) -> torch.Tensor:
-        """The moves [G] with most visits, with noise that of largest g + l among these."""
+        """Moves [G] of most visits; at Gumbel roots that of largest g + l among those most simulated in this search."""
         if self.gumbel is None:
             return self.visit_counts().argmax(1)
         is_last = self.root_requests == self.root_requests.amax(1, keepdim=True)
@@ -876,15 +876,15 @@ class SelfPlay:
         search.reset(self.boards)
         return search
 
-    def play(self, num_records: int, search: Search | None, num_simulations: int, epsilon: float):
-        """Play until there are `num_records` to learn from: all images of these, the number of moves, and seconds.
+    def play(self, num_positions: int, search: Search | None, num_simulations: int, epsilon: float):
+        """Play until there are `num_positions` to learn from: all images of these, the number of moves, and seconds.
 
         Records of games that are held out go to `holdout`, which keeps the newest HOLDOUT_SIZE.
         """
         start = time.time()
         learned = []
         num_moves = 0
-        while sum(len(records.q) for records in learned) < num_records:
+        while sum(len(records.q) for records in learned) < num_positions:
             records, held_out = self.play_moves(search, num_simulations, epsilon)
             learned.append(records)
             self.holdout = join_records([self.holdout, held_out]).pick(slice(-HOLDOUT_SIZE, None))
