@@ -604,11 +604,14 @@ def test_a_thousand_nodes_take_two_gigabytes_however_many_instances():
         os._exit(1)
 
 
-@pytest.mark.parametrize(("name", "gaps"), [("tsp20", (1.5, 0.3, 0.08)), ("tsp50", (3.5, 1.4, 0.6))])
-def test_the_networks_that_come_with_the_repository(capsys, name, gaps):
+@pytest.mark.parametrize(
+    ("name", "num_instances", "gaps"),
+    [("tsp20", 25, (1.5, 0.3, 0.08)), ("tsp50", 25, (3.5, 1.4, 0.6)), ("tsp100", 5, (9.0, 4.5, 3.0))],
+)
+def test_the_networks_that_come_with_the_repository(capsys, name, num_instances, gaps):
     """Gaps on the stored instances: greedy, multi-start, and multi-start of the symmetric images."""
     path = ROOT / "benchmark" / "checkpoints" / f"{name}.pt"
-    am.main(["--evaluate", str(path), "--eval-episodes", "25"])
+    am.main(["--evaluate", str(path), "--eval-episodes", str(num_instances)])
     printed = {k: float(v) for k, v in (line.split() for line in capsys.readouterr().out.splitlines())}
     found = [printed[f"eval/{decoding}_gap"] for decoding in ("greedy", "multistart", "multistart_x8")]
     assert all(-1e-6 <= gap < limit for gap, limit in zip(found, gaps, strict=True)), found
