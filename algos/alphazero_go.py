@@ -1458,6 +1458,8 @@ def main(argv: list[str] | None = None) -> None:
         is_done = checkpoint["iteration"] >= args.num_epochs
         if is_done and Path(path).with_name("result.json").exists():
             fail(f"--resume {path}: its {checkpoint['iteration']} epochs are done; raise --num-epochs")
+    if checkpoint is not None and "owner_head.weight" not in checkpoint.get("agent", {}):
+        fail(f"{path}: its network has no owners of points; it is of an earlier form of this script")
     check_args(args)
     if args.evaluate is None and args.gtp is None:
         return train(args, checkpoint)

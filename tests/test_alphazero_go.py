@@ -1133,8 +1133,10 @@ def test_games_against_gnugo(tmp_path):
 
 def test_bad_settings_are_one_line_to_play_with(tmp_path, capsys):
     torch.save({"script": "ppo", "args": {}}, tmp_path / "other.pt")
+    torch.save({"script": "alphazero_go", "args": {}, "agent": {}}, tmp_path / "old.pt")
     for flags, message in (
         (["--gtp", str(tmp_path / "other.pt")], "a checkpoint of ppo.py"),
+        (["--evaluate", str(tmp_path / "old.pt")], "old.pt: its network has no owners of points"),
         (["--gtp", "a", "--evaluate", "b"], "exclude each other"),
         (["--env-id", "Go-1x1"], "--env-id Go-1x1: Go-2x2 to Go-19x19"),
         (["--env-id", "Go-9x8"], "--env-id"),
