@@ -1,9 +1,10 @@
 """Our Go engine, algos/alphazero_go.py, against GNU Go: both count by area and play to the end.
 
-Every two games begin with another two random moves, played from both sides. CPU-seconds are those of the referee,
-without the two programs.
+All games are played side by side, so that our searches are one batch, each from the root anew. Every opening of two
+random moves is played from both sides. CPU-seconds are those of our engine and the referee.
 """
 
+import contextlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,20 +28,41 @@ def find_gnugo() -> str | None:
     return shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
 
 
+class GnuGo:
+    """GNU Go in a game of its own: a function from all moves so far to its next one, for `go_engine.play`."""
+
+    def __init__(self, client, size: int, komi: float):
+        self.client = client
+        self.size = size
+        self.num_known = 0  # moves that it has been told, its own included
+        for command in (f"boardsize {size}", "clear_board", f"komi {komi:g}"):
+            client.send(command)
+
+    def __call__(self, moves: list[int]) -> int:
+        """Tell it what is new, and ask for its move."""
+        from envs_shared.go_tasks.files import format_vertex, parse_vertex
+
+        for i in range(self.num_known, len(moves)):
+            self.client.send(f"play {'bw'[i % 2]} {format_vertex(moves[i], self.size)}")
+        self.num_known = len(moves) + 1
+        return parse_vertex(self.client.send(f"genmove {'bw'[len(moves) % 2]}"), self.size)
+
+
 def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
     if (gnugo := find_gnugo()) is None:
         peer.fail("GNU Go is not installed: apt-get install gnugo")
-    from envs_shared.go_tasks import gtp_client
+    from envs_shared.go_tasks.gtp_client import Client
 
+    go, player = go_engine.load_engine(args)
     output = subprocess.run([gnugo, "--version"], capture_output=True, text=True, check=True).stdout
-
-    def make_other(i: int):
-        seed = 1 + args.seed * args.games + i
-        return gtp_client.Client(f"{gnugo} {FLAGS} --level {args.level} --seed {seed}")
-
-    go_engine.play_match(args, Path(__file__).stem, output.splitlines()[0], make_other)
+    with contextlib.ExitStack() as stack:
+        others = []
+        for i in range(args.games):
+            command = f"{gnugo} {FLAGS} --level {args.level} --seed {1 + args.seed * args.games + i}"
+            others.append(GnuGo(stack.enter_context(Client(command)), go.size, args.komi))
+        go_engine.play_match(args, Path(__file__).stem, output.splitlines()[0], go, player, others)
 
 
 if __name__ == "__main__":

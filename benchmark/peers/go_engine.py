@@ -2,15 +2,12 @@
 
 import argparse
 import os
-import random
 import re
-import shutil
-import sys
 from pathlib import Path
 
 import peer
 
-ENGINE, CHECKPOINT = "algos/alphazero_go.py", "benchmark/checkpoints/go5x5.pt"
+CHECKPOINT = "benchmark/checkpoints/go5x5.pt"
 
 
 def parse_size(env_id: str, smallest: int = 5) -> int:
@@ -25,89 +22,106 @@ def add_match_flags(parser: argparse.ArgumentParser) -> list[str]:
     """The flags of a match against our engine; returns their names."""
     group = parser.add_argument_group("match")
     checkpoint = os.path.relpath(peer.ROOT / CHECKPOINT)
-    python = os.environ.get("REFERENCE_PYTHON", sys.executable)
     actions = [
         group.add_argument("--checkpoint", default=checkpoint, help="of our engine, for the board of --env-id"),
         group.add_argument("--simulations-end", type=peer.at_least(1), default=100, help="of our engine, for a move"),
-        group.add_argument("--engine-python", default=python, help="Python that runs our engine"),
         group.add_argument("--komi", type=peer.at_least(-361, float), default=0.5),
         group.add_argument("--games", type=peer.at_least(1), default=20, help="half of them with each colour"),
     ]
     return [action.dest for action in actions]
 
 
-def draw_openings(size: int, num_games: int, seed: int) -> list[tuple[int, int]]:
-    """Two random moves for each game, the same for each two games; no two pairs alike as long as there are others."""
-    generator, openings = random.Random(seed), []
-    for _ in range((num_games + 1) // 2):
-        opening = tuple(generator.sample(range(size * size), 2))
-        while opening in openings and len(openings) < size**2 * (size**2 - 1):
-            opening = tuple(generator.sample(range(size * size), 2))
-        openings.append(opening)
-    return [openings[i // 2] for i in range(num_games)]
+def load_engine(args: argparse.Namespace):
+    """Go on the board of --env-id, and a function from boards [R] to the moves [R] of the network of --checkpoint."""
+    import torch
+
+    from algos import alphazero_go as az
+
+    size = parse_size(args.env_id)
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+    if not Path(args.checkpoint).is_file():
+        peer.fail(f"--checkpoint {args.checkpoint}: no such file")
+    checkpoint = az.load_checkpoint(args.checkpoint)
+    settings = checkpoint["args"]
+    if settings.env_id != args.env_id:
+        peer.fail(f"--checkpoint {args.checkpoint}: plays {settings.env_id}, not {args.env_id}")
+    settings.simulations_end = args.simulations_end
+    settings.komi = args.komi
+    settings.bf16 = False  # games do not depend on the machine
+    agent = az.Agent(size, settings).eval()
+    agent.load_state_dict(checkpoint["agent"])
+    network = agent.fold_into(az.make_network(size, settings, torch.device("cpu")))
+    go = az.Go(size)
+    return go, az.make_player(go, az.make_evaluators(network, go, args.games, settings), settings)
 
 
-def play(mine, make_other, size: int, komi: float, num_games: int, seed: int = 0) -> list[dict]:
-    """Games of `mine`, black in every other one, with their colour, moves and margin from our side.
+def play(go, player, others: list, seed: int) -> tuple[list[list[int]], list[float], list[bool]]:
+    """A game of `player` with each of `others`, side by side: moves, black's margins on the board, if we were black.
 
-    `make_other(i)` is the opponent in game i, which leaves when the game is over.
+    `player` is a function from boards [R] to moves [R], black in the first half of the games; each of the others is one
+    from all moves of its game so far to the next. The second half begins with the same pairs of random moves as the
+    first. Raises ValueError where a program plays an illegal move.
     """
+    import torch
     from tqdm import tqdm
 
-    from envs_shared.go_tasks import gtp_client
+    from envs_shared.go_tasks import match
 
-    rows = []
-    for i, opening in enumerate(tqdm(draw_openings(size, num_games, seed), unit="game")):
-        is_black = i % 2 == 0
-        with make_other(i) as other:
-            players = (mine, other) if is_black else (other, mine)
-            moves, margin = gtp_client.play_game(*players, size, komi, opening)
-        rows.append({"is_black": is_black, "margin": margin if is_black else -margin, "moves": moves})
-    return rows
+    num_games = len(others)
+    num_pairs = (num_games + 1) // 2
+    boards, opening = match.draw_openings(go, num_pairs, 2, torch.Generator().manual_seed(seed))
+    pair = torch.arange(num_games) % num_pairs
+    boards = boards.pick(pair)
+    games = torch.stack(opening, 1)[pair].tolist()
+    is_ours = torch.arange(num_games) < num_pairs  # whose turn it is: black has the third move
+    is_black = is_ours.tolist()
+    bar = tqdm(total=num_games, unit="game")
+    while not boards.is_over.all():
+        moves = torch.zeros_like(boards.num_moves)
+        ours = (~boards.is_over & is_ours).nonzero()[:, 0]
+        if len(ours):
+            moves[ours] = player(boards.pick(ours))
+        for i in (~boards.is_over & ~is_ours).nonzero()[:, 0].tolist():
+            moves[i] = others[i](games[i])
+        going = (~boards.is_over).nonzero()[:, 0]
+        is_legal = go.legal_moves(boards.pick(going))[torch.arange(len(going)), moves[going]].tolist()
+        for i, legal in zip(going.tolist(), is_legal, strict=True):
+            games[i].append(int(moves[i]))
+            if not legal:
+                raise ValueError(f"the last move is illegal: {games[i]}")
+        boards.replace_rows(going, go.play(boards.pick(going), moves[going]))
+        is_ours = ~is_ours
+        bar.update(int(boards.is_over.sum()) - bar.n)
+    bar.close()
+    return games, go.score(boards).tolist(), is_black
 
 
-def summarize(games: list[dict], size: int, komi: float) -> dict[str, float]:
-    """Metrics of a match over distinct games: points are won games, with half a point for a draw.
+def summarize(games: list[list[int]], scores: list[float], is_black: list[bool], size: int, komi: float) -> dict:
+    """Metrics of a match over distinct games, from what `play` gives: points are won games, a draw is half a point.
 
-    Margins are points on the board, from our side; rates have Wilson's intervals, and stand for each colour too.
+    Margins are points over komi, from our side; rates have Wilson's intervals, and stand for each colour too.
     """
     from envs_shared.go_tasks.match import score_match
 
-    distinct = {(tuple(game["moves"]), game["is_black"]): game for game in games}.values()
-
-    def score(chosen: list[dict]) -> dict[str, float]:
-        margins = [game["margin"] if game["is_black"] else -game["margin"] for game in chosen]
-        return score_match([game["moves"] for game in chosen], margins, [game["is_black"] for game in chosen])
-
+    distinct = {(tuple(row[0]), row[2]): row for row in zip(games, scores, is_black, strict=True)}
+    rows = list(distinct.values())
     metrics = {}
-    for end, colours in (("", (True, False)), ("_black", (True,)), ("_white", (False,))):
-        if chosen := [game for game in distinct if game["is_black"] in colours]:
-            found = score(chosen)
-            metrics[f"ours_win_rate{end}"] = found["win_rate"]
-            metrics[f"ours_win_rate{end}_low"] = found["win_rate_low"]
-            metrics[f"ours_win_rate{end}_high"] = found["win_rate_high"]
-    points = [game["margin"] + (komi if game["is_black"] else -komi) for game in distinct]
-    metrics |= {"ours_points": metrics["ours_win_rate"] * len(distinct), "whole_boards": points.count(size**2)}
-    metrics |= {"peer_points": len(distinct) - metrics["ours_points"], "distinct_games": len(distinct)}
-    return metrics | {"mean_margin": score(list(distinct))["margin"]}
+    for end, chosen in (("", rows), ("_black", [r for r in rows if r[2]]), ("_white", [r for r in rows if not r[2]])):
+        if chosen:
+            found = score_match([r[0] for r in chosen], [r[1] - komi for r in chosen], [r[2] for r in chosen])
+            metrics |= {f"ours_win_rate{end}{limit}": found[f"win_rate{limit}"] for limit in ("", "_low", "_high")}
+    metrics["ours_points"] = metrics["ours_win_rate"] * len(rows)
+    metrics["peer_points"] = len(rows) - metrics["ours_points"]
+    own_scores = [score if black else -score for _, score, black in rows]
+    metrics |= {"distinct_games": len(rows), "whole_boards": own_scores.count(size**2)}
+    margins = [score - komi if black else komi - score for _, score, black in rows]
+    return metrics | {"mean_margin": sum(margins) / len(margins)}
 
 
-def play_match(args: argparse.Namespace, script: str, commit: str, make_other) -> None:
-    """Play --games games of our engine against `make_other(i)`, and write the result."""
-    from envs_shared.go_tasks import gtp_client
-
-    size = parse_size(args.env_id)
-    if not Path(args.checkpoint).is_file():
-        peer.fail(f"--checkpoint {args.checkpoint}: no such file")
-    if shutil.which(args.engine_python) is None:
-        peer.fail(f"--engine-python {args.engine_python}: no such program")
-    flags = f"--gtp {args.checkpoint} --simulations-end {args.simulations_end}"
-    with gtp_client.Client(f"{args.engine_python} {peer.ROOT / ENGINE} {flags}") as mine:
-        try:
-            mine.send(f"boardsize {size}")
-        except gtp_client.GtpError as error:
-            peer.fail(f"--checkpoint {args.checkpoint}: {error}")
-        run = peer.Run(args, script)
-        games = play(mine, make_other, size, args.komi, args.games, args.seed)
-    metrics = summarize(games, size, args.komi)
-    run.finish("ours_win_rate", metrics, sum(len(game["moves"]) for game in games), commit)
+def play_match(args: argparse.Namespace, script: str, commit: str, go, player, others: list) -> None:
+    """Play `player` against `others`, and write the result."""
+    run = peer.Run(args, script)
+    games, scores, is_black = play(go, player, others, args.seed)
+    metrics = summarize(games, scores, is_black, go.size, args.komi)
+    run.finish("ours_win_rate", metrics, sum(map(len, games)), commit)

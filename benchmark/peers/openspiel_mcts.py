@@ -3,10 +3,9 @@
 --work search: simulations per CPU-second on one position, of the Python search by PUCT with a network that does nothing
 (the counterpart of our_go_search.py) and of the C++ search with random rollouts; and moves per CPU-second of the rules.
 --work match: the C++ search with random rollouts, so many --simulations for a move, against algos/alphazero_go.py.
-Rules and score are those of envs_shared/go_tasks/rules.py. CPU-seconds leave our engine out.
+Rules and score are those of envs_shared/go_tasks/rules.py.
 """
 
-import contextlib
 import random
 import statistics
 import time
@@ -95,39 +94,30 @@ def search(args) -> None:
 def match(args) -> None:
     """Play against our engine."""
     import pyspiel
+    import torch
 
-    from envs_shared.go_tasks import gtp
+    go, player = go_engine.load_engine(args)
+    game = pyspiel.load_game("go", {"board_size": go.size, "komi": args.komi})
 
-    size, commit = go_engine.parse_size(args.env_id), peer.get_version("open_spiel")
-    game = pyspiel.load_game("go", {"board_size": size, "komi": args.komi})
+    def make_other(seed: int):
+        rollouts = pyspiel.RandomRolloutEvaluator(1, seed)
+        bot = pyspiel.MCTSBot(game, rollouts, C_UCT, args.simulations, 1000, False, seed, False)
 
-    class Player:
-        """OpenSpiel's search with the `send` of a gtp_client.Client."""
-
-        def __init__(self, seed: int):
-            rollouts = pyspiel.RandomRolloutEvaluator(1, seed)
-            self.bot = pyspiel.MCTSBot(game, rollouts, C_UCT, args.simulations, 1000, False, seed, False)
-            self.engine = gtp.Engine(self.think, "OpenSpiel", commit, size, args.komi)
-
-        def send(self, command: str) -> str:
-            name, *words = command.split()
-            return self.engine.commands[name](*words) or ""
-
-        def think(self, positions, komi, until, num_simulations) -> gtp.Analysis:
-            """Visits of the moves that our rules allow: where a position recurs, OpenSpiel ends the game in a draw."""
+        def choose_move(moves: list[int]) -> int:
+            """Most visits of the moves that our rules allow: where a position recurs, OpenSpiel calls it a draw."""
             state = game.new_initial_state()
-            for boards in positions[1:]:  # rows are counted from the other side there, which is all the same
-                state.apply_action(int(boards.last_move))
-            legal = self.engine.go.legal_moves(positions[-1])[0].tolist()
-            visits = [0] * len(legal)
-            for child in self.bot.mcts_search(state).children:
-                visits[child.action] = child.explore_count * legal[child.action]
-            return gtp.Analysis(visits, legal, legal, {})
+            boards = go.new(1)
+            for move in moves:  # rows are counted from the other side there, which is all the same
+                state.apply_action(move)
+                boards = go.play(boards, torch.tensor([move]))
+            legal = go.legal_moves(boards)[0].tolist()
+            children = [child for child in bot.mcts_search(state).children if legal[child.action]]
+            return max(children, key=lambda child: child.explore_count).action
 
-    def make_other(i: int):
-        return contextlib.nullcontext(Player(1 + args.seed * args.games + i))
+        return choose_move
 
-    go_engine.play_match(args, Path(__file__).stem, commit, make_other)
+    others = [make_other(1 + args.seed * args.games + i) for i in range(args.games)]
+    go_engine.play_match(args, Path(__file__).stem, peer.get_version("open_spiel"), go, player, others)
 
 
 def main() -> None:
