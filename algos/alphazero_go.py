@@ -1283,7 +1283,7 @@ def check_args(args: Args) -> None:
         if type(value) not in (int, float) or name == "komi":
             continue
         if not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(f"--{name.replace('_', '-')} {value}: has to be {'from' if name in may_be_zero else 'above'} 0")
+            fail(f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0")
         if value > largest.get(name, math.inf):
             fail(f"--{name.replace('_', '-')} {value}: has to be at most {largest[name]}")
     if not abs(args.komi) <= get_size(args) ** 2:

@@ -646,7 +646,7 @@ def check_args(args: Args) -> None:
     for name, value in vars(args).items():
         is_number = type(value) in (int, float)
         if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(f"--{name.replace('_', '-')} {value}: has to be {'from' if name in may_be_zero else 'above'} 0")
+            fail(f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0")
         if name in ("gamma", "gae_lambda") and value > 1:
             fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
     for whole, part in (("image_size", "patch_size"), ("patch_size", "cell_size"), ("patch_size", "coarse_size")):

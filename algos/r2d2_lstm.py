@@ -8,14 +8,14 @@ Paper: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed Rein
         --target-interval 2500                             # full size, pictures
     torchrun --nproc-per-node 2 algos/r2d2_lstm.py         # several GPUs (CPU processes: --no-cuda)
 
-What is computed (section 2.3 of the paper; the numbers are this file's):
+What is computed (section 2.3 of the paper; equations are numbered by this file):
 
     (1)  h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, the value rescaling
     (2)  y_t  = h( r_t + ... + gamma^(k-t-1) r_(k-1) + gamma^(k-t) h^-1( Q'(s_k, argmax_a Q(s_k, a)) ) ) with
          k = min(t + n, end of the episode); no Q', the target network, where s_k is terminal
     (3)  L    = mean of w (y_t - Q(s_t, a_t))^2 / 2 over the learned steps, w = P^-beta / max P^-beta
     (4)  p    = eta max_t |y_t - Q_t| + (1 - eta) mean_t |y_t - Q_t| of a window, P = p^alpha / sum p^alpha
-    (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)) of environment i
+    (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)) of environment i; eps, alpha, beta and eta are defaults of functions
 
 The LSTM is unrolled over windows | burn_in steps: state only | learn_length: loss | n_step: targets only |. The windows
 of an episode follow each other every learn_length steps, so that each step is learned in exactly one; what a window
@@ -58,7 +58,7 @@ from tqdm import tqdm
 
 sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
-from envs_shared.gym_tasks.memory import MEMORYLESS_CEILING
+from envs_shared.gym_tasks.memory import MEMORYLESS_CEILING  # and registers the memory tasks
 from envs_shared.gym_tasks.normalization import RunningMeanStd
 from envs_shared.gym_tasks.scores import EndlessScores, EpisodeScores, play_episodes
 from envs_shared.gym_tasks.vector import make_vec
@@ -202,17 +202,17 @@ class Actor(nn.Module):
         is_over = extra[:, TERMINATED] + extra[:, TRUNCATED] > 0
         if self.same_step:  # an ended episode's last observation comes beside the first one of the next
             is_first = is_over
-            last_obs = torch.where(is_over.unsqueeze(1), extra[:, NUM_EXTRA:], obs)
+            final_obs = torch.where(is_over.unsqueeze(1), extra[:, NUM_EXTRA:], obs)
         else:  # NEXT_STEP autoreset: the step after the last one ignores its action and begins an episode
             is_first = self.is_over.clone()
-            last_obs = obs
-        last = (last_obs, self.last_action.clone(), extra[:, REWARD])
+            final_obs = obs
+        final = (final_obs, self.last_action.clone(), extra[:, REWARD])
         self.obs.copy_(obs)
         self.last_action.masked_fill_(is_first, -1)
         self.last_reward.copy_(extra[:, REWARD] * ~is_first)
         self.state.mul_(~is_first[:, None, None])
         self.is_over.copy_(is_over)
-        return last
+        return final
 
     def act(self, agent: QNetwork, epsilons: torch.Tensor | None = None) -> torch.Tensor:
         """Actions [B] at what was observed last: greedy ones, or random ones with probability `epsilons` [B]."""
@@ -241,7 +241,7 @@ class SequenceReplay(nn.Module):
         self.last_window = args.last_window
         self.length = args.burn_in + args.learn_length + args.n_step  # L
         self.num_sampled = max(args.batch_size // WORLD_SIZE // args.learn_length, 1)  # N of this process
-        # Slots outlive the windows that point to them: an episode has one slot more than steps
+        # Slots outlive their windows: an episode has one slot more than steps, windows reach beyond what they learn
         num_slots = math.ceil(args.buffer_size / envs.num_envs) * (args.learn_length + 1) + 2 * self.length
         slots = (num_slots, envs.num_envs)
         windows = (args.buffer_size,)
@@ -271,13 +271,13 @@ class SequenceReplay(nn.Module):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
 
-    def add_step(self, actor: Actor, last: tuple, terminated: torch.Tensor, truncated: torch.Tensor) -> None:
-        """Add a slot of what `actor` reads now; before it, the windows that what `observe` returned, `last`, completes.
+    def add_step(self, actor: Actor, final: tuple, terminated: torch.Tensor, truncated: torch.Tensor) -> None:
+        """Add a slot of what `actor` reads now; before it, the windows that `final`, of `observe`, completes.
 
-        terminated and truncated [B] say where `last` is the end of an episode.
+        terminated and truncated [B] say where `final` is the end of an episode.
         """
         self.time += 1
-        self.add_windows(last, terminated, terminated | truncated)
+        self.add_windows(final, terminated, terminated | truncated)
         slot = self.time % len(self.obs)
         self.obs[slot] = actor.obs.to(self.obs.dtype)
         self.last_action[slot] = actor.last_action
@@ -292,10 +292,10 @@ class SequenceReplay(nn.Module):
         self.episode_start.fill_(self.time + 1)
         self.next_learned.fill_(self.time + 1)
 
-    def add_windows(self, last: tuple, terminated: torch.Tensor, is_over: torch.Tensor) -> None:
-        """Add the windows that have all their steps with `last`, or whose episode is over (`is_over` [B])."""
+    def add_windows(self, final: tuple, terminated: torch.Tensor, is_over: torch.Tensor) -> None:
+        """Add the windows that have all their steps with `final`, or whose episode is over (`is_over` [B])."""
         device = self.priority.device
-        obs, last_action, last_reward = last
+        obs, last_action, last_reward = final
         while True:  # an environment's last windows are complete all at once when its episode ends
             is_complete = self.time - self.next_learned >= self.length - 1 - self.burn_in
             env = (is_complete | (is_over & (self.next_learned < self.time))).nonzero().squeeze(1)  # [K]
@@ -334,8 +334,8 @@ class SequenceReplay(nn.Module):
         cumulative = self.priority.pow(alpha).double().cumsum(0)
         noise = torch.rand(num_windows, dtype=torch.float64, device=cumulative.device)
         points = (torch.arange(num_windows, device=noise.device) + noise) / num_windows * cumulative[-1]
-        index = torch.searchsorted(cumulative, points.clamp(min=1e-300))
-        weights = self.priority[index].pow(-alpha * beta)
+        index = torch.searchsorted(cumulative, points.clamp(min=1e-300))  # 0 would draw an empty window
+        weights = self.priority[index].pow(-alpha * beta)  # the sum in P cancels
         return index, weights / weights.max()
 
     def read_windows(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -398,8 +398,8 @@ def collect_steps(act, actor: Actor, envs, replay: SequenceReplay, num_steps: in
 def unroll(agent: QNetwork, windows: dict[str, torch.Tensor], args: Args) -> torch.Tensor:
     """Q values [m + n, N, A] of the windows' steps after the burn-in, which brings the state up to date first.
 
-    A window whose burn-in would begin before its episode starts from the stored state of its first learned step: zero,
-    where that is the episode's first.
+    Where the burn-in would reach back before the episode it is left out: the window starts from the stored state of its
+    first learned step, which is zero at the episode's first.
     """
     steps = [windows[name] for name in ("obs", "last_action", "last_reward")]
     state = windows["state"] if args.state_init == "stored" else torch.zeros_like(windows["state"])
@@ -649,7 +649,7 @@ def check_args(args: Args) -> None:
     for name, value in vars(args).items():
         is_number = type(value) in (int, float)
         if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(f"--{name.replace('_', '-')} {value}: has to be {'from' if name in may_be_zero else 'above'} 0")
+            fail(f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0")
         if name in ("gamma", "epsilon") and value > 1:
             fail(f"--{name} {value}: has to be from 0 to 1")
         if name in ("num_envs", "batch_size") and value % WORLD_SIZE:
@@ -657,7 +657,7 @@ def check_args(args: Args) -> None:
     if args.buffer_size < args.num_envs // WORLD_SIZE:
         fail(f"--buffer-size {args.buffer_size}: has to hold a window of each of {args.num_envs} environments")
     if args.memory_span < 1:
-        fail(f"--memory-span {args.memory_span}: has to be from 1")
+        fail(f"--memory-span {args.memory_span}: has to be at least 1")
     if args.resume is None and args.evaluate is None and args.learning_starts >= args.total_timesteps:
         fail(f"--learning-starts {args.learning_starts}: --total-timesteps {args.total_timesteps} end before")
 
@@ -774,7 +774,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
         # Evaluate, keep the policy that scored best, log and save
         is_last = step >= args.total_timesteps
-        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 4
+        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 4  # a fifth of all
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
             num_episodes = min(10, args.eval_episodes)

@@ -147,7 +147,7 @@ def show_metric(cell: dict, metric: str) -> str:
     low, high = min(values), max(values)
     if len(values) == 1:
         low, high = (records.get_values(cell, f"{metric}_{end}")[0] for end in ("low", "high"))
-    text = f"**{show(float(np.mean(values)))}**"
+    text = show(float(np.mean(values)))
     return text if low == high or math.isnan(low) else f"{text} ({show(low)} to {show(high)})"
 
 
@@ -160,9 +160,11 @@ def make_column_table(results: dict, columns: dict[str, str]) -> str:
         seconds = show(float(np.median(records.get_values(cell, "cpu_seconds"))))
         rows.append([f"{cell['task']}, {cell['setting']}", *metrics, seconds, len(cell["runs"])])
     head = ["task, setting", *(f"{column}:" for column in columns), "CPU-s:", "seeds:"]
+    legend = "Means over the seeds, in brackets the lowest and the highest; CPU-seconds are medians."
     if all(len(cell["runs"]) == 1 for cell in cells):  # one match each, whose time is not that of learning
         head, rows = head[:-2], [row[:-2] for row in rows]
-    return "\n".join([common.make_table(" | ".join(head), rows), "", *list_commands(cells)])
+        legend = "In brackets 95 % intervals."
+    return "\n".join([common.make_table(" | ".join(head), rows), "", legend, "", *list_commands(cells)])
 
 
 def list_commands(cells: list[dict]) -> list[str]:
@@ -293,6 +295,8 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
 
     is_one_script = len({cell["script"] for cell in cells}) == 1
     column, longest = (0 if kind == "steps" else 1), []
+    # The second colour is the first other program's in all pictures
+    cells = sorted(cells, key=lambda cell: (cell is not cells[0], records.is_ours(cell)))
     for i, cell in enumerate(cells):
         color = f"C{i}" if len(cells) <= 10 else colormaps["tab20"](i % 20)
         label = cell["setting"] if is_one_script else f"{cell['script']}, {cell['setting']}"

@@ -162,8 +162,8 @@ def measure_r2d2(num_repeats: int, cuda: bool) -> list[dict]:
 def measure_go(num_repeats: int, cuda: bool) -> list[dict]:
     """Moves and simulations per second of the rules and of the search, one slot and two in turn, and of OpenSpiel."""
     import torch
+    from go_engine import load_network
     from our_go_search import NullEvaluator, measure_search, set_up_torch
-    from studies.go_search import load_network
 
     from algos import alphazero_go as az
     from envs_shared.go_tasks.match import choose_random_moves, play_random_moves

@@ -71,8 +71,8 @@ def test_tables_of_metrics_show_mean_and_range_or_the_interval_of_the_only_run()
     results = {"cells": {"a": make_cell("a", [1, 2]), "b": make_cell("b", [1], task="other")}}
     results["cells"]["b"]["runs"][0]["metrics"] |= {"a_low": 0.5, "a_high": 1.5}
     table = report.make_column_table(results, {"A": "a"})
-    assert "| CartPole-v1, a | **1.50** (1.00 to 2.00) | 60.0 | 2 |" in table
-    assert "| other, b | **1.00** (0.500 to 1.50) | 60.0 | 1 |" in table
+    assert "| CartPole-v1, a | 1.50 (1.00 to 2.00) | 60.0 | 2 |" in table
+    assert "| other, b | 1.00 (0.500 to 1.50) | 60.0 | 1 |" in table
     assert table.endswith("- CartPole-v1, a: `python a.py --a 1`\n- other, b: `python b.py --a 1`")
 
 

@@ -609,7 +609,7 @@ def test_prediction_of_one_window_is_its_classification(tmp_path):
         ("--look-at dates", "--look-at dates needs --num-steps 2"),
         ("--predict a.png b.png", "--predict needs --evaluate"),
         ("--pretrained none.pt", "none.pt: no such checkpoint"),
-        ("--cost -1", "--cost -1.0: has to be from 0"),
+        ("--cost -1", "--cost -1.0: has to be at least 0"),
         ("--gamma 1.5", "--gamma 1.5"),
         ("--learning-rate 0", "--learning-rate 0.0: has to be above 0"),
     ],

@@ -31,27 +31,33 @@ def add_match_flags(parser: argparse.ArgumentParser) -> list[str]:
     return [action.dest for action in actions]
 
 
-def load_engine(args: argparse.Namespace):
-    """Go on the board of --env-id, and a function from boards [R] to the moves [R] of the network of --checkpoint."""
+def load_network(path: str | Path):
+    """The script's module, a checkpoint's settings, without bfloat16, and its network, on one thread."""
     import torch
 
     from algos import alphazero_go as az
 
-    size = parse_size(args.env_id)
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
+    torch.set_grad_enabled(False)
+    checkpoint = az.load_checkpoint(path)
+    args = checkpoint["args"]
+    args.bf16 = False
+    agent = az.Agent(az.get_size(args), args).eval()
+    agent.load_state_dict(checkpoint["agent"])
+    return az, args, agent.fold_into(az.make_network(az.get_size(args), args, torch.device("cpu")))
+
+
+def load_engine(args: argparse.Namespace):
+    """Go on the board of --env-id, and a function from boards [R] to the moves [R] of the network of --checkpoint."""
+    size = parse_size(args.env_id)
     if not Path(args.checkpoint).is_file():
         peer.fail(f"--checkpoint {args.checkpoint}: no such file")
-    checkpoint = az.load_checkpoint(args.checkpoint)
-    settings = checkpoint["args"]
+    az, settings, network = load_network(args.checkpoint)
     if settings.env_id != args.env_id:
         peer.fail(f"--checkpoint {args.checkpoint}: plays {settings.env_id}, not {args.env_id}")
     settings.simulations_end = args.simulations_end
     settings.komi = args.komi
-    settings.bf16 = False  # games do not depend on the machine
-    agent = az.Agent(size, settings).eval()
-    agent.load_state_dict(checkpoint["agent"])
-    network = agent.fold_into(az.make_network(size, settings, torch.device("cpu")))
     go = az.Go(size)
     return go, az.make_player(go, az.make_evaluators(network, go, args.games, settings), settings)
 
@@ -100,9 +106,10 @@ def play(go, player, others: list, seed: int) -> tuple[list[list[int]], list[flo
 def summarize(games: list[list[int]], scores: list[float], is_black: list[bool], size: int, komi: float) -> dict:
     """Metrics of a match over distinct games, from what `play` gives: points are won games, a draw is half a point.
 
-    Margins are points over komi, from our side; rates have Wilson's intervals, and stand for each colour too.
+    Elo is above the other program's; margins are points over komi, from our side; rates have Wilson's intervals, and
+    stand for each colour too.
     """
-    from envs_shared.go_tasks.match import score_match
+    from envs_shared.go_tasks.match import compute_elo, score_match
 
     distinct = {(tuple(row[0]), row[2]): row for row in zip(games, scores, is_black, strict=True)}
     rows = list(distinct.values())
@@ -111,6 +118,7 @@ def summarize(games: list[list[int]], scores: list[float], is_black: list[bool],
         if chosen:
             found = score_match([r[0] for r in chosen], [r[1] - komi for r in chosen], [r[2] for r in chosen])
             metrics |= {f"ours_win_rate{end}{limit}": found[f"win_rate{limit}"] for limit in ("", "_low", "_high")}
+    metrics["ours_elo"] = compute_elo(metrics["ours_win_rate"], len(rows))
     metrics["ours_points"] = metrics["ours_win_rate"] * len(rows)
     metrics["peer_points"] = len(rows) - metrics["ours_points"]
     own_scores = [score if black else -score for _, score, black in rows]

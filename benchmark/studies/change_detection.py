@@ -370,8 +370,8 @@ def summarize(results: dict) -> str:
     rows = get_rows(results, "looking ahead, prints")
     looks, f1 = (statistics.mean(row["metrics"][f"ppo_{name}"] for row in rows) for name in ("looks", "f1"))
     (gain, interval, _), (other, _, _) = (compare(rows, method) for method in ("gain", "threshold"))
-    text = f"where one look has to be for the next, F1 {f1:.2f} at {looks:.2f} of 2 looks a query; PPO's lead over a "
-    return f"{text}supervised gain of the next look {gain:+.3f} ± {interval:.3f}, over a tuned threshold {other:+.3f}"
+    text = f"F1 {f1:.2f} with {looks:.2f} looks a query, 2 at most, where two tell most; lead in F1 over a tuned "
+    return f"{text}threshold {other:+.3f}, over a supervised rule {gain:+.3f} ± {interval:.3f}"
 
 
 def make_sections(results: dict) -> dict[tuple[str, str], str]:

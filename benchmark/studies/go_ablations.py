@@ -12,6 +12,9 @@ from pathlib import Path
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (0, 1, 2)]
 import common
 import records
+
+sys.path.append(str(common.PEERS))
+from go_engine import load_network
 from tqdm import tqdm
 
 TASK, NUM_GAMES = "Go-5x5", 200
@@ -33,13 +36,11 @@ def find_checkpoints(folder: Path) -> dict[str, dict[int, Path]]:
 
 def play(checkpoint: Path, default: Path, seed: int) -> dict:
     """The network of `checkpoint` against the default's, in equal search."""
-    import go_search
-
     from envs_shared.go_tasks.match import play_match
 
     players = []
     for path in (checkpoint, default):
-        az, args, network = go_search.load_network(path)
+        az, args, network = load_network(path)
         go, plain = az.Go(az.get_size(args)), az.Args(simulations_end=args.simulations_end, komi=args.komi)
         players.append(az.make_player(go, az.make_evaluators(network, go, NUM_GAMES, plain), plain))
     result = play_match(go, players, NUM_GAMES, args.komi, seed)

@@ -16,6 +16,9 @@ from pathlib import Path
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
 
+sys.path.append(str(common.PEERS))
+from go_engine import load_network
+
 LIMITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
 STEPS = (50, 100, 200, 400, 800)
 
@@ -27,23 +30,6 @@ def make_boards(go, num_games: int):
     from envs_shared.go_tasks.match import play_random_moves
 
     return play_random_moves(go, num_games, go.num_points // 4, torch.Generator().manual_seed(0))[0]
-
-
-def load_network(path: str | Path):
-    """The script's module, a checkpoint's settings and its network."""
-    import torch
-
-    from algos import alphazero_go as az
-
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")
-    torch.set_grad_enabled(False)
-    checkpoint = az.load_checkpoint(path)
-    args = checkpoint["args"]
-    args.bf16 = False
-    agent = az.Agent(az.get_size(args), args).eval()
-    agent.load_state_dict(checkpoint["agent"])
-    return az, args, agent.fold_into(az.make_network(az.get_size(args), args, torch.device("cpu")))
 
 
 def measure(path: str, num_games: int = 64) -> list[dict]:
