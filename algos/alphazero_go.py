@@ -124,7 +124,7 @@ class Args:
     epsilon_end: float = 0.001  # share of random moves in the last epoch
 
     # Algorithm
-    num_epochs: int = 20  # epochs of self-play and training, those of pretraining included
+    num_epochs: int = 26  # epochs of self-play and training, those of pretraining included
     pretrain_value_epochs: int = 0  # first epochs that learn the value of random games with a frozen policy head
     pretrain_search_epochs: int = 0  # epochs after those that search by classic UCB, without the prior
     pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them
@@ -1386,7 +1386,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
         # Play the network of the last match, keep the one that scored best, log and save
         is_last = progress["iteration"] >= args.num_epochs
-        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 4  # by moves
+        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 8  # moves, dearer in matches
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
             scalars |= compete(network, parts["reference"], go, args, progress)
