@@ -99,7 +99,7 @@ class Args:
     # Environment
     env_id: str = "Go-5x5"  # board, Go-2x2 to Go-19x19: area scoring, no suicide, positional superko
     komi: float = 0.5  # points for white; whole numbers allow draws
-    score_weight: float = 0.0  # share of the score in z: 0 counts won games alone, else also by how much they are won
+    score_weight: float = 0.5  # share of the score in z: 0 counts won games alone, else also by how much they are won
     num_games: int = 128  # games of self-play side by side G, over all processes
 
     # Network
@@ -124,7 +124,7 @@ class Args:
     epsilon_end: float = 0.001  # share of random moves in the last epoch
 
     # Algorithm
-    num_epochs: int = 26  # epochs of self-play and training, those of pretraining included
+    num_epochs: int = 20  # epochs of self-play and training, those of pretraining included
     pretrain_value_epochs: int = 0  # first epochs that learn the value of random games with a frozen policy head
     pretrain_search_epochs: int = 0  # epochs after those that search by classic UCB, without the prior
     pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them
