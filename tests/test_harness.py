@@ -559,6 +559,7 @@ def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
     assert list(count_results(runs).values()) == [1]
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
     """Two nodes on this machine, one killed while its cell runs: all cells are done in the end, none twice."""
     from ray.cluster_utils import Cluster
