@@ -172,7 +172,11 @@ def list_commands(cells: list[dict]) -> list[str]:
     lines, first = [], {}
     for cell in cells:
         other = first.setdefault((cell["script"], cell["task"]), cell)
-        text = f"`{' '.join(cell['command'].split())}`" if cell is other else describe_flags(cell, other)
+        text = (
+            f"`{' '.join(cell['command'].split())}`"
+            if cell is other or not records.is_ours(cell)
+            else describe_flags(cell, other)
+        )
         lines.append(f"- {cell['task']}, {cell['setting']}: {text}")
     return lines
 
