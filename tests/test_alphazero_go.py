@@ -1,5 +1,6 @@
 """AlphaZero for Go: the search against a plain recursive one, its slots, the pool, the losses, the engine."""
 
+import functools
 import io
 import math
 import shutil
@@ -24,6 +25,8 @@ from envs_shared.go_tasks.match import (
     score_match,
 )
 from envs_shared.go_tasks.rules import Go
+
+Args = functools.partial(az.Args, score_weight=0.0)  # the references here count won games alone
 
 CPU, OPEN = torch.device("cpu"), az.OPEN
 
@@ -137,7 +140,7 @@ def test_plan_of_sequential_halving():
 def test_gumbel_roots_are_the_serial_search(num_slots):
     """Eq. 8 and the search below it, against numbers of Python, on new trees and on trees that are kept."""
     go, num_games = Go(3), 8
-    args = az.Args(komi=0.0, gumbel_moves=5, num_slots=num_slots)
+    args = Args(komi=0.0, gumbel_moves=5, num_slots=num_slots)
     evaluator, boards = HashEvaluator(go), make_boards(go, num_games, 3)
     search = az.Search(go, [evaluator] * num_slots, num_games, 60, args)
     search.reset(boards)
@@ -208,7 +211,7 @@ def test_gumbel_moves_are_drawn_from_the_prior():
     def evaluate(boards, legal):
         return prior.log().expand(len(legal), -1), torch.full((len(legal),), 0.5)
 
-    search = az.Search(go, [evaluate], num_games, 7, az.Args(komi=0.0))
+    search = az.Search(go, [evaluate], num_games, 7, Args(komi=0.0))
     search.reset(go.new(num_games))
     torch.manual_seed(0)
     search.begin_halving(7)
@@ -222,7 +225,7 @@ def test_gumbel_moves_are_drawn_from_the_prior():
 @pytest.mark.parametrize("fpu", ["zero", "parent"])
 def test_one_slot_is_the_serial_search(size, fpu):
     """Trees of many games at once, of small boards where games end and superko bites, and kept from move to move."""
-    go, args = Go(size), az.Args(komi=0.0, fpu=fpu, num_slots=1, c_puct=2.0)
+    go, args = Go(size), Args(komi=0.0, fpu=fpu, num_slots=1, c_puct=2.0)
     evaluator, num_games = HashEvaluator(go), 6
     boards = make_boards(go, num_games, 2 if size == 2 else 4)
     search = az.Search(go, [evaluator], num_games, 80, args)
@@ -276,7 +279,7 @@ def test_root_noise_in_both_forms():
 
 def test_two_slots_leave_no_pseudo_visits_and_hardly_fail_once_under_way():
     go, num_games = Go(7), 16
-    args, boards = az.Args(komi=0.5, c_puct=2.0), make_boards(go, num_games, 8)
+    args, boards = Args(komi=0.5, c_puct=2.0), make_boards(go, num_games, 8)
     search = az.Search(go, [HashEvaluator(go) for _ in range(2)], num_games, 400, args)
     search.reset(boards)
     request, finish, most = search.request, search.finish, []
@@ -318,7 +321,7 @@ def test_a_request_descends_a_bounded_number_of_times():
         return logits, torch.full((len(legal),), 0.5)
 
     go = Go(5)
-    search = az.Search(go, [evaluate] * 2, 4, 400, az.Args(pseudo_limit=0.5))
+    search = az.Search(go, [evaluate] * 2, 4, 400, Args(pseudo_limit=0.5))
     search.reset(go.new(4))
     descend, num_descents, most = search.descend, [], []
 
@@ -367,7 +370,7 @@ def test_subtrees_move_together():
 def test_visits_add_up_after_50_moves_with_kept_trees(num_slots):
     """Eq. 2 at every node: N(s) is 1 and the visits of its edges, and those of an edge are the visits of its child."""
     go, num_games = Go(6), 3
-    args = az.Args(num_slots=num_slots)
+    args = Args(num_slots=num_slots)
     search = az.Search(go, [HashEvaluator(go, 8.0)] * num_slots, num_games, 24, args)  # a sharp prior: deep trees
     boards = go.new(num_games)
     search.reset(boards)
@@ -396,7 +399,7 @@ def test_visits_add_up_after_50_moves_with_kept_trees(num_slots):
 
 def test_without_room_for_pseudo_visits_two_slots_are_the_serial_search():
     """k = 0: whoever collides waits; the other slot's leaf differs from what a serial search would take, or nothing."""
-    go, args = Go(5), az.Args(komi=0.5, pseudo_limit=0.0)
+    go, args = Go(5), Args(komi=0.5, pseudo_limit=0.0)
     boards, evaluator, counts = make_boards(Go(5), 8, 4), HashEvaluator(Go(5)), []
     for num_slots in (1, 2):
         search = az.Search(go, [evaluator] * num_slots, 8, 300, args)
@@ -408,7 +411,7 @@ def test_without_room_for_pseudo_visits_two_slots_are_the_serial_search():
 
 
 def test_two_slots_stay_close_to_the_serial_search():
-    go, args = Go(7), az.Args(komi=0.5)
+    go, args = Go(7), Args(komi=0.5)
     boards, evaluator, counts = make_boards(Go(7), 16, 8), HashEvaluator(Go(7)), []
     for num_slots in (1, 2):
         search = az.Search(go, [evaluator] * num_slots, 16, 800, args)
@@ -424,7 +427,7 @@ def test_time_and_games_that_are_over_stop_a_search():
     boards = go.new(2)
     boards = go.play(boards, torch.tensor([25, 12]))
     boards = go.play(boards, torch.tensor([25, 25]))  # the first game is over
-    search = az.Search(go, [HashEvaluator(go)], 2, 10_000, az.Args(komi=0.5))
+    search = az.Search(go, [HashEvaluator(go)], 2, 10_000, Args(komi=0.5))
     search.reset(boards)
     assert search.node_value[search.roots[0]] == 0  # black to move, nothing on the board, half a point of komi
     start = time.monotonic()
@@ -449,7 +452,7 @@ def test_a_won_game_is_not_hurried():
     """Where all moves win, ending the game at once is worth no more than going on."""
     go, komi = Go(3), -20.0
     boards = go.play(set_up(go, "X.X XXX .X.", -1), torch.tensor([9]))  # white passed: a pass of black wins at once
-    search = az.Search(go, [AreaEvaluator(go, komi)], 1, 300, az.Args(komi=komi, num_slots=1))
+    search = az.Search(go, [AreaEvaluator(go, komi)], 1, 300, Args(komi=komi, num_slots=1))
     search.reset(boards)
     search.run(300)
     is_legal = search.edge_prior[0] > 0
@@ -463,7 +466,7 @@ def test_score_weight_prefers_larger_wins():
     boards = go.play(set_up(go, "XX. X.X XXO", -1), torch.tensor([9]))
     visits = []
     for score_weight in (0.0, 0.9):
-        args = az.Args(komi=0.5, num_slots=1, score_weight=score_weight)
+        args = Args(komi=0.5, num_slots=1, score_weight=score_weight)
         search = az.Search(go, [AreaEvaluator(go, 0.5)], 1, 200, args)
         search.reset(boards)
         assert search.go.score(search.boards) > 0
@@ -491,7 +494,7 @@ def test_forced_wins_are_found(text, to_play, komi, move, num_games, num_simulat
     """
     go = Go(len(text.split()))
     evaluators = [RolloutEvaluator(go, komi, k) for k in range(num_slots)]
-    search = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=komi), scores=az.ucb1_scores)
+    search = az.Search(go, evaluators, num_games, num_simulations, Args(komi=komi), scores=az.ucb1_scores)
     search.reset(set_up(go, text, to_play).pick(torch.zeros(num_games, dtype=torch.int64)))
     search.run(num_simulations)
     assert int(search.visit_counts().sum(0).argmax()) == move
@@ -500,7 +503,7 @@ def test_forced_wins_are_found(text, to_play, komi, move, num_games, num_simulat
 def make_agent(size=5, **options):
     """A network whose batch norms have statistics of their own."""
     torch.manual_seed(0)
-    args = az.Args(**{"blocks": 2, "channels": 8, **options})
+    args = Args(**{"blocks": 2, "channels": 8, **options})
     agent = az.Agent(size, args)
     for _ in range(3):
         agent.train()(torch.rand(64, 9, size, size) > 0.5)
@@ -639,7 +642,7 @@ def test_pool_samples_in_its_order():
     pool = az.Pool(800, 5, CPU)
     loss = torch.rand(800)
     pool.add(make_images(100), loss, 0, 30)
-    args = az.Args(replay_order="loss", loss_clamp=2.0, max_reuse=2)
+    args = Args(replay_order="loss", loss_clamp=2.0, max_reuse=2)
     index = pool.sample(20, args)
     assert len(index) == 20 == len(pool.position[index].unique())
     best = pool.loss.view(8, 100).amax(0).topk(20).values  # the largest image of each position
@@ -677,7 +680,7 @@ def test_self_play_records_are_the_games(root_selection):
     """Every record against the game replayed from its moves: inputs, result from the mover's side, visits, held out."""
     go = Go(3)
     torch.manual_seed(0)
-    args = az.Args(komi=0.5, num_games=8, gamma=0.9, holdout_fraction=0.4, root_selection=root_selection)
+    args = Args(komi=0.5, num_games=8, gamma=0.9, holdout_fraction=0.4, root_selection=root_selection)
     play, played = az.SelfPlay(go, 8, args), [[] for _ in range(8)]
     search = az.Search(go, [HashEvaluator(go)], 8, 12, args)
     search.reset(play.boards)
@@ -727,7 +730,7 @@ def test_moves_of_self_play():
         ("epsilon", 0.0, 1.0, 1.0),
         ("temperature", 0.5, 0.05, 0.6),
     ):
-        args = az.Args(komi=0.5, move_choice=choice, noise="none", root_selection="puct")
+        args = Args(komi=0.5, move_choice=choice, noise="none", root_selection="puct")
         play = az.SelfPlay(go, 200, args)
         search = az.Search(go, [HashEvaluator(go, 3.0)], 200, 20, args)
         search.reset(play.boards)
@@ -738,7 +741,7 @@ def test_moves_of_self_play():
     search.reset(play.boards)
     play.play_moves(search, 20, 0.0)
     assert (play.boards.last_move == play.visits[:, 9].argmax(1))[play.boards.num_moves > 0].all()
-    play = az.SelfPlay(go, 8, az.Args(komi=0.5))
+    play = az.SelfPlay(go, 8, Args(komi=0.5))
     records = [play.play_moves(None, 0, 0.0)[0] for _ in range(60)]
     q, z = torch.cat([r.q for r in records]), torch.cat([r.z for r in records])
     assert len(z) > 100 and torch.equal(q, z) and set(z.tolist()) == {0.0, 1.0}
