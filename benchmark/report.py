@@ -172,11 +172,9 @@ def list_commands(cells: list[dict]) -> list[str]:
     lines, first = [], {}
     for cell in cells:
         other = first.setdefault((cell["script"], cell["task"]), cell)
-        text = (
-            f"`{' '.join(cell['command'].split())}`"
-            if cell is other or not records.is_ours(cell)
-            else describe_flags(cell, other)
-        )
+        text = describe_flags(cell, other)
+        if cell is other or not records.is_ours(cell):
+            text = f"`{' '.join(cell['command'].split())}`"
         lines.append(f"- {cell['task']}, {cell['setting']}: {text}")
     return lines
 

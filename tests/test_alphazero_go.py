@@ -13,7 +13,7 @@ from conftest import ROOT, read_result, read_scalars
 
 from algos import alphazero_go as az
 from envs_shared.go_tasks import files as go_files
-from envs_shared.go_tasks import gtp, gtp_client
+from envs_shared.go_tasks import gtp, gtp_client, gtp_words
 from envs_shared.go_tasks.match import (
     RolloutEvaluator,
     choose_random_moves,
@@ -1106,6 +1106,35 @@ gnugo = shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
 GNUGO = f"{gnugo} --mode gtp --chinese-rules --positional-superko --capture-all-dead --never-resign --level"
 
 
+def play_game(black, white, size: int, komi: float, opening: tuple[int, ...] = ()) -> tuple[list[int], float]:
+    """A game of two Clients, or whatever has their `send`, under our rules: its moves and black's margin over komi.
+
+    `opening` holds the first moves, black's first. Raises gtp.GtpError where a program plays an illegal move.
+    """
+    go, moves, players = Go(size), [], (black, white)
+    boards = go.new(1)
+    for player in players:
+        for command in (f"boardsize {size}", "clear_board", f"komi {komi:g}"):
+            player.send(command)
+    while not boards.is_over:
+        turn = len(moves) % 2
+        colour = "bw"[turn]
+        is_opening = len(moves) < len(opening)
+        vertex = (
+            go_files.format_vertex(opening[len(moves)], size) if is_opening else players[turn].send(f"genmove {colour}")
+        )
+        if vertex.lower() == "resign":
+            return moves, float((1 - 2 * turn) * -size * size)
+        move = gtp_words.parse_move(vertex, size)
+        if not go.legal_moves(boards)[0, move]:
+            raise gtp.GtpError(f"{vertex} is illegal after {[go_files.format_vertex(m, size) for m in moves]}")
+        boards = go.play(boards, torch.tensor([move]))
+        for player in players if is_opening else (players[1 - turn],):
+            player.send(f"play {colour} {vertex}")
+        moves.append(move)
+    return moves, go.score(boards).item() - komi
+
+
 @pytest.mark.skipif(gnugo is None, reason="GNU Go is not installed: apt install gnugo")
 def test_games_against_gnugo(tmp_path):
     """Whole games between two programs over GTP: every move legal for both, and both count the same score.
@@ -1119,7 +1148,7 @@ def test_games_against_gnugo(tmp_path):
     num_compared = 0
     with gtp_client.Client(command) as mine, gtp_client.Client(f"{GNUGO} 1 --seed 1") as other:
         for players in ((mine, other), (other, mine)):
-            moves, margin = gtp_client.play_game(*players, 5, 0.5, opening=(12,))
+            moves, margin = play_game(*players, 5, 0.5, opening=(12,))
             assert len(moves) > 4
             assert mine.send("final_score") == go_files.format_score(margin)
             if other.send("final_status_list dead") == "":
