@@ -46,7 +46,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
@@ -94,7 +94,7 @@ class Args:
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
     gtp: str | None = None  # checkpoint.pt or best.pt to play with as a GTP engine, without training
-    resign_below: float = 0.0  # with --gtp, resign where the chance of winning is less (0: never)
+    resign_below: float = 0.0  # with --gtp, resign where the value v is less (0: never)
 
     # Environment
     env_id: str = "Go-5x5"  # board, Go-2x2 to Go-19x19: area scoring, no suicide, positional superko
@@ -116,7 +116,7 @@ class Args:
     fpu: Literal["zero", "parent"] = "parent"  # Q of an edge without visits: lost, or the network's value of its parent
     root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise and temperature
     gumbel_moves: int = 16  # moves that are searched side by side in the first round, eq. 8
-    noise: Literal["additive", "convex", "none"] = "convex"  # noise on the prior of the root, eq. 3
+    noise: Literal["additive", "convex", "none"] = "convex"  # on the prior of puct roots, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
     dirichlet_alpha: float = 0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
     move_choice: Literal["temperature", "epsilon"] = "temperature"  # by visits for n^2 / 3 moves, or epsilon-greedy
@@ -345,9 +345,9 @@ def puct_scores(q, visit_counts, prior, parent_visits, c_puct: float) -> torch.T
 
 
 def ucb1_scores(q, visit_counts, prior, parent_visits, c_puct: float) -> torch.Tensor:
-    """Q + c sqrt(log N(s) / N(s, a)), infinite without visits (Auer et al. 2002): the prior counts for nothing."""
+    """Q + c sqrt(log N(s) / N(s, a)) (Auer et al. 2002); moves without visits come first, by the prior among them."""
     bonus = (parent_visits.clamp(min=1).log().unsqueeze(-1) / visit_counts.clamp(min=1)).sqrt()
-    return q + torch.where(visit_counts > 0, c_puct * bonus, 1e6)
+    return q + torch.where(visit_counts > 0, c_puct * bonus, 1e6 * (1 + prior))
 
 
 def add_dirichlet_noise(prior: torch.Tensor, alpha: float, weight: float, kind: str) -> torch.Tensor:
@@ -372,7 +372,7 @@ def improve_logits(prior, completed_q, visit_counts) -> torch.Tensor:
 
 
 def plan_halving(num_moves: int, num_simulations: int) -> list[int]:
-    """Sequential halving: how often the move of each simulation has had one before (Danihelka et al. section 3)."""
+    """Sequential halving (Danihelka et al. section 3): simulation t is for a move that has had just plan[t] before."""
     num_rounds = max(1, math.ceil(math.log2(num_moves)))
     plan = []
     visits = 0  # of each move that is left
@@ -531,7 +531,7 @@ class Search:
 
         shape = (self.none + 1, self.num_actions)
         self.edge_visits = torch.zeros(shape, device=device)  # N(s, a)
-        self.edge_q = torch.zeros(shape, device=device)  # Q(s, a)
+        self.edge_q = torch.zeros(shape, device=device)  # Q(s, a), for the side to move at s
         self.edge_prior = torch.zeros(shape, device=device)  # P(a | s)
         self.edge_pseudo = torch.zeros(shape, dtype=torch.int16, device=device)
         self.edge_child = torch.full(shape, self.none, dtype=torch.int32, device=device)
@@ -783,7 +783,7 @@ class Search:
         """Draw the noise of eq. 8, and plan the next `num_simulations` at the roots."""
         prior = self.edge_prior[self.roots]
         self.gumbel = -torch.empty_like(prior).exponential_().log()
-        self.root_requests = torch.zeros_like(prior, dtype=torch.int64)  # simulations through each move
+        self.root_requests = torch.zeros_like(prior, dtype=torch.int64)  # sent through each move
         most = min(self.args.gumbel_moves, self.num_actions)
         plans = torch.tensor([plan_halving(1 + k, num_simulations) for k in range(most)], device=prior.device)
         self.plan = plans[(prior > 0).sum(1).clamp(max=most) - 1]  # [G, num_simulations]
@@ -810,9 +810,10 @@ class Search:
         return visit_counts / visit_counts.sum(1, keepdim=True)
 
     def best_moves(self) -> torch.Tensor:
-        """Moves [G] of most visits; at Gumbel roots that of largest g + l among those most simulated in this search."""
+        """Moves [G] of most visits, then largest Q, then P; at Gumbel roots, of largest g + l where most simulated."""
         if self.gumbel is None:
-            return self.visit_counts().argmax(1)
+            q = self.edge_q[self.roots].clamp(min=0)
+            return (self.visit_counts() + 0.5 * q + 0.01 * self.edge_prior[self.roots]).argmax(1)
         is_last = self.root_requests == self.root_requests.amax(1, keepdim=True)
         return (self.gumbel + self.improved_logits()).masked_fill(~is_last, -torch.inf).argmax(1)
 
@@ -864,7 +865,7 @@ class SelfPlay:
         """New games, of another kind than those of before."""
         self.boards = self.go.new(self.num_games)
         self.is_holdout = torch.rand(self.num_games, device=self.go.device) < self.args.holdout_fraction
-        self.holdout = self.finish_games(torch.arange(0, device=self.go.device))[1]  # no game has been held out yet
+        self.holdout = self.finish_games(torch.arange(0, device=self.go.device))[1]  # of no games: none yet
 
     def start_search(self, evaluators: list, num_simulations: int, epoch: int) -> Search | None:
         """New trees of the games as they stand; in pretraining none, then without the prior by classic UCB."""
@@ -1040,13 +1041,13 @@ def train_minibatch(agent: Agent, optimizer, pool: Pool, args: Args, q_weight: f
 
 
 def make_player(go: Go, evaluators: list, args: Args, **options):
-    """A function from boards [R] to the moves [R] that `args.simulations_end` simulations visit most."""
+    """A function from boards [R] to the best moves [R] of a search with `args.simulations_end` simulations."""
 
     def choose_moves(boards: Boards) -> torch.Tensor:
         search = Search(go, evaluators, len(boards.to_play), args.simulations_end, args, **options)
         search.reset(boards)
         search.run(args.simulations_end)
-        return search.visit_counts().argmax(1)
+        return search.best_moves()
 
     return choose_moves
 
@@ -1070,7 +1071,8 @@ def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str
     def move_at_random(boards: Boards) -> torch.Tensor:
         return choose_random_moves(go, boards, go.legal_moves(boards), generator)
 
-    plain_mcts = make_player(go, [RolloutEvaluator(go, args.komi, seed)], args, scores=ucb1_scores)
+    rollouts = RolloutEvaluator(go, args.komi, seed)  # won or lost, by however much
+    plain_mcts = make_player(go, [rollouts], replace(args, score_weight=0.0), scores=ucb1_scores)
     metrics = {}
     for name, opponent in (("random", move_at_random), ("mcts", plain_mcts)):
         match = play_match(go, (player, opponent), args.eval_episodes, args.komi, seed)
@@ -1357,6 +1359,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             self_play.begin()
 
         # Prepare: play until there are enough new records, with trees that begin anew after the network has changed
+        search = None  # frees the old ones
         search = self_play.start_search(evaluators, num_simulations, epoch)
         value_coef = 1.0 if search is None else args.value_coef
         images, num_moves, play_seconds = self_play.play(num_positions, search, num_simulations, epsilon)

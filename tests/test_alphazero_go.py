@@ -261,6 +261,8 @@ def test_scores_are_eq_1_and_ucb1():
     assert at_start.tolist() == pytest.approx((q + 1.5 * p)[0].tolist())
     found = az.ucb1_scores(q, n, p, torch.tensor([12.0]), 1.5)[0].tolist()
     assert found[0] == pytest.approx(0.2 + 1.5 * (math.log(12) / 3) ** 0.5) and found[1] > 1e5
+    n = torch.tensor([[0.0, 2.0, 0.0]])  # what was not tried comes first, by the prior and not by its place
+    assert az.ucb1_scores(q, n, torch.tensor([[0.1, 0.8, 0.2]]), torch.tensor([3.0]), 1.5).argmax(1).item() == 2
 
 
 def test_root_noise_in_both_forms():
@@ -735,12 +737,13 @@ def test_moves_of_self_play():
         search = az.Search(go, [HashEvaluator(go, 3.0)], 200, 20, args)
         search.reset(play.boards)
         play.play_moves(search, 20, epsilon)
-        best = play.visits[:, 0].argmax(1)
-        assert low <= (play.boards.last_move == best).float().mean() <= high
+        chosen = play.visits[:, 0].gather(1, play.boards.last_move[:, None])
+        assert low <= (chosen[:, 0] == play.visits[:, 0].amax(1)).float().mean() <= high
     play.boards = play.boards._replace(num_moves=torch.full_like(play.boards.num_moves, 9))  # no longer early
     search.reset(play.boards)
     play.play_moves(search, 20, 0.0)
-    assert (play.boards.last_move == play.visits[:, 9].argmax(1))[play.boards.num_moves > 0].all()
+    chosen = play.visits[:, 9].gather(1, play.boards.last_move.clamp(min=0)[:, None])
+    assert (chosen[:, 0] == play.visits[:, 9].amax(1))[play.boards.num_moves > 0].all()
     play = az.SelfPlay(go, 8, Args(komi=0.5))
     records = [play.play_moves(None, 0, 0.0)[0] for _ in range(60)]
     q, z = torch.cat([r.q for r in records]), torch.cat([r.z for r in records])
@@ -941,6 +944,23 @@ def test_gtp_plays_legal_games_and_goes_on_with_its_tree():
     ask(engine, "undo", "undo")
     ask(engine, "genmove b")
     assert searches[-1][1] is not searches[0][1] and searches[-1][0] == 80
+    other = -int(engine.boards.to_play)  # a side whose turn it is not
+    engine.search(other, math.inf, 10)
+    engine.search(other, math.inf, 10)
+    assert searches[-1][1] is searches[-2][1] and searches[-1][0] == searches[-2][0] + 10
+
+
+def test_plain_mcts_tries_moves_in_no_order_and_plays_to_win(monkeypatch):
+    agent, args = make_agent(5, simulations_end=20, score_weight=1.0, eval_episodes=2)  # fewer than there are moves
+    players, searches, search = [], [], az.Search
+    monkeypatch.setattr(az, "play_match", lambda go, pair, *rest: players.append(pair) or {"win_rate": 0.5})
+    monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
+    az.evaluate(agent.fold_into(az.make_network(5, args, CPU)), args, CPU)
+    moves = players[1][1](az.Go(5).new(64))
+    assert len(moves.unique()) > 8 and moves.max() > 19
+    q = searches[-1].edge_q[searches[-1].roots]
+    assert (searches[-1].visit_counts() <= 1).all() and q.gather(1, moves[:, None]).mean() > 0.9  # the won ones
+    assert searches[-1].args.score_weight == 0  # and that is all that counts, as in the rollouts
 
 
 def test_gtp_thinks_no_longer_than_the_clock_allows():
@@ -952,12 +972,23 @@ def test_gtp_thinks_no_longer_than_the_clock_allows():
     start = time.monotonic()
     ask(engine, "genmove b")
     assert time.monotonic() - start < 1.5
+    assert 3.6 < engine.time_left[1][0] < 3.95  # its clock runs where nobody sends time_left
     ask(engine, "time_left w 3 2")
     assert engine.budget(-1) == pytest.approx(0.8 * 3 / 2 - 0.1)
     ask(engine, "time_left w 0 0")
     assert engine.budget(-1) == 0.05
     ask(engine, "time_settings 0 20 5")  # five moves in 20 seconds
     assert engine.budget(1) == pytest.approx(0.8 * 4 - 0.1)
+    engine.spend(1, 8.0)
+    assert engine.time_left == {1: (12.0, 4), -1: (20.0, 5)}
+    for _ in range(4):
+        engine.spend(1, 2.0)
+    assert engine.time_left[1] == (20.0, 5)  # the next five moves
+    ask(engine, "time_settings 5 20 2")
+    engine.spend(-1, 4.0)
+    assert engine.time_left[-1] == (1.0, 0)
+    engine.spend(-1, 4.0)
+    assert engine.time_left[-1] == (20.0, 2)  # main time is over
     ask(engine, "time_settings 0 0 0", "time_left b 6 3")  # a clock that nobody has announced
     assert engine.budget(1) == pytest.approx(0.8 * 2 - 0.1) and engine.budget(-1) == math.inf
     ask(engine, "time_settings 0 1 0")  # by the protocol: no limits

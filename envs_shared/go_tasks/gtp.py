@@ -15,6 +15,7 @@ from envs_shared.go_tasks.gtp_words import (
     Analysis,
     GtpError,
     format_analysis,
+    list_handicap,
     parse_analysis,
     parse_colour,
     parse_move,
@@ -29,8 +30,8 @@ class Engine:
     """Answers GTP commands; nothing else is written to the output.
 
     `think(positions, komi, until, num_simulations)` searches the last of the game's positions, each a Boards of one
-    board, until the time.monotonic() `until` at the latest, and returns an Analysis. Where the best move's chance of
-    winning is less than `resign_below`, the engine resigns.
+    board, until the time.monotonic() `until` at the latest, and returns an Analysis. Where the best move's value is
+    less than `resign_below`, the engine resigns.
     """
 
     def __init__(self, think, name: str, size: int, komi: float, out=None, resign_below: float = 0.0):
@@ -38,7 +39,8 @@ class Engine:
         self.go, self.out = Go(size), out or sys.stdout
         self.lines: queue.Queue = queue.Queue()
         self.main_time, self.byo_time, self.byo_stones = 0.0, 0.0, 0
-        self.time_left: dict[int, tuple[float, int]] = {}
+        self.time_left: dict[int, tuple[float, int]] = {}  # by colour, seconds and the moves they are for (0: all)
+        self.turned: tuple[Boards, Boards] | None = None  # a position, and what it is with the other side to move
         self.commands = {n[4:].replace("lz_", "lz-"): getattr(self, n) for n in dir(self) if n.startswith("cmd_")}
         self.cmd_clear_board()
 
@@ -96,7 +98,11 @@ class Engine:
 
     def look_from(self, stone: int) -> Boards:
         """The position on the board with black (1) or white (-1) to move, though it may not be its turn."""
-        return self.boards._replace(to_play=torch.full_like(self.boards.to_play, stone))
+        if int(self.boards.to_play) == stone:
+            return self.boards
+        if self.turned is None or self.turned[0] is not self.boards:  # the same object as before keeps its tree
+            self.turned = self.boards, self.boards._replace(to_play=torch.full_like(self.boards.to_play, stone))
+        return self.turned[1]
 
     def play_move(self, stone: int, move: int) -> None:
         """Play a legal move, also after the game was over, by passes or by its number of moves."""
@@ -111,18 +117,32 @@ class Engine:
         self.positions.append(self.go.play(boards, torch.tensor([move])))
 
     def budget(self, stone: int) -> float:
-        """Seconds for this move, from time_settings and time_left; infinite without time control."""
-        if self.byo_time > 0 and self.byo_stones == 0:  # by the protocol: no limits
+        """Seconds for this move, by the clock; infinite without time control."""
+        if stone not in self.time_left:
             return math.inf
-        if stone in self.time_left:
-            seconds, stones = self.time_left[stone]
-        elif self.main_time or self.byo_time:
-            seconds, stones = (self.main_time, 0) if self.main_time else (self.byo_time, self.byo_stones)
-        else:
-            return math.inf
+        seconds, stones = self.time_left[stone]
         moves_left = stones or max(10, (self.go.num_points - int(self.boards.num_moves)) // 2)
         extra = self.byo_time / self.byo_stones if not stones and self.byo_stones else 0.0
         return max(0.05, 0.8 * (seconds / moves_left + extra) - 0.1)
+
+    def start_clocks(self) -> None:
+        """Both clocks as time_settings says; none with overtime for no stones, which by the protocol is no limit."""
+        is_limited = self.byo_stones > 0 if self.byo_time else self.main_time > 0
+        first = (self.main_time, 0) if self.main_time else (self.byo_time, self.byo_stones)
+        self.time_left = {1: first, -1: first} if is_limited else {}
+
+    def spend(self, stone: int, seconds: float) -> None:
+        """Take a move off the clock of `stone`, which counts where no time_left comes."""
+        if stone not in self.time_left:
+            return
+        left, stones = self.time_left[stone]
+        left -= seconds
+        is_overtime = stones > 0
+        if self.byo_stones and (stones == 1 if is_overtime else left <= 0):  # the next period
+            left, stones = self.byo_time, self.byo_stones
+        elif is_overtime:
+            stones -= 1
+        self.time_left[stone] = max(0.0, left), stones
 
     def can_search(self) -> bool:
         """Whether the game still goes on: it ends by two passes, and for the search after 2 n^2 moves too."""
@@ -130,8 +150,7 @@ class Engine:
 
     def search(self, stone: int, until: float, num_simulations: int | None) -> Analysis:
         """Analysis for the side `stone`; the same position as before, where it is its turn, goes on with its tree."""
-        root = self.boards if int(self.boards.to_play) == stone else self.look_from(stone)
-        return self.think([*self.positions[:-1], root], self.komi, until, num_simulations)
+        return self.think([*self.positions[:-1], self.look_from(stone)], self.komi, until, num_simulations)
 
     def choose_move(self, stone: int, report=None) -> str:
         """Play the most visited move, or pass where there is nothing to search any more; returns its vertex.
@@ -139,11 +158,13 @@ class Engine:
         Or resigns, which leaves the board as it is. `report` is called with the Analysis first.
         """
         move = self.go.num_points
+        start = time.monotonic()
         if self.can_search():
-            analysis = self.search(stone, time.monotonic() + self.budget(stone), None)
+            analysis = self.search(stone, start + self.budget(stone), None)
             if report:
                 report(analysis)
             move = max(range(len(analysis.visits)), key=lambda m: (analysis.visits[m], analysis.prior[m]))
+            self.spend(stone, time.monotonic() - start)
             if analysis.visits[move] > 0 and analysis.values[move] < self.resign_below:
                 return "resign"
         self.play_move(stone, move)
@@ -176,7 +197,7 @@ class Engine:
 
     def cmd_clear_board(self) -> None:
         self.positions = [self.go.new(1)]
-        self.time_left = {}
+        self.start_clocks()
 
     def cmd_komi(self, komi: str) -> None:
         self.komi = parse_number(komi, float)
@@ -203,7 +224,7 @@ class Engine:
         if min(times) < 0:
             raise GtpError("times are not negative")
         self.main_time, self.byo_time, self.byo_stones = times
-        self.time_left = {}
+        self.start_clocks()
 
     def cmd_time_left(self, colour: str, seconds: str, stones: str) -> None:
         self.time_left[parse_colour(colour)] = max(0.0, parse_number(seconds, float)), parse_number(stones, int)
@@ -275,18 +296,3 @@ class Engine:
                 self.write(format_analysis(analysis, self.go.size))
                 shown = time.monotonic()
             time.sleep(max(0.0, now + 0.05 - time.monotonic()))
-
-
-def list_handicap(size: int, num_stones: int) -> list[int]:
-    """Points of fixed handicap stones, as the protocol places them; GtpError where it does not."""
-    largest = 0 if size < 7 else 4 if size == 7 or size % 2 == 0 else 9
-    if not 2 <= num_stones <= largest:
-        raise GtpError("invalid number of stones")
-    near = 2 if size < 13 else 3
-    far, middle = size - 1 - near, size // 2
-    corners = [(far, near), (near, far), (near, near), (far, far)]  # rows from the top
-    sides = [(middle, near), (middle, far), (far, middle), (near, middle)]
-    points = corners[:num_stones] + sides[: max(0, num_stones - 4) // 2 * 2]
-    if num_stones in (5, 7, 9):
-        points.append((middle, middle))
-    return [row * size + column for row, column in points]

@@ -15,7 +15,7 @@ class Analysis(NamedTuple):
     """What a search found about the side to move."""
 
     visits: list[float]  # [n^2 + 1] of each move
-    values: list[float]  # [n^2 + 1] chance of winning after it
+    values: list[float]  # [n^2 + 1] value after it, in [0, 1]
     prior: list[float]  # [n^2 + 1]
     lines: dict[int, list[int]]  # moves that are likely to follow, the move itself first, by visited move
 
@@ -58,7 +58,7 @@ def parse_analysis(words: tuple[str, ...]) -> tuple[int | None, float]:
 
 
 def format_analysis(analysis: Analysis, size: int) -> str:
-    """A line of moves by visits, in the words of Leela Zero: chances and priors in hundredths of a percent."""
+    """A line of moves by visits, in the words of Leela Zero: values and priors in hundredths of a percent."""
     order = sorted(analysis.lines, key=lambda m: (-analysis.visits[m], -analysis.prior[m]))
     parts = []
     for place, move in enumerate(order):
@@ -67,3 +67,18 @@ def format_analysis(analysis: Analysis, size: int) -> str:
         head = f"info move {go_files.format_vertex(move, size)} visits {analysis.visits[move]:.0f}"
         parts.append(f"{head} winrate {win} prior {prior} lcb {win} order {place} pv {line}")
     return " ".join(parts) + "\n" if parts else ""
+
+
+def list_handicap(size: int, num_stones: int) -> list[int]:
+    """Points of fixed handicap stones, as the protocol places them; GtpError where it does not."""
+    largest = 0 if size < 7 else 4 if size == 7 or size % 2 == 0 else 9
+    if not 2 <= num_stones <= largest:
+        raise GtpError("invalid number of stones")
+    near = 2 if size < 13 else 3
+    far, middle = size - 1 - near, size // 2
+    corners = [(far, near), (near, far), (near, near), (far, far)]  # rows from the top
+    sides = [(middle, near), (middle, far), (far, middle), (near, middle)]
+    points = corners[:num_stones] + sides[: max(0, num_stones - 4) // 2 * 2]
+    if num_stones in (5, 7, 9):
+        points.append((middle, middle))
+    return [row * size + column for row, column in points]

@@ -41,7 +41,10 @@ def draw_openings(go: Go, num_openings: int, num_moves: int, generator) -> tuple
 
 
 class RolloutEvaluator:
-    """Equal logits, and for values the results of random games that fill no eyes: plain Monte-Carlo tree search."""
+    """For values the results of random games that fill no eyes, and random logits, which order moves not tried yet.
+
+    With UCB1 this is plain Monte-Carlo tree search.
+    """
 
     def __init__(self, go: Go, komi: float, seed: int):
         self.go = go
@@ -52,7 +55,7 @@ class RolloutEvaluator:
         """Logits [B, A] and values [B], for the side to move, of positions with legal moves [B, A]."""
         to_play = boards.to_play
         rows = torch.arange(len(legal), device=legal.device)
-        logits = torch.zeros_like(legal, dtype=torch.float32)
+        logits = torch.rand(legal.shape, generator=self.generator, device=legal.device)
         won = torch.zeros(len(legal), device=legal.device)
         while len(rows):
             boards = self.go.play(boards, choose_random_moves(self.go, boards, legal, self.generator, fill_eyes=False))
