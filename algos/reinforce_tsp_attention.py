@@ -797,7 +797,7 @@ def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Args, args=argv)
     torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
     if sys.platform == "linux":  # freed memory is kept: to give it back and get it anew took a fifth of each step
-        ctypes.CDLL(None).mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
     checkpoint = None
     if args.evaluate is not None and (args.resume is not None or WORLD_SIZE > 1):

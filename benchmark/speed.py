@@ -25,7 +25,7 @@ from common import show
 
 sys.path += [str(common.ROOT), str(common.PEERS)]
 PRECISIONS = {"MKL": "highest", "oneDNN": "medium"}  # what torch computes float32 products with on the CPU
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_MAX_": "0"}  # as the script has glibc do
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**60), "MALLOC_MMAP_MAX_": "0"}  # as the script has glibc do
 R2D2_RUN = "--env-id CartPole-v1 --burn-in 2 --learn-length 40 --n-step 2 --replay-ratio 16 --batch-size 2560"
 SHARE = 0.4  # of the queries that look
 GO_NETWORKS = {"go5x5": "5x5", "go7x7": "7x7"}  # of benchmark/checkpoints
