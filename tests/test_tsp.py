@@ -263,8 +263,8 @@ def test_bad_tsplib_tours(tmp_path, tour, message):
 @pytest.mark.parametrize("name", ["tsp20-uniform", "tsp20-gaussian", "tsp50-uniform", "tsp100-uniform"])
 def test_stored_instances_have_optimal_tours(name):
     """No exchange of two edges shortens any of them, and they are of the distribution they are named after."""
-    instances = tsp.make_test_instances(name, 50)
-    assert len(instances) == 50 and all(len(i.points) == tsp.parse_env_id(name)[1] for i in instances)
+    instances = tsp.make_test_instances(name, 100)
+    assert len(instances) == 100 and all(len(i.points) == tsp.parse_env_id(name)[1] for i in instances)
     points = np.stack([i.points for i in instances])
     assert abs(points.mean() - 0.5 * name.endswith("uniform")) < 0.06
     for p, tour in ((i.points, i.tour) for i in instances[:20]):
