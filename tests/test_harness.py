@@ -623,7 +623,7 @@ def test_statistics_over_seeds():
 def test_threshold_is_the_first_point_at_it_in_the_right_direction():
     curve = [[1, 0.1, 3.0], [2, 0.2, 5.0], [3, 0.3, 2.0], [4, 0.4, 4.0], [5, 0.5, 5.0]]
     assert common.find_threshold(curve, 4) == [2, 0.2, 5.0]
-    assert common.find_threshold(curve, 3, "lower")[0] == 1
+    assert common.find_threshold(curve, 3, "lower")[0] == 1 and common.find_threshold(curve, 2.5, "lower")[0] == 3
     assert common.find_threshold(curve, 6) is None and common.find_threshold([], 0) is None
     assert common.find_threshold(curve, 4, in_a_row=2)[0] == 5  # one alone is forgotten
     assert common.find_threshold(curve, 4, in_a_row=3) is None
