@@ -5,11 +5,13 @@ import json
 import sys
 import tomllib
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import common
 import numpy as np
 from common import ResultsError
+from suite import Cell
 
 try:
     from scipy import stats
@@ -22,6 +24,7 @@ RESAMPLES = 9999
 RESULT_KEYS = "seed headline metrics env_steps wall_seconds cpu_seconds device torch".split()
 SHOWN_KEYS = {"ratios": [], "tables": [], "summary": ""}  # of a suite: what the pages say of its results
 NOT_RUN = "not run yet"
+OF_A_RUN = "seed run_dir resume track wandb_project_name wandb_entity".split()  # options that change no result
 CURVES = {  # in words; the first one that was logged is the learning curve
     "charts/return_last_20": "return, last 20 episodes",
     "eval/episodic_return": "return of the greedy policy",
@@ -115,15 +118,17 @@ def collect_folders(folder: Path) -> dict:
     """Run folders {env_id}__{exp_name}__{seed}__{time} as the scripts leave them, done or not, as a suite `runs`."""
     patterns = ("events.out.tfevents.*", "*/events.out.tfevents.*", "*/result.json")
     paths = {path.parent for pattern in patterns for path in folder.glob(pattern)}
-    cells = {}
-    for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
-        result = read_result(path / "result.json")
+    paths = sorted(paths, key=lambda path: (len(path.name), path.name))
+    results, cells = {path: read_result(path / "result.json") for path in paths}, {}
+    for path, result in results.items():
         env_id, exp_name, seed = [*path.name.rsplit("__", 3), "", ""][:3]
         script = result["script"] if result else read_script(path / "checkpoint.pt") or exp_name
+        alike = [other for p, other in results.items() if other and p.name.startswith(f"{env_id}__{exp_name}__")]
+        setting = " ".join([exp_name or script, *list_differences(result, alike)])
         tags = [tag for tag in CURVES if has_logged(path, tag)]
-        cell = {"task": env_id, "setting": exp_name or script, "script": script, "command": "", "threshold": None}
+        cell = {"task": env_id, "setting": setting, "script": script, "command": "", "threshold": None}
         cell |= {"curve": tags[0] if tags else None, "better": "higher", "headline": None, "runs": [], "missing": []}
-        cell = cells.setdefault(f"{script}/{env_id}/{exp_name}", cell | {"unfinished": []})
+        cell = cells.setdefault(f"{script}/{env_id}/{setting}", cell | {"unfinished": []})
         cell["curve"] = cell["curve"] if tags else None
         if result:
             cell["runs"].append(read_run(cell | {"curve": tags[0] if tags else None}, path / "result.json"))
@@ -133,6 +138,13 @@ def collect_folders(folder: Path) -> dict:
             cell["unfinished"].append({"seed": seed, "device": "cpu", "curve": thin_curve(curve, 1)})
             cell["missing"].append({"seed": seed, "error": "not done yet"})
     return {"suite": "runs", "cells": cells} | SHOWN_KEYS
+
+
+def list_differences(result: dict | None, others: list[dict]) -> list[str]:
+    """The options of a run in which not all `others` are as it is, seeds and folders aside."""
+    args = {name: value for name, value in (result or {}).get("args", {}).items() if name not in OF_A_RUN}
+    theirs = [other.get("args", {}) for other in others]
+    return [f"{name}={value}" for name, value in args.items() if any(x.get(name, value) != value for x in theirs)]
 
 
 def read_script(checkpoint: Path) -> str | None:
@@ -159,13 +171,27 @@ def load(path: Path) -> dict:
 
 
 def load_published() -> dict[str, dict]:
-    """Results of suites in benchmark/results, by name, with what their suites of today say of them."""
+    """Results of suites in benchmark/results, by name: of the cells and as the suites of today have them."""
     found = {}
     for path in sorted(common.SUITES.glob("*.toml")):
         if results := common.load_results(path.stem):
             content = tomllib.loads(path.read_text())
-            found[path.stem] = results | {key: content.get(key, empty) for key, empty in SHOWN_KEYS.items()}
+            shown = {key: content.get(key, empty) for key, empty in SHOWN_KEYS.items()}
+            found[path.stem] = results | {"cells": list_cells_of_today(results, content)} | shown
     return found
+
+
+def list_cells_of_today(results: dict, content: dict) -> dict[str, dict]:
+    """The cells that the `content` of a suite's file names: their results, or that the command was not run yet."""
+    cells = {}
+    for table in content["cells"]:
+        seeds = table.pop("seeds", content.get("seeds"))
+        cell = Cell(**table, seed=seeds[0])
+        missing = [{"seed": seed, "error": NOT_RUN} for seed in seeds]
+        empty = asdict(cell) | {"script": cell.script, "headline": None, "runs": [], "missing": missing}
+        old = results["cells"].get(cell.name, empty)
+        cells[cell.name] = old if old["command"].split() == cell.command.split() else empty
+    return cells
 
 
 def is_ours(cell: dict) -> bool:

@@ -25,14 +25,8 @@ from common import ResultsError, show
 from suite import SUMMARY_NUMBER
 
 sys.path.append(str(common.BENCHMARK / "studies"))
-MEASURED = [
-    "speed",
-    "scaling",
-    "change_detection",
-    "go_search",
-    "go_ablations",
-    "tsp_active",
-]  # each by its own program
+# Each by its own program
+MEASURED = ["speed", "scaling", "change_detection", "go_search", "go_ablations", "tsp_active"]
 UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
 SCRIPTS = {
     "ppo": "PPO",
@@ -160,7 +154,7 @@ def make_column_table(results: dict, columns: dict[str, str]) -> str:
         seconds = show(float(np.median(records.get_values(cell, "cpu_seconds"))))
         rows.append([f"{cell['task']}, {cell['setting']}", *metrics, seconds, len(cell["runs"])])
     head = ["task, setting", *(f"{column}:" for column in columns), "CPU-s:", "seeds:"]
-    legend = "Means over the seeds, in brackets the lowest and the highest; CPU-seconds are medians."
+    legend = "Means over the seeds, in brackets the lowest and the highest; CPU-seconds, of the whole run, are medians."
     if all(len(cell["runs"]) == 1 for cell in cells):  # one match each, whose time is not that of learning
         head, rows = head[:-2], [row[:-2] for row in rows]
         legend = "In brackets 95 % intervals."
@@ -176,7 +170,7 @@ def list_commands(cells: list[dict]) -> list[str]:
         if cell is other or not records.is_ours(cell):
             text = f"`{' '.join(cell['command'].split())}`"
         lines.append(f"- {cell['task']}, {cell['setting']}: {text}")
-    return lines
+    return ["Flags without a command are added to the first one of their task.", "", *lines] if lines else []
 
 
 def describe_flags(cell: dict, first: dict) -> str:
@@ -383,12 +377,13 @@ def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
     """(page, section): what stands there, of all suites and studies."""
     sections = {}
     for name, results in published.items():
+        ours = [cell for cell in results["cells"].values() if cell["runs"] and records.is_ours(cell)]
         for table in results["tables"]:
             text = make_ratio_table([results])
             if "columns" in table:
                 text = make_column_table(results, table["columns"])
             elif not name.endswith("_speed"):
-                text += "\n\n" + "\n".join(list_commands([c for c in results["cells"].values() if records.is_ours(c)]))
+                text += "\n\n" + "\n".join(list_commands(ours))
             sections[table["page"], table["section"]] = f"\n{text}\n\n{describe_machines([results])}\n"
         if results["summary"]:
             sections["README", f"{name}_cell"] = fill_summary(results)
@@ -465,8 +460,9 @@ def main(argv: list[str] | None = None) -> None:
         names = {path.stem for path in common.SUITES.glob("*.toml")}.difference(UNPUBLISHED)
         new = {path.parent: records.collect(path.parent) for path in paths if path.parent.name in names}
         new = {folder: suite for folder, suite in new.items() if any(c["runs"] for c in suite["cells"].values())}
+        published = records.load_published()
         for folder, suite in new.items():
-            check_nothing_is_lost(common.load_results(suite["suite"]), suite, folder)
+            check_nothing_is_lost(published.get(suite["suite"]), suite, folder)
         for suite in new.values():
             common.save_results(suite["suite"], suite)
         return publish(records.load_published())

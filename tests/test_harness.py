@@ -673,13 +673,21 @@ def test_numbers_are_shown_as_people_write_them():
     assert common.show(None) == common.show(float("nan")) == common.show(float("inf")) == "-"
 
 
+SUITE_A = """seeds = [1, 2, 3]
+[[cells]]
+task = "CartPole-v1"
+setting = "default"
+command = "python algos/ppo.py"
+"""
+
+
 @pytest.fixture
 def published(tmp_path, monkeypatch):
     """A repository with a suite `a` that has two runs in benchmark/results, and a folder of runs of it."""
     for name, path in (("RESULTS", "results"), ("SUITES", "suites"), ("FIGURES", "figures")):
         monkeypatch.setattr(common, name, tmp_path / path)
         (tmp_path / path).mkdir()
-    (tmp_path / "suites" / "a.toml").write_text("")
+    (tmp_path / "suites" / "a.toml").write_text(SUITE_A)
     (tmp_path / "results" / "a.json").write_text(json.dumps(make_results(make_cell([1.0, 2.0]))))
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "suite.json").write_text("")
@@ -702,6 +710,21 @@ def test_a_report_loses_no_committed_run(published, tmp_path):
     assert json.loads((tmp_path / "out" / "results" / "a.json").read_text()) == make_results(make_cell([1.0]))
     with pytest.raises(records.ResultsError, match="no runs to report"):
         report.main(["--runs", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")])
+
+
+def test_published_are_the_cells_of_the_suite_of_today(published, tmp_path):
+    """A cell that left the suite leaves the pages, and its runs may be lacking; a new one is not run yet."""
+    old = make_cell([1.0, 2.0]), make_cell([1.0, 2.0], setting="gone")
+    (tmp_path / "results" / "a.json").write_text(json.dumps(make_results(*old)))
+    (tmp_path / "suites" / "a.toml").write_text(SUITE_A + SUITE_A.replace("default", "new").partition("]\n")[2])
+    cells = records.load_published()["a"]["cells"]
+    assert list(cells) == ["ppo/CartPole-v1/default", "ppo/CartPole-v1/new"]
+    assert len(cells["ppo/CartPole-v1/default"]["runs"]) == 2 and not cells["ppo/CartPole-v1/new"]["runs"]
+    assert [m["seed"] for m in cells["ppo/CartPole-v1/new"]["missing"]] == [1, 2, 3]
+    assert "new, seeds 1, 2, 3: not run yet" in report.make_script_table(list(cells.values()))
+    assert len(published(make_cell([1.0, 2.0]))) == 2  # without those of `gone`
+    (tmp_path / "suites" / "a.toml").write_text(SUITE_A.replace("ppo.py", "ppo.py --gamma 0.9"))  # another command
+    assert not records.load_published()["a"]["cells"]["ppo/CartPole-v1/default"]["runs"]
 
 
 def test_runs_of_a_tree_with_changes_are_not_published(published, tmp_path):
@@ -764,6 +787,17 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     assert sorted(map(len, lines)) == [3, 6]
     one = records.collect_folders(tmp_path / "runs" / "T-v0__mine__2__5")  # one run alone
     assert list(one["cells"]) == ["ppo/T-v0/mine"]
+
+
+def test_runs_of_one_name_with_other_flags_are_no_seeds_of_each_other(tmp_path):
+    """Each set of flags is a row of its own, named by what differs; seeds and folders do not count."""
+    for i, (seed, lr) in enumerate([(1, 0.1), (2, 0.1), (1, 0.2)]):
+        args = {"seed": seed, "learning_rate": lr, "gamma": 0.9, "run_dir": f"runs{i}"}
+        write_result(tmp_path / f"T-v0__mine__{seed}__{i}", seed=seed, args=args)
+    write_result(tmp_path / "T-v0__other__1__7", args={"seed": 1, "learning_rate": 0.3})
+    cells = records.collect_folders(tmp_path)["cells"].values()
+    found = {cell["setting"]: sorted(run["seed"] for run in cell["runs"]) for cell in cells}
+    assert found == {"mine learning_rate=0.1": [1, 2], "mine learning_rate=0.2": [1], "other": [1]}
 
 
 def run_compare(tmp_path, base, new):
