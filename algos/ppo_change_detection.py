@@ -86,14 +86,14 @@ class Args:
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # train on CUDA where there is a GPU
     torch_threads: int = 1  # CPU threads of torch; more than the free cores is far slower
-    run_dir: str = "runs"  # folder that holds the run folders
+    run_dir: str = "runs"  # folder that holds the run folders; a resumed run stays in its own
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags given here override them
+    resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = 0  # iterations between evaluations (0: about ten a run, in about a fifth of all steps)
+    eval_interval: int = 0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
@@ -603,6 +603,7 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         fail(f"--run-dir {args.run_dir}: cannot create {run_path.name} in it ({error.strerror})")
     if (run_path / "result.json").exists():
         (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
+    print(f"run folder {run_path}")
     if args.track:
         identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         identity |= {"id": run_path.name, "name": run_path.name}

