@@ -8,7 +8,7 @@ Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:17
 
     python algos/ppo_change_detection.py                   # first run: synthetic pairs, minutes on one core
     python algos/ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --coarse-iterations 200 \
-        --refine-iterations 800 --ppo-iterations 400       # full size: a folder of real pairs
+        --refine-iterations 800 --ppo-iterations 400 --num-envs 64       # full size: a folder of real pairs
     python algos/ppo_change_detection.py --pretrained runs/.../checkpoint.pt --cost 0.1   # PPO alone, at another price
     python algos/ppo_change_detection.py --evaluate runs/.../best.pt --predict A B --output maps   # of files or folders
     torchrun --nproc-per-node 2 algos/ppo_change_detection.py   # several GPUs (CPU processes: --no-cuda)
@@ -28,8 +28,9 @@ What PPO computes for each query, whose cells have the classes y (one step by de
         alters it in proportion to 2 [y is change] - F1
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), without t + 1 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(go on | s) N(correction | mean(s, window), sigma)
-    (5) L = E[-sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - return)^2 / 2 - c2 H(go on)] + c3 times a
-        cross entropy, the sum over the two factors of eq. 4, with a ratio each (Fan et al. 2019, arXiv:1903.01344)
+    (5) L = E[-sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - return)^2 / 2 - c2 H(go on)] + c3 cross
+        entropy. The sum is over the two factors of eq. 4, each with a ratio of its own (Fan et al. 2019,
+        arXiv:1903.01344); A has mean 0 and deviation 1 in each minibatch
 
 Shapes: T steps, B pairs, N queries, G cells of a query, C classes, D embedding, E features, K queries that go on;
 S side of a picture, P of a patch, c of a cell, in pixels.
@@ -49,7 +50,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -114,7 +115,7 @@ class Args:
 
     # Algorithm
     refiner_dim: int = 64  # channels of the refiner, which takes most of a look's time
-    pretrained: str | None = None  # checkpoint of an earlier run, whose detector is taken; PPO begins at once
+    pretrained: str | None = None  # checkpoint whose detector is taken, with its pairs; PPO begins at once
     coarse_iterations: int = 50  # iterations of the first stage, of 20 gradient steps
     refine_iterations: int = 40  # iterations of the second stage, of 20 gradient steps
     ppo_iterations: int = 60  # iterations of the third stage, of a rollout each
@@ -145,7 +146,7 @@ class Args:
 
 
 def make_head(dim_in: int, dim_out: int) -> nn.Sequential:
-    """A hidden layer of 64."""
+    """A perceptron with one hidden layer of 64 units."""
     return nn.Sequential(nn.LayerNorm(dim_in), nn.Linear(dim_in, 64), nn.GELU(), nn.Linear(64, dim_out))
 
 
@@ -658,6 +659,8 @@ def check_args(args: Args) -> None:
     most_classes = 3 if args.data_dir is None else 255
     if not 2 <= args.num_classes <= most_classes:
         fail(f"--num-classes {args.num_classes}: has to be from 2 to {most_classes}")
+    if args.data_dir is None and args.env_id == "prints" and args.image_size % 8:
+        fail(f"--image-size {args.image_size}: has to be a multiple of 8 for --env-id prints")
     if args.look_at == "dates" and args.num_steps < 2:
         fail("--look-at dates needs --num-steps 2 or more, to see both dates")
     for name in ("num_envs", "batch_size"):
@@ -670,16 +673,15 @@ def check_args(args: Args) -> None:
 
 
 def load_detector(agent: Agent, args: Args) -> None:
-    """Take the detector of --pretrained, all but its policy and value head; exits with code 2 where it does not fit."""
-    checkpoint = load_checkpoint(args.pretrained)
-    check_same(args, checkpoint["args"], args.pretrained, SHAPES)
+    """Take the detector of --pretrained, all but its policy and value head."""
     heads = {name: x for name, x in agent.state_dict().items() if name.startswith(("policy_head", "value_head"))}
-    agent.load_state_dict(checkpoint["agent"] | heads)
+    agent.load_state_dict(load_checkpoint(args.pretrained)["agent"] | heads)
 
 
-# What a network is made for, and what a run that goes on keeps
+# What a network is made for, the pairs it learns from, and what else a run that goes on keeps
 SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps refiner_dim".split()
-RUN = "coarse_iterations refine_iterations num_envs num_train_pairs data_seed env_id image_size seed".split()
+PAIRS = "env_id data_dir dir_names data_seed num_train_pairs image_size eval_episodes".split()
+RUN = "coarse_iterations refine_iterations num_envs cost seed".split()
 
 
 def check_same(args: Args, saved: Args, path: str, names: list[str]) -> None:
@@ -837,20 +839,23 @@ def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Args, args=argv)
     torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
     checkpoint = None
-    if args.evaluate is not None and (args.resume is not None or WORLD_SIZE > 1):
-        fail("--resume and --evaluate exclude each other, and --evaluate is for one process")
-    path = args.resume if args.evaluate is None else args.evaluate
-    if path is not None:
+    paths = [path for path in (args.resume, args.evaluate, args.pretrained) if path is not None]
+    if len(paths) > 1 or (args.evaluate is not None and WORLD_SIZE > 1):
+        fail("--resume, --evaluate and --pretrained exclude each other, and --evaluate is for one process")
+    if paths:
+        (path,) = paths
         checkpoint = load_checkpoint(path)
         saved = checkpoint["args"]
+        if args.pretrained is not None:  # the rest is of a new run
+            saved = replace(Args(), **{name: getattr(saved, name) for name in (*SHAPES, *PAIRS)})
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
     if args.pretrained is not None:
         args.coarse_iterations = 0
         args.refine_iterations = 0
     if args.data_dir is not None:
         args.env_id = Path(args.data_dir).resolve().name
-    if path is not None:
-        check_same(args, saved, path, SHAPES if args.resume is None else [*SHAPES, *RUN])
+    if paths:
+        check_same(args, saved, path, SHAPES if args.resume is None else [*SHAPES, *PAIRS, *RUN])
     if args.resume is not None:
         if "optimizer" not in checkpoint:
             fail(f"--resume {path}: has no optimizer state; give the checkpoint.pt beside it")
@@ -860,7 +865,7 @@ def main(argv: list[str] | None = None) -> None:
             fail(f"--resume {path}: its {checkpoint['iteration']} iterations are done; raise --ppo-iterations")
     check_args(args)
     if args.evaluate is None:
-        return train(args, checkpoint)
+        return train(args, checkpoint if args.resume is not None else None)
 
     device = setup_device(args)
     agent = Agent(args).to(device)

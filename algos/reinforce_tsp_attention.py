@@ -106,7 +106,7 @@ class Args:
     solve: str | None = None  # with --evaluate and --data: new folder for the best tours, a file for each of the data
 
     # Algorithm
-    num_epochs: int = 35  # epochs; after each the rollout baseline may change
+    num_epochs: int = 35  # epochs, which are the iterations here; after each the rollout baseline may change
     steps_per_epoch: int = 100  # gradient steps of an epoch
     batch_size: int = 32  # instances B of a gradient step, over all processes
     optimizer: Literal["muon", "adam"] = "muon"  # of the matrices that map embeddings; Adam has all other parameters
@@ -284,7 +284,7 @@ def construct_tours(points, nodes: NodeProjections, num_tours=1, starts=None, sa
 
 
 def score_tours(nodes: NodeProjections, tours: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p of tours [B, P, N] by eq. 1 without its first factor, [B, P]; that factor of each node's, [B, N].
+    """log p of tours [B, P, N] by eq. 1 without its first factor, [B, P], and log p of each node as the first, [B, N].
 
     All steps at once, of all tours. The last step is left out: one node is left, and its probability is 1.
     """
@@ -340,7 +340,7 @@ def get_greedy_lengths(agent: AttentionModel, points: torch.Tensor) -> torch.Ten
 
 
 class Baseline(nn.Module):
-    """What b(s) of eq. 9 remembers: the best policy so far, and a running mean of lengths, for the first epoch too."""
+    """What b(s) of eq. 9 remembers: the best policy so far, and a mean of lengths (b(s) of `rollout` at first)."""
 
     def __init__(self, agent: AttentionModel):
         super().__init__()
@@ -680,7 +680,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         if WORLD_SIZE == 1:
             torch.set_rng_state(checkpoint["torch_rng"])
     is_same_task = saved is not None and (args.env_id, args.train_path) == (saved.env_id, saved.train_path)
-    if not is_same_task:  # lengths of before say nothing, and what they belong to stays where it is
+    if not is_same_task:  # best_length is of other instances; its best.pt stays in the old folder
         progress["best_length"] = math.inf
     if not is_same_task or args.baseline != saved.baseline:
         progress["baseline_start"] = progress["iteration"]
@@ -751,7 +751,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             scalars |= evaluate(agent, device, instances, ["greedy"])[0]
             length = evaluate(agent, device, validation, ["greedy"])[0]["eval/greedy_length"]
             scalars["eval/validation_length"] = length
-            if length <= progress["best_length"]:
+            if not best_path.exists() or length <= progress["best_length"]:
                 progress["best_length"] = length
                 save_checkpoint(best_path, args, progress, {"agent": agent})
             progress["eval_steps"] += len(instances) + len(validation)

@@ -1,7 +1,9 @@
 """The change detector: its parts against brute force and closed forms, probe pairs with a known optimum, bad input."""
 
 import math
+import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -518,8 +520,11 @@ def test_table_classes_and_a_pretrained_detector(tmp_path, capsys):
     assert detector["agent"]["class_head.weight"].shape[0] == 3 * 16 and 0 < detector["threshold"] < 1
 
     more = ["--pretrained", str(path / "checkpoint.pt"), "--learning-rate", "1e-30", "--run-dir", str(tmp_path / "b")]
-    cd.main([*flags, *more])
-    path, _ = read_result(tmp_path / "b")
+    cd.main(
+        [*more, *"--num-envs 8 --ppo-iterations 2 --batch-size 8".split()]
+    )  # its shapes and pairs are those of before
+    path, result = read_result(tmp_path / "b")
+    assert [result["args"][name] for name in ("num_train_pairs", "eval_episodes", "image_size")] == [64, 4, 32]
     second, scalars = torch.load(path / "checkpoint.pt", weights_only=True), read_scalars(path)
     assert second["iteration"] == 2 and {y for _, y in scalars["charts/stage"]} == {2.0}
     for name, x in second["agent"].items():
@@ -565,8 +570,14 @@ def test_a_real_set_trains_and_a_checkpoint_predicts(tmp_path, capsys):
     assert np.array_equal(np.array(Image.open(tmp_path / "one" / "1_mask.png")), mask)
     capsys.readouterr()
     (tmp_path / "file").write_text("")
+    cut = Path(shutil.copytree(folders[1], tmp_path / "cut"))
+    Image.open(cut / "1.png").crop((0, 0, 40, 40)).save(cut / "1.png")
     for change, message in (
-        (flags, "mask.png: exists"),
+        (flags, "mask.png exists"),
+        (
+            [*flags[:3], folders[0], str(cut), "--output", str(tmp_path / "x")],
+            "have different sizes",
+        ),  # the second pair
         ([*flags[:3], one[0], "missing.png", "--output", str(tmp_path / "x")], "missing.png"),
         ([*flags[:3], folders[0], one[1], "--output", str(tmp_path / "x")], "no such folder"),
         ([*flags[:3], *one, "--output", str(tmp_path / "file")], "--output"),
@@ -607,6 +618,9 @@ def test_prediction_of_one_window_is_its_classification(tmp_path):
         ("--num-minibatches 300", "--num-minibatches 300"),
         ("--num-classes 4", "--num-classes 4: has to be from 2 to 3"),
         ("--look-at dates", "--look-at dates needs --num-steps 2"),
+        ("--env-id prints --image-size 36 --patch-size 12", "--image-size 36: has to be a multiple of 8"),
+        ("--pretrained a.pt --resume b.pt", "--resume, --evaluate and --pretrained exclude each other"),
+        ("--pretrained a.pt --evaluate b.pt", "--resume, --evaluate and --pretrained exclude each other"),
         ("--predict a.png b.png", "--predict needs --evaluate"),
         ("--pretrained none.pt", "none.pt: no such checkpoint"),
         ("--cost -1", "--cost -1.0: has to be at least 0"),
@@ -630,7 +644,8 @@ def test_what_a_checkpoint_was_trained_with_stays(tmp_path, capsys):
             with pytest.raises(SystemExit) as error:
                 cd.main([action, str(path / "checkpoint.pt"), *flag.split()])
             assert error.value.code == 2 and "was trained with" in capsys.readouterr().err
-    for flag in ("--image-size 64", "--data-seed 2", f"--data-dir {tmp_path}"):  # other pairs are another run
+    changes = "--image-size 64", "--data-seed 2", f"--data-dir {tmp_path}", "--eval-episodes 5"  # other pairs
+    for flag in (*changes, "--cost 5"):  # by which the best policy was chosen
         with pytest.raises(SystemExit) as error:
             cd.main(["--resume", str(path / "checkpoint.pt"), "--ppo-iterations", "3", *flag.split()])
         assert error.value.code == 2 and "was trained with" in capsys.readouterr().err

@@ -584,8 +584,9 @@ def test_a_death_while_solving_leaves_nothing_that_a_retry_would_meet(tmp_path):
             tsp.write_tours(str(tmp_path / "tours"), instances, tours)
         assert not (tmp_path / "tours").exists()
         tsp.check_new_folder(str(tmp_path / "tours"))
-    tsp.write_tours(str(tmp_path / "tours"), instances, tours)
-    assert {x.name for x in tmp_path.iterdir()} == {"tours"}
+    (tmp_path / "tours.tmp").mkdir()  # somebody's own
+    tsp.write_tours(str(tmp_path / "tours") + "/", instances, tours)
+    assert {x.name for x in tmp_path.iterdir()} == {"tours", "tours.tmp"}
     assert {x.name for x in (tmp_path / "tours").iterdir()} == {"a.tour", "b.txt"}
 
 

@@ -178,7 +178,7 @@ def write_predictions(args, classify, threshold: float, fail) -> None:
     """Write a mask, 255 where change is likelier than `threshold`, and a map of probability for each pair of `args`.
 
     `classify(images)` gives logits [M, N, G, C] and looks [M, N]. Calls `fail` where a file cannot be read or written;
-    no file is written before the names of all pairs are known and free.
+    no file is written before all pairs were read and their names are free.
     """
     folder = Path(args.output)
     try:
@@ -186,7 +186,9 @@ def write_predictions(args, classify, threshold: float, fail) -> None:
         targets = [folder / f"{name}_{kind}.png" for name, _, _ in pairs for kind in ("mask", "probability")]
         for target in targets:
             if target.exists():
-                raise ValueError(f"{target}: exists, and is not overwritten")
+                fail(f"--output: {target} exists, and is not overwritten")
+        for _, path_a, path_b in pairs:  # what is wrong with one is told before any is written
+            split_picture(path_a, path_b, args.image_size, args.cell_size)
         for name, path_a, path_b in pairs:
             images, corners, shape = split_picture(path_a, path_b, args.image_size, args.cell_size)
             logits, looks, _ = classify(images)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-CLASSES = ("unchanged", "appeared", "vanished")
 ENV_IDS = {  # share of the pictures with clouds; smallest and largest share of one that they cover; building density
     "buildings": (0.3, 0.02, 0.15, 9.0),
     "buildings-cloudy": (0.7, 0.2, 0.7, 14.0),

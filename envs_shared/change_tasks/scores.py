@@ -161,11 +161,11 @@ def evaluate(classify, args, val, test) -> tuple[dict[str, float], dict[str, tup
 # ---- Table and pictures ----
 
 
-def format_table(metrics: dict[str, float], methods=METHODS) -> str:
+def format_table(metrics: dict[str, float]) -> str:
     """The scores eval/{method}_{score} as lines of columns."""
     columns = [*SCORES, "looks", "ms"]
     lines = [" ".join([f"{'':10}", *(f"{name:>9}" for name in columns)])]
-    for method in methods:
+    for method in METHODS:
         values = (metrics[f"eval/{method}_{name}"] for name in columns)
         lines.append(" ".join([f"{method:10}", *(f"{value:9.3f}" for value in values)]))
     return "\n".join(lines)

@@ -7,6 +7,7 @@ that name the file and the line.
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -210,11 +211,12 @@ def write_tours(folder: str, instances: list[Instance], tours: list[np.ndarray])
             texts[name] = texts.get(name, "") + format_ml4co([replace(instance, tour=tour)])
         else:
             texts[f"{instance.file}.tour"] = format_tsplib_tour(instance.file, tour)
-    unfinished = Path(f"{folder}.tmp")
-    unfinished.mkdir(exist_ok=True)
-    for name, text in texts.items():
-        (unfinished / name).write_text(text)
-    unfinished.rename(folder)
+    with TemporaryDirectory(prefix=".unfinished_", dir=Path(folder).parent) as unfinished:
+        written = Path(unfinished, "tours")
+        written.mkdir()
+        for name, text in texts.items():
+            (written / name).write_text(text)
+        written.rename(folder)
 
 
 def read_files(paths: tuple[str, ...]) -> list[Instance]:

@@ -49,19 +49,9 @@ class StepState:
     log_mask: torch.Tensor  # [B, ..., N] 0 where a node may still be visited, else -inf: add it to the logits
 
     @property
-    def current_node(self) -> torch.Tensor | None:
-        """The last node [B, ...]; None before the first step."""
-        return self.nodes[-1] if self.nodes else None
-
-    @property
     def tours(self) -> torch.Tensor:
         """The nodes so far, [B, ..., t]."""
         return torch.stack(self.nodes, -1) if self.nodes else self.log_mask[..., :0].long()
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """1 where a node may still be visited, else 0, [B, ..., N]."""
-        return self.log_mask.exp()
 
 
 class TspEnv:
@@ -76,8 +66,8 @@ class TspEnv:
     def step(self, node: torch.Tensor) -> tuple[StepState, torch.Tensor | None, bool]:
         """Visit `node` [B, ...] next: the state, minus the closed tour's length once it is complete, and whether it is.
 
-        The state is the same object, changed. That no node is visited twice is the policy's to see to (`mask`): nothing
-        here waits for the device.
+        The state is the same object, changed. That no node is visited twice is for the policy to see to (`log_mask`):
+        nothing here waits for the device.
         """
         self.state.nodes.append(node)
         self.state.log_mask.scatter_(-1, node.unsqueeze(-1), -math.inf)
