@@ -841,7 +841,7 @@ def main(argv: list[str] | None = None) -> None:
     checkpoint = None
     paths = [path for path in (args.resume, args.evaluate, args.pretrained) if path is not None]
     if len(paths) > 1 or (args.evaluate is not None and WORLD_SIZE > 1):
-        fail("--resume, --evaluate and --pretrained exclude each other, and --evaluate is for one process")
+        fail("--resume and --evaluate and --pretrained exclude each other, and --evaluate is for one process")
     if paths:
         (path,) = paths
         checkpoint = load_checkpoint(path)
