@@ -52,7 +52,8 @@ python benchmark/report.py
 ```
 
 The command lines of all cells are in [`benchmark/suites`](../benchmark/suites), every run with its learning curve in
-[`benchmark/results`](../benchmark/results). Seconds are CPU-seconds, which other work on the machine lengthens.
+[`benchmark/results`](../benchmark/results). Seconds are CPU-seconds, which other work on the machine lengthens. Nothing
+was measured on a GPU yet: the tests run those paths on a pretended one.
 
 """
 RATIO_LEGEND = """Medians over the seeds, both sides run in turns on the same machine; in bold where ours is better
@@ -60,7 +61,8 @@ and the 95 % bootstrap interval of the ratio leaves out 1. "Over": most runs did
 brackets, how many did."""
 TABLE_LEGEND = """The first setting of each task; the others, and what each flag is worth, are on the scripts' pages.
 The result is the mean over the seeds with its 95 % bootstrap interval, the time the median of the
-CPU-seconds to the threshold, in brackets how many runs reached it where not all did, or of the whole run."""
+CPU-seconds to the threshold, without evaluations, in brackets how many runs reached it where not all did; or of the
+whole run, with them."""
 CURVE_LEGEND = """In the pictures: thin, a seed each; thick, their mean, where all have values; dotted, the threshold,
 with a dot where a run reaches it."""
 
