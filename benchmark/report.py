@@ -205,15 +205,15 @@ def make_ablations(results: dict) -> dict[str, str]:
     head = "setting | flags | mean: | difference, 95 % interval: | probability of improvement: | CPU-s:"
     pages = {}
     for script in dict.fromkeys(cell["script"] for cell in results["cells"].values()):
-        all_cells = [cell for cell in results["cells"].values() if cell["script"] == script]
+        mine = {name: cell for name, cell in results["cells"].items() if cell["script"] == script}
         lines = [""]
-        for task in dict.fromkeys(cell["task"] for cell in all_cells):
-            cells = [cell for cell in all_cells if cell["task"] == task]
+        for task in dict.fromkeys(cell["task"] for cell in mine.values()):
+            cells = [cell for cell in mine.values() if cell["task"] == task]
             metric = next((cell["headline"] for cell in cells if cell["headline"]), "").removeprefix("eval/")
             num_seeds = max(len(cell["runs"]) for cell in cells)
             lines += [f"**{task}**, {metric}, {cells[0]['better']} is better, {num_seeds} seeds", ""]
             lines += [common.make_table(head, [make_ablation_line(cell, cells[0]) for cell in cells]), ""]
-        pages[script] = "\n".join([*lines, describe_machines([results]), ""])
+        pages[script] = "\n".join([*lines, describe_machines([results | {"cells": mine}]), ""])
     return pages
 
 
