@@ -1221,7 +1221,7 @@ def test_bad_settings_are_one_line_to_play_with(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_default_run_beats_plain_search(run_script, tmp_path):
     """More seeds are in benchmark/suites/go_default.toml."""
-    run = run_script("alphazero_go", "--seed", 12, "--run-dir", tmp_path, timeout=900)
+    run = run_script("alphazero_go", "--seed", 12, "--run-dir", tmp_path, timeout=1800)
     assert run.returncode == 0, run.stderr
     path, result = read_result(tmp_path)
     metrics = result["metrics"]

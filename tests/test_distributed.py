@@ -72,7 +72,7 @@ def ranks(script, tmp_path_factory):
 @each_script
 def test_two_processes_train_as_one(script, ranks):
     """One run folder, one log, equal weights, other random numbers in each; so in the run that goes on, too."""
-    assert ranks.output.count("run folder") == 2  # in the summaries: one process talks
+    assert ranks.output.count("run folder") == 4  # at the start and in the summary of two runs: one process talks
     assert list((ranks.out / "whole").iterdir()) == [ranks.path]
     assert len(list(ranks.path.glob("events*"))) == 1
     for name, path in (("whole", ranks.path), ("resumed", ranks.out / "resumed")):

@@ -163,6 +163,11 @@ def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path):
         ([suite, "--retries", "-1"], "--retries -1"),
         ([suite, "--runs", tmp_path / "file"], "is not a folder"),
         ([suite, "--runs", tmp_path / "file" / "runs"], "is not a folder"),
+    ):
+        with pytest.raises(SuiteError, match=message):
+            run.main([*map(str, flags)])
+    for flags, message in (
+        ([tmp_path / "missing.toml"], "cannot be read"),
         ([suite, "--runs", tmp_path / "runs", "--address", "127.0.0.1:1"], "no Ray cluster"),
         ([big, "--runs", tmp_path / "runs"], "needs 4096 CPUs"),
     ):
