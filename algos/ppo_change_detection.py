@@ -680,7 +680,7 @@ def load_detector(agent: Agent, args: Args) -> None:
 
 # What a network is made for, the pairs it learns from, and what else a run that goes on keeps
 SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps refiner_dim".split()
-PAIRS = "env_id data_dir dir_names data_seed num_train_pairs image_size eval_episodes".split()
+PAIRS = "env_id data_seed num_train_pairs image_size eval_episodes".split()
 RUN = "coarse_iterations refine_iterations num_envs cost seed".split()
 
 
@@ -847,7 +847,8 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = checkpoint["args"]
         if args.pretrained is not None:  # the rest is of a new run
-            saved = replace(Args(), **{name: getattr(saved, name) for name in (*SHAPES, *PAIRS)})
+            kept = (*SHAPES, *PAIRS, "data_dir", "dir_names")
+            saved = replace(Args(), **{name: getattr(saved, name) for name in kept})
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
     if args.pretrained is not None:
         args.coarse_iterations = 0

@@ -589,6 +589,11 @@ def test_a_real_set_trains_and_a_checkpoint_predicts(tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         cd.main([*TINY.split(), "--data-dir", str(tmp_path / "set"), "--image-size", "72"])
     assert error.value.code == 2 and "set: train picture 0: smaller than a crop" in capsys.readouterr().err
+    (tmp_path / "moved").mkdir()  # the set may be elsewhere when a run goes on
+    shutil.move(tmp_path / "set", tmp_path / "moved")
+    moved = ["--data-dir", str(tmp_path / "moved" / "set"), "--ppo-iterations", "3"]
+    cd.main(["--resume", str(path / "checkpoint.pt"), *moved])
+    assert torch.load(path / "checkpoint.pt", weights_only=True)["iteration"] == 5
 
 
 def test_prediction_of_one_window_is_its_classification(tmp_path):
