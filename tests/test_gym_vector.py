@@ -108,6 +108,13 @@ def test_what_make_env_adds_is_seen(make_env, is_vector_form):
     assert (type(envs.envs.unwrapped).__name__ == "CartPoleVectorEnv") == is_vector_form
 
 
+def test_an_id_that_make_env_alone_knows():
+    envs, _ = make_vec("nobody-v0", 2, 1, make_env=lambda env_id, **kwargs: Fixed(3))
+    assert [type(env).__name__ for env in envs.envs.unwrapped.envs] == ["Fixed"] * 2
+    with pytest.raises(ValueError, match=r"to be filmed, it has to take render_mode \(.*render_mode"):
+        make_vec("nobody-v0", 1, 1, make_env=lambda env_id, **kwargs: Fixed(**kwargs), video_folder="films")
+
+
 def test_episodes_are_played_evenly_and_counted_once():
     """Rewards 0, 1, 2 a step in three environments, 5 steps an episode: two of each, one more of the first."""
     Fixed.made = 0

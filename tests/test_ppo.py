@@ -352,6 +352,12 @@ def test_box_actions_are_in_units_of_the_box_and_inside_it():
     torch.testing.assert_close(agent.get_action(torch.zeros(5, 2)), torch.tensor([[26.0, -1.0]] * 5))
 
 
+def test_what_cannot_be_filmed_is_told_before_training(tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        ppo.main(["--env-id", "probe_envs:Fixed-v0", "--capture-video", "--run-dir", str(tmp_path / "runs")])
+    assert error.value.code == 2 and "to be filmed" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("vectorization", ["auto", "async"])
 def test_wrappers_added_in_make_env_are_everywhere(tmp_path, monkeypatch, vectorization):
     """In training, in evaluation and in films; without any, the environment's own vector form stays in use."""

@@ -382,6 +382,16 @@ def test_resume_is_exact_with_every_baseline_and_optimizer(tmp_path, baseline, o
     assert ("muon" in whole) == (optimizer == "muon")
 
 
+def test_a_checkpoint_that_was_moved_alone_gets_a_best_policy(tmp_path):
+    """Even where none after it is as good as the one that stayed behind."""
+    path, _, checkpoint = short_run(tmp_path / "first", "--env-id", "tsp6-uniform")
+    (tmp_path / "alone").mkdir()
+    torch.save(checkpoint | {"best_length": 0.0}, tmp_path / "alone" / "checkpoint.pt")
+    am.main(["--resume", str(tmp_path / "alone" / "checkpoint.pt"), "--num-epochs", "3"])
+    best = torch.load(tmp_path / "alone" / "best.pt", weights_only=True)
+    assert best["best_length"] > 0 and path.exists()
+
+
 def test_a_finished_run_goes_on_with_another_baseline_or_other_instances(tmp_path):
     """The baseline begins with the policy as it is then, and a warm-up; other instances have a best of their own."""
     path, _, before = short_run(tmp_path, "--env-id", "tsp6-uniform", "--no-anneal-lr")
