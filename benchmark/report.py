@@ -172,7 +172,8 @@ def list_commands(cells: list[dict]) -> list[str]:
         if cell is other or not records.is_ours(cell):
             text = f"`{' '.join(cell['command'].split())}`"
         lines.append(f"- {cell['task']}, {cell['setting']}: {text}")
-    return ["Flags without a command are added to the first one of their task.", "", *lines] if lines else []
+    has_flags = any(": `python" not in line for line in lines)
+    return ["Flags without a command are added to the first one of their task.", ""] * has_flags + lines
 
 
 def describe_flags(cell: dict, first: dict) -> str:

@@ -158,7 +158,6 @@ def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path):
     big = tmp_path / "big.toml"
     big.write_text("seeds = [1]\n" + CELL + "cpus = 4096\n")
     for flags, message in (
-        ([tmp_path / "missing.toml"], "cannot be read"),
         ([suite, "--only", "r2d2*"], "no such cell"),
         ([suite, "--retries", "-1"], "--retries -1"),
         ([suite, "--runs", tmp_path / "file"], "is not a folder"),

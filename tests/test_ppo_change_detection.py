@@ -520,9 +520,7 @@ def test_table_classes_and_a_pretrained_detector(tmp_path, capsys):
     assert detector["agent"]["class_head.weight"].shape[0] == 3 * 16 and 0 < detector["threshold"] < 1
 
     more = ["--pretrained", str(path / "checkpoint.pt"), "--learning-rate", "1e-30", "--run-dir", str(tmp_path / "b")]
-    cd.main(
-        [*more, *"--num-envs 8 --ppo-iterations 2 --batch-size 8".split()]
-    )  # its shapes and pairs are those of before
+    cd.main([*more, *"--num-envs 8 --ppo-iterations 2 --batch-size 8".split()])  # shapes and pairs of before
     path, result = read_result(tmp_path / "b")
     assert [result["args"][name] for name in ("num_train_pairs", "eval_episodes", "image_size")] == [64, 4, 32]
     second, scalars = torch.load(path / "checkpoint.pt", weights_only=True), read_scalars(path)
@@ -574,10 +572,7 @@ def test_a_real_set_trains_and_a_checkpoint_predicts(tmp_path, capsys):
     Image.open(cut / "1.png").crop((0, 0, 40, 40)).save(cut / "1.png")
     for change, message in (
         (flags, "mask.png exists"),
-        (
-            [*flags[:3], folders[0], str(cut), "--output", str(tmp_path / "x")],
-            "have different sizes",
-        ),  # the second pair
+        ([*flags[:3], folders[0], str(cut), "--output", str(tmp_path / "x")], "have different sizes"),
         ([*flags[:3], one[0], "missing.png", "--output", str(tmp_path / "x")], "missing.png"),
         ([*flags[:3], folders[0], one[1], "--output", str(tmp_path / "x")], "no such folder"),
         ([*flags[:3], *one, "--output", str(tmp_path / "file")], "--output"),
