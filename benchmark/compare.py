@@ -82,7 +82,7 @@ def compare_cell(name: str, base: dict, new: dict) -> list[dict]:
     """A row for each quantity that both cells have, with what it is on both sides, and p of being worse or None."""
     rows = []
     for quantity, title in QUANTITIES.items():
-        if quantity != "headline" and base["threshold"] != new["threshold"]:
+        if quantity.endswith("_to_threshold") and base["threshold"] != new["threshold"]:
             continue
         losses = [find_losses(cell, quantity) for cell in (base, new)]
         if any(values is None or not len(values) or not np.isfinite(losses[0]).all() for values in losses):
@@ -115,6 +115,8 @@ def compare(base: dict, new: dict) -> tuple[list[dict], dict[str, list[str]]]:
         elif (cell["headline"], cell["better"]) != (other["headline"], other["better"]):
             notes["not comparable"].append(f"{name}: {cell['headline']} and {other['headline']}")
         else:
+            if cell["threshold"] != other["threshold"]:
+                notes["not comparable"].append(f"{name}: thresholds {cell['threshold']} and {other['threshold']}")
             rows += compare_cell(name, cell, other)
             if len(absent) > len(failed):
                 notes["unfinished"].append(f"{name}: {len(absent) - len(failed)} seeds are missing in NEW")

@@ -35,6 +35,12 @@ SCRIPTS = {
     "ppo_change_detection": "PPO for change detection",
     "alphazero_go": "AlphaZero for Go",
 }
+METRICS = {  # in words
+    "eval/episodic_return": "return",
+    "eval/greedy_gap": "gap of greedy tours, %",
+    "eval/ppo_f1": "F1",
+    "eval/win_rate_mcts": "games won against plain MCTS",
+}
 STEPS = {
     "reinforce_tsp_attention": "instances",
     "rl4co_attention": "instances",
@@ -58,11 +64,11 @@ was measured on a GPU yet: the tests run those paths on a pretended one.
 """
 RATIO_LEGEND = """Medians over the seeds, both sides run in turns on the same machine; in bold where ours is better
 and the 95 % bootstrap interval of the ratio leaves out 1. "Over": most runs did not get there with so much; in
-brackets, how many did."""
+brackets, how many did. Without an interval: not all runs got there, or there are too few."""
 TABLE_LEGEND = """The first setting of each task; the others, and what each flag is worth, are on the scripts' pages.
 The result is the mean over the seeds with its 95 % bootstrap interval, the time the median of the
 CPU-seconds to the threshold, without evaluations, in brackets how many runs reached it where not all did; or of the
-whole run, with them."""
+whole run, with them. Of change detection's tasks: Student's t intervals over three data seeds of three runs each."""
 CURVE_LEGEND = """In the pictures: thin, a seed each; thick, their mean, where all have values; dotted, the threshold,
 with a dot where a run reaches it."""
 
@@ -70,9 +76,9 @@ with a dot where a run reaches it."""
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def show_interval(interval: tuple[float, float] | None) -> str:
+def show_interval(interval: tuple[float, float] | None, digits: int = 3) -> str:
     """Two numbers as people write them."""
-    return "{} to {}".format(*map(show, interval)) if interval else "-"
+    return " to ".join(show(end, digits) for end in interval) if interval else "-"
 
 
 def show_quantity(cell: dict, quantity: str) -> str:
@@ -102,8 +108,9 @@ def make_ratio_line(ratio: dict, cells: dict[str, dict]) -> list[str]:
         return [*line, "-"]
     low, high = found[1] or (0.0, math.inf)
     is_better = high < 1 if ratio["better"] == "lower" else low > 1
-    text = f"**{show(found[0])}**" if is_better else show(found[0])
-    return [*line, f"{text} ({show_interval(found[1])})"]
+    digits = 5 if abs(found[0] - 1) < 0.01 else 3  # 1.0012 is not 1.00
+    text = f"**{show(found[0], digits)}**" if is_better else show(found[0], digits)
+    return [*line, f"{text} ({show_interval(found[1], digits)})"]
 
 
 def make_ratio_table(results: list[dict]) -> str:
@@ -119,8 +126,8 @@ def make_script_line(cell: dict) -> list[str]:
     result = show(float(np.mean(values))) + (f" ({show_interval(interval)})" if interval else "")
     quantity, end = "cpu_seconds", ""
     if cell["threshold"] is not None and any(run["curve"] for run in cell["runs"]):
-        quantity, end = "seconds_to_threshold", f" to {cell['threshold']:g}"
-    metric = cell["headline"].removeprefix("eval/").replace("_", " ")
+        quantity, end = "seconds_to_threshold", f", to reach {cell['threshold']:g}"
+    metric = METRICS.get(cell["headline"], cell["headline"])
     time = show_quantity(cell, quantity) + end
     return [f"{cell['task']}, {cell['setting']}", metric, result, time, len(values)]
 
@@ -128,13 +135,19 @@ def make_script_line(cell: dict) -> list[str]:
 def make_script_table(cells: list[dict], others: list[list] = ()) -> str:
     """Markdown table of cells that have run, of `others`, lines of that form, and what is missing."""
     rows = [make_script_line(cell) for cell in cells if cell["runs"]]
-    lines = [common.make_table("task, setting | metric | result: | CPU-s: | seeds:", [*rows, *others]), ""]
+    table = common.make_table("task, setting | metric | result: | CPU-s: | seeds:", [*rows, *others])
+    return "\n".join([table, "", *list_missing(cells)])
+
+
+def list_missing(cells: list[dict]) -> list[str]:
+    """What has not run or has failed, a line for each cell and reason, as a list."""
+    lines = []
     for cell in cells:
         for error in dict.fromkeys(missing["error"] for missing in cell["missing"]):
             seeds = ", ".join(str(missing["seed"]) for missing in cell["missing"] if missing["error"] == error)
             what = error if error in (records.NOT_RUN, "not done yet") else f"**failed**: {error}"
             lines.append(f"- {cell['task']}, {cell['setting']}, seeds {seeds}: {what}")
-    return "\n".join(lines)
+    return lines
 
 
 def show_metric(cell: dict, metric: str) -> str:
@@ -160,7 +173,8 @@ def make_column_table(results: dict, columns: dict[str, str]) -> str:
     if all(len(cell["runs"]) == 1 for cell in cells):  # one match each, whose time is not that of learning
         head, rows = head[:-2], [row[:-2] for row in rows]
         legend = "In brackets 95 % intervals."
-    return "\n".join([common.make_table(" | ".join(head), rows), "", legend, "", *list_commands(cells)])
+    missing = list_missing(list(results["cells"].values()))
+    return "\n".join([common.make_table(" | ".join(head), rows), "", legend, "", *list_commands(cells), *missing])
 
 
 def list_commands(cells: list[dict]) -> list[str]:
@@ -386,7 +400,7 @@ def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
             if "columns" in table:
                 text = make_column_table(results, table["columns"])
             elif not name.endswith("_speed"):
-                text += "\n\n" + "\n".join(list_commands(ours))
+                text += "\n\n" + "\n".join(list_commands(ours) + list_missing(list(results["cells"].values())))
             sections[table["page"], table["section"]] = f"\n{text}\n\n{describe_machines([results])}\n"
         if results["summary"]:
             sections["README", f"{name}_cell"] = fill_summary(results)

@@ -405,6 +405,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(f"{args.suite.stem}: {len(chosen)} cells, {len(chosen) - len(missing)} done before", file=sys.stderr)
     if missing:
+        if common.describe_machine()["commit"].endswith("-dirty"):
+            print("note: changes that no commit holds: report.py will not publish these runs", file=sys.stderr)
         connect(args.address)
         check_resources(missing)
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own

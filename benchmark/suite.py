@@ -107,6 +107,8 @@ def find_used_files(script: Path) -> set[Path]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(FILE, node.value):
                 names.add(node.value)
         used = [folder / f"{name}{end}" for folder in folders for name in names for end in ("", ".py", "/__init__.py")]
+        if path.parent.parent == common.ROOT / "envs_shared":  # a folder of helpers, with the data that they read
+            used += path.parent.rglob("*.txt")
         todo += [path for path in used if path.is_file() and path not in found]
     return found
 

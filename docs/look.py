@@ -4,8 +4,8 @@
     pip install playwright && playwright install chromium      # or --browser /usr/bin/chromium, where that is installed
     python docs/look.py /tmp/site --out /tmp/look
 
-Fails where a page is wider than the screen, where a figure is missing, or where the search finds nothing. Leaves a
-screenshot of each page in --out, to be looked at.
+Fails where a page is wider than the screen, where on a wide one a table has columns to scroll to, where a figure is
+missing, or where the search finds nothing. Leaves a screenshot of each page in --out, to be looked at.
 """
 
 import argparse
@@ -22,6 +22,8 @@ WIDE = """width => {
         .filter(element => isWide(element) && !scrolls(element.parentElement.closest("article *")))
         .slice(0, 5).map(element => element.outerHTML.slice(0, 120))
 }"""
+HIDDEN = """() => [...document.querySelectorAll(".md-typeset__scrollwrap")]
+    .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.innerText.slice(0, 60))"""
 BROKEN = "() => [...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
 
 
@@ -35,6 +37,8 @@ def look_at(page, path: Path, width: int, scheme: str, out: Path) -> list[str]:
     needed = page.evaluate("() => document.documentElement.scrollWidth")
     if needed > width:
         problems.append(f"needs {needed} pixels: {page.evaluate(WIDE, width)}")
+    if width == WIDTHS[0]:
+        problems += [f"a table with columns out of sight: {text!r}" for text in page.evaluate(HIDDEN)]
     shown = page.evaluate("() => document.body.dataset.mdColorScheme")
     if shown != {"light": "default", "dark": "slate"}[scheme]:
         problems.append(f"{shown} on a {scheme} system")

@@ -33,7 +33,8 @@ import hooks
 import peer
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # of which all but the first are the site's
-TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+BENCHMARK = [ROOT / "benchmark" / folder / "README.md" for folder in ("", "checkpoints", "peers")]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *BENCHMARK, ROOT / "CHANGELOG.md"]
 STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
 PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py")), *STUDIES]
 HEADINGS = ["Usage", "Equations", "Implementation details", "Logged metrics", "Results", "Ablations", "Speed"]
@@ -43,8 +44,8 @@ FILE = "(algos|benchmark|envs_shared|tests|docs)/"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FORMULA = re.compile(r"\$`([^`]+)`\$|^```math\n(.*?)^```$", re.M | re.S)
-each_page = pytest.mark.parametrize("page", TEXTS[:-1], ids=lambda page: page.name)
-each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", TEXTS[:-2], ids=lambda page: str(page.relative_to(ROOT)))
+each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def forbid_abbreviations(parser: argparse.ArgumentParser):

@@ -458,13 +458,15 @@ def test_each_running_cell_has_a_line(tmp_path, monkeypatch, is_terminal):
 
 
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
-    """Of what the script imports in turn, not of its neighbours; of files that it names, and of a peer's packages."""
+    """Of what the script imports in turn, with its data, not of its neighbours; of files that it names, of packages."""
     files = {
         "algos/ppo.py": "from envs_shared.tasks import a\nimport numpy\n",
         "envs_shared/__init__.py": "",
         "envs_shared/tasks/a.py": "import envs_shared.tasks.b as b\n",
         "envs_shared/tasks/b.py": "b = 1\n",
         "envs_shared/tasks/c.py": "c = 1\n",
+        "envs_shared/tasks/reference/r.txt": "3.85\n",
+        "envs_shared/others/r.txt": "3.85\n",
         "benchmark/peers/match.py": "import shared\nENGINE = 'algos/ppo.py'\n",
         "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
         "benchmark/peers/requirements-x.txt": "x==1\n",
@@ -487,7 +489,7 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
         (tmp_path / name).write_text(f"{text}#")
         changed[name] = tuple(a != b for a, b in zip(before, (ours.hash(), match.hash()), strict=True))
         (tmp_path / name).write_text(text)
-    both = {"algos/ppo.py", "envs_shared/tasks/a.py", "envs_shared/tasks/b.py"}
+    both = {"algos/ppo.py", *(f"envs_shared/tasks/{name}" for name in ("a.py", "b.py", "reference/r.txt"))}
     peers = {"benchmark/peers/match.py", "benchmark/peers/shared.py", "benchmark/peers/requirements-x.txt"}
     assert {name for name, found in changed.items() if found == (True, True)} == both
     assert {name for name, found in changed.items() if found == (False, True)} == peers | {"algos/net.pt"}
@@ -501,6 +503,8 @@ def test_what_a_script_uses_is_what_it_imports():
     found = {str(p.relative_to(ROOT)) for p in suites.find_used_files(ROOT / "benchmark" / "peers" / "gnugo_match.py")}
     assert found > {"benchmark/peers/go_engine.py", "benchmark/peers/peer.py", "algos/alphazero_go.py"}
     assert {"benchmark/checkpoints/go5x5.pt", "envs_shared/go_tasks/gtp.py"} < found
+    found = suites.find_used_files(ROOT / "benchmark" / "peers" / "elkai_lkh.py")
+    assert ROOT / "envs_shared" / "tsp_tasks" / "reference" / "tsp20-uniform.txt" in found
 
 
 # ---- Runs on Ray -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 python benchmark/studies/r2d2_windows.py
 """
 
+import argparse
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,4 +71,5 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw(common.FIGURES / "r2d2_windows.png")

@@ -6,6 +6,7 @@ Active search goes on with REINFORCE on the instance itself: each step samples a
 instance's keys of eq. 7, by Adam, and nothing else. Sampling takes as many tours without moving anything.
 """
 
+import argparse
 import sys
 import time
 from functools import partial
@@ -96,4 +97,5 @@ def make_sections(results: dict) -> dict[tuple[str, str], str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     common.save_rows("tsp_active", measure(), ("network", "way"))
