@@ -99,7 +99,7 @@ def make_ratio_line(ratio: dict, cells: dict[str, dict]) -> list[str]:
     line = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
     if not ours["runs"] or not peer["runs"]:
         empty = ours if not ours["runs"] else peer
-        return [*line, "-", "-", f"not run: {empty['missing'][0]['error']}"]
+        return [*line, "-", "-", empty["missing"][0]["error"]]
     quantities = ratio["quantity"], ratio.get("peer_quantity", ratio["quantity"])
     sides = list(zip((ours, peer), quantities, strict=True))
     line += [show_quantity(*side) for side in sides]

@@ -52,7 +52,7 @@ def make_cell(setting, steps, **changes):
         for seed, x in enumerate(steps)
     ]
     cell = {"task": "CartPole-v1", "setting": setting, "command": f"python {setting}.py --a  1", "threshold": 475.0}
-    return cell | {"runs": runs, "script": setting, "better": "higher"} | changes
+    return cell | {"runs": runs, "missing": [], "script": setting, "better": "higher"} | changes
 
 
 def test_ratios_count_runs_that_never_got_there():

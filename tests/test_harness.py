@@ -646,9 +646,11 @@ def test_the_page_says_what_the_results_say():
     ratios = [base | {"peer": "sb3_ppo/CartPole-v1/tuned"}, base | {"peer": "gnugo/Go/match"}]
     page = report.render_own([make_results(make_cell([400.0, 500.0]), peer, lost, ratios=ratios)])
     assert "| return | abc | 450 | 150 | **3.00** (2.00 to 5.00) |" in page
-    assert "| return | gnugo | - | - | not run: cannot be installed |" in page
-    assert "| CartPole-v1, default | episodic return | 450 (400 to 500) | 1.50 to 475 | 2 |" in page
-    assert "| CartPole-v1, tuned | episodic return | 150 (100 to 200) | over 1.00 (1 of 2) to 475 | 2 |" in page
+    assert "| return | gnugo | - | - | cannot be installed |" in page
+    assert "| CartPole-v1, default | return | 450 (400 to 500) | 1.50, to reach 475 | 2 |" in page
+    assert "| CartPole-v1, tuned | return | 150 (100 to 200) | over 1.00 (1 of 2), to reach 475 | 2 |" in page
+    close = make_results(make_cell([1.0012]), make_cell([1.0], "sb3_ppo/CartPole-v1/tuned"), ratios=ratios[:1])
+    assert "1.0012" in report.make_ratio_table([close])
     assert "Go, match, seeds 1: **failed**: cannot be installed" in page
 
 
@@ -729,7 +731,8 @@ def test_published_are_the_cells_of_the_suite_of_today(published, tmp_path):
     assert list(cells) == ["ppo/CartPole-v1/default", "ppo/CartPole-v1/new"]
     assert len(cells["ppo/CartPole-v1/default"]["runs"]) == 2 and not cells["ppo/CartPole-v1/new"]["runs"]
     assert [m["seed"] for m in cells["ppo/CartPole-v1/new"]["missing"]] == [1, 2, 3]
-    assert "new, seeds 1, 2, 3: not run yet" in report.make_script_table(list(cells.values()))
+    for table in (report.make_script_table(list(cells.values())), report.make_column_table({"cells": cells}, {})):
+        assert "- CartPole-v1, new, seeds 1, 2, 3: not run yet" in table
     assert len(published(make_cell([1.0, 2.0]))) == 2  # without those of `gone`
     (tmp_path / "suites" / "a.toml").write_text(SUITE_A.replace("ppo.py", "ppo.py --gamma 0.9"))  # another command
     assert not records.load_published()["a"]["cells"]["ppo/CartPole-v1/default"]["runs"]
@@ -863,6 +866,9 @@ def test_comparison_fails_where_learning_takes_longer(tmp_path, capsys):
         run_["curve"] = [[0, 0, 20.0], [8000, 80, 30.0 + i], [9000, 90, 500.0]]
     assert run_compare(tmp_path, [base], [flat]) == 1
     assert "| 1.00x | 1.00x | 260 to" in (found := capsys.readouterr().out) and "**worse: curve**" in found
+    assert run_compare(tmp_path, [base], [flat | {"threshold": 400}]) == 1  # what does not hang on it is compared
+    found = capsys.readouterr().out
+    assert "not comparable: ppo/CartPole-v1/default: thresholds 475 and 400" in found and "| 500 to 500 |  |  |" in found
 
 
 def test_missing_cells_and_speeds_of_peers_are_told_and_change_nothing(tmp_path, capsys):
