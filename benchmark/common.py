@@ -1,6 +1,7 @@
 """What all programs here share: places, machines, the peers' environments, the form of results, sections of pages."""
 
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -160,8 +161,12 @@ def save_rows(name: str, new: list[dict], keys: tuple[str, ...]) -> None:
     old = (load_results(name) or {"rows": []})["rows"]
     fresh = {tuple(row[key] for key in keys) for row in new}
     rows = [row for row in old if tuple(row[key] for key in keys) not in fresh]
-    machine = describe_machine()
+    machine = describe_machine_once()
     save_results(name, {"rows": rows + [row | {"machine": machine} for row in new]})
+
+
+# Results that are written change the tree, but not what later rows of the same program are of
+describe_machine_once = functools.cache(describe_machine)
 
 
 # ---- Pages -----------------------------------------------------------------------------------------------------------
