@@ -3,6 +3,7 @@
 import functools
 import io
 import math
+import random
 import shutil
 import sys
 import time
@@ -865,13 +866,18 @@ def test_gtp_answers():
         ("7", "unknown command"),
         ("quit now", "wrong number of arguments"),
         (f"time_left b 10 1{400 * '0'}", f"'1{400 * '0'}' is no number"),
-        ("lz-genmove_analyze green", "'green' is no number"),
+        ("lz-genmove_analyze green", "unknown argument 'green'"),
+        ("lz-analyze b w", "one colour and one interval at most"),
+        ("lz-analyze interval", "'' is no number"),
+        ("komi 1_0", "'1_0' is no number"),
+        ("boardsize \u0665", "'\u0665' is no number"),  # an Arabic five
+        ("play b A01", "invalid vertex"),
         ("fixed_handicap 2", "invalid number of stones"),
         ("set_free_handicap A1 A1", "bad vertex list"),
         ("set_free_handicap A1 pass", "bad vertex list"),
         ("loadsgf /nowhere.sgf", "cannot load file"),
         ("time_settings -1 0 0", "times are not negative"),
-        ("lz-analyze often", "'often' is no number"),
+        ("lz-analyze often", "unknown argument 'often'"),
     ):
         (found,) = ask(engine, wrong)
         assert found == (f"?7 {answer}" if wrong == "7" else f"? {answer}"), (wrong, found)
@@ -948,6 +954,27 @@ def test_gtp_plays_legal_games_and_goes_on_with_its_tree():
     engine.search(other, math.inf, 10)
     engine.search(other, math.inf, 10)
     assert searches[-1][1] is searches[-2][1] and searches[-1][0] == searches[-2][0] + 10
+
+
+def test_gtp_searches_what_is_on_the_board():
+    """Stones and side to move at the root of the tree, whatever was played, searched and taken back before."""
+    engine, rng = make_engine(3), random.Random(1)
+    thinker, num_kept = engine.think.__self__, 0
+    thinker.args.simulations_end = 24
+    for _ in range(120):
+        move = f"{rng.choice('bw')} {rng.choice('ABC')}{rng.randint(1, 3)}"
+        ask(engine, rng.choice([f"play {move}", f"play {move[0]} pass", f"genmove {move[0]}", "undo", "komi 2"]))
+        stone, kept = rng.choice([1, -1]), getattr(thinker, "search", None)
+        if not engine.can_search():
+            ask(engine, "clear_board")
+            continue
+        engine.search(stone, math.inf, 8)
+        num_kept += thinker.search is kept
+        root = thinker.search.node_boards.pick(thinker.search.roots)
+        boards = engine.look_from(stone)
+        assert int(root.to_play) == stone and torch.equal(root.stones, boards.stones)
+        assert int(root.num_passes) == int(boards.num_passes)
+    assert num_kept > 10
 
 
 def test_plain_mcts_tries_moves_in_no_order_and_plays_to_win(monkeypatch):
@@ -1079,7 +1106,9 @@ def test_gtp_without_time_plays_by_the_prior_and_survives_broken_input():
         yield "name"
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
-    engine.serve(broken())  # ends, as if by quit
+    engine.out.truncate(0)
+    engine.serve(broken())  # ends, and answers what was asked alone
+    assert engine.out.getvalue().strip("\0") == "= alphazero_go\n\n"
     time.sleep(0.1)
 
 
@@ -1106,14 +1135,16 @@ def test_sgf_there_and_back(tmp_path):
     ]
     engine.komi = 1.5
     assert ask(engine, f"loadsgf {path}") == ["= white"] and engine.komi == 1.5  # the file does not say
-    path.write_text("(;SZ[5]AB[aa]PL[B]KM[2])")
-    assert ask(engine, f"loadsgf {path}") == ["= black"] and engine.komi == 2
+    for text, colour in (("AB[aa]PL[B]KM[2]", "black"), ("AB[aa]KM[]", "white"), ("AB[aa]AW[ee]KM[2,0]", "black")):
+        path.write_text(f"(;SZ[5]{text})")
+        assert ask(engine, f"loadsgf {path}") == [f"= {colour}"] and engine.komi == 2
+    path.write_text("(;SZ[5]AW[dd:cc])")
+    assert ask(engine, f"loadsgf {path}", "showboard")[1].count("O") == 4
     for wrong in (
         *("", "no sgf", "(;SZ[5];B[zz])", "(;SZ[x])", "(;SZ[9];B[aa])", "(;SZ[5];B[aa];W[aa])", "(;SZ[99])"),
         *(
             "(;SZ[5]AW[aa]AB[ab][ba])",
             "(;SZ[5]AW[aa:ee])",
-            "(;SZ[5]KM[nan])",
             "(;SZ[5];B[aa];AW[bb])",
             "(;SZ[5]AB[ff])",
         ),

@@ -19,7 +19,7 @@ def parse_vertex(text: str, size: int) -> int:
     """Move of a vertex in any case; raises ValueError where it is not on the board."""
     if text.lower() == "pass":
         return size * size
-    match = re.fullmatch(r"([A-HJ-Ta-hj-t])(\d{1,2})", text)
+    match = re.fullmatch(r"([A-HJ-Ta-hj-t])([1-9][0-9]?)", text)
     column, row = (COLUMNS.index(match[1].upper()), size - int(match[2])) if match else (-1, -1)
     if not (0 <= row < size and 0 <= column < size):
         raise ValueError(f"{text!r} is no point of a {size}x{size} board")
@@ -75,10 +75,9 @@ def read_sgf(path: str) -> dict:
         if not 1 <= size <= 19:
             raise ValueError
         for key, value in properties:
-            if key == "KM":
-                game["komi"] = float(value)
-                if not abs(game["komi"]) <= 1e9:
-                    raise ValueError
+            if key == "KM":  # some programs write none, or a comma
+                is_number = re.fullmatch(r"[-+]?[0-9]{1,9}([.,][0-9]*)?", value)
+                game["komi"] = float(value.replace(",", ".")) if is_number else None
             elif key in ("B", "W"):
                 game["moves"].append((colours[key], parse_point(value, size)))
             elif key in ("AB", "AW", "AE", "PL") and game["moves"]:
@@ -103,8 +102,9 @@ def parse_point(text: str, size: int) -> int:
 
 def parse_rectangle(text: str, size: int) -> list[int]:
     """Moves of a point, or of a rectangle of points such as aa:cc."""
-    first, last = (divmod(parse_point(x, size), size) for x in (text.split(":") * 2)[:2])
-    return [r * size + c for r in range(first[0], last[0] + 1) for c in range(first[1], last[1] + 1)]
+    corners = [divmod(parse_point(x, size), size) for x in (text.split(":") * 2)[:2]]
+    rows, columns = (range(min(pair), max(pair) + 1) for pair in zip(*corners, strict=True))
+    return [r * size + c for r in rows for c in columns]
 
 
 def format_board(points: list[int], size: int) -> str:

@@ -1,5 +1,6 @@
 """An engine that programs and boards can talk to by the Go Text Protocol, version 2 (Farneback 2002)."""
 
+import contextlib
 import inspect
 import math
 import queue
@@ -45,25 +46,26 @@ class Engine:
         self.cmd_clear_board()
 
     def serve(self, lines) -> None:
-        """Answer the commands in `lines`, a file or an iterable, until `quit` or the end."""
+        """Answer the commands in `lines`, a file or an iterable, until `quit`, the end, or nobody listens any more."""
 
         def read() -> None:
             try:
                 for line in lines:
                     self.lines.put(line)
             finally:
-                self.lines.put("quit")
+                self.lines.put(None)
 
         threading.Thread(target=read, daemon=True).start()
-        while self.answer(self.lines.get()):
-            pass
+        with contextlib.suppress(BrokenPipeError):
+            while (line := self.lines.get()) is not None and self.answer(line):
+                pass
 
     def answer(self, line: str) -> bool:
         """Answer one line; whether to go on."""
         text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", line.split("#")[0]).replace("\t", " ").strip()
         if not text:
             return True
-        number, command = re.fullmatch(r"(\d*)\s*(.*)", text, re.S).groups()
+        number, command = re.fullmatch(r"([0-9]*)\s*(.*)", text, re.S).groups()
         name, *words = command.split() or [""]
         try:
             if name not in self.commands:
@@ -258,7 +260,8 @@ class Engine:
             points = torch.zeros(1, self.go.num_points, dtype=torch.int8)
             for stone, move in game["setup"]:
                 points[0, move] = stone
-            first = game["moves"][0][0] if game["moves"] else -1 if game["setup"] else 1
+            has_handicap = bool(game["setup"]) and all(stone == 1 for stone, _ in game["setup"])
+            first = game["moves"][0][0] if game["moves"] else -1 if has_handicap else 1
             self.positions = [self.go.set_up(points, torch.tensor([game["to_play"] or first]))]
             if self.go.has_dead_stones(self.boards):
                 raise GtpError("stones without liberties")

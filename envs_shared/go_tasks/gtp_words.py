@@ -1,5 +1,7 @@
 """The words of the Go Text Protocol, version 2 (Farneback 2002), and of Leela Zero's analysis."""
 
+import math
+import re
 from typing import NamedTuple
 
 from envs_shared.go_tasks import files as go_files
@@ -38,23 +40,35 @@ def parse_move(text: str, size: int) -> int:
 def parse_number(text: str, kind: type):
     """A finite number."""
     try:
-        value = kind(text)
+        value = kind(text) if re.fullmatch(r"[-+.0-9eE]+", text) else math.nan
     except ValueError:
-        raise GtpError(f"{text!r} is no number") from None
+        value = math.nan
     if not abs(value) <= 1e9:
         raise GtpError(f"{text!r} is no number")
     return value
 
 
 def parse_analysis(words: tuple[str, ...]) -> tuple[int | None, float]:
-    """Colour (None if not said) and seconds between two lines of `[colour] [interval] [hundredths]`, in any order."""
-    stone, interval = None, 0.5
-    for word in words:
-        if word.lower() in COLOURS:
-            stone = parse_colour(word)
-        elif word.lower() != "interval":
-            interval = parse_number(word, float) / 100
-    return stone, max(0.05, interval)
+    """Colour (None if not said) and seconds between two lines of `[colour] [[interval] hundredths]`, in any order.
+
+    `minmoves N` and `maxmoves N` are read too, and all moves are shown; GtpError for anything else.
+    """
+    stones, numbers = [], []
+    words = [word.lower() for word in words]
+    while words:
+        word = words.pop(0)
+        if word in COLOURS:
+            stones.append(COLOURS[word])
+        elif word in ("interval", "minmoves", "maxmoves"):
+            number = parse_number(words.pop(0) if words else "", float)
+            numbers += [number] * (word == "interval")
+        elif word.isalpha():
+            raise GtpError(f"unknown argument {word!r}")
+        else:
+            numbers.append(parse_number(word, float))
+    if len(stones) > 1 or len(numbers) > 1:
+        raise GtpError("one colour and one interval at most")
+    return stones[0] if stones else None, max(0.05, numbers[0] / 100) if numbers else 0.5
 
 
 def format_analysis(analysis: Analysis, size: int) -> str:
