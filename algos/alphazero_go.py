@@ -48,6 +48,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
@@ -119,7 +120,7 @@ class Args:
     noise: Literal["additive", "convex", "none"] = "convex"  # on the prior of puct roots, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
     dirichlet_alpha: float = 0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
-    move_choice: Literal["temperature", "epsilon"] = "temperature"  # of puct roots by visits for n^2 / 3 moves; or epsilon-greedy
+    move_choice: Literal["temperature", "epsilon"] = "temperature"  # by visits, with puct roots, or epsilon-greedy
     epsilon_start: float = 0.5  # share of random moves in the first epoch, with --move-choice epsilon
     epsilon_end: float = 0.001  # share of random moves in the last epoch
 
@@ -1108,7 +1109,7 @@ class Thinker:
         known = self.positions
         follows = all(a is b for a, b in zip(known, positions, strict=False)) and komi == self.komi
         new = positions[max(0, len(known) - 1) :]  # where a side has left out its turn, the tree is the other side's
-        follows &= all(int(a.to_play) != int(b.to_play) for a, b in zip(new, new[1:], strict=False))
+        follows &= all(int(a.to_play) != int(b.to_play) for a, b in pairwise(new))
         if known and follows and len(positions) >= len(known):
             for boards in positions[len(known) :]:
                 boards = boards.to(self.go.device)
