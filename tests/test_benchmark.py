@@ -4,6 +4,7 @@ import json
 import statistics
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -35,12 +36,28 @@ def test_the_pages_follow_from_the_committed_results():
 
 
 def test_every_file_of_results_is_shown():
-    """None is left over from a program that is gone, and each suite says on which page it stands."""
+    """None is left over from a program that is gone or of a tree with changes; each suite says on which page it stands."""
     published = records.load_published()
     names = {path.stem for path in common.RESULTS.glob("*.json")}
     assert names == published.keys() | set(report.MEASURED)
     for name, results in published.items():
         assert results["tables"] or results["ratios"] or name == "ablations"
+        assert not records.list_dirty(results)
+    for name in set(report.MEASURED):
+        assert not any("dirty" in row["machine"]["commit"] for row in common.load_results(name)["rows"])
+
+
+def test_how_many_deviations_three_times_the_steps_are():
+    """What benchmark/README.md says of the committed cells whose runs all got to the threshold, not all at once."""
+    found = []
+    for cell in (cell for results in records.load_published().values() for cell in results["cells"].values()):
+        if cell["threshold"] is not None and len(cell["runs"]) > 1:
+            deviation = np.std(np.log(records.get_values(cell, "steps_to_threshold")), ddof=1)
+            found += [np.log(3) / deviation] if deviation > 0 and np.isfinite(deviation) else []
+    low, median, high = np.quantile(found, [0.1, 0.5, 0.9])
+    text = (ROOT / "benchmark" / "README.md").read_text().replace("\n", " ")
+    assert f"are {low:.1f} to {high:.1f} standard deviations in four of five" in text
+    assert f"in the median {median:.1f}." in text
 
 
 def make_cell(setting, steps, **changes):
