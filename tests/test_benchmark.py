@@ -36,7 +36,7 @@ def test_the_pages_follow_from_the_committed_results():
 
 
 def test_every_file_of_results_is_shown():
-    """None is left over from a program that is gone or of a tree with changes; each suite says on which page it stands."""
+    """None is of a program that is gone or of a tree with changes, and each suite says on which page it stands."""
     published = records.load_published()
     names = {path.stem for path in common.RESULTS.glob("*.json")}
     assert names == published.keys() | set(report.MEASURED)
