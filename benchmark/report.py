@@ -127,7 +127,7 @@ def make_script_line(cell: dict) -> list[str]:
     quantity, end = "cpu_seconds", ""
     if cell["threshold"] is not None and any(run["curve"] for run in cell["runs"]):
         quantity, end = "seconds_to_threshold", f", to reach {cell['threshold']:g}"
-    metric = METRICS.get(cell["headline"], cell["headline"])
+    metric = METRICS.get(cell["headline"]) or cell["headline"].removeprefix("eval/").replace("_", " ")
     time = show_quantity(cell, quantity) + end
     return [f"{cell['task']}, {cell['setting']}", metric, result, time, len(values)]
 

@@ -785,7 +785,7 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "results.md").read_text()
     assert "## Suite `a`" in page and "| T, s | x | 2.50 | 7.00 | 1 |" in page
-    assert "| T-v0, mine | episodic return | 123 | 7.00 | 1 |" in page
+    assert "| T-v0, mine | return | 123 | 7.00 | 1 |" in page
     assert "- T-v0, mine, seeds 10: not done yet" in page and "| Go, gnugo | x | 2.50 |" in page
     assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"runs.png"} == drawn.keys()
     labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawn["runs.png"].axes]
