@@ -1107,12 +1107,13 @@ class Thinker:
     def think(self, positions: list[Boards], komi: float, until: float, num_simulations: int | None) -> gtp.Analysis:
         """Search the last of `positions`, which is not over: so many simulations (None: as trained), or `until`."""
         known = self.positions
-        follows = all(a is b for a, b in zip(known, positions, strict=False)) and komi == self.komi
-        new = positions[max(0, len(known) - 1) :]  # where a side has left out its turn, the tree is the other side's
-        follows &= all(int(a.to_play) != int(b.to_play) for a, b in pairwise(new))
-        if known and follows and len(positions) >= len(known):
-            for boards in positions[len(known) :]:
-                boards = boards.to(self.go.device)
+        follows = bool(known) and komi == self.komi and all(a is b for a, b in zip(known, positions, strict=False))
+        new = [boards.to(self.go.device) for boards in positions[len(known) - 1 :]] if follows else []
+        for before, after in pairwise(new):  # not where a side has left out its turn
+            played = self.go.play(before, after.last_move)
+            follows &= torch.equal(played.stones, after.stones) and torch.equal(played.to_play, after.to_play)
+        if new and follows:
+            for boards in new[1:]:
                 self.search.advance(boards.last_move, boards, torch.zeros_like(boards.is_over))
         else:
             size = max(MAX_TREE, self.args.simulations_end)

@@ -119,6 +119,11 @@ def make_ratio_table(results: list[dict]) -> str:
     return common.make_table("what | peer | ours: | peer's: | ours / peer, 95 % interval:", rows)
 
 
+def name_metric(tag: str) -> str:
+    """A metric in words."""
+    return METRICS.get(tag) or tag.removeprefix("eval/").replace("_", " ")
+
+
 def make_script_line(cell: dict) -> list[str]:
     """The line of a cell in the short table of its script."""
     values = records.get_values(cell, "headline")
@@ -127,7 +132,7 @@ def make_script_line(cell: dict) -> list[str]:
     quantity, end = "cpu_seconds", ""
     if cell["threshold"] is not None and any(run["curve"] for run in cell["runs"]):
         quantity, end = "seconds_to_threshold", f", to reach {cell['threshold']:g}"
-    metric = METRICS.get(cell["headline"]) or cell["headline"].removeprefix("eval/").replace("_", " ")
+    metric = name_metric(cell["headline"])
     time = show_quantity(cell, quantity) + end
     return [f"{cell['task']}, {cell['setting']}", metric, result, time, len(values)]
 
@@ -224,7 +229,7 @@ def make_ablations(results: dict) -> dict[str, str]:
         lines = [""]
         for task in dict.fromkeys(cell["task"] for cell in mine.values()):
             cells = [cell for cell in mine.values() if cell["task"] == task]
-            metric = next((cell["headline"] for cell in cells if cell["headline"]), "").removeprefix("eval/")
+            metric = name_metric(next((cell["headline"] for cell in cells if cell["headline"]), ""))
             num_seeds = max(len(cell["runs"]) for cell in cells)
             lines += [f"**{task}**, {metric}, {cells[0]['better']} is better, {num_seeds} seeds", ""]
             lines += [common.make_table(head, [make_ablation_line(cell, cells[0]) for cell in cells]), ""]

@@ -660,7 +660,7 @@ def test_ablations_hold_each_cell_against_the_first_of_its_task():
     other = make_cell([2.0, 1.0, 3.0], "ppo/CartPole-v1/c", command="python algos/ppo.py --gamma 0.9 --seeds 1 2")
     alone = make_cell([], "ppo/Acrobot-v1/d", headline=None, missing=[{"seed": 1, "error": "killed"}])
     ((script, text),) = report.make_ablations(make_results(first, better, other, alone)).items()
-    assert script == "ppo" and "**CartPole-v1**, episodic_return, higher is better, 3 seeds" in text
+    assert script == "ppo" and "**CartPole-v1**, return, higher is better, 3 seeds" in text
     assert "| default | `--norm-obs --gamma 0.9` | 2.00 |  |  | 1.00 |" in text
     half = 2.776 * (1 / 3 + 1 / 3) ** 0.5  # Student's t of four degrees of freedom, deviations of 1
     assert f"| b | `--gamma 0.99` | 12.0 | **+10.0** ({10 - half:.2f} to {10 + half:.1f}) | 100% | 1.00 |" in text

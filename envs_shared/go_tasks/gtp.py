@@ -108,8 +108,6 @@ class Engine:
 
     def play_move(self, stone: int, move: int) -> None:
         """Play a legal move, also after the game was over, by passes or by its number of moves."""
-        if int(self.boards.to_play) != stone:
-            self.positions[-1] = Boards(*self.boards)  # another object: no search goes on across a turn left out
         boards = self.look_from(stone)
         boards = boards._replace(num_passes=boards.num_passes.clamp(max=1))
         if int(boards.num_moves) == boards.history.shape[1] - 1:
