@@ -683,6 +683,7 @@ def test_compiled_equals_eager(tmp_path):
     for name, flags in (("eager", []), ("compiled", ["--compile"])):
         cd.main([*TINY.split(), *flags, "--run-dir", str(tmp_path / name)])
         scalars = read_scalars(read_result(tmp_path / name)[0])
-        losses.append([[y for _, y in scalars[f"losses/{x}"]] for x in ("cross_entropy", "value_loss")])
-    for eager, compiled in zip(*losses, strict=True):
-        assert compiled == pytest.approx(eager, rel=0.02)
+        # Of PPO the first iteration alone: in the next ones rounding may have changed an action
+        losses.append([y for _, y in scalars["losses/cross_entropy"]] + [scalars["losses/value_loss"][0][1]])
+    eager, compiled = losses
+    assert compiled == pytest.approx(eager, rel=0.02)
