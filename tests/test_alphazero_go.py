@@ -799,9 +799,17 @@ def test_games_of_a_match_count_once():
 
 
 def test_openings_differ_as_long_as_there_are_others():
+    """Of the 25 * 24 pairs of moves on 5x5, (600 + 4 * 20) / 8 = 85 are not images of each other (Burnside's lemma)."""
     go = Go(5)
-    _, moves = draw_openings(go, 60, 2, torch.Generator().manual_seed(0))
-    assert len(set(zip(*(x.tolist() for x in moves), strict=True))) == 60
+    images = go.symmetries.tolist()
+    for seed in range(3):
+        _, moves = draw_openings(go, 60, 2, torch.Generator().manual_seed(seed))
+        pairs = list(zip(*(x.tolist() for x in moves), strict=True))
+        assert len(set(pairs)) == 60
+        assert len({frozenset((s[a], s[b]) for s in images) for a, b in pairs}) == 60
+    _, moves = draw_openings(go, 200, 2, torch.Generator().manual_seed(0))
+    pairs = list(zip(*(x.tolist() for x in moves), strict=True))
+    assert len(set(pairs)) == 200 and len({frozenset((s[a], s[b]) for s in images) for a, b in pairs[:85]}) == 85
     _, moves = draw_openings(go, 60, 1, torch.Generator().manual_seed(0))
     assert len(set(moves[0].tolist())) == 25
     boards, moves = draw_openings(go, 3, 0, torch.Generator().manual_seed(0))

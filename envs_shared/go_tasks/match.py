@@ -30,12 +30,18 @@ def play_random_moves(go: Go, num_boards: int, num_moves: int, generator=None) -
 
 
 def draw_openings(go: Go, num_openings: int, num_moves: int, generator) -> tuple[Boards, list[torch.Tensor]]:
-    """Boards after `num_moves` random moves, no two alike as long as there are others, and these moves, each [B]."""
+    """Boards after `num_moves` random moves, and these moves, each [B].
+
+    No two are images of each other as long as there are others; then no two are of the same moves.
+    """
     boards, moves = play_random_moves(go, 4 * num_openings, num_moves, generator)
-    first_rows = {}
+    symmetries = go.symmetries.tolist()
+    by_image, by_moves = {}, {}  # the first row of each kind
     for row in range(4 * num_openings):
-        first_rows.setdefault(tuple(int(x[row]) for x in moves), row)
-    rows = list(first_rows.values())[:num_openings]
+        game = [int(x[row]) for x in moves]
+        by_image.setdefault(min(tuple(s[move] for move in game) for s in symmetries), row)
+        by_moves.setdefault(tuple(game), row)
+    rows = list(dict.fromkeys([*by_image.values(), *by_moves.values()]))[:num_openings]
     index = torch.tensor([rows[i % len(rows)] for i in range(num_openings)], device=go.device)
     return boards.pick(index), [x[index] for x in moves]
 
@@ -94,9 +100,9 @@ def score_match(games: list[list[int]], margins: list[float], is_first_black: li
 def play_match(go: Go, players: tuple, num_games: int, komi: float, seed: int) -> dict:
     """Games between two players, each a function from boards [B] to moves [B].
 
-    Every opening of two random moves is played twice, with colours exchanged; openings differ as long as there are
-    others. Returns what `score_match` finds, and by game its moves, black's margin and whether the first player was
-    black.
+    Every opening of two random moves is played twice, with colours exchanged; openings differ, also as images of each
+    other, as long as there are others. Returns what `score_match` finds, and by game its moves, black's margin and
+    whether the first player was black.
     """
     generator = torch.Generator(go.device).manual_seed(seed)
     num_pairs = (num_games + 1) // 2
