@@ -4,6 +4,7 @@ import math
 import statistics
 
 import torch
+from tqdm import tqdm
 
 from envs_shared.go_tasks.rules import Boards, Go
 
@@ -110,15 +111,17 @@ def play_match(go: Go, players: tuple, num_games: int, komi: float, seed: int) -
     pair = torch.arange(num_games, device=go.device) % num_pairs
     boards, moves = boards.pick(pair), [x[pair] for x in moves]
     is_first_black = torch.arange(num_games, device=go.device) < num_pairs
-    while not boards.is_over.all():
-        chosen = torch.full_like(boards.num_moves, -1)
-        for player, is_black in zip(players, (is_first_black, ~is_first_black), strict=True):
-            rows = (~boards.is_over & ((boards.to_play == 1) == is_black)).nonzero()[:, 0]
-            if len(rows):
-                chosen[rows] = player(boards.pick(rows))
-        rows = (chosen >= 0).nonzero()[:, 0]
-        boards.replace_rows(rows, go.play(boards.pick(rows), chosen[rows]))
-        moves.append(chosen)
+    with tqdm(total=num_games, desc="match", unit="game", leave=False, delay=2.0) as bar:
+        while not boards.is_over.all():
+            chosen = torch.full_like(boards.num_moves, -1)
+            for player, is_black in zip(players, (is_first_black, ~is_first_black), strict=True):
+                rows = (~boards.is_over & ((boards.to_play == 1) == is_black)).nonzero()[:, 0]
+                if len(rows):
+                    chosen[rows] = player(boards.pick(rows))
+            rows = (chosen >= 0).nonzero()[:, 0]
+            boards.replace_rows(rows, go.play(boards.pick(rows), chosen[rows]))
+            moves.append(chosen)
+            bar.update(int(boards.is_over.sum()) - bar.n)
     margins = (go.score(boards) - komi).tolist()
     games = [[m for m in game if m >= 0] for game in torch.stack(moves, 1).tolist()]
     scores = score_match(games, margins, is_first_black.tolist())
