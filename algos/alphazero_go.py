@@ -16,15 +16,16 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
     (2) Q(s, a) = mean of the leaf evaluations below the edge                      --fpu where there are none
     (3) P(root) + eta noise, or (1 - eta) P(root) + eta noise, noise ~ Dirichlet   --noise, with --root-selection puct
     (4) L_policy = -sum_a pi(a) log p(a), pi = N(s, .) / sum N(s, .), or by eq. 8
-    (5) L_value = (v - (alpha Q(s) + (1 - alpha) z))^2, z = 1 for a won game, 0 for a lost one
-    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A + h L_owner                all scales are 1 for a blank guess
+    (5) L_value = (v - (alpha Q(s) + (1 - alpha) z))^2, z by `compute_result`: 1 won, 0 lost, mixed with the score
+    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A + h L_owner                all are about 1 for a blank guess
         L_owner = mean over points of (o - owner at the end of the game)^2         1 own, -1 other, 0 nobody's
-    (7) rank(record) = g (v - target)^2 / 0.25 + (1 - g) KL(pi, p) / log A         its loss less what no one can learn
-    (8) pi(a) = softmax(l(a)), l(a) = log P(a | s) + (50 + max_b N(s, b)) Q(s, a)  with `complete_q` where N(s, a) = 0;
+    (7) rank(record) = g (v - target)^2 / 0.25 + (1 - g) KL(pi, p) / log A         what of it can be learned away
+    (8) pi(a) = softmax(l(a)), l(a) = log P(a | s) + (50 + max_b N(s, b)) Q(s, a), completed by `improve_logits`;
         --root-selection gumbel searches the moves of largest g(a) + l(a), g ~ Gumbel, then the better half, and so on
 
 Stages, in epochs: --pretrain-value-epochs of random games, from which the value is learned; --pretrain-search-epochs of
-search by classic UCB, without a prior; then self-play. Each epoch plays new games and trains on the pool of all.
+search by classic UCB, where the prior orders first visits alone; then self-play. Each epoch plays on until enough
+records are new, and trains on the pool, which begins empty in each stage.
 
 Shapes: G games side by side, R some of them, M nodes of a tree, A = n^2 + 1 moves, D longest path from a root to a
 leaf, E edges of several paths, B records of a batch.
@@ -38,6 +39,7 @@ leaf, E edges of several paths, B records of a batch.
 # ]
 # ///
 
+import copy
 import json
 import math
 import os
@@ -48,7 +50,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
@@ -59,7 +60,7 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -106,7 +107,7 @@ class Args:
     # Network
     blocks: int = 3  # residual blocks
     channels: int = 32  # channels of the residual tower
-    bf16: bool = False  # run the network in bfloat16: twice as fast on GPUs and on CPUs that have it
+    bf16: bool = False  # run the network in bfloat16: twice as fast on GPUs and CPUs that have it, on others far slower
 
     # Search
     simulations_start: int = 32  # simulations per move in the first epoch
@@ -138,7 +139,7 @@ class Args:
     holdout_fraction: float = 0.05  # share of games that are kept out of the pool, to measure the losses on
     batch_size: int = 128  # records of a minibatch B, over all processes
     learning_rate: float = 4e-3  # of AdamW
-    anneal_lr: bool = True  # lower the learning rate linearly to a hundredth
+    anneal_lr: bool = True  # lower the learning rate linearly, towards a hundredth
     weight_decay: float = 1e-2  # of AdamW
     value_coef: float = 0.2  # share g of the value in the loss, eq. 6
     owner_coef: float = 0.3  # weight h of the owners of the points in the loss, eq. 6
@@ -151,12 +152,12 @@ class Args:
 
 
 class ConvNorm(nn.Module):
-    """Convolution and batch normalization, or with `is_folded` one convolution that does the same."""
+    """Convolution and batch normalization."""
 
-    def __init__(self, num_in: int, num_out: int, kernel_size: int, is_folded: bool):
+    def __init__(self, num_in: int, num_out: int, kernel_size: int):
         super().__init__()
-        self.conv = nn.Conv2d(num_in, num_out, kernel_size, padding=kernel_size // 2, bias=is_folded)
-        self.norm = nn.Identity() if is_folded else nn.BatchNorm2d(num_out)
+        self.conv = nn.Conv2d(num_in, num_out, kernel_size, padding=kernel_size // 2, bias=False)
+        self.norm = nn.BatchNorm2d(num_out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.conv(x))
@@ -165,16 +166,16 @@ class ConvNorm(nn.Module):
 class Agent(nn.Module):
     """Residual tower with a policy head and a value head (Silver et al. 2017, methods)."""
 
-    def __init__(self, size: int, args: Args, is_folded: bool = False):
+    def __init__(self, size: int, args: Args):
         super().__init__()
         width = args.channels
-        self.autocasts = args.bf16 and not is_folded
-        self.stem = ConvNorm(NUM_PLANES, width, 3, is_folded)
+        self.autocasts = args.bf16
+        self.stem = ConvNorm(NUM_PLANES, width, 3)
         self.blocks = nn.ModuleList(
-            nn.ModuleList([ConvNorm(width, width, 3, is_folded) for _ in range(2)]) for _ in range(args.blocks)
+            nn.ModuleList([ConvNorm(width, width, 3), ConvNorm(width, width, 3)]) for _ in range(args.blocks)
         )
-        self.policy_conv = ConvNorm(width, 4, 1, is_folded)
-        self.value_conv = ConvNorm(width, 4, 1, is_folded)
+        self.policy_conv = ConvNorm(width, 4, 1)
+        self.value_conv = ConvNorm(width, 4, 1)
         self.policy_head = nn.Linear(4 * size**2, size**2 + 1)
         self.value_head = nn.Sequential(nn.Linear(4 * size**2, 64), nn.ReLU(), nn.Linear(64, 1))
         self.owner_head = nn.Linear(width, 1)  # learned for what it teaches the tower, as in KataGo (Wu 2019)
@@ -190,29 +191,19 @@ class Agent(nn.Module):
             owner = self.owner_head(x.permute(0, 2, 3, 1)).flatten(1)  # [B, n^2]
         return logits.float(), value.float().sigmoid(), owner.float().tanh()
 
-    @torch.no_grad()
-    def fold_into(self, other: "Agent") -> "Agent":
-        """Write this network into `other`, made with is_folded: the same function with the batch norms folded in."""
-        for mine, folded in zip(self.modules(), other.modules(), strict=True):
-            if isinstance(mine, nn.Linear):
-                folded.weight.copy_(mine.weight)
-                folded.bias.copy_(mine.bias)
-            elif isinstance(mine, ConvNorm):
-                norm = mine.norm
-                statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
-                weight, bias = fuse_conv_bn_weights(mine.conv.weight, None, *statistics)
-                folded.conv.weight.copy_(weight)
-                folded.conv.bias.copy_(bias)
-        return other
 
-
-def make_network(size: int, args: Args, device: torch.device) -> Agent:
-    """A network for search, with folded batch norms and in bfloat16 with --bf16."""
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    network = Agent(size, args, is_folded=True).to(device, dtype, memory_format=torch.channels_last).eval()
+def make_network(agent: Agent, args: Args) -> Agent:
+    """A copy of `agent` for search: batch norms are folded into the convolutions, all in bfloat16 with --bf16."""
+    network = copy.deepcopy(agent).eval().requires_grad_(False)
+    for layer in list(network.modules()):
+        if isinstance(layer, ConvNorm):
+            layer.conv = fuse_conv_bn_eval(layer.conv, layer.norm)
+            layer.norm = nn.Identity()
+    network.autocasts = False
+    network.to(torch.bfloat16 if args.bf16 else torch.float32, memory_format=torch.channels_last)
     if args.compile:
         network.compile(dynamic=True)
-    return network.requires_grad_(False)
+    return network
 
 
 # ---- Storage ---------------------------------------------------------------------------------------------------------
@@ -221,7 +212,7 @@ def make_network(size: int, args: Args, device: torch.device) -> Agent:
 class Records(NamedTuple):
     """What self-play learns from: B positions, as their side to move saw them."""
 
-    planes: torch.Tensor  # bool [B, NUM_PLANES n^2]
+    planes: torch.Tensor  # bool [B, NUM_PLANES, n, n]
     visits: torch.Tensor  # float16 [B, A] pi of the search, eq. 4
     q: torch.Tensor  # [B] value of the search
     z: torch.Tensor  # [B] result of the game
@@ -240,10 +231,10 @@ def join_records(parts: list[Records]) -> Records:
 class Pool:
     """Records ranked by their loss (eq. 7); each of the eight images of a position is one."""
 
-    def __init__(self, capacity: int, num_actions: int, device: torch.device):
-        planes = torch.zeros(capacity, NUM_PLANES * (num_actions - 1), dtype=torch.bool, device=device)
-        visits = torch.zeros(capacity, num_actions, dtype=torch.float16, device=device)
-        owner = torch.zeros(capacity, num_actions - 1, dtype=torch.int8, device=device)
+    def __init__(self, capacity: int, size: int, device: torch.device):
+        planes = torch.zeros(capacity, NUM_PLANES, size, size, dtype=torch.bool, device=device)
+        visits = torch.zeros(capacity, size**2 + 1, dtype=torch.float16, device=device)
+        owner = torch.zeros(capacity, size**2, dtype=torch.int8, device=device)
         self.records = Records(planes, visits, *torch.zeros(2, capacity, device=device), owner)
         self.loss = torch.zeros(capacity, device=device)  # of eq. 7, as last computed
         self.epoch = torch.zeros(capacity, dtype=torch.int64, device=device)  # that a record was made in
@@ -252,22 +243,19 @@ class Pool:
         self.num_positions = 0
         self.size = 0
 
-    def add(self, images: Records, loss: torch.Tensor, epoch: int, max_age: int | None) -> int:
-        """Put in images of positions [8 B, ...] with their loss [8 B]; returns how many records were evicted.
+    def add(self, images: Records, loss: torch.Tensor, epoch: int, args: Args) -> None:
+        """Put in images of positions [8 B, ...] with their loss [8 B].
 
-        Beyond the capacity those older than `max_age` epochs leave first, then those of the lowest loss, be they old or
-        new; the oldest if it is None.
+        Beyond the capacity those older than --max-age leave first, then those of the lowest loss, be they old or new;
+        with --replay-order uniform the oldest.
         """
         num_new = len(loss)
         capacity = len(self.loss)
-        if num_new == 0:
-            return 0
         # Those with the smallest keys leave, of the old records and, after them, the new ones
         epochs = torch.cat((self.epoch[: self.size], torch.full_like(loss, epoch, dtype=torch.int64)))
-        if max_age is None:
+        keys = torch.cat((self.loss[: self.size], loss)).masked_fill(epochs < epoch - args.max_age, -1)
+        if args.replay_order == "uniform":
             keys = epochs.float()
-        else:
-            keys = torch.cat((self.loss[: self.size], loss)).masked_fill(epochs < epoch - max_age, -1)
         num_evicted = max(0, self.size + num_new - capacity)
         is_evicted = torch.zeros_like(keys, dtype=torch.bool)
         is_evicted[keys.topk(num_evicted, largest=False).indices] = True
@@ -283,7 +271,6 @@ class Pool:
         self.position[index] = self.num_positions + rows % (num_new // 8)
         self.num_positions += num_new // 8
         self.size = min(capacity, self.size + num_new)
-        return num_evicted
 
     def sample(self, num_records: int, args: Args) -> torch.Tensor:
         """Index of up to `num_records` records in the --replay-order, no two of them images of the same position."""
@@ -319,8 +306,8 @@ class Pool:
         return state | {"num_positions": self.num_positions}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take over the records of another pool, as many as there is room for."""
-        self.size = min(len(self.loss), len(state["loss"]))
+        """Take over the records of a pool that was no larger."""
+        self.size = len(state["loss"])
         self.num_positions = state["num_positions"]
         for name, mine in (self.records._asdict() | {name: getattr(self, name) for name in POOL_COLUMNS}).items():
             mine[: self.size] = state[name][: self.size].to(mine.device)
@@ -358,17 +345,13 @@ def add_dirichlet_noise(prior: torch.Tensor, alpha: float, weight: float, kind: 
     return (prior if kind == "additive" else (1 - weight) * prior) + weight * noise
 
 
-def complete_q(q, visit_counts, prior, value) -> torch.Tensor:
-    """Q [R, A] of all moves, without visits what value [R] and Q of the others, weighed by the prior, say of them."""
+def improve_logits(prior, q, visit_counts, value) -> torch.Tensor:
+    """l of eq. 8, [R, A]; Q of moves without visits is what value [R] and Q of the others, by prior, say of them."""
     seen = prior * (visit_counts > 0)
     mean = (seen * q).sum(1) / seen.sum(1).clamp(min=1e-9)
     num_visits = visit_counts.sum(1)
     mixed = (value + num_visits * mean) / (1 + num_visits)  # Danihelka et al. appendix D
-    return torch.where(visit_counts > 0, q, mixed.unsqueeze(1))
-
-
-def improve_logits(prior, completed_q, visit_counts) -> torch.Tensor:
-    """l of eq. 8, [R, A]."""
+    completed_q = torch.where(visit_counts > 0, q, mixed.unsqueeze(1))
     return prior.log() + (50 + visit_counts.amax(1, keepdim=True)) * completed_q
 
 
@@ -409,22 +392,23 @@ def mix_losses(policy_loss: torch.Tensor, value_loss: torch.Tensor, num_actions:
     return value_coef * value_loss / 0.25 + (1 - value_coef) * policy_loss / math.log(num_actions)
 
 
-def move_subtrees(parent: torch.Tensor, new_root: torch.Tensor, num_nodes: int) -> torch.Tensor:
+def move_subtrees(edge_child: torch.Tensor, new_root: torch.Tensor, num_nodes: int) -> torch.Tensor:
     """New numbers [G M + 1] of nodes when the trees below `new_root` [R] stay; G M for those that leave.
 
-    `parent` [G M + 1] holds the number of each node's parent, G M where there is none; tree g has the numbers from g M
-    on, with M = `num_nodes`. What stays closes ranks: the new root, the oldest of its tree, gets the number g M.
+    `edge_child` [G M + 1, A] holds the number of the node below each edge, G M where there is none; tree g has the
+    numbers from g M on, with M = `num_nodes`. What stays closes ranks: the new root, the oldest of its tree, gets the
+    number g M.
     """
-    none = len(parent) - 1
-    stays = torch.zeros_like(parent, dtype=torch.bool)
-    stays[new_root] = True
-    ancestor = parent
-    for _ in range(num_nodes.bit_length()):  # round k asks who is up to 2^k levels higher
-        stays = stays | stays[ancestor]
-        ancestor = ancestor[ancestor]
+    none = len(edge_child) - 1
+    stays = torch.zeros(none + 1, dtype=torch.bool, device=edge_child.device)
+    level = new_root
+    while len(level):
+        stays[level] = True
+        children = edge_child[level]
+        level = children[children != none].long()
     stays = stays[:-1].view(-1, num_nodes)  # [G, M]
-    first = torch.arange(0, none, num_nodes, device=parent.device).unsqueeze(1)
-    new_number = torch.full_like(parent, none)
+    first = torch.arange(0, none, num_nodes, device=edge_child.device).unsqueeze(1)
+    new_number = torch.full((none + 1,), none, device=edge_child.device)
     new_number[:-1] = torch.where(stays, first + stays.cumsum(1) - 1, none).flatten()
     return new_number
 
@@ -433,27 +417,23 @@ class NetworkEvaluator:
     """Logits [R, A] and values [R] by a network, of up to `num_games` positions; a CUDA graph always takes all."""
 
     def __init__(self, network: Agent, go: Go, num_games: int, use_graph: bool):
-        self.network = network
+        self.network = CudaGraph(network) if use_graph else network
         self.go = go
-        self.graph = None
+        self.planes = None
         if use_graph:
             self.planes = torch.zeros(num_games, NUM_PLANES, go.size, go.size, dtype=torch.bool, device=go.device)
-            self.graph = CudaGraph(network)
 
     @torch.no_grad()
     def __call__(self, boards: Boards, legal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode the positions, with legal moves [R, A], and run the network on them."""
         planes = self.go.planes(boards, legal)
         num_rows = len(planes)
-        if self.graph is not None:
+        if self.planes is not None:
             self.planes[:num_rows] = planes
-            logits, values, _ = self.graph(self.planes)
-            return logits[:num_rows], values[:num_rows]
-        if planes.is_cuda:
-            return self.network(planes)[:2]
-        parts = [self.network(part) for part in planes.split(64)]  # small parts, which stay in the cache
-        logits, values, _ = zip(*parts, strict=True)
-        return torch.cat(logits), torch.cat(values)
+            planes = self.planes
+        parts = planes.split(len(planes) if planes.is_cuda else 64)  # small ones stay in the cache of a CPU
+        logits, values, _ = (torch.cat(x)[:num_rows] for x in zip(*map(self.network, parts), strict=True))
+        return logits, values
 
 
 def make_evaluators(network: Agent, go: Go, num_games: int, args: Args) -> list[NetworkEvaluator]:
@@ -504,7 +484,7 @@ class Slot:
 OPEN, IN_FLIGHT, OVER, ABSENT = range(4)  # a node: evaluated, being evaluated, the end of a game, none at all
 ILLEGAL = -1e9  # Q of illegal moves
 MAX_DESCENTS = 8  # of a request in one game
-MAX_TREE = 10_000  # simulations that the tree of a game of GTP has room for
+MAX_TREE = 10_000  # simulations that half of the tree of a game of GTP has room for
 
 
 class Search:
@@ -515,12 +495,9 @@ class Search:
     at a node has the number node * A + move, its place in a flattened `edge_...`.
     """
 
-    def __init__(
-        self, go: Go, evaluators: list, num_games: int, max_simulations: int, args: Args, komi=None, scores=puct_scores
-    ):
+    def __init__(self, go: Go, evaluators: list, num_games: int, max_simulations: int, args: Args, scores=puct_scores):
         self.go = go
         self.args = args
-        self.komi = args.komi if komi is None else komi
         self.compute_scores = scores
         self.num_games = num_games
         self.num_actions = go.num_points + 1
@@ -539,8 +516,7 @@ class Search:
         self.node_visits = torch.zeros(self.none + 1, device=device)  # N(s), the evaluation of s itself included
         self.node_value = torch.zeros(self.none + 1, device=device)  # of the network, or the result
         self.node_status = torch.full((self.none + 1,), ABSENT, dtype=torch.int8, device=device)
-        self.node_parent = torch.full((self.none + 1,), self.none, device=device)
-        self.node_best = torch.zeros_like(self.node_parent)  # the edge of the highest score, eq. 1
+        self.node_best = torch.zeros(self.none + 1, dtype=torch.int64, device=device)  # edge of highest score, eq. 1
         one = go.new(1)
         self.types = Boards(*(x.dtype for x in one))  # that the rules compute with; nodes are stored in smaller ones
         one = one._replace(history=one.history[:, :1])  # a node has the hash of its own position alone
@@ -550,7 +526,7 @@ class Search:
         self.gumbel = None  # g of eq. 8 at the roots, [G, A], in self-play
         self.deepest = 0  # edges of the longest path into a tree so far
         self.slots = [Slot(evaluator, num_games, max_depth, device) for evaluator in evaluators]
-        self.counts = dict.fromkeys(("turns", "sent", "descents", "collisions", "evaluated", "kept", "roots"), 0)
+        self.counts = dict.fromkeys(("turns", "sent", "descents", "collisions"), 0)
 
     @torch.no_grad()
     def reset(self, boards: Boards, games: torch.Tensor | None = None) -> None:
@@ -562,7 +538,6 @@ class Search:
         boards = boards.pick(games)
         roots = self.roots[games]
         self.num_nodes[games] = 1
-        self.node_parent[:-1].view(self.num_games, -1)[games] = self.none
         legal = self.add_nodes(roots, boards)
         going = (~boards.is_over).nonzero()[:, 0]
         if len(going):
@@ -582,7 +557,7 @@ class Search:
         over = boards.is_over.nonzero()[:, 0]
         if len(over):
             score = self.go.score(boards.pick(over))
-            z = compute_result(score, self.komi, self.args.score_weight, self.go.num_points)
+            z = compute_result(score, self.args.komi, self.args.score_weight, self.go.num_points)
             self.node_value[nodes[over]] = torch.where(boards.to_play[over] == 1, z, 1 - z)
         return self.go.legal_moves(boards)
 
@@ -632,11 +607,11 @@ class Search:
         place, step = (steps < depth).nonzero(as_tuple=True)
         return slot.path[games[place], step], place, step
 
-    def add_pseudo_visits(self, slot: Slot, games: torch.Tensor, count: torch.Tensor) -> None:
-        """Add `count` [R] pseudo visits to the paths to the slot's leaves in `games` [R]."""
-        slot.num_pseudo[games] += count
-        edges, place, _ = self.read_paths(slot, games)
-        self.edge_pseudo.view(-1)[edges] += count[place].to(torch.int16)
+    def add_pseudo_visits(self, slot: Slot, games: torch.Tensor) -> None:
+        """Add a pseudo visit to the paths to the slot's leaves in `games` [R], until `backup` takes it off."""
+        slot.num_pseudo[games] += 1
+        edges, _, _ = self.read_paths(slot, games)
+        self.edge_pseudo.view(-1)[edges] += 1
         self.choose_edges(edges // self.num_actions)
 
     def request(self, slot: Slot, games: torch.Tensor) -> torch.Tensor:
@@ -664,7 +639,7 @@ class Search:
             pending = pending[num_pseudo + 1 <= self.args.pseudo_limit * self.node_visits[roots]]
             if len(pending) == 0:
                 break
-            self.add_pseudo_visits(other, pending, torch.ones_like(pending))
+            self.add_pseudo_visits(other, pending)
         found = torch.cat(found)
         if len(found):
             if self.gumbel is not None:
@@ -682,7 +657,6 @@ class Search:
             leaf = self.roots[new] + self.num_nodes[new]
             self.num_nodes[new] += 1
             self.edge_child.view(-1)[last_edge] = leaf.int()
-            self.node_parent[leaf] = parent
             slot.leaf[new] = leaf
             # The past for superko: of the game up to the root, then of the path
             edges, place, step = self.read_paths(slot, new)
@@ -695,23 +669,18 @@ class Search:
             going = (~boards.is_over).nonzero()[:, 0]
             if len(going):
                 slot.submit(new[going], boards.pick(going), legal[going])
-                self.counts["evaluated"] += len(going)
         over = games[self.node_status[slot.leaf[games]] == OVER]
         if len(over):
             self.backup(slot, over, self.node_value[slot.leaf[over]])
 
     def finish(self, slot: Slot) -> None:
-        """Wait for the slot's batch, take its pseudo visits off and back its values up."""
+        """Wait for the slot's batch and back its values up."""
         games = slot.games
         if len(games) == 0:
             return
         logits, values = slot.wait()
         slot.games = games[:0]
         self.open_nodes(slot.leaf[games], slot.legal, logits, values)
-        if len(self.slots) > 1:
-            has_pseudo = games[slot.num_pseudo[games] > 0]
-            if len(has_pseudo):
-                self.add_pseudo_visits(slot, has_pseudo, -slot.num_pseudo[has_pseudo])
         self.backup(slot, games, values)
 
     def backup(self, slot: Slot, games: torch.Tensor, values: torch.Tensor) -> None:
@@ -721,6 +690,9 @@ class Search:
         num_plies = slot.depth[games][place] - step  # from the node of an edge to the leaf
         values = torch.where(num_plies % 2 == 1, 1 - values, values)
         nodes = edges // self.num_actions
+        if len(self.slots) > 1:
+            self.edge_pseudo.view(-1)[edges] -= slot.num_pseudo[games][place].to(torch.int16)
+            slot.num_pseudo[games] = 0
         self.node_visits[nodes] += 1
         visit_counts = self.edge_visits.view(-1)[edges] + 1
         self.edge_visits.view(-1)[edges] = visit_counts
@@ -734,29 +706,27 @@ class Search:
         room = self.max_nodes - self.num_nodes
         is_open = self.node_status[self.roots] == OPEN
         left = torch.where(is_open, room.clamp(max=num_simulations), 0)
-        while True:
+        while any(len(slot.games) for slot in self.slots) or left.any():
             for slot in self.slots:
                 self.finish(slot)
+                if time.monotonic() >= until:
+                    left.zero_()
                 games = left.nonzero()[:, 0]
-                if len(games) and time.monotonic() < until:
+                if len(games):
                     sent = self.request(slot, games)
                     left[sent] -= 1
                     self.counts["turns"] += len(games)
                     self.counts["sent"] += len(sent)
-                elif len(games):
-                    left.zero_()
-            if not any(len(slot.games) for slot in self.slots) and not left.any():
-                return
 
     @torch.no_grad()
-    def advance(self, moves: torch.Tensor, boards: Boards, is_new: torch.Tensor) -> None:
-        """Go on to `boards`, after `moves` [G], with the trees below; games that are new, bool [G], begin new trees."""
+    def advance(self, moves: torch.Tensor, boards: Boards) -> None:
+        """Go on to `boards`, after `moves` [G], with the trees below, or with new ones where they have no such node."""
         new_root = self.edge_child[self.roots, moves].long()
-        has_tree = ~is_new & (self.node_status[new_root] == OPEN)
-        self.counts["kept"] += int(self.node_visits[new_root[has_tree]].sum())
-        self.counts["roots"] += int(self.node_visits[self.roots].sum())
+        below = self.node_boards.pick(new_root)
+        is_same = (below.stones == boards.stones).all(1) & (below.to_play == boards.to_play)  # no turn was left out
+        has_tree = is_same & (self.node_status[new_root] == OPEN)
         # Rows of nodes that stay move to the front of their trees; then the numbers in them are translated
-        new_number = move_subtrees(self.node_parent, new_root[has_tree], self.max_nodes)
+        new_number = move_subtrees(self.edge_child, new_root[has_tree], self.max_nodes)
         source = (new_number < self.none).nonzero()[:, 0]
         target = new_number[source]
         edge_tensors = (self.edge_visits, self.edge_q, self.edge_prior)  # no pseudo visits between two searches
@@ -765,9 +735,6 @@ class Search:
             x[target] = x[source]
         self.node_best[target] = self.node_best[source] + (target - source) * self.num_actions
         self.edge_child[target] = new_number[self.edge_child[source].long()].int()
-        parent = new_number[self.node_parent[source]]
-        self.node_parent.fill_(self.none)
-        self.node_parent[target] = parent
         self.num_nodes = torch.bincount(target // self.max_nodes, minlength=self.num_games)
         self.deepest = max(0, self.deepest - 1)
         self.reset(boards, (~has_tree).nonzero()[:, 0])
@@ -798,10 +765,8 @@ class Search:
 
     def improved_logits(self) -> torch.Tensor:
         """l of eq. 8 at the roots, [G, A]."""
-        visit_counts = self.visit_counts()
-        prior = self.edge_prior[self.roots]
-        completed_q = complete_q(self.edge_q[self.roots], visit_counts, prior, self.node_value[self.roots])
-        return improve_logits(prior, completed_q, visit_counts)
+        q = self.edge_q[self.roots]
+        return improve_logits(self.edge_prior[self.roots], q, self.visit_counts(), self.node_value[self.roots])
 
     def policy(self) -> torch.Tensor:
         """pi of eq. 4 at the roots, [G, A]."""
@@ -811,7 +776,7 @@ class Search:
         return visit_counts / visit_counts.sum(1, keepdim=True)
 
     def best_moves(self) -> torch.Tensor:
-        """Moves [G] of most visits, then largest Q, then P; at Gumbel roots, of largest g + l where most simulated."""
+        """Moves [G] of most visits, then largest Q + P / 50; at Gumbel roots, of largest g + l where most simulated."""
         if self.gumbel is None:
             q = self.edge_q[self.roots].clamp(min=0)
             return (self.visit_counts() + 0.5 * q + 0.01 * self.edge_prior[self.roots]).argmax(1)
@@ -838,13 +803,10 @@ class Search:
         return line
 
     def describe(self) -> dict[str, float]:
-        """How the search went: shares of turns that failed or evaluated, of descents that collided, of visits kept."""
-        counts = self.counts
+        """How the search went: shares of turns in which a game found no free leaf, and of descents that collided."""
         return {
-            "search/fail_rate": 1 - counts["sent"] / max(1, counts["turns"]),
-            "search/collision_rate": counts["collisions"] / max(1, counts["descents"]),
-            "search/slot_fill": counts["evaluated"] / max(1, counts["turns"]),
-            "search/root_reuse": counts["kept"] / max(1, counts["roots"]),
+            "search/fail_rate": 1 - self.counts["sent"] / max(1, self.counts["turns"]),
+            "search/collision_rate": self.counts["collisions"] / max(1, self.counts["descents"]),
         }
 
 
@@ -856,10 +818,9 @@ class SelfPlay:
         self.args = args
         self.num_games = num_games
         shape = (num_games, go.max_moves)
-        self.planes = torch.zeros(*shape, NUM_PLANES * go.num_points, dtype=torch.bool, device=go.device)
+        self.planes = torch.zeros(*shape, NUM_PLANES, go.size, go.size, dtype=torch.bool, device=go.device)
         self.visits = torch.zeros(*shape, go.num_points + 1, dtype=torch.float16, device=go.device)
         self.q = torch.zeros(shape, device=go.device)
-        self.to_play = torch.zeros(shape, dtype=torch.int8, device=go.device)
         self.begin()
 
     def begin(self) -> None:
@@ -868,22 +829,19 @@ class SelfPlay:
         self.is_holdout = torch.rand(self.num_games, device=self.go.device) < self.args.holdout_fraction
         self.holdout = self.finish_games(torch.arange(0, device=self.go.device))[1]  # of no games: none yet
 
-    def start_search(self, evaluators: list, num_simulations: int, epoch: int) -> Search | None:
-        """New trees of the games as they stand; in pretraining none, then without the prior by classic UCB."""
-        first_search = self.args.pretrain_value_epochs
-        if epoch < first_search:
-            return None
-        scores = ucb1_scores if epoch < first_search + self.args.pretrain_search_epochs else puct_scores
-        search = Search(self.go, evaluators, self.num_games, num_simulations, self.args, scores=scores)
-        search.reset(self.boards)
-        return search
+    def play(self, evaluators: list, num_positions: int, num_simulations: int, epsilon: float, epoch: int):
+        """Play until there are `num_positions` to learn from: all images of these, the number of moves, and metrics.
 
-    def play(self, num_positions: int, search: Search | None, num_simulations: int, epsilon: float):
-        """Play until there are `num_positions` to learn from: all images of these, the number of moves, and seconds.
-
-        Records of games that are held out go to `holdout`, which keeps the newest HOLDOUT_SIZE.
+        Trees begin anew; there are none in pretraining on values, and then they grow by classic UCB. Records of games
+        that are held out go to `holdout`, which keeps the newest HOLDOUT_SIZE.
         """
         start = time.time()
+        search = None
+        first_search = self.args.pretrain_value_epochs
+        if epoch >= first_search:
+            scores = ucb1_scores if epoch < first_search + self.args.pretrain_search_epochs else puct_scores
+            search = Search(self.go, evaluators, self.num_games, num_simulations, self.args, scores)
+            search.reset(self.boards)
         learned = []
         num_moves = 0
         while sum(len(records.q) for records in learned) < num_positions:
@@ -891,7 +849,9 @@ class SelfPlay:
             learned.append(records)
             self.holdout = join_records([self.holdout, held_out]).pick(slice(-HOLDOUT_SIZE, None))
             num_moves += self.num_games
-        return make_images(join_records(learned), self.go.symmetries), num_moves, time.time() - start
+        metrics = {} if search is None else search.describe()
+        metrics["charts/moves_per_second"] = num_moves / (time.time() - start)
+        return make_images(join_records(learned), self.go.symmetries), num_moves, metrics
 
     @torch.no_grad()
     def play_moves(self, search: Search | None, num_simulations: int, epsilon: float) -> tuple[Records, Records]:
@@ -919,10 +879,9 @@ class SelfPlay:
                 is_early = boards.num_moves < self.go.num_points // 3
                 moves = torch.where(is_early, torch.multinomial(visits, 1)[:, 0], moves)
         row = (torch.arange(self.num_games, device=self.go.device), boards.num_moves)
-        self.planes[row] = self.go.planes(boards, legal).flatten(1)
+        self.planes[row] = self.go.planes(boards, legal)
         self.visits[row] = visits.half()
         self.q[row] = q
-        self.to_play[row] = boards.to_play
         self.boards = self.go.play(boards, moves)
         over = self.boards.is_over
         ended = over.nonzero()[:, 0]
@@ -930,7 +889,7 @@ class SelfPlay:
         self.boards.replace_rows(ended, self.go.new(len(ended)))
         self.is_holdout = torch.where(over, torch.rand_like(q) < self.args.holdout_fraction, self.is_holdout)
         if search is not None:
-            search.advance(moves, self.boards, over)
+            search.advance(moves, self.boards)
         return records
 
     def finish_games(self, games: torch.Tensor) -> tuple[Records, Records]:
@@ -938,14 +897,15 @@ class SelfPlay:
         boards = self.boards.pick(games)
         owner = self.go.owner(boards)  # [R, n^2]
         z = compute_result(owner.sum(1), self.args.komi, self.args.score_weight, self.go.num_points).unsqueeze(1)
-        moves_left = boards.num_moves.unsqueeze(1) - torch.arange(self.q.shape[1], device=games.device)
+        step = torch.arange(self.q.shape[1], device=games.device)
+        moves_left = boards.num_moves.unsqueeze(1) - step  # [R, 2 n^2]
         is_move = moves_left > 0
-        to_play = self.to_play[games]
+        to_play = (1 - 2 * (step % 2)).to(torch.int8)  # black begins
         z = torch.where(to_play == 1, z, 1 - z)
         z = decay_result(z, moves_left, self.args.gamma)[is_move]
         q = self.q[games][is_move]
         q = torch.where(q.isnan(), z, q)
-        owner = (owner.unsqueeze(1) * to_play.unsqueeze(2))[is_move]
+        owner = (owner.unsqueeze(1) * to_play.unsqueeze(1))[is_move]
         records = Records(self.planes[games][is_move], self.visits[games][is_move], q, z, owner)
         is_holdout = self.is_holdout[games].unsqueeze(1).expand_as(is_move)[is_move]
         return records.pick(~is_holdout), records.pick(is_holdout)
@@ -953,7 +913,7 @@ class SelfPlay:
     def state_dict(self) -> dict:
         """What a checkpoint needs of it."""
         last = int(self.boards.num_moves.max())
-        state = {name: getattr(self, name)[:, :last].clone() for name in ("planes", "visits", "q", "to_play")}
+        state = {name: getattr(self, name)[:, :last].clone() for name in ("planes", "visits", "q")}
         state |= {"boards": self.boards._asdict(), "is_holdout": self.is_holdout}
         return state | {"holdout": self.holdout._asdict()}
 
@@ -962,14 +922,14 @@ class SelfPlay:
         self.boards = Boards(**state["boards"]).to(self.go.device)
         self.is_holdout = state["is_holdout"].to(self.go.device)
         self.holdout = Records(**{name: x.to(self.go.device) for name, x in state["holdout"].items()})
-        for name in ("planes", "visits", "q", "to_play"):
+        for name in ("planes", "visits", "q"):
             getattr(self, name)[:, : state[name].shape[1]] = state[name].to(self.go.device)
 
 
 def make_images(records: Records, symmetries: torch.Tensor) -> Records:
     """All images [8 B] of records [B], image k of record b in row k B + b."""
-    planes = records.planes.unflatten(1, (NUM_PLANES, -1))
-    planes = torch.cat([planes[..., s[:-1]].flatten(1) for s in symmetries])
+    planes = records.planes.flatten(2)  # [B, NUM_PLANES, n^2]
+    planes = torch.cat([planes[..., s[:-1]] for s in symmetries]).view(-1, *records.planes.shape[1:])
     visits = torch.cat([records.visits[:, s] for s in symmetries])
     owner = torch.cat([records.owner[:, s[:-1]] for s in symmetries])
     return Records(planes, visits, records.q.repeat(8), records.z.repeat(8), owner)
@@ -979,11 +939,10 @@ METRICS = ("policy_loss", "value_loss", "kl", "owner_loss", "loss", "grad_norm")
 TAGS = (*(f"losses/{name}" for name in METRICS), "pool/sampled_loss", "pool/sampled_loss_after")  # `train_minibatch`
 
 
-def record_losses(network, records: Records, size: int, q_weight: float) -> tuple:
+def record_losses(network, records: Records, q_weight: float) -> tuple:
     """The three losses of `compute_losses` and that of the owners, each [B]."""
-    planes = records.planes.view(-1, NUM_PLANES, size, size)
-    logits, value, owner = network(planes)
-    points = planes[:, LEGAL_PLANE].flatten(1)
+    logits, value, owner = network(records.planes)
+    points = records.planes[:, LEGAL_PLANE].flatten(1)
     legal = torch.cat((points, torch.ones_like(points[:, :1])), 1)  # [B, A], the pass always
     target = q_weight * records.q + (1 - q_weight) * records.z  # eq. 5
     owner_loss = (owner - records.owner).square().mean(1)
@@ -991,29 +950,28 @@ def record_losses(network, records: Records, size: int, q_weight: float) -> tupl
 
 
 @torch.no_grad()
-def rank_losses(network, records: Records, size: int, q_weight: float, value_coef: float) -> torch.Tensor:
+def rank_losses(network, records: Records, q_weight: float, value_coef: float) -> torch.Tensor:
     """Eq. 7 for records [B], by a network in evaluation mode."""
     losses = []
     for start in range(0, len(records.q), 512):  # parts, which stay in the cache
-        _, value_loss, kl, _ = record_losses(network, records.pick(slice(start, start + 512)), size, q_weight)
-        losses.append(mix_losses(kl, value_loss, size**2 + 1, value_coef))
-    return torch.cat(losses) if losses else records.q
+        _, value_loss, kl, _ = record_losses(network, records.pick(slice(start, start + 512)), q_weight)
+        losses.append(mix_losses(kl, value_loss, records.visits.shape[1], value_coef))
+    return torch.cat(losses)
 
 
 @torch.no_grad()
-def measure_holdout(network, records: Records, size: int, q_weight: float) -> dict[str, float]:
+def measure_holdout(network, records: Records, q_weight: float) -> dict[str, float]:
     """Mean losses on games that are held out, where there are any."""
     if len(records.q) == 0:
         return {}
-    losses = record_losses(network, records, size, q_weight)
+    losses = record_losses(network, records, q_weight)
     return {f"losses/holdout_{name}": x.mean().item() for name, x in zip(METRICS, losses, strict=False)}
 
 
 def update_network(agent: Agent, optimizer, records: Records, args: Args, q_weight: float, value_coef: float):
     """One gradient step of eq. 6 on a minibatch; returns its METRICS [6]. With value_coef 1 the policy head stays."""
-    size = get_size(args)
-    policy_loss, value_loss, kl, owner_loss = (x.mean() for x in record_losses(agent, records, size, q_weight))
-    loss = mix_losses(policy_loss, value_loss, size**2 + 1, value_coef) + args.owner_coef * owner_loss
+    policy_loss, value_loss, kl, owner_loss = (x.mean() for x in record_losses(agent, records, q_weight))
+    loss = mix_losses(policy_loss, value_loss, records.visits.shape[1], value_coef) + args.owner_coef * owner_loss
     optimizer.zero_grad()
     (loss / WORLD_SIZE).backward()
     if value_coef == 1:
@@ -1027,11 +985,10 @@ def update_network(agent: Agent, optimizer, records: Records, args: Args, q_weig
 
 def train_minibatch(agent: Agent, optimizer, pool: Pool, args: Args, q_weight: float, value_coef: float):
     """A step on records of the pool, ranked anew after it; returns what TAGS names [8]."""
-    size = get_size(args)
     index = pool.sample(args.batch_size // WORLD_SIZE, args)
     batch = pool.records.pick(index)
     metrics = update_network(agent.train(), optimizer, batch, args, q_weight, value_coef)
-    loss = rank_losses(agent.eval(), batch, size, q_weight, value_coef)
+    loss = rank_losses(agent.eval(), batch, q_weight, value_coef)
     metrics = torch.cat((metrics, torch.stack((pool.loss[index].mean(), loss.mean()))))
     pool.loss[index] = loss
     pool.num_uses[index] += 1
@@ -1041,21 +998,16 @@ def train_minibatch(agent: Agent, optimizer, pool: Pool, args: Args, q_weight: f
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def make_player(go: Go, evaluators: list, args: Args, **options):
+def make_player(go: Go, evaluators: list, args: Args, scores=puct_scores):
     """A function from boards [R] to the best moves [R] of a search with `args.simulations_end` simulations."""
 
     def choose_moves(boards: Boards) -> torch.Tensor:
-        search = Search(go, evaluators, len(boards.to_play), args.simulations_end, args, **options)
+        search = Search(go, evaluators, len(boards.to_play), args.simulations_end, args, scores)
         search.reset(boards)
         search.run(args.simulations_end)
         return search.best_moves()
 
     return choose_moves
-
-
-def derive_seed(args: Args, *stream: int) -> int:
-    """A number from a stream of the seed, for matches: it leaves training's random numbers alone."""
-    return int(np.random.SeedSequence([args.seed, *stream]).generate_state(1)[0])
 
 
 @torch.no_grad()
@@ -1065,18 +1017,16 @@ def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str
     Returns the metrics and what `play_match` gives for the latter.
     """
     go = Go(get_size(args), device)
-    seed = derive_seed(args, 4)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    rollouts = RolloutEvaluator(go, args.komi, args.seed)  # won or lost, by however much
     player = make_player(go, make_evaluators(network, go, args.eval_episodes, args), args)
-
-    def move_at_random(boards: Boards) -> torch.Tensor:
-        return choose_random_moves(go, boards, go.legal_moves(boards), generator)
-
-    rollouts = RolloutEvaluator(go, args.komi, seed)  # won or lost, by however much
-    plain_mcts = make_player(go, [rollouts], replace(args, score_weight=0.0), scores=ucb1_scores)
+    opponents = {
+        "random": lambda boards: choose_random_moves(go, boards, go.legal_moves(boards), generator),
+        "mcts": make_player(go, [rollouts], replace(args, score_weight=0.0), ucb1_scores),
+    }
     metrics = {}
-    for name, opponent in (("random", move_at_random), ("mcts", plain_mcts)):
-        match = play_match(go, (player, opponent), args.eval_episodes, args.komi, seed)
+    for name, opponent in opponents.items():
+        match = play_match(go, (player, opponent), args.eval_episodes, args.komi, args.seed)
         metrics |= {f"eval/{score}_{name}": match[score] for score in MATCH_SCORES if score in match}
     return metrics, match
 
@@ -1086,7 +1036,7 @@ def compete(network: Agent, reference: Agent, go: Go, args: Args, progress: dict
     """Scores of a match of up to 40 games against the copy from the last one, `reference`, which is then renewed."""
     num_games = min(40, args.eval_episodes)
     players = [make_player(go, make_evaluators(x, go, num_games, args), args) for x in (network, reference)]
-    match = play_match(go, players, num_games, args.komi, derive_seed(args, 3, progress["iteration"]))
+    match = play_match(go, players, num_games, args.komi, args.seed + progress["iteration"])
     reference.load_state_dict(network.state_dict())
     scores = {f"eval/{score}": match[score] for score in MATCH_SCORES if score in match}
     scores["eval/elo"] = progress["elo"] + compute_elo(match["win_rate"], match["distinct_games"])
@@ -1107,17 +1057,14 @@ class Thinker:
     def think(self, positions: list[Boards], komi: float, until: float, num_simulations: int | None) -> gtp.Analysis:
         """Search the last of `positions`, which is not over: so many simulations (None: as trained), or `until`."""
         known = self.positions
-        follows = bool(known) and komi == self.komi and all(a is b for a, b in zip(known, positions, strict=False))
-        new = [boards.to(self.go.device) for boards in positions[len(known) - 1 :]] if follows else []
-        for before, after in pairwise(new):  # not where a side has left out its turn
-            played = self.go.play(before, after.last_move)
-            follows &= torch.equal(played.stones, after.stones) and torch.equal(played.to_play, after.to_play)
-        if new and follows:
+        new = positions[len(known) - 1 :]
+        if len(new) > 0 and komi == self.komi and all(a is b for a, b in zip(known, positions, strict=False)):
             for boards in new[1:]:
-                self.search.advance(boards.last_move, boards, torch.zeros_like(boards.is_over))
+                boards = boards.to(self.go.device)
+                self.search.advance(boards.last_move, boards)
         else:
             size = max(MAX_TREE, self.args.simulations_end)
-            self.search = Search(self.go, self.evaluators, 1, size, self.args, komi=komi)
+            self.search = Search(self.go, self.evaluators, 1, size, replace(self.args, komi=komi))
             self.search.reset(positions[-1].to(self.go.device))
         self.positions = list(positions)
         self.komi = komi
@@ -1272,34 +1219,28 @@ def get_size(args: Args) -> int:
     return int(args.env_id.split("x")[1])
 
 
-def interpolate(start: float, end: float, epoch: int, args: Args) -> float:
-    """Schedule from `start` in the first epoch to `end` in the last."""
-    return start + (end - start) * epoch / max(1, args.num_epochs - 1)
-
-
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
     if not re.fullmatch(r"Go-(\d+)x\1", args.env_id) or not 2 <= get_size(args) <= 19:
         fail(f"--env-id {args.env_id}: Go-2x2 to Go-19x19")
     shares = "score_weight epsilon_start epsilon_end value_coef q_weight_start q_weight_end gamma resign_below".split()
+    shares += ["noise_weight", "pseudo_limit", "holdout_fraction"]
     may_be_zero = "seed checkpoint_interval eval_interval pretrain_value_epochs pretrain_search_epochs max_age".split()
-    may_be_zero += [*shares, "owner_coef", "noise_weight", "weight_decay", "pseudo_limit", "holdout_fraction"]
-    largest = dict.fromkeys((*shares, "generate_fraction", "train_fraction"), 1)
-    largest |= {"pseudo_limit": 0.5, "holdout_fraction": 0.5}
+    may_be_zero += [*shares, "owner_coef", "weight_decay"]
     for name, value in vars(args).items():
-        if type(value) not in (int, float) or name == "komi":
-            continue
-        if not (value > 0 or (value == 0 and name in may_be_zero)):
+        is_number = type(value) in (int, float) and name != "komi"
+        if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
             fail(f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0")
-        if value > largest.get(name, math.inf):
-            fail(f"--{name.replace('_', '-')} {value}: has to be at most {largest[name]}")
+        if name in shares and value > 1:
+            fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
+        if name in ("num_games", "batch_size", "pool_size") and value % WORLD_SIZE:
+            fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
+    if args.holdout_fraction == 1:
+        fail("--holdout-fraction 1: leaves no games to learn from")
     if not abs(args.komi) <= get_size(args) ** 2:
         fail(f"--komi {args.komi}: more than the board has points")
     if args.pool_size < 8 * args.batch_size:
         fail(f"--pool-size {args.pool_size}: has to hold eight images of each of --batch-size {args.batch_size}")
-    for name in ("num_games", "batch_size", "pool_size"):
-        if getattr(args, name) % WORLD_SIZE:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} does not divide among {WORLD_SIZE} processes")
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
@@ -1312,21 +1253,20 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     step = progress["global_step"]
     device = setup_device(args)
 
-    # Streams of the seed: 1 weights; 2 games and samples, of each process; 3 matches on the way; 4 evaluation
+    # Streams of the seed: 1 weights; 2 games and samples, of each process
     seed_everything(args.seed, 1)
     size = get_size(args)
     agent = Agent(size, args).to(device)
     lr = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.AdamW(agent.parameters(), lr, weight_decay=args.weight_decay, fused=True)
-    network = agent.fold_into(make_network(size, args, device))
     seed_everything(args.seed, 2, RANK, step)
     go = Go(size, device)
     num_games = args.num_games // WORLD_SIZE
     self_play = SelfPlay(go, num_games, args)
-    pool = Pool(args.pool_size // WORLD_SIZE, go.num_points + 1, device)
+    pool = Pool(args.pool_size // WORLD_SIZE, size, device)
 
     # The network that the next match is against is a part, too
-    parts = {"agent": agent, "optimizer": optimizer, "reference": agent.fold_into(make_network(size, args, device))}
+    parts = {"agent": agent, "optimizer": optimizer, "reference": make_network(agent, args)}
     if WORLD_SIZE == 1:
         parts |= {"self_play": self_play, "pool": pool}
     if checkpoint is not None:
@@ -1334,9 +1274,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             if name in checkpoint:
                 part.load_state_dict(checkpoint[name])
         optimizer.param_groups[0] |= {"lr": lr, "weight_decay": args.weight_decay}
-        agent.fold_into(network)
         if WORLD_SIZE == 1 and "pool" in checkpoint:
             torch.set_rng_state(checkpoint["torch_rng"])
+    network = make_network(agent, args)
     if RANK == 0:
         run_path, writer = open_run(args, step)
         best_path = run_path / "best.pt"
@@ -1348,7 +1288,6 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     evaluators = make_evaluators(network, go, num_games, args)
     num_positions = math.ceil(args.generate_fraction * args.pool_size / WORLD_SIZE / 8)  # new ones of an epoch
     num_updates = math.ceil(args.train_fraction * args.pool_size / args.batch_size)
-    max_age = None if args.replay_order == "uniform" else args.max_age
     stage_starts = (args.pretrain_value_epochs, args.pretrain_value_epochs + args.pretrain_search_epochs)
     eval_interval = args.eval_interval or math.ceil(args.num_epochs / 10)
     bar = tqdm(total=args.num_epochs, initial=progress["iteration"], unit="epoch", disable=RANK > 0)
@@ -1356,40 +1295,38 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         epoch = progress["iteration"]
         if args.anneal_lr:
             lr.fill_(args.learning_rate * (1.0 - 0.99 * epoch / args.num_epochs))
-        num_simulations = round(interpolate(args.simulations_start, args.simulations_end, epoch, args))
-        epsilon = interpolate(args.epsilon_start, args.epsilon_end, epoch, args)
-        q_weight = interpolate(args.q_weight_start, args.q_weight_end, epoch, args)
+        t = epoch / max(1, args.num_epochs - 1)  # 0 in the first epoch, 1 in the last
+        num_simulations = round((1 - t) * args.simulations_start + t * args.simulations_end)
+        epsilon = (1 - t) * args.epsilon_start + t * args.epsilon_end
+        q_weight = (1 - t) * args.q_weight_start + t * args.q_weight_end
+        value_coef = 1.0 if epoch < args.pretrain_value_epochs else args.value_coef
         if epoch > 0 and epoch in stage_starts:  # another kind of games begins
             pool.size = 0
             self_play.begin()
 
-        # Prepare: play until there are enough new records, with trees that begin anew after the network has changed
-        search = None  # frees the old ones
-        search = self_play.start_search(evaluators, num_simulations, epoch)
-        value_coef = 1.0 if search is None else args.value_coef
-        images, num_moves, play_seconds = self_play.play(num_positions, search, num_simulations, epsilon)
-        pool.add(images, rank_losses(network, images, size, q_weight, value_coef), epoch, max_age)
+        # Prepare: play until there are enough new records
+        images, num_moves, scalars = self_play.play(evaluators, num_positions, num_simulations, epsilon, epoch)
+        pool.add(images, rank_losses(network, images, q_weight, value_coef), epoch, args)
 
         # Train on what the pool holds, ranking what was trained on anew after each batch
         metrics = [train_minibatch(agent, optimizer, pool, args, q_weight, value_coef) for _ in range(num_updates)]
         for buffer in agent.buffers():  # running statistics: the mean over processes
             buffer.copy_(sum_over_ranks(buffer.float()) / WORLD_SIZE)
-        agent.fold_into(network)
+        network.load_state_dict(make_network(agent, args).state_dict())
         step += int(sum_over_ranks(torch.tensor(num_moves, device=device)))
         progress |= {"iteration": epoch + 1, "global_step": step}
 
         # Measure what is new
         means = (sum_over_ranks(torch.stack(metrics).mean(0)) / WORLD_SIZE).tolist()
-        scalars = dict(zip(TAGS, means, strict=True))
+        scalars |= dict(zip(TAGS, means, strict=True))
         if not all(map(math.isfinite, means)):
             raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {scalars}")
         if RANK > 0:
             continue
-        scalars |= measure_holdout(network, self_play.holdout, size, q_weight)
-        scalars |= pool.describe(epoch) | ({} if search is None else search.describe())
+        scalars |= pool.describe(epoch) | measure_holdout(network, self_play.holdout, q_weight)
         seconds = read_clock() - start - progress["eval_seconds"]
         scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
-        scalars |= {"charts/learning_rate": lr.item(), "charts/moves_per_second": num_moves / play_seconds}
+        scalars["charts/learning_rate"] = lr.item()
         bar.update()
 
         # Play the network of the last match, keep the one that scored best, log and save
@@ -1404,7 +1341,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
                 save_checkpoint(best_path, args, progress, {"agent": agent})
             progress["eval_steps"] += scalars["eval/moves"]
             progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
-            bar.set_postfix({"loss": f"{means[4]:.3f}", "elo": f"{progress['elo']:.0f}"}, refresh=False)
+            bar.set_postfix({"loss": f"{scalars['losses/loss']:.3f}", "elo": f"{progress['elo']:.0f}"}, refresh=False)
         for name, value in scalars.items():
             writer.add_scalar(name, value, step)
         if is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0):
@@ -1425,7 +1362,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         writer.add_figure("eval/board", figure, step)
     if best_path.exists() and load_checkpoint(best_path)["global_step"] != step:
         agent.load_state_dict(load_checkpoint(best_path)["agent"])
-        best, _ = evaluate(agent.fold_into(network), args, device)
+        best, _ = evaluate(make_network(agent, args), args, device)
     metrics = metrics | {name.replace("eval/", "best/"): value for name, value in best.items()}
     writer.close()
     seconds = read_clock() - start
@@ -1475,7 +1412,7 @@ def main(argv: list[str] | None = None) -> None:
     device = setup_device(args)
     agent = Agent(get_size(args), args).to(device)
     agent.load_state_dict(checkpoint["agent"])
-    network = agent.eval().fold_into(make_network(get_size(args), args, device))
+    network = make_network(agent, args)
     if args.gtp is not None:
         sys.stdin.reconfigure(errors="replace")
         sys.stdout.reconfigure(errors="replace")

@@ -186,7 +186,7 @@ def measure_go(num_repeats: int, cuda: bool) -> list[dict]:
     networks = {}
     for kind in ("", " in bfloat16"):
         args = az.Args(env_id="Go-9x9", blocks=6, channels=64, bf16=kind != "")
-        network = az.Agent(9, args).to(device).eval().fold_into(az.make_network(9, args, device))
+        network = az.make_network(az.Agent(9, args).to(device), args)
         networks[f"tree and network 6x64{kind}, 9x9"] = (args, network)
     for name, board in GO_NETWORKS.items():
         _, args, network = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")

@@ -224,8 +224,8 @@ def update_change_detection(cd, rows):
 
 def update_alphazero(az, rows):
     """With frozen batch norms, as in training each process normalizes by its own rows; with and without the policy."""
-    args, go, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), az.Go(3), [], []
-    records = az.SelfPlay(go, 8, args).play(5, None, 0, 0.0)[0].pick(slice(40))
+    args, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8, pretrain_value_epochs=1), [], []
+    records = az.SelfPlay(az.Go(3), 8, args).play([], 5, 0, 0.0, 0)[0].pick(slice(40))
     for value_coef in (args.value_coef, 1.0):
         agent = az.Agent(3, args).eval()
         shake(agent)

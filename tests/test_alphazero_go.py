@@ -245,7 +245,7 @@ def test_one_slot_is_the_serial_search(size, fpu):
         over = boards.is_over
         boards = boards.pick(torch.arange(num_games))
         boards.replace_rows(~over, go.play(boards.pick(~over), moves[~over]))
-        search.advance(moves, boards, over)
+        search.advance(moves, boards)
         for g in range(num_games):
             if over[g]:
                 continue
@@ -350,13 +350,15 @@ def test_subtrees_move_together():
     none = num_games * num_nodes
     for _ in range(20):
         parent, new_root = torch.full((none + 1,), none), []
+        edge_child = torch.full((none + 1, num_nodes), none, dtype=torch.int32)
         for game in range(num_games):
             first, size = game * num_nodes, int(torch.randint(2, num_nodes + 1, (), generator=generator))
             for i in range(1, size):
                 parent[first + i] = first + int(torch.randint(0, i, (), generator=generator))
+                edge_child[parent[first + i], i] = first + i
             if game != 3:  # begins anew
                 new_root.append(first + int(torch.randint(1, size, (), generator=generator)))
-        found, expected = az.move_subtrees(parent, torch.tensor(new_root), num_nodes), []
+        found, expected = az.move_subtrees(edge_child, torch.tensor(new_root), num_nodes), []
         for game in range(num_games):
             stay = 0
             for node in range(game * num_nodes, (game + 1) * num_nodes):
@@ -396,7 +398,7 @@ def test_visits_add_up_after_50_moves_with_kept_trees(num_slots):
         boards = go.play(boards, moves)
         over = boards.is_over
         boards.replace_rows(over, go.new(int(over.sum())))
-        search.advance(moves, boards, over)
+        search.advance(moves, boards)
     assert was_full
 
 
@@ -518,12 +520,12 @@ def test_folded_network_is_the_network():
     planes = torch.rand(32, 9, 5, 5) > 0.5
     with torch.no_grad():
         expected = agent(planes)
-        folded = agent.fold_into(az.make_network(5, args, CPU))
+        folded = az.make_network(agent, args)
         for x, y in zip(folded(planes), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
         assert (agent.train()(planes)[0] - expected[0]).abs().max() > 1e-3  # the statistics matter
         args.bf16 = True
-        for x, y in zip(agent.eval().fold_into(az.make_network(5, args, CPU))(planes), expected, strict=True):
+        for x, y in zip(az.make_network(agent, args)(planes), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0.1, atol=0.05)
             assert x.dtype == torch.float32
 
@@ -533,7 +535,7 @@ def test_compiled_network_searches_alike():
     counts, go = [], Go(5)
     for is_compiled in (False, True):
         agent, args = make_agent(compile=is_compiled)
-        network = agent.fold_into(az.make_network(5, args, CPU))
+        network = az.make_network(agent, args)
         if is_compiled:
             network.compile(dynamic=True)
         search = az.Search(go, az.make_evaluators(network, go, 70, args), 70, 16, args)
@@ -595,7 +597,7 @@ def test_images_are_what_the_turned_game_looks_like():
         boards = go.play(boards, moves[-1])
     legal = go.legal_moves(boards)
     visits = torch.rand(4, 26).half()
-    planes = go.planes(boards, legal).flatten(1)
+    planes = go.planes(boards, legal)
     images = az.make_images(
         az.Records(planes, visits, torch.arange(4.0), torch.rand(4), go.owner(boards)), go.symmetries
     )
@@ -607,7 +609,7 @@ def test_images_are_what_the_turned_game_looks_like():
         for move in moves:
             again = turned.play(again, where[move])
         rows = slice(4 * k, 4 * k + 4)
-        assert torch.equal(images.planes[rows], turned.planes(again, turned.legal_moves(again)).flatten(1))
+        assert torch.equal(images.planes[rows], turned.planes(again, turned.legal_moves(again)))
         assert torch.equal(images.visits[rows][:, where], visits)
         assert torch.equal(images.owner[rows], turned.owner(again))
         assert images.q[rows].tolist() == [0, 1, 2, 3]
@@ -615,7 +617,7 @@ def test_images_are_what_the_turned_game_looks_like():
 
 def make_images(num_positions, start=0):
     number = torch.arange(start, start + num_positions).float()
-    planes = torch.zeros(8 * num_positions, 9 * 4, dtype=torch.bool)
+    planes = torch.zeros(8 * num_positions, 9, 2, 2, dtype=torch.bool)
     visits, owner = torch.zeros(8 * num_positions, 5).half(), torch.zeros(8 * num_positions, 4, dtype=torch.int8)
     return az.Records(planes, visits, number.repeat(8), number.repeat(8), owner)
 
@@ -623,28 +625,27 @@ def make_images(num_positions, start=0):
 def test_pool_evicts_the_smallest_losses_and_the_old():
     """Against sorting, over many epochs."""
     torch.manual_seed(0)
-    pool, kept = az.Pool(200, 5, CPU), []
+    pool, kept = az.Pool(200, 2, CPU), []
     for epoch in range(12):
         images, loss = make_images(10, 10 * epoch), torch.rand(80)
-        num_evicted = pool.add(images, loss, epoch, max_age=4)
+        pool.add(images, loss, epoch, Args(max_age=4))
         kept += [(epoch, x, q) for x, q in zip(loss.tolist(), images.q.tolist(), strict=True)]
-        before = len(kept)
         kept = sorted(kept, key=lambda r: (epoch - r[0] <= 4, r[1]))[-200:]
-        assert num_evicted == before - len(kept)
+        assert pool.size == len(kept)
         got = sorted(zip(pool.epoch.tolist(), pool.loss.tolist(), pool.records.q.tolist(), strict=True))[-pool.size :]
         assert got == sorted(kept)
         assert (pool.position[: pool.size] == pool.records.q[: pool.size]).all()  # images share their number
-    oldest_first = az.Pool(200, 5, CPU)
+    oldest_first = az.Pool(200, 2, CPU)
     for epoch in range(4):
-        oldest_first.add(make_images(10), torch.rand(80), epoch, None)
+        oldest_first.add(make_images(10), torch.rand(80), epoch, Args(replay_order="uniform"))
     assert sorted(oldest_first.epoch.tolist()) == [1] * 40 + [2] * 80 + [3] * 80
 
 
 def test_pool_samples_in_its_order():
     torch.manual_seed(0)
-    pool = az.Pool(800, 5, CPU)
+    pool = az.Pool(800, 2, CPU)
     loss = torch.rand(800)
-    pool.add(make_images(100), loss, 0, 30)
+    pool.add(make_images(100), loss, 0, Args())
     args = Args(replay_order="loss", loss_clamp=2.0, max_reuse=2)
     index = pool.sample(20, args)
     assert len(index) == 20 == len(pool.position[index].unique())
@@ -668,14 +669,13 @@ def test_pool_samples_in_its_order():
 
 
 def test_pool_survives_a_checkpoint():
-    pool = az.Pool(100, 5, CPU)
-    pool.add(make_images(10), torch.rand(80), 3, 30)
-    for capacity in (100, 120, 40):
-        again = az.Pool(capacity, 5, CPU)
+    pool = az.Pool(100, 2, CPU)
+    pool.add(make_images(10), torch.rand(80), 3, Args())
+    for capacity in (100, 120):
+        again = az.Pool(capacity, 2, CPU)
         again.load_state_dict(pool.state_dict())
-        size = min(80, capacity)
-        assert again.size == size and torch.equal(again.loss[:size], pool.loss[:size])
-        assert torch.equal(again.records.q[:size], pool.records.q[:size]) and again.num_positions == 10
+        assert again.size == 80 and torch.equal(again.loss[:80], pool.loss[:80])
+        assert torch.equal(again.records.q[:80], pool.records.q[:80]) and again.num_positions == 10
 
 
 @pytest.mark.parametrize("root_selection", ["gumbel", "puct"])
@@ -689,10 +689,10 @@ def test_self_play_records_are_the_games(root_selection):
     search.reset(play.boards)
     advance, num_finished = search.advance, 0
 
-    def watch(moves, boards, is_new):
+    def watch(moves, boards):
         for game, move, visits in zip(played, moves.tolist(), search.policy(), strict=True):
             game.append((move, visits))
-        advance(moves, boards, is_new)
+        advance(moves, boards)
 
     search.advance = watch
     for _ in range(60):
@@ -706,7 +706,7 @@ def test_self_play_records_are_the_games(root_selection):
             boards, rows = go.new(1), []
             for move, visits in played[game]:
                 assert not boards.is_over
-                rows.append((go.planes(boards, go.legal_moves(boards)).flatten(), visits, int(boards.to_play)))
+                rows.append((go.planes(boards, go.legal_moves(boards))[0], visits, int(boards.to_play)))
                 boards = go.play(boards, torch.tensor([move]))
             assert boards.is_over
             black_won = go.score(boards).item() > 0.5
@@ -831,7 +831,7 @@ def test_rollouts_are_fair():
 
 def make_engine(size=5, komi=0.5):
     agent, args = make_agent(size, env_id=f"Go-{size}x{size}", simulations_end=16, komi=komi)
-    thinker = az.Thinker(agent.fold_into(az.make_network(size, args, CPU)), args, CPU)
+    thinker = az.Thinker(az.make_network(agent, args), args, CPU)
     return gtp.Engine(thinker.think, "alphazero_go", size, komi, io.StringIO())
 
 
@@ -990,7 +990,7 @@ def test_plain_mcts_tries_moves_in_no_order_and_plays_to_win(monkeypatch):
     players, searches, search = [], [], az.Search
     monkeypatch.setattr(az, "play_match", lambda go, pair, *rest: players.append(pair) or {"win_rate": 0.5})
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
-    az.evaluate(agent.fold_into(az.make_network(5, args, CPU)), args, CPU)
+    az.evaluate(az.make_network(agent, args), args, CPU)
     moves = players[1][1](az.Go(5).new(64))
     assert len(moves.unique()) > 8 and moves.max() > 19
     q = searches[-1].edge_q[searches[-1].roots]
@@ -1244,7 +1244,9 @@ def test_bad_settings_are_one_line_to_play_with(tmp_path, capsys):
         (["--env-id", "Go-9x8"], "--env-id"),
         (["--env-id", "Chess"], "--env-id"),
         (["--pool-size", "100"], "--pool-size"),
-        (["--pseudo-limit", "0.9"], "--pseudo-limit"),
+        (["--pseudo-limit", "1.9"], "--pseudo-limit"),
+        (["--noise-weight", "1.5"], "--noise-weight"),
+        (["--holdout-fraction", "1"], "--holdout-fraction"),
         (["--komi", "99"], "--komi"),
         (["--gamma", "1.5"], "--gamma"),
         (["--learning-rate", "nan"], "--learning-rate"),

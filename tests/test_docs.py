@@ -501,7 +501,7 @@ def check_ppo_change_detection(names, module, args, agent, monkeypatch):
 
 def check_alphazero_go(names, module, args, agent, monkeypatch):
     """The move is that of the network as the script's own matches have it, with folded norms: the board's middle."""
-    network = agent.eval().fold_into(module.make_network(5, args, torch.device("cpu")))
+    network = module.make_network(agent, args)
     go = module.Go(5)
     player = module.make_player(go, module.make_evaluators(network, go, 1, args), args)
     assert names["move"].tolist() == player(go.new(1)).tolist() == [12]

@@ -43,9 +43,9 @@ def load_network(path: str | Path):
     checkpoint = az.load_checkpoint(path)
     args = checkpoint["args"]
     args.bf16 = False
-    agent = az.Agent(az.get_size(args), args).eval()
+    agent = az.Agent(az.get_size(args), args)
     agent.load_state_dict(checkpoint["agent"])
-    return az, args, agent.fold_into(az.make_network(az.get_size(args), args, torch.device("cpu")))
+    return az, args, az.make_network(agent, args)
 
 
 def load_engine(args: argparse.Namespace):
