@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 FILES = sorted((ROOT / "benchmark" / "checkpoints").glob("*.pt"))
 STORED = ROOT / "tests" / "data" / "checkpoints.json"
-MOVES = {5: [12, 7, 6, 8, 17], 7: [24, 17, 16, 18, 31, 9, 40]}  # of both sides in turn, from the empty board
+# Of both sides in turn, from the empty board
+MOVES = {5: [12, 7, 6, 8, 17], 7: [24, 17, 16, 18, 31, 9, 40], 9: [40, 22, 24, 56, 58]}
 
 
 def load(path):
