@@ -93,7 +93,8 @@ def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt:
         return {"error": f"another version of {cell.path} is on {host} than when the suite was started"}
     path.mkdir()
     machine = common.describe_machine()  # its commit is that of the script which starts now
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # Ray has chosen the GPUs in it
+    # Ray has chosen the GPUs in it; a log in the order of writing, whole where the cell is killed
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if not cell.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
     start, peak, error = time.time(), 0, None

@@ -264,7 +264,9 @@ def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
         common.read_points(tmp_path / "empty", "charts/return_last_20")
 
 
-def test_exit_codes_and_signals_are_told(cell):
+def test_exit_codes_and_signals_are_told(cell, monkeypatch):
+    """The reason is the last line written, whatever the environment says of buffers."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     code = "import sys; print('|##| 1/1\\r|###| 2/2'); sys.exit('why it ended')"
     assert run_python(cell, code)["error"] == "exit code 1: why it ended"
     assert run.read_end(cell[1] / "try_1" / "log.txt") == ["|###| 2/2", "why it ended"]
