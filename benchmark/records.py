@@ -67,7 +67,7 @@ def read_run(cell: dict, path: Path) -> dict:
         process = json.loads((path.parents[1] / "process.json").read_text())
     except (OSError, ValueError):  # the harness was killed right after the run, or there was none
         process = {}
-    run |= {key: process.get(key) for key in ("peak_memory_mb", "machine")}
+    run["machine"] = process.get("machine")
     # peers say their version themselves
     run["commit"] = result.get("commit") or (run["machine"] or {}).get("commit", "unknown")
     try:

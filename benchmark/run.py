@@ -66,24 +66,8 @@ def make_command(cell: Cell, pythons: dict[str, str], run_dir: Path, track: bool
     return [*start, *words[1:], "--seed", str(cell.seed), "--run-dir", str(run_dir), *tracked]
 
 
-def measure_memory(process) -> int:
-    """Bytes of memory of a process and its children, pages they share counted once where the system tells."""
-    import psutil
-
-    total = 0
-    for member in [process, *process.children(recursive=True)]:
-        try:
-            info = member.memory_full_info()
-            total += getattr(info, "pss", info.uss)
-        except psutil.Error:
-            continue
-    return total
-
-
 def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt: int) -> dict:
-    """One attempt at a cell, in a Ray worker: run `command`, watch its memory, tell how it ended."""
-    import psutil
-
+    """One attempt at a cell, in a Ray worker: run `command` and tell how it ended."""
     host, path = platform.node(), folder / f"try_{attempt}"
     if not folder.exists():
         return {"error": f"{host} does not see {folder}: --runs has to be on a file system that all machines share"}
@@ -97,28 +81,26 @@ def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if not cell.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
-    start, peak, error = time.time(), 0, None
+    error = None
     with open(path / "log.txt", "wb") as log:
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        process = psutil.Popen(command, cwd=common.ROOT, env=env, start_new_session=True, **streams)
+        process = subprocess.Popen(command, cwd=common.ROOT, env=env, start_new_session=True, **streams)
     guard = [sys.executable, "-c", WATCHDOG, str(process.pid)]
     guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
-    while process.poll() is None and not error:
-        peak = max(peak, measure_memory(process))
-        if time.time() - start > 3600 * cell.hours:
-            error = f"not done after {cell.hours:g} hours"
-            guard.stdin.close()
-        time.sleep(1.0)
-    returncode = process.wait()
-    guard.stdin.close()  # what the cell has left running ends too
+    try:
+        process.wait(3600 * cell.hours)
+    except subprocess.TimeoutExpired:
+        error = f"not done after {cell.hours:g} hours"
+    guard.stdin.close()  # the cell, or what it has left running, ends
     guard.wait()
+    returncode = process.wait()
     if returncode and not error:
         error = f"exit code {returncode}" if returncode > 0 else f"killed by {signal.strsignal(-returncode)}"
         lines = read_end(path / "log.txt", 1)
         error += f": {lines[0]}" if lines and returncode > 0 else ""
     if not error:
         error = find_flaw(cell, folder)
-    report = {"error": error, "peak_memory_mb": round(peak / 1e6, 1), "machine": machine}
+    report = {"error": error, "machine": machine}
     common.write_atomically(path / "process.json", json.dumps(report, indent=1))
     return report
 

@@ -13,13 +13,10 @@ from envs_shared.go_tasks.match import compute_interval
 sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(ROOT / "benchmark" / "peers")]
 import change_detection
 import common
-import go_ablations
 import go_engine
-import r2d2_windows
+import go_search
 import records
 import report
-import scaling
-import speed
 
 
 def test_the_pages_follow_from_the_committed_results():
@@ -29,8 +26,8 @@ def test_the_pages_follow_from_the_committed_results():
         assert path.read_text() == text, path.name
     sections = report.make_sections(published)
     assert {page for page, _ in sections} == {*report.SCRIPTS, "README", "scaling"} and len(sections) >= 20
-    names = {*report.list_drawn(published), "change_detection", "go_search"}
-    assert names == {"go_default", "ppo_tasks", "r2d2_memory", "tsp_gaps", "change_detection", "go_search"}
+    names = {*report.list_drawn(published), "change_detection"}
+    assert names == {"go_default", "ppo_tasks", "r2d2_memory", "tsp_gaps", "change_detection"}
     for name in names:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -99,13 +96,12 @@ def test_summaries_take_medians_of_times_and_means_of_metrics():
     assert report.fill_summary({"cells": cells, "summary": summary}) == "3.0 s, 2.00x, 200%"
 
 
-def test_speed_ratio_is_of_the_best_setting_of_each():
-    rows = [{"what": "step", "column": c, "value": v} for c, v in (("ours, A", 5), ("ours, B", 2), ("rl4co, A", 8))]
-    rows.append({"what": "decode", "column": "rl4co, A", "value": 3})
-    rows.append({"what": "decode", "column": "ours, B", "value": 4})
-    table = speed.make_case_table(rows, "t")
-    assert "| t | ours, A | ours, B | rl4co, A | rl4co / ours, the best of each |" in table
-    assert "| step | 5.00 | 2.00 | 8.00 | **4.00** |" in table and "| decode |  | 4.00 | 3.00 | **0.75** |" in table
+def test_table_of_rates_has_a_column_for_each_way():
+    rows = [("rules", "one slot", 5), ("tree", "one slot", 2000), ("tree", "two slots", 30)]
+    rows = [{"what": w, "column": c, "value": v, "machine": common.describe_machine()} for w, c, v in rows]
+    (table,) = go_search.make_sections({"rows": rows}).values()
+    assert "| per second | one slot | two slots |" in table
+    assert "| rules | 5.00 |  |\n| tree | 2,000 | 30.0 |" in table
 
 
 def test_rows_replace_those_of_the_same_keys(tmp_path, monkeypatch):
@@ -119,56 +115,6 @@ def test_rows_replace_those_of_the_same_keys(tmp_path, monkeypatch):
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [(row["a"], row["b"]) for row in rows] == [(1, 1), (2, 7)]
     assert {row["machine"]["commit"] for row in rows} == {common.describe_machine()["commit"]}
-
-
-def test_scaling_compares_neighbouring_runs_by_the_step():
-    def runs(script, *pairs):
-        for pair in pairs:
-            for n, (steps, wall, cpu) in enumerate(pair, 1):
-                yield {"script": script, "processes": n, "steps": steps, "wall_seconds": wall, "cpu_seconds": cpu}
-
-    pairs = [((1000, 4, 4), (2000, 4, 4)), ((1000, 6, 4), (1000, 2, 1)), ((1000, 8, 8), (1000, 8, 2))]
-    rows = [row for script in scaling.CASES for row in runs(script, *pairs)]
-    assert scaling.summarize(rows, "ppo") == {"wall_seconds": [6, 2, 2, 1, 3], "cpu_seconds": [4, 2, 4, 2, 4]}
-    table = scaling.make_table(rows)
-    assert "| `ppo` | environment steps | 167 and 500 | **2.00** (1.00 to 3.00) | 4 and 2 | **4.00** (2.00" in table
-
-
-def test_window_figure_shows_what_the_replay_holds(tmp_path):
-    replay = r2d2_windows.fill_replay()
-    assert replay.first[:3].tolist() == [-4, 1, 6] and replay.end[:3].tolist() == [10, 10, 6]
-    assert replay.num_added == 3 and replay.terminated[:3].tolist() == [False, False, True]
-    r2d2_windows.draw(tmp_path / "windows.png")
-    assert (tmp_path / "windows.png").stat().st_size > 5_000
-
-
-def test_go_ablations_take_the_checkpoints_of_finished_runs(tmp_path):
-    def write_suite(*settings):
-        cells = [{"task": "Go-5x5", "name": s, "setting": s, "seed": 1, "folder": s} for s in settings]
-        cells.append(cells[0] | {"task": "another", "folder": "nowhere"})
-        (tmp_path / "suite.json").write_text(json.dumps({"suite": "a", "ratios": [], "errors": [], "cells": cells}))
-
-    write_suite("default", "noise")
-    result = dict.fromkeys(records.RESULT_KEYS, 0) | {"headline": "x", "metrics": {"x": 1.0}}
-    for setting in ("default", "noise"):
-        with pytest.raises(common.ResultsError, match=f"{setting}: no finished run"):
-            go_ablations.find_checkpoints(tmp_path)
-        path = tmp_path / setting / "try_1" / "run"
-        path.mkdir(parents=True)
-        (path / "result.json").write_text(json.dumps(result))
-        (path / "checkpoint.pt").write_text("")
-    found = go_ablations.find_checkpoints(tmp_path)
-    assert found == {s: {1: tmp_path / s / "try_1" / "run" / "checkpoint.pt"} for s in ("default", "noise")}
-    write_suite("noise", "default")
-    with pytest.raises(common.ResultsError, match="not the default"):
-        go_ablations.find_checkpoints(tmp_path)
-
-
-def test_table_of_go_ablations_shows_mean_and_each_seed():
-    machine = common.describe_machine()
-    rows = [{"setting": "a", "seed": seed, "win_rate": rate, "margin": 2.0} for seed, rate in ((1, 0.5), (2, 0.7))]
-    (text,) = go_ablations.make_sections({"rows": [row | {"machine": machine} for row in rows]}).values()
-    assert "| a | **60%** (50%, 70%) | +2.0 | 2 |" in text
 
 
 def test_a_missing_section_is_an_error_not_a_silent_no_op():

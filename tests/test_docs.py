@@ -170,8 +170,8 @@ def test_commands_are_found_wherever_the_docs_write_them():
     [
         *("python algos/none.py", "python ppo2.py", "python algos/ppo.py --sed 1", "python algos/ppo.py --seed x"),
         *("uv run algos/ppo.py --vectorization no", "torchrun --nproc-per-node 2 algos/ppo.py --burn-in 4"),
-        *("python benchmark/compare.py a", "python benchmark/studies/r2d2_windows.py --report-only"),
-        *("python benchmark/peers/sb3_ppo.py --settings best", "python benchmark/peers/tsp_step.py ours 20 low"),
+        *("python benchmark/compare.py a", "python benchmark/studies/go_search.py --report-only"),
+        *("python benchmark/peers/sb3_ppo.py --settings best", "python benchmark/peers/elkai_lkh.py --size 20"),
         *("algos/none.py", "benchmark/none/", "--burn-in", "--seed x", "--seed 1 --burn-in 4"),
     ],
 )
@@ -181,9 +181,9 @@ def test_what_does_not_exist_is_a_problem(code):
 
 def test_parsers_of_benchmarks_and_peers_take_their_flags():
     for line in (
-        *("python benchmark/studies/change_detection.py --studies buildings", "python benchmark/speed.py go --cuda"),
-        *("python benchmark/studies/r2d2_windows.py", "python benchmark/peers/sb3_ppo.py --seed 1"),
-        "python benchmark/peers/tsp_step.py ours 20 medium",
+        "python benchmark/studies/change_detection.py --studies buildings",
+        "python benchmark/studies/go_search.py --repeats 3 --cuda",
+        "python benchmark/peers/sb3_ppo.py --seed 1",
     ):
         assert not find_problems(f"`{line}`", None)
     assert not find_problems("`--repeats 3` and `--studies buildings`", None)

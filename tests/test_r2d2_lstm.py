@@ -1,13 +1,14 @@
 """R2D2 against brute force, float64, the environments' own ledgers and its own specification."""
 
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import read_result, read_scalars
+from conftest import ROOT, read_result, read_scalars
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -201,6 +202,28 @@ def test_windows_stay_true_when_ring_and_rows_wrap(
         play(parts, num_steps, 10)
         check_rows(replay, ledgers, args)
     assert replay.num_added > 2 * buffer_size
+
+
+def test_the_page_shows_the_windows_that_the_replay_holds():
+    """The drawing of an episode of 12 steps: step by step, what a window takes it for."""
+    envs = SimpleNamespace(num_envs=1, obs_dim=1, same_step=False, obs_dtype=torch.float32)
+    args = make_args(4, 5, 2, buffer_size=10, hidden_size=1)
+    actor, replay = Actor(envs, args, CPU), SequenceReplay(envs, args, CPU)
+    for step in range(13):
+        row = torch.tensor([[step, 1.0, step == 12, 0.0, 0.0, 0.0]])  # as in columns.py
+        replay.add_step(actor, actor.observe(row), row[:, 2] > 0, row[:, 3] > 0)
+    found = []
+    for first, end, is_warm in zip(*(x[:3].tolist() for x in (replay.first, replay.end, replay.is_warm)), strict=True):
+        kinds = ("b" * 4 if is_warm else " " * 4) + "L" * 5 + "t" * 2
+        kinds = kinds[:end] + "t" if end < len(kinds) else kinds
+        found.append([(first + p, kind) for p, kind in enumerate(kinds) if kind != " "])
+    page = (ROOT / "docs" / "r2d2_lstm.md").read_text()
+    head, *lines = re.search(r"```\n(step .*?)```", page, re.S)[1].splitlines()
+    columns = [(match.start(), int(match[0])) for match in re.finditer(r"\d+", head)]
+    drawn = [[(step, line[at]) for at, step in columns if line[at : at + 1] in ("b", "L", "t")] for line in lines]
+    assert drawn == found
+    starts = [line.split(" at step ")[0].split("  ")[-1].strip() for line in lines]
+    assert starts == ["stored state" if is_warm else "zero state" for is_warm in replay.is_warm[:3].tolist()]
 
 
 @pytest.mark.parametrize("env_id", LEDGERS)

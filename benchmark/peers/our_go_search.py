@@ -1,4 +1,4 @@
-"""The search of algos/alphazero_go.py with a network that does nothing, as benchmark/speed.py measures it.
+"""The search of algos/alphazero_go.py with a network that does nothing.
 
 Simulations per CPU-second of 256 games side by side, from positions after 20 random moves; the counterpart of
 openspiel_mcts.py, which searches one game.
@@ -47,16 +47,20 @@ class NullEvaluator:
         return logits if self.sharpness else torch.zeros_like(logits), 0.49 + 0.02 * noise
 
 
-def measure_search(go, boards, evaluators: list, num_simulations: int, clock=time.process_time) -> float:
-    """Simulations per second of `clock` of a search of all `boards` at once, a slot for each evaluator."""
+def measure_search(go, boards, evaluators: list, num_simulations: int, num_slots: int = 1) -> tuple[float, float]:
+    """Simulations per CPU-second and per second of the clock of a search of all `boards` at once."""
+    import torch
+
     from algos import alphazero_go as az
 
-    num_games = len(boards.to_play)
-    tree = az.Search(go, evaluators, num_games, num_simulations, az.Args(komi=7.5))
+    tree = az.Search(go, evaluators[:num_slots], len(boards.to_play), num_simulations, az.Args(komi=7.5))
     tree.reset(boards)
-    start = clock()
+    start = time.process_time(), time.perf_counter()
     tree.run(num_simulations)
-    return num_games * num_simulations / (clock() - start)
+    if go.device.type == "cuda":
+        torch.cuda.synchronize()
+    total = len(boards.to_play) * num_simulations
+    return total / (time.process_time() - start[0]), total / (time.perf_counter() - start[1])
 
 
 def main() -> None:
@@ -74,7 +78,7 @@ def main() -> None:
     boards, _ = play_random_moves(go, NUM_GAMES, 20)
     rates = []
     for _ in tqdm(range(args.repeats), unit="repeat"):
-        rates.append(measure_search(go, boards, [NullEvaluator(go.device)], args.simulations))
+        rates.append(measure_search(go, boards, [NullEvaluator(go.device)], args.simulations)[0])
     metrics = {"simulations_per_cpu_second": statistics.median(rates)}
     run.finish(next(iter(metrics)), metrics, NUM_GAMES * args.simulations * args.repeats, None)
 

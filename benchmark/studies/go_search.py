@@ -1,15 +1,17 @@
-"""What two slots cost and gain in the search of algos/alphazero_go.py, and a picture of them at work.
+"""How fast the rules and the search of algos/alphazero_go.py are, and a picture of its two slots at work.
 
-python benchmark/studies/go_search.py --checkpoint benchmark/checkpoints/go7x7.pt    # a minute on two cores
+    python benchmark/studies/go_search.py           # half an hour on two free cores
+    python benchmark/studies/go_search.py --cuda    # on a GPU
 
-Positions are from the middle of games of the checkpoint's own board. Failures: share of the turns of a slot in which a
-game found no leaf that was free. Distortion: total variation between the visit counts of one slot and of two.
-Two slots take the clock's time of one only where a second core is idle; CPU-seconds say what they cost.
+Medians over the repeats, one slot and two in turn. CPU-seconds, of all threads, say what a simulation costs; on the
+clock a second slot is faster only where a second core, or the GPU, is idle. OpenSpiel has an environment of its own.
 """
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,71 +20,91 @@ import common
 
 sys.path.append(str(common.PEERS))
 from go_engine import load_network
+from our_go_search import NullEvaluator, measure_search, set_up_torch
 
-LIMITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
-STEPS = (50, 100, 200, 400, 800)
+NETWORKS = ("go5x5", "go7x7", "go9x9")  # of benchmark/checkpoints
+COLUMNS = [f"{slots}, {clock}" for slots in ("one slot", "two slots") for clock in ("of CPU", "on the clock")]
 
 
-def make_boards(go, num_games: int):
-    """Positions after random moves on a quarter of the board."""
-    import torch
+def measure_rules(num_repeats: int, num_games: int, device) -> list[dict]:
+    """Moves per second at random, legal moves of all positions included."""
+    from algos import alphazero_go as az
+    from envs_shared.go_tasks.match import choose_random_moves
 
+    rows = []
+    for size in (5, 9, 19):
+        go = az.Go(size, device)
+        boards, rates = go.new(num_games), []
+        for _ in range(num_repeats):
+            start = time.process_time(), time.perf_counter()
+            for _ in range(30):
+                boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards)))
+                if (over := boards.is_over).any():  # which waits for a GPU, too
+                    boards.replace_rows(over, go.new(int(over.sum())))
+            ends = time.process_time(), time.perf_counter()
+            rates.append([30 * num_games / (end - begin) for begin, end in zip(start, ends, strict=True)])
+        for column, values in zip(COLUMNS[:2], zip(*rates, strict=True), strict=True):
+            rows.append({"what": f"moves of the rules, {size}x{size}", "column": column, "value": values})
+    return rows
+
+
+def list_searches(num_games: int, device):
+    """Yield what is searched, its rules, positions, an evaluator for each slot and the simulations."""
+    from algos import alphazero_go as az
     from envs_shared.go_tasks.match import play_random_moves
 
-    return play_random_moves(go, num_games, go.num_points // 4, torch.Generator().manual_seed(0))[0]
+    go = az.Go(9, device)
+    boards, _ = play_random_moves(go, num_games, 20)
+    for num_simulations in (64, 800):
+        for kind, sharpness in (("", 0.0), (", peaked prior", 3.0)):
+            evaluators = [NullEvaluator(device, sharpness)] * 2
+            yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, evaluators, num_simulations
+    for name in NETWORKS:
+        _, args, network = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
+        args.num_slots = 2
+        go = az.Go(az.get_size(args), device)
+        boards, _ = play_random_moves(go, num_games, go.num_points // 4)
+        what = f"tree and network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
+        yield what, go, boards, az.make_evaluators(network.to(device), go, num_games, args), 64
 
 
-def measure(path: str, num_games: int = 64) -> list[dict]:
-    """Failures and distortion by limit k and simulations, and seconds of one slot and two for one game and many."""
-    az, args, network = load_network(path)
-    go = az.Go(az.get_size(args))
+def measure(num_repeats: int, cuda: bool) -> list[dict]:
+    """Moves and simulations per second of the rules and of the search, and of OpenSpiel."""
+    import torch
 
-    def search(num_slots: int, limit: float, boards):
-        args.num_slots, args.pseudo_limit = num_slots, limit
-        num_games = len(boards.to_play)
-        tree = az.Search(go, az.make_evaluators(network, go, num_games, args), num_games, max(STEPS), args)
-        tree.reset(boards)
-        return tree
-
-    boards, visits, rows = make_boards(go, num_games), {}, []
-    tree = search(1, 0.0, boards)
-    for before, after in zip((0, *STEPS), STEPS, strict=False):
-        tree.run(after - before)
-        visits[after] = tree.visit_counts() / after
-    for limit in LIMITS:
-        tree = search(2, limit, boards)
-        for before, after in zip((0, *STEPS), STEPS, strict=False):
-            tree.counts = dict.fromkeys(tree.counts, 0)
-            tree.run(after - before)
-            counts, own = tree.counts, tree.visit_counts() / after
-            distance = ((own - visits[after]).abs().sum(1) / 2).mean().item()
-            same = (own.argmax(1) == visits[after].argmax(1)).float().mean().item()
-            row = {"what": "search", "limit": limit, "simulations": after}
-            row |= {"fails": round(1 - counts["sent"] / counts["turns"], 4)}
-            rows.append(row | {"distortion": round(distance, 4), "same_move": round(same, 3)})
-    for games in (1, num_games):
-        part, seconds = make_boards(go, games), {1: [], 2: []}
-        for _ in range(7):
-            for num_slots in seconds:
-                tree = search(num_slots, 0.1, part)
-                start = time.perf_counter(), time.process_time()
-                tree.run(200)
-                seconds[num_slots].append((time.perf_counter() - start[0], time.process_time() - start[1]))
-        for num_slots, pairs in seconds.items():
-            clock, cpu = (round(statistics.median(x), 4) for x in zip(*pairs, strict=True))
-            rows.append({"what": "seconds", "games": games, "slots": num_slots, "clock": clock, "cpu": cpu})
-    return [{"board": args.env_id, "games": num_games} | row for row in rows]
+    set_up_torch(0)
+    device, num_games, rates = torch.device("cuda" if cuda else "cpu"), (4096 if cuda else 256), {}
+    searches = list(list_searches(num_games, device))
+    for _ in range(num_repeats):
+        for what, *search in searches:
+            for num_slots, columns in ((1, COLUMNS[:2]), (2, COLUMNS[2:])):
+                for column, rate in zip(columns, measure_search(*search, num_slots), strict=True):
+                    rates.setdefault((what, column), []).append(rate)
+    rows = [{"what": what, "column": column, "value": values} for (what, column), values in rates.items()]
+    rows = [*measure_rules(num_repeats, num_games, device), *rows]
+    name = f", {torch.cuda.get_device_name()}" if cuda else ""
+    rows = [row | {"column": row["column"] + name, "value": round(statistics.median(row["value"]))} for row in rows]
+    return rows if cuda else rows + measure_openspiel(num_repeats)
 
 
-def draw_board(path: str, figure_path: Path) -> None:
-    """A search in the middle of a game of the network against plain MCTS."""
-    az, args, network = load_network(path)
-    _, match = az.evaluate(network, args, az.torch.device("cpu"))
-    az.draw_search(network, args, az.torch.device("cpu"), match["games"][0]).savefig(figure_path, dpi=120)
+def measure_openspiel(num_repeats: int) -> list[dict]:
+    """The same of OpenSpiel, per CPU-second, in an environment of its own."""
+    python, rows = common.make_peer_environment("openspiel"), {}
+    for n in (64, 800):
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ("--simulations", n, "--repeats", num_repeats)
+            path = common.run_command(folder, python, common.PEERS / "openspiel_mcts.py", *flags)
+            metrics = json.loads((path / "result.json").read_text())["metrics"]
+        rows[f"tree, 9x9, {n} simulations"] = metrics["simulations_per_cpu_second"]
+        rows[f"tree in C++ with random games, 9x9, {n} simulations"] = metrics["rollout_simulations_per_cpu_second"]
+        rows["moves of the rules, 9x9"] = metrics["moves_per_cpu_second"]
+    return [{"what": what, "column": "OpenSpiel, of CPU", "value": round(rate)} for what, rate in rows.items()]
 
 
-def record_search(path: str, num_games: int) -> tuple[str, list[tuple[str, str, float, float]]]:
+def record_search(path: Path, num_games: int) -> tuple[str, list[tuple[str, str, float, float]]]:
     """The board, and (who, what, start, end) of what the master and the two workers do in a search."""
+    from envs_shared.go_tasks.match import play_random_moves
+
     az, args, network = load_network(path)
     args.num_slots, events = 2, []
 
@@ -104,14 +126,14 @@ def record_search(path: str, num_games: int) -> tuple[str, list[tuple[str, str, 
     request, backup = tree.request, tree.backup
     tree.request = lambda slot, games: watch("master", f"select {'AB'[tree.slots.index(slot)]}", request)(slot, games)
     tree.backup = lambda slot, *rest: watch("master", f"update {'AB'[tree.slots.index(slot)]}", backup)(slot, *rest)
-    tree.reset(make_boards(go, num_games))
+    tree.reset(play_random_moves(go, num_games, go.num_points // 4)[0])
     tree.run(60)
     events.clear()
     tree.run(40)
     return args.env_id, events
 
 
-def draw_timeline(path: str, figure_path: Path, num_games: int = 64) -> None:
+def draw_timeline(path: Path, figure_path: Path, num_games: int = 64) -> None:
     """A stretch of a search as it happened: what the master and the two workers did when."""
     from matplotlib.figure import Figure
 
@@ -136,58 +158,33 @@ def draw_timeline(path: str, figure_path: Path, num_games: int = 64) -> None:
     figure.savefig(figure_path, dpi=110)
 
 
-def draw(results: dict, path: Path) -> None:
-    """Failure rate and distortion by simulations, a line for each limit k."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2)
-    titles = {"fails": "turns that fail", "distortion": "total variation from one slot"}
-    for axes, (key, title) in zip(panels, titles.items(), strict=True):
-        for limit in LIMITS:
-            rows = [row for row in results["rows"] if row.get("limit") == limit]
-            axes.plot([r["simulations"] for r in rows], [r[key] for r in rows], marker="o", label=f"k = {limit:g}")
-        axes.set(xscale="log", xlabel="simulations", ylabel=title)
-        axes.set_xticks(STEPS, STEPS)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
 def make_sections(results: dict) -> dict[tuple[str, str], str]:
-    """What the pages show of the results: failures and distortion, and the speed-up of the second slot."""
-    first, lines, speeds = results["rows"][0], [], []
-    titles = {"fails": "turns that fail since the last column", "distortion": "total variation"}
-    for limit in LIMITS:
-        rows = {row["simulations"]: row for row in results["rows"] if row.get("limit") == limit}
-        for key, title in (titles | {"same_move": "same best move"}).items():
-            lines.append([f"{limit:g}", title, *(f"{rows[n][key]:.1%}" for n in STEPS)])
-    for games in (1, first["games"]):
-        both = [row for row in results["rows"] if row["what"] == "seconds" and row["games"] == games]
-        for clock, title in (("clock", "on the clock"), ("cpu", "of CPU")):
-            one, two = (row[clock] for row in sorted(both, key=lambda row: row["slots"]))
-            speeds.append([games, title, f"{one:.3f}", f"{two:.3f}", f"**{one / two:.2f}**"])
-    text = f"\n{first['board']}, {first['games']} games side by side; columns are simulations.\n\n"
-    text += common.make_table(f"k: | measure | {': | '.join(map(str, STEPS))}:", lines) + "\n\n"
-    text += common.make_table("games: | seconds | one slot: | two slots: | ratio:", speeds) + "\n\n"
-    text += common.machine_line([row["machine"] for row in results["rows"]]) + "\n"
-    return {("alphazero_go", "go_search"): text}
+    """What the pages show of the results: a line for what is measured, a column for each way."""
+    rows = results["rows"]
+    columns = list(dict.fromkeys(row["column"] for row in rows))
+    lines = []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        values = {row["column"]: common.show(row["value"]) for row in rows if row["what"] == what}
+        lines.append([what, *(values.get(column, "") for column in columns)])
+    table = common.make_table(f"per second | {': | '.join(columns)}:", lines)
+    machine = common.machine_line([row["machine"] for row in rows])
+    return {("alphazero_go", "go_search"): f"\n{table}\n\n{machine}\n"}
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cuda", action="store_true")
     return parser
 
 
 def main() -> None:
-    """Measure, and draw what a search and a game of the checkpoint look like."""
-    path = make_parser().parse_args().checkpoint
-    common.save_rows("go_search", measure(path), ("what",))
-    draw_timeline(path, common.FIGURES / "go_timeline.png")
-    draw_board(path, common.FIGURES / "go_board.png")
+    """Measure, and draw what a search looks like."""
+    args = make_parser().parse_args()
+    common.save_rows("go_search", measure(args.repeats, args.cuda), ("what", "column"))
+    if not args.cuda:
+        draw_timeline(common.BENCHMARK / "checkpoints" / "go7x7.pt", common.FIGURES / "go_timeline.png")
 
 
 if __name__ == "__main__":
