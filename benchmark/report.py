@@ -183,14 +183,15 @@ def make_column_table(results: dict, columns: dict[str, str]) -> str:
 
 def list_commands(cells: list[dict]) -> list[str]:
     """The command line of the first cell of each task, and what the others have set differently, as a list."""
-    lines, first = [], {}
+    lines, first, has_flags = [], {}, False
     for cell in cells:
         other = first.setdefault((cell["script"], cell["task"]), cell)
-        text = describe_flags(cell, other)
-        if cell is other or not records.is_ours(cell):
-            text = f"`{' '.join(cell['command'].split())}`"
+        words = cell["command"].split()
+        text = f"`{' '.join(words)}`"
+        if cell is not other and records.is_ours(cell) and words[0] == other["command"].split()[0]:
+            text = describe_flags(cell, other)
+            has_flags = True
         lines.append(f"- {cell['task']}, {cell['setting']}: {text}")
-    has_flags = any(": `python" not in line for line in lines)
     return ["Flags without a command are added to the first one of their task.", ""] * has_flags + lines
 
 

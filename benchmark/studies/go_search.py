@@ -1,6 +1,6 @@
 """How fast the rules and the search of algos/alphazero_go.py are, and a picture of its two slots at work.
 
-    python benchmark/studies/go_search.py           # half an hour on two free cores
+    python benchmark/studies/go_search.py           # minutes on two free cores
     python benchmark/studies/go_search.py --cuda    # on a GPU
 
 Medians over the repeats, one slot and two in turn. CPU-seconds, of all threads, say what a simulation costs; on the
