@@ -114,7 +114,7 @@ class Args:
     simulations_end: int = 48  # simulations per move in the last epoch, and in evaluation and play
     num_slots: Literal[1, 2] = 1  # batches in flight; two pay where the network takes as long as the tree
     pseudo_limit: float = 0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
-    c_puct: float = 1.25  # exploration c, eq. 1
+    c_puct: float = 0.5  # exploration c, eq. 1
     fpu: Literal["zero", "parent"] = "parent"  # Q of an edge without visits: lost, or the network's value of its parent
     root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise and temperature
     gumbel_moves: int = 16  # moves that are searched side by side in the first round, eq. 8
@@ -1022,7 +1022,7 @@ def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str
     player = make_player(go, make_evaluators(network, go, args.eval_episodes, args), args)
     opponents = {
         "random": lambda boards: choose_random_moves(go, boards, go.legal_moves(boards), generator),
-        "mcts": make_player(go, [rollouts], replace(args, score_weight=0.0), ucb1_scores),
+        "mcts": make_player(go, [rollouts], replace(args, score_weight=0.0, c_puct=1.25), ucb1_scores),
     }
     metrics = {}
     for name, opponent in opponents.items():
