@@ -416,7 +416,7 @@ def test_without_room_for_pseudo_visits_two_slots_are_the_serial_search():
 
 
 def test_two_slots_stay_close_to_the_serial_search():
-    go, args = Go(7), Args(komi=0.5)
+    go, args = Go(7), Args(komi=0.5, c_puct=1.25)
     boards, evaluator, counts = make_boards(Go(7), 16, 8), HashEvaluator(Go(7)), []
     for num_slots in (1, 2):
         search = az.Search(go, [evaluator] * num_slots, 16, 800, args)
