@@ -1,10 +1,12 @@
 """What the tests of all scripts share."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +40,40 @@ def run_script(tmp_path):
         )
 
     return run
+
+
+def start_process(log, env, name, *args):
+    """A process that does what ranks.py calls `name`, and prints into `log`.
+
+    Its parent is a server that has imported torch and the scripts once, for all the processes that are started so.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["ranks", *(f"algos.{path.stem}" for path in (ROOT / "algos").glob("*.py"))])
+    process = server.Process(target=start_here, args=(str(log), env, name, *map(str, args)), daemon=True)
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        process.start()
+    return process
+
+
+def start_here(log, env, name, *args):
+    os.environ.update(env)
+    with open(log, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    import ranks
+
+    ranks.ACTIONS[name](*args)
+
+
+def wait_for(processes):
+    """Exit codes of processes that end within four minutes; else none of them goes on."""
+    for process in processes:
+        process.join(240)
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+    assert not late, "took longer than four minutes"
+    return [process.exitcode for process in processes]
 
 
 def read_result(run_dir):

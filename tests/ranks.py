@@ -1,8 +1,9 @@
-"""What other processes than pytest's do in test_contract.py and test_distributed.py.
+"""What other processes than pytest's do in test_contract.py and test_distributed.py: `torchrun ... ranks.py NAME ...`,
+or `start_process` of conftest.py.
 
-python ranks.py kill SCRIPT NUMBER FLAGS...           the script, which dies as it writes its checkpoint of that number
-torchrun ... ranks.py train SCRIPT OUT FLAGS RESUME   the script as it is, again from half-way, and its update
-torchrun ... ranks.py meet OUT                        the number of ranks
+kill SCRIPT NUMBER FLAGS...    the script, which dies as it writes its checkpoint of that number
+train SCRIPT OUT FLAGS RESUME  the script as it is, again from half-way, and its update
+meet OUT                       the number of ranks
 
 Each rank writes what it holds in OUT: whole_RANK.pt, resumed_RANK.pt, update_RANK.pt; meet_RANK.pt.
 """
@@ -23,8 +24,11 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 
-RANK = int(os.environ.get("RANK", 0))
 HALF = 5  # the number of the checkpoint that the second run goes on from; the first one is of before the training
+
+
+def get_rank():
+    return int(os.environ["RANK"])
 
 
 def run(script, flags):
@@ -65,12 +69,12 @@ def train(script, out, flags, resume_flags):
         held.get("reward_scaler", {}).pop("running_return", None)  # of the environments of this process, as are these
         # Nor a loop's last `part`: in AlphaZero's the network of the last match, which one process alone plays
         held = {key: x for key, x in held.items() if key not in ("actor", "replay", "part")}
-        torch.save({"held": held, "torch_rng": torch.get_rng_state()}, out / f"{name}_{RANK}.pt")
+        torch.save({"held": held, "torch_rng": torch.get_rng_state()}, out / f"{name}_{get_rank()}.pt")
         leave()
 
     def join_again(name, *args, **kwargs):
         """Another process group at the same meeting place, where the addresses of the last one still are."""
-        join(*args, store=dist.PrefixStore(name, store), rank=RANK, world_size=2, **kwargs)
+        join(*args, store=dist.PrefixStore(name, store), rank=get_rank(), world_size=2, **kwargs)
 
     with patch.object(os, "replace", replace_and_keep):
         dist.destroy_process_group = partial(write_and_leave, "whole")
@@ -87,7 +91,7 @@ def meet(out):
     dist.init_process_group("gloo")
     total = torch.ones(())
     dist.all_reduce(total)
-    torch.save(total, Path(out) / f"meet_{RANK}.pt")
+    torch.save(total, Path(out) / f"meet_{get_rank()}.pt")
     dist.destroy_process_group()
 
 
@@ -101,7 +105,7 @@ def update(script, out):
     for size in (1, 2):
         if size == 2:
             dist.init_process_group("gloo")
-        grads, rank = [], RANK if size == 2 else 0
+        grads, rank = [], get_rank() if size == 2 else 0
 
         def record(parameters, grads=grads, sum_gradients=module.sum_gradients):
             parameters = list(parameters)
@@ -113,7 +117,7 @@ def update(script, out):
             agents, numbers = CASES[script](module, slice(rank, None, size))
         weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
         found.append({"gradients": grads, "weights": weights, "numbers": numbers})
-    torch.save(found, out / f"update_{RANK}.pt")
+    torch.save(found, out / f"update_{get_rank()}.pt")
     dist.destroy_process_group()
 
 
@@ -243,5 +247,7 @@ CASES = {
     "reinforce_tsp_attention": update_tsp,
 }
 
+ACTIONS = {"kill": kill, "train": train, "meet": meet}
+
 if __name__ == "__main__":
-    {"kill": kill, "train": train, "meet": meet}[sys.argv[1]](*sys.argv[2:])
+    ACTIONS[sys.argv[1]](*sys.argv[2:])

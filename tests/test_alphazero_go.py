@@ -489,7 +489,7 @@ EYE_OF_THREE = ".X.XX XXXXX OOOOO O...O OOOOO"  # white lives or dies at C2, bla
         (EYE_OF_THREE, 1, 0.5, 17, 1, 200, 1),
         (EYE_OF_THREE, 1, 0.5, 17, 1, 200, 2),
         (EYE_OF_THREE, -1, 0.5, 17, 1, 200, 2),
-        ("... ... ...", 1, 8.5, 4, 16, 300, 2),  # the centre, and only it, wins the board
+        ("... ... ...", 1, 8.5, 4, 16, 200, 2),  # the centre, and only it, wins the board
     ],
 )
 def test_forced_wins_are_found(text, to_play, komi, move, num_games, num_simulations, num_slots):
@@ -1260,6 +1260,7 @@ def test_bad_settings_are_one_line_to_play_with(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_default_run_beats_plain_search(run_script, tmp_path):
     """More seeds are in benchmark/suites/go_default.toml."""
     run = run_script("alphazero_go", "--seed", 12, "--run-dir", tmp_path, timeout=1800)

@@ -15,7 +15,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -26,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, read_scalars
+from conftest import ROOT, read_scalars, start_process, wait_for
 from packaging.requirements import Requirement
 from torch.utils.tensorboard import SummaryWriter
 
@@ -177,9 +176,9 @@ def cut(script, tmp_path_factory):
     """The same run, killed in a process of its own while it wrote a checkpoint; as it was left, and resumed."""
     folder = tmp_path_factory.mktemp("cut")
     flags = [*CASES[script].short.split(), "--seed", "3", "--run-dir", str(folder)]
-    command = [sys.executable, str(ROOT / "tests" / "ranks.py"), "kill", script, str(KILLED_AT), *flags]
-    process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    log = tmp_path_factory.mktemp("log") / "log"
+    process = start_process(log, {}, "kill", script, KILLED_AT, *flags)
+    assert wait_for([process]) == [-signal.SIGKILL], log.read_text()
     (path,) = folder.iterdir()
     left = Path(shutil.copytree(path, tmp_path_factory.mktemp("left") / path.name))
     time.sleep(1.1)  # TensorBoard orders event files by the second they were made in

@@ -40,7 +40,7 @@ class Run:
 PPO = "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --checkpoint-interval 0"
 PPO += " --eval-interval 1000 --eval-episodes 4"
 PENDULUM = "--env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss --ent-coef 0.01"
-TSP = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
+TSP = "--env-id tsp6-uniform --num-layers 1 --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
 TSP += " --eval-interval 100 --eval-episodes 2"
 R2D2 = "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40 --hidden-size 8"
 R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --checkpoint-interval 0"

@@ -518,7 +518,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     )  # fmt: skip
     text = suite.read_text()
     suite.write_text(text + 'curve = "charts/nothing"\n')  # of the last cell
-    process = start_harness(suite, "--runs", runs, "--track", WANDB_MODE="offline")
+    process = start_harness(suite, "--runs", runs)
     (victim,) = wait_until(lambda: [p for p in find_processes(runs) if "5120" in p.info["cmdline"]])
     victim.kill()
     output, _ = process.communicate(timeout=240)
@@ -532,9 +532,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     counts = count_results(runs)
     assert len(counts) == 3 and set(counts.values()) == {1}
     assert list(runs.rglob("killed/*/try_2/*/result.json"))
-    for path in runs.rglob("result.json"):  # --track reached every script
-        (log,) = (path.parent / "wandb").glob("offline-run-*/run-*.wandb")
-        assert b"charts/episodic_return" in log.read_bytes()
+    for path in runs.rglob("result.json"):
         machine = json.loads((path.parents[1] / "process.json").read_text())["machine"]
         assert machine["commit"] == common.describe_machine()["commit"]
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
@@ -551,6 +549,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert process.communicate(timeout=60) and process.returncode == 0 and records.collect(runs / "a") == results
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
     runs = tmp_path / "runs"
     suite = write_suite(tmp_path / "a.toml", [1], a=SHORT, long=LONG)

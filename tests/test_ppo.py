@@ -16,6 +16,7 @@ from torch.distributions import Categorical, Normal, kl_divergence
 
 from algos import ppo
 from algos.ppo import Agent, Args, compute_gae, ppo_loss
+from envs_shared.gym_tasks import scores as gym_scores
 from envs_shared.gym_tasks.normalization import BoxUnits, RewardScaler, RunningMeanStd
 
 BOX, DISCRETE = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(3)
@@ -680,12 +681,14 @@ def test_environments_that_cannot_be_saved_restart_and_say_so(tmp_path, capsys):
     assert read_result(tmp_path)[1]["env_steps"] >= 512
 
 
-def test_episodes_without_end_are_cut_off_in_evaluation(tmp_path, capsys):
+def test_episodes_without_end_are_cut_off_in_evaluation(tmp_path, monkeypatch, capsys):
     """Without a time limit an evaluation must still end, and the trained weights are safe before it starts."""
+    assert gym_scores.MAX_STEPS == 10_000
+    monkeypatch.setattr(gym_scores, "MAX_STEPS", 500)
     flags = "--env-id probe_envs:NoLimit-v0 --num-envs 2 --num-steps 32 --total-timesteps 64 --eval-episodes 2"
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     metrics = read_result(tmp_path)[1]["metrics"]
-    assert metrics["eval/episodic_return"] == metrics["eval/episodic_length"] == 10_000
+    assert metrics["eval/episodic_return"] == metrics["eval/episodic_length"] == 500
     assert "2 episodes were cut off" in capsys.readouterr().out
 
 
@@ -783,6 +786,7 @@ def test_pendulum_is_learned_with_normalization(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_halfcheetah_starts_to_run(tmp_path):
     """A tenth of the full run: a random policy gets about -280."""
     flags = "--env-id HalfCheetah-v5 --norm-obs --norm-reward --total-timesteps 100000 --num-envs 8 --num-steps 256"

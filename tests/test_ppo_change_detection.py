@@ -659,6 +659,7 @@ def test_the_detector_alone_looks_everywhere(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_default_run_looks_seldom_and_keeps_f1(tmp_path):
     """On seeds that nothing was chosen with. Times are taken in turns, as other work on the machine changes them."""
     cd.main(["--data-seed", "21", "--seed", "21", "--run-dir", str(tmp_path)])

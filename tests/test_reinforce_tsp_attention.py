@@ -686,6 +686,7 @@ def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_default_run(run_script, tmp_path):
     """The gaps that docs/reinforce_tsp_attention.md promises, on instances that come with optimal tours."""
     run = run_script("reinforce_tsp_attention", "--seed", 1, "--run-dir", tmp_path, timeout=2400)
