@@ -13,7 +13,7 @@ Danihelka et al. 2022, "Policy improvement by planning with Gumbel" (ICLR), for 
 What is computed, with values v in [0, 1] from the side to move, v = 1 - v for the other side:
 
     (1) score(s, a) = Q(s, a) + c sqrt(max(N(s), 1)) / (N(s, a) + 1) P(a | s)      the move followed in the tree
-    (2) Q(s, a) = mean of the leaf evaluations below the edge                      --fpu where there are none
+    (2) Q(s, a) = mean of the leaf evaluations below the edge; the network's value of s where there are none
     (3) P(root) + eta noise, or (1 - eta) P(root) + eta noise, noise ~ Dirichlet   --noise, with --root-selection puct
     (4) L_policy = -sum_a pi(a) log p(a), pi = N(s, .) / sum N(s, .), or by eq. 8
     (5) L_value = (v - (alpha Q(s) + (1 - alpha) z))^2, z by `compute_result`: 1 won, 0 lost, mixed with the score
@@ -115,15 +115,13 @@ class Args:
     num_slots: Literal[1, 2] = 1  # batches in flight; two pay where the network takes as long as the tree
     pseudo_limit: float = 0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
     c_puct: float = 0.5  # exploration c, eq. 1
-    fpu: Literal["zero", "parent"] = "parent"  # Q of an edge without visits: lost, or the network's value of its parent
     root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise and temperature
     gumbel_moves: int = 16  # moves that are searched side by side in the first round, eq. 8
-    noise: Literal["additive", "convex", "none"] = "convex"  # on the prior of puct roots, eq. 3
+    noise: Literal["additive", "convex"] = "convex"  # on the prior of puct roots, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
     dirichlet_alpha: float = 0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
-    move_choice: Literal["temperature", "epsilon"] = "temperature"  # by visits, with puct roots, or epsilon-greedy
-    epsilon_start: float = 0.5  # share of random moves in the first epoch, with --move-choice epsilon
-    epsilon_end: float = 0.001  # share of random moves in the last epoch
+    epsilon_start: float = 0.0  # share of random moves in the first epoch; with any, the others are the best ones
+    epsilon_end: float = 0.0  # share of random moves in the last epoch
 
     # Algorithm
     num_epochs: int = 20  # epochs of self-play and training, those of pretraining included
@@ -136,7 +134,6 @@ class Args:
     loss_clamp: float = 0.5  # largest loss of eq. 7 that counts where records are drawn
     max_reuse: int = 12  # times a record is trained on, at most, while others are left
     max_age: int = 30  # epochs after which a record is evicted first
-    holdout_fraction: float = 0.05  # share of games that are kept out of the pool, to measure the losses on
     batch_size: int = 128  # records of a minibatch B, over all processes
     learning_rate: float = 4e-3  # of AdamW
     anneal_lr: bool = True  # lower the learning rate linearly, towards a hundredth
@@ -145,7 +142,6 @@ class Args:
     owner_coef: float = 0.3  # weight h of the owners of the points in the loss, eq. 6
     q_weight_start: float = 0.05  # weight alpha of the search's Q in the value target in the first epoch, eq. 5
     q_weight_end: float = 0.5  # weight alpha in the last epoch
-    gamma: float = 1.0  # decay of z towards 1/2 for every move that the game went on
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
@@ -221,11 +217,6 @@ class Records(NamedTuple):
     def pick(self, index) -> "Records":
         """The records of an index, a mask or a slice."""
         return Records(*(x[index] for x in self))
-
-
-def join_records(parts: list[Records]) -> Records:
-    """The records of all `parts`, one after the other."""
-    return Records(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class Pool:
@@ -314,7 +305,6 @@ class Pool:
 
 
 POOL_COLUMNS = ("loss", "epoch", "num_uses", "position")  # beside those of Records
-HOLDOUT_SIZE = 2048  # positions of games kept out of the pool
 
 
 def draw_index(weights: torch.Tensor, count: int) -> torch.Tensor:
@@ -373,11 +363,6 @@ def compute_result(score: torch.Tensor, komi: float, score_weight: float, num_po
     margin = score.float() - komi
     share = (0.5 + margin / (2 * num_points)).clamp(0, 1)
     return (1 - score_weight) * (margin.sign() + 1) / 2 + score_weight * share
-
-
-def decay_result(z: torch.Tensor, moves_left: torch.Tensor, gamma: float) -> torch.Tensor:
-    """1/2 + gamma^t (z - 1/2), t moves before the end: decay that leaves v and 1 - v the two sides of one value."""
-    return 0.5 + gamma**moves_left * (z - 0.5)
 
 
 def compute_losses(logits, value, legal, visits, target):
@@ -526,7 +511,6 @@ class Search:
         self.gumbel = None  # g of eq. 8 at the roots, [G, A], in self-play
         self.deepest = 0  # edges of the longest path into a tree so far
         self.slots = [Slot(evaluator, num_games, max_depth, device) for evaluator in evaluators]
-        self.counts = dict.fromkeys(("turns", "sent", "descents", "collisions"), 0)
 
     @torch.no_grad()
     def reset(self, boards: Boards, games: torch.Tensor | None = None) -> None:
@@ -563,8 +547,7 @@ class Search:
 
     def open_nodes(self, nodes: torch.Tensor, legal: torch.Tensor, logits: torch.Tensor, values: torch.Tensor) -> None:
         """Write what the network says of nodes [R] with legal moves [R, A]; from then on searches go through them."""
-        first_q = values if self.args.fpu == "parent" else torch.zeros_like(values)
-        self.edge_q[nodes] = torch.where(legal, first_q.unsqueeze(1), ILLEGAL)
+        self.edge_q[nodes] = torch.where(legal, values.unsqueeze(1), ILLEGAL)
         self.edge_prior[nodes] = logits.masked_fill(~legal, -torch.inf).softmax(1)
         self.node_value[nodes] = values
         self.node_status[nodes] = OPEN
@@ -626,14 +609,12 @@ class Search:
         pending = games
         for _ in range(MAX_DESCENTS):
             self.descend(slot, pending)
-            self.counts["descents"] += len(pending)
             if len(self.slots) == 1:
                 found.append(pending)
                 break
             collides = self.node_status[slot.leaf[pending]] == IN_FLIGHT
             found.append(pending[~collides])
             pending = pending[collides]
-            self.counts["collisions"] += len(pending)
             roots = self.roots[pending]
             num_pseudo = self.edge_pseudo[roots].sum(1)  # of the whole tree, as each path has one edge at the root
             pending = pending[num_pseudo + 1 <= self.args.pseudo_limit * self.node_visits[roots]]
@@ -715,8 +696,6 @@ class Search:
                 if len(games):
                     sent = self.request(slot, games)
                     left[sent] -= 1
-                    self.counts["turns"] += len(games)
-                    self.counts["sent"] += len(sent)
 
     @torch.no_grad()
     def advance(self, moves: torch.Tensor, boards: Boards) -> None:
@@ -741,11 +720,10 @@ class Search:
 
     def add_noise(self) -> None:
         """Eq. 3 at the roots."""
-        if self.args.noise != "none":
-            alpha = self.args.dirichlet_alpha * 361 / self.go.num_points
-            prior = self.edge_prior[self.roots]
-            self.edge_prior[self.roots] = add_dirichlet_noise(prior, alpha, self.args.noise_weight, self.args.noise)
-            self.choose_edges(self.roots)
+        alpha = self.args.dirichlet_alpha * 361 / self.go.num_points
+        prior = self.edge_prior[self.roots]
+        self.edge_prior[self.roots] = add_dirichlet_noise(prior, alpha, self.args.noise_weight, self.args.noise)
+        self.choose_edges(self.roots)
 
     def begin_halving(self, num_simulations: int) -> None:
         """Draw the noise of eq. 8, and plan the next `num_simulations` at the roots."""
@@ -802,13 +780,6 @@ class Search:
             node = int(self.edge_child[node, line[-1]])
         return line
 
-    def describe(self) -> dict[str, float]:
-        """How the search went: shares of turns in which a game found no free leaf, and of descents that collided."""
-        return {
-            "search/fail_rate": 1 - self.counts["sent"] / max(1, self.counts["turns"]),
-            "search/collision_rate": self.counts["collisions"] / max(1, self.counts["descents"]),
-        }
-
 
 class SelfPlay:
     """G games side by side and the records of those that are not over."""
@@ -826,14 +797,11 @@ class SelfPlay:
     def begin(self) -> None:
         """New games, of another kind than those of before."""
         self.boards = self.go.new(self.num_games)
-        self.is_holdout = torch.rand(self.num_games, device=self.go.device) < self.args.holdout_fraction
-        self.holdout = self.finish_games(torch.arange(0, device=self.go.device))[1]  # of no games: none yet
 
     def play(self, evaluators: list, num_positions: int, num_simulations: int, epsilon: float, epoch: int):
         """Play until there are `num_positions` to learn from: all images of these, the number of moves, and metrics.
 
-        Trees begin anew; there are none in pretraining on values, and then they grow by classic UCB. Records of games
-        that are held out go to `holdout`, which keeps the newest HOLDOUT_SIZE.
+        Trees begin anew; there are none in pretraining on values, and then they grow by classic UCB.
         """
         start = time.time()
         search = None
@@ -845,17 +813,15 @@ class SelfPlay:
         learned = []
         num_moves = 0
         while sum(len(records.q) for records in learned) < num_positions:
-            records, held_out = self.play_moves(search, num_simulations, epsilon)
-            learned.append(records)
-            self.holdout = join_records([self.holdout, held_out]).pick(slice(-HOLDOUT_SIZE, None))
+            learned.append(self.play_moves(search, num_simulations, epsilon))
             num_moves += self.num_games
-        metrics = {} if search is None else search.describe()
-        metrics["charts/moves_per_second"] = num_moves / (time.time() - start)
-        return make_images(join_records(learned), self.go.symmetries), num_moves, metrics
+        metrics = {"charts/moves_per_second": num_moves / (time.time() - start)}
+        records = Records(*map(torch.cat, zip(*learned, strict=True)))
+        return make_images(records, self.go.symmetries), num_moves, metrics
 
     @torch.no_grad()
-    def play_moves(self, search: Search | None, num_simulations: int, epsilon: float) -> tuple[Records, Records]:
-        """A move in each game, searched or else at random: what `finish_games` gives for those that ended."""
+    def play_moves(self, search: Search | None, num_simulations: int, epsilon: float) -> Records:
+        """A move in each game, searched or else at random: the records of games that ended with it."""
         boards = self.boards
         legal = self.go.legal_moves(boards)
         if search is None:
@@ -872,10 +838,10 @@ class SelfPlay:
             q = search.root_values()
             visits = search.policy()
             moves = search.best_moves()
-            if self.args.move_choice == "epsilon":
+            if epsilon > 0:
                 is_random = torch.rand_like(q) < epsilon
                 moves = torch.where(is_random, choose_random_moves(self.go, boards, legal), moves)
-            elif not uses_gumbel:
+            elif not uses_gumbel:  # in proportion to the visits, at first
                 is_early = boards.num_moves < self.go.num_points // 3
                 moves = torch.where(is_early, torch.multinomial(visits, 1)[:, 0], moves)
         row = (torch.arange(self.num_games, device=self.go.device), boards.num_moves)
@@ -883,45 +849,36 @@ class SelfPlay:
         self.visits[row] = visits.half()
         self.q[row] = q
         self.boards = self.go.play(boards, moves)
-        over = self.boards.is_over
-        ended = over.nonzero()[:, 0]
+        ended = self.boards.is_over.nonzero()[:, 0]
         records = self.finish_games(ended)
         self.boards.replace_rows(ended, self.go.new(len(ended)))
-        self.is_holdout = torch.where(over, torch.rand_like(q) < self.args.holdout_fraction, self.is_holdout)
         if search is not None:
             search.advance(moves, self.boards)
         return records
 
-    def finish_games(self, games: torch.Tensor) -> tuple[Records, Records]:
-        """Records of `games` [R], which are over: those to learn from, and those of games that are held out."""
+    def finish_games(self, games: torch.Tensor) -> Records:
+        """The records of `games` [R], which are over."""
         boards = self.boards.pick(games)
         owner = self.go.owner(boards)  # [R, n^2]
         z = compute_result(owner.sum(1), self.args.komi, self.args.score_weight, self.go.num_points).unsqueeze(1)
         step = torch.arange(self.q.shape[1], device=games.device)
-        moves_left = boards.num_moves.unsqueeze(1) - step  # [R, 2 n^2]
-        is_move = moves_left > 0
+        is_move = step < boards.num_moves.unsqueeze(1)  # [R, 2 n^2]
         to_play = (1 - 2 * (step % 2)).to(torch.int8)  # black begins
-        z = torch.where(to_play == 1, z, 1 - z)
-        z = decay_result(z, moves_left, self.args.gamma)[is_move]
+        z = torch.where(to_play == 1, z, 1 - z)[is_move]
         q = self.q[games][is_move]
         q = torch.where(q.isnan(), z, q)
         owner = (owner.unsqueeze(1) * to_play.unsqueeze(1))[is_move]
-        records = Records(self.planes[games][is_move], self.visits[games][is_move], q, z, owner)
-        is_holdout = self.is_holdout[games].unsqueeze(1).expand_as(is_move)[is_move]
-        return records.pick(~is_holdout), records.pick(is_holdout)
+        return Records(self.planes[games][is_move], self.visits[games][is_move], q, z, owner)
 
     def state_dict(self) -> dict:
         """What a checkpoint needs of it."""
         last = int(self.boards.num_moves.max())
         state = {name: getattr(self, name)[:, :last].clone() for name in ("planes", "visits", "q")}
-        state |= {"boards": self.boards._asdict(), "is_holdout": self.is_holdout}
-        return state | {"holdout": self.holdout._asdict()}
+        return state | {"boards": self.boards._asdict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on with the games of a checkpoint."""
         self.boards = Boards(**state["boards"]).to(self.go.device)
-        self.is_holdout = state["is_holdout"].to(self.go.device)
-        self.holdout = Records(**{name: x.to(self.go.device) for name, x in state["holdout"].items()})
         for name in ("planes", "visits", "q"):
             getattr(self, name)[:, : state[name].shape[1]] = state[name].to(self.go.device)
 
@@ -957,15 +914,6 @@ def rank_losses(network, records: Records, q_weight: float, value_coef: float) -
         _, value_loss, kl, _ = record_losses(network, records.pick(slice(start, start + 512)), q_weight)
         losses.append(mix_losses(kl, value_loss, records.visits.shape[1], value_coef))
     return torch.cat(losses)
-
-
-@torch.no_grad()
-def measure_holdout(network, records: Records, q_weight: float) -> dict[str, float]:
-    """Mean losses on games that are held out, where there are any."""
-    if len(records.q) == 0:
-        return {}
-    losses = record_losses(network, records, q_weight)
-    return {f"losses/holdout_{name}": x.mean().item() for name, x in zip(METRICS, losses, strict=False)}
 
 
 def update_network(agent: Agent, optimizer, records: Records, args: Args, q_weight: float, value_coef: float):
@@ -1223,8 +1171,8 @@ def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
     if not re.fullmatch(r"Go-(\d+)x\1", args.env_id) or not 2 <= get_size(args) <= 19:
         fail(f"--env-id {args.env_id}: Go-2x2 to Go-19x19")
-    shares = "score_weight epsilon_start epsilon_end value_coef q_weight_start q_weight_end gamma resign_below".split()
-    shares += ["noise_weight", "pseudo_limit", "holdout_fraction"]
+    shares = "score_weight epsilon_start epsilon_end value_coef q_weight_start q_weight_end resign_below".split()
+    shares += ["noise_weight", "pseudo_limit"]
     may_be_zero = "seed checkpoint_interval eval_interval pretrain_value_epochs pretrain_search_epochs max_age".split()
     may_be_zero += [*shares, "owner_coef", "weight_decay"]
     for name, value in vars(args).items():
@@ -1235,8 +1183,6 @@ def check_args(args: Args) -> None:
             fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
         if name in ("num_games", "batch_size", "pool_size") and value % WORLD_SIZE:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
-    if args.holdout_fraction == 1:
-        fail("--holdout-fraction 1: leaves no games to learn from")
     if not abs(args.komi) <= get_size(args) ** 2:
         fail(f"--komi {args.komi}: more than the board has points")
     if args.pool_size < 8 * args.batch_size:
@@ -1323,7 +1269,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {scalars}")
         if RANK > 0:
             continue
-        scalars |= pool.describe(epoch) | measure_holdout(network, self_play.holdout, q_weight)
+        scalars |= pool.describe(epoch)
         seconds = read_clock() - start - progress["eval_seconds"]
         scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
         scalars["charts/learning_rate"] = lr.item()
@@ -1392,7 +1338,7 @@ def main(argv: list[str] | None = None) -> None:
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
         fixed = ["env_id", "blocks", "channels"]
         if args.resume is not None:
-            fixed += "seed num_games pool_size score_weight komi gamma".split()
+            fixed += "seed num_games pool_size score_weight komi".split()
             fixed += ["pretrain_value_epochs", "pretrain_search_epochs"]
         for name in fixed:
             if getattr(args, name) != getattr(saved, name):
