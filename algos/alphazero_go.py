@@ -981,8 +981,12 @@ def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str
 
 @torch.no_grad()
 def compete(network: Agent, reference: Agent, go: Go, args: Args, progress: dict) -> dict[str, float]:
-    """Scores of a match of up to 40 games against the copy from the last one, `reference`, which is then renewed."""
+    """Scores of a match of up to 40 games against the copy from the last one, `reference`, which is then renewed.
+
+    It is played with a quarter of the simulations, to cost little.
+    """
     num_games = min(40, args.eval_episodes)
+    args = replace(args, simulations_end=math.ceil(args.simulations_end / 4))
     players = [make_player(go, make_evaluators(x, go, num_games, args), args) for x in (network, reference)]
     match = play_match(go, players, num_games, args.komi, args.seed + progress["iteration"])
     reference.load_state_dict(network.state_dict())

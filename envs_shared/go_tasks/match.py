@@ -102,28 +102,28 @@ def play_match(go: Go, players: tuple, num_games: int, komi: float, seed: int) -
     """Games between two players, each a function from boards [B] to moves [B].
 
     Every opening of two random moves is played twice, with colours exchanged; openings differ, also as images of each
-    other, as long as there are others. Returns what `score_match` finds, and by game its moves, black's margin and
-    whether the first player was black.
+    other, as long as there are others. The players move in turns, each in all games where it is to move. Returns what
+    `score_match` finds, and by game its moves, black's margin and whether the first player was black.
     """
     generator = torch.Generator(go.device).manual_seed(seed)
     num_pairs = (num_games + 1) // 2
     boards, moves = draw_openings(go, num_pairs, 2 if go.size > 2 else 0, generator)
     pair = torch.arange(num_games, device=go.device) % num_pairs
-    boards, moves = boards.pick(pair), [x[pair] for x in moves]
+    boards = boards.pick(pair)
+    games = [[int(x[i]) for x in moves] for i in pair.tolist()]
     is_first_black = torch.arange(num_games, device=go.device) < num_pairs
     with tqdm(total=num_games, desc="match", unit="game", leave=False, delay=2.0) as bar:
         while not boards.is_over.all():
-            chosen = torch.full_like(boards.num_moves, -1)
             for player, is_black in zip(players, (is_first_black, ~is_first_black), strict=True):
                 rows = (~boards.is_over & ((boards.to_play == 1) == is_black)).nonzero()[:, 0]
-                if len(rows):
-                    chosen[rows] = player(boards.pick(rows))
-            rows = (chosen >= 0).nonzero()[:, 0]
-            boards.replace_rows(rows, go.play(boards.pick(rows), chosen[rows]))
-            moves.append(chosen)
+                if len(rows) == 0:
+                    continue
+                chosen = player(boards.pick(rows))
+                boards.replace_rows(rows, go.play(boards.pick(rows), chosen))
+                for row, move in zip(rows.tolist(), chosen.tolist(), strict=True):
+                    games[row].append(move)
             bar.update(int(boards.is_over.sum()) - bar.n)
     margins = (go.score(boards) - komi).tolist()
-    games = [[m for m in game if m >= 0] for game in torch.stack(moves, 1).tolist()]
     scores = score_match(games, margins, is_first_black.tolist())
     return scores | {"games": games, "margins": margins, "is_first_black": is_first_black.tolist()}
 
