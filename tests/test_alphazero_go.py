@@ -495,7 +495,6 @@ EYE_OF_THREE = ".X.XX XXXXX OOOOO O...O OOOOO"  # white lives or dies at C2, bla
     ("text", "to_play", "komi", "move", "num_games", "num_simulations", "num_slots"),
     [
         (EYE_OF_THREE, 1, 0.5, 17, 1, 200, 1),
-        (EYE_OF_THREE, 1, 0.5, 17, 1, 200, 2),
         (EYE_OF_THREE, -1, 0.5, 17, 1, 200, 2),
         ("... ... ...", 1, 8.5, 4, 16, 200, 2),  # the centre, and only it, wins the board
     ],

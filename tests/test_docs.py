@@ -399,7 +399,8 @@ def test_a_script_copied_as_the_docs_say_runs(script, tmp_path):
     subprocess.run(["bash", "-ec", copying.replace("my_project", shlex.quote(str(folder)))], cwd=ROOT, check=True)
     assert {path.name for path in (folder / "envs_shared").iterdir()} == {"__init__.py", named}
     assert {path.name for path in folder.iterdir()} == {"envs_shared", f"{script}.py"}
-    command = [sys.executable, f"{script}.py", *CASES[script].short.split()]
+    case = CASES[script]
+    command = [sys.executable, f"{script}.py", *case.short.split(), case.length, str(case.shortest)]
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
