@@ -25,7 +25,7 @@ from common import ResultsError, show
 from suite import SUMMARY_NUMBER
 
 sys.path.append(str(common.BENCHMARK / "studies"))
-MEASURED = ["change_detection", "go_search", "tsp_active"]  # each by its own program
+MEASURED = ["change_detection", "go_search"]  # each by its own program
 UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
 SCRIPTS = {
     "ppo": "PPO",
