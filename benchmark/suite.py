@@ -25,7 +25,7 @@ FILE = r"(algos|benchmark)/[\w./-]+"
 sys.path.append(str(common.PEERS))  # for what the peers share
 
 
-class SuiteError(ValueError):
+class SuiteError(common.ResultsError):
     """What is wrong with a suite, in one line."""
 
 
