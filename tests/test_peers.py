@@ -128,8 +128,7 @@ def test_a_short_run_leaves_a_result_as_our_scripts_do(script, flags, tmp_path):
     keys = "script env_id seed headline metrics env_steps wall_seconds cpu_seconds device torch commit args".split()
     assert list(result) == keys and result["script"] == script and result["args"]["seed"] == result["seed"] == 3
     if script == "openspiel_mcts":
-        rates = "simulations_per_cpu_second rollout_simulations_per_cpu_second moves_per_cpu_second"
-        metrics = SCRIPTS["gnugo_match"][2] if "match" in flags else rates
+        metrics = SCRIPTS["gnugo_match"][2] if "match" in flags else "simulations_per_cpu_second"
     assert result["metrics"].keys() == set(metrics.split())
     assert all(isinstance(value, (int, float)) for value in result["metrics"].values())
     assert result["headline"] in result["metrics"] and result["env_steps"] > 0 and result["cpu_seconds"] > 0
@@ -195,21 +194,14 @@ def test_a_match_refuses_what_it_cannot_play(tmp_path):
     python = find_python("gnugo_match")
     for flags, message in (
         (["--checkpoint", missing], "no such file"),
-        (["--checkpoint", other], "plays Go-7x7, not Go-5x5"),
+        (["--checkpoint", other], "--env-id Go-5x5: .*go7x7.pt plays Go-7x7"),
         (["--games", 0], "--games"),
         (["--level", 11], "--level"),
     ):
         run = run_peer("gnugo_match", *flags, "--run-dir", tmp_path / "runs", python=python)
         (line,) = run.stderr.splitlines()
-        assert run.returncode == 2 and message in line, line
+        assert run.returncode == 2 and re.search(message, line), line
     assert not (tmp_path / "runs").exists()
-
-
-def test_openspiel_refuses_flags_of_the_other_work():
-    for flags, name in (("--games 3", "--games"), ("--work match --repeats 2", "--repeats")):
-        run = run_peer("openspiel_mcts", *flags.split())
-        (line,) = run.stderr.splitlines()
-        assert run.returncode == 2 and f"{name} has no meaning" in line
 
 
 def test_colours_and_openings_of_a_match_are_balanced():

@@ -10,36 +10,37 @@ import peer
 CHECKPOINT = "benchmark/checkpoints/go5x5.pt"
 
 
-def parse_size(env_id: str, smallest: int = 5) -> int:
-    """Lines of the board of Go-NxN; exits with code 2 where it is none from the `smallest` to 19x19."""
-    match = re.fullmatch(r"Go-(\d{1,2})x\1", env_id)
-    if not match or not smallest <= int(match[1]) <= 19:
-        peer.fail(f"--env-id {env_id}: Go-{smallest}x{smallest} to Go-19x19")
+def parse_size(env_id: str) -> int:
+    """Lines of the board of Go-NxN; exits with code 2 where it is none from 9x9, as smaller ones are full too soon."""
+    match = re.fullmatch(r"Go-(9|1[0-9])x\1", env_id)
+    if not match:
+        peer.fail(f"--env-id {env_id}: Go-9x9 to Go-19x19")
     return int(match[1])
 
 
-def add_match_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """The flags of a match against our engine; returns their names."""
-    group = parser.add_argument_group("match")
+def add_match_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a match against our engine."""
     checkpoint = os.path.relpath(peer.ROOT / CHECKPOINT)
-    actions = [
-        group.add_argument("--checkpoint", default=checkpoint, help="of our engine, for the board of --env-id"),
-        group.add_argument("--simulations-end", type=peer.at_least(1), default=100, help="of our engine, for a move"),
-        group.add_argument("--komi", type=peer.at_least(-361, float), default=0.5),
-        group.add_argument("--games", type=peer.at_least(1), default=20, help="half of them with each colour"),
-    ]
-    return [action.dest for action in actions]
+    parser.add_argument("--checkpoint", default=checkpoint, help="of our engine, for the board of --env-id")
+    parser.add_argument("--simulations-end", type=peer.at_least(1), default=100, help="of our engine, for a move")
+    parser.add_argument("--komi", type=peer.at_least(-361, float), default=0.5)
+    parser.add_argument("--games", type=peer.at_least(1), default=20, help="half of them with each colour")
 
 
-def load_network(path: str | Path):
-    """The script's module, a checkpoint's settings, without bfloat16, and its network, on one thread."""
+def set_up_torch(seed: int) -> None:
+    """One thread, and the settings of alphazero_go.py."""
     import torch
-
-    from algos import alphazero_go as az
 
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     torch.set_grad_enabled(False)
+    torch.manual_seed(seed)
+
+
+def load_network(path: str | Path):
+    """The script's module, a checkpoint's settings, without bfloat16, and its network."""
+    from algos import alphazero_go as az
+
     checkpoint = az.load_checkpoint(path)
     args = checkpoint["args"]
     args.bf16 = False
@@ -50,15 +51,15 @@ def load_network(path: str | Path):
 
 def load_engine(args: argparse.Namespace):
     """Go on the board of --env-id, and a function from boards [R] to the moves [R] of the network of --checkpoint."""
-    size = parse_size(args.env_id)
     if not Path(args.checkpoint).is_file():
         peer.fail(f"--checkpoint {args.checkpoint}: no such file")
+    set_up_torch(args.seed)
     az, settings, network = load_network(args.checkpoint)
     if settings.env_id != args.env_id:
-        peer.fail(f"--checkpoint {args.checkpoint}: plays {settings.env_id}, not {args.env_id}")
+        peer.fail(f"--env-id {args.env_id}: {args.checkpoint} plays {settings.env_id}")
     settings.simulations_end = args.simulations_end
     settings.komi = args.komi
-    go = az.Go(size)
+    go = az.Go(az.get_size(settings))
     return go, az.make_player(go, az.make_evaluators(network, go, args.games, settings), settings)
 
 

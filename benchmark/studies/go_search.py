@@ -4,61 +4,49 @@
     python benchmark/studies/go_search.py --cuda    # on a GPU
 
 Medians over the repeats, one slot and two in turn. CPU-seconds, of all threads, say what a simulation costs; on the
-clock a second slot is faster only where a second core, or the GPU, is idle. OpenSpiel has an environment of its own.
+clock a second slot is faster only where a second core, or the GPU, is idle. The suite `cpu` has OpenSpiel's search.
 """
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
+
+import torch
 
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
 
 sys.path.append(str(common.PEERS))
-from go_engine import load_network
-from our_go_search import NullEvaluator, measure_search, set_up_torch
+from go_engine import load_network, set_up_torch
+from our_go_search import evaluate_nothing, measure_search
+
+from algos import alphazero_go as az
+from envs_shared.go_tasks.match import choose_random_moves, play_random_moves
 
 NETWORKS = ("go5x5", "go7x7", "go9x9")  # of benchmark/checkpoints
 COLUMNS = [f"{slots}, {clock}" for slots in ("one slot", "two slots") for clock in ("of CPU", "on the clock")]
 
 
-def measure_rules(num_repeats: int, num_games: int, device) -> list[dict]:
-    """Moves per second at random, legal moves of all positions included."""
-    from algos import alphazero_go as az
-    from envs_shared.go_tasks.match import choose_random_moves
-
-    rows = []
-    for size in (5, 9, 19):
-        go = az.Go(size, device)
-        boards, rates = go.new(num_games), []
-        for _ in range(num_repeats):
-            start = time.process_time(), time.perf_counter()
-            for _ in range(30):
-                boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards)))
-                if (over := boards.is_over).any():  # which waits for a GPU, too
-                    boards.replace_rows(over, go.new(int(over.sum())))
-            ends = time.process_time(), time.perf_counter()
-            rates.append([30 * num_games / (end - begin) for begin, end in zip(start, ends, strict=True)])
-        for column, values in zip(COLUMNS[:2], zip(*rates, strict=True), strict=True):
-            rows.append({"what": f"moves of the rules, {size}x{size}", "column": column, "value": values})
-    return rows
+def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
+    """Moves at random per CPU-second and per second of the clock, legal moves of all positions included."""
+    go = az.Go(size, device)
+    boards = go.new(num_games)
+    start = time.process_time(), time.perf_counter()
+    for _ in range(30):
+        boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards)))
+        if (over := boards.is_over).any():  # which waits for a GPU, too
+            boards.replace_rows(over, go.new(int(over.sum())))
+    return 30 * num_games / (time.process_time() - start[0]), 30 * num_games / (time.perf_counter() - start[1])
 
 
 def list_searches(num_games: int, device):
     """Yield what is searched, its rules, positions, an evaluator for each slot and the simulations."""
-    from algos import alphazero_go as az
-    from envs_shared.go_tasks.match import play_random_moves
-
     go = az.Go(9, device)
     boards, _ = play_random_moves(go, num_games, 20)
     for num_simulations in (64, 800):
-        for kind, sharpness in (("", 0.0), (", peaked prior", 3.0)):
-            evaluators = [NullEvaluator(device, sharpness)] * 2
-            yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, evaluators, num_simulations
+        yield f"tree, 9x9, {num_simulations} simulations", go, boards, [evaluate_nothing] * 2, num_simulations
     for name in NETWORKS:
         _, args, network = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
         args.num_slots = 2
@@ -69,43 +57,27 @@ def list_searches(num_games: int, device):
 
 
 def measure(num_repeats: int, cuda: bool) -> list[dict]:
-    """Moves and simulations per second of the rules and of the search, and of OpenSpiel."""
-    import torch
-
+    """Moves and simulations per second of the rules and of the search."""
     set_up_torch(0)
     device, num_games, rates = torch.device("cuda" if cuda else "cpu"), (4096 if cuda else 256), {}
     searches = list(list_searches(num_games, device))
     for _ in range(num_repeats):
-        for what, *search in searches:
-            for num_slots, columns in ((1, COLUMNS[:2]), (2, COLUMNS[2:])):
-                for column, rate in zip(columns, measure_search(*search, num_slots), strict=True):
-                    rates.setdefault((what, column), []).append(rate)
-    rows = [{"what": what, "column": column, "value": values} for (what, column), values in rates.items()]
-    rows = [*measure_rules(num_repeats, num_games, device), *rows]
+        for size in (5, 9, 19):
+            rates.setdefault(f"moves of the rules, {size}x{size}", []).append(measure_rules(size, num_games, device))
+        for what, go, boards, evaluators, num_simulations in searches:
+            one, two = (measure_search(go, boards, evaluators[:n], num_simulations) for n in (1, 2))
+            rates.setdefault(what, []).append((*one, *two))
     name = f", {torch.cuda.get_device_name()}" if cuda else ""
-    rows = [row | {"column": row["column"] + name, "value": round(statistics.median(row["value"]))} for row in rows]
-    return rows if cuda else rows + measure_openspiel(num_repeats)
-
-
-def measure_openspiel(num_repeats: int) -> list[dict]:
-    """The same of OpenSpiel, per CPU-second, in an environment of its own."""
-    python, rows = common.make_peer_environment("openspiel"), {}
-    for n in (64, 800):
-        with tempfile.TemporaryDirectory() as folder:
-            flags = ("--simulations", n, "--repeats", num_repeats)
-            path = common.run_command(folder, python, common.PEERS / "openspiel_mcts.py", *flags)
-            metrics = json.loads((path / "result.json").read_text())["metrics"]
-        rows[f"tree, 9x9, {n} simulations"] = metrics["simulations_per_cpu_second"]
-        rows[f"tree in C++ with random games, 9x9, {n} simulations"] = metrics["rollout_simulations_per_cpu_second"]
-        rows["moves of the rules, 9x9"] = metrics["moves_per_cpu_second"]
-    return [{"what": what, "column": "OpenSpiel, of CPU", "value": round(rate)} for what, rate in rows.items()]
+    return [
+        {"what": what, "column": column + name, "value": round(statistics.median(values))}
+        for what, repeats in rates.items()
+        for column, values in zip(COLUMNS, zip(*repeats, strict=True), strict=False)
+    ]
 
 
 def record_search(path: Path, num_games: int) -> tuple[str, list[tuple[str, str, float, float]]]:
     """The board, and (who, what, start, end) of what the master and the two workers do in a search."""
-    from envs_shared.go_tasks.match import play_random_moves
-
-    az, args, network = load_network(path)
+    _, args, network = load_network(path)
     args.num_slots, events = 2, []
 
     def watch(owner: str, what: str, fn):
