@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 from envs_shared.go_tasks.match import compute_interval
@@ -135,9 +136,16 @@ def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():
     assert change_detection.compare(rows[:1], "threshold")[1] is None
 
 
-def test_levels_of_rules_are_found_by_bisection():
-    level = change_detection.find_level(lambda level: 2 * (1 - level) ** 2, 0.5, 0.0, 1.0, 30)
-    assert level == pytest.approx(0.5, abs=1e-6)
+def test_rules_look_as_often_as_the_policy():
+    """Levels are found by bisection; a look more than there is something to see is none."""
+    scores = torch.linspace(0, 1, 1001)
+
+    def classify(images, rule):
+        return None, rule(None, images, 0).int() + rule(None, images, 1).int() + rule(None, images, 2).int()
+
+    rule = change_detection.tune_rule(lambda query, logits, step: logits.square(), classify, scores, 2, 0.5)
+    assert classify(scores, rule)[1].float().mean() == pytest.approx(0.5, abs=0.003)
+    assert classify(scores, rule)[1].unique().tolist() == [0, 2]
 
 
 def test_matches_count_draws_and_whole_boards():
