@@ -4,11 +4,10 @@
     python benchmark/report.py --out report               # runs of suites: report/results/SUITE.json too
     python benchmark/report.py                            # docs/results.md, the tables and pictures of all pages
 
-With --out, the page shows all suites in RUNS or RUNS/benchmark and the run folders in RUNS that the scripts have left,
-of runs that still go on too. Without it, new runs of suites that are in benchmark/suites go into benchmark/results, and
-all pages are written from what is there: docs/results.md, the sections <!-- NAME --> of the scripts' pages and of
-README.md, and docs/figures. Nothing is lost: a suite whose committed results have runs that its folder lacks is
-refused, and so are runs of a tree with changes that no commit holds.
+With --out, the page shows all suites in RUNS or RUNS/benchmark and the runs that have ended in RUNS. Without it, new
+runs of suites that are in benchmark/suites go into benchmark/results, and what there is goes into the pages, between
+<!-- NAME --> and <!-- /NAME -->, and into docs/figures. Nothing is lost: a suite whose committed results have runs that
+its folder lacks is refused, and so are runs of a tree with changes that no commit holds.
 """
 
 import argparse
@@ -25,15 +24,9 @@ from common import ResultsError, show
 from suite import SUMMARY_NUMBER
 
 sys.path.append(str(common.BENCHMARK / "studies"))
-MEASURED = ["change_detection", "go_search"]  # each by its own program
+STUDIES = ("change_detection", "go_search")  # each by its own program
 UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
-SCRIPTS = {
-    "ppo": "PPO",
-    "reinforce_tsp_attention": "Attention model for the travelling salesman problem",
-    "r2d2_lstm": "R2D2",
-    "ppo_change_detection": "PPO for change detection",
-    "alphazero_go": "AlphaZero for Go",
-}
+SCRIPTS = ("ppo", "reinforce_tsp_attention", "r2d2_lstm", "ppo_change_detection", "alphazero_go")
 METRICS = {  # in words
     "eval/episodic_return": "return",
     "eval/greedy_gap": "gap of greedy tours, %",
@@ -46,30 +39,6 @@ STEPS = {
     "ppo_change_detection": "pairs of all stages",
     "alphazero_go": "moves of self-play",
 }
-INTRODUCTION = """# Results
-
-Written by [`benchmark/report.py`](../benchmark/report.py) from runs of [`benchmark/run.py`](../benchmark/run.py). Two
-commands make the results of a suite anew, here those of `cpu`, without a network once the packages are installed:
-
-```bash
-python benchmark/run.py benchmark/suites/cpu.toml
-python benchmark/report.py
-```
-
-The command lines of all cells are in [`benchmark/suites`](../benchmark/suites), every run with its learning curve in
-[`benchmark/results`](../benchmark/results). Seconds are CPU-seconds, which other work on the machine lengthens. Nothing
-was measured on a GPU yet: the tests run those paths on a pretended one.
-
-"""
-RATIO_LEGEND = """Medians over the seeds, both sides run in turns on the same machine; in bold where ours is better
-and the 95 % bootstrap interval of the ratio leaves out 1. "Over": most runs did not get there with so much; in
-brackets, how many did. Without an interval: not all runs got there, or there are too few."""
-TABLE_LEGEND = """The first setting of each task; the others, and what each flag is worth, are on the scripts' pages.
-The result is the mean over the seeds with its 95 % bootstrap interval, the time the median of the
-CPU-seconds to the threshold, without evaluations, in brackets how many runs reached it where not all did; or of the
-whole run, with them. Of change detection's tasks: Student's t intervals over three data seeds of three runs each."""
-CURVE_LEGEND = """In the pictures: thin, a seed each; thick, their mean, where all have values; dotted, the threshold,
-with a dot where a run reaches it."""
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
@@ -149,7 +118,7 @@ def list_missing(cells: list[dict]) -> list[str]:
     for cell in cells:
         for error in dict.fromkeys(missing["error"] for missing in cell["missing"]):
             seeds = ", ".join(str(missing["seed"]) for missing in cell["missing"] if missing["error"] == error)
-            what = error if error in (records.NOT_RUN, "not done yet") else f"**failed**: {error}"
+            what = error if error == records.NOT_RUN else f"**failed**: {error}"
             lines.append(f"- {cell['task']}, {cell['setting']}, seeds {seeds}: {what}")
     return lines
 
@@ -274,14 +243,9 @@ def list_curves(results: dict) -> dict[tuple[str, str], list[dict]]:
     """Cells that have learning curves, by task and by the curve's tag."""
     tasks = {}
     for cell in results["cells"].values():
-        if any(run["curve"] for run in list_runs(cell)):
+        if any(run["curve"] for run in cell["runs"]):
             tasks.setdefault((cell["task"], cell["curve"]), []).append(cell)
     return tasks
-
-
-def list_runs(cell: dict) -> list[dict]:
-    """The runs of a cell, those that are not done too."""
-    return [*cell["runs"], *cell.get("unfinished", [])]
 
 
 def draw(results: dict, path: Path) -> None:
@@ -289,19 +253,19 @@ def draw(results: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     tasks = list_curves(results)
-    num_columns = 2 * len(tasks) if len(tasks) <= 2 else len(tasks) if len(tasks) <= 5 else 4
-    num_rows = 1 if len(tasks) <= 2 else 2 * math.ceil(len(tasks) / num_columns)
-    figure = Figure(figsize=(3.4 * num_columns, 2.9 * num_rows), layout="constrained")
-    panels = figure.subplots(num_rows, num_columns, squeeze=False)
+    num_rows = math.ceil(len(tasks) / 5)
+    num_columns = math.ceil(len(tasks) / num_rows)
+    figure = Figure(figsize=(3.4 * num_columns, 5.8 * num_rows), layout="constrained")
+    panels = figure.subplots(2 * num_rows, num_columns, squeeze=False)
     for axes in panels.flat:
         axes.set_axis_off()
     for i, ((task, _), cells) in enumerate(tasks.items()):
         row, column = divmod(i, num_columns)
-        pair = panels[0, 2 * i : 2 * i + 2] if num_rows == 1 else panels[2 * row : 2 * row + 2, column]
-        for axes, kind in zip(pair, ("steps", "seconds"), strict=True):
+        for offset, kind in enumerate(("steps", "seconds")):
+            axes = panels[2 * row + offset, column]
             axes.set_axis_on()
-            draw_curves(axes, cells, kind)
             axes.set_title(task, fontsize=10)
+            draw_curves(axes, cells, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -319,7 +283,7 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
         color = f"C{i}" if len(cells) <= 10 else colormaps["tab20"](i % 20)
         label = cell["setting"] if is_one_script else f"{cell['script']}, {cell['setting']}"
         curves = []
-        for run in list_runs(cell):
+        for run in cell["runs"]:
             if not run["curve"]:
                 continue
             curve = np.array(run["curve"])
@@ -334,7 +298,7 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
         longest.append(max(x[-1] for x, _ in curves))
         if cell["threshold"] is not None:
             axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
-    on_cpu = all(run["device"] in ("cpu", "none") for cell in cells for run in list_runs(cell))
+    on_cpu = all(run["device"] in ("cpu", "none") for cell in cells for run in cell["runs"])
     seconds = "CPU-seconds" if on_cpu else "seconds"
     axes.set_xlabel(STEPS.get(cells[0]["script"], "environment steps") if kind == "steps" else seconds, fontsize=8)
     axes.set_ylabel(records.CURVES.get(cells[0]["curve"], "return"), fontsize=8)
@@ -351,10 +315,9 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def load_study(name: str):
-    """The module that has measured benchmark/results/`name`.json, and its results; none where there are none."""
-    results = common.load_results(name)
-    return (importlib.import_module(name), results) if results else None
+def load_studies() -> list[tuple]:
+    """The modules of the studies, each with its results."""
+    return [(importlib.import_module(name), common.load_results(name)) for name in STUDIES]
 
 
 def list_shown(published: dict[str, dict], script: str) -> list[dict]:
@@ -368,22 +331,16 @@ def list_shown(published: dict[str, dict], script: str) -> list[dict]:
     return list(first.values())
 
 
-def render_page(published: dict[str, dict]) -> str:
-    """docs/results.md."""
+def make_results(published: dict[str, dict]) -> dict[str, str]:
+    """The sections of docs/results.md: ours and others, the short table of each script, and what all ran on."""
     compared = [results for results in published.values() if results["ratios"]]
-    lines = [f"{INTRODUCTION}## Ours and others", "", RATIO_LEGEND, "", make_ratio_table(compared), ""]
-    lines += [describe_machines(compared), "", "## Ours", "", TABLE_LEGEND, ""]
-    for script, title in SCRIPTS.items():
-        lines += [f"### [{title}]({script}.md)", ""]
-        others, figures = [], [name for name in list_drawn(published) if published[name]["tables"][0]["page"] == script]
-        for module, results in filter(None, map(load_study, MEASURED)):
-            if hasattr(module, "list_lines") and script == module.PAGE:
-                others += module.list_lines(results)
-                figures.append(module.__name__)
-        lines += [make_script_table(list_shown(published, script), others).rstrip(), ""]
-        lines += [f"![{title}: learning curves or results](figures/{name}.png)\n" for name in figures]
+    sections = {"ratios": f"{make_ratio_table(compared)}\n\n{describe_machines(compared)}"}
+    for script in SCRIPTS:
+        studies = [study for study in load_studies() if script == getattr(study[0], "PAGE", None)]
+        others = [line for module, results in studies for line in module.list_lines(results)]
+        sections[script] = make_script_table(list_shown(published, script), others).rstrip()
     shown = [results for name, results in published.items() if name != "ablations"]
-    return "\n".join([*lines, CURVE_LEGEND, "", describe_machines(shown), ""])
+    return sections | {"machines": describe_machines(shown)}
 
 
 def list_drawn(published: dict[str, dict]) -> list[str]:
@@ -397,7 +354,7 @@ def list_drawn(published: dict[str, dict]) -> list[str]:
 
 def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
     """(page, section): what stands there, of all suites and studies."""
-    sections = {}
+    sections = {("results", section): f"\n{text}\n" for section, text in make_results(published).items()}
     for name, results in published.items():
         ours = [cell for cell in results["cells"].values() if cell["runs"] and records.is_ours(cell)]
         for table in results["tables"]:
@@ -411,14 +368,14 @@ def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
             sections["README", f"{name}_cell"] = fill_summary(results)
     for script, text in make_ablations(published["ablations"]).items():
         sections[script, "ablations"] = text
-    for module, results in filter(None, map(load_study, MEASURED)):
+    for module, results in load_studies():
         sections |= module.make_sections(results)
     return sections
 
 
 def make_pages(published: dict[str, dict]) -> dict[Path, str]:
     """The text of every page that shows results."""
-    pages = {common.ROOT / "docs" / "results.md": render_page(published)}
+    pages = {}
     for (page, section), content in make_sections(published).items():
         path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
         pages[path] = common.replace_section(pages.get(path) or path.read_text(), section, content)
@@ -430,12 +387,12 @@ def publish(published: dict[str, dict]) -> None:
     pages = make_pages(published)
     for name in list_drawn(published):
         draw(published[name], common.FIGURES / f"{name}.png")
-    for module, results in filter(None, map(load_study, MEASURED)):
-        if hasattr(module, "draw"):
+    for module, results in load_studies():
+        if hasattr(module, "PAGE"):
             module.draw(results, common.FIGURES / f"{module.__name__}.png")
     for path, text in pages.items():
         common.write_atomically(path, text)
-    print(f"{common.ROOT / 'docs' / 'results.md'}: {', '.join(published)}")
+    print(f"{len(pages)} pages: {', '.join(published)}")
 
 
 def render_own(suites: list[dict]) -> str:
@@ -490,7 +447,7 @@ def main(argv: list[str] | None = None) -> None:
         return publish(records.load_published())
     suites = [records.collect(path.parent) for path in paths]
     suites = [suite for suite in [*suites, records.collect_folders(args.runs)] if suite["cells"]]
-    if not any(list_runs(cell) for suite in suites for cell in suite["cells"].values()):
+    if not any(cell["runs"] for suite in suites for cell in suite["cells"].values()):
         raise ResultsError(f"{args.runs}: no runs to report")
     try:
         (args.out / "results").mkdir(parents=True, exist_ok=True)

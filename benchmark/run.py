@@ -101,7 +101,7 @@ def find_flaw(cell: Cell, folder: Path) -> str | None:
         return "ended without a result.json that can be read"
     try:
         _ = cell.curve and common.read_points(path.parent, cell.curve)
-    except ValueError as error:
+    except common.ResultsError as error:
         return str(error)
     return None
 
@@ -122,7 +122,7 @@ class SuiteRun:
         self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{self.digests[cell]}" for cell in self.cells}
         self.errors: dict[Cell, str] = {}
         if (self.root / "suite.json").exists():  # what failed before, and is not about to run again
-            old = records.read_suite_file(self.root)["errors"]
+            old = records.read_json(self.root / "suite.json")["errors"]
             errors = {(e["name"], e["seed"]): e["error"] for e in old}
             keys = {cell: (cell.name, cell.seed) for cell in self.cells}
             self.errors = {c: errors[k] for c, k in keys.items() if k in errors and not self.is_done(c)}
@@ -243,10 +243,8 @@ def connect(address: str | None) -> None:
     """Start Ray on this machine, or join the cluster at `address`; SuiteError where that fails."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # what is timed does not stand back
-    try:
-        import ray
-    except ImportError:
-        raise SuiteError("Ray is missing: pip install -r benchmark/requirements.txt") from None
+    import ray
+
     local = {} if address else {"object_store_memory": 100 * 2**20, "include_dashboard": False}
     try:
         with limit_wait(address) if address else contextlib.nullcontext():

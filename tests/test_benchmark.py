@@ -26,7 +26,7 @@ def test_the_pages_follow_from_the_committed_results():
     for path, text in report.make_pages(published).items():
         assert path.read_text() == text, path.name
     sections = report.make_sections(published)
-    assert {page for page, _ in sections} == {*report.SCRIPTS, "README", "scaling"} and len(sections) >= 19
+    assert {page for page, _ in sections} == {*report.SCRIPTS, "README", "scaling", "results"} and len(sections) >= 26
     names = {*report.list_drawn(published), "change_detection"}
     assert names == {"go_default", "ppo_tasks", "r2d2_memory", "tsp_gaps", "change_detection"}
     for name in names:
@@ -37,11 +37,11 @@ def test_every_file_of_results_is_shown():
     """None is of a program that is gone or of a tree with changes, and each suite says on which page it stands."""
     published = records.load_published()
     names = {path.stem for path in common.RESULTS.glob("*.json")}
-    assert names == published.keys() | set(report.MEASURED)
+    assert names == published.keys() | set(report.STUDIES)
     for name, results in published.items():
         assert results["tables"] or results["ratios"] or name == "ablations"
         assert not records.list_dirty(results)
-    for name in set(report.MEASURED):
+    for name in set(report.STUDIES):
         assert not any("dirty" in row["machine"]["commit"] for row in common.load_results(name)["rows"])
 
 

@@ -343,11 +343,11 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     """Steps, CPU-seconds and clock of each point, the threshold, and speed up to the last point."""
     from torch.utils.tensorboard import SummaryWriter
 
-    folder, start = tmp_path / "try_1" / "run", time.time()
+    folder = tmp_path / "try_1" / "run"
     with SummaryWriter(str(folder)) as writer:
         for step, value in ((100, 1.0), (200, 3.0), (400, 2.0)):
-            writer.add_scalar("charts/cpu_seconds", step / 50, step, walltime=start + step)
-            writer.add_scalar("curve", value, step, walltime=start + step)
+            writer.add_scalar("charts/cpu_seconds", step / 50, step)
+            writer.add_scalar("curve", value, step)
     result = {"seed": 3, "headline": "m", "metrics": {"m": 2.5}, "env_steps": 400, "wall_seconds": 500.0}
     result |= {"cpu_seconds": 20.0, "device": "cpu", "torch": "2"}
     (folder / "result.json").write_text(json.dumps(result))
@@ -361,15 +361,13 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     assert found["commit"] == "abc-dirty"  # the harness knows that of our scripts, peers say their version
     (folder / "result.json").write_text(json.dumps(result | {"commit": "elkai 2.0.1"}))
     assert records.read_run(cell, folder / "result.json")["commit"] == "elkai 2.0.1"
-    (folder / "result.json").write_text(json.dumps(result | {"device": "NVIDIA"}))  # by the clock there
     (tmp_path / "try_1" / "process.json").write_text("")
-    found = records.read_run(cell, folder / "result.json")
-    assert found["seconds_to_threshold"] == pytest.approx(200.0, abs=3)
-    assert found["steps_per_second"] == pytest.approx(1.0, abs=0.01)
-    assert found["commit"] == "unknown"
+    assert records.read_run(cell, folder / "result.json")["commit"] == "elkai 2.0.1"
+    (folder / "result.json").write_text(json.dumps(result))
+    assert records.read_run(cell, folder / "result.json")["commit"] == "unknown"
     assert records.read_run(cell | {"in_a_row": 2}, folder / "result.json")["steps_to_threshold"] is None
     without = cell | {"curve": None, "threshold": None}
-    assert records.read_run(without, folder / "result.json")["steps_per_second"] == 400 / 500
+    assert records.read_run(without, folder / "result.json")["steps_per_second"] == 400 / 20
 
 
 def test_seconds_on_a_gpu_are_those_of_training_where_a_run_logs_them(tmp_path):
@@ -704,18 +702,18 @@ def test_runs_of_a_tree_with_changes_are_not_published(published, tmp_path):
 
 
 def make_run_folders(runs):
-    """Two seeds of a script, one not done, one of another script by the same name, a game without a curve, a suite."""
-    import torch
-
+    """Two seeds of a script, one not done, one of another script by that name, one without a curve, a suite."""
     tags = "charts/episodic_return", "charts/return_last_20", "eval/episodic_return"
-    write_log(runs / "T-v0__mine__2__5", tags, num_points=6)
-    write_result(runs / "T-v0__mine__2__5", headline=tags[2], metrics={"best/a": 7.0, tags[2]: 123.4}, commit="x")
-    write_log(runs / "T-v0__mine__10__4", tags[:2])
-    torch.save({"script": "ppo", "agent": torch.zeros(3)}, runs / "T-v0__mine__10__4" / "checkpoint.pt")
-    write_log(runs / "T-v0__mine__2__5" / "wandb" / "files", tags)
-    write_log(runs / "T-v0__mine__1__6", ["eval/elo"])
-    write_result(runs / "T-v0__mine__1__6", script="alphazero_go")
-    write_result(runs / "Go__gnugo__1__7", script="gnugo")
+    mine = {"env_id": "T-v0", "args": {"exp_name": "mine"}}
+    write_log(runs / "a", tags, num_points=6)
+    write_result(runs / "a", headline=tags[2], metrics={"best/a": 7.0, tags[2]: 123.4}, commit="x", **mine)
+    write_log(runs / "b", tags[:2])
+    write_result(runs / "b", seed=2, headline=tags[2], metrics={tags[2]: 123.4}, **mine)
+    write_log(runs / "c", tags)
+    write_log(runs / "a" / "wandb" / "files", tags)
+    write_log(runs / "d", ["eval/elo"])
+    write_result(runs / "d", **mine | {"script": "alphazero_go"})
+    write_result(runs / "e", env_id="Go", script="gnugo")
     (runs / "benchmark" / "a").mkdir(parents=True)
     write_result(runs / "benchmark" / "a" / "cell" / "try_1" / "run", seed=3)
     cell = {"name": "ppo/T/s", "folder": "cell", "seed": 3, "curve": None, "threshold": None, "task": "T"}
@@ -725,7 +723,7 @@ def make_run_folders(runs):
 
 
 def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
-    """By script, task and name, runs that are not done too, beside suites."""
+    """By script, task and name, beside suites."""
     from matplotlib.figure import Figure
 
     drawn = {}
@@ -735,8 +733,8 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "results.md").read_text()
     assert "## Suite `a`" in page and "| T, s | x | 2.50 | 7.00 | 1 |" in page
-    assert "| T-v0, mine | return | 123 | 7.00 | 1 |" in page
-    assert "- T-v0, mine, seeds 10: not done yet" in page and "| Go, gnugo | x | 2.50 |" in page
+    assert "| T-v0, mine | return | 123 (123 to 123) | 7.00 | 2 |" in page
+    assert "| T-v0, mine | x | 2.50 |" in page and "| Go, gnugo | x | 2.50 |" in page
     assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"runs.png"} == drawn.keys()
     labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawn["runs.png"].axes]
     elo, returns = "Elo, from matches with itself before", "return, last 20 episodes"
@@ -746,16 +744,16 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     }  # fmt: skip
     lines = [line.get_xdata() for line in steps.lines if line.get_alpha()]  # thin: a seed each
     assert sorted(map(len, lines)) == [3, 6]
-    one = records.collect_folders(tmp_path / "runs" / "T-v0__mine__2__5")  # one run alone
+    one = records.collect_folders(tmp_path / "runs" / "a")  # one run alone
     assert list(one["cells"]) == ["ppo/T-v0/mine"]
 
 
 def test_runs_of_one_name_with_other_flags_are_no_seeds_of_each_other(tmp_path):
     """Each set of flags is a row of its own, named by what differs; seeds and folders do not count."""
     for i, (seed, lr) in enumerate([(1, 0.1), (2, 0.1), (1, 0.2)]):
-        args = {"seed": seed, "learning_rate": lr, "gamma": 0.9, "run_dir": f"runs{i}"}
-        write_result(tmp_path / f"T-v0__mine__{seed}__{i}", seed=seed, args=args)
-    write_result(tmp_path / "T-v0__other__1__7", args={"seed": 1, "learning_rate": 0.3})
+        args = {"exp_name": "mine", "seed": seed, "learning_rate": lr, "gamma": 0.9, "run_dir": f"runs{i}"}
+        write_result(tmp_path / str(i), seed=seed, args=args)
+    write_result(tmp_path / "3", args={"exp_name": "other", "seed": 1, "learning_rate": 0.3})
     cells = records.collect_folders(tmp_path)["cells"].values()
     found = {cell["setting"]: sorted(run["seed"] for run in cell["runs"]) for cell in cells}
     assert found == {"mine learning_rate=0.1": [1, 2], "mine learning_rate=0.2": [1], "other": [1]}
@@ -915,7 +913,6 @@ def test_results_that_are_none_are_one_line(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "suite.json").write_text('{"suite": "a", "cells": [{}], "ratios": [], "errors": []}')
     for name in ("", "missing.json", "bad.json", "other.json", "runs"):
         path = str(tmp_path / name)
         with pytest.raises(records.ResultsError) as error:
