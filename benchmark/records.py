@@ -2,7 +2,6 @@
 
 import functools
 import json
-import tomllib
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ import common
 import numpy as np
 from common import ResultsError
 from scipy import stats
-from suite import Cell
+from suite import Cell, read_suite
 
 NUM_POINTS = 60  # of a learning curve, in the JSON file
 RESAMPLES = 9999
@@ -144,23 +143,21 @@ def load_published() -> dict[str, dict]:
     found = {}
     for path in sorted(common.SUITES.glob("*.toml")):
         if results := common.load_results(path.stem):
-            content = tomllib.loads(path.read_text())
-            shown = {key: content.get(key, empty) for key, empty in SHOWN_KEYS.items()}
-            found[path.stem] = results | {"cells": list_cells_of_today(results, content)} | shown
+            cells, shown = read_suite(path, check=lambda cell, where: None)
+            found[path.stem] = results | shown | {"cells": list_cells_of_today(results["cells"], cells)}
     return found
 
 
-def list_cells_of_today(results: dict, content: dict) -> dict[str, dict]:
-    """The cells that the `content` of a suite's file names: their results, or that the command was not run yet."""
-    cells = {}
-    for table in content["cells"]:
-        seeds = table.pop("seeds", content.get("seeds"))
-        cell = Cell(**table, seed=seeds[0])
-        missing = [{"seed": seed, "error": NOT_RUN} for seed in seeds]
-        empty = asdict(cell) | {"script": cell.script, "headline": None, "runs": [], "missing": missing}
-        old = results["cells"].get(cell.name, empty)
-        cells[cell.name] = old if old["command"].split() == cell.command.split() else empty
-    return cells
+def list_cells_of_today(old: dict[str, dict], cells: list[Cell]) -> dict[str, dict]:
+    """The results of `cells` among those of before, or that the command was not run yet."""
+    found = {}
+    for cell in cells:
+        if cell.name in old and old[cell.name]["command"].split() == cell.command.split():
+            found[cell.name] = old[cell.name]
+        else:
+            empty = asdict(cell) | {"script": cell.script, "headline": None, "runs": [], "missing": []}
+            found.setdefault(cell.name, empty)["missing"].append({"seed": cell.seed, "error": NOT_RUN})
+    return found
 
 
 def is_ours(cell: dict) -> bool:

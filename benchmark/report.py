@@ -322,9 +322,9 @@ def load_studies() -> list[tuple]:
 
 def list_shown(published: dict[str, dict], script: str) -> list[dict]:
     """The first cell of each task of a script; of the suite `cpu` those of tasks that no other suite has."""
-    names = sorted(name for name in published if name != "ablations" and not name.endswith("_speed"))
+    names = [name for name in published if name != "ablations" and not name.endswith("_speed")]
     first = {}
-    for name in sorted(names, key=lambda name: name == "cpu"):
+    for name in sorted(names, key=lambda name: (name == "cpu", name)):
         for cell in published[name]["cells"].values():
             if cell["script"] == script and cell["runs"]:
                 first.setdefault(cell["task"], cell)
@@ -345,11 +345,8 @@ def make_results(published: dict[str, dict]) -> dict[str, str]:
 
 def list_drawn(published: dict[str, dict]) -> list[str]:
     """Suites with a table on a page and with learning curves, but those of speed alone."""
-    return [
-        name
-        for name, results in published.items()
-        if results["tables"] and list_curves(results) and not name.endswith("_speed")
-    ]
+    drawn = [name for name, results in published.items() if results["tables"] and list_curves(results)]
+    return [name for name in drawn if not name.endswith("_speed")]
 
 
 def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
@@ -412,15 +409,47 @@ def render_own(suites: list[dict]) -> str:
 
 def check_nothing_is_lost(old: dict | None, new: dict, folder: Path) -> None:
     """Raise ResultsError where `old` has runs that `new` lacks, or where runs are not those of a commit."""
-    lost = 0
-    for name, cell in (old or {"cells": {}})["cells"].items():
-        seeds = {run["seed"] for run in new["cells"].get(name, {"runs": []})["runs"]}
-        lost += len({run["seed"] for run in cell["runs"]} - seeds)
-    if lost:
+    before, after = (
+        {(name, run["seed"]) for name, cell in results["cells"].items() for run in cell["runs"]}
+        for results in (old or {"cells": {}}, new)
+    )
+    if lost := len(before - after):
         raise ResultsError(f"{folder} lacks {lost} runs of benchmark/results: finish the suite, or use --out")
     if dirty := records.list_dirty(new):
         first = f"{folder} has {len(dirty)} runs of a tree with changes that no commit holds, such as {dirty[0]}"
         raise ResultsError(f"{first}: commit and run them anew, or use --out")
+
+
+def take_in(folders: list[Path]) -> None:
+    """Put the runs of suites into benchmark/results; ResultsError where one of them loses or hides something."""
+    suites = {folder: records.collect(folder) for folder in folders if folder.name not in UNPUBLISHED}
+    suites = {folder: suite for folder, suite in suites.items() if has_runs(suite)}
+    published = records.load_published()
+    for folder, suite in suites.items():
+        check_nothing_is_lost(published.get(suite["suite"]), suite, folder)
+    for suite in suites.values():
+        common.save_results(suite["suite"], suite)
+
+
+def has_runs(suite: dict) -> bool:
+    """Whether any run of the suite has ended."""
+    return any(cell["runs"] for cell in suite["cells"].values())
+
+
+def write_own(suites: list[dict], args: argparse.Namespace) -> None:
+    """results.md of one's own runs, with figures and results."""
+    if not any(map(has_runs, suites)):
+        raise ResultsError(f"{args.runs}: no runs to report")
+    try:
+        (args.out / "results").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(f"--out {args.out}: cannot be made ({error.strerror})") from None
+    for suite in suites:
+        common.write_atomically(args.out / "results" / f"{suite['suite']}.json", common.to_json(suite))
+        if list_curves(suite):
+            draw(suite, args.out / "figures" / f"{suite['suite']}.png")
+    common.write_atomically(args.out / "results.md", render_own(suites))
+    print(f"{args.out / 'results.md'}: {', '.join(suite['suite'] for suite in suites)}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -435,30 +464,13 @@ def main(argv: list[str] | None = None) -> None:
     """Write the page, its figures and the results."""
     args = make_parser().parse_args(argv)
     paths = sorted([*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")])
-    if not args.out:
-        names = {path.stem for path in common.SUITES.glob("*.toml")}.difference(UNPUBLISHED)
-        new = {path.parent: records.collect(path.parent) for path in paths if path.parent.name in names}
-        new = {folder: suite for folder, suite in new.items() if any(c["runs"] for c in suite["cells"].values())}
-        published = records.load_published()
-        for folder, suite in new.items():
-            check_nothing_is_lost(published.get(suite["suite"]), suite, folder)
-        for suite in new.values():
-            common.save_results(suite["suite"], suite)
-        return publish(records.load_published())
-    suites = [records.collect(path.parent) for path in paths]
-    suites = [suite for suite in [*suites, records.collect_folders(args.runs)] if suite["cells"]]
-    if not any(cell["runs"] for suite in suites for cell in suite["cells"].values()):
-        raise ResultsError(f"{args.runs}: no runs to report")
-    try:
-        (args.out / "results").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResultsError(f"--out {args.out}: cannot be made ({error.strerror})") from None
-    for suite in suites:
-        common.write_atomically(args.out / "results" / f"{suite['suite']}.json", common.to_json(suite))
-        if list_curves(suite):
-            draw(suite, args.out / "figures" / f"{suite['suite']}.png")
-    common.write_atomically(args.out / "results.md", render_own(suites))
-    print(f"{args.out / 'results.md'}: {', '.join(suite['suite'] for suite in suites)}")
+    folders = [path.parent for path in paths]
+    if args.out:
+        suites = [*map(records.collect, folders), records.collect_folders(args.runs)]
+        write_own([suite for suite in suites if suite["cells"]], args)
+    else:
+        take_in([folder for folder in folders if (common.SUITES / f"{folder.name}.toml").exists()])
+        publish(records.load_published())
 
 
 if __name__ == "__main__":

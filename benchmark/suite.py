@@ -193,7 +193,6 @@ def check_cell(cell: Cell, where: str) -> None:
         raise SuiteError(f"{where}: cpus and in_a_row are 1 or more, gpus a fraction or a whole number, hours above 0")
     if cell.environment and not (common.PEERS / f"requirements-{cell.environment}.txt").exists():
         raise SuiteError(f"{where}: no benchmark/peers/requirements-{cell.environment}.txt")
-    check_command(cell, where)
 
 
 def check_shown(content: dict, names: set[str], path: Path) -> dict:
@@ -212,8 +211,11 @@ def check_shown(content: dict, names: set[str], path: Path) -> dict:
     return {"ratios": content.get("ratios", []), "tables": content.get("tables", []), "summary": summary}
 
 
-def read_suite(path: Path) -> tuple[list[Cell], dict]:
-    """Cells, seed by seed, and what is shown of them, of the TOML file at `path`; SuiteError for what is wrong."""
+def read_suite(path: Path, check=check_command) -> tuple[list[Cell], dict]:
+    """Cells, seed by seed, and what is shown of them, of the TOML file at `path`; SuiteError for what is wrong.
+
+    `check(cell, where)` looks at the command of each cell.
+    """
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -230,6 +232,7 @@ def read_suite(path: Path) -> tuple[list[Cell], dict]:
         check_table(table, CELL_TYPES, where, ("task", "setting", "command"))
         rows.append([Cell(**table, seed=seed) for seed in seeds])
         check_cell(rows[-1][0], where)
+        check(rows[-1][0], where)
     cells = [cell for turn in zip_longest(*rows) for cell in turn if cell]
     seen = {}
     for cell in cells:

@@ -674,7 +674,9 @@ def test_published_are_the_cells_of_the_suite_of_today(published, tmp_path):
     """A cell that left the suite leaves the pages, and its runs may be lacking; a new one is not run yet."""
     old = make_cell([1.0, 2.0]), make_cell([1.0, 2.0], setting="gone")
     (tmp_path / "results" / "a.json").write_text(json.dumps(make_results(*old)))
-    (tmp_path / "suites" / "a.toml").write_text(SUITE_A + SUITE_A.replace("default", "new").partition("]\n")[2])
+    (tmp_path / "suites" / "a.toml").write_text(
+        SUITE_A + SUITE_A.replace("default", "new").replace("ppo.py", "ppo.py --gamma 0.8").partition("]\n")[2]
+    )
     cells = records.load_published()["a"]["cells"]
     assert list(cells) == ["ppo/CartPole-v1/default", "ppo/CartPole-v1/new"]
     assert len(cells["ppo/CartPole-v1/default"]["runs"]) == 2 and not cells["ppo/CartPole-v1/new"]["runs"]

@@ -22,9 +22,9 @@ def add_match_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a match against our engine."""
     checkpoint = os.path.relpath(peer.ROOT / CHECKPOINT)
     parser.add_argument("--checkpoint", default=checkpoint, help="of our engine, for the board of --env-id")
-    parser.add_argument("--simulations-end", type=peer.at_least(1), default=100, help="of our engine, for a move")
-    parser.add_argument("--komi", type=peer.at_least(-361, float), default=0.5)
-    parser.add_argument("--games", type=peer.at_least(1), default=20, help="half of them with each colour")
+    parser.add_argument("--simulations-end", type=int, default=100, help="of our engine, for a move")
+    parser.add_argument("--komi", type=float, default=0.5)
+    parser.add_argument("--games", type=int, default=20, help="half of them with each colour")
 
 
 def set_up_torch(seed: int) -> None:

@@ -22,8 +22,8 @@ def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, None)
     parser.add_argument("--work", choices=("search", "match"), default="search")
-    parser.add_argument("--simulations", type=peer.at_least(1), default=800, help="of OpenSpiel, for a move")
-    parser.add_argument("--repeats", type=peer.at_least(1), default=5, help="of a search")
+    parser.add_argument("--simulations", type=int, default=800, help="of OpenSpiel, for a move")
+    parser.add_argument("--repeats", type=int, default=5, help="of a search")
     go_engine.add_match_flags(parser)
     return parser
 

@@ -17,8 +17,8 @@ NUM_GAMES = 256
 def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, "Go-9x9")
-    parser.add_argument("--simulations", type=peer.at_least(1), default=800, help="for a move")
-    parser.add_argument("--repeats", type=peer.at_least(1), default=5)
+    parser.add_argument("--simulations", type=int, default=800, help="for a move")
+    parser.add_argument("--repeats", type=int, default=5)
     return parser
 
 
