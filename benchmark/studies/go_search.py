@@ -1,4 +1,4 @@
-"""How fast the rules and the search of algos/alphazero_go.py are, and a picture of its two slots at work.
+"""How fast the rules and the search of algos/alphazero_go.py are.
 
     python benchmark/studies/go_search.py           # minutes on two free cores
     python benchmark/studies/go_search.py --cuda    # on a GPU
@@ -75,61 +75,6 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
     ]
 
 
-def record_search(path: Path, num_games: int) -> tuple[str, list[tuple[str, str, float, float]]]:
-    """The board, and (who, what, start, end) of what the master and the two workers do in a search."""
-    _, args, network = load_network(path)
-    args.num_slots, events = 2, []
-
-    def watch(owner: str, what: str, fn):
-        def timed(*inputs):
-            start = time.perf_counter()
-            result = fn(*inputs)
-            events.append((owner, what, start, time.perf_counter()))
-            return result
-
-        return timed
-
-    go = az.Go(az.get_size(args))
-    evaluators = az.make_evaluators(network, go, num_games, args)
-    workers = [watch(f"worker {name}", f"evaluate {name}", e) for name, e in zip("AB", evaluators, strict=True)]
-    tree = az.Search(go, workers, num_games, 100, args)
-    for slot, name in zip(tree.slots, "AB", strict=True):
-        slot.wait = watch("master", f"wait {name}", slot.wait)
-    request, backup = tree.request, tree.backup
-    tree.request = lambda slot, games: watch("master", f"select {'AB'[tree.slots.index(slot)]}", request)(slot, games)
-    tree.backup = lambda slot, *rest: watch("master", f"update {'AB'[tree.slots.index(slot)]}", backup)(slot, *rest)
-    tree.reset(play_random_moves(go, num_games, go.num_points // 4)[0])
-    tree.run(60)
-    events.clear()
-    tree.run(40)
-    return args.env_id, events
-
-
-def draw_timeline(path: Path, figure_path: Path, num_games: int = 64) -> None:
-    """A stretch of a search as it happened: what the master and the two workers did when."""
-    from matplotlib.figure import Figure
-
-    board, events = record_search(path, num_games)
-    middle = sorted(events, key=lambda e: e[2])[len(events) // 2][2]
-    span = 12 * statistics.mean(e[3] - e[2] for e in events if e[1].startswith("evaluate"))
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
-    axes = figure.subplots()
-    colours = {"select": "#93c47d", "update": "#6fa8dc", "wait": "#eeeeee", "evaluate": "#f6b26b"}
-    lanes = {"worker B": 0, "worker A": 1, "master": 2}
-    for owner, what, start, end in events:
-        if middle <= end and start <= middle + span:
-            kind, name = what.split()
-            style = {"color": colours[kind], "edgecolor": "#444444", "hatch": "//" if name == "B" else None}
-            axes.barh(lanes[owner], 1e3 * (end - start), 0.7, left=1e3 * (start - middle), linewidth=0.5, **style)
-    for kind, colour in colours.items():
-        axes.barh(0, 0, color=colour, edgecolor="#444444", label=kind)
-    axes.barh(0, 0, color="white", edgecolor="#444444", hatch="//", label="of slot B")
-    axes.set_yticks(list(lanes.values()), list(lanes))
-    axes.set(xlim=(0, 1e3 * span), xlabel=f"milliseconds, {num_games} games of {board} on the CPU")
-    figure.legend(loc="outside upper center", ncols=5, fontsize=8)
-    figure.savefig(figure_path, dpi=110)
-
-
 def make_sections(results: dict) -> dict[tuple[str, str], str]:
     """What the pages show of the results: a line for what is measured, a column for each way."""
     rows = results["rows"]
@@ -151,13 +96,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Measure, and draw what a search looks like."""
+if __name__ == "__main__":
     args = make_parser().parse_args()
     common.save_rows("go_search", measure(args.repeats, args.cuda), ("what", "column"))
-    if not args.cuda:
-        draw_timeline(common.BENCHMARK / "checkpoints" / "go7x7.pt", common.FIGURES / "go_timeline.png")
-
-
-if __name__ == "__main__":
-    main()
