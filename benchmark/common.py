@@ -196,7 +196,13 @@ def replace_section(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda m: m[1] + content + m[2], text)
 
 
-def exit_with(program: str, error: Exception) -> None:
-    """One line for the user, and exit code 2."""
-    print(f"{program}: {error}", file=sys.stderr)
-    sys.exit(2)
+def run_main(main) -> None:
+    """Run a program; what is wrong with its input is one line and exit code 2, Ctrl-C is 130."""
+    try:
+        sys.exit(main())
+    except ResultsError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was finished is kept, the same command does the rest", file=sys.stderr)
+        sys.exit(130)

@@ -13,7 +13,6 @@ there is nothing to compare.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import common
@@ -172,7 +171,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ResultsError as error:
-        common.exit_with("compare.py", error)
+    common.run_main(main)

@@ -474,7 +474,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ResultsError as error:
-        common.exit_with("report.py", error)
+    common.run_main(main)

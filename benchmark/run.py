@@ -301,11 +301,16 @@ def main(argv: list[str] | None = None) -> int:
         check_resources(missing)
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
         signal.signal(number, signal.default_int_handler)
-    lock = suite.lock()
-    if missing and args.address:
-        check_folders([common.ROOT, suite.root])
-    with lock, tqdm(total=len(chosen), initial=len(chosen) - len(missing), unit="cell", disable=None) as bar:
-        run_missing(suite, missing, bar)
+    with suite.lock(), tqdm(total=len(chosen), initial=len(chosen) - len(missing), unit="cell", disable=None) as bar:
+        if missing and args.address:
+            check_folders([common.ROOT, suite.root])
+        suite.errors = {cell: error for cell, error in suite.errors.items() if cell not in missing}
+        suite.save()
+        try:
+            pythons = suite.prepare_peers(missing)
+            run_on_ray(suite, [cell for cell in missing if cell not in suite.errors], pythons, bar)
+        finally:
+            suite.save()
     num_done = sum(map(suite.is_done, chosen))
     print(f"{args.suite.stem}: {num_done} of {len(chosen)} cells done; {suite.root}")
     for cell in (failed := [cell for cell in chosen if cell in suite.errors]):
@@ -313,23 +318,5 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def run_missing(suite: SuiteRun, missing: list[Cell], bar: tqdm) -> None:
-    """Run the cells that are missing, and keep suite.json up to date, whatever happens."""
-    suite.errors = {cell: error for cell, error in suite.errors.items() if cell not in missing}
-    suite.save()
-    try:
-        pythons = suite.prepare_peers(missing)
-        if ready := [cell for cell in missing if cell not in suite.errors]:
-            run_on_ray(suite, ready, pythons, bar)
-    finally:
-        suite.save()
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except common.ResultsError as error:
-        common.exit_with("run.py", error)
-    except KeyboardInterrupt:
-        print("\ninterrupted: finished cells are kept, the same command runs the rest", file=sys.stderr)
-        sys.exit(130)
+    common.run_main(main)

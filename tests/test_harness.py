@@ -507,7 +507,7 @@ def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
     wait_until(lambda: list(runs.rglob("result.json")) and list(runs.rglob("long/*/try_1/*/checkpoint.pt")))
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted: finished cells are kept" in output, output
+    assert process.returncode == 130 and "interrupted: what was finished is kept" in output, output
     assert "Traceback" not in output
     wait_until(lambda: not find_processes(runs), 15)
     process = start_harness(suite, "--runs", runs, "--only", "*/a")
