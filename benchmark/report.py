@@ -207,7 +207,7 @@ def make_ablations(results: dict) -> dict[str, str]:
 
 
 def describe_machines(results: list[dict]) -> str:
-    """What the runs ran on, the versions of others, and plainly which are not those of a commit."""
+    """What the runs ran on, and the versions of others."""
     runs = [run for suite in results for cell in suite["cells"].values() for run in cell["runs"]]
     machines = [run["machine"] for run in runs if run["machine"]]
     if not machines:
@@ -215,10 +215,8 @@ def describe_machines(results: list[dict]) -> str:
     commits = {machine["commit"] for machine in machines}
     peers = sorted({run["commit"] for run in runs} - commits - {"unknown"})
     others = f" Others: {', '.join(peers)}." if peers else ""
-    dirty = [line for suite in results for line in records.list_dirty(suite)]
-    mark = f" **{len(dirty)} of the {len(runs)} runs are of a tree with changes after its commit (`-dirty`).**"
     gpus = {run["device"] for run in runs} - {"cpu", "none"}
-    return common.machine_line(machines, gpus) + others + (mark if dirty else "")
+    return common.machine_line(machines, gpus) + others
 
 
 def fill_summary(results: dict) -> str:
@@ -243,7 +241,7 @@ def list_curves(results: dict) -> dict[tuple[str, str], list[dict]]:
     """Cells that have learning curves, by task and by the curve's tag."""
     tasks = {}
     for cell in results["cells"].values():
-        if any(run["curve"] for run in cell["runs"]):
+        if cell["runs"] and all(run["curve"] for run in cell["runs"]):
             tasks.setdefault((cell["task"], cell["curve"]), []).append(cell)
     return tasks
 
@@ -272,7 +270,6 @@ def draw(results: dict, path: Path) -> None:
 
 def draw_curves(axes, cells: list[dict], kind: str) -> None:
     """The learning curves of a task by `kind`: steps or seconds."""
-    from matplotlib import colormaps
     from matplotlib.ticker import EngFormatter
 
     is_one_script = len({cell["script"] for cell in cells}) == 1
@@ -280,19 +277,15 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
     # The second colour is the first other program's in all pictures
     cells = sorted(cells, key=lambda cell: (cell is not cells[0], records.is_ours(cell)))
     for i, cell in enumerate(cells):
-        color = f"C{i}" if len(cells) <= 10 else colormaps["tab20"](i % 20)
+        color = f"C{i}"
         label = cell["setting"] if is_one_script else f"{cell['script']}, {cell['setting']}"
         curves = []
         for run in cell["runs"]:
-            if not run["curve"]:
-                continue
             curve = np.array(run["curve"])
             curves.append((curve[:, column], curve[:, 2]))
             axes.plot(*curves[-1], color=color, alpha=0.35, lw=0.8)
             if run.get(f"{kind}_to_threshold"):
                 axes.plot(run[f"{kind}_to_threshold"], cell["threshold"], "o", ms=3, color=color)
-        if not curves:
-            continue
         grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
         axes.plot(grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0), color=color, lw=2, label=label)
         longest.append(max(x[-1] for x, _ in curves))

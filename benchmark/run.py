@@ -14,7 +14,6 @@ cluster, RUNS, this repository and the environments in benchmark/peers are on a 
 """
 
 import argparse
-import contextlib
 import fcntl
 import fnmatch
 import json
@@ -135,8 +134,8 @@ class SuiteRun:
         """suite.json: what the report needs beside the run folders."""
         cells = []
         for cell, folder in self.folders.items():
-            names = {"name": cell.name, "script": cell.script, "hash": self.digests[cell]}
-            cells.append(asdict(cell) | names | {"folder": str(folder.relative_to(self.root))})
+            names = {"name": cell.name, "script": cell.script, "folder": str(folder.relative_to(self.root))}
+            cells.append(asdict(cell) | names | {"hash": self.digests[cell]})
         errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
         content = {"suite": self.root.name, "cells": cells, "errors": errors} | self.shown
         common.write_atomically(self.root / "suite.json", json.dumps(content, indent=1))
@@ -217,9 +216,16 @@ def check_resources(cells: list[Cell]) -> None:
             raise SuiteError(f"{cell.name} needs {cell.cpus} CPUs and {cell.gpus:g} GPUs on one machine: none has them")
 
 
-@contextlib.contextmanager
-def limit_wait(address: str):
-    """End the program with one line where Ray says nothing for SECONDS_TO_CONNECT, and leave out its own warnings."""
+def connect(address: str | None) -> None:
+    """Start Ray on this machine, or join the cluster at `address`; where nothing answers there, exit with one line."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # what is timed does not stand back
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    if not address:
+        ray.init("local", object_store_memory=100 * 2**20, include_dashboard=False, **quiet)
+        return
     stderr = os.dup(2)
 
     def give_up() -> None:
@@ -228,30 +234,17 @@ def limit_wait(address: str):
 
     timer = threading.Timer(SECONDS_TO_CONNECT, give_up)
     timer.daemon = True
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
     timer.start()
     try:
-        yield
+        with open(os.devnull, "w") as nowhere:  # for Ray's own warnings
+            os.dup2(nowhere.fileno(), 2)
+        ray.init(address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SuiteError(f"--address {address}: no Ray cluster there ({reason})") from None
     finally:
         timer.cancel()
         os.dup2(stderr, 2)
-        os.close(stderr)
-
-
-def connect(address: str | None) -> None:
-    """Start Ray on this machine, or join the cluster at `address`; SuiteError where that fails."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # what is timed does not stand back
-    import ray
-
-    local = {} if address else {"object_store_memory": 100 * 2**20, "include_dashboard": False}
-    try:
-        with limit_wait(address) if address else contextlib.nullcontext():
-            ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
-    except (OSError, ValueError, RuntimeError) as error:
-        what = f"--address {address}: no Ray cluster there" if address else "Ray does not start"
-        raise SuiteError(f"{what} ({' '.join(str(error).split())[:200]})") from None
 
 
 def check_folders(folders: list[Path]) -> None:

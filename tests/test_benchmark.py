@@ -130,10 +130,6 @@ def test_gains_of_ppo_are_paired_and_averaged_within_data_seeds():
     gain, interval, wins = change_detection.compare(rows, "threshold")
     assert gain == pytest.approx(0.0575) and wins == 3
     assert interval == pytest.approx(4.303 * statistics.stdev((0.04, 0.1, 0.05)) / 3**0.5, rel=1e-3)
-    assert change_detection.compare(rows[:2], "threshold")[1] == pytest.approx(
-        12.71 * statistics.stdev((0.1, -0.02)) / 2**0.5, rel=1e-3
-    )
-    assert change_detection.compare(rows[:1], "threshold")[1] is None
 
 
 def test_rules_look_as_often_as_the_policy():
@@ -148,12 +144,12 @@ def test_rules_look_as_often_as_the_policy():
     assert classify(scores, rule)[1].unique().tolist() == [0, 2]
 
 
-def test_matches_count_draws_and_whole_boards():
+def test_matches_count_draws():
     rows = [([12], 25.0, True), ([12], 25.0, False), ([13], 0.0, True), ([12], 25.0, True)]
     found = go_engine.summarize(*zip(*rows, strict=True), 5, 0.0)
-    assert found["ours_win_rate"] == 0.5 and found["whole_boards"] == 1 and found["mean_margin"] == 0
+    assert found["ours_win_rate"] == 0.5 and found["mean_margin"] == 0
     assert found["distinct_games"] == 3 and found["ours_points"] == found["peer_points"] == 1.5
     assert found["ours_win_rate_black"] == 0.75
     assert found["ours_win_rate_black_high"] == compute_interval(0.75, 2)[1]
     half = go_engine.summarize([[]], [-25.0], [False], 5, 0.5)
-    assert half["whole_boards"] == 1 and half["mean_margin"] == 25.5  # the whole board for white, and komi
+    assert half["mean_margin"] == 25.5  # the whole board for white, and komi

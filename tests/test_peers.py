@@ -56,7 +56,7 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
         ("--games 2 --simulations-end 8",),
         "ours_win_rate ours_win_rate_low ours_win_rate_high ours_win_rate_black ours_win_rate_black_low "
         "ours_win_rate_black_high ours_win_rate_white ours_win_rate_white_low ours_win_rate_white_high ours_points "
-        "ours_elo peer_points mean_margin distinct_games whole_boards",
+        "ours_elo peer_points mean_margin distinct_games",
         "",
     ),
     "elkai_lkh": ("elkai", ("",), "length gap gap_std ms", ""),

@@ -122,8 +122,7 @@ def summarize(games: list[list[int]], scores: list[float], is_black: list[bool],
     metrics["ours_elo"] = compute_elo(metrics["ours_win_rate"], len(rows))
     metrics["ours_points"] = metrics["ours_win_rate"] * len(rows)
     metrics["peer_points"] = len(rows) - metrics["ours_points"]
-    own_scores = [score if black else -score for _, score, black in rows]
-    metrics |= {"distinct_games": len(rows), "whole_boards": own_scores.count(size**2)}
+    metrics["distinct_games"] = len(rows)
     margins = [score - komi if black else komi - score for _, score, black in rows]
     return metrics | {"mean_margin": sum(margins) / len(margins)}
 

@@ -213,17 +213,17 @@ def measure(studies: list[str]) -> None:
 # ---- Report ----
 
 
-def compare(rows: list[dict], method: str, group: str = "metrics") -> tuple[float, float | None, int]:
+def compare(rows: list[dict], method: str, group: str = "metrics") -> tuple[float, float, int]:
     """Mean of F1 of PPO less F1 of `method`, half of its 95 % interval, and the number of runs that PPO wins.
 
-    The interval is Student's t over the means of data seeds, over runs where there is one data seed; None for one run.
+    The interval is Student's t over the means of data seeds.
     """
-    differences = [row["metrics"]["ppo_f1"] - row[group][f"{method}_f1"] for row in rows]
     groups = {}
-    for row, difference in zip(rows, differences, strict=True):
-        groups.setdefault(row["data_seed"], []).append(difference)
-    means = [statistics.mean(group) for group in groups.values()] if len(groups) > 1 else differences
-    interval = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means) if len(means) > 1 else None
+    for row in rows:
+        groups.setdefault(row["data_seed"], []).append(row["metrics"]["ppo_f1"] - row[group][f"{method}_f1"])
+    means = [statistics.mean(differences) for differences in groups.values()]
+    interval = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
+    differences = [difference for found in groups.values() for difference in found]
     return statistics.mean(differences), interval, sum(d > 0 for d in differences)
 
 
@@ -241,8 +241,6 @@ def get_mean(rows: list[dict], metric: str) -> float:
 def format_lead(rows: list[dict], method: str, group: str) -> str:
     """PPO's lead over a method with its interval, bold where zero is outside."""
     gain, interval, wins = compare(rows, method, group)
-    if interval is None:
-        return f"{gain:+.3f}"
     text = f"{gain:+.3f} ± {interval:.3f}"
     return f"**{text}** ({wins} of {len(rows)})" if abs(gain) > interval else f"{text} ({wins} of {len(rows)})"
 
