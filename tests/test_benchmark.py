@@ -146,10 +146,10 @@ def test_rules_look_as_often_as_the_policy():
 
 def test_matches_count_draws():
     rows = [([12], 25.0, True), ([12], 25.0, False), ([13], 0.0, True), ([12], 25.0, True)]
-    found = go_engine.summarize(*zip(*rows, strict=True), 5, 0.0)
+    found = go_engine.summarize(*zip(*rows, strict=True), 0.0)
     assert found["ours_win_rate"] == 0.5 and found["mean_margin"] == 0
     assert found["distinct_games"] == 3 and found["ours_points"] == found["peer_points"] == 1.5
     assert found["ours_win_rate_black"] == 0.75
     assert found["ours_win_rate_black_high"] == compute_interval(0.75, 2)[1]
-    half = go_engine.summarize([[]], [-25.0], [False], 5, 0.5)
+    half = go_engine.summarize([[]], [-25.0], [False], 0.5)
     assert half["mean_margin"] == 25.5  # the whole board for white, and komi

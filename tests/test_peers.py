@@ -223,7 +223,7 @@ def test_colours_and_openings_of_a_match_are_balanced():
     assert is_black == 4 * [True] + 4 * [False] and set(scores) == {25.0}
     openings = [tuple(moves[:2]) for moves in games]
     assert openings[:4] == openings[4:] and len(set(openings)) == 4 and min(asked) == 2
-    summary = go_engine.summarize(games, scores, is_black, 5, 0.5)
+    summary = go_engine.summarize(games, scores, is_black, 0.5)
     assert summary["ours_win_rate"] == 0.5 and summary["mean_margin"] == 0 and summary["distinct_games"] == 8
     assert summary["ours_win_rate_black"] == 1 and summary["ours_win_rate_white"] == 0
     with pytest.raises(ValueError, match="the last move is illegal"):

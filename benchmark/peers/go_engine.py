@@ -83,28 +83,26 @@ def play(go, player, others: list, seed: int) -> tuple[list[list[int]], list[flo
     games = torch.stack(opening, 1)[pair].tolist()
     is_ours = torch.arange(num_games) < num_pairs  # whose turn it is: black has the third move
     is_black = is_ours.tolist()
-    bar = tqdm(total=num_games, unit="game")
-    while not boards.is_over.all():
-        moves = torch.zeros_like(boards.num_moves)
-        ours = (~boards.is_over & is_ours).nonzero()[:, 0]
-        if len(ours):
-            moves[ours] = player(boards.pick(ours))
-        for i in (~boards.is_over & ~is_ours).nonzero()[:, 0].tolist():
-            moves[i] = others[i](games[i])
-        going = (~boards.is_over).nonzero()[:, 0]
-        is_legal = go.legal_moves(boards.pick(going))[torch.arange(len(going)), moves[going]].tolist()
-        for i, legal in zip(going.tolist(), is_legal, strict=True):
-            games[i].append(int(moves[i]))
-            if not legal:
-                raise ValueError(f"the last move is illegal: {games[i]}")
-        boards.replace_rows(going, go.play(boards.pick(going), moves[going]))
-        is_ours = ~is_ours
-        bar.update(int(boards.is_over.sum()) - bar.n)
-    bar.close()
+    with tqdm(total=num_games, unit="game") as bar:
+        while len(going := (~boards.is_over).nonzero()[:, 0]):
+            moves = torch.zeros_like(boards.num_moves)
+            ours = going[is_ours[going]]
+            if len(ours):
+                moves[ours] = player(boards.pick(ours))
+            for i in going[~is_ours[going]].tolist():
+                moves[i] = others[i](games[i])
+            for i in going.tolist():
+                games[i].append(int(moves[i]))
+            is_legal = go.legal_moves(boards.pick(going))[torch.arange(len(going)), moves[going]]
+            if not is_legal.all():
+                raise ValueError(f"the last move is illegal: {games[going[~is_legal][0]]}")
+            boards.replace_rows(going, go.play(boards.pick(going), moves[going]))
+            is_ours = ~is_ours
+            bar.update(int(boards.is_over.sum()) - bar.n)
     return games, go.score(boards).tolist(), is_black
 
 
-def summarize(games: list[list[int]], scores: list[float], is_black: list[bool], size: int, komi: float) -> dict:
+def summarize(games: list[list[int]], scores: list[float], is_black: list[bool], komi: float) -> dict:
     """Metrics of a match over distinct games, from what `play` gives: points are won games, a draw is half a point.
 
     Elo is above the other program's; margins are points over komi, from our side; rates have Wilson's intervals, and
@@ -112,24 +110,23 @@ def summarize(games: list[list[int]], scores: list[float], is_black: list[bool],
     """
     from envs_shared.go_tasks.match import compute_elo, score_match
 
-    distinct = {(tuple(row[0]), row[2]): row for row in zip(games, scores, is_black, strict=True)}
-    rows = list(distinct.values())
+    margins = [score - komi for score in scores]
     metrics = {}
-    for end, chosen in (("", rows), ("_black", [r for r in rows if r[2]]), ("_white", [r for r in rows if not r[2]])):
+    for end, colours in (("_black", (True,)), ("_white", (False,)), ("", (True, False))):
+        chosen = [row for row in zip(games, margins, is_black, strict=True) if row[2] in colours]
         if chosen:
-            found = score_match([r[0] for r in chosen], [r[1] - komi for r in chosen], [r[2] for r in chosen])
+            found = score_match(*zip(*chosen, strict=True))
             metrics |= {f"ours_win_rate{end}{limit}": found[f"win_rate{limit}"] for limit in ("", "_low", "_high")}
-    metrics["ours_elo"] = compute_elo(metrics["ours_win_rate"], len(rows))
-    metrics["ours_points"] = metrics["ours_win_rate"] * len(rows)
-    metrics["peer_points"] = len(rows) - metrics["ours_points"]
-    metrics["distinct_games"] = len(rows)
-    margins = [score - komi if black else komi - score for _, score, black in rows]
-    return metrics | {"mean_margin": sum(margins) / len(margins)}
+    num_games = found["distinct_games"]
+    metrics |= {"mean_margin": found["margin"], "distinct_games": num_games}
+    metrics["ours_elo"] = compute_elo(found["win_rate"], num_games)
+    metrics["ours_points"] = found["win_rate"] * num_games
+    return metrics | {"peer_points": num_games - metrics["ours_points"]}
 
 
 def play_match(args: argparse.Namespace, script: str, commit: str, go, player, others: list) -> None:
     """Play `player` against `others`, and write the result."""
     run = peer.Run(args, script)
     games, scores, is_black = play(go, player, others, args.seed)
-    metrics = summarize(games, scores, is_black, go.size, args.komi)
+    metrics = summarize(games, scores, is_black, args.komi)
     run.finish("ours_win_rate", metrics, sum(map(len, games)), commit)
