@@ -3,8 +3,8 @@
     python benchmark/compare.py benchmark/results/cpu.json runs/benchmark/cpu
 
 BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results. benchmark/README.md
-says what is compared, by which test, and what that finds. Exit code: 0 when nothing is worse, 1 when something is or has
-failed in NEW, 2 when there is nothing to compare.
+says what is compared, by which test, and what that finds. Exit code: 0 when nothing is worse, 1 when something is worse
+or has failed in NEW, 2 when there is nothing to compare.
 """
 
 import argparse

@@ -70,13 +70,9 @@ def read_run(cell: dict, path: Path) -> dict:
     if cell["threshold"] is not None:
         point = common.find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
-    return run | {"curve": thin_curve(curve, clock)}
-
-
-def thin_curve(curve: list[list[float]], clock: int) -> list[list[float]]:
-    """[[step, seconds, value], ...] of at most NUM_POINTS points of read_points."""
     chosen = sorted({round(i) for i in np.linspace(0, len(curve) - 1, NUM_POINTS)}) if curve else []
-    return [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]
+    points = [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]
+    return run | {"curve": points}
 
 
 def read_json(path: Path) -> dict:

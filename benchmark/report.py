@@ -254,14 +254,10 @@ def draw(results: dict, path: Path) -> None:
     num_rows = math.ceil(len(tasks) / 5)
     num_columns = math.ceil(len(tasks) / num_rows)
     figure = Figure(figsize=(3.4 * num_columns, 5.8 * num_rows), layout="constrained")
-    panels = figure.subplots(2 * num_rows, num_columns, squeeze=False)
-    for axes in panels.flat:
-        axes.set_axis_off()
     for i, ((task, _), cells) in enumerate(tasks.items()):
         row, column = divmod(i, num_columns)
         for offset, kind in enumerate(("steps", "seconds")):
-            axes = panels[2 * row + offset, column]
-            axes.set_axis_on()
+            axes = figure.add_subplot(2 * num_rows, num_columns, (2 * row + offset) * num_columns + column + 1)
             axes.set_title(task, fontsize=10)
             draw_curves(axes, cells, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
