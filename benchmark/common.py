@@ -47,27 +47,25 @@ def read_events(run_path: Path):
 
 
 def read_points(run_path: Path, tag: str) -> list[list[float]]:
-    """[[step, CPU-s, seconds, value], ...] of a logged `tag`; ValueError where it was not logged.
+    """[[step, CPU-s, seconds, value], ...] of a logged `tag`; ResultsError where it was not logged.
 
-    Neither kind of seconds counts evaluations where the run logs both; else the seconds are those of the events.
+    Neither kind of seconds counts evaluations. Peers, which run on a CPU, have CPU-seconds alone, which are both.
     """
     events = read_events(run_path)
     tags = events.Tags()["scalars"]
     for needed in (tag, "charts/cpu_seconds"):
         if needed not in tags:
-            raise ValueError(f"no curve {needed} in {run_path} (there are: {', '.join(tags) or 'none'})")
+            raise ResultsError(f"no curve {needed} in {run_path} (there are: {', '.join(tags) or 'none'})")
 
-    points, start = events.Scalars(tag), events.FirstEventTimestamp()
-    steps = [point.step for point in points]
+    steps, values = zip(*((point.step, point.value) for point in events.Scalars(tag)), strict=True)
 
-    def read_clock(name: str):
+    def read_clock(name: str) -> list[float]:
         clock = events.Scalars(name)
-        return np.interp(steps, [c.step for c in clock], [c.value for c in clock])
+        return np.interp(steps, [c.step for c in clock], [c.value for c in clock]).tolist()
 
-    cpu_seconds, seconds = read_clock("charts/cpu_seconds"), [point.wall_time - start for point in points]
-    if "charts/wall_seconds" in tags:
-        seconds = read_clock("charts/wall_seconds")
-    return [[p.step, float(c), float(s), p.value] for p, c, s in zip(points, cpu_seconds, seconds, strict=True)]
+    cpu_seconds = read_clock("charts/cpu_seconds")
+    seconds = read_clock("charts/wall_seconds") if "charts/wall_seconds" in tags else cpu_seconds
+    return [list(point) for point in zip(steps, cpu_seconds, seconds, values, strict=True)]
 
 
 def find_threshold(curve: list[list[float]], threshold: float, better: str = "higher", in_a_row: int = 1):
@@ -198,7 +196,13 @@ def replace_section(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda m: m[1] + content + m[2], text)
 
 
-def exit_with(program: str, error: Exception) -> None:
-    """One line for the user, and exit code 2."""
-    print(f"{program}: {error}", file=sys.stderr)
-    sys.exit(2)
+def run_main(main) -> None:
+    """Run a program; what is wrong with its input is one line and exit code 2, Ctrl-C is 130."""
+    try:
+        sys.exit(main())
+    except ResultsError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was finished is kept, the same command does the rest", file=sys.stderr)
+        sys.exit(130)

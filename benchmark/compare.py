@@ -2,18 +2,12 @@
 
     python benchmark/compare.py benchmark/results/cpu.json runs/benchmark/cpu
 
-BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results. Four things are
-compared: the headline metric; steps and seconds to the threshold, on logarithms, where a run that never gets there
-counts as twice what it was given; and the area under the learning curve. The test is Student's, one-sided, with the
-variance of both sides together. Cells are worse where it says so at 2.5 % after Benjamini and Hochberg's correction,
-once over all headline metrics and once over all the rest, so that two equal programs are called worse in about one
-comparison of twenty (benchmark/README.md says what is found). Failed cells count as worse. Missing ones, and how fast
-peers run on this machine, are told and change nothing. Exit code: 0 when nothing is worse, 1 when something is, 2 when
-there is nothing to compare.
+BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results. benchmark/README.md
+says what is compared, by which test, and what that finds. Exit code: 0 when nothing is worse, 1 when something is worse
+or has failed in NEW, 2 when there is nothing to compare.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import common
@@ -172,7 +166,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ResultsError as error:
-        common.exit_with("compare.py", error)
+    common.run_main(main)

@@ -2,8 +2,6 @@
 
 import functools
 import json
-import sys
-import tomllib
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -11,20 +9,15 @@ from pathlib import Path
 import common
 import numpy as np
 from common import ResultsError
-from suite import Cell
-
-try:
-    from scipy import stats
-except ImportError:
-    print("scipy is missing: pip install -r benchmark/requirements.txt", file=sys.stderr)
-    raise SystemExit(2) from None
+from scipy import stats
+from suite import Cell, read_suite
 
 NUM_POINTS = 60  # of a learning curve, in the JSON file
 RESAMPLES = 9999
 RESULT_KEYS = "seed headline metrics env_steps wall_seconds cpu_seconds device torch".split()
 SHOWN_KEYS = {"ratios": [], "tables": [], "summary": ""}  # of a suite: what the pages say of its results
 NOT_RUN = "not run yet"
-OF_A_RUN = "seed run_dir resume track wandb_project_name wandb_entity".split()  # options that change no result
+OF_A_RUN = "exp_name seed run_dir resume track wandb_project_name wandb_entity".split()  # options that change no result
 CURVES = {  # in words; the first one that was logged is the learning curve
     "charts/return_last_20": "return, last 20 episodes",
     "eval/episodic_return": "return of the greedy policy",
@@ -70,38 +63,32 @@ def read_run(cell: dict, path: Path) -> dict:
     run["machine"] = process.get("machine")
     # peers say their version themselves
     run["commit"] = result.get("commit") or (run["machine"] or {}).get("commit", "unknown")
-    try:
-        curve = common.read_points(path.parent, cell["curve"]) if cell["curve"] else []
-    except ValueError as error:
-        raise ResultsError(error) from None
+    curve = common.read_points(path.parent, cell["curve"]) if cell["curve"] else []
     clock = 1 if run["device"] == "cpu" else 2  # CPU-seconds, which others on the machine disturb less
     last = curve[-1] if curve else [run["env_steps"], run["cpu_seconds"], run["wall_seconds"]]
     run["steps_per_second"] = last[0] / last[clock] if last[clock] else None
     if cell["threshold"] is not None:
         point = common.find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
-    return run | {"curve": thin_curve(curve, clock)}
-
-
-def thin_curve(curve: list[list[float]], clock: int) -> list[list[float]]:
-    """[[step, seconds, value], ...] of at most NUM_POINTS points of read_points."""
     chosen = sorted({round(i) for i in np.linspace(0, len(curve) - 1, NUM_POINTS)}) if curve else []
-    return [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]
+    points = [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]
+    return run | {"curve": points}
 
 
-def read_suite_file(suite_folder: Path) -> dict:
-    """suite.json of a folder that benchmark/run.py has made; ResultsError where there is none that can be read."""
+def read_json(path: Path) -> dict:
+    """A file that run.py or report.py has made of a suite; ResultsError for anything else."""
     try:
-        suite = json.loads((suite_folder / "suite.json").read_text())
-        _ = [(cell["name"], cell["folder"], cell["seed"]) for cell in suite["cells"]]
-        return SHOWN_KEYS | {key: suite[key] for key in ("suite", "cells", "errors", *SHOWN_KEYS) if key in suite}
-    except (OSError, ValueError, LookupError, TypeError):
-        raise ResultsError(f"{suite_folder}: no readable suite.json, as benchmark/run.py writes it") from None
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise ResultsError(f"{path}: no JSON file that can be read") from None
+    if not isinstance(content, dict) or not {"suite", "cells"} <= content.keys():
+        raise ResultsError(f"{path}: not the results of a suite")
+    return SHOWN_KEYS | content
 
 
 def collect(suite_folder: Path) -> dict:
     """Results of the suite whose runs are in `suite_folder`, which benchmark/run.py has made."""
-    suite, cells = read_suite_file(suite_folder), {}
+    suite, cells = read_json(suite_folder / "suite.json"), {}
     errors = {(e["name"], e["seed"]): e["error"] for e in suite["errors"]}
     for cell in suite["cells"]:
         name, folder, seed = (cell.pop(key) for key in ("name", "folder", "seed"))
@@ -115,59 +102,36 @@ def collect(suite_folder: Path) -> dict:
 
 
 def collect_folders(folder: Path) -> dict:
-    """Run folders {env_id}__{exp_name}__{seed}__{time} as the scripts leave them, done or not, as a suite `runs`."""
-    patterns = ("events.out.tfevents.*", "*/events.out.tfevents.*", "*/result.json")
-    paths = {path.parent for pattern in patterns for path in folder.glob(pattern)}
-    paths = sorted(paths, key=lambda path: (len(path.name), path.name))
-    results, cells = {path: read_result(path / "result.json") for path in paths}, {}
+    """Runs that have ended, in the folders that the scripts leave below `folder`, as a suite `runs`."""
+    paths = {*folder.glob("result.json"), *folder.glob("*/result.json")}
+    results, cells = {path: result for path in sorted(paths) if (result := read_result(path))}, {}
     for path, result in results.items():
-        env_id, exp_name, seed = [*path.name.rsplit("__", 3), "", ""][:3]
-        script = result["script"] if result else read_script(path / "checkpoint.pt") or exp_name
-        alike = [other for p, other in results.items() if other and p.name.startswith(f"{env_id}__{exp_name}__")]
-        setting = " ".join([exp_name or script, *list_differences(result, alike)])
-        tags = [tag for tag in CURVES if has_logged(path, tag)]
-        cell = {"task": env_id, "setting": setting, "script": script, "command": "", "threshold": None}
-        cell |= {"curve": tags[0] if tags else None, "better": "higher", "headline": None, "runs": [], "missing": []}
-        cell = cells.setdefault(f"{script}/{env_id}/{setting}", cell | {"unfinished": []})
-        cell["curve"] = cell["curve"] if tags else None
-        if result:
-            cell["runs"].append(read_run(cell | {"curve": tags[0] if tags else None}, path / "result.json"))
-            cell["headline"] = cell["runs"][-1].pop("headline")
-        else:
-            curve = common.read_points(path, tags[0]) if tags else []
-            cell["unfinished"].append({"seed": seed, "device": "cpu", "curve": thin_curve(curve, 1)})
-            cell["missing"].append({"seed": seed, "error": "not done yet"})
+        script, task, name = describe_run(result)
+        alike = [other for other in results.values() if describe_run(other) == (script, task, name)]
+        setting = " ".join([name, *list_differences(result, alike)])
+        curve = next((tag for tag in CURVES if has_logged(path.parent, tag)), None)
+        cell = {"task": task, "setting": setting, "script": script, "command": "", "threshold": None, "curve": curve}
+        cell = cells.setdefault(f"{script}/{task}/{setting}", cell | {"better": "higher", "runs": [], "missing": []})
+        cell["runs"].append(read_run(cell | {"curve": curve}, path))
+        cell["headline"] = cell["runs"][-1].pop("headline")
     return {"suite": "runs", "cells": cells} | SHOWN_KEYS
 
 
-def list_differences(result: dict | None, others: list[dict]) -> list[str]:
+def describe_run(result: dict) -> tuple[str, str, str]:
+    """Script, task and the name of the run."""
+    return result["script"], result["env_id"], result.get("args", {}).get("exp_name", result["script"])
+
+
+def list_differences(result: dict, others: list[dict]) -> list[str]:
     """The options of a run in which not all `others` are as it is, seeds and folders aside."""
-    args = {name: value for name, value in (result or {}).get("args", {}).items() if name not in OF_A_RUN}
+    args = {name: value for name, value in result.get("args", {}).items() if name not in OF_A_RUN}
     theirs = [other.get("args", {}) for other in others]
     return [f"{name}={value}" for name, value in args.items() if any(x.get(name, value) != value for x in theirs)]
 
 
-def read_script(checkpoint: Path) -> str | None:
-    """The script that has written a checkpoint; None where there is none."""
-    import torch
-
-    try:
-        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["script"]
-    except Exception:  # whatever is wrong with it: the run has curves all the same
-        return None
-
-
 def load(path: Path) -> dict:
-    """Results of a suite from its run folder or its JSON file; ResultsError for anything else."""
-    if path.is_dir():
-        return collect(path)
-    try:
-        results = json.loads(path.read_text())
-    except (OSError, ValueError):
-        raise ResultsError(f"{path}: neither a suite's folder nor a readable JSON file") from None
-    if not isinstance(results, dict) or not {"suite", "cells"} <= results.keys():
-        raise ResultsError(f"{path}: not the results of a suite")
-    return SHOWN_KEYS | results
+    """Results of a suite from its run folder or its JSON file."""
+    return collect(path) if path.is_dir() else read_json(path)
 
 
 def load_published() -> dict[str, dict]:
@@ -175,23 +139,21 @@ def load_published() -> dict[str, dict]:
     found = {}
     for path in sorted(common.SUITES.glob("*.toml")):
         if results := common.load_results(path.stem):
-            content = tomllib.loads(path.read_text())
-            shown = {key: content.get(key, empty) for key, empty in SHOWN_KEYS.items()}
-            found[path.stem] = results | {"cells": list_cells_of_today(results, content)} | shown
+            cells, shown = read_suite(path, check=lambda cell, where: None)
+            found[path.stem] = results | shown | {"cells": list_cells_of_today(results["cells"], cells)}
     return found
 
 
-def list_cells_of_today(results: dict, content: dict) -> dict[str, dict]:
-    """The cells that the `content` of a suite's file names: their results, or that the command was not run yet."""
-    cells = {}
-    for table in content["cells"]:
-        seeds = table.pop("seeds", content.get("seeds"))
-        cell = Cell(**table, seed=seeds[0])
-        missing = [{"seed": seed, "error": NOT_RUN} for seed in seeds]
-        empty = asdict(cell) | {"script": cell.script, "headline": None, "runs": [], "missing": missing}
-        old = results["cells"].get(cell.name, empty)
-        cells[cell.name] = old if old["command"].split() == cell.command.split() else empty
-    return cells
+def list_cells_of_today(old: dict[str, dict], cells: list[Cell]) -> dict[str, dict]:
+    """The results of `cells` among those of before, or that the command was not run yet."""
+    found = {}
+    for cell in cells:
+        if cell.name in old and old[cell.name]["command"].split() == cell.command.split():
+            found[cell.name] = old[cell.name]
+        else:
+            empty = asdict(cell) | {"script": cell.script, "headline": None, "runs": [], "missing": []}
+            found.setdefault(cell.name, empty)["missing"].append({"seed": cell.seed, "error": NOT_RUN})
+    return found
 
 
 def is_ours(cell: dict) -> bool:

@@ -4,11 +4,10 @@
     python benchmark/report.py --out report               # runs of suites: report/results/SUITE.json too
     python benchmark/report.py                            # docs/results.md, the tables and pictures of all pages
 
-With --out, the page shows all suites in RUNS or RUNS/benchmark and the run folders in RUNS that the scripts have left,
-of runs that still go on too. Without it, new runs of suites that are in benchmark/suites go into benchmark/results, and
-all pages are written from what is there: docs/results.md, the sections <!-- NAME --> of the scripts' pages and of
-README.md, and docs/figures. Nothing is lost: a suite whose committed results have runs that its folder lacks is
-refused, and so are runs of a tree with changes that no commit holds.
+With --out, the page shows all suites in RUNS or RUNS/benchmark and the runs that have ended in RUNS. Without it, new
+runs of suites that are in benchmark/suites go into benchmark/results, and what there is goes into the pages, between
+<!-- NAME --> and <!-- /NAME -->, and into docs/figures. Nothing is lost: a suite whose committed results have runs that
+its folder lacks is refused, and so are runs of a tree with changes that no commit holds.
 """
 
 import argparse
@@ -25,15 +24,9 @@ from common import ResultsError, show
 from suite import SUMMARY_NUMBER
 
 sys.path.append(str(common.BENCHMARK / "studies"))
-MEASURED = ["change_detection", "go_search", "tsp_active"]  # each by its own program
+STUDIES = ("change_detection", "go_search")  # each by its own program
 UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
-SCRIPTS = {
-    "ppo": "PPO",
-    "reinforce_tsp_attention": "Attention model for the travelling salesman problem",
-    "r2d2_lstm": "R2D2",
-    "ppo_change_detection": "PPO for change detection",
-    "alphazero_go": "AlphaZero for Go",
-}
+SCRIPTS = ("ppo", "reinforce_tsp_attention", "r2d2_lstm", "ppo_change_detection", "alphazero_go")
 METRICS = {  # in words
     "eval/episodic_return": "return",
     "eval/greedy_gap": "gap of greedy tours, %",
@@ -46,30 +39,6 @@ STEPS = {
     "ppo_change_detection": "pairs of all stages",
     "alphazero_go": "moves of self-play",
 }
-INTRODUCTION = """# Results
-
-Written by [`benchmark/report.py`](../benchmark/report.py) from runs of [`benchmark/run.py`](../benchmark/run.py). Two
-commands make the results of a suite anew, here those of `cpu`, without a network once the packages are installed:
-
-```bash
-python benchmark/run.py benchmark/suites/cpu.toml
-python benchmark/report.py
-```
-
-The command lines of all cells are in [`benchmark/suites`](../benchmark/suites), every run with its learning curve in
-[`benchmark/results`](../benchmark/results). Seconds are CPU-seconds, which other work on the machine lengthens. Nothing
-was measured on a GPU yet: the tests run those paths on a pretended one.
-
-"""
-RATIO_LEGEND = """Medians over the seeds, both sides run in turns on the same machine; in bold where ours is better
-and the 95 % bootstrap interval of the ratio leaves out 1. "Over": most runs did not get there with so much; in
-brackets, how many did. Without an interval: not all runs got there, or there are too few."""
-TABLE_LEGEND = """The first setting of each task; the others, and what each flag is worth, are on the scripts' pages.
-The result is the mean over the seeds with its 95 % bootstrap interval, the time the median of the
-CPU-seconds to the threshold, without evaluations, in brackets how many runs reached it where not all did; or of the
-whole run, with them. Of change detection's tasks: Student's t intervals over three data seeds of three runs each."""
-CURVE_LEGEND = """In the pictures: thin, a seed each; thick, their mean, where all have values; dotted, the threshold,
-with a dot where a run reaches it."""
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
@@ -149,7 +118,7 @@ def list_missing(cells: list[dict]) -> list[str]:
     for cell in cells:
         for error in dict.fromkeys(missing["error"] for missing in cell["missing"]):
             seeds = ", ".join(str(missing["seed"]) for missing in cell["missing"] if missing["error"] == error)
-            what = error if error in (records.NOT_RUN, "not done yet") else f"**failed**: {error}"
+            what = error if error == records.NOT_RUN else f"**failed**: {error}"
             lines.append(f"- {cell['task']}, {cell['setting']}, seeds {seeds}: {what}")
     return lines
 
@@ -238,7 +207,7 @@ def make_ablations(results: dict) -> dict[str, str]:
 
 
 def describe_machines(results: list[dict]) -> str:
-    """What the runs ran on, the versions of others, and plainly which are not those of a commit."""
+    """What the runs ran on, and the versions of others."""
     runs = [run for suite in results for cell in suite["cells"].values() for run in cell["runs"]]
     machines = [run["machine"] for run in runs if run["machine"]]
     if not machines:
@@ -246,10 +215,8 @@ def describe_machines(results: list[dict]) -> str:
     commits = {machine["commit"] for machine in machines}
     peers = sorted({run["commit"] for run in runs} - commits - {"unknown"})
     others = f" Others: {', '.join(peers)}." if peers else ""
-    dirty = [line for suite in results for line in records.list_dirty(suite)]
-    mark = f" **{len(dirty)} of the {len(runs)} runs are of a tree with changes after its commit (`-dirty`).**"
     gpus = {run["device"] for run in runs} - {"cpu", "none"}
-    return common.machine_line(machines, gpus) + others + (mark if dirty else "")
+    return common.machine_line(machines, gpus) + others
 
 
 def fill_summary(results: dict) -> str:
@@ -274,14 +241,9 @@ def list_curves(results: dict) -> dict[tuple[str, str], list[dict]]:
     """Cells that have learning curves, by task and by the curve's tag."""
     tasks = {}
     for cell in results["cells"].values():
-        if any(run["curve"] for run in list_runs(cell)):
+        if cell["runs"] and all(run["curve"] for run in cell["runs"]):
             tasks.setdefault((cell["task"], cell["curve"]), []).append(cell)
     return tasks
-
-
-def list_runs(cell: dict) -> list[dict]:
-    """The runs of a cell, those that are not done too."""
-    return [*cell["runs"], *cell.get("unfinished", [])]
 
 
 def draw(results: dict, path: Path) -> None:
@@ -289,26 +251,21 @@ def draw(results: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     tasks = list_curves(results)
-    num_columns = 2 * len(tasks) if len(tasks) <= 2 else len(tasks) if len(tasks) <= 5 else 4
-    num_rows = 1 if len(tasks) <= 2 else 2 * math.ceil(len(tasks) / num_columns)
-    figure = Figure(figsize=(3.4 * num_columns, 2.9 * num_rows), layout="constrained")
-    panels = figure.subplots(num_rows, num_columns, squeeze=False)
-    for axes in panels.flat:
-        axes.set_axis_off()
+    num_rows = math.ceil(len(tasks) / 5)
+    num_columns = math.ceil(len(tasks) / num_rows)
+    figure = Figure(figsize=(3.4 * num_columns, 5.8 * num_rows), layout="constrained")
     for i, ((task, _), cells) in enumerate(tasks.items()):
         row, column = divmod(i, num_columns)
-        pair = panels[0, 2 * i : 2 * i + 2] if num_rows == 1 else panels[2 * row : 2 * row + 2, column]
-        for axes, kind in zip(pair, ("steps", "seconds"), strict=True):
-            axes.set_axis_on()
-            draw_curves(axes, cells, kind)
+        for offset, kind in enumerate(("steps", "seconds")):
+            axes = figure.add_subplot(2 * num_rows, num_columns, (2 * row + offset) * num_columns + column + 1)
             axes.set_title(task, fontsize=10)
+            draw_curves(axes, cells, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
 
 def draw_curves(axes, cells: list[dict], kind: str) -> None:
     """The learning curves of a task by `kind`: steps or seconds."""
-    from matplotlib import colormaps
     from matplotlib.ticker import EngFormatter
 
     is_one_script = len({cell["script"] for cell in cells}) == 1
@@ -316,25 +273,21 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
     # The second colour is the first other program's in all pictures
     cells = sorted(cells, key=lambda cell: (cell is not cells[0], records.is_ours(cell)))
     for i, cell in enumerate(cells):
-        color = f"C{i}" if len(cells) <= 10 else colormaps["tab20"](i % 20)
+        color = f"C{i}"
         label = cell["setting"] if is_one_script else f"{cell['script']}, {cell['setting']}"
         curves = []
-        for run in list_runs(cell):
-            if not run["curve"]:
-                continue
+        for run in cell["runs"]:
             curve = np.array(run["curve"])
             curves.append((curve[:, column], curve[:, 2]))
             axes.plot(*curves[-1], color=color, alpha=0.35, lw=0.8)
             if run.get(f"{kind}_to_threshold"):
                 axes.plot(run[f"{kind}_to_threshold"], cell["threshold"], "o", ms=3, color=color)
-        if not curves:
-            continue
         grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
         axes.plot(grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0), color=color, lw=2, label=label)
         longest.append(max(x[-1] for x, _ in curves))
         if cell["threshold"] is not None:
             axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
-    on_cpu = all(run["device"] in ("cpu", "none") for cell in cells for run in list_runs(cell))
+    on_cpu = all(run["device"] in ("cpu", "none") for cell in cells for run in cell["runs"])
     seconds = "CPU-seconds" if on_cpu else "seconds"
     axes.set_xlabel(STEPS.get(cells[0]["script"], "environment steps") if kind == "steps" else seconds, fontsize=8)
     axes.set_ylabel(records.CURVES.get(cells[0]["curve"], "return"), fontsize=8)
@@ -351,53 +304,43 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def load_study(name: str):
-    """The module that has measured benchmark/results/`name`.json, and its results; none where there are none."""
-    results = common.load_results(name)
-    return (importlib.import_module(name), results) if results else None
+def load_studies() -> list[tuple]:
+    """The modules of the studies, each with its results."""
+    return [(importlib.import_module(name), common.load_results(name)) for name in STUDIES]
 
 
 def list_shown(published: dict[str, dict], script: str) -> list[dict]:
     """The first cell of each task of a script; of the suite `cpu` those of tasks that no other suite has."""
-    names = sorted(name for name in published if name != "ablations" and not name.endswith("_speed"))
+    names = [name for name in published if name != "ablations" and not name.endswith("_speed")]
     first = {}
-    for name in sorted(names, key=lambda name: name == "cpu"):
+    for name in sorted(names, key=lambda name: (name == "cpu", name)):
         for cell in published[name]["cells"].values():
             if cell["script"] == script and cell["runs"]:
                 first.setdefault(cell["task"], cell)
     return list(first.values())
 
 
-def render_page(published: dict[str, dict]) -> str:
-    """docs/results.md."""
+def make_results(published: dict[str, dict]) -> dict[str, str]:
+    """The sections of docs/results.md: ours and others, the short table of each script, and what all ran on."""
     compared = [results for results in published.values() if results["ratios"]]
-    lines = [f"{INTRODUCTION}## Ours and others", "", RATIO_LEGEND, "", make_ratio_table(compared), ""]
-    lines += [describe_machines(compared), "", "## Ours", "", TABLE_LEGEND, ""]
-    for script, title in SCRIPTS.items():
-        lines += [f"### [{title}]({script}.md)", ""]
-        others, figures = [], [name for name in list_drawn(published) if published[name]["tables"][0]["page"] == script]
-        for module, results in filter(None, map(load_study, MEASURED)):
-            if hasattr(module, "list_lines") and script == module.PAGE:
-                others += module.list_lines(results)
-                figures.append(module.__name__)
-        lines += [make_script_table(list_shown(published, script), others).rstrip(), ""]
-        lines += [f"![{title}: learning curves or results](figures/{name}.png)\n" for name in figures]
+    sections = {"ratios": f"{make_ratio_table(compared)}\n\n{describe_machines(compared)}"}
+    for script in SCRIPTS:
+        studies = [study for study in load_studies() if script == getattr(study[0], "PAGE", None)]
+        others = [line for module, results in studies for line in module.list_lines(results)]
+        sections[script] = make_script_table(list_shown(published, script), others).rstrip()
     shown = [results for name, results in published.items() if name != "ablations"]
-    return "\n".join([*lines, CURVE_LEGEND, "", describe_machines(shown), ""])
+    return sections | {"machines": describe_machines(shown)}
 
 
 def list_drawn(published: dict[str, dict]) -> list[str]:
     """Suites with a table on a page and with learning curves, but those of speed alone."""
-    return [
-        name
-        for name, results in published.items()
-        if results["tables"] and list_curves(results) and not name.endswith("_speed")
-    ]
+    drawn = [name for name, results in published.items() if results["tables"] and list_curves(results)]
+    return [name for name in drawn if not name.endswith("_speed")]
 
 
 def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
     """(page, section): what stands there, of all suites and studies."""
-    sections = {}
+    sections = {("results", section): f"\n{text}\n" for section, text in make_results(published).items()}
     for name, results in published.items():
         ours = [cell for cell in results["cells"].values() if cell["runs"] and records.is_ours(cell)]
         for table in results["tables"]:
@@ -411,14 +354,14 @@ def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
             sections["README", f"{name}_cell"] = fill_summary(results)
     for script, text in make_ablations(published["ablations"]).items():
         sections[script, "ablations"] = text
-    for module, results in filter(None, map(load_study, MEASURED)):
+    for module, results in load_studies():
         sections |= module.make_sections(results)
     return sections
 
 
 def make_pages(published: dict[str, dict]) -> dict[Path, str]:
     """The text of every page that shows results."""
-    pages = {common.ROOT / "docs" / "results.md": render_page(published)}
+    pages = {}
     for (page, section), content in make_sections(published).items():
         path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
         pages[path] = common.replace_section(pages.get(path) or path.read_text(), section, content)
@@ -430,12 +373,12 @@ def publish(published: dict[str, dict]) -> None:
     pages = make_pages(published)
     for name in list_drawn(published):
         draw(published[name], common.FIGURES / f"{name}.png")
-    for module, results in filter(None, map(load_study, MEASURED)):
-        if hasattr(module, "draw"):
+    for module, results in load_studies():
+        if hasattr(module, "PAGE"):
             module.draw(results, common.FIGURES / f"{module.__name__}.png")
     for path, text in pages.items():
         common.write_atomically(path, text)
-    print(f"{common.ROOT / 'docs' / 'results.md'}: {', '.join(published)}")
+    print(f"{len(pages)} pages: {', '.join(published)}")
 
 
 def render_own(suites: list[dict]) -> str:
@@ -455,15 +398,47 @@ def render_own(suites: list[dict]) -> str:
 
 def check_nothing_is_lost(old: dict | None, new: dict, folder: Path) -> None:
     """Raise ResultsError where `old` has runs that `new` lacks, or where runs are not those of a commit."""
-    lost = 0
-    for name, cell in (old or {"cells": {}})["cells"].items():
-        seeds = {run["seed"] for run in new["cells"].get(name, {"runs": []})["runs"]}
-        lost += len({run["seed"] for run in cell["runs"]} - seeds)
-    if lost:
+    before, after = (
+        {(name, run["seed"]) for name, cell in results["cells"].items() for run in cell["runs"]}
+        for results in (old or {"cells": {}}, new)
+    )
+    if lost := len(before - after):
         raise ResultsError(f"{folder} lacks {lost} runs of benchmark/results: finish the suite, or use --out")
     if dirty := records.list_dirty(new):
         first = f"{folder} has {len(dirty)} runs of a tree with changes that no commit holds, such as {dirty[0]}"
         raise ResultsError(f"{first}: commit and run them anew, or use --out")
+
+
+def take_in(folders: list[Path]) -> None:
+    """Put the runs of suites into benchmark/results; ResultsError where one of them loses or hides something."""
+    suites = {folder: records.collect(folder) for folder in folders if folder.name not in UNPUBLISHED}
+    suites = {folder: suite for folder, suite in suites.items() if has_runs(suite)}
+    published = records.load_published()
+    for folder, suite in suites.items():
+        check_nothing_is_lost(published.get(suite["suite"]), suite, folder)
+    for suite in suites.values():
+        common.save_results(suite["suite"], suite)
+
+
+def has_runs(suite: dict) -> bool:
+    """Whether any run of the suite has ended."""
+    return any(cell["runs"] for cell in suite["cells"].values())
+
+
+def write_own(suites: list[dict], args: argparse.Namespace) -> None:
+    """results.md of one's own runs, with figures and results."""
+    if not any(map(has_runs, suites)):
+        raise ResultsError(f"{args.runs}: no runs to report")
+    try:
+        (args.out / "results").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(f"--out {args.out}: cannot be made ({error.strerror})") from None
+    for suite in suites:
+        common.write_atomically(args.out / "results" / f"{suite['suite']}.json", common.to_json(suite))
+        if list_curves(suite):
+            draw(suite, args.out / "figures" / f"{suite['suite']}.png")
+    common.write_atomically(args.out / "results.md", render_own(suites))
+    print(f"{args.out / 'results.md'}: {', '.join(suite['suite'] for suite in suites)}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -478,34 +453,14 @@ def main(argv: list[str] | None = None) -> None:
     """Write the page, its figures and the results."""
     args = make_parser().parse_args(argv)
     paths = sorted([*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")])
-    if not args.out:
-        names = {path.stem for path in common.SUITES.glob("*.toml")}.difference(UNPUBLISHED)
-        new = {path.parent: records.collect(path.parent) for path in paths if path.parent.name in names}
-        new = {folder: suite for folder, suite in new.items() if any(c["runs"] for c in suite["cells"].values())}
-        published = records.load_published()
-        for folder, suite in new.items():
-            check_nothing_is_lost(published.get(suite["suite"]), suite, folder)
-        for suite in new.values():
-            common.save_results(suite["suite"], suite)
-        return publish(records.load_published())
-    suites = [records.collect(path.parent) for path in paths]
-    suites = [suite for suite in [*suites, records.collect_folders(args.runs)] if suite["cells"]]
-    if not any(list_runs(cell) for suite in suites for cell in suite["cells"].values()):
-        raise ResultsError(f"{args.runs}: no runs to report")
-    try:
-        (args.out / "results").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResultsError(f"--out {args.out}: cannot be made ({error.strerror})") from None
-    for suite in suites:
-        common.write_atomically(args.out / "results" / f"{suite['suite']}.json", common.to_json(suite))
-        if list_curves(suite):
-            draw(suite, args.out / "figures" / f"{suite['suite']}.png")
-    common.write_atomically(args.out / "results.md", render_own(suites))
-    print(f"{args.out / 'results.md'}: {', '.join(suite['suite'] for suite in suites)}")
+    folders = [path.parent for path in paths]
+    if args.out:
+        suites = [*map(records.collect, folders), records.collect_folders(args.runs)]
+        write_own([suite for suite in suites if suite["cells"]], args)
+    else:
+        take_in([folder for folder in folders if (common.SUITES / f"{folder.name}.toml").exists()])
+        publish(records.load_published())
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ResultsError as error:
-        common.exit_with("report.py", error)
+    common.run_main(main)

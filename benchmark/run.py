@@ -8,27 +8,21 @@
 Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, an attempt each in try_1, try_2, ..., and is done when an
 attempt holds a result.json and has logged the cell's curve. The hash is that of the command and of the script, so that
 the same call again runs what is missing, and a changed script runs anew beside its old results. Cells compute with
-OMP_NUM_THREADS=1, and see no GPU but those they ask for. Exit code: 0 when all cells are done, 1 when some failed, 2
-for what is wrong before anything has run, 130 after Ctrl-C. On a cluster, RUNS, this repository and the environments in
-benchmark/peers are on a file system that all machines share.
+OMP_NUM_THREADS=1, and see no GPU but those they ask for. One that crashed or was lost starts over, twice at most. Exit
+code: 0 when all cells are done, 1 when some failed, 2 for what is wrong before anything has run, 130 after Ctrl-C. On a
+cluster, RUNS, this repository and the environments in benchmark/peers are on a file system that all machines share.
 """
 
 import argparse
-import contextlib
 import fcntl
 import fnmatch
-import importlib.util
 import json
 import os
 import platform
-import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,7 +32,7 @@ from records import find_result
 from suite import Cell, SuiteError, read_suite
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 30.0  # where stderr is no terminal
+RETRIES = 2  # of a cell that crashed or was lost
 SECONDS_TO_CONNECT = 5.0  # to a Ray cluster: one that is there answers within one
 NO_RETRY = ("exit code 2", "not done after", "another version", "no curve")  # would be the same again
 # Kills a process and all it has started when its own stdin closes, which happens when whoever started both is gone
@@ -57,52 +51,46 @@ for kill, pid in [(os.kill, pid) for pid in family] + [(os.killpg, leader)]:
 """
 
 
-def make_command(cell: Cell, pythons: dict[str, str], run_dir: Path, track: bool) -> list[str]:
-    """What is executed: the cell's command with --seed, --run-dir and, for our scripts, --track."""
+def make_command(cell: Cell, pythons: dict[str, str], run_dir: Path) -> list[str]:
+    """What is executed: the cell's command with --seed and --run-dir."""
     words = cell.words
     python = pythons.get(cell.environment, sys.executable)
     start = [python] if words[0] == "python" else [python, "-m", "torch.distributed.run"]
-    tracked = ["--track"] if track and cell.path.startswith("algos/") else []
-    return [*start, *words[1:], "--seed", str(cell.seed), "--run-dir", str(run_dir), *tracked]
+    return [*start, *words[1:], "--seed", str(cell.seed), "--run-dir", str(run_dir)]
 
 
-def run_cell(cell: Cell, digest: str, folder: Path, command: list[str], attempt: int) -> dict:
-    """One attempt at a cell, in a Ray worker: run `command` and tell how it ended."""
-    host, path = platform.node(), folder / f"try_{attempt}"
-    if not folder.exists():
-        return {"error": f"{host} does not see {folder}: --runs has to be on a file system that all machines share"}
-    if not shutil.which(command[0]):
-        return {"error": f"{host} does not see {command[0]}"}
+def run_cell(cell: Cell, digest: str, path: Path, command: list[str]) -> str | None:
+    """One attempt at a cell, in a Ray worker: run `command`, log into the new folder `path`; returns what failed."""
     if cell.hash() != digest:
-        return {"error": f"another version of {cell.path} is on {host} than when the suite was started"}
+        return f"another version of {cell.path} is on {platform.node()} than when the suite was started"
     path.mkdir()
     machine = common.describe_machine()  # its commit is that of the script which starts now
     # Ray has chosen the GPUs in it; a log in the order of writing, whole where the cell is killed
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if not cell.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
-    error = None
     with open(path / "log.txt", "wb") as log:
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         process = subprocess.Popen(command, cwd=common.ROOT, env=env, start_new_session=True, **streams)
     guard = [sys.executable, "-c", WATCHDOG, str(process.pid)]
     guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+    error = None
     try:
         process.wait(3600 * cell.hours)
     except subprocess.TimeoutExpired:
         error = f"not done after {cell.hours:g} hours"
     guard.stdin.close()  # the cell, or what it has left running, ends
     guard.wait()
-    returncode = process.wait()
-    if returncode and not error:
-        error = f"exit code {returncode}" if returncode > 0 else f"killed by {signal.strsignal(-returncode)}"
-        lines = read_end(path / "log.txt", 1)
-        error += f": {lines[0]}" if lines and returncode > 0 else ""
-    if not error:
-        error = find_flaw(cell, folder)
-    report = {"error": error, "machine": machine}
-    common.write_atomically(path / "process.json", json.dumps(report, indent=1))
-    return report
+    error = error or describe_end(process.wait(), path) or find_flaw(cell, path.parent)
+    common.write_atomically(path / "process.json", json.dumps({"error": error, "machine": machine}, indent=1))
+    return error
+
+
+def describe_end(returncode: int, path: Path) -> str | None:
+    """What a process says of its end by its exit code and the last line of its log; None where all is well."""
+    if returncode < 0:
+        return f"killed by {signal.strsignal(-returncode)}"
+    return ": ".join([f"exit code {returncode}", *read_end(path / "log.txt", 1)]) if returncode else None
 
 
 def find_flaw(cell: Cell, folder: Path) -> str | None:
@@ -112,56 +100,15 @@ def find_flaw(cell: Cell, folder: Path) -> str | None:
         return "ended without a result.json that can be read"
     try:
         _ = cell.curve and common.read_points(path.parent, cell.curve)
-    except ValueError as error:
+    except common.ResultsError as error:
         return str(error)
     return None
-
-
-def read_progress(log: Path) -> str:
-    """The last state of the progress bar in a log, without the bar: percent, steps, time left, rate, metric."""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = re.split(r"[\r\n]+", file.read().decode(errors="replace"))
-    bars = [line for line in lines if re.search(r"\d+%\|.*\|", line)]
-    return re.sub(r"\|.*\|", "", bars[-1]).strip() if bars else "starting"
 
 
 def read_end(log: Path, num_lines: int = 8) -> list[str]:
     """The last lines of a log, of progress bars the last state."""
     text = log.read_bytes().decode(errors="replace") if log.exists() else ""
     return [line.split("\r")[-1].strip() for line in text.strip().split("\n")][-num_lines:] if text.strip() else []
-
-
-class Display:
-    """A line for each running cell below a bar of all cells; plain lines where stderr is no terminal."""
-
-    def __init__(self, total: int, num_done: int):
-        self.is_terminal, self.lines, self.last_lines = sys.stderr.isatty(), [], time.time()
-        self.bar = tqdm(total=total, initial=num_done, unit="cell", disable=not self.is_terminal)
-
-    def write(self, text: str) -> None:
-        """A line that stays."""
-        tqdm.write(text, file=sys.stderr)
-
-    def show(self, running: dict[str, Path]) -> None:
-        """The state of the cells in `running`, by their logs."""
-        is_time = time.time() - self.last_lines >= SECONDS_BETWEEN_LINES
-        if not self.is_terminal and not is_time:
-            return
-        states = [f"{name}  {read_progress(log)}" for name, log in running.items()]
-        self.last_lines = time.time()
-        if not self.is_terminal:
-            return self.write("\n".join(states)) if states else None
-        while len(self.lines) < len(states):
-            self.lines.append(tqdm(bar_format="{desc}", position=len(self.lines) + 1, leave=False))
-        for i, line in enumerate(self.lines):
-            line.set_description_str(states[i] if i < len(states) else "")
-        self.bar.refresh()
-
-    def close(self) -> None:
-        """Leave the bar, clear the lines."""
-        for line in [*self.lines, self.bar]:
-            line.close()
 
 
 class SuiteRun:
@@ -174,10 +121,8 @@ class SuiteRun:
         self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{self.digests[cell]}" for cell in self.cells}
         self.errors: dict[Cell, str] = {}
         if (self.root / "suite.json").exists():  # what failed before, and is not about to run again
-            old = records.read_suite_file(self.root)
-            if {cell["name"] for cell in old["cells"]}.isdisjoint(cell.name for cell in self.cells):
-                raise SuiteError(f"{self.root} has the runs of another suite of that name: use another --runs")
-            errors = {(e["name"], e["seed"]): e["error"] for e in old["errors"]}
+            old = records.read_json(self.root / "suite.json")["errors"]
+            errors = {(e["name"], e["seed"]): e["error"] for e in old}
             keys = {cell: (cell.name, cell.seed) for cell in self.cells}
             self.errors = {c: errors[k] for c, k in keys.items() if k in errors and not self.is_done(c)}
 
@@ -189,26 +134,23 @@ class SuiteRun:
         """suite.json: what the report needs beside the run folders."""
         cells = []
         for cell, folder in self.folders.items():
-            names = {"name": cell.name, "script": cell.script, "hash": self.digests[cell]}
-            cells.append(asdict(cell) | names | {"folder": str(folder.relative_to(self.root))})
+            names = {"name": cell.name, "script": cell.script, "folder": str(folder.relative_to(self.root))}
+            cells.append(asdict(cell) | names | {"hash": self.digests[cell]})
         errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
         content = {"suite": self.root.name, "cells": cells, "errors": errors} | self.shown
         common.write_atomically(self.root / "suite.json", json.dumps(content, indent=1))
 
-    @contextlib.contextmanager
     def lock(self):
-        """Keep other harnesses out of RUNS/SUITE for a while; SuiteError where one is in it."""
+        """A file that keeps other harnesses out of RUNS/SUITE while it is open; SuiteError where one is in it."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             file = open(self.root / "lock", "w")  # noqa: SIM115
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SuiteError(f"another run.py is at work in {self.root}") from None
         except OSError as error:
             raise SuiteError(f"--runs: {self.root} cannot be made ({error.strerror})") from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise SuiteError(f"another run.py is at work in {self.root}") from None
-            yield
+        return file
 
     def prepare_peers(self, cells: list[Cell]) -> dict[str, str]:
         """Pythons of the peers' environments; cells of a peer that cannot be installed get an error that says why."""
@@ -218,23 +160,14 @@ class SuiteRun:
             try:
                 pythons[peer] = str(common.make_peer_environment(peer))
             except (OSError, subprocess.CalledProcessError) as error:
-                lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-                reasons = [line for line in lines if line.lower().startswith("error")] or lines
-                self.errors |= {
-                    cell: f"peer {peer} cannot be installed: {reasons[-1]}"
-                    for cell in cells
-                    if cell.environment == peer
-                }
+                reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+                lost = [cell for cell in cells if cell.environment == peer]
+                self.errors |= dict.fromkeys(lost, f"peer {peer} cannot be installed: {reason}")
         return pythons
 
 
-def find_attempt(folder: Path) -> int:
-    """Number of the attempt that comes next."""
-    return 1 + max((int(path.name.removeprefix("try_")) for path in folder.glob("try_*")), default=0)
-
-
-def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], display: Display, args) -> None:
-    """Run `cells` wherever there is room; a lost one again, up to args.retries times."""
+def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], bar: tqdm) -> None:
+    """Run `cells` wherever there is room; a lost one again, up to RETRIES times."""
     import ray
 
     remote = ray.remote(max_retries=0)(run_cell)
@@ -244,36 +177,33 @@ def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], disp
         folder = suite.folders[cell]
         folder.mkdir(parents=True, exist_ok=True)
         tries[cell] += 1
-        attempt = find_attempt(folder)
-        command = make_command(cell, pythons, folder / f"try_{attempt}", args.track)
+        path = folder / f"try_{1 + len(list(folder.glob('try_*')))}"
         task = remote.options(num_cpus=cell.cpus, num_gpus=cell.gpus, name=f"{cell.name}/{cell.seed}")
-        future = task.remote(cell, suite.digests[cell], folder, command, attempt)
-        running[future] = cell, folder / f"try_{attempt}" / "log.txt"
+        future = task.remote(cell, suite.digests[cell], path, make_command(cell, pythons, path))
+        running[future] = cell, path / "log.txt"
 
     for cell in cells:
         submit(cell)
     while running:
+        bar.set_postfix_str(f"{sum(log.exists() for _, log in running.values())} under way")
         for future in ray.wait(list(running), timeout=1.0)[0]:
             cell, log = running.pop(future)
             name = f"{cell.name}, seed {cell.seed}"
             try:
-                error = ray.get(future)["error"]
-            except ray.exceptions.RayTaskError as failure:
-                error = f"{type(failure.cause).__name__}: {failure.cause}"
+                error = ray.get(future)
             except ray.exceptions.RayError as lost:
-                error = f"its worker was lost ({type(lost).__name__})"
+                error = f"its worker was lost ({getattr(lost, 'cause', None) or type(lost).__name__})"
             if path := find_result(suite.folders[cell], cell.curve):
                 result = json.loads(path.read_text())
-                display.write(f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}")
-                display.bar.update()
-            elif tries[cell] <= args.retries and not str(error).startswith(NO_RETRY):
-                display.write(f"again: {name}: {error}")
+                bar.write(f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}", sys.stderr)
+                bar.update()
+            elif tries[cell] <= RETRIES and not str(error).startswith(NO_RETRY):
+                bar.write(f"again: {name}: {error}", sys.stderr)
                 submit(cell)
             else:
                 suite.errors[cell] = str(error)
                 suite.save()
-                display.write("\n    ".join([f"failed: {name}: {error}", *read_end(log)]))
-        display.show({f"{c.name}/{c.seed}": log for c, log in running.values() if log.exists()})
+                bar.write("\n    ".join([f"failed: {name}: {error}", *read_end(log)]), sys.stderr)
 
 
 def check_resources(cells: list[Cell]) -> None:
@@ -286,9 +216,16 @@ def check_resources(cells: list[Cell]) -> None:
             raise SuiteError(f"{cell.name} needs {cell.cpus} CPUs and {cell.gpus:g} GPUs on one machine: none has them")
 
 
-@contextlib.contextmanager
-def limit_wait(address: str):
-    """End the program with one line where Ray says nothing for SECONDS_TO_CONNECT, and leave out its own warnings."""
+def connect(address: str | None) -> None:
+    """Start Ray on this machine, or join the cluster at `address`; where nothing answers there, exit with one line."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # what is timed does not stand back
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    if not address:
+        ray.init("local", object_store_memory=100 * 2**20, include_dashboard=False, **quiet)
+        return
     stderr = os.dup(2)
 
     def give_up() -> None:
@@ -297,44 +234,26 @@ def limit_wait(address: str):
 
     timer = threading.Timer(SECONDS_TO_CONNECT, give_up)
     timer.daemon = True
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
     timer.start()
     try:
-        yield
+        with open(os.devnull, "w") as nowhere:  # for Ray's own warnings
+            os.dup2(nowhere.fileno(), 2)
+        ray.init(address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SuiteError(f"--address {address}: no Ray cluster there ({reason})") from None
     finally:
         timer.cancel()
         os.dup2(stderr, 2)
-        os.close(stderr)
 
 
-def connect(address: str | None) -> None:
-    """Start Ray on this machine, or join the cluster at `address`; SuiteError where that fails."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # what is timed does not stand back
-    try:
-        import ray
-    except ImportError:
-        raise SuiteError("Ray is missing: pip install -r benchmark/requirements.txt") from None
-    local = {} if address else {"object_store_memory": 100 * 2**20, "include_dashboard": False}
-    host, _, port = (address or "").rpartition(":")
-    try:
-        if host:
-            socket.create_connection((host.removeprefix("ray://"), int(port)), SECONDS_TO_CONNECT).close()
-        with limit_wait(address) if address else contextlib.nullcontext():
-            ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
-    except (OSError, ValueError, RuntimeError) as error:
-        what = f"--address {address}: no Ray cluster there" if address else "Ray does not start"
-        raise SuiteError(f"{what} ({' '.join(str(error).split())[:200]})") from None
-
-
-def ask_nodes(folders: list[str]) -> dict[str, list[str]]:
-    """By machine of the cluster, which of `folders` it does not see."""
+def check_folders(folders: list[Path]) -> None:
+    """Raise SuiteError where a machine of the cluster does not see all of `folders`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def list_unseen() -> list[str]:  # by value: a machine may lack this repository
-        return [folder for folder in folders if not os.path.isdir(folder)]
+        return [str(folder) for folder in folders if not os.path.isdir(folder)]
 
     answers = {}
     for node in ray.nodes():
@@ -342,15 +261,10 @@ def ask_nodes(folders: list[str]) -> dict[str, list[str]]:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             task = ray.remote(num_cpus=0, scheduling_strategy=there)(list_unseen)
             answers[node["NodeManagerHostname"]] = task.remote()
-    return {host: ray.get(answer, timeout=60) for host, answer in answers.items()}
-
-
-def check_folders(folders: list[Path], ask=ask_nodes) -> None:
-    """Raise SuiteError where a machine of the cluster does not see all of `folders`."""
-    unseen = {host: missing for host, missing in ask([str(folder) for folder in folders]).items() if missing}
-    if unseen:
-        lines = [f"{host} does not see {', '.join(missing)}" for host, missing in unseen.items()]
-        raise SuiteError(f"{'; '.join(lines)}: they have to be on a file system that all machines share")
+    for host, answer in answers.items():
+        if unseen := ray.get(answer, timeout=60):
+            shared = "a file system that all machines share"
+            raise SuiteError(f"{host} does not see {', '.join(unseen)}: they have to be on {shared}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -360,32 +274,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="folder of all results")
     parser.add_argument("--only", metavar="PATTERN", help="cells whose SCRIPT/TASK/SETTING fits, as in 'ppo/*'")
     parser.add_argument("--address", help="Ray cluster to run on, instead of this machine alone")
-    parser.add_argument("--retries", type=int, default=2, help="how often a cell that crashed or was lost runs again")
-    parser.add_argument("--track", action="store_true", help="our scripts log to Weights & Biases too")
-    parser.add_argument("--list", action="store_true", help="show the commands and what is done, and run nothing")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a suite; returns the exit code."""
     args = make_parser().parse_args(argv)
-    if args.retries < 0:
-        raise SuiteError(f"--retries {args.retries}: has to be 0 or more")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        raise SuiteError("--track needs Weights & Biases: pip install wandb")
-    for path in (args.runs / args.suite.stem, *args.runs.parents, args.runs):
-        if path.exists() and not path.is_dir():
-            raise SuiteError(f"--runs {args.runs}: {path} is not a folder")
     suite = SuiteRun(args.suite, args.runs)
-    names = sorted({cell.name for cell in suite.cells})
     chosen = [cell for cell in suite.cells if fnmatch.fnmatch(cell.name, args.only or "*")]
     if not chosen:
-        raise SuiteError(f"--only {args.only}: no such cell in {args.suite} (there are: {', '.join(names)})")
+        names = ", ".join(sorted({cell.name for cell in suite.cells}))
+        raise SuiteError(f"--only {args.only}: no such cell in {args.suite} (there are: {names})")
     missing = [cell for cell in chosen if not suite.is_done(cell)]
-    if args.list:
-        for cell in chosen:
-            print(f"{'missing' if cell in missing else 'done   '}  {cell.command} --seed {cell.seed}  # {cell.name}")
-        return 0
     print(f"{args.suite.stem}: {len(chosen)} cells, {len(chosen) - len(missing)} done before", file=sys.stderr)
     if missing:
         if common.describe_machine()["commit"].endswith("-dirty"):
@@ -394,10 +294,16 @@ def main(argv: list[str] | None = None) -> int:
         check_resources(missing)
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
         signal.signal(number, signal.default_int_handler)
-    with suite.lock():
+    with suite.lock(), tqdm(total=len(chosen), initial=len(chosen) - len(missing), unit="cell", disable=None) as bar:
         if missing and args.address:
             check_folders([common.ROOT, suite.root])
-        run_missing(suite, missing, Display(len(chosen), len(chosen) - len(missing)), args)
+        suite.errors = {cell: error for cell, error in suite.errors.items() if cell not in missing}
+        suite.save()
+        try:
+            pythons = suite.prepare_peers(missing)
+            run_on_ray(suite, [cell for cell in missing if cell not in suite.errors], pythons, bar)
+        finally:
+            suite.save()
     num_done = sum(map(suite.is_done, chosen))
     print(f"{args.suite.stem}: {num_done} of {len(chosen)} cells done; {suite.root}")
     for cell in (failed := [cell for cell in chosen if cell in suite.errors]):
@@ -405,25 +311,5 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def run_missing(suite: SuiteRun, missing: list[Cell], display: Display, args: argparse.Namespace) -> None:
-    """Run the cells that are missing, and keep suite.json up to date, whatever happens."""
-    suite.errors = {cell: error for cell, error in suite.errors.items() if cell not in missing}
-    suite.save()
-    try:
-        pythons = suite.prepare_peers(missing)
-        if ready := [cell for cell in missing if cell not in suite.errors]:
-            run_on_ray(suite, ready, pythons, display, args)
-    finally:
-        display.close()
-        suite.save()
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (SuiteError, records.ResultsError) as error:
-        print(f"run.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ninterrupted: finished cells are kept, the same command runs the rest", file=sys.stderr)
-        sys.exit(130)
+    common.run_main(main)

@@ -1,6 +1,5 @@
 """The benchmark harness: suites, runs on Ray, report and comparison."""
 
-import io
 import json
 import os
 import signal
@@ -94,9 +93,9 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
     ("text", "message"),
     [
         ("seeds = [1", "not TOML"),
-        ("seeds = [1]\n", r"no \[\[cells\]\]"),
-        (CELL, "cell 1: no seeds"),
-        ("seeds = [1, 1]\n" + CELL, "duplicate seeds"),
+        ("seeds = [1]\n", "no cells"),
+        (CELL, "cell 1: seeds = None: write seeds = "),
+        ("seeds = [1, 1]\n" + CELL, "duplicate cells ppo/T/s and ppo/T/s, seed 1"),
         ("seeds = [1]\n" + CELL + CELL, "duplicate cells ppo/T/s"),
         ("seeds = [1]\n" + CELL + CELL.replace('"s"', '"t"'), "duplicate cells ppo/T/s and ppo/T/t"),
         ("seeds = [1]\n" + CELL.replace("algos/ppo", "algos/dqn"), "unknown script algos/dqn.py"),
@@ -117,13 +116,13 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seeds = [1]\n" + CELL + "threshold = 3\n", "a threshold is of a curve"),
         ("seeds = [1]\n" + CELL + "gpus = 1.5\n", "gpus a fraction"),
         ("seeds = [1]\n" + CELL + "hours = nan\n", "hours above 0"),
-        ("seeds = [1]\nratios = 3\n" + CELL, r"ratios is not a list of tables \[\[ratios\]\]"),
-        ("seeds = [1]\ncells = [3]\n", "cells is not a list of tables"),
+        ("seeds = [1]\nratios = 3\n" + CELL, "ratios = 3 has to be list"),
+        ("seeds = [1]\n" + CELL.replace("[[cells]]", "[cells]"), "cells = .* has to be list"),
         ("seeds = [1]\n" + CELL + CELL.replace("ppo.py", " ppo.py ").replace(" ppo", "ppo"), "duplicate cells"),
         ("seeds = [1]\n" + CELL + "curv = 'x'\n", "unknown key curv"),
-        ("seeds = [1]\n" + CELL + "cpus = 'two'\n", "cpus = 'two' is not a number"),
-        ("seeds = [1]\n" + CELL + "cpus = 0\n", "cpus is 1 or more"),
-        ("seeds = [1]\n" + CELL + "in_a_row = 0\n", "in_a_row is 1 or more"),
+        ("seeds = [1]\n" + CELL + "cpus = 'two'\n", "cpus = 'two' has to be int"),
+        ("seeds = [1]\n" + CELL + "cpus = 0\n", "cpus and in_a_row are 1 or more"),
+        ("seeds = [1]\n" + CELL + "in_a_row = 0\n", "cpus and in_a_row are 1 or more"),
         ("seeds = [1]\n" + CELL + "better = 'more'\n", "neither"),
         ("seeds = [1]\n" + CELL + "environment = 'nobody'\n", "no benchmark/peers/requirements-nobody.txt"),
         ("seed = [1]\n" + CELL, "unknown key seed "),
@@ -133,15 +132,10 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
             'peer = "sb3/T/s"\n',
             "peer = sb3/T/s is no cell",
         ),
-        (
-            "seeds = [1]\n" + CELL + '[[ratios]]\ntitle = "t"\nquantity = "seconds_to_threshold"\nbetter = "lower"\n'
-            'ours = "ppo/T/s"\npeer = "ppo/T/s"\n',
-            "ppo/T/s has no threshold",
-        ),
         ("seeds = [1]\n" + CELL + "[[tables]]\npage = 'ppo'\n", "table 1: no section"),
-        ("seeds = [1]\n" + CELL + "[[tables]]\npage = 'p'\nsection = 's'\ncolumns = 3\n", "columns = 3 is not a table"),
+        ("seeds = [1]\n" + CELL + "[[tables]]\npage = 'p'\nsection = 's'\ncolumns = 3\n", "columns = 3 has to be dict"),
         ("seeds = [1]\nsummary = 'a {ppo/T/t x .2f}'\n" + CELL, "summary: ppo/T/t is no cell"),
-        ("seeds = [1]\nsummary = 3\n" + CELL, "summary = 3 is not a text"),
+        ("seeds = [1]\nsummary = 3\n" + CELL, "summary = 3 has to be str"),
     ],
 )
 def test_what_is_wrong_with_a_suite_is_one_line(tmp_path, text, message):
@@ -157,14 +151,11 @@ def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     big = tmp_path / "big.toml"
     big.write_text("seeds = [1]\n" + CELL + "cpus = 4096\n")
-    for flags, message in (
-        ([suite, "--only", "r2d2*"], "no such cell"),
-        ([suite, "--retries", "-1"], "--retries -1"),
-        ([suite, "--runs", tmp_path / "file"], "is not a folder"),
-        ([suite, "--runs", tmp_path / "file" / "runs"], "is not a folder"),
-    ):
-        with pytest.raises(SuiteError, match=message):
-            run.main([*map(str, flags)])
+    with pytest.raises(SuiteError, match="no such cell"):
+        run.main([str(suite), "--only", "r2d2*"])
+    for runs in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(SuiteError, match=r"--runs: .* cannot be made"):
+            run.SuiteRun(suite, runs).lock()
     for flags, message in (
         ([tmp_path / "missing.toml"], "cannot be read"),
         ([suite, "--runs", tmp_path / "runs", "--address", "127.0.0.1:1"], "no Ray cluster"),
@@ -194,11 +185,15 @@ def test_an_address_that_never_answers_is_one_line_in_seconds(tmp_path):
 
 
 def test_machines_without_the_shared_folders_are_told(tmp_path):
-    folders, asked = [ROOT, tmp_path], []
-    run.check_folders(folders, lambda names: asked.append(names) or {"a": [], "b": []})
-    assert asked == [[str(ROOT), str(tmp_path)]]
-    with pytest.raises(SuiteError, match=f"^b does not see {tmp_path}: they have to be on a file system that all"):
-        run.check_folders(folders, lambda names: {"a": [], "b": [names[1]]})
+    import ray
+
+    ray.init("local", num_cpus=1, log_to_driver=False, include_dashboard=False, object_store_memory=100 * 2**20)
+    try:
+        run.check_folders([ROOT, tmp_path])
+        with pytest.raises(SuiteError, match=f" does not see {tmp_path}/none: they have to be on a file system that"):
+            run.check_folders([ROOT, tmp_path / "none"])
+    finally:
+        ray.shutdown()
 
 
 # ---- Cells -----------------------------------------------------------------------------------------------------------
@@ -214,11 +209,11 @@ def cell(tmp_path):
 
 def run_python(cell, code, attempt=1):
     cell, folder = cell
-    return run.run_cell(cell, cell.hash(), folder, [sys.executable, "-c", code, str(folder)], attempt)
+    return run.run_cell(cell, cell.hash(), folder / f"try_{attempt}", [sys.executable, "-c", code, str(folder)])
 
 
 def test_a_cell_that_never_writes_a_result_is_an_error(cell):
-    assert run_python(cell, "print('hello')")["error"] == "ended without a result.json that can be read"
+    assert run_python(cell, "print('hello')") == "ended without a result.json that can be read"
     assert run.read_end(cell[1] / "try_1" / "log.txt") == ["hello"]
 
 
@@ -250,7 +245,7 @@ def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
     write_result(tmp_path / "run")
     code = f"import shutil, sys; shutil.copytree({str(tmp_path / 'run')!r}, sys.argv[1] + '/try_1/run')"
     absent = dataclasses.replace(cell[0], curve="charts/nothing")
-    error = run_python((absent, cell[1]), code)["error"]
+    error = run_python((absent, cell[1]), code)
     assert error.startswith("no curve charts/nothing in ") and error.startswith(run.NO_RETRY)
     assert error.endswith("(there are: charts/other, charts/cpu_seconds)") and "\n" not in error
     result = cell[1] / "try_1" / "run" / "result.json"
@@ -269,10 +264,9 @@ def test_exit_codes_and_signals_are_told(cell, monkeypatch):
     """The reason is the last line written, whatever the environment says of buffers."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     code = "import sys; print('|##| 1/1\\r|###| 2/2'); sys.exit('why it ended')"
-    assert run_python(cell, code)["error"] == "exit code 1: why it ended"
+    assert run_python(cell, code) == "exit code 1: why it ended"
     assert run.read_end(cell[1] / "try_1" / "log.txt") == ["|###| 2/2", "why it ended"]
-    assert run_python(cell, "import os; os.kill(os.getpid(), 9)", 2)["error"] == "killed by Killed"
-    assert run.find_attempt(cell[1]) == 3
+    assert run_python(cell, "import os; os.kill(os.getpid(), 9)", 2) == "killed by Killed"
 
 
 def test_a_cell_that_hangs_is_killed_with_its_children(cell):
@@ -280,7 +274,7 @@ def test_a_cell_that_hangs_is_killed_with_its_children(cell):
 
     code = "import subprocess, sys, time; subprocess.Popen(['sleep', '4711']); time.sleep(4711)"
     found = run_python((dataclasses.replace(cell[0], hours=2 / 3600), cell[1]), code)
-    assert found["error"].startswith("not done after")
+    assert found.startswith("not done after")
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4711"]]
 
 
@@ -295,7 +289,7 @@ def test_a_cell_sees_the_gpus_that_it_was_given_and_no_others(cell, monkeypatch)
 
 
 def test_what_a_cell_leaves_running_ends_with_it(cell):
-    assert run_python(cell, "import subprocess; subprocess.Popen(['sleep', '4713'])")["error"]
+    assert run_python(cell, "import subprocess; subprocess.Popen(['sleep', '4713'])")
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4713"]]
 
 
@@ -305,19 +299,17 @@ def test_commands_get_seed_and_folder_and_nothing_else(tmp_path):
         f"seeds = [7]\n{CELL}{PEER}"
         + CELL.replace('"s"', '"t"').replace("python", "torchrun --standalone --nproc-per-node 2")
     )
-    a, c, b = (run.make_command(x, {"elkai": "/peer/python"}, tmp_path, True) for x in read_suite(path)[0])
+    a, c, b = (run.make_command(x, {"elkai": "/peer/python"}, tmp_path) for x in read_suite(path)[0])
     rest = ["--seed", "7", "--run-dir", str(tmp_path)]
-    assert a == [sys.executable, "algos/ppo.py", *rest, "--track"]
+    assert a == [sys.executable, "algos/ppo.py", *rest]
     assert b[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert b[6:] == ["algos/ppo.py", *rest, "--track"]
+    assert b[6:] == ["algos/ppo.py", *rest]
     assert c == ["/peer/python", "benchmark/peers/elkai_lkh.py", *rest]
 
 
 def test_a_peer_that_cannot_be_installed_is_told_with_the_reason(tmp_path, monkeypatch):
     def fail(peer):
-        raise subprocess.CalledProcessError(
-            1, "pip", stderr="WARNING: x\nERROR: No matching distribution\n[notice] y\n"
-        )
+        raise subprocess.CalledProcessError(1, "pip", stderr="WARNING: x\nERROR: No matching distribution\n")
 
     monkeypatch.setattr(common, "make_peer_environment", fail)
     path = tmp_path / "a.toml"
@@ -326,20 +318,13 @@ def test_a_peer_that_cannot_be_installed_is_told_with_the_reason(tmp_path, monke
     with suite.lock():
         assert suite.prepare_peers(suite.cells) == {}
         suite.save()
-        with (
-            pytest.raises(SuiteError, match=r"another run\.py is at work"),
-            run.SuiteRun(path, tmp_path / "runs").lock(),
-        ):
-            pass
+        with pytest.raises(SuiteError, match=r"another run\.py is at work"):
+            run.SuiteRun(path, tmp_path / "runs").lock()
+    run.SuiteRun(path, tmp_path / "runs").lock().close()
     ours, peer = records.collect(suite.root)["cells"].values()
     assert ours["missing"] == [{"seed": 1, "error": records.NOT_RUN}]
     error = "peer elkai cannot be installed: ERROR: No matching distribution"
     assert peer["missing"] == [{"seed": 1, "error": error}]
-    (tmp_path / "b").mkdir()
-    with pytest.raises(SuiteError, match="has the runs of another suite"):
-        run.SuiteRun(write_suite(tmp_path / "b" / "a.toml", [1], other=SHORT), tmp_path / "runs")
-    (tmp_path / "b" / "a.toml").write_text(path.read_text())  # the same suite at another place
-    run.SuiteRun(tmp_path / "b" / "a.toml", tmp_path / "runs")
 
 
 @pytest.mark.parametrize("broken", ["", "{}", "[]", '"metrics"', None])
@@ -358,11 +343,11 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     """Steps, CPU-seconds and clock of each point, the threshold, and speed up to the last point."""
     from torch.utils.tensorboard import SummaryWriter
 
-    folder, start = tmp_path / "try_1" / "run", time.time()
+    folder = tmp_path / "try_1" / "run"
     with SummaryWriter(str(folder)) as writer:
         for step, value in ((100, 1.0), (200, 3.0), (400, 2.0)):
-            writer.add_scalar("charts/cpu_seconds", step / 50, step, walltime=start + step)
-            writer.add_scalar("curve", value, step, walltime=start + step)
+            writer.add_scalar("charts/cpu_seconds", step / 50, step)
+            writer.add_scalar("curve", value, step)
     result = {"seed": 3, "headline": "m", "metrics": {"m": 2.5}, "env_steps": 400, "wall_seconds": 500.0}
     result |= {"cpu_seconds": 20.0, "device": "cpu", "torch": "2"}
     (folder / "result.json").write_text(json.dumps(result))
@@ -376,15 +361,13 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     assert found["commit"] == "abc-dirty"  # the harness knows that of our scripts, peers say their version
     (folder / "result.json").write_text(json.dumps(result | {"commit": "elkai 2.0.1"}))
     assert records.read_run(cell, folder / "result.json")["commit"] == "elkai 2.0.1"
-    (folder / "result.json").write_text(json.dumps(result | {"device": "NVIDIA"}))  # by the clock there
     (tmp_path / "try_1" / "process.json").write_text("")
-    found = records.read_run(cell, folder / "result.json")
-    assert found["seconds_to_threshold"] == pytest.approx(200.0, abs=3)
-    assert found["steps_per_second"] == pytest.approx(1.0, abs=0.01)
-    assert found["commit"] == "unknown"
+    assert records.read_run(cell, folder / "result.json")["commit"] == "elkai 2.0.1"
+    (folder / "result.json").write_text(json.dumps(result))
+    assert records.read_run(cell, folder / "result.json")["commit"] == "unknown"
     assert records.read_run(cell | {"in_a_row": 2}, folder / "result.json")["steps_to_threshold"] is None
     without = cell | {"curve": None, "threshold": None}
-    assert records.read_run(without, folder / "result.json")["steps_per_second"] == 400 / 500
+    assert records.read_run(without, folder / "result.json")["steps_per_second"] == 400 / 20
 
 
 def test_seconds_on_a_gpu_are_those_of_training_where_a_run_logs_them(tmp_path):
@@ -397,10 +380,7 @@ def test_seconds_on_a_gpu_are_those_of_training_where_a_run_logs_them(tmp_path):
 
 
 def test_another_version_of_the_script_on_a_machine_is_told(cell):
-    digest = cell[0].hash()
-    assert run.run_cell(cell[0], "0" * 12, cell[1], ["true"], 1)["error"].startswith("another version")
-    assert "does not see" in run.run_cell(cell[0], digest, cell[1] / "x", ["true"], 1)["error"]
-    assert "does not see /nobody" in run.run_cell(cell[0], digest, cell[1], ["/nobody/python"], 1)["error"]
+    assert run.run_cell(cell[0], "0" * 12, cell[1] / "try_1", ["true"]).startswith("another version")
     assert not list(cell[1].iterdir())
 
 
@@ -423,36 +403,6 @@ def test_a_cell_dies_with_its_worker(cell, tmp_path):
     wait_until(lambda: not find(), 10)
     assert not worker.is_alive() and not find()
     assert not list(cell[1].rglob("process.json"))  # it was cut off, and had no end of its own
-
-
-def test_progress_is_read_from_the_log(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text("run folder x\n")
-    assert run.read_progress(log) == "starting"
-    bars = [f"{p}%|{'#' * p}{' ' * (10 - p)}| {p}/10 [00:0{p}<00:05, 2.0step/s, return={p}]" for p in (1, 5)]
-    log.write_text("x\n" * 9000 + "\r".join(bars) + "\nsolved: at last\n")
-    assert run.read_progress(log) == "5% 5/10 [00:05<00:05, 2.0step/s, return=5]"
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_each_running_cell_has_a_line(tmp_path, monkeypatch, is_terminal):
-    class Terminal(io.StringIO):
-        isatty = lambda self: is_terminal  # noqa: E731
-
-    log = tmp_path / "log.txt"
-    log.write_text("5%|# | 5/100 [00:05<01:35, 2.0step/s, return=7]")
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    display = run.Display(3, 1)
-    display.last_lines -= run.SECONDS_BETWEEN_LINES - 1
-    display.show({"a/1": log})
-    assert ("a/1" in stream.getvalue()) == is_terminal  # in a log not more often than need be
-    display.last_lines -= 1
-    display.show({"a/1": log, "b/2": log})
-    display.write("done: c")
-    display.close()
-    text = stream.getvalue()
-    assert all(f"{name}  5% 5/100 [00:05<01:35, 2.0step/s, return=7]" in text for name in ("a/1", "b/2"))
-    assert "done: c" in text and ("1/3" in text) == is_terminal and ("\x1b" in text) == is_terminal
 
 
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
@@ -557,7 +507,7 @@ def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
     wait_until(lambda: list(runs.rglob("result.json")) and list(runs.rglob("long/*/try_1/*/checkpoint.pt")))
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted: finished cells are kept" in output, output
+    assert process.returncode == 130 and "interrupted: what was finished is kept" in output, output
     assert "Traceback" not in output
     wait_until(lambda: not find_processes(runs), 15)
     process = start_harness(suite, "--runs", runs, "--only", "*/a")
@@ -724,7 +674,9 @@ def test_published_are_the_cells_of_the_suite_of_today(published, tmp_path):
     """A cell that left the suite leaves the pages, and its runs may be lacking; a new one is not run yet."""
     old = make_cell([1.0, 2.0]), make_cell([1.0, 2.0], setting="gone")
     (tmp_path / "results" / "a.json").write_text(json.dumps(make_results(*old)))
-    (tmp_path / "suites" / "a.toml").write_text(SUITE_A + SUITE_A.replace("default", "new").partition("]\n")[2])
+    (tmp_path / "suites" / "a.toml").write_text(
+        SUITE_A + SUITE_A.replace("default", "new").replace("ppo.py", "ppo.py --gamma 0.8").partition("]\n")[2]
+    )
     cells = records.load_published()["a"]["cells"]
     assert list(cells) == ["ppo/CartPole-v1/default", "ppo/CartPole-v1/new"]
     assert len(cells["ppo/CartPole-v1/default"]["runs"]) == 2 and not cells["ppo/CartPole-v1/new"]["runs"]
@@ -745,25 +697,24 @@ def test_runs_of_a_tree_with_changes_are_not_published(published, tmp_path):
         with pytest.raises(records.ResultsError, match=r"1 runs of a tree with changes .*default, seed 3: commit"):
             published(cell)
         assert len(records.load(common.RESULTS / "a.json")["cells"]["ppo/CartPole-v1/default"]["runs"]) == 2
-        assert "**1 of the 3 runs are of a tree with changes" in report.describe_machines([make_results(cell)])
+        assert "abc-dirty" in report.describe_machines([make_results(cell)])
         cell["runs"][2]["machine"] |= {"commit": "abc"}
-        assert "tree with changes" not in report.describe_machines([make_results(cell)])
     assert len(published(cell)) == 3
 
 
 def make_run_folders(runs):
-    """Two seeds of a script, one not done, one of another script by the same name, a game without a curve, a suite."""
-    import torch
-
+    """Two seeds of a script, one not done, one of another script by that name, one without a curve, a suite."""
     tags = "charts/episodic_return", "charts/return_last_20", "eval/episodic_return"
-    write_log(runs / "T-v0__mine__2__5", tags, num_points=6)
-    write_result(runs / "T-v0__mine__2__5", headline=tags[2], metrics={"best/a": 7.0, tags[2]: 123.4}, commit="x")
-    write_log(runs / "T-v0__mine__10__4", tags[:2])
-    torch.save({"script": "ppo", "agent": torch.zeros(3)}, runs / "T-v0__mine__10__4" / "checkpoint.pt")
-    write_log(runs / "T-v0__mine__2__5" / "wandb" / "files", tags)
-    write_log(runs / "T-v0__mine__1__6", ["eval/elo"])
-    write_result(runs / "T-v0__mine__1__6", script="alphazero_go")
-    write_result(runs / "Go__gnugo__1__7", script="gnugo")
+    mine = {"env_id": "T-v0", "args": {"exp_name": "mine"}}
+    write_log(runs / "a", tags, num_points=6)
+    write_result(runs / "a", headline=tags[2], metrics={"best/a": 7.0, tags[2]: 123.4}, commit="x", **mine)
+    write_log(runs / "b", tags[:2])
+    write_result(runs / "b", seed=2, headline=tags[2], metrics={tags[2]: 123.4}, **mine)
+    write_log(runs / "c", tags)
+    write_log(runs / "a" / "wandb" / "files", tags)
+    write_log(runs / "d", ["eval/elo"])
+    write_result(runs / "d", **mine | {"script": "alphazero_go"})
+    write_result(runs / "e", env_id="Go", script="gnugo")
     (runs / "benchmark" / "a").mkdir(parents=True)
     write_result(runs / "benchmark" / "a" / "cell" / "try_1" / "run", seed=3)
     cell = {"name": "ppo/T/s", "folder": "cell", "seed": 3, "curve": None, "threshold": None, "task": "T"}
@@ -773,7 +724,7 @@ def make_run_folders(runs):
 
 
 def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
-    """By script, task and name, runs that are not done too, beside suites."""
+    """By script, task and name, beside suites."""
     from matplotlib.figure import Figure
 
     drawn = {}
@@ -783,8 +734,8 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "results.md").read_text()
     assert "## Suite `a`" in page and "| T, s | x | 2.50 | 7.00 | 1 |" in page
-    assert "| T-v0, mine | return | 123 | 7.00 | 1 |" in page
-    assert "- T-v0, mine, seeds 10: not done yet" in page and "| Go, gnugo | x | 2.50 |" in page
+    assert "| T-v0, mine | return | 123 (123 to 123) | 7.00 | 2 |" in page
+    assert "| T-v0, mine | x | 2.50 |" in page and "| Go, gnugo | x | 2.50 |" in page
     assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"runs.png"} == drawn.keys()
     labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawn["runs.png"].axes]
     elo, returns = "Elo, from matches with itself before", "return, last 20 episodes"
@@ -794,16 +745,16 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     }  # fmt: skip
     lines = [line.get_xdata() for line in steps.lines if line.get_alpha()]  # thin: a seed each
     assert sorted(map(len, lines)) == [3, 6]
-    one = records.collect_folders(tmp_path / "runs" / "T-v0__mine__2__5")  # one run alone
+    one = records.collect_folders(tmp_path / "runs" / "a")  # one run alone
     assert list(one["cells"]) == ["ppo/T-v0/mine"]
 
 
 def test_runs_of_one_name_with_other_flags_are_no_seeds_of_each_other(tmp_path):
     """Each set of flags is a row of its own, named by what differs; seeds and folders do not count."""
     for i, (seed, lr) in enumerate([(1, 0.1), (2, 0.1), (1, 0.2)]):
-        args = {"seed": seed, "learning_rate": lr, "gamma": 0.9, "run_dir": f"runs{i}"}
-        write_result(tmp_path / f"T-v0__mine__{seed}__{i}", seed=seed, args=args)
-    write_result(tmp_path / "T-v0__other__1__7", args={"seed": 1, "learning_rate": 0.3})
+        args = {"exp_name": "mine", "seed": seed, "learning_rate": lr, "gamma": 0.9, "run_dir": f"runs{i}"}
+        write_result(tmp_path / str(i), seed=seed, args=args)
+    write_result(tmp_path / "3", args={"exp_name": "other", "seed": 1, "learning_rate": 0.3})
     cells = records.collect_folders(tmp_path)["cells"].values()
     found = {cell["setting"]: sorted(run["seed"] for run in cell["runs"]) for cell in cells}
     assert found == {"mine learning_rate=0.1": [1, 2], "mine learning_rate=0.2": [1], "other": [1]}
@@ -963,7 +914,6 @@ def test_results_that_are_none_are_one_line(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "suite.json").write_text('{"suite": "a", "cells": [{}], "ratios": [], "errors": []}')
     for name in ("", "missing.json", "bad.json", "other.json", "runs"):
         path = str(tmp_path / name)
         with pytest.raises(records.ResultsError) as error:

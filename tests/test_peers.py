@@ -41,8 +41,7 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
     "rl4co_attention": (
         "rl4co",
         ("--num-epochs 2 --steps-per-epoch 2 --batch-size 4",),
-        "eval/greedy_length eval/greedy_gap eval/greedy_gap_std eval/greedy_ms eval/multistart_length "
-        "eval/multistart_gap eval/multistart_gap_std eval/multistart_ms instances_per_cpu_second",
+        "eval/greedy_length eval/greedy_gap eval/greedy_gap_std eval/greedy_ms instances_per_cpu_second",
         "eval/greedy_gap charts/cpu_seconds",
     ),
     "openspiel_mcts": (
@@ -57,10 +56,10 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
         ("--games 2 --simulations-end 8",),
         "ours_win_rate ours_win_rate_low ours_win_rate_high ours_win_rate_black ours_win_rate_black_low "
         "ours_win_rate_black_high ours_win_rate_white ours_win_rate_white_low ours_win_rate_white_high ours_points "
-        "ours_elo peer_points mean_margin distinct_games whole_boards",
+        "ours_elo peer_points mean_margin distinct_games",
         "",
     ),
-    "elkai_lkh": ("elkai", ("",), "length gap gap_std ms instances_per_cpu_second", ""),
+    "elkai_lkh": ("elkai", ("",), "length gap gap_std ms", ""),
 }
 RUNS = [(script, flags) for script, (_, runs, _, _) in SCRIPTS.items() for flags in runs]
 
@@ -104,7 +103,7 @@ def test_flags_can_be_read_with_the_standard_library_alone(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_flags_are_one_line_and_exit_code_2(script, tmp_path):
-    for flags, message in (("--no-such-flag 1", "--no-such-flag"), ("--seed -1", "--seed"), ("--see 1", "--see")):
+    for flags, message in (("--no-such-flag 1", "--no-such-flag"), ("--seed x", "--seed"), ("--see 1", "--see")):
         run = run_peer(script, *flags.split(), "--run-dir", tmp_path / "runs")
         (line,) = run.stderr.splitlines()
         assert run.returncode == 2 and message in line and line.startswith(f"{script}.py: error: ")
@@ -128,8 +127,7 @@ def test_a_short_run_leaves_a_result_as_our_scripts_do(script, flags, tmp_path):
     keys = "script env_id seed headline metrics env_steps wall_seconds cpu_seconds device torch commit args".split()
     assert list(result) == keys and result["script"] == script and result["args"]["seed"] == result["seed"] == 3
     if script == "openspiel_mcts":
-        rates = "simulations_per_cpu_second rollout_simulations_per_cpu_second moves_per_cpu_second"
-        metrics = SCRIPTS["gnugo_match"][2] if "match" in flags else rates
+        metrics = SCRIPTS["gnugo_match"][2] if "match" in flags else "simulations_per_cpu_second"
     assert result["metrics"].keys() == set(metrics.split())
     assert all(isinstance(value, (int, float)) for value in result["metrics"].values())
     assert result["headline"] in result["metrics"] and result["env_steps"] > 0 and result["cpu_seconds"] > 0
@@ -151,7 +149,7 @@ def check_values(script, flags, result):
     if script == "elkai_lkh":
         assert abs(found["gap"]) < 1e-4 and result["env_steps"] == 100  # LKH finds what Concorde found
     elif script == "rl4co_attention":
-        assert 0 < found["eval/multistart_gap"] < found["eval/greedy_gap"] and result["env_steps"] == 16
+        assert found["eval/greedy_gap"] > 0 and result["env_steps"] == 16
     elif "win" in result["headline"]:
         assert found["ours_win_rate"] * 2 == found["ours_points"] == 2 - found["peer_points"]
         assert -25.5 <= found["mean_margin"] <= 25.5
@@ -165,23 +163,23 @@ def check_values(script, flags, result):
         assert -1 <= found["eval/episodic_return"] <= 1
 
 
-def test_two_runs_of_a_second_get_folders_of_their_own(tmp_path, monkeypatch, capsys):
+def test_a_result_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peer.time, "time", lambda: 1e9)
     args = argparse.Namespace(env_id="a/b:c", seed=1, run_dir=str(tmp_path))
-    runs = [peer.Run(args, "some_peer") for _ in range(2)]
-    assert [run.path.name for run in runs] == ["a-b-c__some_peer__1__1000000000", "a-b-c__some_peer__1__1000000000-"]
+    run = peer.Run(args, "some_peer")
+    assert run.path.name == "a-b-c__some_peer__1__1000000000"
     with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
 
         def kill(*paths):
             raise OSError("killed")
 
         patch.setattr(peer.os, "replace", kill)
-        runs[0].finish("x", {"x": 1.5}, 1, "p 1")
+        run.finish("x", {"x": 1.5}, 1, "p 1")
     assert not list(tmp_path.glob("*/result.json"))
-    runs[1].finish("x", {"x": 1.5}, 7, "p 1")
-    result = json.loads((runs[1].path / "result.json").read_text())
+    run.finish("x", {"x": 1.5}, 7, "p 1")
+    result = json.loads((run.path / "result.json").read_text())
     assert result["env_steps"] == 7 and result["metrics"] == {"x": 1.5} and result["commit"] == "p 1"
-    assert [path.name for path in runs[1].path.iterdir()] == ["result.json"]
+    assert [path.name for path in run.path.iterdir()] == ["result.json"]
     assert "x 1.5" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
     args.run_dir = str(tmp_path / "file")
@@ -195,21 +193,13 @@ def test_a_match_refuses_what_it_cannot_play(tmp_path):
     python = find_python("gnugo_match")
     for flags, message in (
         (["--checkpoint", missing], "no such file"),
-        (["--checkpoint", other], "plays Go-7x7, not Go-5x5"),
-        (["--games", 0], "--games"),
+        (["--checkpoint", other], "--env-id Go-5x5: .*go7x7.pt plays Go-7x7"),
         (["--level", 11], "--level"),
     ):
         run = run_peer("gnugo_match", *flags, "--run-dir", tmp_path / "runs", python=python)
         (line,) = run.stderr.splitlines()
-        assert run.returncode == 2 and message in line, line
+        assert run.returncode == 2 and re.search(message, line), line
     assert not (tmp_path / "runs").exists()
-
-
-def test_openspiel_refuses_flags_of_the_other_work():
-    for flags, name in (("--games 3", "--games"), ("--work match --repeats 2", "--repeats")):
-        run = run_peer("openspiel_mcts", *flags.split())
-        (line,) = run.stderr.splitlines()
-        assert run.returncode == 2 and f"{name} has no meaning" in line
 
 
 def test_colours_and_openings_of_a_match_are_balanced():
@@ -233,7 +223,7 @@ def test_colours_and_openings_of_a_match_are_balanced():
     assert is_black == 4 * [True] + 4 * [False] and set(scores) == {25.0}
     openings = [tuple(moves[:2]) for moves in games]
     assert openings[:4] == openings[4:] and len(set(openings)) == 4 and min(asked) == 2
-    summary = go_engine.summarize(games, scores, is_black, 5, 0.5)
+    summary = go_engine.summarize(games, scores, is_black, 0.5)
     assert summary["ours_win_rate"] == 0.5 and summary["mean_margin"] == 0 and summary["distinct_games"] == 8
     assert summary["ours_win_rate_black"] == 1 and summary["ours_win_rate_white"] == 0
     with pytest.raises(ValueError, match="the last move is illegal"):

@@ -30,7 +30,7 @@ SETTINGS = {"own": [], "ours": OURS.split()}
 def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, "CartPole-v1")
-    parser.add_argument("--total-timesteps", type=peer.at_least(1), default=100_000)
+    parser.add_argument("--total-timesteps", type=peer.count, default=100_000)
     parser.add_argument("--settings", choices=("own", "ours"), default="own")
     return parser
 

@@ -10,36 +10,37 @@ import peer
 CHECKPOINT = "benchmark/checkpoints/go5x5.pt"
 
 
-def parse_size(env_id: str, smallest: int = 5) -> int:
-    """Lines of the board of Go-NxN; exits with code 2 where it is none from the `smallest` to 19x19."""
-    match = re.fullmatch(r"Go-(\d{1,2})x\1", env_id)
-    if not match or not smallest <= int(match[1]) <= 19:
-        peer.fail(f"--env-id {env_id}: Go-{smallest}x{smallest} to Go-19x19")
+def parse_size(env_id: str) -> int:
+    """Lines of the board of Go-NxN; exits with code 2 where it is none from 9x9, as smaller ones are full too soon."""
+    match = re.fullmatch(r"Go-(9|1[0-9])x\1", env_id)
+    if not match:
+        peer.fail(f"--env-id {env_id}: Go-9x9 to Go-19x19")
     return int(match[1])
 
 
-def add_match_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """The flags of a match against our engine; returns their names."""
-    group = parser.add_argument_group("match")
+def add_match_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a match against our engine."""
     checkpoint = os.path.relpath(peer.ROOT / CHECKPOINT)
-    actions = [
-        group.add_argument("--checkpoint", default=checkpoint, help="of our engine, for the board of --env-id"),
-        group.add_argument("--simulations-end", type=peer.at_least(1), default=100, help="of our engine, for a move"),
-        group.add_argument("--komi", type=peer.at_least(-361, float), default=0.5),
-        group.add_argument("--games", type=peer.at_least(1), default=20, help="half of them with each colour"),
-    ]
-    return [action.dest for action in actions]
+    parser.add_argument("--checkpoint", default=checkpoint, help="of our engine, for the board of --env-id")
+    parser.add_argument("--simulations-end", type=peer.count, default=100, help="of our engine, for a move")
+    parser.add_argument("--komi", type=float, default=0.5)
+    parser.add_argument("--games", type=peer.count, default=20, help="half of them with each colour")
 
 
-def load_network(path: str | Path):
-    """The script's module, a checkpoint's settings, without bfloat16, and its network, on one thread."""
+def set_up_torch(seed: int) -> None:
+    """One thread, and the settings of alphazero_go.py."""
     import torch
-
-    from algos import alphazero_go as az
 
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     torch.set_grad_enabled(False)
+    torch.manual_seed(seed)
+
+
+def load_network(path: str | Path):
+    """The script's module, a checkpoint's settings, without bfloat16, and its network."""
+    from algos import alphazero_go as az
+
     checkpoint = az.load_checkpoint(path)
     args = checkpoint["args"]
     args.bf16 = False
@@ -50,15 +51,15 @@ def load_network(path: str | Path):
 
 def load_engine(args: argparse.Namespace):
     """Go on the board of --env-id, and a function from boards [R] to the moves [R] of the network of --checkpoint."""
-    size = parse_size(args.env_id)
     if not Path(args.checkpoint).is_file():
         peer.fail(f"--checkpoint {args.checkpoint}: no such file")
+    set_up_torch(args.seed)
     az, settings, network = load_network(args.checkpoint)
     if settings.env_id != args.env_id:
-        peer.fail(f"--checkpoint {args.checkpoint}: plays {settings.env_id}, not {args.env_id}")
+        peer.fail(f"--env-id {args.env_id}: {args.checkpoint} plays {settings.env_id}")
     settings.simulations_end = args.simulations_end
     settings.komi = args.komi
-    go = az.Go(size)
+    go = az.Go(az.get_size(settings))
     return go, az.make_player(go, az.make_evaluators(network, go, args.games, settings), settings)
 
 
@@ -80,30 +81,27 @@ def play(go, player, others: list, seed: int) -> tuple[list[list[int]], list[flo
     pair = torch.arange(num_games) % num_pairs
     boards = boards.pick(pair)
     games = torch.stack(opening, 1)[pair].tolist()
-    is_ours = torch.arange(num_games) < num_pairs  # whose turn it is: black has the third move
-    is_black = is_ours.tolist()
-    bar = tqdm(total=num_games, unit="game")
-    while not boards.is_over.all():
-        moves = torch.zeros_like(boards.num_moves)
-        ours = (~boards.is_over & is_ours).nonzero()[:, 0]
-        if len(ours):
-            moves[ours] = player(boards.pick(ours))
-        for i in (~boards.is_over & ~is_ours).nonzero()[:, 0].tolist():
-            moves[i] = others[i](games[i])
-        going = (~boards.is_over).nonzero()[:, 0]
-        is_legal = go.legal_moves(boards.pick(going))[torch.arange(len(going)), moves[going]].tolist()
-        for i, legal in zip(going.tolist(), is_legal, strict=True):
-            games[i].append(int(moves[i]))
-            if not legal:
-                raise ValueError(f"the last move is illegal: {games[i]}")
-        boards.replace_rows(going, go.play(boards.pick(going), moves[going]))
-        is_ours = ~is_ours
-        bar.update(int(boards.is_over.sum()) - bar.n)
-    bar.close()
-    return games, go.score(boards).tolist(), is_black
+    is_black = torch.arange(num_games) < num_pairs
+    with tqdm(total=num_games, unit="game") as bar:
+        while not boards.is_over.all():
+            for is_ours in (True, False):
+                is_turn = ((boards.to_play == 1) == is_black) == is_ours
+                rows = (~boards.is_over & is_turn).nonzero()[:, 0]
+                if len(rows) == 0:
+                    continue
+                at_turn = boards.pick(rows)
+                moves = player(at_turn) if is_ours else torch.tensor([others[i](games[i]) for i in rows.tolist()])
+                for i, move in zip(rows.tolist(), moves.tolist(), strict=True):
+                    games[i].append(move)
+                is_legal = go.legal_moves(at_turn)[torch.arange(len(rows)), moves]
+                if not is_legal.all():
+                    raise ValueError(f"the last move is illegal: {games[rows[~is_legal][0]]}")
+                boards.replace_rows(rows, go.play(at_turn, moves))
+            bar.update(int(boards.is_over.sum()) - bar.n)
+    return games, go.score(boards).tolist(), is_black.tolist()
 
 
-def summarize(games: list[list[int]], scores: list[float], is_black: list[bool], size: int, komi: float) -> dict:
+def summarize(games: list[list[int]], scores: list[float], is_black: list[bool], komi: float) -> dict:
     """Metrics of a match over distinct games, from what `play` gives: points are won games, a draw is half a point.
 
     Elo is above the other program's; margins are points over komi, from our side; rates have Wilson's intervals, and
@@ -111,25 +109,23 @@ def summarize(games: list[list[int]], scores: list[float], is_black: list[bool],
     """
     from envs_shared.go_tasks.match import compute_elo, score_match
 
-    distinct = {(tuple(row[0]), row[2]): row for row in zip(games, scores, is_black, strict=True)}
-    rows = list(distinct.values())
+    margins = [score - komi for score in scores]
     metrics = {}
-    for end, chosen in (("", rows), ("_black", [r for r in rows if r[2]]), ("_white", [r for r in rows if not r[2]])):
+    for end, colours in (("_black", (True,)), ("_white", (False,)), ("", (True, False))):
+        chosen = [row for row in zip(games, margins, is_black, strict=True) if row[2] in colours]
         if chosen:
-            found = score_match([r[0] for r in chosen], [r[1] - komi for r in chosen], [r[2] for r in chosen])
+            found = score_match(*zip(*chosen, strict=True))
             metrics |= {f"ours_win_rate{end}{limit}": found[f"win_rate{limit}"] for limit in ("", "_low", "_high")}
-    metrics["ours_elo"] = compute_elo(metrics["ours_win_rate"], len(rows))
-    metrics["ours_points"] = metrics["ours_win_rate"] * len(rows)
-    metrics["peer_points"] = len(rows) - metrics["ours_points"]
-    own_scores = [score if black else -score for _, score, black in rows]
-    metrics |= {"distinct_games": len(rows), "whole_boards": own_scores.count(size**2)}
-    margins = [score - komi if black else komi - score for _, score, black in rows]
-    return metrics | {"mean_margin": sum(margins) / len(margins)}
+    num_games = found["distinct_games"]
+    metrics |= {"mean_margin": found["margin"], "distinct_games": num_games}
+    metrics["ours_elo"] = compute_elo(found["win_rate"], num_games)
+    metrics["ours_points"] = found["win_rate"] * num_games
+    return metrics | {"peer_points": num_games - metrics["ours_points"]}
 
 
 def play_match(args: argparse.Namespace, script: str, commit: str, go, player, others: list) -> None:
     """Play `player` against `others`, and write the result."""
     run = peer.Run(args, script)
     games, scores, is_black = play(go, player, others, args.seed)
-    metrics = summarize(games, scores, is_black, go.size, args.komi)
+    metrics = summarize(games, scores, is_black, args.komi)
     run.finish("ours_win_rate", metrics, sum(map(len, games)), commit)

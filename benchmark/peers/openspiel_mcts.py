@@ -1,11 +1,12 @@
 """OpenSpiel's Monte-Carlo tree search on Go: its speed, or a match against our engine.
 
---work search: simulations per CPU-second on one position, of the Python search by PUCT with a network that does nothing
-(the counterpart of our_go_search.py) and of the C++ search with random rollouts; and moves per CPU-second of the rules.
+--work search: simulations per CPU-second on one position, of the Python search by PUCT with a network that does
+nothing, the counterpart of our_go_search.py.
 --work match: the C++ search with random rollouts, so many --simulations for a move, against algos/alphazero_go.py.
 Rules and score are those of envs_shared/go_tasks/rules.py.
 """
 
+import math
 import random
 import statistics
 import time
@@ -14,7 +15,6 @@ from pathlib import Path
 import go_engine
 import peer
 
-KOMI = 7.5  # of the position that is searched
 C_PUCT, C_UCT = 1.25, 2.0
 
 
@@ -22,22 +22,20 @@ def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, None)
     parser.add_argument("--work", choices=("search", "match"), default="search")
-    parser.add_argument("--simulations", type=peer.at_least(1), default=800, help="of OpenSpiel, for a move")
-    group = parser.add_argument_group("search")
-    own = {"search": [group.add_argument("--repeats", type=peer.at_least(1), default=5).dest]}
-    own["match"] = go_engine.add_match_flags(parser)
-    parser.flags_of_work = own
+    parser.add_argument("--simulations", type=peer.count, default=800, help="of OpenSpiel, for a move")
+    parser.add_argument("--repeats", type=peer.count, default=5, help="of a search")
+    go_engine.add_match_flags(parser)
     return parser
 
 
 def search(args) -> None:
-    """Measure the speed of both searches and of the rules."""
+    """Measure the speed of the search."""
     import numpy as np
     import pyspiel
     from open_spiel.python.algorithms import mcts
     from tqdm import tqdm
 
-    size, n = go_engine.parse_size(args.env_id, 9), args.simulations  # smaller boards are full too soon
+    size, n = go_engine.parse_size(args.env_id), args.simulations
     run = peer.Run(args, Path(__file__).stem)
 
     class NullEvaluator(mcts.Evaluator):
@@ -50,45 +48,18 @@ def search(args) -> None:
             legal = state.legal_actions()
             return [(move, 1 / len(legal)) for move in legal]
 
-    game = pyspiel.load_game("go", {"board_size": size, "komi": KOMI})
+    game = pyspiel.load_game("go", {"board_size": size, "komi": 7.5})
     state, generator = game.new_initial_state(), random.Random(args.seed)
     for _ in range(20):
         state.apply_action(generator.choice(state.legal_actions()[:-1]))
-    rollouts = pyspiel.RandomRolloutEvaluator(1, args.seed)
-
-    def search_in_python() -> int:
-        mcts.MCTSBot(game, C_PUCT, n, NullEvaluator(), child_selection_fn=mcts.SearchNode.puct_value).step(state)
-        return n
-
-    def search_with_rollouts() -> int:
-        pyspiel.MCTSBot(game, rollouts, C_PUCT, n, 1000, False, args.seed, False).step(state)
-        return n
-
-    def play_at_random() -> int:
-        position, count = game.new_initial_state(), 0
-        while not position.is_terminal():  # the legal moves of every position are asked for
-            position.apply_action(generator.choice(position.legal_actions()))
-            count += 1
-        return count
-
-    metrics, total = {}, 0
-    bar = tqdm(total=3 * args.repeats, unit="repeat")
-    for name, function in (
-        ("simulations_per_cpu_second", search_in_python),
-        ("rollout_simulations_per_cpu_second", search_with_rollouts),
-        ("moves_per_cpu_second", play_at_random),
-    ):
-        rates = []
-        for _ in range(args.repeats):
-            start, count = time.process_time(), 0
-            while count < 2000:
-                count += function()
-            rates.append(count / (time.process_time() - start))
-            total += count
-            bar.update()
-        metrics[name] = statistics.median(rates)
-    bar.close()
-    run.finish("simulations_per_cpu_second", metrics, total, peer.get_version("open_spiel"))
+    num_searches, rates = math.ceil(2000 / n), []
+    for _ in tqdm(range(args.repeats), unit="repeat"):
+        start = time.process_time()
+        for _ in range(num_searches):
+            mcts.MCTSBot(game, C_PUCT, n, NullEvaluator(), child_selection_fn=mcts.SearchNode.puct_value).step(state)
+        rates.append(num_searches * n / (time.process_time() - start))
+    metrics = {"simulations_per_cpu_second": statistics.median(rates)}
+    run.finish(next(iter(metrics)), metrics, args.repeats * num_searches * n, peer.get_version("open_spiel"))
 
 
 def match(args) -> None:
@@ -122,11 +93,7 @@ def match(args) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = make_parser()
-    args = parser.parse_args()
-    for name in parser.flags_of_work["match" if args.work == "search" else "search"]:
-        if getattr(args, name) != parser.get_default(name):
-            peer.fail(f"--{name.replace('_', '-')} has no meaning with --work {args.work}")
+    args = make_parser().parse_args()
     args.env_id = args.env_id or {"search": "Go-9x9", "match": "Go-5x5"}[args.work]
     {"search": search, "match": match}[args.work](args)
 

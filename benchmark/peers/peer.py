@@ -29,17 +29,11 @@ class Parser(argparse.ArgumentParser):
         fail(message)
 
 
-def at_least(low: float, kind: type = int):
-    """An argparse type: a finite number from `low` on."""
-
-    def parse(text: str):
-        value = kind(text)
-        if not low <= value < float("inf"):
-            raise ValueError
-        return value
-
-    parse.__name__ = f"{kind.__name__} from {low:g} on:"
-    return parse
+def count(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def make_parser(description: str, env_id: str | None) -> Parser:
@@ -47,7 +41,7 @@ def make_parser(description: str, env_id: str | None) -> Parser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--env-id", default=env_id, help="the task, by the name that our scripts have for it")
-    parser.add_argument("--seed", type=at_least(0), default=1)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", default="runs", help="folder that holds the run folders")
     return parser
 
@@ -66,14 +60,10 @@ class Run:
         self.args, self.script, self.writer = args, script, None
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
         self.path = Path(args.run_dir) / name
-        while True:
-            try:
-                self.path.mkdir(parents=True)
-                break
-            except FileExistsError:
-                self.path = self.path.with_name(f"{self.path.name}-")  # another run was started in the same second
-            except OSError as error:
-                fail(f"--run-dir {args.run_dir}: cannot create {self.path.name} in it ({error.strerror})")
+        try:
+            self.path.mkdir(parents=True)
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
 
     @property
     def cpu_seconds(self) -> float:

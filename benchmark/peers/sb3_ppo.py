@@ -68,8 +68,8 @@ EQUAL = Settings(
 def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, "CartPole-v1")
-    parser.add_argument("--total-timesteps", type=peer.at_least(1), default=100_000)
-    parser.add_argument("--eval-interval", type=peer.at_least(0), default=0, help="rollouts between evaluations")
+    parser.add_argument("--total-timesteps", type=peer.count, default=100_000)
+    parser.add_argument("--eval-interval", type=int, default=0, help="rollouts between evaluations")
     parser.add_argument("--settings", choices=("tuned", "equal"), default="tuned")
     return parser
 

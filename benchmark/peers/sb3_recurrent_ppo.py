@@ -22,8 +22,8 @@ SETTINGS = sb3_ppo.Settings(
 def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, "RepeatPreviousEasy-v0")
-    parser.add_argument("--total-timesteps", type=peer.at_least(1), default=500_000)
-    parser.add_argument("--eval-interval", type=peer.at_least(0), default=0, help="rollouts between evaluations")
+    parser.add_argument("--total-timesteps", type=peer.count, default=500_000)
+    parser.add_argument("--eval-interval", type=int, default=0, help="rollouts between evaluations")
     return parser
 
 

@@ -17,22 +17,23 @@ at a learning rate of 0.01; the rate of now was chosen with data seeds 1 and 2, 
 """
 
 import argparse
-import contextlib
 import copy
-import functools
+import json
 import math
-import os
 import statistics
 import sys
 import tempfile
-import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import torch
 from scipy import stats
 
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
+
+from algos import ppo_change_detection as cd
 
 PAGE = "ppo_change_detection"
 SMALL = "--num-train-pairs 1024 --eval-episodes 40 --refiner-dim 32"
@@ -40,11 +41,11 @@ DETECTOR = "--coarse-iterations 35 --refine-iterations 25"
 PPO = "--ppo-iterations 40 --num-envs 64"
 PRINTS = "--env-id prints --look-at dates --num-steps 2 --image-size 32 --jitter 0 --learning-rate 0.003"
 PRINTS += " --num-train-pairs 256 --eval-episodes 20 --coarse-iterations 5 --refine-iterations 12"
-STUDIES = {  # flags of the detector and of PPO; costs with their number of data seeds and of training seeds
-    "looking ahead, prints": (PRINTS, {0.04: (3, 3)}),
-    "buildings, curve over five costs": ("", dict.fromkeys((0.005, 0.015, 0.03, 0.06, 0.12), (1, 1))),
-    "buildings-cloudy": ("--env-id buildings-cloudy", {0.03: (3, 3)}),
-    "buildings": ("", {0.03: (3, 3)}),
+STUDIES = {  # flags of the detector and of PPO, costs, number of data seeds and of training seeds
+    "looking ahead, prints": (PRINTS, (0.04,), 3),
+    "buildings, curve over five costs": ("", (0.005, 0.015, 0.03, 0.06, 0.12), 1),
+    "buildings-cloudy": ("--env-id buildings-cloudy", (0.03,), 3),
+    "buildings": ("", (0.03,), 3),
 }
 FIRST = 11  # first data seed and training seed; the settings were chosen with others
 METHODS = {
@@ -60,38 +61,14 @@ METHODS = {
 NUM_HEAD_STEPS = 400  # gradient steps of a head that predicts gains, on 1,024 queries each
 
 
-def load_module():
-    """The script, and its settings for a benchmark in this process."""
-    import torch
-
-    from algos import ppo_change_detection as cd
-
-    torch.set_num_threads(1)
-    load_pairs = cd.change_data.load_pairs
-
-    @functools.lru_cache(1)
-    def load_once(*settings):
-        return load_pairs(cd.Args(**dict(settings)), cd.fail)
-
-    def load_cached(args, fail):
-        names = "env_id data_dir data_seed num_train_pairs eval_episodes image_size cell_size num_classes".split()
-        return load_once(*((name, getattr(args, name)) for name in names))
-
-    cd.change_data.load_pairs = load_cached
-    return cd
+def run_script(*flags) -> tuple[Path, float]:
+    """checkpoint.pt of a run of the script, and its CPU-seconds."""
+    words = " ".join(map(str, flags)).split()
+    path = common.run_command(tempfile.mkdtemp(), sys.executable, cd.__file__, *words)
+    return path / "checkpoint.pt", json.loads((path / "result.json").read_text())["cpu_seconds"]
 
 
-def run_main(cd, *flags) -> Path:
-    """Run the script in this process, silently; the path of its checkpoint.pt."""
-    flags = " ".join(map(str, flags)).split()
-    folder = tempfile.mkdtemp()
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        cd.main([*flags, "--run-dir", folder])
-    (path,) = Path(folder).glob("*/checkpoint.pt")
-    return path
-
-
-def load_agent(cd, path: Path):
+def load_agent(path: Path):
     """Agent and settings of a checkpoint."""
     checkpoint = cd.load_checkpoint(str(path))
     agent = cd.Agent(checkpoint["args"])
@@ -102,10 +79,8 @@ def load_agent(cd, path: Path):
 # ---- Rivals ----
 
 
-def train_control(cd, agent, args, train):
+def train_control(agent, args, train):
     """A copy of the detector after as many gradient steps of cross entropy as PPO takes, on as many rows."""
-    import torch
-
     control = copy.deepcopy(agent)
     lr = torch.tensor(args.learning_rate)
     optimizer = torch.optim.Adam(control.parameters(), lr, fused=True)
@@ -118,14 +93,12 @@ def train_control(cd, agent, args, train):
     return control
 
 
-def train_gain_head(cd, agent, args, train, looks_ahead: bool):
+def train_gain_head(agent, args, train, looks_ahead: bool):
     """A head of the policy's shape, regressed on the gain of eq. 1 of the next look, or of all looks that are left.
 
     In training every query can be looked at, so that the gain of a look is a label like any other. Returns
-    predict(query, step), [B, N] of queries [B, N, D].
+    predict(query, logits, step), [B, N] of queries [B, N, D].
     """
-    import torch
-
     torch.manual_seed(args.seed)
     states, gains = [], []
     with torch.no_grad():
@@ -151,21 +124,13 @@ def train_gain_head(cd, agent, args, train, looks_ahead: bool):
         loss.backward()
         optimizer.step()
         schedule.step()
-    return lambda query, step: head(add_step(query, step, args)).squeeze(-1)
+    return lambda query, logits, step: head(add_step(query, step, args)).squeeze(-1)
 
 
 def add_step(query, step: int, args):
     """Queries [B, N, D] with the step as one of T numbers, [B, N, D + T]."""
-    import torch
-
-    one_hot = torch.zeros(*query.shape[:2], args.num_steps)
-    one_hot[..., step] = 1.0
-    return torch.cat((query, one_hot), -1)
-
-
-def make_scored_rule(score, level: float, num_looks: int):
-    """Who looks: where score(query, logits, step) is above a level."""
-    return lambda query, logits, step: (score(query, logits, step) > level) & (step < num_looks)
+    one_hot = torch.eye(args.num_steps)[step]
+    return torch.cat((query, one_hot.expand(*query.shape[:2], -1)), -1)
 
 
 def score_unsure(query, logits, step):
@@ -174,62 +139,45 @@ def score_unsure(query, logits, step):
     return (p * (1 - p)).mean(-1)
 
 
-def find_level(count_looks, num_looks: float, low: float, high: float, num_halvings: int) -> float:
-    """The level at which `count_looks(level)`, which falls, is about `num_looks`, by bisection between low and high."""
-    for _ in range(num_halvings):
+def tune_rule(score, classify, images, num_looks: int, policy_looks: float):
+    """Who looks: where score(query, logits, step) is above the level that makes it `policy_looks` of a query."""
+
+    def make_rule(level: float):
+        return lambda query, logits, step: (score(query, logits, step) > level) & (step < num_looks)
+
+    low, high = -0.2, 1.0  # gains may be negative
+    for _ in range(11):
         level = (low + high) / 2
-        if count_looks(level) > num_looks:
-            low = level
-        else:
-            high = level
-    return (low + high) / 2
+        is_too_low = classify(images, make_rule(level))[1].float().mean() > policy_looks
+        low, high = (level, high) if is_too_low else (low, level)
+    return make_rule((low + high) / 2)
 
 
-def tune_rule(cd, method: str, score, classify, args, val, policy_looks: float):
-    """The rule `method` at the level at which it looks `policy_looks` times a query on val."""
-    scores, num_looks = cd.change_scores, cd.change_scores.count_sights(args)
-    if method in ("coarse", "everywhere"):
-        return scores.make_rule(method, num_looks=num_looks)
-    if method == "random":
-        return scores.make_rule(method, policy_looks / num_looks, num_looks)
-    images = val.images[:80]
-
-    def count_looks(level: float) -> float:
-        return classify(images, make_scored_rule(score, level, num_looks))[1].float().mean().item()
-
-    low = -0.2 if method.startswith("gain") else 0.0
-    return make_scored_rule(score, find_level(count_looks, policy_looks, low, 1.0, 11), num_looks)
-
-
-def measure_methods(cd, agent, args, train, val, test, policy_looks: float | None = None) -> dict[str, float]:
+def measure_methods(agent, args, train, val, test, policy_looks: float | None = None) -> dict[str, float]:
     """Scores of METHODS on a network, at the looks of its own policy or, without that, at `policy_looks` on val."""
-    import torch
-
-    scores, metrics = cd.change_scores, {}
-    classify = partial(cd.classify, agent, args)
+    scores, classify = cd.change_scores, partial(cd.classify, agent, args)
+    num_looks = scores.count_sights(args)
     judged = {
         "uncertainty": score_unsure,
         "threshold": lambda query, logits, step: scores.change_score(logits),
+        "gain": train_gain_head(agent, args, train, looks_ahead=False),
     }
-    for name in ("gain", "gain_of_all"):
-        if name == "gain" or args.num_steps > 1:
-            predict = train_gain_head(cd, agent, args, train, name == "gain_of_all")
-            judged[name] = lambda query, logits, step, predict=predict: predict(query, step)
+    if args.num_steps > 1:
+        judged["gain_of_all"] = train_gain_head(agent, args, train, looks_ahead=True)
     torch.manual_seed(1)
-    has_policy = policy_looks is None
-    if has_policy:
+    rules = {}
+    if policy_looks is None:
+        rules["ppo"] = None
         policy_looks = scores.validate(classify, args, val)["looks"]
-    for method in METHODS:
-        rule = None
-        if method == "ppo" and not has_policy:
-            continue
-        if method == "gain_of_all" and method not in judged:
-            continue
-        if method != "ppo":
-            rule = tune_rule(cd, method, judged.get(method), classify, args, val, policy_looks)
-        validated = scores.validate(classify, args, val, rule)
+    rules |= {method: scores.make_rule(method, num_looks=num_looks) for method in ("coarse", "everywhere")}
+    rules["random"] = scores.make_rule("random", policy_looks / num_looks, num_looks)
+    for method, score in judged.items():
+        rules[method] = tune_rule(score, classify, val.images[:80], num_looks, policy_looks)
+    metrics = {}
+    for method, rule in rules.items():
+        threshold = scores.validate(classify, args, val, rule)["threshold"]
         logits, looks, ms = classify(test.images, rule)
-        found = scores.score_maps(logits, test.pixels, validated["threshold"], args)
+        found = scores.score_maps(logits, test.pixels, threshold, args)
         found |= {"looks": looks.float().mean().item(), "ms": ms}
         metrics |= {f"{method}_{name}": round(value, 4) for name, value in found.items()}
     return metrics
@@ -240,66 +188,59 @@ def measure_methods(cd, agent, args, train, val, test, policy_looks: float | Non
 
 def measure(studies: list[str]) -> None:
     """Do the runs of `studies`; each is saved as it ends, in place of the same run of before."""
-    cd = load_module()
+    torch.set_num_threads(1)
     for study in studies:
-        flags, costs = STUDIES[study]
-        num_data_seeds = max(number for number, _ in costs.values())
-        for data_seed in range(FIRST, FIRST + num_data_seeds):
-            start = time.process_time()
+        flags, costs, num_seeds = STUDIES[study]
+        seeds = range(FIRST, FIRST + num_seeds)
+        for data_seed in seeds:
             base = f"{SMALL} {DETECTOR} {PPO} {flags} --data-seed {data_seed}"
-            detector = run_main(cd, base, "--ppo-iterations 0 --seed", data_seed)
-            detector_seconds = time.process_time() - start
+            detector, detector_seconds = run_script(base, "--ppo-iterations 0 --seed", data_seed)
             control = None
-            for cost, (num_data, num_seeds) in costs.items():
-                for seed in range(FIRST, FIRST + num_seeds) if data_seed < FIRST + num_data else ():
-                    start = time.process_time()
-                    run = run_main(cd, base, "--pretrained", detector, "--cost", cost, "--seed", seed)
-                    seconds = time.process_time() - start
-                    agent, args = load_agent(cd, run)
-                    train, val, test = cd.change_data.load_pairs(args, cd.fail).values()
-                    row = {"study": study, "cost": cost, "data_seed": data_seed, "seed": seed}
-                    row |= {"detector_seconds": round(detector_seconds, 1), "ppo_seconds": round(seconds, 1)}
-                    row["metrics"] = measure_methods(cd, agent, args, train, val, test)
-                    if study.startswith("buildings") and "curve" not in study:
-                        if control is None:
-                            control = train_control(cd, load_agent(cd, detector)[0], args, train)
-                        looks = row["metrics"]["ppo_looks"]
-                        row["control"] = measure_methods(cd, control, args, train, val, test, looks)
-                    common.save_rows("change_detection", [row], ("study", "cost", "data_seed", "seed"))
-                    print(
-                        study, cost, data_seed, seed, row["metrics"]["ppo_looks"], row["metrics"]["ppo_f1"], flush=True
-                    )
+            for cost, seed in product(costs, seeds):
+                run, seconds = run_script(base, "--pretrained", detector, "--cost", cost, "--seed", seed)
+                agent, args = load_agent(run)
+                train, val, test = cd.change_data.load_pairs(args, cd.fail).values()
+                row = {"study": study, "cost": cost, "data_seed": data_seed, "seed": seed}
+                row |= {"detector_seconds": round(detector_seconds, 1), "ppo_seconds": round(seconds, 1)}
+                row["metrics"] = measure_methods(agent, args, train, val, test)
+                if study in ("buildings", "buildings-cloudy"):
+                    control = control or train_control(load_agent(detector)[0], args, train)
+                    row["control"] = measure_methods(control, args, train, val, test, row["metrics"]["ppo_looks"])
+                common.save_rows("change_detection", [row], ("study", "cost", "data_seed", "seed"))
+                print(study, cost, data_seed, seed, row["metrics"]["ppo_f1"], flush=True)
 
 
 # ---- Report ----
 
 
-def compare(rows: list[dict], method: str, group: str = "metrics") -> tuple[float, float | None, int]:
+def compare(rows: list[dict], method: str, group: str = "metrics") -> tuple[float, float, int]:
     """Mean of F1 of PPO less F1 of `method`, half of its 95 % interval, and the number of runs that PPO wins.
 
-    The interval is Student's t over the means of data seeds, over runs where there is one data seed; None for one run.
+    The interval is Student's t over the means of data seeds.
     """
-    differences = [row["metrics"]["ppo_f1"] - row[group][f"{method}_f1"] for row in rows]
     groups = {}
-    for row, difference in zip(rows, differences, strict=True):
-        groups.setdefault(row["data_seed"], []).append(difference)
-    means = [statistics.mean(group) for group in groups.values()] if len(groups) > 1 else differences
-    interval = None
-    if len(means) > 1:
-        interval = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
+    for row in rows:
+        groups.setdefault(row["data_seed"], []).append(row["metrics"]["ppo_f1"] - row[group][f"{method}_f1"])
+    means = [statistics.mean(differences) for differences in groups.values()]
+    interval = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
+    differences = [difference for found in groups.values() for difference in found]
     return statistics.mean(differences), interval, sum(d > 0 for d in differences)
 
 
-def get_rows(results: dict, study: str) -> list[dict]:
-    """The runs of a study."""
-    return [row for row in results["rows"] if row["study"] == study]
+def get_studies(results: dict) -> dict[str, list[dict]]:
+    """The runs of each study that has some, by its name."""
+    rows = {study: [row for row in results["rows"] if row["study"] == study] for study in STUDIES}
+    return {study: found for study, found in rows.items() if found}
+
+
+def get_mean(rows: list[dict], metric: str) -> float:
+    """Mean of a metric over runs."""
+    return statistics.mean(row["metrics"][metric] for row in rows)
 
 
 def format_lead(rows: list[dict], method: str, group: str) -> str:
     """PPO's lead over a method with its interval, bold where zero is outside."""
     gain, interval, wins = compare(rows, method, group)
-    if interval is None:
-        return f"{gain:+.3f}"
     text = f"{gain:+.3f} ± {interval:.3f}"
     return f"**{text}** ({wins} of {len(rows)})" if abs(gain) > interval else f"{text} ({wins} of {len(rows)})"
 
@@ -307,37 +248,34 @@ def format_lead(rows: list[dict], method: str, group: str) -> str:
 def make_tables(results: dict) -> str:
     """Markdown tables: the means over the runs of each study, and PPO's lead over each method on both networks."""
     lines = []
-    for study in STUDIES:
-        rows = get_rows(results, study)
-        if not rows or "curve" in study:
+    for study, rows in get_studies(results).items():
+        if "curve" in study:
             continue
-        methods = []
+        table = []
         for method, title in METHODS.items():
             if f"{method}_f1" not in rows[0]["metrics"]:
                 continue
-            found = {name: [row["metrics"][f"{method}_{name}"] for row in rows] for name in ("f1", "looks", "ms")}
             leads = ["", ""]
             for i, group in enumerate(("metrics", "control")):
                 if method != "ppo" and group in rows[0]:
                     leads[i] = format_lead(rows, method, group)
-            means = [f"{statistics.mean(found[name]):.3f}" for name in ("f1", "looks")]
-            methods.append([title, *means, f"{statistics.median(found['ms']):.2f}", *leads])
+            ms = statistics.median(row["metrics"][f"{method}_ms"] for row in rows)
+            means = [f"{get_mean(rows, f'{method}_{name}'):.3f}" for name in ("f1", "looks")]
+            table.append([title, *means, f"{ms:.2f}", *leads])
         head = "method | F1: | looks: | ms: | PPO's F1 is higher by: | than on the control by:"
-        lines += [f"**{study}**, mean of {len(rows)} runs", "", common.make_table(head, methods), ""]
+        lines += [f"**{study}**, mean of {len(rows)} runs", "", common.make_table(head, table), ""]
     return "\n".join(lines)
 
 
 def list_lines(results: dict) -> list[list]:
     """Lines of the short table of the script in docs/results.md."""
     lines = []
-    for study in STUDIES:
-        rows = get_rows(results, study)
-        if rows and "curve" not in study:
-            looks, f1 = (statistics.mean(row["metrics"][f"ppo_{name}"] for row in rows) for name in ("looks", "f1"))
+    for study, rows in get_studies(results).items():
+        if "curve" not in study:
             gain, interval, _ = compare(rows, "threshold")
             seconds = statistics.median(row["detector_seconds"] + row["ppo_seconds"] for row in rows)
-            lead = f"{f1:.3f} ({gain:+.3f} ± {interval:.3f})"
-            metric = f"F1 at {looks:.2f} looks a query (lead over a tuned threshold)"
+            lead = f"{get_mean(rows, 'ppo_f1'):.3f} ({gain:+.3f} ± {interval:.3f})"
+            metric = f"F1 at {get_mean(rows, 'ppo_looks'):.2f} looks a query (lead over a tuned threshold)"
             lines.append([study, metric, lead, common.show(seconds), len(rows)])
     return lines
 
@@ -346,13 +284,13 @@ def draw(results: dict, path: Path) -> None:
     """F1 by looks per query, in rows of two: the curve over costs, and the runs of each study."""
     from matplotlib.figure import Figure
 
-    studies = [study for study in STUDIES if get_rows(results, study)]
+    studies = get_studies(results)
     num_rows = math.ceil(len(studies) / 2)
     figure = Figure(figsize=(10, 4 * num_rows + 1), layout="constrained")
     handles = {}
-    for place, study in enumerate(studies, 1):
+    for place, (study, runs) in enumerate(studies.items(), 1):
         axes = figure.add_subplot(num_rows, 2, place)
-        rows = sorted((row["metrics"] for row in get_rows(results, study)), key=lambda m: m["ppo_looks"])
+        rows = sorted((row["metrics"] for row in runs), key=lambda m: m["ppo_looks"])
         for i, (method, title) in enumerate(METHODS.items()):
             points = [(m[f"{method}_looks"], m[f"{method}_f1"]) for m in rows if f"{method}_f1" in m]
             if points:
@@ -365,22 +303,16 @@ def draw(results: dict, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def summarize(results: dict) -> str:
-    """One line for README.md."""
-    rows = get_rows(results, "looking ahead, prints")
-    looks, f1 = (statistics.mean(row["metrics"][f"ppo_{name}"] for row in rows) for name in ("looks", "f1"))
-    (gain, interval, _), (other, _, _) = (compare(rows, method) for method in ("gain", "threshold"))
-    text = f"F1 {f1:.2f} with {looks:.2f} looks a query, 2 at most, where two tell most; lead in F1 over a tuned "
-    return f"{text}threshold {other:+.3f}, over a supervised rule {gain:+.3f} ± {interval:.3f}"
-
-
 def make_sections(results: dict) -> dict[tuple[str, str], str]:
     """What the pages show of the results, by page and section."""
     machine = common.machine_line([row["machine"] for row in results["rows"]])
-    sections = {(PAGE, "change_detection"): f"\n{make_tables(results)}\n{machine}\n"}
-    if get_rows(results, "looking ahead, prints"):
-        sections["README", "change_detection_cell"] = summarize(results)
-    return sections
+    rows = get_studies(results)["looking ahead, prints"]
+    (gain, interval, _), (other, _, _) = (compare(rows, method) for method in ("gain", "threshold"))
+    leads = f"over a tuned threshold {other:+.3f}, over a supervised rule {gain:+.3f} ± {interval:.3f}"
+    found = f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {get_mean(rows, 'ppo_looks'):.2f} looks a query, 2 at most"
+    summary = f"{found}, where two tell most; lead in F1 {leads}"
+    page = f"\n{make_tables(results)}\n{machine}\n"
+    return {(PAGE, "change_detection"): page, ("README", "change_detection_cell"): summary}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,63 +1,54 @@
-"""How fast the rules and the search of algos/alphazero_go.py are, and a picture of its two slots at work.
+"""How fast the rules and the search of algos/alphazero_go.py are.
 
     python benchmark/studies/go_search.py           # minutes on two free cores
     python benchmark/studies/go_search.py --cuda    # on a GPU
 
 Medians over the repeats, one slot and two in turn. CPU-seconds, of all threads, say what a simulation costs; on the
-clock a second slot is faster only where a second core, or the GPU, is idle. OpenSpiel has an environment of its own.
+clock a second slot is faster only where a second core, or the GPU, is idle. The suite `cpu` has OpenSpiel's search.
 """
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
+
+import torch
 
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
 
 sys.path.append(str(common.PEERS))
-from go_engine import load_network
-from our_go_search import NullEvaluator, measure_search, set_up_torch
+from go_engine import load_network, set_up_torch
+from our_go_search import evaluate_nothing, measure_search
+
+from algos import alphazero_go as az
+from envs_shared.go_tasks.match import choose_random_moves, play_random_moves
 
 NETWORKS = ("go5x5", "go7x7", "go9x9")  # of benchmark/checkpoints
 COLUMNS = [f"{slots}, {clock}" for slots in ("one slot", "two slots") for clock in ("of CPU", "on the clock")]
 
 
-def measure_rules(num_repeats: int, num_games: int, device) -> list[dict]:
-    """Moves per second at random, legal moves of all positions included."""
-    from algos import alphazero_go as az
-    from envs_shared.go_tasks.match import choose_random_moves
-
-    rows = []
-    for size in (5, 9, 19):
-        go = az.Go(size, device)
-        boards, rates = go.new(num_games), []
-        for _ in range(num_repeats):
-            start = time.process_time(), time.perf_counter()
-            for _ in range(30):
-                boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards)))
-                if (over := boards.is_over).any():  # which waits for a GPU, too
-                    boards.replace_rows(over, go.new(int(over.sum())))
-            ends = time.process_time(), time.perf_counter()
-            rates.append([30 * num_games / (end - begin) for begin, end in zip(start, ends, strict=True)])
-        for column, values in zip(COLUMNS[:2], zip(*rates, strict=True), strict=True):
-            rows.append({"what": f"moves of the rules, {size}x{size}", "column": column, "value": values})
-    return rows
+def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
+    """Moves at random per CPU-second and per second of the clock, legal moves of all positions included."""
+    go = az.Go(size, device)
+    boards = go.new(num_games)
+    start = time.process_time(), time.perf_counter()
+    for _ in range(30):
+        boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards)))
+        if (over := boards.is_over).any():  # which waits for a GPU, too
+            boards.replace_rows(over, go.new(int(over.sum())))
+    return 30 * num_games / (time.process_time() - start[0]), 30 * num_games / (time.perf_counter() - start[1])
 
 
 def list_searches(num_games: int, device):
     """Yield what is searched, its rules, positions, an evaluator for each slot and the simulations."""
-    from algos import alphazero_go as az
-    from envs_shared.go_tasks.match import play_random_moves
-
     go = az.Go(9, device)
     boards, _ = play_random_moves(go, num_games, 20)
     for num_simulations in (64, 800):
         for kind, sharpness in (("", 0.0), (", peaked prior", 3.0)):
-            evaluators = [NullEvaluator(device, sharpness)] * 2
+            evaluators = [partial(evaluate_nothing, sharpness=sharpness)] * 2
             yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, evaluators, num_simulations
     for name in NETWORKS:
         _, args, network = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
@@ -69,93 +60,22 @@ def list_searches(num_games: int, device):
 
 
 def measure(num_repeats: int, cuda: bool) -> list[dict]:
-    """Moves and simulations per second of the rules and of the search, and of OpenSpiel."""
-    import torch
-
+    """Moves and simulations per second of the rules and of the search."""
     set_up_torch(0)
     device, num_games, rates = torch.device("cuda" if cuda else "cpu"), (4096 if cuda else 256), {}
     searches = list(list_searches(num_games, device))
     for _ in range(num_repeats):
-        for what, *search in searches:
-            for num_slots, columns in ((1, COLUMNS[:2]), (2, COLUMNS[2:])):
-                for column, rate in zip(columns, measure_search(*search, num_slots), strict=True):
-                    rates.setdefault((what, column), []).append(rate)
-    rows = [{"what": what, "column": column, "value": values} for (what, column), values in rates.items()]
-    rows = [*measure_rules(num_repeats, num_games, device), *rows]
+        for size in (5, 9, 19):
+            rates.setdefault(f"moves of the rules, {size}x{size}", []).append(measure_rules(size, num_games, device))
+        for what, go, boards, evaluators, num_simulations in searches:
+            one, two = (measure_search(go, boards, evaluators[:n], num_simulations) for n in (1, 2))
+            rates.setdefault(what, []).append((*one, *two))
     name = f", {torch.cuda.get_device_name()}" if cuda else ""
-    rows = [row | {"column": row["column"] + name, "value": round(statistics.median(row["value"]))} for row in rows]
-    return rows if cuda else rows + measure_openspiel(num_repeats)
-
-
-def measure_openspiel(num_repeats: int) -> list[dict]:
-    """The same of OpenSpiel, per CPU-second, in an environment of its own."""
-    python, rows = common.make_peer_environment("openspiel"), {}
-    for n in (64, 800):
-        with tempfile.TemporaryDirectory() as folder:
-            flags = ("--simulations", n, "--repeats", num_repeats)
-            path = common.run_command(folder, python, common.PEERS / "openspiel_mcts.py", *flags)
-            metrics = json.loads((path / "result.json").read_text())["metrics"]
-        rows[f"tree, 9x9, {n} simulations"] = metrics["simulations_per_cpu_second"]
-        rows[f"tree in C++ with random games, 9x9, {n} simulations"] = metrics["rollout_simulations_per_cpu_second"]
-        rows["moves of the rules, 9x9"] = metrics["moves_per_cpu_second"]
-    return [{"what": what, "column": "OpenSpiel, of CPU", "value": round(rate)} for what, rate in rows.items()]
-
-
-def record_search(path: Path, num_games: int) -> tuple[str, list[tuple[str, str, float, float]]]:
-    """The board, and (who, what, start, end) of what the master and the two workers do in a search."""
-    from envs_shared.go_tasks.match import play_random_moves
-
-    az, args, network = load_network(path)
-    args.num_slots, events = 2, []
-
-    def watch(owner: str, what: str, fn):
-        def timed(*inputs):
-            start = time.perf_counter()
-            result = fn(*inputs)
-            events.append((owner, what, start, time.perf_counter()))
-            return result
-
-        return timed
-
-    go = az.Go(az.get_size(args))
-    evaluators = az.make_evaluators(network, go, num_games, args)
-    workers = [watch(f"worker {name}", f"evaluate {name}", e) for name, e in zip("AB", evaluators, strict=True)]
-    tree = az.Search(go, workers, num_games, 100, args)
-    for slot, name in zip(tree.slots, "AB", strict=True):
-        slot.wait = watch("master", f"wait {name}", slot.wait)
-    request, backup = tree.request, tree.backup
-    tree.request = lambda slot, games: watch("master", f"select {'AB'[tree.slots.index(slot)]}", request)(slot, games)
-    tree.backup = lambda slot, *rest: watch("master", f"update {'AB'[tree.slots.index(slot)]}", backup)(slot, *rest)
-    tree.reset(play_random_moves(go, num_games, go.num_points // 4)[0])
-    tree.run(60)
-    events.clear()
-    tree.run(40)
-    return args.env_id, events
-
-
-def draw_timeline(path: Path, figure_path: Path, num_games: int = 64) -> None:
-    """A stretch of a search as it happened: what the master and the two workers did when."""
-    from matplotlib.figure import Figure
-
-    board, events = record_search(path, num_games)
-    middle = sorted(events, key=lambda e: e[2])[len(events) // 2][2]
-    span = 12 * statistics.mean(e[3] - e[2] for e in events if e[1].startswith("evaluate"))
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
-    axes = figure.subplots()
-    colours = {"select": "#93c47d", "update": "#6fa8dc", "wait": "#eeeeee", "evaluate": "#f6b26b"}
-    lanes = {"worker B": 0, "worker A": 1, "master": 2}
-    for owner, what, start, end in events:
-        if middle <= end and start <= middle + span:
-            kind, name = what.split()
-            style = {"color": colours[kind], "edgecolor": "#444444", "hatch": "//" if name == "B" else None}
-            axes.barh(lanes[owner], 1e3 * (end - start), 0.7, left=1e3 * (start - middle), linewidth=0.5, **style)
-    for kind, colour in colours.items():
-        axes.barh(0, 0, color=colour, edgecolor="#444444", label=kind)
-    axes.barh(0, 0, color="white", edgecolor="#444444", hatch="//", label="of slot B")
-    axes.set_yticks(list(lanes.values()), list(lanes))
-    axes.set(xlim=(0, 1e3 * span), xlabel=f"milliseconds, {num_games} games of {board} on the CPU")
-    figure.legend(loc="outside upper center", ncols=5, fontsize=8)
-    figure.savefig(figure_path, dpi=110)
+    return [
+        {"what": what, "column": column + name, "value": round(statistics.median(values))}
+        for what, repeats in rates.items()
+        for column, values in zip(COLUMNS, zip(*repeats, strict=True), strict=False)
+    ]
 
 
 def make_sections(results: dict) -> dict[tuple[str, str], str]:
@@ -179,13 +99,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Measure, and draw what a search looks like."""
+if __name__ == "__main__":
     args = make_parser().parse_args()
     common.save_rows("go_search", measure(args.repeats, args.cuda), ("what", "column"))
-    if not args.cuda:
-        draw_timeline(common.BENCHMARK / "checkpoints" / "go7x7.pt", common.FIGURES / "go_timeline.png")
-
-
-if __name__ == "__main__":
-    main()
