@@ -124,7 +124,7 @@ class Args:
     epsilon_end: float = 0.0  # share of random moves in the last epoch
 
     # Algorithm
-    num_epochs: int = 20  # epochs of self-play and training, those of pretraining included
+    num_epochs: int = 30  # epochs of self-play and training, those of pretraining included
     pretrain_value_epochs: int = 0  # first epochs that learn the value of random games with a frozen policy head
     pretrain_search_epochs: int = 0  # epochs after those that search by classic UCB, without the prior
     pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them

@@ -251,13 +251,10 @@ def draw(results: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     tasks = list_curves(results)
-    num_rows = math.ceil(len(tasks) / 5)
-    num_columns = math.ceil(len(tasks) / num_rows)
-    figure = Figure(figsize=(3.4 * num_columns, 5.8 * num_rows), layout="constrained")
+    figure = Figure(figsize=(6.8, 2.9 * len(tasks)), layout="constrained")
     for i, ((task, _), cells) in enumerate(tasks.items()):
-        row, column = divmod(i, num_columns)
-        for offset, kind in enumerate(("steps", "seconds")):
-            axes = figure.add_subplot(2 * num_rows, num_columns, (2 * row + offset) * num_columns + column + 1)
+        for column, kind in enumerate(("steps", "seconds"), 1):
+            axes = figure.add_subplot(len(tasks), 2, 2 * i + column)
             axes.set_title(task, fontsize=10)
             draw_curves(axes, cells, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
