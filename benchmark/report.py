@@ -251,10 +251,17 @@ def draw(results: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     tasks = list_curves(results)
-    figure = Figure(figsize=(6.8, 2.9 * len(tasks)), layout="constrained")
+    num_bands = math.ceil(len(tasks) / 5)  # of tasks beside each other, the two panels of each one above the other
+    num_columns = math.ceil(len(tasks) / num_bands)
+    rows, columns = 2 * num_bands, num_columns
+    if len(tasks) == 1:
+        rows, columns = 1, 2
+    figure = Figure(figsize=(3.4 * columns, 2.9 * rows), layout="constrained")
     for i, ((task, _), cells) in enumerate(tasks.items()):
-        for column, kind in enumerate(("steps", "seconds"), 1):
-            axes = figure.add_subplot(len(tasks), 2, 2 * i + column)
+        band, column = divmod(i, num_columns)
+        for offset, kind in enumerate(("steps", "seconds")):
+            place = (2 * band + offset) * num_columns + column + 1
+            axes = figure.add_subplot(rows, columns, place)
             axes.set_title(task, fontsize=10)
             draw_curves(axes, cells, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
