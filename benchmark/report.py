@@ -77,7 +77,9 @@ def make_ratio_line(ratio: dict, cells: dict[str, dict]) -> list[str]:
     low, high = found[1] or (0.0, math.inf)
     is_better = high < 1 if ratio["better"] == "lower" else low > 1
     digits = 5 if 0 < abs(found[0] - 1) < 0.01 else 3  # 1.0012 is not 1.00
-    text = f"**{show(found[0], digits)}**" if is_better else show(found[0], digits)
+    is_worse = low > 1 if ratio["better"] == "lower" else high < 1
+    mark = "**" if is_better else "*" if is_worse else ""
+    text = f"{mark}{show(found[0], digits)}{mark}"
     return [*line, f"{text} ({show_interval(found[1], digits)})"]
 
 

@@ -1,7 +1,7 @@
 """Run every cell (script x task x setting x seed) of a suite on Ray, on this machine or on a cluster.
 
     python benchmark/run.py benchmark/suites/smoke.toml                 # two minutes, all five scripts
-    python benchmark/run.py benchmark/suites/cpu.toml                   # the results of docs/results.md
+    python benchmark/run.py benchmark/suites/cpu.toml                   # an hour, part of docs/results.md
     python benchmark/run.py benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
     python benchmark/run.py benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
 

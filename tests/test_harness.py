@@ -599,8 +599,10 @@ def test_the_page_says_what_the_results_say():
     lost["missing"] = [{"seed": 1, "error": "cannot be installed"}]
     base = {"title": "return", "quantity": "headline", "better": "higher", "ours": "ppo/CartPole-v1/default"}
     ratios = [base | {"peer": "sb3_ppo/CartPole-v1/tuned"}, base | {"peer": "gnugo/Go/match"}]
+    ratios.append(ratios[0] | {"title": "loss", "better": "lower"})
     page = report.render_own([make_results(make_cell([400.0, 500.0]), peer, lost, ratios=ratios)])
     assert "| return | abc | 450 | 150 | **3.00** (2.00 to 5.00) |" in page
+    assert "| loss | abc | 450 | 150 | *3.00* (2.00 to 5.00) |" in page
     assert "| return | gnugo | - | - | cannot be installed |" in page
     assert "| CartPole-v1, default | return | 450 (400 to 500) | 1.50, to reach 475 | 2 |" in page
     assert "| CartPole-v1, tuned | return | 150 (100 to 200) | over 1.00 (1 of 2), to reach 475 | 2 |" in page

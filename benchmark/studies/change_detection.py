@@ -306,11 +306,12 @@ def draw(results: dict, path: Path) -> None:
 def make_sections(results: dict) -> dict[tuple[str, str], str]:
     """What the pages show of the results, by page and section."""
     machine = common.machine_line([row["machine"] for row in results["rows"]])
-    rows = get_studies(results)["looking ahead, prints"]
-    (gain, interval, _), (other, _, _) = (compare(rows, method) for method in ("gain", "threshold"))
-    leads = f"over a tuned threshold {other:+.3f}, over a supervised rule {gain:+.3f} ± {interval:.3f}"
-    found = f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {get_mean(rows, 'ppo_looks'):.2f} looks a query, 2 at most"
-    summary = f"{found}, where two tell most; lead in F1 {leads}"
+    studies = get_studies(results)
+    leads = []
+    for task, name in (("prints", "looking ahead, prints"), ("buildings", "buildings")):
+        gain, interval, _ = compare(studies[name], "threshold")
+        leads.append(f"{gain:+.3f} ± {interval:.3f} on {task}")
+    summary = f"F1 with PPO's looks over a tuned threshold with as many: {', '.join(leads)}"
     page = f"\n{make_tables(results)}\n{machine}\n"
     return {(PAGE, "change_detection"): page, ("README", "change_detection_cell"): summary}
 
