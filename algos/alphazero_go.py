@@ -5,8 +5,8 @@ self-play" (Science 362); Silver et al. 2017, "Mastering the game of Go without 
 Danihelka et al. 2022, "Policy improvement by planning with Gumbel" (ICLR), for the roots in self-play.
 
     python algos/alphazero_go.py                           # first run: 5x5, minutes on two cores
-    python algos/alphazero_go.py --env-id Go-9x9 --num-games 1024 --blocks 6 --channels 64 --bf16 --pool-size 500000 \
-        --simulations-start 64 --simulations-end 400 --num-epochs 400 --num-slots 2   # full size, on a GPU
+    python algos/alphazero_go.py --env-id Go-9x9 --komi 7.5 --num-games 1024 --blocks 6 --channels 64 --bf16 \
+        --pool-size 500000 --simulations-start 64 --simulations-end 400 --num-epochs 400 --num-slots 2   # on a GPU
     torchrun --nproc-per-node 2 algos/alphazero_go.py      # several GPUs (CPU processes: --no-cuda)
     python algos/alphazero_go.py --gtp CHECKPOINT          # play against it from Sabaki, GoGui or GNU Go
 
@@ -14,7 +14,7 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
 
     (1) score(s, a) = Q(s, a) + c sqrt(max(N(s), 1)) / (N(s, a) + 1) P(a | s)      the move followed in the tree
     (2) Q(s, a) = mean of the leaf evaluations below the edge; the network's value of s where there are none
-    (3) P(root) + eta noise, or (1 - eta) P(root) + eta noise, noise ~ Dirichlet   --noise, with --root-selection puct
+    (3) P(root) + eta noise, or (1 - eta) P(root) + eta noise, noise ~ Dirichlet   --noise, where roots do not go by (8)
     (4) L_policy = -sum_a pi(a) log p(a), pi = N(s, .) / sum N(s, .), or by eq. 8
     (5) L_value = (v - (alpha Q(s) + (1 - alpha) z))^2, z by `compute_result`: 1 won, 0 lost, mixed with the score
     (6) L = g L_value / 0.25 + (1 - g) L_policy / log A + h L_owner                all are about 1 for a blank guess
@@ -120,7 +120,7 @@ class Args:
     noise: Literal["additive", "convex"] = "convex"  # on the prior of puct roots, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
     dirichlet_alpha: float = 0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
-    epsilon_start: float = 0.0  # share of random moves in the first epoch; with any, the others are the best ones
+    epsilon_start: float = 0.0  # share of random moves in the first epoch; the others are then the best ones
     epsilon_end: float = 0.0  # share of random moves in the last epoch
 
     # Algorithm
@@ -308,10 +308,12 @@ POOL_COLUMNS = ("loss", "epoch", "num_uses", "position")  # beside those of Reco
 
 
 def draw_index(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Draw `count` numbers of rows with replacement, in proportion to `weights` [B]."""
-    total = (weights.double() + 1e-12).cumsum(0)
-    drawn = torch.rand(count, dtype=torch.float64, device=total.device) * total[-1]
-    return torch.searchsorted(total, drawn).clamp(max=len(weights) - 1)
+    """Draw `count` rows one by one, without putting them back, in proportion to `weights` [B]; those of 0 come last.
+
+    The order of log(weight) + Gumbel noise is that of such draws.
+    """
+    gumbel = -torch.empty_like(weights, dtype=torch.float32).exponential_().log()
+    return (weights.float().clamp(min=1e-30).log() + gumbel).topk(count).indices
 
 
 # ---- AlphaZero -------------------------------------------------------------------------------------------------------
@@ -501,14 +503,14 @@ class Search:
         self.node_visits = torch.zeros(self.none + 1, device=device)  # N(s), the evaluation of s itself included
         self.node_value = torch.zeros(self.none + 1, device=device)  # of the network, or the result
         self.node_status = torch.full((self.none + 1,), ABSENT, dtype=torch.int8, device=device)
-        self.node_best = torch.zeros(self.none + 1, dtype=torch.int64, device=device)  # edge of highest score, eq. 1
+        self.node_best = torch.zeros(self.none + 1, dtype=torch.int64, device=device)  # edge of the highest score
         one = go.new(1)
         self.types = Boards(*(x.dtype for x in one))  # that the rules compute with; nodes are stored in smaller ones
         one = one._replace(history=one.history[:, :1])  # a node has the hash of its own position alone
         self.node_boards = one.to_types(STORED_TYPES).pick(torch.zeros(self.none + 1, dtype=torch.int64, device=device))
 
         max_depth = min(self.max_nodes, go.max_moves) + 1
-        self.gumbel = None  # g of eq. 8 at the roots, [G, A], in self-play
+        self.gumbel = None  # g of eq. 8 at the roots, [G, A], in self-play by eq. 8: see `begin_halving`
         self.deepest = 0  # edges of the longest path into a tree so far
         self.slots = [Slot(evaluator, num_games, max_depth, device) for evaluator in evaluators]
 
@@ -554,7 +556,7 @@ class Search:
         self.choose_edges(nodes)
 
     def choose_edges(self, nodes: torch.Tensor) -> None:
-        """Find the edges of the highest score at nodes [R], after something in eq. 1 has changed there."""
+        """Find the edges of the highest score at nodes [R], after something that it depends on has changed there."""
         visit_counts = self.edge_visits[nodes]  # [R, A]
         if len(self.slots) > 1:
             visit_counts = visit_counts + self.edge_pseudo[nodes]
@@ -566,7 +568,8 @@ class Search:
     def descend(self, slot: Slot, games: torch.Tensor) -> None:
         """Follow the highest scores from the roots of `games` [R] to where the tree ends, into the slot's paths.
 
-        All go down together, as far as the longest path can reach: who has come to an end stays there.
+        All go down together, as far as the longest path can reach: who has come to an end stays there, and nobody reads
+        what is written beyond its depth.
         """
         node = self.roots[games]
         if self.gumbel is not None:
@@ -705,7 +708,7 @@ class Search:
         is_same = (below.stones == boards.stones).all(1) & (below.to_play == boards.to_play)  # no turn was left out
         has_tree = is_same & (self.node_status[new_root] == OPEN)
         # Rows of nodes that stay move to the front of their trees; then the numbers in them are translated
-        new_number = move_subtrees(self.edge_child, new_root[has_tree], self.max_nodes)
+        new_number = move_subtrees(self.edge_child, new_root[has_tree], self.max_nodes)  # that of no node stays
         source = (new_number < self.none).nonzero()[:, 0]
         target = new_number[source]
         edge_tensors = (self.edge_visits, self.edge_q, self.edge_prior)  # no pseudo visits between two searches
@@ -737,7 +740,7 @@ class Search:
     def choose_root_edges(self, games: torch.Tensor) -> torch.Tensor:
         """The edge of largest g + l of eq. 8 at the roots of `games` [R], among moves simulated as often as planned."""
         requests = self.root_requests[games]
-        planned = self.plan[games].gather(1, requests.sum(1, keepdim=True))
+        planned = self.plan[games].gather(1, requests.sum(1, keepdim=True))  # for this simulation
         scores = (self.gumbel + self.improved_logits())[games].masked_fill(requests != planned, -torch.inf)
         return self.roots[games] * self.num_actions + scores.argmax(1)
 
@@ -801,7 +804,7 @@ class SelfPlay:
     def play(self, evaluators: list, num_positions: int, num_simulations: int, epsilon: float, epoch: int):
         """Play until there are `num_positions` to learn from: all images of these, the number of moves, and metrics.
 
-        Trees begin anew; there are none in pretraining on values, and then they grow by classic UCB.
+        Trees begin anew. There are none in the stage of random games; in the next one they grow by classic UCB.
         """
         start = time.time()
         search = None
@@ -1050,7 +1053,10 @@ def setup_device(args: Args) -> torch.device:
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        fail(f"--nproc-per-node: there are {torch.cuda.device_count()} GPUs; --no-cuda trains on CPU processes")
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded as a CUDA graph
@@ -1134,7 +1140,7 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         identity |= {"id": run_path.name, "name": run_path.name}
         wandb.init(**identity, resume="allow", dir=run_path, config=asdict(args), sync_tensorboard=True)
-    return run_path, SummaryWriter(str(run_path), purge_step=start_step + 1 if start_step else None)
+    return run_path, SummaryWriter(str(run_path), purge_step=None if args.resume is None else start_step + 1)
 
 
 class CudaGraph:
@@ -1281,7 +1287,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
         # Play the network of the last match, keep the one that scored best, log and save
         is_last = progress["iteration"] >= args.num_epochs
-        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 8  # moves, dearer in matches
+        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 8  # moves, dearer in few games at once
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
             scalars |= compete(network, parts["reference"], go, args, progress)
@@ -1340,9 +1346,9 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = checkpoint["args"]
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        fixed = ["env_id", "blocks", "channels"]
+        fixed = ["env_id", "blocks", "channels", "score_weight"]
         if args.resume is not None:
-            fixed += "seed num_games pool_size score_weight komi".split()
+            fixed += "seed num_games pool_size komi".split()
             fixed += ["pretrain_value_epochs", "pretrain_search_epochs"]
         for name in fixed:
             if getattr(args, name) != getattr(saved, name):

@@ -528,7 +528,10 @@ def setup_device(args: Args) -> torch.device:
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        fail(f"--nproc-per-node: there are {torch.cuda.device_count()} GPUs; --no-cuda trains on CPU processes")
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded as a CUDA graph
@@ -612,7 +615,7 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         identity |= {"id": run_path.name, "name": run_path.name}
         wandb.init(**identity, resume="allow", dir=run_path, config=asdict(args), sync_tensorboard=True)
-    return run_path, SummaryWriter(str(run_path), purge_step=start_step + 1 if start_step else None)
+    return run_path, SummaryWriter(str(run_path), purge_step=None if args.resume is None else start_step + 1)
 
 
 class CudaGraph:

@@ -666,6 +666,10 @@ def test_pool_samples_in_its_order():
         args.replay_order, args.loss_clamp = order, 0.5
         drawn = torch.cat([pool.sample(10, args) for _ in range(4000)])
         counts[order] = torch.bincount(drawn, minlength=800) / len(drawn)
+        pool.num_uses[5:] = 2  # those that are left come first, and used ones fill up
+        index = pool.sample(10, args)
+        assert len(index) == 10 and set(range(5)) & set(index.tolist())
+        pool.num_uses[:] = 0
     assert (counts["uniform"] * 800 - 1).abs().mean() < 0.15
     share = pool.loss.clamp(max=0.5)
     expected = 0.5 * share / share.sum() + 0.5 / 800
