@@ -79,7 +79,7 @@ def test_ratios_count_runs_that_never_got_there():
     assert lines[1] == ["t", "abc", "300 (2 of 3)", "300", "1.00 (-)"]
     ours = base | {"ours": "c", "peer": "d"}
     assert report.make_ratio_line(ours, cells)[-1].startswith("**0.273** (0.1")  # ours is better, whatever the draw
-    assert report.make_ratio_line(ours | {"better": "higher"}, cells)[-1].startswith("0.273 (0.1")
+    assert report.make_ratio_line(ours | {"better": "higher"}, cells)[-1].startswith("*0.273* (0.1")
 
 
 def test_tables_of_metrics_show_mean_and_range_or_the_interval_of_the_only_run():
