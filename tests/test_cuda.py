@@ -53,7 +53,7 @@ GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 
 GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --checkpoint-interval 0 --eval-interval 100"
 GO += " --eval-episodes 1"
 RUNS = {
-    "go": Run(az, GO, max_waits=400, max_launches=8000),  # its graphs are of the network alone, one for each slot
+    "go": Run(az, GO, max_waits=400, max_launches=12000),  # its graphs are of the network alone, one for each slot
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
