@@ -1238,10 +1238,13 @@ def test_games_against_gnugo(tmp_path):
 def test_bad_settings_are_one_line_to_play_with(tmp_path, capsys):
     torch.save({"script": "ppo", "args": {}}, tmp_path / "other.pt")
     torch.save({"script": "alphazero_go", "args": {}, "agent": {}}, tmp_path / "old.pt")
+    agent, args = make_agent()
+    az.save_checkpoint(tmp_path / "good.pt", args, {}, {"agent": agent})
     for flags, message in (
         (["--gtp", str(tmp_path / "other.pt")], "a checkpoint of ppo.py"),
         (["--evaluate", str(tmp_path / "old.pt")], "old.pt: its network has no owners of points"),
         (["--gtp", "a", "--evaluate", "b"], "exclude each other"),
+        (["--gtp", str(tmp_path / "good.pt"), "--score-weight", "0.2"], "good.pt was trained with 0.0"),
         (["--env-id", "Go-1x1"], "--env-id Go-1x1: Go-2x2 to Go-19x19"),
         (["--env-id", "Go-9x8"], "--env-id"),
         (["--env-id", "Chess"], "--env-id"),
