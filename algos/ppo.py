@@ -377,7 +377,7 @@ def setup_device(args: Args) -> torch.device:
     use_cuda = args.cuda and torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
-        fail(f"--nproc-per-node: there are {torch.cuda.device_count()} GPUs; --no-cuda trains on CPU processes")
+        fail(f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes")
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
@@ -687,4 +687,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\ninterrupted: --resume the checkpoint.pt in the run folder to go on")
+        sys.exit("\ninterrupted: a training goes on with --resume and the checkpoint.pt in its run folder")

@@ -427,10 +427,10 @@ def test_two_slots_stay_close_to_the_serial_search():
     go, args = Go(7), Args(komi=0.5, c_puct=1.25)
     boards, evaluator, counts = make_boards(Go(7), 16, 8), HashEvaluator(Go(7)), []
     for num_slots in (1, 2):
-        search = az.Search(go, [evaluator] * num_slots, 16, 800, args)
+        search = az.Search(go, [evaluator] * num_slots, 16, 400, args)
         search.reset(boards)
-        search.run(800)
-        counts.append(search.visit_counts() / 800)
+        search.run(400)
+        counts.append(search.visit_counts() / 400)
     distance = (counts[0] - counts[1]).abs().sum(1) / 2
     assert 0 < distance.mean() < 0.15  # values that are random numbers, the worst case
 
@@ -494,9 +494,9 @@ EYE_OF_THREE = ".X.XX XXXXX OOOOO O...O OOOOO"  # white lives or dies at C2, bla
 @pytest.mark.parametrize(
     ("text", "to_play", "komi", "move", "num_games", "num_simulations", "num_slots"),
     [
-        (EYE_OF_THREE, 1, 0.5, 17, 1, 200, 1),
-        (EYE_OF_THREE, -1, 0.5, 17, 1, 200, 2),
-        ("... ... ...", 1, 8.5, 4, 16, 200, 2),  # the centre, and only it, wins the board
+        (EYE_OF_THREE, 1, 0.5, 17, 1, 100, 1),
+        (EYE_OF_THREE, -1, 0.5, 17, 1, 100, 2),
+        ("... ... ...", 1, 8.5, 4, 16, 100, 2),  # the centre, and only it, wins the board
     ],
 )
 def test_forced_wins_are_found(text, to_play, komi, move, num_games, num_simulations, num_slots):
@@ -970,8 +970,8 @@ def test_gtp_searches_what_is_on_the_board():
     """Stones and side to move at the root of the tree, whatever was played, searched and taken back before."""
     engine, rng = make_engine(3), random.Random(1)
     thinker, num_kept = engine.think.__self__, 0
-    thinker.args.simulations_end = 24
-    for _ in range(120):
+    thinker.args.simulations_end = 16
+    for _ in range(80):
         move = f"{rng.choice('bw')} {rng.choice('ABC')}{rng.randint(1, 3)}"
         ask(engine, rng.choice([f"play {move}", f"play {move[0]} pass", f"genmove {move[0]}", "undo", "komi 2"]))
         stone, kept = rng.choice([1, -1]), getattr(thinker, "search", None)

@@ -401,7 +401,7 @@ def test_more_processes_than_gpus_are_one_line(script, capsys, monkeypatch):
     with pytest.raises(SystemExit) as error:
         module.setup_device(module.Args())
     (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and "there are 1 GPUs; --no-cuda" in line
+    assert error.value.code == 2 and "more than 1 GPU(s); --no-cuda" in line
 
 
 @each_script
