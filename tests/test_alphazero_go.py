@@ -676,6 +676,26 @@ def test_pool_samples_in_its_order():
     assert (counts["mix"] - expected).abs().sum() < 0.15 < (counts["uniform"] - expected).abs().sum()
 
 
+def test_what_a_minibatch_trained_on_counts_as_used_and_is_ranked_anew():
+    torch.manual_seed(0)
+    agent, args = make_agent(2, batch_size=16, max_reuse=1)
+    pool = az.Pool(400, 2, CPU)
+    images = make_images(50)
+    images.planes.bernoulli_()
+    images.visits[:, -1] = 1  # pi passes, which is always legal
+    pool.add(images._replace(q=images.q / 50, z=1 - images.z / 50), torch.rand(400), 0, args)
+    optimizer = torch.optim.AdamW(agent.parameters(), 1e-2)
+    ranked = pool.loss.clone()
+    for k in range(1, 4):
+        metrics = az.train_minibatch(agent, optimizer, pool, args, 0.3, 0.2)
+        loss = az.rank_losses(agent.eval(), pool.records, 0.3, 0.2)
+        is_new = pool.loss != ranked
+        assert is_new.sum() == 16 and torch.allclose(pool.loss[is_new], loss[is_new], atol=1e-6)
+        assert metrics[-2:].tolist() == pytest.approx([ranked[is_new].mean().item(), loss[is_new].mean().item()])
+        assert pool.num_uses[is_new].tolist() == [1] * 16 and pool.num_uses.sum() == 16 * k  # never one a second time
+        ranked = pool.loss.clone()
+
+
 def test_pool_survives_a_checkpoint():
     pool = az.Pool(100, 2, CPU)
     pool.add(make_images(10), torch.rand(80), 3, Args())
