@@ -1007,6 +1007,28 @@ def test_gtp_searches_what_is_on_the_board():
     assert num_kept > 10
 
 
+def test_elo_adds_up_over_matches_against_the_network_of_the_last_one(monkeypatch):
+    (agent, args), go, seen = make_agent(3, simulations_end=8, eval_episodes=4), az.Go(3), []
+    network, reference = az.make_network(agent, args), az.make_network(agent, args)
+    seeds = []
+    monkeypatch.setattr(az, "make_player", lambda go, evaluators, args: (evaluators[0].network, args.simulations_end))
+
+    def play_match(go, players, num_games, komi, seed):
+        assert [player[1] for player in players] == [2, 2] and num_games == 4
+        seen.append([player[0].value_head[2].bias.item() for player in players])
+        seeds.append(seed)
+        return {"win_rate": 0.75, "distinct_games": 4, "games": [[0, 1], [2]]}
+
+    monkeypatch.setattr(az, "play_match", play_match)
+    gain = az.compute_elo(0.75, 4)
+    for k in range(3):
+        network.value_head[2].bias.fill_(k + 1.0)
+        scores = az.compete(network, reference, go, args, {"elo": 10.0 * k, "iteration": k})
+        assert scores["eval/elo"] == pytest.approx(10.0 * k + gain) and scores["eval/moves"] == 3
+    assert gain > 0 and [one for one, _ in seen] == [1, 2, 3] and [other for _, other in seen][1:] == [1, 2]
+    assert len(set(seeds)) == 3  # other openings each time
+
+
 def test_plain_mcts_tries_moves_in_no_order_and_plays_to_win(monkeypatch):
     agent, args = make_agent(5, simulations_end=20, score_weight=1.0, eval_episodes=2)  # fewer than there are moves
     players, searches, search = [], [], az.Search
