@@ -25,7 +25,7 @@ from envs_shared.go_tasks.match import (
     play_random_moves,
     score_match,
 )
-from envs_shared.go_tasks.rules import Go
+from envs_shared.go_tasks.rules import LEGAL_PLANE, Go
 
 Args = functools.partial(az.Args, score_weight=0.0)  # the references here count won games alone
 
@@ -579,6 +579,60 @@ def test_losses_in_float64():
     blank = az.mix_losses(torch.tensor(10.0).log(), torch.tensor(0.25), 10, 0.2)
     assert blank.item() == pytest.approx(1.0)  # uniform policy, value 1/2: 1 whatever the weights
     assert az.mix_losses(torch.tensor(1.0), torch.tensor(0.0), 10, 0.2).item() == pytest.approx(0.8 / math.log(10))
+
+
+def test_losses_of_records_in_float64():
+    """Each of the three by hand, with the target of eq. 5 and the legal moves that the planes hold."""
+    torch.manual_seed(0)
+    logits, value, owner = torch.randn(12, 5), torch.rand(12), 2 * torch.rand(12, 4) - 1
+    planes = torch.rand(12, 9, 2, 2) > 0.5
+    legal = torch.cat((planes[:, LEGAL_PLANE].flatten(1), torch.ones(12, 1, dtype=torch.bool)), 1)
+    visits = torch.rand(12, 5).half() * legal
+    owners = torch.randint(-1, 2, (12, 4)).to(torch.int8)
+    records = az.Records(planes, visits, torch.rand(12), torch.rand(12), owners)
+    policy_loss, value_loss, kl, owner_loss = az.record_losses(lambda x: (logits, value, owner), records, 0.3)
+    target = 0.3 * records.q.double() + 0.7 * records.z.double()
+    torch.testing.assert_close(value_loss.double(), (value.double() - target) ** 2, rtol=1e-5, atol=1e-7)
+    log_prob = logits.double().masked_fill(~legal, -torch.inf).log_softmax(1).masked_fill(~legal, 0.0)
+    expected = -(visits.double() * log_prob).sum(1)
+    torch.testing.assert_close(policy_loss.double(), expected, rtol=1e-5, atol=1e-6)
+    entropy = torch.special.entr(visits.double()).sum(1)
+    torch.testing.assert_close(kl.double(), expected - entropy, rtol=1e-5, atol=1e-6)
+    expected = (owner.double() - owners.double()).square().mean(1)
+    torch.testing.assert_close(owner_loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_stages_and_schedules_of_a_training(tmp_path, monkeypatch):
+    """What each epoch is played and trained with: from the first value to the last, and what the stages change."""
+    played, trained, sizes = [], [], []
+    play, train_minibatch, add = az.SelfPlay.play, az.train_minibatch, az.Pool.add
+
+    def watch_play(self, evaluators, num_positions, num_simulations, epsilon, epoch):
+        played.append((epoch, num_simulations, round(epsilon, 6)))
+        return play(self, evaluators, num_positions, num_simulations, epsilon, epoch)
+
+    def watch_training(agent, optimizer, pool, args, q_weight, value_coef):
+        now = (round(q_weight, 6), value_coef, round(float(optimizer.param_groups[0]["lr"]), 8))
+        trained.extend([now] if now not in trained else [])
+        return train_minibatch(agent, optimizer, pool, args, q_weight, value_coef)
+
+    def watch_pool(self, images, loss, epoch, args):
+        sizes.append(self.size)
+        add(self, images, loss, epoch, args)
+
+    monkeypatch.setattr(az.SelfPlay, "play", watch_play)
+    monkeypatch.setattr(az, "train_minibatch", watch_training)
+    monkeypatch.setattr(az.Pool, "add", watch_pool)
+    flags = "--env-id Go-2x2 --num-games 4 --blocks 1 --channels 4 --pool-size 256 --batch-size 16 --eval-episodes 2"
+    flags += " --eval-interval 100 --num-epochs 5 --pretrain-value-epochs 1 --pretrain-search-epochs 1"
+    flags += " --simulations-start 2 --simulations-end 6 --epsilon-start 0.8 --epsilon-end 0.4"
+    flags += " --q-weight-start 0.1 --q-weight-end 0.9 --value-coef 0.3 --learning-rate 0.01"
+    az.main([*flags.split(), "--run-dir", str(tmp_path)])
+    assert played == [(0, 2, 0.8), (1, 3, 0.7), (2, 4, 0.6), (3, 5, 0.5), (4, 6, 0.4)]
+    assert [row[0] for row in trained] == [0.1, 0.3, 0.5, 0.7, 0.9]
+    assert [row[1] for row in trained] == [1.0, 0.3, 0.3, 0.3, 0.3]  # the value alone from random games
+    assert [row[2] for row in trained] == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)], abs=1e-7)
+    assert sizes[:3] == [0, 0, 0] and 0 < sizes[3] < sizes[4]  # a new kind of games begins with an empty pool
 
 
 def test_results():
