@@ -244,7 +244,11 @@ def test_running_f1_goes_to_the_f1_of_the_last_classifications():
         rollout, _ = collect(args, agent, images, labels)
     said = agent.classify(rollout.after[-1]).argmax(-1) > 0
     tp = (said & (labels > 0)).sum()
-    assert 0 < agent.running_f1.item() == pytest.approx((2 * tp / (said.sum() + (labels > 0).sum())).item(), abs=1e-3)
+    f1 = (2 * tp / (said.sum() + (labels > 0).sum())).item()
+    assert 0 < agent.running_f1.item() == pytest.approx(f1, abs=1e-3)
+    agent.running_f1.fill_(0.0)
+    collect(args, agent, images, labels)
+    assert agent.running_f1.item() == pytest.approx(0.05 * f1, abs=1e-4)  # a twentieth of the way
 
 
 def test_the_score_of_a_policy_is_f1_less_what_its_looks_cost():
@@ -258,6 +262,26 @@ def test_the_score_of_a_policy_is_f1_less_what_its_looks_cost():
     assert found["looks"] == 1.0 and found["score"] == pytest.approx(found["f1"] - 0.05 / (2 * share))
     coarse = change_scores.validate(judge, args, pairs, change_scores.make_rule("coarse"))
     assert coarse["looks"] == 0.0 and coarse["score"] == coarse["f1"]
+
+
+def test_the_kept_policy_is_of_the_last_stage_and_of_the_best_score(tmp_path, monkeypatch):
+    """Of the detector the best F1 counts, and of the policy the score; an earlier stage never wins against a later."""
+    validate, scripted = change_scores.validate, [(0.9, 0.9), (0.8, 0.8), (0.1, 0.5), (0.2, 0.7), (0.3, 0.6)]
+
+    def script(*args):
+        found = validate(*args)
+        if scripted:
+            found["f1"], found["score"] = scripted.pop(0)
+        return found
+
+    monkeypatch.setattr(change_scores, "validate", script)
+    flags = "--num-train-pairs 8 --image-size 16 --num-steps 1 --batch-size 4 --num-envs 4 --coarse-iterations 1"
+    flags += " --refine-iterations 1 --ppo-iterations 3 --eval-interval 1 --eval-episodes 1 --checkpoint-interval 0"
+    cd.main([*flags.split(), "--run-dir", str(tmp_path)])
+    path, _ = read_result(tmp_path)
+    assert scripted == []
+    best = torch.load(path / "best.pt", weights_only=True)
+    assert best["iteration"] == 4 and best["best"] == [2, 0.7]
 
 
 # Updates
