@@ -357,6 +357,27 @@ def test_rollout_baseline_is_the_greedy_tour_of_the_frozen_policy():
         assert loss.requires_grad and not any(p.requires_grad for p in frozen.parameters())
 
 
+@pytest.mark.parametrize("baseline", ["rollout", "exponential"])
+def test_single_tours_are_learned_with_the_choice_of_their_first_node(baseline):
+    """All factors of eq. 1 count where the policy has chosen the first node, too."""
+    agent, frozen, points, seen = make_agent(), am.Baseline(make_agent(seed=1)), draw(5, 8), []
+    frozen.is_warmup.fill_(0.0)
+    frozen.running_mean.fill_(3.0)
+
+    def score(nodes, tours):
+        seen.append(tours)
+        return torch.full(tours.shape[:2], -2.0), -torch.arange(1.0, 1 + tours.shape[-1]).expand(len(tours), -1)
+
+    loss, _, _, log_likelihood = am.compute_loss(agent, score, frozen, points, am.Args(baseline=baseline))
+    first = seen[0][:, :, 0].float()
+    assert len(first.unique()) > 1
+    torch.testing.assert_close(log_likelihood, (-3.0 - first).mean())
+    way = points.gather(1, seen[0][:, 0, :, None].expand(-1, -1, 2))
+    lengths = (way - way.roll(1, 1)).norm(dim=-1).sum(1, keepdim=True)
+    b = am.construct_tours(points, frozen.policy(points))[1].detach() if baseline == "rollout" else 3.0
+    torch.testing.assert_close(loss, ((lengths - b) * (-3.0 - first)).mean())
+
+
 def test_the_policy_is_taken_over_only_where_it_is_significantly_better():
     policy, better = make_agent(), make_agent(seed=1)
     baseline = am.Baseline(policy)
