@@ -608,12 +608,12 @@ def test_stages_and_schedules_of_a_training(tmp_path, monkeypatch):
     play, train_minibatch, add = az.SelfPlay.play, az.train_minibatch, az.Pool.add
 
     def watch_play(self, evaluators, num_positions, num_simulations, epsilon, epoch):
-        played.append((epoch, num_simulations, round(epsilon, 6)))
+        played.append((epoch, num_positions, num_simulations, round(epsilon, 6)))
         return play(self, evaluators, num_positions, num_simulations, epsilon, epoch)
 
     def watch_training(agent, optimizer, pool, args, q_weight, value_coef):
         now = (round(q_weight, 6), value_coef, round(float(optimizer.param_groups[0]["lr"]), 8))
-        trained.extend([now] if now not in trained else [])
+        trained.append(now)
         return train_minibatch(agent, optimizer, pool, args, q_weight, value_coef)
 
     def watch_pool(self, images, loss, epoch, args):
@@ -628,10 +628,14 @@ def test_stages_and_schedules_of_a_training(tmp_path, monkeypatch):
     flags += " --simulations-start 2 --simulations-end 6 --epsilon-start 0.8 --epsilon-end 0.4"
     flags += " --q-weight-start 0.1 --q-weight-end 0.9 --value-coef 0.3 --learning-rate 0.01"
     az.main([*flags.split(), "--run-dir", str(tmp_path)])
-    assert played == [(0, 2, 0.8), (1, 3, 0.7), (2, 4, 0.6), (3, 5, 0.5), (4, 6, 0.4)]
-    assert [row[0] for row in trained] == [0.1, 0.3, 0.5, 0.7, 0.9]
-    assert [row[1] for row in trained] == [1.0, 0.3, 0.3, 0.3, 0.3]  # the value alone from random games
-    assert [row[2] for row in trained] == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)], abs=1e-7)
+    # 5 % of the pool are new, in images of eight, and 15 % are trained on
+    assert played == [(0, 2, 2, 0.8), (1, 2, 3, 0.7), (2, 2, 4, 0.6), (3, 2, 5, 0.5), (4, 2, 6, 0.4)]
+    epochs = list(dict.fromkeys(trained))
+    assert [trained.count(row) for row in epochs] == [math.ceil(0.15 * 256 / 16)] * 5
+    q_weights, value_coefs, learning_rates = zip(*epochs, strict=True)
+    assert q_weights == (0.1, 0.3, 0.5, 0.7, 0.9)
+    assert value_coefs == (1.0, 0.3, 0.3, 0.3, 0.3)  # the value alone from random games
+    assert learning_rates == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)], abs=1e-7)
     assert sizes[:3] == [0, 0, 0] and 0 < sizes[3] < sizes[4]  # a new kind of games begins with an empty pool
 
 

@@ -14,6 +14,7 @@ from envs_shared.go_tasks.match import compute_interval
 sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(ROOT / "benchmark" / "peers")]
 import change_detection
 import common
+import compare
 import go_engine
 import go_search
 import records
@@ -80,6 +81,14 @@ def test_ratios_count_runs_that_never_got_there():
     ours = base | {"ours": "c", "peer": "d"}
     assert report.make_ratio_line(ours, cells)[-1].startswith("**0.273** (0.1")  # ours is better, whatever the draw
     assert report.make_ratio_line(ours | {"better": "higher"}, cells)[-1].startswith("*0.273* (0.1")
+
+
+def test_a_run_that_never_got_there_counts_as_twice_what_it_was_given():
+    cell = make_cell("ours", [100, None])
+    assert compare.find_losses(cell, "steps_to_threshold").tolist() == pytest.approx(np.log([100, 800]))
+    assert compare.find_losses(cell, "seconds_to_threshold").tolist() == pytest.approx(np.log([1, 8]))
+    assert compare.find_losses(cell | {"threshold": None}, "steps_to_threshold") is None
+    assert compare.find_losses(cell, "area").tolist() == [-250.0, -250.0]
 
 
 def test_tables_of_metrics_show_mean_and_range_or_the_interval_of_the_only_run():

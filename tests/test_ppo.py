@@ -409,6 +409,27 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     assert other.stats.mean == scaler.stats.mean and other.running_return.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(("env_id", "period"), [("Fixed-v0", 6), ("SameStepFixed-v0", 5)])
+def test_returns_that_scale_rewards_end_with_their_episodes(env_id, period):
+    """In rollouts of an environment: episodes of five steps, with or without a row after each that only resets."""
+    import probe_envs
+
+    probe_envs.Fixed.made = 0
+    args = ppo.Args(env_id=f"probe_envs:{env_id}", num_envs=3, num_steps=8, gamma=0.5, norm_reward=True)
+    parts = make_trained_parts(args)
+    ranks = []
+    for num_rollouts in (1, 2, 3):
+        rollout = collect(args, parts)
+        ranks = ranks or parts[2].rewards[0].tolist()  # the reward of each step
+        assert len(set(ranks)) == 3
+        steps = [t % period for t in range(8 * num_rollouts) if t % period < 5]  # in the episode
+        returns = [rank * sum(0.5**k for k in range(step + 1)) for rank in ranks for step in steps]
+        stats = parts[3].stats
+        assert stats.count.item() == len(returns) and stats.mean.item() == pytest.approx(np.mean(returns), rel=1e-5)
+        assert stats.var.item() == pytest.approx(np.var(returns), rel=1e-5)
+        assert rollout["valid"].sum() == 3 * sum(t % period < 5 for t in range(8 * num_rollouts - 8, 8 * num_rollouts))
+
+
 def test_statistics_are_saved_and_frozen_in_evaluation(tmp_path, capsys):
     flags = "--env-id Pendulum-v1 --norm-obs --norm-reward --num-envs 4 --total-timesteps 2048 --eval-episodes 5"
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
