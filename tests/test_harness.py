@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import scipy.stats
 from conftest import ENVIRONMENT, ROOT
+from tqdm import tqdm
 
 sys.path.append(str(ROOT / "benchmark"))
 import common
@@ -504,6 +506,28 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     process = start_harness(suite, "--runs", runs, "--only", "*/good")  # forgets nothing of the others
     assert process.communicate(timeout=60) and process.returncode == 0 and records.collect(runs / "a") == results
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == before
+
+
+@pytest.mark.parametrize(("error", "num_tries"), [("exit code 1: a crash", 3), ("exit code 2: bad flags", 1)])
+def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, error, num_tries):
+    """With a Ray that calls at once: one that crashed is tried three times in all, one with bad flags once."""
+    suite, tries = run.SuiteRun(write_suite(tmp_path / "a.toml", [1], a=SHORT), tmp_path / "runs"), []
+
+    class Task:
+        def options(self, **options):
+            return self
+
+        def remote(self, cell, digest, path, command):
+            path.mkdir()
+            tries.append(path.name)
+            return path
+
+    ray = SimpleNamespace(remote=lambda **options: lambda function: Task(), get=lambda future: error)
+    ray.wait, ray.exceptions = lambda futures, timeout: (futures, []), SimpleNamespace(RayError=OSError)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    run.run_on_ray(suite, suite.cells, {}, tqdm(disable=True))
+    assert tries == [f"try_{i + 1}" for i in range(num_tries)] and suite.errors == {suite.cells[0]: error}
 
 
 @pytest.mark.slow
