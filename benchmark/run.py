@@ -35,6 +35,8 @@ from tqdm import tqdm
 RETRIES = 2  # of a cell that crashed or was lost
 SECONDS_TO_CONNECT = 5.0  # to a Ray cluster: one that is there answers within one
 NO_RETRY = ("exit code 2", "not done after", "another version", "no curve")  # would be the same again
+# Starts a command when told to, in its own place; nothing starts where whoever should tell it is gone
+GATE = 'read -r go && exec "$@" < /dev/null'
 # Kills a process and all it has started when its own stdin closes, which happens when whoever started both is gone
 WATCHDOG = """
 import os, psutil, signal, sys
@@ -70,10 +72,13 @@ def run_cell(cell: Cell, digest: str, path: Path, command: list[str]) -> str | N
     if not cell.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
     with open(path / "log.txt", "wb") as log:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        process = subprocess.Popen(command, cwd=common.ROOT, env=env, start_new_session=True, **streams)
+        streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+        gate = ["sh", "-c", GATE, "sh", *command]
+        process = subprocess.Popen(gate, cwd=common.ROOT, env=env, start_new_session=True, **streams)
     guard = [sys.executable, "-c", WATCHDOG, str(process.pid)]
     guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+    with process.stdin as stdin:  # no cell runs without its guard
+        stdin.write(b"go\n")
     error = None
     try:
         process.wait(3600 * cell.hours)

@@ -393,23 +393,32 @@ def test_another_version_of_the_script_on_a_machine_is_told(cell):
     assert not list(cell[1].iterdir())
 
 
-def test_a_cell_dies_with_its_worker(cell, tmp_path):
-    """However the worker ends: here by SIGKILL."""
+def run_python_without_a_guard(cell, code):
+    """The worker hangs when it has started the cell, and is about to start what guards it."""
+    start = subprocess.Popen
+
+    def start_first(command, **options):
+        return time.sleep(4711) if run.WATCHDOG in command else start(command, **options)
+
+    subprocess.Popen = start_first
+    run_python(cell, code)
+
+
+@pytest.mark.parametrize("run_worker", [run_python, run_python_without_a_guard])
+def test_a_cell_dies_with_its_worker(cell, tmp_path, run_worker):
+    """However the worker ends, and whenever: here by SIGKILL."""
     import multiprocessing
 
-    worker = multiprocessing.get_context("spawn").Process(
-        target=run_python, args=(cell, "import time; time.sleep(4712)")
-    )
+    code = f"import time; {str(tmp_path)!r}; time.sleep(4712)"
+    worker = multiprocessing.get_context("spawn").Process(target=run_worker, args=(cell, code))
     worker.start()
 
     def find():
-        return [
-            p for p in psutil.process_iter(["cmdline"]) if "import time; time.sleep(4712)" in (p.info["cmdline"] or [])
-        ]
+        return [process for process in psutil.process_iter(["cmdline"]) if code in (process.info["cmdline"] or [])]
 
     wait_until(find)
     worker.kill()
-    wait_until(lambda: not find(), 10)
+    wait_until(lambda: not find())
     assert not worker.is_alive() and not find()
     assert not list(cell[1].rglob("process.json"))  # it was cut off, and had no end of its own
 
@@ -540,7 +549,7 @@ def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted: what was finished is kept" in output, output
     assert "Traceback" not in output
-    wait_until(lambda: not find_processes(runs), 15)
+    wait_until(lambda: not find_processes(runs))
     process = start_harness(suite, "--runs", runs, "--only", "*/a")
     assert "1 cells, 1 done before" in process.communicate(timeout=60)[0] and process.returncode == 0
     assert list(count_results(runs).values()) == [1]
