@@ -47,7 +47,7 @@ R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay
 R2D2 += " --eval-interval 1000 --eval-episodes 2"
 ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
 CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
-CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 6 --checkpoint-interval 0"
+CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 4 --num-minibatches 2 --checkpoint-interval 0"
 CHANGE += " --eval-interval 100 --eval-episodes 1"
 GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 2 --simulations-end 2 --num-slots 2"
 GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --checkpoint-interval 0 --eval-interval 100"
@@ -58,7 +58,7 @@ RUNS = {
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
     "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
-    "change-detection": Run(cd, CHANGE, max_waits=20, max_launches=6000),  # its graphs are of the first two stages
+    "change-detection": Run(cd, CHANGE, max_waits=12, max_launches=2400),  # its graphs are of the first two stages
     "r2d2": Run(r2d2, R2D2, max_waits=34, max_launches=280),
     "r2d2-same-step": Run(r2d2, f"{R2D2} --env-id probe_envs:SameStepLedger-v0", max_waits=64, max_launches=340),
     "tsp-pomo": Run(tsp, TSP, max_waits=4, max_launches=70),
@@ -93,9 +93,10 @@ class QuickOpponent:
 
 
 @contextlib.contextmanager
-def short_evaluations():
-    """A pretend GPU, and evaluations of few steps."""
+def small_runs():
+    """A pretend GPU, evaluations of few steps, and where no flag says how wide a network is, a narrow one."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(tsp.AttentionModel.__init__, "__defaults__", (3, 16, 8, 32)))
         stack.enter_context(mock.patch.object(scores, "MAX_STEPS", 5))
         stack.enter_context(mock.patch.object(az, "RolloutEvaluator", QuickOpponent))
         stack.enter_context(mock.patch.object(az, "MAX_TREE", 8))
@@ -116,7 +117,7 @@ def play(run: Run, has_graphs: bool, folder: Path, *flags: str, last_iteration: 
             return super().update(n)
 
     mode = "--cuda-graphs" if has_graphs else "--no-cuda-graphs"
-    with mock.patch.object(run.script, "tqdm", Bar), short_evaluations() as gpu:
+    with mock.patch.object(run.script, "tqdm", Bar), small_runs() as gpu:
         run.script.main([*run.flags.split(), mode, "--run-dir", str(folder), *flags])
     path, result = read_result(folder)
     tensors = dict(named_tensors(torch.load(path / "checkpoint.pt", weights_only=True)))
@@ -185,7 +186,7 @@ def test_a_resumed_run_leaves_the_checkpoint_of_an_uninterrupted_one(played, tmp
 @pytest.mark.parametrize("name", ["ppo-cartpole"])
 def test_a_checkpoint_is_evaluated_on_the_device(played, capsys, name):
     outcome = played(name, True)
-    with short_evaluations() as gpu:
+    with small_runs() as gpu:
         RUNS[name].script.main(["--evaluate", str(outcome.path / "checkpoint.pt")])
     assert gpu.launches > 0
     printed = capsys.readouterr().out

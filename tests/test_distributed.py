@@ -30,8 +30,6 @@ MOVES_NOTHING = {
     "reinforce_tsp_attention": "--muon-learning-rate 1e-30",
 }  # beside the flags of all
 
-TRACKED = "ppo"  # under torchrun itself, and logs to Weights & Biases, which waits ten seconds at the end
-
 TOTALS = {
     "alphazero_go": "num-games pool-size batch-size",
     "ppo": "num-envs",
@@ -78,10 +76,7 @@ def ranks(script, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     # They begin new episodes: with a learning rate that moves nothing, the weights show what went on
     more = f"--learning-rate 1e-30 --no-anneal-lr {MOVES_NOTHING[script]}"
-    if script == TRACKED:
-        output = launch(*TWO_RANKS, "train", script, out, CASES[script].short, f"--track {more}")
-    else:
-        output = start_two_ranks(out, "train", script, out, CASES[script].short, more)
+    output = start_two_ranks(out, "train", script, out, CASES[script].short, more)
     path, result = read_result(out / "whole")
     held = {name: load_ranks(out, name) for name in ("whole", "resumed", "update")}
     return SimpleNamespace(out=out, output=output, path=path, result=result, **held)
@@ -119,12 +114,14 @@ def test_a_run_of_two_processes_goes_on(script, ranks):
     assert read_scalars(alone).keys() == read_scalars(ranks.path).keys()
 
 
-@pytest.mark.parametrize("script", [TRACKED], scope="module")
-def test_wandb_offline(script, ranks):
-    """The run that went on was logged to Weights & Biases, by one process."""
-    (log,) = (ranks.out / "resumed" / "wandb").glob("offline-run-*/run-*.wandb")
+@pytest.mark.slow
+def test_torchrun_and_wandb_offline(tmp_path):
+    """torchrun itself, where the run that went on was logged to Weights & Biases, by one process."""
+    output = launch(*TWO_RANKS, "train", "ppo", tmp_path, CASES["ppo"].short, "--track --learning-rate 1e-30")
+    assert output.count("run folder") == 4
+    (log,) = (tmp_path / "resumed" / "wandb").glob("offline-run-*/run-*.wandb")
     content = log.read_bytes()
-    assert all(tag.encode() in content for tag in CASES[script].tags)
+    assert all(tag.encode() in content for tag in CASES["ppo"].tags)
 
 
 @each_script
@@ -139,6 +136,7 @@ def test_two_processes_update_as_one(script, ranks):
             torch.testing.assert_close(y, x, rtol=1e-4, atol=atol, msg=lambda m, i=i, kind=kind: f"{kind} {i}: {m}")
 
 
+@pytest.mark.slow
 def test_two_nodes_under_slurm(tmp_path):
     """docs/slurm/train.sbatch, where `srun` starts two launchers here: they meet at the address that they are given."""
     stand_ins = {"scontrol": "echo localhost; echo node2", "srun": '"$@" & other=$!; "$@" && wait $other'}

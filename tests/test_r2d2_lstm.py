@@ -700,7 +700,11 @@ def test_probe_tasks_reach_their_optimum(tmp_path, env_id, num_steps, seed):
 
 @pytest.mark.parametrize(
     "env_id",
-    ["Endless-v0", pytest.param("SameStepEndless-v0", marks=pytest.mark.slow), "EndlessTerminating-v0"],
+    [
+        "Endless-v0",
+        pytest.param("SameStepEndless-v0", marks=pytest.mark.slow),
+        pytest.param("EndlessTerminating-v0", marks=pytest.mark.slow),
+    ],
 )
 def test_value_of_an_endless_task_with_a_time_limit(tmp_path, env_id):
     """Truncation must not cut the value: 1 / (1 - 0.9) = 10 at every step. Termination leaves the rewards to come."""
