@@ -14,6 +14,7 @@ cluster, RUNS, this repository and the environments in benchmark/peers are on a 
 """
 
 import argparse
+import contextlib
 import fcntl
 import fnmatch
 import json
@@ -77,8 +78,8 @@ def run_cell(cell: Cell, digest: str, path: Path, command: list[str]) -> str | N
         process = subprocess.Popen(gate, cwd=common.ROOT, env=env, start_new_session=True, **streams)
     guard = [sys.executable, "-c", WATCHDOG, str(process.pid)]
     guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
-    with process.stdin as stdin:  # no cell runs without its guard
-        stdin.write(b"go\n")
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # which is gone where somebody killed the cell
+        stdin.write(b"go\n")  # no cell runs without its guard
     error = None
     try:
         process.wait(3600 * cell.hours)

@@ -423,6 +423,20 @@ def test_a_cell_dies_with_its_worker(cell, tmp_path, run_worker):
     assert not list(cell[1].rglob("process.json"))  # it was cut off, and had no end of its own
 
 
+def test_a_cell_that_is_killed_before_it_starts_is_one_that_was_killed(cell, monkeypatch):
+    start = subprocess.Popen
+
+    def kill_first(command, **options):
+        if run.WATCHDOG in command:
+            os.kill(int(command[-1]), signal.SIGKILL)
+            os.waitid(os.P_PID, int(command[-1]), os.WEXITED | os.WNOWAIT)  # until it is dead
+        return start(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", kill_first)
+    assert run_python(cell, "print('hello')") == "killed by Killed"
+    assert run.read_end(cell[1] / "try_1" / "log.txt") == []
+
+
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
     """Of what the script imports in turn, with its data, not of its neighbours; of files that it names, of packages."""
     files = {
