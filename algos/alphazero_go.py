@@ -24,8 +24,8 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
         --root-selection gumbel searches the moves of largest g(a) + l(a), g ~ Gumbel, then the better half, and so on
 
 Stages, in epochs: --pretrain-value-epochs of random games, from which the value is learned; --pretrain-search-epochs of
-search by classic UCB, where the prior orders first visits alone; then self-play. Each epoch plays on until enough
-records are new, and trains on the pool, which begins empty in each stage.
+search by classic UCB, where the prior orders first visits alone, with 5/4 A simulations or more; then self-play. Each
+epoch plays on until enough records are new, and trains on the pool, which begins empty in each stage.
 
 Shapes: G games side by side, R some of them, M nodes of a tree, A = n^2 + 1 moves, D longest path from a root to a
 leaf, E edges of several paths, B records of a batch.
@@ -125,8 +125,8 @@ class Args:
 
     # Algorithm
     num_epochs: int = 30  # epochs of self-play and training, those of pretraining included
-    pretrain_value_epochs: int = 0  # first epochs that learn the value of random games with a frozen policy head
-    pretrain_search_epochs: int = 0  # epochs after those that search by classic UCB, without the prior
+    pretrain_value_epochs: int = 2  # first epochs that learn the value of random games with a frozen policy head
+    pretrain_search_epochs: int = 2  # epochs after those that search by classic UCB, without the prior
     pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them
     generate_fraction: float = 0.05  # new records of an epoch, as a share of the pool's size
     train_fraction: float = 0.15  # records trained on in an epoch, as a share of the pool's size
@@ -810,7 +810,10 @@ class SelfPlay:
         search = None
         first_search = self.args.pretrain_value_epochs
         if epoch >= first_search:
-            scores = ucb1_scores if epoch < first_search + self.args.pretrain_search_epochs else puct_scores
+            scores = puct_scores
+            if epoch < first_search + self.args.pretrain_search_epochs:  # each move once, and a quarter to choose by
+                scores = ucb1_scores
+                num_simulations = max(num_simulations, 5 * (self.go.num_points + 1) // 4)
             search = Search(self.go, evaluators, self.num_games, num_simulations, self.args, scores)
             search.reset(self.boards)
         learned = []
@@ -984,7 +987,7 @@ def evaluate(network: Agent, args: Args, device: torch.device) -> tuple[dict[str
 
 @torch.no_grad()
 def compete(network: Agent, reference: Agent, go: Go, args: Args, progress: dict) -> dict[str, float]:
-    """Scores of a match of up to 40 games against the copy from the last one, `reference`, which is then renewed.
+    """Scores of a match of up to 40 games against `reference`, the best network so far, of the Elo in `progress`.
 
     It is played with a quarter of the simulations, to cost little.
     """
@@ -992,7 +995,6 @@ def compete(network: Agent, reference: Agent, go: Go, args: Args, progress: dict
     args = replace(args, simulations_end=math.ceil(args.simulations_end / 4))
     players = [make_player(go, make_evaluators(x, go, num_games, args), args) for x in (network, reference)]
     match = play_match(go, players, num_games, args.komi, args.seed + progress["iteration"])
-    reference.load_state_dict(network.state_dict())
     scores = {f"eval/{score}": match[score] for score in MATCH_SCORES if score in match}
     scores["eval/elo"] = progress["elo"] + compute_elo(match["win_rate"], match["distinct_games"])
     return scores | {"eval/moves": sum(map(len, match["games"]))}
@@ -1202,7 +1204,7 @@ def check_args(args: Args) -> None:
 def train(args: Args, checkpoint: dict | None = None) -> None:
     """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
     progress = {"iteration": 0, "global_step": 0, "eval_steps": 0, "seconds": [0.0, 0.0], "eval_seconds": [0.0, 0.0]}
-    progress |= {"elo": 0.0, "best_elo": -math.inf}
+    progress["elo"] = 0.0  # of the best network
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
     start = read_clock() - progress["seconds"]
@@ -1221,7 +1223,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     self_play = SelfPlay(go, num_games, args)
     pool = Pool(args.pool_size // WORLD_SIZE, size, device)
 
-    # The network that the next match is against is a part, too
+    # The best network so far, which matches are against, is a part, too
     parts = {"agent": agent, "optimizer": optimizer, "reference": make_network(agent, args)}
     if WORLD_SIZE == 1:
         parts |= {"self_play": self_play, "pool": pool}
@@ -1285,19 +1287,20 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         scalars["charts/learning_rate"] = lr.item()
         bar.update()
 
-        # Play the network of the last match, keep the one that scored best, log and save
+        # Play the best network, keep the new one where it wins half of the games or more, log and save
         is_last = progress["iteration"] >= args.num_epochs
         is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 8  # moves, dearer in few games at once
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
             scalars |= compete(network, parts["reference"], go, args, progress)
-            progress["elo"] = scalars["eval/elo"]
-            if progress["elo"] >= progress["best_elo"]:
-                progress["best_elo"] = progress["elo"]
+            if scalars["eval/win_rate"] >= 0.5 or not best_path.exists():
+                progress["elo"] = scalars["eval/elo"]
+                parts["reference"].load_state_dict(network.state_dict())
                 save_checkpoint(best_path, args, progress, {"agent": agent})
             progress["eval_steps"] += scalars["eval/moves"]
             progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
-            bar.set_postfix({"loss": f"{scalars['losses/loss']:.3f}", "elo": f"{progress['elo']:.0f}"}, refresh=False)
+            shown = {"loss": f"{scalars['losses/loss']:.3f}", "elo": f"{scalars['eval/elo']:.0f}"}
+            bar.set_postfix(shown, refresh=False)
         for name, value in scalars.items():
             writer.add_scalar(name, value, step)
         if is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0):
@@ -1348,8 +1351,7 @@ def main(argv: list[str] | None = None) -> None:
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
         fixed = ["env_id", "blocks", "channels", "score_weight"]
         if args.resume is not None:
-            fixed += "seed num_games pool_size komi".split()
-            fixed += ["pretrain_value_epochs", "pretrain_search_epochs"]
+            fixed += "seed num_games pool_size komi pretrain_value_epochs pretrain_search_epochs".split()
         for name in fixed:
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--{name.replace('_', '-')}: {path} was trained with {getattr(saved, name)}")

@@ -604,12 +604,17 @@ def test_losses_of_records_in_float64():
 
 def test_stages_and_schedules_of_a_training(tmp_path, monkeypatch):
     """What each epoch is played and trained with: from the first value to the last, and what the stages change."""
-    played, trained, sizes = [], [], []
-    play, train_minibatch, add = az.SelfPlay.play, az.train_minibatch, az.Pool.add
+    played, searched, trained, sizes = [], [], [], []
+    play, play_moves = az.SelfPlay.play, az.SelfPlay.play_moves
+    train_minibatch, add = az.train_minibatch, az.Pool.add
 
     def watch_play(self, evaluators, num_positions, num_simulations, epsilon, epoch):
         played.append((epoch, num_positions, num_simulations, round(epsilon, 6)))
         return play(self, evaluators, num_positions, num_simulations, epsilon, epoch)
+
+    def watch_moves(self, search, num_simulations, epsilon):
+        searched.append((search and search.compute_scores, num_simulations))
+        return play_moves(self, search, num_simulations, epsilon)
 
     def watch_training(agent, optimizer, pool, args, q_weight, value_coef):
         now = (round(q_weight, 6), value_coef, round(float(optimizer.param_groups[0]["lr"]), 8))
@@ -621,6 +626,7 @@ def test_stages_and_schedules_of_a_training(tmp_path, monkeypatch):
         add(self, images, loss, epoch, args)
 
     monkeypatch.setattr(az.SelfPlay, "play", watch_play)
+    monkeypatch.setattr(az.SelfPlay, "play_moves", watch_moves)
     monkeypatch.setattr(az, "train_minibatch", watch_training)
     monkeypatch.setattr(az.Pool, "add", watch_pool)
     flags = "--env-id Go-2x2 --num-games 4 --blocks 1 --channels 4 --pool-size 256 --batch-size 16 --eval-episodes 2"
@@ -630,6 +636,8 @@ def test_stages_and_schedules_of_a_training(tmp_path, monkeypatch):
     az.main([*flags.split(), "--run-dir", str(tmp_path)])
     # 5 % of the pool are new, in images of eight, and 15 % are trained on
     assert played == [(0, 2, 2, 0.8), (1, 2, 3, 0.7), (2, 2, 4, 0.6), (3, 2, 5, 0.5), (4, 2, 6, 0.4)]
+    kinds = [(None, 2), (az.ucb1_scores, 6), (az.puct_scores, 4), (az.puct_scores, 5), (az.puct_scores, 6)]
+    assert list(dict.fromkeys(searched)) == kinds  # classic UCB tries all five moves before it chooses
     epochs = list(dict.fromkeys(trained))
     assert [trained.count(row) for row in epochs] == [math.ceil(0.15 * 256 / 16)] * 5
     q_weights, value_coefs, learning_rates = zip(*epochs, strict=True)
@@ -1065,26 +1073,36 @@ def test_gtp_searches_what_is_on_the_board():
     assert num_kept > 10
 
 
-def test_elo_adds_up_over_matches_against_the_network_of_the_last_one(monkeypatch):
-    (agent, args), go, seen = make_agent(3, simulations_end=8, eval_episodes=4), az.Go(3), []
-    network, reference = az.make_network(agent, args), az.make_network(agent, args)
-    seeds = []
-    monkeypatch.setattr(az, "make_player", lambda go, evaluators, args: (evaluators[0].network, args.simulations_end))
+def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, monkeypatch):
+    """Matches on the way are against the best network, and Elo is counted from its own."""
+    rates, matches = [0.1, 0.9, 0.49, 0.5, 0.2], []  # the first one has nothing to replace
+
+    def make_player(go, evaluators, args, scores=None):
+        network = getattr(evaluators[0], "network", None)  # plain MCTS has none
+        return network and network.value_head[2].bias.item(), args.simulations_end
 
     def play_match(go, players, num_games, komi, seed):
-        assert [player[1] for player in players] == [2, 2] and num_games == 4
-        seen.append([player[0].value_head[2].bias.item() for player in players])
-        seeds.append(seed)
-        return {"win_rate": 0.75, "distinct_games": 4, "games": [[0, 1], [2]]}
+        matches.append((players, num_games, seed))
+        scores = dict.fromkeys(az.MATCH_SCORES, 0.5) | {"win_rate": (rates + 4 * [0.5])[len(matches) - 1]}
+        return scores | {"distinct_games": 4, "games": [[0, 1], [2]]}
 
+    monkeypatch.setattr(az, "make_player", make_player)
     monkeypatch.setattr(az, "play_match", play_match)
-    gain = az.compute_elo(0.75, 4)
-    for k in range(3):
-        network.value_head[2].bias.fill_(k + 1.0)
-        scores = az.compete(network, reference, go, args, {"elo": 10.0 * k, "iteration": k})
-        assert scores["eval/elo"] == pytest.approx(10.0 * k + gain) and scores["eval/moves"] == 3
-    assert gain > 0 and [one for one, _ in seen] == [1, 2, 3] and [other for _, other in seen][1:] == [1, 2]
-    assert len(set(seeds)) == 3  # other openings each time
+    flags = "--env-id Go-2x2 --num-games 4 --blocks 1 --channels 4 --pool-size 256 --batch-size 16 --eval-episodes 4"
+    flags += " --eval-interval 1 --num-epochs 5 --simulations-start 2 --simulations-end 6"
+    az.main([*flags.split(), "--run-dir", str(tmp_path)])
+    news, olds = zip(*(players for players, _, _ in matches[:5]), strict=True)
+    assert len({*news, olds[0]}) == 6 and olds[1:] == (news[0], news[1], news[1], news[3])
+    assert {sims for _, sims in (*news, *olds)} == {2} and {n for _, n, _ in matches} == {4}  # a quarter of 6
+    assert len({seed for _, _, seed in matches[:5]}) == 5  # other openings each time
+    finals = [players[0][0] for players, _, _ in matches[5:]]
+    assert finals == [news[4][0]] * 2 + [news[3][0]] * 2  # the last network, and the best one
+    (path,) = tmp_path.iterdir()
+    best, last = (torch.load(path / name, weights_only=True) for name in ("best.pt", "checkpoint.pt"))
+    gains = [compute_elo(rate, 4) for rate in rates]
+    elos = [sum(gains[k] for k in summed) for summed in ([0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4])]
+    assert best["elo"] == last["elo"] == pytest.approx(elos[3]) and (best["iteration"], last["iteration"]) == (4, 5)
+    assert [value for _, value in read_scalars(path)["eval/elo"]] == pytest.approx(elos, rel=1e-4)
 
 
 def test_plain_mcts_tries_moves_in_no_order_and_plays_to_win(monkeypatch):

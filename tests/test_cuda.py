@@ -51,7 +51,7 @@ CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 4 --num
 CHANGE += " --eval-interval 100 --eval-episodes 1"
 GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 2 --simulations-end 2 --num-slots 2"
 GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --checkpoint-interval 0 --eval-interval 100"
-GO += " --eval-episodes 1"
+GO += " --eval-episodes 1 --pretrain-value-epochs 0 --pretrain-search-epochs 1"
 RUNS = {
     "go": Run(az, GO, max_waits=400, max_launches=12000),  # its graphs are of the network alone, one for each slot
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
