@@ -176,7 +176,7 @@ def show(value: float | None, digits: int = 3) -> str:
         return "-"
     value = float(f"{value:.{digits - 1}e}") if abs(value) < 1 else value  # 0.00999999 has the digits of 0.01
     if abs(value) < 1e-9 or abs(value) >= 10 ** (digits - 1):  # rounding aside, the first are zero
-        return f"{value:,.0f}"
+        return f"{value:z,.0f}"
     return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}"
 
 
