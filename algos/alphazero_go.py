@@ -24,8 +24,8 @@ What is computed, with values v in [0, 1] from the side to move, v = 1 - v for t
         --root-selection gumbel searches the moves of largest g(a) + l(a), g ~ Gumbel, then the better half, and so on
 
 Stages, in epochs: --pretrain-value-epochs of random games, from which the value is learned; --pretrain-search-epochs of
-search by classic UCB, where the prior orders first visits alone, with 5/4 A simulations or more; then self-play. Each
-epoch plays on until enough records are new, and trains on the pool, which begins empty in each stage.
+search by classic UCB, where the prior orders first visits alone, with 5 A // 4 simulations or more; then self-play.
+Each epoch plays on until enough records are new, and trains on the pool. Games and pool begin anew in each stage.
 
 Shapes: G games side by side, R some of them, M nodes of a tree, A = n^2 + 1 moves, D longest path from a root to a
 leaf, E edges of several paths, B records of a batch.
@@ -115,7 +115,7 @@ class Args:
     num_slots: Literal[1, 2] = 1  # batches in flight; two pay where the network takes as long as the tree
     pseudo_limit: float = 0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
     c_puct: float = 0.5  # exploration c, eq. 1
-    root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise and temperature
+    root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise
     gumbel_moves: int = 16  # moves that are searched side by side in the first round, eq. 8
     noise: Literal["additive", "convex"] = "convex"  # on the prior of puct roots, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
@@ -126,7 +126,7 @@ class Args:
     # Algorithm
     num_epochs: int = 30  # epochs of self-play and training, those of pretraining included
     pretrain_value_epochs: int = 2  # first epochs that learn the value of random games with a frozen policy head
-    pretrain_search_epochs: int = 2  # epochs after those that search by classic UCB, without the prior
+    pretrain_search_epochs: int = 2  # epochs after those, of search by classic UCB with c_puct for its c
     pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them
     generate_fraction: float = 0.05  # new records of an epoch, as a share of the pool's size
     train_fraction: float = 0.15  # records trained on in an epoch, as a share of the pool's size
@@ -1287,7 +1287,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         scalars["charts/learning_rate"] = lr.item()
         bar.update()
 
-        # Play the best network, keep the new one where it wins half of the games or more, log and save
+        # Play the best network, keep the new one where it wins half of the games or is the first, log and save
         is_last = progress["iteration"] >= args.num_epochs
         is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 8  # moves, dearer in few games at once
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
