@@ -105,7 +105,8 @@ def test_a_run_of_two_processes_goes_on(script, ranks):
     weights = [{k: x for k, x in end["agent"].items() if not STATISTICS.search(k)} for end in (resumed, half)]
     torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
     steps = [{float(state["step"]) for state in x["optimizer"]["state"].values()} for x in (whole, resumed)]
-    assert len(steps[0]) == len(steps[1]) == (4 if script == "ppo_change_detection" else 1)  # by stage
+    num_stages = {"ppo_change_detection": 4, "alphazero_go": 2}.get(script, 1)  # that train other parts of the network
+    assert len(steps[0]) == len(steps[1]) == num_stages
     # R2D2's replay starts empty and fills first
     assert steps[0] == steps[1] or (script == "r2d2_lstm" and max(steps[1]) > half["num_updates"])
     alone = ranks.out / "half"
