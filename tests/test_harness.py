@@ -582,7 +582,11 @@ def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
     try:
         process = start_harness(suite, "--runs", runs, "--address", cluster.address)
         wait_until(lambda: len(find_processes(runs)) == 2 and len(list(runs.rglob("checkpoint.pt"))) == 2)
+        for cell in find_processes(runs):
+            cell.suspend()  # neither is done before the node is gone, on however fast a machine
         cluster.remove_node(node, allow_graceful=False)
+        (cell,) = wait_until(lambda: len(cells := find_processes(runs)) == 1 and cells)
+        cell.resume()
         output, _ = process.communicate(timeout=300)
     finally:
         cluster.shutdown()
