@@ -1167,17 +1167,17 @@ def test_gtp_analysis():
         time.sleep(1.0)
         yield "name\n"
 
-    for interval, low, high in (
-        (10, 1, 20),
-        (10_000, 0, 0),
-    ):  # analyses until the next line comes, which is heard at once
+    for interval in (10, 10_000):  # analyses until the next line comes, which is heard at once
         engine.out.seek(0)
         engine.out.truncate()
         start = time.monotonic()
         engine.serve(slow_lines(interval))
-        assert time.monotonic() - start < 30
+        seconds = time.monotonic() - start
+        assert seconds < 30
         analysis, name = engine.out.getvalue().split("\n\n")[:2]
-        assert analysis.startswith("=3") and low <= analysis.count("\ninfo move ") <= high and name == "= alphazero_go"
+        most = 100 * seconds / interval  # an interval is in hundredths of a second
+        assert min(1, int(most)) <= analysis.count("\ninfo move ") <= most
+        assert analysis.startswith("=3") and name == "= alphazero_go"
 
 
 def test_gtp_resigns_where_it_is_told_to():
@@ -1212,8 +1212,9 @@ def test_gtp_analysis_of_a_full_tree_waits(monkeypatch):
         time.sleep(1.0)
         yield "quit"
 
+    start = time.monotonic()
     engine.serve(lines())
-    assert 1 <= engine.out.getvalue().count("info move C3 ") <= 6
+    assert 1 <= engine.out.getvalue().count("info move C3 ") <= (time.monotonic() - start) / 0.2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
