@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -570,6 +571,15 @@ def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
     assert list(count_results(runs).values()) == [1]
 
 
+def suspend_cells(runs):
+    """Processes of cells that have begun to train, which stand still from now on."""
+    cells = find_processes(runs)
+    begun = [cell for cell in cells if list(Path(cell.info["cmdline"][-1]).rglob("checkpoint.pt"))]
+    for cell in begun:
+        cell.suspend()
+    return begun
+
+
 @pytest.mark.slow
 def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
     """Two nodes on this machine, one killed while its cell runs: all cells are done in the end, none twice."""
@@ -582,9 +592,7 @@ def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
     node = cluster.add_node(num_cpus=1)
     try:
         process = start_harness(suite, "--runs", runs, "--address", cluster.address)
-        wait_until(lambda: len(find_processes(runs)) == 2 and len(list(runs.rglob("checkpoint.pt"))) == 2)
-        for cell in find_processes(runs):
-            cell.suspend()  # neither is done before the node is gone, on however fast a machine
+        wait_until(lambda: len(suspend_cells(runs)) == 2, 300)  # neither is done before the node is gone
         cluster.remove_node(node, allow_graceful=False)
         (cell,) = wait_until(lambda: len(cells := find_processes(runs)) == 1 and cells)
         cell.resume()
