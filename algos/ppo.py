@@ -58,7 +58,7 @@ from tqdm import tqdm
 sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
 from envs_shared.gym_tasks.normalization import BoxUnits, RewardScaler, RunningMeanStd
-from envs_shared.gym_tasks.scores import EpisodeScores, play_episodes
+from envs_shared.gym_tasks.scores import EpisodeScores, own_random_numbers, play_episodes
 from envs_shared.gym_tasks.vector import make_vec, num_values
 
 SCRIPT = "ppo"
@@ -355,7 +355,7 @@ def evaluate(agent: Agent, args: Args, device, num_episodes: int, stream: int, f
     seed = int(np.random.SeedSequence([args.seed, stream]).generate_state(1)[0])
     video_folder = folder if args.capture_video else None
     vectorization = "auto" if args.vectorization in ("auto", "torch") else "sync"
-    with torch.random.fork_rng(devices=[]):  # training's random numbers stay what they are
+    with own_random_numbers(seed):  # training's stay what they are
         num_envs = min(args.num_envs, num_episodes)
         envs = make_envs(args, num_envs, seed, vectorization=vectorization, video_folder=video_folder)
         return play_episodes(envs, lambda obs: agent.get_action(obs.to(device)), num_episodes)

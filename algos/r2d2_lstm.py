@@ -60,7 +60,7 @@ sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
 from envs_shared.gym_tasks.memory import MEMORYLESS_CEILING  # and registers the memory tasks
 from envs_shared.gym_tasks.normalization import RunningMeanStd
-from envs_shared.gym_tasks.scores import EndlessScores, EpisodeScores, play_episodes
+from envs_shared.gym_tasks.scores import EndlessScores, EpisodeScores, own_random_numbers, play_episodes
 from envs_shared.gym_tasks.vector import make_vec
 
 SCRIPT = "r2d2_lstm"
@@ -335,6 +335,7 @@ class SequenceReplay(nn.Module):
         noise = torch.rand(num_windows, dtype=torch.float64, device=cumulative.device)
         points = (torch.arange(num_windows, device=noise.device) + noise) / num_windows * cumulative[-1]
         index = torch.searchsorted(cumulative, points.clamp(min=1e-300))  # 0 would draw an empty window
+        index = index.clamp(max=len(cumulative) - 1)  # sums that are not finite are beyond all
         weights = self.priority[index].pow(-alpha * beta)  # the sum in P cancels
         return index, weights / weights.max()
 
@@ -503,7 +504,7 @@ def make_envs(args: Args, num_envs: int, seed: int, **kwargs):
 def evaluate(agent: QNetwork, args: Args, device: torch.device, num_episodes: int, stream: int) -> dict[str, float]:
     """Scores of the greedy actions, in environments that are the same for every call with the same `stream`."""
     seed = int(np.random.SeedSequence([args.seed, stream]).generate_state(1)[0])
-    with torch.random.fork_rng(devices=[]):  # training's random numbers stay what they are
+    with own_random_numbers(seed):  # training's stay what they are
         envs = make_envs(args, min(args.num_envs, num_episodes), seed, vectorization=args.vectorization)
         actor = Actor(envs, args, device)
 

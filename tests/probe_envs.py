@@ -1,6 +1,7 @@
 """Tiny environments with known optima, registered as `probe_envs:Name-v0`."""
 
 import random
+from collections import deque
 
 import gymnasium as gym
 import numpy as np
@@ -205,6 +206,64 @@ class GlobalRandom(Fixed):
         return obs, float(obs.sum()), *rest
 
 
+class Holder(gym.Env):
+    """Holds what people's environments hold, and shows all of it: one array under two names, sums by key, and so on."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (5,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.array = np.zeros(2)
+        self.same_array = self.array
+        self.list = [0]
+        self.lists = {"same": self.list, ("a", 1): (0, deque([1], 3))}
+        self.goals = gym.spaces.Dict(a=gym.spaces.Tuple([gym.spaces.Discrete(9)] * 2))
+        self.generator = None  # made when it is first used
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.goals.seed(seed)
+        self.steps = 0
+        return np.zeros(5, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        self.generator = self.generator or np.random.default_rng(self.np_random.integers(99))
+        self.array += self.generator.random(2)
+        self.list[0] += self.steps
+        self.lists["a", 1][1].append(int(action))
+        sums = [self.same_array.sum(), self.lists["same"][0], sum(self.lists["a", 1][1])]
+        obs = np.array([*sums, *self.goals.sample()["a"]], np.float32)
+        return obs, 0.0, self.steps == 7, False, {"episode": {"r": 1e9, "l": 1}}  # a name that others use, too
+
+
+class Odd(Fixed):
+    """Holds a value that plain data cannot tell from another."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+
+class HalfEndless(gym.Env):
+    """Every second one, by its seed, never ends; the others end after 4 steps. Reward 1 a step."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.length = (4, np.inf)[seed % 2]
+        self.steps = 0
+        return np.ones(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.ones(1, np.float32), 1.0, self.steps >= self.length, False, {}
+
+
 class Views(Fixed):
     """Two views of one array: copies of them would part."""
 
@@ -328,7 +387,7 @@ def register(name, entry_point, **kwargs):
 
 for env_class in (Endless, Ledger, Digits, Shifted, Aim, FarAim, Fixed, Opaque, NoLimit, Broken, GlobalRandom, Views):
     register(env_class.__name__, env_class)
-for env_class in (Sums, Quadrants, Recall):
+for env_class in (Sums, Quadrants, Recall, Holder, HalfEndless):
     register(env_class.__name__, env_class)
 register("EndlessTerminating", Endless, kwargs={"ending": "terminate"})
 for layout in ("CHW", "HWC", "HW"):

@@ -1,13 +1,17 @@
 """The vector environments: saved states that continue exactly, and errors of one line."""
 
+import enum
+import random
 import sys
+from collections import Counter, defaultdict, namedtuple
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from probe_envs import Fixed, Picture
+from probe_envs import Fixed, Odd, Picture
 
+from envs_shared.gym_tasks import scores as gym_scores
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, NUM_EXTRA
 from envs_shared.gym_tasks.packages import MODULES
 from envs_shared.gym_tasks.scores import play_episodes
@@ -38,6 +42,8 @@ def play(envs, num_steps, seed):
         ("Acrobot-v1", "auto"),
         ("MountainCarContinuous-v0", "auto"),
         ("probe_envs:SameStepFixed-v0", "auto"),
+        ("probe_envs:Holder-v0", "auto"),
+        ("probe_envs:GlobalRandom-v0", "auto"),
         ("envs_shared.gym_tasks.memory:RepeatPreviousEasy-v0", "auto"),
         ("envs_shared.gym_tasks.memory:RepeatPreviousEasy-v0", "sync"),
         ("envs_shared.gym_tasks.memory:TMaze10-v0", "auto"),
@@ -64,6 +70,31 @@ def test_state_that_is_not_plain_data_is_reported_not_guessed():
     assert make_vec("probe_envs:Opaque-v0", 2, 1)[0].state_dict() is None
     assert make_vec("CartPole-v1", 2, 1, "async")[0].state_dict() is None
     assert make_vec("probe_envs:Views-v0", 2, 1)[0].state_dict() is None
+
+
+class Direction(enum.IntEnum):
+    NORTH = 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Direction.NORTH,
+        {np.int64(1): 2},
+        {(1, Direction.NORTH): 2},
+        defaultdict(int),
+        Counter("a"),
+        namedtuple("Point", "x y")(0, 0),
+        np.zeros(3, ">f4"),
+        np.array([None]),
+        {1, 2},
+        random.Random(1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_only_looks_plain_is_not_saved(value):
+    envs, _ = make_vec("probe-v0", 2, 1, make_env=lambda env_id, **kwargs: Odd(value))
+    assert envs.state_dict() is None
 
 
 def test_saving_is_a_copy():
@@ -124,6 +155,31 @@ def test_episodes_are_played_evenly_and_counted_once():
     assert scores["eval/episodic_return"] == pytest.approx(np.mean(returns))
     assert scores["eval/episodic_return_std"] == pytest.approx(np.std(returns))
     assert scores["eval/episodic_length"] == 5
+
+
+def test_a_long_episode_is_cut_while_others_go_on(monkeypatch, capsys):
+    """Of 100 episodes, 50 of 4 steps, and one that has no end beside them."""
+    monkeypatch.setattr(gym_scores, "MAX_STEPS", 60)
+    envs, _ = make_vec("probe_envs:HalfEndless-v0", 2, 2)
+    scores = play_episodes(envs, lambda obs: torch.zeros(2, 1), 100)
+    assert scores["eval/episodic_return"] == scores["eval/episodic_length"] == pytest.approx((50 * 4 + 60) / 51)
+    assert "1 episodes were cut off" in capsys.readouterr().out
+
+
+def test_an_evaluation_has_random_numbers_of_its_own():
+    def draw():
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = [draw() for _ in range(2)]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    found = [draw()]
+    inside = []
+    for seed in (7, 7, 8):
+        with gym_scores.own_random_numbers(seed):
+            inside.append(draw())
+    assert [*found, draw()] == expected
+    assert inside[0] == inside[1] != inside[2] and len({*expected[1], *inside[0], *inside[2]}) == 9
 
 
 @pytest.mark.parametrize(

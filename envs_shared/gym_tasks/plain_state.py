@@ -19,61 +19,92 @@ def is_fixed(value) -> bool:
     return isinstance(value, FIXED_TYPES) or (isinstance(value, np.ndarray) and value.dtype.kind in "SU")
 
 
-def get_plain_state(value, owners: dict | None = None):
+def is_plain(value) -> bool:
+    """Whether `value` is of exactly one of PLAIN_TYPES (of a subclass, such as an enum, more would have to be saved)."""
+    return type(value) in PLAIN_TYPES
+
+
+def list_generators(space: gym.Space) -> list[np.random.Generator]:
+    """The generator of a space and those of the spaces it is made of."""
+    parts = getattr(space, "spaces", ())
+    parts = [*(parts.values() if isinstance(parts, dict) else parts), *vars(space).values()]
+    spaces = [part for part in parts if isinstance(part, gym.Space)]
+    return [space.np_random, *(generator for part in spaces for generator in list_generators(part))]
+
+
+def get_plain_state(value, seen: dict | None = None):
     """Copy the state of an environment, its wrappers and sub-environments into tensors, numbers, lists and dicts.
 
-    The result holds nothing that `torch.load(weights_only=True)` refuses. Raises TypeError for a member that is not
-    plain data, such as a handle into a simulator or a subprocess, and for two arrays that are views of one memory:
-    copies of them would part. `owners` maps memory to the one array seen on it.
+    The result holds nothing that `torch.load(weights_only=True)` refuses. What is the same object in two places is so
+    in the copy, too. Raises TypeError for what is not plain data, such as a handle into a simulator or a subprocess, a
+    container of another type than Python's own or keys that are no text or numbers; also for two arrays that are views
+    of one memory, as copies of them would part; and ValueError for an array that torch has no type for. `seen` maps
+    objects, and the memory of arrays, to themselves (which keeps their ids) and their copies.
     """
-    owners = {} if owners is None else owners
+    seen = {} if seen is None else seen
     if is_fixed(value):
         return None
-    if isinstance(value, (np.ndarray, np.generic)):  # before PLAIN_TYPES: np.float64 is a float
-        if isinstance(value, np.ndarray):
-            memory = value
-            while isinstance(memory.base, np.ndarray):
-                memory = memory.base
-            if owners.setdefault(id(memory), value) is not value:
-                raise TypeError("two views of one array")
-        return torch.from_numpy(np.array(value))  # TypeError for arrays of objects
-    if isinstance(value, PLAIN_TYPES):
+    if is_plain(value):
         return value
-    if isinstance(value, np.random.Generator):
-        return get_plain_state(value.bit_generator.state)
-    if isinstance(value, gym.Space):
-        return get_plain_state(value.np_random)
-    if isinstance(value, dict):
-        return {k: get_plain_state(v, owners) for k, v in value.items()}
-    if isinstance(value, (list, tuple, deque)):
-        return [get_plain_state(v, owners) for v in value]
-    if isinstance(value, ENV_TYPES):
-        return get_plain_state(vars(value), owners)
-    raise TypeError(f"{type(value).__name__} is not plain data")
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if isinstance(value, (np.ndarray, np.generic)):
+        memory = value
+        while isinstance(getattr(memory, "base", None), np.ndarray):
+            memory = memory.base
+        if ("memory", id(memory)) in seen:
+            raise TypeError("two views of one array")
+        state = torch.from_numpy(np.array(value))  # TypeError for arrays of objects
+        seen["memory", id(memory)] = memory, state
+    elif isinstance(value, np.random.Generator):
+        state = get_plain_state(value.bit_generator.state)
+    elif isinstance(value, gym.Space):
+        state = [get_plain_state(generator) for generator in list_generators(value)]
+    elif isinstance(value, ENV_TYPES):
+        state = {name: get_plain_state(member, seen) for name, member in vars(value).items()}
+    elif type(value) is dict and all(is_plain(k) or (type(k) is tuple and all(map(is_plain, k))) for k in value):
+        state = {k: get_plain_state(v, seen) for k, v in value.items()}
+    elif type(value) in (list, tuple, deque):
+        state = (tuple if type(value) is tuple else list)(get_plain_state(v, seen) for v in value)
+    else:
+        raise TypeError(f"{type(value).__name__} is not plain data")
+    seen[id(value)] = value, state
+    return state
 
 
-def set_plain_state(value, state):
-    """Return `value` with the state that `get_plain_state` copied; environments and generators change in place."""
+def set_plain_state(value, state, seen: dict | None = None):
+    """Return `value` with the state that `get_plain_state` copied; environments and generators change in place.
+
+    `seen` maps the states that are tensors, lists and dicts to what they have become.
+    """
+    seen = {} if seen is None else seen
     if is_fixed(value):
         return value
+    if id(state) in seen:
+        return seen[id(state)]
     if isinstance(state, torch.Tensor):
-        return state.numpy().copy()[()]  # [()] turns 0-d arrays back into numpy scalars
-    if isinstance(value, np.random.Generator):
-        value.bit_generator.state = set_plain_state(value.bit_generator.state, state)
+        new = state.numpy().copy()[()]  # [()] turns 0-d arrays back into numpy scalars
     elif isinstance(value, gym.Space):
-        set_plain_state(value.np_random, state)
+        for generator, item in zip(list_generators(value), state, strict=True):
+            set_plain_state(generator, item)
+        new = value
     elif isinstance(value, ENV_TYPES):
         for name, item in state.items():
-            setattr(value, name, set_plain_state(vars(value).get(name), item))
+            setattr(value, name, set_plain_state(vars(value).get(name), item, seen))
+        new = value
+    elif isinstance(state, dict) and "bit_generator" in state:
+        new = value if isinstance(value, np.random.Generator) else np.random.default_rng()
+        new.bit_generator.state = {k: set_plain_state(None, v) for k, v in state.items()}
     elif isinstance(state, dict):
         old = value if isinstance(value, dict) else {}
-        return {k: set_plain_state(old.get(k), v) for k, v in state.items()}
-    elif isinstance(state, list):
+        new = {k: set_plain_state(old.get(k), v, seen) for k, v in state.items()}
+    elif isinstance(state, (list, tuple)):
         old = list(value)[: len(state)] if isinstance(value, (list, tuple, deque)) else []
-        items = [set_plain_state(a, b) for a, b in zip(old + [None] * (len(state) - len(old)), state, strict=True)]
+        items = zip(old + [None] * (len(state) - len(old)), state, strict=True)
+        new = type(state)([set_plain_state(a, b, seen) for a, b in items])
         if isinstance(value, deque):
-            return deque(items, value.maxlen)
-        return tuple(items) if isinstance(value, tuple) else items
+            new = deque(new, value.maxlen)
     else:
         return state
-    return value
+    seen[id(state)] = new
+    return new

@@ -1,6 +1,8 @@
 """Scores of episodes: of those that end in training, and of those that a policy plays to be evaluated."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -75,6 +77,21 @@ class EndlessScores:
         vars(self).update(state)
 
 
+@contextmanager
+def own_random_numbers(seed: int) -> Iterator[None]:
+    """Inside, random numbers of torch on the CPU, of numpy and of Python are those of `seed`; outside, as if not."""
+    kept = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            yield
+    finally:
+        np.random.set_state(kept[0])
+        random.setstate(kept[1])
+
+
 def play_episodes(envs, policy: Callable[[torch.Tensor], torch.Tensor], num_episodes: int) -> dict[str, float]:
     """Mean and deviation of the returns and mean length of episodes under `policy`, from [B, D] to actions [B, A].
 
@@ -84,18 +101,21 @@ def play_episodes(envs, policy: Callable[[torch.Tensor], torch.Tensor], num_epis
     """
     quota = num_episodes // envs.num_envs + (np.arange(envs.num_envs) < num_episodes % envs.num_envs)
     episodes = []
-    num_steps = np.zeros(envs.num_envs, np.int64)  # [B] of the running episodes
+    num_cut = 0
     bar = tqdm(desc="evaluation", unit="step", delay=3, leave=False)
-    while (quota > 0).any() and num_steps[quota > 0].min() < MAX_STEPS:
+    while (quota > 0).any():
         bar.update(envs.num_envs)
         extra = envs.step(policy(envs.rows[:, : envs.obs_dim]))[:, envs.obs_dim :].numpy()
-        num_steps = np.where(extra[:, EPISODE_LENGTH] > 0, 0, num_steps + 1)
         ended = (extra[:, EPISODE_LENGTH] > 0) & (quota > 0)
         quota[ended] -= 1
         episodes.extend(extra[ended, EPISODE_RETURN : EPISODE_LENGTH + 1].tolist())
-    if quota.any():
-        print(f"{(quota > 0).sum()} episodes were cut off in evaluation and count with their return so far")
-        episodes += np.stack((envs.envs.episode_returns, envs.envs.episode_lengths), 1)[quota > 0].tolist()
+        is_cut = (envs.envs.episode_lengths >= MAX_STEPS) & (quota > 0) & ~ended
+        if is_cut.any():
+            quota[is_cut] = 0
+            num_cut += is_cut.sum()
+            episodes += np.stack((envs.envs.episode_returns, envs.envs.episode_lengths), 1)[is_cut].tolist()
+    if num_cut > 0:
+        print(f"{num_cut} episodes were cut off in evaluation and count with their return so far")
     envs.close()
     returns, lengths = np.array(episodes).T
     return {

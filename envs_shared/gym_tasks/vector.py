@@ -16,6 +16,7 @@ A script sees every environment through this interface, which `torch_cartpole.To
 """
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from envs_shared.gym_tasks import packages
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
 from envs_shared.gym_tasks.plain_state import get_plain_state, set_plain_state
 from envs_shared.gym_tasks.torch_cartpole import TorchCartPole
+
+EPISODE = "episode_of_row"  # in `infos`, where environments that count themselves have "episode"
 
 
 def make_vec(
@@ -143,7 +146,7 @@ class GymVec:
         if autoreset_mode == AutoresetMode.DISABLED:
             raise ValueError("the environments must reset themselves, but their autoreset mode is DISABLED")
         self.same_step = autoreset_mode == AutoresetMode.SAME_STEP
-        self.envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
+        self.envs = gym.wrappers.vector.RecordEpisodeStatistics(envs, stats_key=EPISODE)
         self.num_envs = envs.num_envs
         self.single_action_space = envs.single_action_space
         self.single_observation_space = space = envs.single_observation_space
@@ -190,19 +193,23 @@ class GymVec:
         rows[:, :d] = self.flatten(obs)
         rows[:, d:] = 0.0
         rows[:, d + REWARD], rows[:, d + TERMINATED], rows[:, d + TRUNCATED] = rewards, terminated, truncated
-        if "episode" in infos:
-            rows[:, d + EPISODE_RETURN], rows[:, d + EPISODE_LENGTH] = infos["episode"]["r"], infos["episode"]["l"]
+        if EPISODE in infos:
+            rows[:, d + EPISODE_RETURN], rows[:, d + EPISODE_LENGTH] = infos[EPISODE]["r"], infos[EPISODE]["l"]
         if self.same_step and (terminated | truncated).any():
             ended = np.flatnonzero(terminated | truncated)
             rows[ended, d + NUM_EXTRA :] = self.flatten(np.stack([infos["final_obs"][i] for i in ended]))
         return self.rows
 
     def state_dict(self):
-        """The environments' state as plain data and their last rows, or None where it is more than plain data."""
+        """The environments' state as plain data, that of numpy's and Python's generators, and the last rows.
+
+        None where an environment is more than plain data.
+        """
         try:
-            return {"envs": get_plain_state(self.envs), "rows": self.rows.clone()}
-        except (TypeError, RecursionError):
+            state = {"envs": get_plain_state(self.envs), "rows": self.rows.clone()}
+        except (TypeError, ValueError, RecursionError):
             return None
+        return state | {"np_random": get_plain_state(np.random.get_state()), "random": random.getstate()}
 
     def load_state_dict(self, state) -> None:
         """Restore what `state_dict` returned, into environments made the same way; None changes nothing."""
@@ -210,6 +217,8 @@ class GymVec:
             return print("the checkpoint does not hold the state of these environments: their episodes start anew")
         set_plain_state(self.envs, state["envs"])
         self.rows.copy_(state["rows"])
+        np.random.set_state(set_plain_state(None, state["np_random"]))
+        random.setstate(state["random"])
 
     def close(self) -> None:
         """Release the environments."""
