@@ -504,6 +504,10 @@ def test_samples_follow_the_priorities(monkeypatch, alpha):
     np.testing.assert_allclose(torch.bincount(singles, minlength=7) / 4000, p, atol=0.03)
     monkeypatch.setattr(torch, "rand", torch.zeros)  # the lowest point
     assert replay.sample(1, alpha, 0.6)[0].item() == 1
+    for broken in (math.nan, math.inf):  # a window still, whose loss says what is wrong
+        replay.priority[1] = broken
+        index, weights = replay.sample(3, alpha, 0.6)
+        assert ((index >= 0) & (index < 7)).all() and not weights.isfinite().all()
 
 
 def test_new_windows_get_the_largest_priority():

@@ -20,7 +20,7 @@ def is_fixed(value) -> bool:
 
 
 def is_plain(value) -> bool:
-    """Whether `value` is of exactly one of PLAIN_TYPES (of a subclass, such as an enum, more would have to be saved)."""
+    """Whether `value` is of exactly one of PLAIN_TYPES: of a subclass, such as an enum, there is more to save."""
     return type(value) in PLAIN_TYPES
 
 
