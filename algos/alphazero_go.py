@@ -8,7 +8,7 @@ Danihelka et al. 2022, "Policy improvement by planning with Gumbel" (ICLR), for 
     python algos/alphazero_go.py --env-id Go-9x9 --komi 7.5 --num-games 1024 --blocks 6 --channels 64 --bf16 \
         --pool-size 500000 --simulations-start 64 --simulations-end 400 --num-epochs 400 --num-slots 2   # on a GPU
     torchrun --nproc-per-node 2 algos/alphazero_go.py      # several GPUs (CPU processes: --no-cuda)
-    python algos/alphazero_go.py --gtp CHECKPOINT          # play against it from Sabaki, GoGui or GNU Go
+    python algos/alphazero_go.py --gtp CHECKPOINT          # play against it from Sabaki or GoGui
 
 What is computed, with values v in [0, 1] from the side to move, v = 1 - v for the other side:
 
@@ -132,7 +132,7 @@ class Args:
     train_fraction: float = 0.15  # records trained on in an epoch, as a share of the pool's size
     replay_order: Literal["loss", "mix", "uniform"] = "mix"  # largest losses of eq. 7, half drawn by them, or at random
     loss_clamp: float = 0.5  # largest loss of eq. 7 that counts where records are drawn
-    max_reuse: int = 12  # times a record is trained on, at most, while others are left
+    max_reuse: int = 12  # times a record is trained on, at most, while there are batches of others
     max_age: int = 30  # epochs after which a record is evicted first
     batch_size: int = 128  # records of a minibatch B, over all processes
     learning_rate: float = 4e-3  # of AdamW
@@ -1189,12 +1189,15 @@ def check_args(args: Args) -> None:
     may_be_zero += [*shares, "owner_coef", "weight_decay"]
     for name, value in vars(args).items():
         is_number = type(value) in (int, float) and name != "komi"
-        if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0")
+        if is_number and not (0 < value < math.inf or (value == 0 and name in may_be_zero)):
+            least = "at least" if name in may_be_zero else "above"
+            fail(f"--{name.replace('_', '-')} {value}: has to be {least} 0, and finite")
         if name in shares and value > 1:
             fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
         if name in ("num_games", "batch_size", "pool_size") and value % WORLD_SIZE:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
+    if args.seed >= 2**62:
+        fail(f"--seed {args.seed}: has to be below 2^62")
     if not abs(args.komi) <= get_size(args) ** 2:
         fail(f"--komi {args.komi}: more than the board has points")
     if args.pool_size < 8 * args.batch_size:
@@ -1293,7 +1296,8 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
             scalars |= compete(network, parts["reference"], go, args, progress)
-            if scalars["eval/win_rate"] >= 0.5 or not best_path.exists():
+            is_first = progress["eval_steps"] == 0 or not best_path.exists()
+            if is_first or scalars["eval/win_rate"] >= 0.5:
                 progress["elo"] = scalars["eval/elo"]
                 parts["reference"].load_state_dict(network.state_dict())
                 save_checkpoint(best_path, args, progress, {"agent": agent})

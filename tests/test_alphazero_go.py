@@ -1118,6 +1118,33 @@ def test_plain_mcts_tries_moves_in_no_order_and_plays_to_win(monkeypatch):
     assert searches[-1].args.score_weight == 0  # and that is all that counts, as in the rollouts
 
 
+def test_a_first_network_that_loses_is_the_first_again_after_a_kill(tmp_path, monkeypatch):
+    """A run that died between its first best.pt and its next checkpoint.pt, against one that did not."""
+    flags = "--env-id Go-2x2 --num-games 2 --pool-size 128 --batch-size 8 --num-epochs 2 --eval-interval 1 --blocks 1"
+    flags += " --channels 4 --simulations-start 4 --simulations-end 4 --eval-episodes 2 --pretrain-value-epochs 0"
+    flags = [*flags.split(), "--pretrain-search-epochs", "0", "--komi", "1"]
+    wins = []
+
+    def compete(network, reference, go, args, progress):
+        wins.append(0.3 if progress["iteration"] == 1 else 0.4)
+        if progress["iteration"] == 2 and wins.count(0.4) == 2:
+            raise RuntimeError("killed")
+        scores = {"eval/win_rate": wins[-1], "eval/distinct_games": 2, "eval/moves": 4}
+        return scores | {"eval/elo": progress["elo"] + az.compute_elo(wins[-1], 2)}
+
+    monkeypatch.setattr(az, "compete", compete)
+    az.main([*flags, "--run-dir", str(tmp_path / "whole")])
+    with pytest.raises(RuntimeError, match="killed"):
+        az.main([*flags, "--run-dir", str(tmp_path / "cut")])
+    (cut,) = (tmp_path / "cut").iterdir()
+    assert torch.load(cut / "best.pt")["iteration"] == 1 and torch.load(cut / "checkpoint.pt")["iteration"] == 0
+    az.main(["--resume", str(cut / "checkpoint.pt")])
+    ends = [torch.load(path / "checkpoint.pt") for path in (*(tmp_path / "whole").iterdir(), cut)]
+    assert ends[0]["elo"] == ends[1]["elo"] < 0 and ends[0]["eval_steps"] == ends[1]["eval_steps"] == 8
+    for name, x in ends[0]["reference"].items():
+        torch.testing.assert_close(ends[1]["reference"][name], x, rtol=0, atol=0)
+
+
 def test_gtp_thinks_no_longer_than_the_clock_allows():
     engine = make_engine()
     engine.think.__self__.args.simulations_end = 100_000
@@ -1373,6 +1400,8 @@ def test_bad_settings_are_one_line_to_play_with(tmp_path, capsys):
         (["--noise-weight", "1.5"], "--noise-weight"),
         (["--komi", "99"], "--komi"),
         (["--learning-rate", "nan"], "--learning-rate"),
+        (["--generate-fraction", "inf"], "--generate-fraction inf: has to be above 0, and finite"),
+        (["--seed", str(2**64)], "--seed"),
     ):
         with pytest.raises(SystemExit) as error:
             az.main([*flags, "--run-dir", str(tmp_path / "runs")])
