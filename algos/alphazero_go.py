@@ -1128,15 +1128,15 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         except Exception as error:
             fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(args.run_dir, name.replace("/", "-").replace(":", "-"))
+    run_path = Path(args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------")))  # what W&B refuses in an id
     if args.resume is not None:
         run_path = Path(args.resume).resolve().parent
     try:
         run_path.mkdir(parents=True, exist_ok=True)
+        if (run_path / "result.json").exists():
+            (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
     except OSError as error:
-        fail(f"--run-dir {args.run_dir}: cannot create {run_path.name} in it ({error.strerror})")
-    if (run_path / "result.json").exists():
-        (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
+        fail(f"--run-dir {args.run_dir}: cannot make or write {run_path} ({error.strerror})")
     print(f"run folder {run_path}")
     if args.track:
         identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}
@@ -1190,8 +1190,7 @@ def check_args(args: Args) -> None:
     for name, value in vars(args).items():
         is_number = type(value) in (int, float) and name != "komi"
         if is_number and not (0 < value < math.inf or (value == 0 and name in may_be_zero)):
-            least = "at least" if name in may_be_zero else "above"
-            fail(f"--{name.replace('_', '-')} {value}: has to be {least} 0, and finite")
+            fail(f"--{name.replace('_', '-')} {value}: not a number {'from' if name in may_be_zero else 'above'} 0")
         if name in shares and value > 1:
             fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
         if name in ("num_games", "batch_size", "pool_size") and value % WORLD_SIZE:
@@ -1296,8 +1295,7 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
             scalars |= compete(network, parts["reference"], go, args, progress)
-            is_first = progress["eval_steps"] == 0 or not best_path.exists()
-            if is_first or scalars["eval/win_rate"] >= 0.5:
+            if scalars["eval/win_rate"] >= 0.5 or progress["eval_steps"] == 0 or not best_path.exists():
                 progress["elo"] = scalars["eval/elo"]
                 parts["reference"].load_state_dict(network.state_dict())
                 save_checkpoint(best_path, args, progress, {"agent": agent})

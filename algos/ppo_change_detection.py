@@ -598,15 +598,15 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         except Exception as error:
             fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(args.run_dir, name.replace("/", "-").replace(":", "-"))
+    run_path = Path(args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------")))  # what W&B refuses in an id
     if args.resume is not None:
         run_path = Path(args.resume).resolve().parent
     try:
         run_path.mkdir(parents=True, exist_ok=True)
+        if (run_path / "result.json").exists():
+            (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
     except OSError as error:
-        fail(f"--run-dir {args.run_dir}: cannot create {run_path.name} in it ({error.strerror})")
-    if (run_path / "result.json").exists():
-        (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
+        fail(f"--run-dir {args.run_dir}: cannot make or write {run_path} ({error.strerror})")
     print(f"run folder {run_path}")
     if args.track:
         identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}

@@ -1400,7 +1400,7 @@ def test_bad_settings_are_one_line_to_play_with(tmp_path, capsys):
         (["--noise-weight", "1.5"], "--noise-weight"),
         (["--komi", "99"], "--komi"),
         (["--learning-rate", "nan"], "--learning-rate"),
-        (["--generate-fraction", "inf"], "--generate-fraction inf: has to be above 0, and finite"),
+        (["--generate-fraction", "inf"], "--generate-fraction inf: not a number above 0"),
         (["--seed", str(2**64)], "--seed"),
     ):
         with pytest.raises(SystemExit) as error:

@@ -56,7 +56,7 @@ CASES = {
         *("--eval-interval 100 --checkpoint-interval 0", "--num-epochs", 9),
         progress=("elo=", "epoch"),
         tags=("eval/elo", "losses/value_loss"),
-        max_lines=1388,  # the aim is 1,100; tree, second slot, pool and GTP engine
+        max_lines=1390,  # the aim is 1,100; tree, second slot, pool and GTP engine
         score=("eval/elo", 1),
         groups=("pool",),
     ),
@@ -84,7 +84,7 @@ CASES = {
         progress=("return=", "step/s"),
         tags=("charts/episodic_return", "losses/q_loss"),
         shortest=257,  # it has to learn
-        max_lines=862,  # the aim is 650
+        max_lines=863,  # the aim is 650
     ),
     "reinforce_tsp_attention": Case(
         "--num-epochs 8 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
@@ -486,6 +486,21 @@ def test_tracking_without_a_login_is_one_line_and_exit_code_2(script, tmp_path, 
         monkeypatch.delenv(name)
     assert_refuses(script, capsys, ["--track", "--run-dir", tmp_path / "runs"], "--track", "wandb login")
     assert not (tmp_path / "runs").exists()
+
+
+@each_script
+def test_a_folder_that_cannot_be_written_and_names_that_wandb_refuses(script, tmp_path, monkeypatch, capsys):
+    module = importlib.import_module(f"algos.{script}")
+    (tmp_path / "result.json").write_text("{}")
+    with monkeypatch.context() as patch:  # root may write everywhere
+        patch.setattr(Path, "rename", lambda old, new: (tmp_path / "missing" / "file").touch())
+        with pytest.raises(SystemExit) as error:
+            module.open_run(module.Args(resume=str(tmp_path / "checkpoint.pt")), 7)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and line.endswith(f"cannot make or write {tmp_path} (No such file or directory)")
+    path, writer = module.open_run(module.Args(run_dir=str(tmp_path / "runs"), exp_name="a/b:c;d,e#f?g'h"), 0)
+    writer.close()
+    assert path.parent == tmp_path / "runs" and "__a-b-c-d-e-f-g-h__" in path.name
 
 
 @each_script
