@@ -38,19 +38,26 @@ SECONDS_TO_CONNECT = 5.0  # to a Ray cluster: one that is there answers within o
 NO_RETRY = ("exit code 2", "not done after", "another version", "no curve")  # would be the same again
 # Starts a command when told to, in its own place; nothing starts where whoever should tell it is gone
 GATE = 'read -r go && exec "$@" < /dev/null'
-# Kills a process and all it has started when its own stdin closes, which happens when whoever started both is gone
+MARK = "BENCHMARK_CELL"  # environment variable of a cell's processes, by which they are found
+# Kills all processes that have a mark when its own stdin closes, which happens when whoever started both is gone. It
+# leaves its parent, a Ray worker, whose children Ray kills before they can do anything
 WATCHDOG = """
-import os, psutil, signal, sys
+import contextlib, os, psutil, sys, time
+if os.fork():
+    os._exit(0)
 sys.stdin.read()
-leader = int(sys.argv[1])
-family = [leader]
-if psutil.pid_exists(leader):
-    family += [process.pid for process in psutil.Process(leader).children(recursive=True)]
-for kill, pid in [(os.kill, pid) for pid in family] + [(os.killpg, leader)]:
-    try:
-        kill(pid, signal.SIGKILL)
-    except OSError:
-        pass
+
+def list_marked():
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(sys.argv[1]) == sys.argv[2]:
+                yield process
+
+while marked := list(list_marked()):
+    for process in marked:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    time.sleep(0.02)
 """
 
 
@@ -69,15 +76,16 @@ def run_cell(cell: Cell, digest: str, path: Path, command: list[str]) -> str | N
     path.mkdir()
     machine = common.describe_machine()  # its commit is that of the script which starts now
     # Ray has chosen the GPUs in it; a log in the order of writing, whole where the cell is killed
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: str(path)}
     if not cell.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
     with open(path / "log.txt", "wb") as log:
         streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
         gate = ["sh", "-c", GATE, "sh", *command]
         process = subprocess.Popen(gate, cwd=common.ROOT, env=env, start_new_session=True, **streams)
-    guard = [sys.executable, "-c", WATCHDOG, str(process.pid)]
-    guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+    guard = [sys.executable, "-c", WATCHDOG, MARK, str(path)]
+    guard = subprocess.Popen(guard, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    guard.wait()  # it goes on in a process of its own
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # which is gone where somebody killed the cell
         stdin.write(b"go\n")  # no cell runs without its guard
     error = None
@@ -86,7 +94,7 @@ def run_cell(cell: Cell, digest: str, path: Path, command: list[str]) -> str | N
     except subprocess.TimeoutExpired:
         error = f"not done after {cell.hours:g} hours"
     guard.stdin.close()  # the cell, or what it has left running, ends
-    guard.wait()
+    guard.stdout.read()  # until the guard has ended
     error = error or describe_end(process.wait(), path) or find_flaw(cell, path.parent)
     common.write_atomically(path / "process.json", json.dumps({"error": error, "machine": machine}, indent=1))
     return error

@@ -298,8 +298,11 @@ def test_a_cell_sees_the_gpus_that_it_was_given_and_no_others(cell, monkeypatch)
     assert [(cell[1] / f"try_{i}" / "log.txt").read_text() for i in (1, 2)] == ["GPUs:  1\n", "GPUs: 3 1\n"]
 
 
-def test_what_a_cell_leaves_running_ends_with_it(cell):
-    assert run_python(cell, "import subprocess; subprocess.Popen(['sleep', '4713'])")
+@pytest.mark.parametrize("end", ["", "import os; os.kill(os.getpid(), 9)"])
+def test_what_a_cell_leaves_running_ends_with_it(cell, end):
+    """However it ends, and in whatever session it has started others."""
+    start = "import subprocess; [subprocess.Popen(['sleep', '4713'], start_new_session=new) for new in (False, True)]"
+    assert run_python(cell, f"{start}; {end}")
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4713"]]
 
 
@@ -427,12 +430,14 @@ def test_a_cell_dies_with_its_worker(cell, tmp_path, run_worker):
 
 def test_a_cell_that_is_killed_before_it_starts_is_one_that_was_killed(cell, monkeypatch):
     start = subprocess.Popen
+    started = []
 
     def kill_first(command, **options):
         if run.WATCHDOG in command:
-            os.kill(int(command[-1]), signal.SIGKILL)
-            os.waitid(os.P_PID, int(command[-1]), os.WEXITED | os.WNOWAIT)  # until it is dead
-        return start(command, **options)
+            started[-1].kill()
+            os.waitid(os.P_PID, started[-1].pid, os.WEXITED | os.WNOWAIT)  # until it is dead
+        started.append(start(command, **options))
+        return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", kill_first)
     assert run_python(cell, "print('hello')") == "killed by Killed"
