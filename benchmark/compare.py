@@ -29,7 +29,7 @@ def find_p_worse(base, new):
     difference = new.mean(-1) - base.mean(-1)
     squares = base.var(-1) * num_base + new.var(-1) * num_new
     error = np.sqrt(squares / freedom * (1 / num_base + 1 / num_new))
-    rounding = 1e-6 * np.maximum(np.abs(base.mean(-1)), np.abs(new.mean(-1)))
+    rounding = 1e-12 + 1e-6 * np.maximum(np.abs(base.mean(-1)), np.abs(new.mean(-1)))
     with np.errstate(divide="ignore", invalid="ignore"):
         p = stats.t.sf(difference / error, freedom)
     return np.where(error > rounding, p, np.where(difference > rounding, 0.0, 1.0))

@@ -35,10 +35,11 @@ def has_logged(run_path: Path, tag: str) -> bool:
 
 
 def read_result(path: Path) -> dict | None:
-    """A result.json that is whole and has its headline metric; None where it is not."""
+    """A result.json that is whole and has its headline metric, a number; None where it is not."""
     try:
         result = json.loads(path.read_text())
-        is_whole = all(key in result for key in RESULT_KEYS) and result["metrics"][result["headline"]] is not None
+        is_number = isinstance(result["metrics"][result["headline"]], (int, float))
+        is_whole = is_number and all(key in result for key in RESULT_KEYS)
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return result if is_whole else None
@@ -93,7 +94,7 @@ def collect(suite_folder: Path) -> dict:
     for cell in suite["cells"]:
         name, folder, seed = (cell.pop(key) for key in ("name", "folder", "seed"))
         entry = cells.setdefault(name, cell | {"headline": None, "runs": [], "missing": []})
-        if path := find_result(suite_folder / folder, cell["curve"]) or find_result(suite_folder / folder):
+        if path := find_result(suite_folder / folder, cell["curve"]):
             entry["runs"].append(read_run(cell, path))
             entry["headline"] = entry["runs"][-1].pop("headline")
         else:
@@ -131,7 +132,12 @@ def list_differences(result: dict, others: list[dict]) -> list[str]:
 
 def load(path: Path) -> dict:
     """Results of a suite from its run folder or its JSON file."""
-    return collect(path) if path.is_dir() else read_json(path)
+    if path.is_dir():
+        return collect(path)
+    results = read_json(path)
+    if not isinstance(results["cells"], dict):
+        raise ResultsError(f"{path}: not the results of a suite; give the folder it is in")
+    return results
 
 
 def load_published() -> dict[str, dict]:

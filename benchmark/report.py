@@ -458,6 +458,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Write the page, its figures and the results."""
     args = make_parser().parse_args(argv)
+    if not args.runs.is_dir() and args.runs != make_parser().get_default("runs"):
+        raise ResultsError(f"--runs {args.runs}: no such folder")
+    if args.out and args.out.resolve() in (common.ROOT, common.ROOT / "docs", common.BENCHMARK):
+        raise ResultsError(f"--out {args.out}: has files of this repository; leave the flag out to renew them")
     paths = sorted([*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")])
     folders = [path.parent for path in paths]
     if args.out:

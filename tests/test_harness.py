@@ -516,8 +516,9 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert "failed: ppo/CartPole-v1/bad, seed 1: exit code 2: ppo.py: error: --env-id Nothing-v0" in output
     assert "failed: ppo/CartPole-v1/other, seed 1: no curve charts/nothing in " in output and "again: " in output
     assert "again: ppo/CartPole-v1/other" not in output and "2 of 4 cells done" in output
-    with pytest.raises(records.ResultsError, match=r"no curve charts/nothing in .*charts/return_last_20"):
-        report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])
+    report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])
+    page = (tmp_path / "out" / "results.md").read_text()
+    assert "other, seeds 1: **failed**: no curve charts/nothing in " in page and "| CartPole-v1, good |" in page
     counts = count_results(runs)
     assert len(counts) == 3 and set(counts.values()) == {1}
     assert list(runs.rglob("killed/*/try_2/*/result.json"))
@@ -741,8 +742,27 @@ def test_a_report_loses_no_committed_run(published, tmp_path):
     assert len(published(make_cell([1.0]), "--out", str(tmp_path / "out"))) == 3
     assert (tmp_path / "out" / "results.md").exists() and (tmp_path / "out" / "figures" / "a.png").exists()
     assert json.loads((tmp_path / "out" / "results" / "a.json").read_text()) == make_results(make_cell([1.0]))
-    with pytest.raises(records.ResultsError, match="no runs to report"):
-        report.main(["--runs", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")])
+    (tmp_path / "nothing").mkdir()
+    for flags, message in (
+        (["--runs", tmp_path / "nothing", "--out", tmp_path / "out"], "no runs to report"),
+        (["--runs", tmp_path / "missing"], "missing: no such folder"),
+        (["--runs", tmp_path / "runs", "--out", ROOT / "docs"], "has files of this repository"),
+        (["--runs", tmp_path / "runs", "--out", "benchmark"], "has files of this repository"),
+    ):
+        with pytest.raises(records.ResultsError, match=message):
+            report.main([str(flag) for flag in flags])
+
+
+def test_results_of_other_forms_are_told(tmp_path):
+    """The list of cells of a run folder, and a headline that is no number."""
+    (tmp_path / "suite.json").write_text(json.dumps({"suite": "a", "cells": [], "errors": []}))
+    with pytest.raises(records.ResultsError, match=r"suite.json: not the results of a suite; give the folder"):
+        records.load(tmp_path / "suite.json")
+    for value in ("high", None, [1.0]):
+        write_result(tmp_path, metrics={"eval/x": value})
+        assert records.read_result(tmp_path / "result.json") is None
+    write_result(tmp_path, metrics={"eval/x": float("nan")})
+    assert records.read_result(tmp_path / "result.json") is not None
 
 
 def test_published_are_the_cells_of_the_suite_of_today(published, tmp_path):
@@ -943,6 +963,7 @@ def test_one_side_may_have_no_noise():
     found = records.compare_means([500.0] * 3, [499.0, 498.0, 500.0], "higher")
     assert found["interval"] == pytest.approx((-1 - 4.303 / 3**0.5, -1 + 4.303 / 3**0.5), rel=1e-3)
     assert compare.find_p_worse([1.0, 1.0000001], [1.0000001, 1.0000002]) == 1.0  # rounding is no noise
+    assert compare.find_p_worse([8.9e-16] * 3, [1.2e-15] * 3) == 1.0
     pooled = compare.find_p_worse([-500.0] * 3, [-499.0, -498.0, -500.0])
     assert pooled == pytest.approx(1 - scipy.stats.t.cdf(1 / (0.5 * 2 / 3) ** 0.5, 4))
 
