@@ -5,6 +5,7 @@ import re
 import struct
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,6 +84,16 @@ def test_split_folders_with_mixed_suffixes_and_other_files(tmp_path):
     names = {"train": [f"x{i}" for i in order], "val": ["x0"], "test": ["x0", "x1"]}
     check(read_data_dir(tmp_path), expected, names)
     check(read_data_dir(str(tmp_path)), expected, names)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    make_set(tmp_path)
+
+    def refuse(folder):  # root may read everywhere
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert read_error(tmp_path) == f"{tmp_path / 'train' / 'A'}: Permission denied"
 
 
 def test_other_folder_names(tmp_path):

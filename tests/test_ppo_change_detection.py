@@ -611,7 +611,7 @@ def test_a_real_set_trains_and_a_checkpoint_predicts(tmp_path, capsys):
         ([*flags[:3], folders[0], str(cut), "--output", str(tmp_path / "x")], "have different sizes"),
         ([*flags[:3], one[0], "missing.png", "--output", str(tmp_path / "x")], "missing.png"),
         ([*flags[:3], folders[0], one[1], "--output", str(tmp_path / "x")], "no such folder"),
-        ([*flags[:3], *one, "--output", str(tmp_path / "file")], "--output"),
+        ([*flags[:3], *one, "--output", str(tmp_path / "file")], f"--output: {tmp_path / 'file'}: File exists"),
     ):
         with pytest.raises(SystemExit) as error:
             cd.main(change)

@@ -200,6 +200,6 @@ def write_predictions(args, classify, threshold: float, fail) -> None:
             share = 100 * (probability > threshold).mean()
             print(f"{name}: {share:.1f} % changed, {looks.float().mean():.2f} looks per query")
     except OSError as error:
-        fail(f"--output {args.output}: {error.strerror}")
+        fail(f"--predict, --output: {error.filename}: {error.strerror}")
     except ValueError as error:
-        fail(f"--predict: {error}")
+        fail(f"--predict, --output: {error}")

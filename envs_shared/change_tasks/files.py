@@ -199,7 +199,10 @@ def read_data_dir(
     """
     if not 2 <= num_classes <= IGNORE:
         raise ValueError(f"num_classes is {num_classes}, it must be from 2 to {IGNORE}")
-    pairs = find_pairs(Path(path), dir_names)
+    try:
+        pairs = find_pairs(Path(path), dir_names)
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from None
     splits, digests = {split: Split([], [], []) for split in SPLITS}, {split: {} for split in SPLITS}
     with tqdm(total=sum(map(len, pairs.values())), desc="read", unit="pair", leave=False, delay=2.0) as bar:
         for split, (images, labels, names) in splits.items():

@@ -85,7 +85,8 @@ def set_plain_state(value, state, seen: dict | None = None):
     if isinstance(state, torch.Tensor):
         new = state.numpy().copy()[()]  # [()] turns 0-d arrays back into numpy scalars
     elif isinstance(value, gym.Space):
-        for generator, item in zip(list_generators(value), state, strict=True):
+        states = state if isinstance(state, list) else [state]  # checkpoints until 2026-11-24 have its own alone
+        for generator, item in zip(list_generators(value), states, strict=False):
             set_plain_state(generator, item)
         new = value
     elif isinstance(value, ENV_TYPES):
@@ -101,9 +102,11 @@ def set_plain_state(value, state, seen: dict | None = None):
     elif isinstance(state, (list, tuple)):
         old = list(value)[: len(state)] if isinstance(value, (list, tuple, deque)) else []
         items = zip(old + [None] * (len(state) - len(old)), state, strict=True)
-        new = type(state)([set_plain_state(a, b, seen) for a, b in items])
+        new = [set_plain_state(a, b, seen) for a, b in items]
         if isinstance(value, deque):
             new = deque(new, value.maxlen)
+        elif isinstance(state, tuple) or isinstance(value, tuple):
+            new = tuple(new)
     else:
         return state
     seen[id(state)] = new

@@ -217,8 +217,9 @@ class GymVec:
             return print("the checkpoint does not hold the state of these environments: their episodes start anew")
         set_plain_state(self.envs, state["envs"])
         self.rows.copy_(state["rows"])
-        np.random.set_state(set_plain_state(None, state["np_random"]))
-        random.setstate(state["random"])
+        if "random" in state:  # checkpoints until 2026-11-24 lack both
+            np.random.set_state(set_plain_state(None, state["np_random"]))
+            random.setstate(state["random"])
 
     def close(self) -> None:
         """Release the environments."""
