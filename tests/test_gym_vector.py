@@ -166,7 +166,7 @@ def test_a_long_episode_is_cut_while_others_go_on(monkeypatch, capsys):
     assert "1 episodes were cut off" in capsys.readouterr().out
 
 
-def test_an_evaluation_has_random_numbers_of_its_own():
+def test_an_evaluation_has_random_numbers_of_its_own(monkeypatch):
     def draw():
         return torch.rand(1).item(), np.random.rand(), random.random()
 
@@ -175,6 +175,7 @@ def test_an_evaluation_has_random_numbers_of_its_own():
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     found = [draw()]
     inside = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the GPU's are training's"))
     for seed in (7, 7, 8):
         with gym_scores.own_random_numbers(seed):
             inside.append(draw())

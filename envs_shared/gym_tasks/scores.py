@@ -83,7 +83,7 @@ def own_random_numbers(seed: int) -> Iterator[None]:
     kept = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed those of GPUs, too
             np.random.seed(seed)
             random.seed(seed)
             yield
