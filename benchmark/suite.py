@@ -160,6 +160,9 @@ def check_command(cell: Cell, where: str) -> None:
             words = re.sub(r"([\s│╭╮╰╯─┃━]|-{5,})+", " ", output.getvalue()).split("error: ")[-1]
             words = words.split(" For full helptext")[0].strip()
             raise SuiteError(f"{where}: command is refused: {words[:300]}") from None
+        # A script that is being edited, or a file that is none
+        except (SyntaxError, ImportError, AttributeError, TypeError) as error:
+            raise SuiteError(f"{where}: {cell.path} cannot be used: {type(error).__name__}: {error}") from None
 
 
 def check_table(table: dict, types: dict, where: str, required=()) -> None:
@@ -189,7 +192,8 @@ def check_cell(cell: Cell, where: str) -> None:
             raise SuiteError(f"{where}: {key} = {getattr(cell, key)!r} has to be a name of letters, digits and ._+=-")
     if cell.threshold is not None and cell.curve is None:
         raise SuiteError(f"{where}: a threshold is of a curve: give its tag, curve = ...")
-    if min(cell.cpus, cell.in_a_row) < 1 or cell.gpus < 0 or (cell.gpus > 1 and cell.gpus % 1) or not cell.hours > 0:
+    is_share = 0 <= cell.gpus <= 1 or (cell.gpus > 1 and cell.gpus % 1 == 0)
+    if min(cell.cpus, cell.in_a_row) < 1 or not is_share or not cell.hours > 0:
         raise SuiteError(f"{where}: cpus and in_a_row are 1 or more, gpus a fraction or a whole number, hours above 0")
     if cell.environment and not (common.PEERS / f"requirements-{cell.environment}.txt").exists():
         raise SuiteError(f"{where}: no benchmark/peers/requirements-{cell.environment}.txt")
@@ -223,6 +227,11 @@ def read_suite(path: Path, check=check_command) -> tuple[list[Cell], dict]:
     except tomllib.TOMLDecodeError as error:
         raise SuiteError(f"{path}: not TOML: {error}") from None
     check_table(content, SUITE_TYPES, str(path), ("cells",))
+    for key in ("cells", "ratios", "tables"):
+        if not all(isinstance(table, dict) for table in content.get(key, [])):
+            raise SuiteError(f"{path}: {key} = {content[key]!r}: they are tables, [[{key}]]")
+    if not content["cells"]:
+        raise SuiteError(f"{path}: no cells")
     rows = []
     for number, table in enumerate(content["cells"], 1):
         where = f"{path}, cell {number}"

@@ -97,6 +97,12 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
     [
         ("seeds = [1", "not TOML"),
         ("seeds = [1]\n", "no cells"),
+        ("seeds = [1]\ncells = []\n", "no cells"),
+        ("seeds = [1]\ncells = [1, 2]\n", r"cells = \[1, 2\]: they are tables, \[\[cells\]\]"),
+        ("seeds = [1]\nratios = [3]\n" + CELL, r"ratios = \[3\]: they are tables"),
+        ("seeds = [1]\n" + CELL.replace("algos/ppo", "benchmark/peers/peer"), "peer.py cannot be used: "),
+        ("seeds = [1]\n" + CELL.replace("algos/ppo", "benchmark/peers/go_engine"), "go_engine.py cannot be used: "),
+        ("seeds = [1]\n" + CELL + "gpus = nan\n", "gpus a fraction"),
         (CELL, "cell 1: seeds = None: write seeds = "),
         ("seeds = [1, 1]\n" + CELL, "duplicate cells ppo/T/s and ppo/T/s, seed 1"),
         ("seeds = [1]\n" + CELL + CELL, "duplicate cells ppo/T/s"),
