@@ -457,8 +457,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Write the page, its figures and the results."""
-    args = make_parser().parse_args(argv)
-    if not args.runs.is_dir() and args.runs != make_parser().get_default("runs"):
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not args.runs.is_dir() and args.runs != parser.get_default("runs"):
         raise ResultsError(f"--runs {args.runs}: no such folder")
     if args.out and args.out.resolve() in (common.ROOT, common.ROOT / "docs", common.BENCHMARK):
         raise ResultsError(f"--out {args.out}: has files of this repository; leave the flag out to renew them")

@@ -1137,9 +1137,9 @@ def test_a_first_network_that_loses_is_the_first_again_after_a_kill(tmp_path, mo
     with pytest.raises(RuntimeError, match="killed"):
         az.main([*flags, "--run-dir", str(tmp_path / "cut")])
     (cut,) = (tmp_path / "cut").iterdir()
-    assert torch.load(cut / "best.pt")["iteration"] == 1 and torch.load(cut / "checkpoint.pt")["iteration"] == 0
+    assert [az.load_checkpoint(cut / name)["iteration"] for name in ("checkpoint.pt", "best.pt")] == [0, 1]
     az.main(["--resume", str(cut / "checkpoint.pt")])
-    ends = [torch.load(path / "checkpoint.pt") for path in (*(tmp_path / "whole").iterdir(), cut)]
+    ends = [az.load_checkpoint(path / "checkpoint.pt") for path in (*(tmp_path / "whole").iterdir(), cut)]
     assert ends[0]["elo"] == ends[1]["elo"] < 0 and ends[0]["eval_steps"] == ends[1]["eval_steps"] == 8
     for name, x in ends[0]["reference"].items():
         torch.testing.assert_close(ends[1]["reference"][name], x, rtol=0, atol=0)

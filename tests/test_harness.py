@@ -741,7 +741,7 @@ def published(tmp_path, monkeypatch):
     return report_runs
 
 
-def test_a_report_loses_no_committed_run(published, tmp_path):
+def test_a_report_loses_no_committed_run(published, tmp_path, monkeypatch):
     with pytest.raises(records.ResultsError, match="lacks 1 runs"):
         published(make_cell([1.0]))
     assert len(published(make_cell([1.0, 2.0, 3.0]))) == 3
@@ -749,11 +749,13 @@ def test_a_report_loses_no_committed_run(published, tmp_path):
     assert (tmp_path / "out" / "results.md").exists() and (tmp_path / "out" / "figures" / "a.png").exists()
     assert json.loads((tmp_path / "out" / "results" / "a.json").read_text()) == make_results(make_cell([1.0]))
     (tmp_path / "nothing").mkdir()
+    monkeypatch.setattr(common, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(common, "BENCHMARK", tmp_path / "root" / "benchmark")
     for flags, message in (
         (["--runs", tmp_path / "nothing", "--out", tmp_path / "out"], "no runs to report"),
         (["--runs", tmp_path / "missing"], "missing: no such folder"),
-        (["--runs", tmp_path / "runs", "--out", ROOT / "docs"], "has files of this repository"),
-        (["--runs", tmp_path / "runs", "--out", "benchmark"], "has files of this repository"),
+        (["--runs", tmp_path / "runs", "--out", tmp_path / "root" / "docs"], "has files of this repository"),
+        (["--runs", tmp_path / "runs", "--out", tmp_path / "x/../root/benchmark"], "has files of this repository"),
     ):
         with pytest.raises(records.ResultsError, match=message):
             report.main([str(flag) for flag in flags])
