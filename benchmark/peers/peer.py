@@ -1,11 +1,9 @@
-"""What all peers share: their common flags, and a run folder with result.json in the form of our scripts.
+"""What all peers share: their common flags, and a run folder with TensorBoard events as our scripts leave it.
 
 Imports the standard library alone, so that a peer's flags can be read where the peer is not installed.
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from importlib.metadata import version
@@ -52,46 +50,45 @@ def get_version(package: str) -> str:
 
 
 class Run:
-    """One run of the peer `script`: made once its imports are done, from when on the clocks count."""
+    """One run of the peer `script`, which is `program` (name and version, or None for our own code).
 
-    def __init__(self, args: argparse.Namespace, script: str):
-        self.wall_start, self.cpu_start = time.time(), time.process_time()
-        self.evaluation_seconds = 0.0  # CPU-seconds of evaluations on the way
-        self.args, self.script, self.writer = args, script, None
+    Made after the peer's imports: the clocks start here. The run folder holds the events, with the flags and `program`
+    as text.
+    """
+
+    def __init__(self, args: argparse.Namespace, script: str, program: str | None):
+        self.args, self.program, self.writer = args, program or script, None
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
         self.path = Path(args.run_dir) / name
         try:
             self.path.mkdir(parents=True)
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: cannot create {name} in it ({error.strerror})")
+        self.wall_start, self.cpu_start = time.time(), time.process_time()
+        self.evaluation_seconds = 0.0  # CPU-seconds of evaluations during training
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU-seconds of this process since the imports."""
+        """CPU-seconds of this process since its imports."""
         return time.process_time() - self.cpu_start
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """TensorBoard scalars of a step, and the CPU-seconds of training up to it."""
+        """Write TensorBoard scalars of a step, and the CPU-seconds of training up to it."""
+        seconds = {"charts/cpu_seconds": self.cpu_seconds - self.evaluation_seconds}
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(self.path))
-        seconds = {"charts/cpu_seconds": self.cpu_seconds - self.evaluation_seconds}
+            rows = "".join(f"|{name}|{value}|\n" for name, value in vars(self.args).items())
+            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+            self.writer.add_text("program", self.program)
         for name, value in (scalars | seconds).items():
             self.writer.add_scalar(name, value, step)
 
-    def finish(self, headline: str, metrics: dict[str, float], env_steps: int, commit: str | None) -> None:
-        """Write result.json and print a line; `commit` is the peer's name and version, None for what is ours."""
-        if self.writer is not None:
-            self.writer.close()
-        result = {"script": self.script, "env_id": self.args.env_id, "seed": self.args.seed, "headline": headline}
-        result |= {"metrics": metrics, "env_steps": env_steps, "wall_seconds": time.time() - self.wall_start}
-        result |= {"cpu_seconds": self.cpu_seconds, "device": "cpu"}
-        result["torch"] = sys.modules["torch"].__version__ if "torch" in sys.modules else "none"
-        result |= {"commit": commit, "args": vars(self.args)}
-        temporary = self.path / "result.json.tmp"
-        temporary.write_text(json.dumps(result, indent=2))
-        os.replace(temporary, self.path / "result.json")
+    def finish(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the final metrics, which end the log, and print a line."""
+        self.log(step, {name if "/" in name else f"eval/{name}": value for name, value in metrics.items()})
+        self.writer.close()
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"{self.args.env_id}: {commit or self.script}: {values} in {result['wall_seconds']:.1f} s", end="; ")
+        print(f"{self.args.env_id}: {self.program}: {values} in {time.time() - self.wall_start:.1f} s", end="; ")
         print(f"run folder {self.path}")
