@@ -64,10 +64,19 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
+sys.path += [
+    str(Path(__file__).resolve().parents[1]),
+    os.getcwd(),
+]  # for envs_shared, and for your own environments
 from envs_shared.go_tasks import gtp
 from envs_shared.go_tasks.files import draw_analysis
-from envs_shared.go_tasks.match import MATCH_SCORES, RolloutEvaluator, choose_random_moves, compute_elo, play_match
+from envs_shared.go_tasks.match import (
+    MATCH_SCORES,
+    RolloutEvaluator,
+    choose_random_moves,
+    compute_elo,
+    play_match,
+)
 from envs_shared.go_tasks.rules import LEGAL_PLANE, NUM_PLANES, STORED_TYPES, Boards, Go
 
 SCRIPT = "alphazero_go"
@@ -91,7 +100,9 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = 0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    eval_interval: int = (
+        0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    )
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
@@ -101,7 +112,9 @@ class Args:
     # Environment
     env_id: str = "Go-5x5"  # board, Go-2x2 to Go-19x19: area scoring, no suicide, positional superko
     komi: float = 0.5  # points for white; whole numbers allow draws
-    score_weight: float = 0.5  # share of the score in z: 0 counts won games alone, else also by how much they are won
+    score_weight: float = (
+        0.5  # share of the score in z: 0 counts won games alone, else also by how much they are won
+    )
     num_games: int = 128  # games of self-play side by side G, over all processes
 
     # Network
@@ -113,24 +126,32 @@ class Args:
     simulations_start: int = 32  # simulations per move in the first epoch
     simulations_end: int = 48  # simulations per move in the last epoch, and in evaluation and play
     num_slots: Literal[1, 2] = 1  # batches in flight; two pay where the network takes as long as the tree
-    pseudo_limit: float = 0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
+    pseudo_limit: float = (
+        0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
+    )
     c_puct: float = 0.5  # exploration c, eq. 1
     root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise
     gumbel_moves: int = 16  # moves that are searched side by side in the first round, eq. 8
     noise: Literal["additive", "convex"] = "convex"  # on the prior of puct roots, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
-    dirichlet_alpha: float = 0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
+    dirichlet_alpha: float = (
+        0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
+    )
     epsilon_start: float = 0.0  # share of random moves in the first epoch; the others are then the best ones
     epsilon_end: float = 0.0  # share of random moves in the last epoch
 
     # Algorithm
     num_epochs: int = 30  # epochs of self-play and training, those of pretraining included
-    pretrain_value_epochs: int = 2  # first epochs that learn the value of random games with a frozen policy head
+    pretrain_value_epochs: int = (
+        2  # first epochs that learn the value of random games with a frozen policy head
+    )
     pretrain_search_epochs: int = 2  # epochs after those, of search by classic UCB with c_puct for its c
     pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them
     generate_fraction: float = 0.05  # new records of an epoch, as a share of the pool's size
     train_fraction: float = 0.15  # records trained on in an epoch, as a share of the pool's size
-    replay_order: Literal["loss", "mix", "uniform"] = "mix"  # largest losses of eq. 7, half drawn by them, or at random
+    replay_order: Literal["loss", "mix", "uniform"] = (
+        "mix"  # largest losses of eq. 7, half drawn by them, or at random
+    )
     loss_clamp: float = 0.5  # largest loss of eq. 7 that counts where records are drawn
     max_reuse: int = 12  # times a record is trained on, at most, while there are batches of others
     max_age: int = 30  # epochs after which a record is evicted first
@@ -140,7 +161,9 @@ class Args:
     weight_decay: float = 1e-2  # of AdamW
     value_coef: float = 0.2  # share g of the value in the loss, eq. 6
     owner_coef: float = 0.3  # weight h of the owners of the points in the loss, eq. 6
-    q_weight_start: float = 0.05  # weight alpha of the search's Q in the value target in the first epoch, eq. 5
+    q_weight_start: float = (
+        0.05  # weight alpha of the search's Q in the value target in the first epoch, eq. 5
+    )
     q_weight_end: float = 0.5  # weight alpha in the last epoch
 
 
@@ -212,7 +235,9 @@ class Records(NamedTuple):
     visits: torch.Tensor  # float16 [B, A] pi of the search, eq. 4
     q: torch.Tensor  # [B] value of the search
     z: torch.Tensor  # [B] result of the game
-    owner: torch.Tensor  # int8 [B, n^2] who had each point at the end of the game: 1 itself, -1 the other, 0 nobody
+    owner: (
+        torch.Tensor
+    )  # int8 [B, n^2] who had each point at the end of the game: 1 itself, -1 the other, 0 nobody
 
     def pick(self, index) -> "Records":
         """The records of an index, a mask or a slice."""
@@ -267,7 +292,9 @@ class Pool:
         """Index of up to `num_records` records in the --replay-order, no two of them images of the same position."""
         is_free = self.num_uses[: self.size] < args.max_reuse
         loss = (self.loss[: self.size].clamp(max=args.loss_clamp) + 1e-6) * is_free
-        count = min(8 * num_records, self.size)  # images of at least `num_records` positions, or nearly so where drawn
+        count = min(
+            8 * num_records, self.size
+        )  # images of at least `num_records` positions, or nearly so where drawn
         if args.replay_order == "loss":  # equal ones, as those at the clamp are, in random order
             index = (loss.double() + 1e-6 * torch.rand_like(loss)).topk(count).indices
         elif args.replay_order == "mix":
@@ -300,7 +327,9 @@ class Pool:
         """Take over the records of a pool that was no larger."""
         self.size = len(state["loss"])
         self.num_positions = state["num_positions"]
-        for name, mine in (self.records._asdict() | {name: getattr(self, name) for name in POOL_COLUMNS}).items():
+        for name, mine in (
+            self.records._asdict() | {name: getattr(self, name) for name in POOL_COLUMNS}
+        ).items():
             mine[: self.size] = state[name][: self.size].to(mine.device)
 
 
@@ -371,7 +400,11 @@ def compute_losses(logits, value, legal, visits, target):
     """Policy loss of eq. 4, value loss of eq. 5 and KL(visits, policy), each [B]."""
     log_prob = logits.masked_fill(~legal, -torch.inf).log_softmax(1).masked_fill(~legal, 0.0)
     policy_loss = -(visits * log_prob).sum(1)
-    return policy_loss, (value - target).square(), policy_loss + (visits * visits.clamp(min=1e-12).log()).sum(1)
+    return (
+        policy_loss,
+        (value - target).square(),
+        policy_loss + (visits * visits.clamp(min=1e-12).log()).sum(1),
+    )
 
 
 def mix_losses(policy_loss: torch.Tensor, value_loss: torch.Tensor, num_actions: int, value_coef: float):
@@ -408,7 +441,9 @@ class NetworkEvaluator:
         self.go = go
         self.planes = None
         if use_graph:
-            self.planes = torch.zeros(num_games, NUM_PLANES, go.size, go.size, dtype=torch.bool, device=go.device)
+            self.planes = torch.zeros(
+                num_games, NUM_PLANES, go.size, go.size, dtype=torch.bool, device=go.device
+            )
 
     @torch.no_grad()
     def __call__(self, boards: Boards, legal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -446,7 +481,9 @@ class Slot:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream()
         else:
-            self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+            self.thread = ThreadPoolExecutor(
+                1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+            )
 
     def submit(self, games: torch.Tensor, boards: Boards, legal: torch.Tensor) -> None:
         """Start the evaluation of the leaves of `games` [R], positions with legal moves [R, A], and return at once."""
@@ -482,13 +519,17 @@ class Search:
     at a node has the number node * A + move, its place in a flattened `edge_...`.
     """
 
-    def __init__(self, go: Go, evaluators: list, num_games: int, max_simulations: int, args: Args, scores=puct_scores):
+    def __init__(
+        self, go: Go, evaluators: list, num_games: int, max_simulations: int, args: Args, scores=puct_scores
+    ):
         self.go = go
         self.args = args
         self.compute_scores = scores
         self.num_games = num_games
         self.num_actions = go.num_points + 1
-        self.max_nodes = 2 * max_simulations + 2  # M; where more than half of a tree is kept, fewer simulations fit
+        self.max_nodes = (
+            2 * max_simulations + 2
+        )  # M; where more than half of a tree is kept, fewer simulations fit
         self.none = num_games * self.max_nodes
         device = go.device
         self.roots = torch.arange(0, self.none, self.max_nodes, device=device)
@@ -500,14 +541,22 @@ class Search:
         self.edge_prior = torch.zeros(shape, device=device)  # P(a | s)
         self.edge_pseudo = torch.zeros(shape, dtype=torch.int16, device=device)
         self.edge_child = torch.full(shape, self.none, dtype=torch.int32, device=device)
-        self.node_visits = torch.zeros(self.none + 1, device=device)  # N(s), the evaluation of s itself included
+        self.node_visits = torch.zeros(
+            self.none + 1, device=device
+        )  # N(s), the evaluation of s itself included
         self.node_value = torch.zeros(self.none + 1, device=device)  # of the network, or the result
         self.node_status = torch.full((self.none + 1,), ABSENT, dtype=torch.int8, device=device)
-        self.node_best = torch.zeros(self.none + 1, dtype=torch.int64, device=device)  # edge of the highest score
+        self.node_best = torch.zeros(
+            self.none + 1, dtype=torch.int64, device=device
+        )  # edge of the highest score
         one = go.new(1)
-        self.types = Boards(*(x.dtype for x in one))  # that the rules compute with; nodes are stored in smaller ones
+        self.types = Boards(
+            *(x.dtype for x in one)
+        )  # that the rules compute with; nodes are stored in smaller ones
         one = one._replace(history=one.history[:, :1])  # a node has the hash of its own position alone
-        self.node_boards = one.to_types(STORED_TYPES).pick(torch.zeros(self.none + 1, dtype=torch.int64, device=device))
+        self.node_boards = one.to_types(STORED_TYPES).pick(
+            torch.zeros(self.none + 1, dtype=torch.int64, device=device)
+        )
 
         max_depth = min(self.max_nodes, go.max_moves) + 1
         self.gumbel = None  # g of eq. 8 at the roots, [G, A], in self-play by eq. 8: see `begin_halving`
@@ -547,7 +596,9 @@ class Search:
             self.node_value[nodes[over]] = torch.where(boards.to_play[over] == 1, z, 1 - z)
         return self.go.legal_moves(boards)
 
-    def open_nodes(self, nodes: torch.Tensor, legal: torch.Tensor, logits: torch.Tensor, values: torch.Tensor) -> None:
+    def open_nodes(
+        self, nodes: torch.Tensor, legal: torch.Tensor, logits: torch.Tensor, values: torch.Tensor
+    ) -> None:
         """Write what the network says of nodes [R] with legal moves [R, A]; from then on searches go through them."""
         self.edge_q[nodes] = torch.where(legal, values.unsqueeze(1), ILLEGAL)
         self.edge_prior[nodes] = logits.masked_fill(~legal, -torch.inf).softmax(1)
@@ -619,7 +670,9 @@ class Search:
             found.append(pending[~collides])
             pending = pending[collides]
             roots = self.roots[pending]
-            num_pseudo = self.edge_pseudo[roots].sum(1)  # of the whole tree, as each path has one edge at the root
+            num_pseudo = self.edge_pseudo[roots].sum(
+                1
+            )  # of the whole tree, as each path has one edge at the root
             pending = pending[num_pseudo + 1 <= self.args.pseudo_limit * self.node_visits[roots]]
             if len(pending) == 0:
                 break
@@ -705,13 +758,21 @@ class Search:
         """Go on to `boards`, after `moves` [G], with the trees below, or with new ones where they have no such node."""
         new_root = self.edge_child[self.roots, moves].long()
         below = self.node_boards.pick(new_root)
-        is_same = (below.stones == boards.stones).all(1) & (below.to_play == boards.to_play)  # no turn was left out
+        is_same = (below.stones == boards.stones).all(1) & (
+            below.to_play == boards.to_play
+        )  # no turn was left out
         has_tree = is_same & (self.node_status[new_root] == OPEN)
         # Rows of nodes that stay move to the front of their trees; then the numbers in them are translated
-        new_number = move_subtrees(self.edge_child, new_root[has_tree], self.max_nodes)  # that of no node stays
+        new_number = move_subtrees(
+            self.edge_child, new_root[has_tree], self.max_nodes
+        )  # that of no node stays
         source = (new_number < self.none).nonzero()[:, 0]
         target = new_number[source]
-        edge_tensors = (self.edge_visits, self.edge_q, self.edge_prior)  # no pseudo visits between two searches
+        edge_tensors = (
+            self.edge_visits,
+            self.edge_q,
+            self.edge_prior,
+        )  # no pseudo visits between two searches
         node_tensors = (self.node_visits, self.node_value, self.node_status, *self.node_boards)
         for x in (*edge_tensors, *node_tensors):
             x[target] = x[source]
@@ -725,7 +786,9 @@ class Search:
         """Eq. 3 at the roots."""
         alpha = self.args.dirichlet_alpha * 361 / self.go.num_points
         prior = self.edge_prior[self.roots]
-        self.edge_prior[self.roots] = add_dirichlet_noise(prior, alpha, self.args.noise_weight, self.args.noise)
+        self.edge_prior[self.roots] = add_dirichlet_noise(
+            prior, alpha, self.args.noise_weight, self.args.noise
+        )
         self.choose_edges(self.roots)
 
     def begin_halving(self, num_simulations: int) -> None:
@@ -747,7 +810,9 @@ class Search:
     def improved_logits(self) -> torch.Tensor:
         """l of eq. 8 at the roots, [G, A]."""
         q = self.edge_q[self.roots]
-        return improve_logits(self.edge_prior[self.roots], q, self.visit_counts(), self.node_value[self.roots])
+        return improve_logits(
+            self.edge_prior[self.roots], q, self.visit_counts(), self.node_value[self.roots]
+        )
 
     def policy(self) -> torch.Tensor:
         """pi of eq. 4 at the roots, [G, A]."""
@@ -811,7 +876,9 @@ class SelfPlay:
         first_search = self.args.pretrain_value_epochs
         if epoch >= first_search:
             scores = puct_scores
-            if epoch < first_search + self.args.pretrain_search_epochs:  # each move once, and a quarter to choose by
+            if (
+                epoch < first_search + self.args.pretrain_search_epochs
+            ):  # each move once, and a quarter to choose by
                 scores = ucb1_scores
                 num_simulations = max(num_simulations, 5 * (self.go.num_points + 1) // 4)
             search = Search(self.go, evaluators, self.num_games, num_simulations, self.args, scores)
@@ -866,7 +933,9 @@ class SelfPlay:
         """The records of `games` [R], which are over."""
         boards = self.boards.pick(games)
         owner = self.go.owner(boards)  # [R, n^2]
-        z = compute_result(owner.sum(1), self.args.komi, self.args.score_weight, self.go.num_points).unsqueeze(1)
+        z = compute_result(
+            owner.sum(1), self.args.komi, self.args.score_weight, self.go.num_points
+        ).unsqueeze(1)
         step = torch.arange(self.q.shape[1], device=games.device)
         is_move = step < boards.num_moves.unsqueeze(1)  # [R, 2 n^2]
         to_play = (1 - 2 * (step % 2)).to(torch.int8)  # black begins
@@ -898,8 +967,19 @@ def make_images(records: Records, symmetries: torch.Tensor) -> Records:
     return Records(planes, visits, records.q.repeat(8), records.z.repeat(8), owner)
 
 
-METRICS = ("policy_loss", "value_loss", "kl", "owner_loss", "loss", "grad_norm")  # what `update_network` returns
-TAGS = (*(f"losses/{name}" for name in METRICS), "pool/sampled_loss", "pool/sampled_loss_after")  # `train_minibatch`
+METRICS = (
+    "policy_loss",
+    "value_loss",
+    "kl",
+    "owner_loss",
+    "loss",
+    "grad_norm",
+)  # what `update_network` returns
+TAGS = (
+    *(f"losses/{name}" for name in METRICS),
+    "pool/sampled_loss",
+    "pool/sampled_loss_after",
+)  # `train_minibatch`
 
 
 def record_losses(network, records: Records, q_weight: float) -> tuple:
@@ -925,7 +1005,10 @@ def rank_losses(network, records: Records, q_weight: float, value_coef: float) -
 def update_network(agent: Agent, optimizer, records: Records, args: Args, q_weight: float, value_coef: float):
     """One gradient step of eq. 6 on a minibatch; returns its METRICS [6]. With value_coef 1 the policy head stays."""
     policy_loss, value_loss, kl, owner_loss = (x.mean() for x in record_losses(agent, records, q_weight))
-    loss = mix_losses(policy_loss, value_loss, records.visits.shape[1], value_coef) + args.owner_coef * owner_loss
+    loss = (
+        mix_losses(policy_loss, value_loss, records.visits.shape[1], value_coef)
+        + args.owner_coef * owner_loss
+    )
     optimizer.zero_grad()
     (loss / WORLD_SIZE).backward()
     if value_coef == 1:
@@ -1011,7 +1094,9 @@ class Thinker:
         self.komi = None
 
     @torch.no_grad()
-    def think(self, positions: list[Boards], komi: float, until: float, num_simulations: int | None) -> gtp.Analysis:
+    def think(
+        self, positions: list[Boards], komi: float, until: float, num_simulations: int | None
+    ) -> gtp.Analysis:
         """Search the last of `positions`, which is not over: so many simulations (None: as trained), or `until`."""
         known = self.positions
         new = positions[len(known) - 1 :]
@@ -1057,7 +1142,9 @@ def setup_device(args: Args) -> torch.device:
     use_cuda = args.cuda and torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
-        fail(f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes")
+        fail(
+            f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes"
+        )
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
@@ -1108,7 +1195,9 @@ def load_checkpoint(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         known = {field.name for field in fields(Args)}  # those that are missing have their defaults
-        checkpoint["args"] = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+        checkpoint["args"] = Args(
+            **{name: value for name, value in checkpoint["args"].items() if name in known}
+        )
     except FileNotFoundError:
         fail(f"{path or repr(path)}: no such checkpoint")
     except Exception as error:
@@ -1128,7 +1217,9 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         except Exception as error:
             fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------")))  # what W&B refuses in an id
+    run_path = Path(
+        args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------"))
+    )  # what W&B refuses in an id
     if args.resume is not None:
         run_path = Path(args.resume).resolve().parent
     try:
@@ -1183,14 +1274,20 @@ def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
     if not re.fullmatch(r"Go-(\d+)x\1", args.env_id) or not 2 <= get_size(args) <= 19:
         fail(f"--env-id {args.env_id}: Go-2x2 to Go-19x19")
-    shares = "score_weight epsilon_start epsilon_end value_coef q_weight_start q_weight_end resign_below".split()
+    shares = (
+        "score_weight epsilon_start epsilon_end value_coef q_weight_start q_weight_end resign_below".split()
+    )
     shares += ["noise_weight", "pseudo_limit"]
-    may_be_zero = "seed checkpoint_interval eval_interval pretrain_value_epochs pretrain_search_epochs max_age".split()
+    may_be_zero = (
+        "seed checkpoint_interval eval_interval pretrain_value_epochs pretrain_search_epochs max_age".split()
+    )
     may_be_zero += [*shares, "owner_coef", "weight_decay"]
     for name, value in vars(args).items():
         is_number = type(value) in (int, float) and name != "komi"
         if is_number and not (0 < value < math.inf or (value == 0 and name in may_be_zero)):
-            fail(f"--{name.replace('_', '-')} {value}: not a number {'from' if name in may_be_zero else 'above'} 0")
+            fail(
+                f"--{name.replace('_', '-')} {value}: not a number {'from' if name in may_be_zero else 'above'} 0"
+            )
         if name in shares and value > 1:
             fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
         if name in ("num_games", "batch_size", "pool_size") and value % WORLD_SIZE:
@@ -1200,12 +1297,20 @@ def check_args(args: Args) -> None:
     if not abs(args.komi) <= get_size(args) ** 2:
         fail(f"--komi {args.komi}: more than the board has points")
     if args.pool_size < 8 * args.batch_size:
-        fail(f"--pool-size {args.pool_size}: has to hold eight images of each of --batch-size {args.batch_size}")
+        fail(
+            f"--pool-size {args.pool_size}: has to hold eight images of each of --batch-size {args.batch_size}"
+        )
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
     """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
-    progress = {"iteration": 0, "global_step": 0, "eval_steps": 0, "seconds": [0.0, 0.0], "eval_seconds": [0.0, 0.0]}
+    progress = {
+        "iteration": 0,
+        "global_step": 0,
+        "eval_steps": 0,
+        "seconds": [0.0, 0.0],
+        "eval_seconds": [0.0, 0.0],
+    }
     progress["elo"] = 0.0  # of the best network
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
@@ -1246,7 +1351,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         agent.compile(dynamic=True)
 
     evaluators = make_evaluators(network, go, num_games, args)
-    num_positions = math.ceil(args.generate_fraction * args.pool_size / WORLD_SIZE / 8)  # new ones of an epoch
+    num_positions = math.ceil(
+        args.generate_fraction * args.pool_size / WORLD_SIZE / 8
+    )  # new ones of an epoch
     num_updates = math.ceil(args.train_fraction * args.pool_size / args.batch_size)
     stage_starts = (args.pretrain_value_epochs, args.pretrain_value_epochs + args.pretrain_search_epochs)
     eval_interval = args.eval_interval or math.ceil(args.num_epochs / 10)
@@ -1265,11 +1372,15 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             self_play.begin()
 
         # Prepare: play until there are enough new records
-        images, num_moves, scalars = self_play.play(evaluators, num_positions, num_simulations, epsilon, epoch)
+        images, num_moves, scalars = self_play.play(
+            evaluators, num_positions, num_simulations, epsilon, epoch
+        )
         pool.add(images, rank_losses(network, images, q_weight, value_coef), epoch, args)
 
         # Train on what the pool holds, ranking what was trained on anew after each batch
-        metrics = [train_minibatch(agent, optimizer, pool, args, q_weight, value_coef) for _ in range(num_updates)]
+        metrics = [
+            train_minibatch(agent, optimizer, pool, args, q_weight, value_coef) for _ in range(num_updates)
+        ]
         for buffer in agent.buffers():  # running statistics: the mean over processes
             buffer.copy_(sum_over_ranks(buffer.float()) / WORLD_SIZE)
         network.load_state_dict(make_network(agent, args).state_dict())
@@ -1291,7 +1402,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
         # Play the best network, keep the new one where it wins half of the games or is the first, log and save
         is_last = progress["iteration"] >= args.num_epochs
-        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 8  # moves, dearer in few games at once
+        is_allowed = (
+            args.eval_interval > 0 or progress["eval_steps"] <= step / 8
+        )  # moves, dearer in few games at once
         if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
             eval_start = read_clock()
             scalars |= compete(network, parts["reference"], go, args, progress)
@@ -1333,7 +1446,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     result |= {"torch": torch.__version__, "args": asdict(args)}
     (run_path / "result.json.tmp").write_text(json.dumps(result, indent=2))
     os.replace(run_path / "result.json.tmp", run_path / "result.json")
-    rates = " and ".join(f"{metrics[f'eval/win_rate_{name}']:.0%} against {name}" for name in ("random", "mcts"))
+    rates = " and ".join(
+        f"{metrics[f'eval/win_rate_{name}']:.0%} against {name}" for name in ("random", "mcts")
+    )
     print(f"{args.env_id}: wins {rates}, of {metrics['eval/distinct_games_mcts']} distinct games", end=" ")
     print(f"after {step:,} moves in {seconds[0]:.1f} s; run folder {run_path}")
 

@@ -68,7 +68,10 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
+sys.path += [
+    str(Path(__file__).resolve().parents[1]),
+    os.getcwd(),
+]  # for envs_shared, and for your own environments
 from envs_shared.change_tasks import data as change_data
 from envs_shared.change_tasks import scores as change_scores
 
@@ -94,7 +97,9 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = 0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    eval_interval: int = (
+        0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    )
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
@@ -102,7 +107,11 @@ class Args:
     # Environment
     env_id: str = "buildings"  # synthetic pairs: buildings, buildings-cloudy, or prints
     data_dir: str | None = None  # folder of a real set, in place of --env-id
-    dir_names: tuple[str, str, str] = ("A", "B", "label")  # its folders of the first date, the second and the labels
+    dir_names: tuple[str, str, str] = (
+        "A",
+        "B",
+        "label",
+    )  # its folders of the first date, the second and the labels
     data_seed: int = 1  # seed of the synthetic pairs
     num_train_pairs: int = 2048  # synthetic pairs to train on; val and test have 5 times --eval-episodes each
     image_size: int = 64  # side S of a picture in pixels; those of --data-dir are cut into crops of this size
@@ -110,7 +119,9 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels, which has a class of its own
     coarse_size: int = 4  # side in pixels of what is averaged into a pixel of the coarse pictures
     num_classes: int = 2  # classes C: unchanged and changed; synthetic with 3: unchanged, appeared, vanished
-    look_at: Literal["pair", "dates"] = "pair"  # a look shows both dates; or the first one the first date, then both
+    look_at: Literal["pair", "dates"] = (
+        "pair"  # a look shows both dates; or the first one the first date, then both
+    )
     jitter: float = 0.05  # brightness and contrast of each date change by up to this in training
 
     # Algorithm
@@ -138,7 +149,9 @@ class Args:
     max_grad_norm: float = 1.0  # largest global norm of the gradient (inf: no limit)
 
     # Prediction
-    predict: tuple[str, str] | None = None  # with --evaluate: two pictures of one place, or two folders of them
+    predict: tuple[str, str] | None = (
+        None  # with --evaluate: two pictures of one place, or two folders of them
+    )
     output: str = "change_maps"  # --predict: folder for a mask and a map of probability of each pair
 
 
@@ -222,7 +235,9 @@ class Agent(nn.Module):
         self.class_head = nn.Linear(embed_dim, self.num_cells * args.num_classes)
         self.policy_head = make_head(embed_dim + args.num_steps, 1)
         nn.init.zeros_(self.policy_head[-1].weight)
-        nn.init.constant_(self.policy_head[-1].bias, 1e-3)  # likelier to look, so that the detector alone is complete
+        nn.init.constant_(
+            self.policy_head[-1].bias, 1e-3
+        )  # likelier to look, so that the detector alone is complete
         self.value_head = make_head(embed_dim + args.num_steps, 1)
         self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
 
@@ -237,7 +252,9 @@ class Agent(nn.Module):
 
     def decide(self, query: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of going on and values V, [B, N] each, of queries [B, N, D] at step [B]."""
-        one_hot = (step.unsqueeze(1) == torch.arange(self.num_steps, device=step.device)).to(query.dtype)  # [B, T]
+        one_hot = (step.unsqueeze(1) == torch.arange(self.num_steps, device=step.device)).to(
+            query.dtype
+        )  # [B, T]
         state = torch.cat((query, one_hot.unsqueeze(1).expand(-1, query.shape[1], -1)), -1)
         return self.policy_head(state).squeeze(-1), self.value_head(state).squeeze(-1)
 
@@ -295,7 +312,11 @@ class Rollout(NamedTuple):
     def read_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The rows [n] of T B, for a minibatch."""
         pair = rows % len(self.images)
-        minibatch = {"images": self.images[pair], "labels": self.labels[pair], "step": rows // len(self.images)}
+        minibatch = {
+            "images": self.images[pair],
+            "labels": self.labels[pair],
+            "step": rows // len(self.images),
+        }
         return minibatch | {name: getattr(self, name).flatten(0, 1)[rows] for name in self._fields[2:]}
 
 
@@ -371,7 +392,9 @@ def collect_rollout(agent: Agent, images, labels, args: Args) -> tuple[Rollout, 
     is_counted = labels >= 0
     is_changed = labels > 0
     says_change = (logits.softmax(-1)[..., 0] < 0.5) & is_counted
-    counts = sum_over_ranks(torch.stack(((says_change & is_changed).sum(), says_change.sum() + is_changed.sum())))
+    counts = sum_over_ranks(
+        torch.stack(((says_change & is_changed).sum(), says_change.sum() + is_changed.sum()))
+    )
     agent.running_f1.lerp_(2 * counts[0] / counts[1].clamp(min=1), 0.05)
 
     # Accuracy of the cells that no look was paid for
@@ -403,7 +426,9 @@ def normalize_advantages(advantages: torch.Tensor, active: torch.Tensor, count: 
     return (advantages - mean) / (variance.sqrt() + 1e-8)
 
 
-def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+def ppo_loss(
+    agent: Agent, minibatch: dict[str, torch.Tensor], args: Args
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Eq. 5 as the mean over the active queries of all processes, and this process's part of the METRICS [:6].
 
     `minibatch` has rows [n, ...] as `Rollout.read_rows` gives them.
@@ -417,7 +442,9 @@ def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], args: Args) -> tu
     correction = minibatch["correction"].flatten(0, 1)[index]
     log_probs = get_log_probs(go_logits, normal, goes_on, index, correction)  # [n, N, 2]
     log_ratio = log_probs - minibatch["log_probs"]
-    log_ratio = log_ratio * torch.stack((active, goes_on), -1)  # ratio 1 where there is no decision, or no correction
+    log_ratio = log_ratio * torch.stack(
+        (active, goes_on), -1
+    )  # ratio 1 where there is no decision, or no correction
     ratio = log_ratio.exp()
     advantages = normalize_advantages(minibatch["advantages"], active, count).unsqueeze(-1)  # [n, N, 1]
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -429,7 +456,9 @@ def ppo_loss(agent: Agent, minibatch: dict[str, torch.Tensor], args: Args) -> tu
 
     # Joint loss: what is stored has no gradient and trains the class head alone; a mean anew trains the refiner as well
     labels = minibatch["labels"]
-    cross_entropy = get_cross_entropy(agent.classify(minibatch["after"]), labels.masked_fill(~active.unsqueeze(-1), -1))
+    cross_entropy = get_cross_entropy(
+        agent.classify(minibatch["after"]), labels.masked_fill(~active.unsqueeze(-1), -1)
+    )
     refined = query.flatten(0, 1)[index] + agent.up(mean)
     cross_entropy = cross_entropy + get_cross_entropy(agent.classify(refined), labels.flatten(0, 1)[index])
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # [n, N]
@@ -471,7 +500,9 @@ def update_detector(agent: Agent, optimizer, num_looks: int, args: Args, images,
     return torch.cat((loss.detach().unsqueeze(0), take_step(agent, optimizer, args, loss)))
 
 
-def update_minibatch(agent: Agent, optimizer, rollout: Rollout, args: Args, rows: torch.Tensor) -> torch.Tensor:
+def update_minibatch(
+    agent: Agent, optimizer, rollout: Rollout, args: Args, rows: torch.Tensor
+) -> torch.Tensor:
     """One gradient step of the third stage on the rows [n] of T B; returns this process's part of the METRICS [7]."""
     loss, metrics = ppo_loss(agent, rollout.read_rows(rows), args)
     return torch.cat((metrics, take_step(agent, optimizer, args, loss)))
@@ -498,7 +529,9 @@ def classify(agent: Agent, args: Args, images: torch.Tensor, rule=None, chunk: i
         looks = torch.zeros_like(active, dtype=torch.int64)
         for t in range(args.num_steps):
             step = torch.full((len(part),), t, device=device)
-            goes_on = agent.decide(query, step)[0] > 0 if rule is None else rule(query, agent.classify(query), t)
+            goes_on = (
+                agent.decide(query, step)[0] > 0 if rule is None else rule(query, agent.classify(query), t)
+            )
             active = active & goes_on
             index = active.flatten().nonzero().squeeze(1)  # [K]
             if len(index) == 0:
@@ -527,7 +560,9 @@ def setup_device(args: Args) -> torch.device:
     use_cuda = args.cuda and torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
-        fail(f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes")
+        fail(
+            f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes"
+        )
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
@@ -578,7 +613,9 @@ def load_checkpoint(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         known = {field.name for field in fields(Args)}  # those that are missing have their defaults
-        checkpoint["args"] = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+        checkpoint["args"] = Args(
+            **{name: value for name, value in checkpoint["args"].items() if name in known}
+        )
     except FileNotFoundError:
         fail(f"{path or repr(path)}: no such checkpoint")
     except Exception as error:
@@ -598,7 +635,9 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         except Exception as error:
             fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------")))  # what W&B refuses in an id
+    run_path = Path(
+        args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------"))
+    )  # what W&B refuses in an id
     if args.resume is not None:
         run_path = Path(args.resume).resolve().parent
     try:
@@ -646,17 +685,29 @@ class CudaGraph:
 
 def check_args(args: Args) -> None:
     """Exit with code 2 and one line for settings that cannot work."""
-    may_be_zero = "seed data_seed checkpoint_interval eval_interval coarse_iterations refine_iterations ppo_iterations"
-    may_be_zero = f"{may_be_zero} jitter cost beta gamma gae_lambda clip_coef vf_coef ent_coef joint_coef".split()
+    may_be_zero = (
+        "seed data_seed checkpoint_interval eval_interval coarse_iterations refine_iterations ppo_iterations"
+    )
+    may_be_zero = (
+        f"{may_be_zero} jitter cost beta gamma gae_lambda clip_coef vf_coef ent_coef joint_coef".split()
+    )
     for name, value in vars(args).items():
         is_number = type(value) in (int, float)
         if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0")
+            fail(
+                f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0"
+            )
         if name in ("gamma", "gae_lambda") and value > 1:
             fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
-    for whole, part in (("image_size", "patch_size"), ("patch_size", "cell_size"), ("patch_size", "coarse_size")):
+    for whole, part in (
+        ("image_size", "patch_size"),
+        ("patch_size", "cell_size"),
+        ("patch_size", "coarse_size"),
+    ):
         if getattr(args, whole) % getattr(args, part) or getattr(args, whole) == getattr(args, part):
-            fail(f"--{whole.replace('_', '-')} has to be a multiple, by 2 or more, of --{part.replace('_', '-')}")
+            fail(
+                f"--{whole.replace('_', '-')} has to be a multiple, by 2 or more, of --{part.replace('_', '-')}"
+            )
     if args.data_dir is None and args.env_id not in change_data.ENV_IDS:
         fail(f"--env-id {args.env_id}: unknown pairs (known: {', '.join(change_data.ENV_IDS)})")
     most_classes = 3 if args.data_dir is None else 255
@@ -668,16 +719,22 @@ def check_args(args: Args) -> None:
         fail("--look-at dates needs --num-steps 2 or more, to see both dates")
     for name in ("num_envs", "batch_size"):
         if getattr(args, name) % WORLD_SIZE:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} does not divide among {WORLD_SIZE} processes")
+            fail(
+                f"--{name.replace('_', '-')} {getattr(args, name)} does not divide among {WORLD_SIZE} processes"
+            )
     if args.num_minibatches > args.num_steps * args.num_envs // WORLD_SIZE:
-        fail(f"--num-minibatches {args.num_minibatches}: a process has fewer rows, --num-steps times --num-envs")
+        fail(
+            f"--num-minibatches {args.num_minibatches}: a process has fewer rows, --num-steps times --num-envs"
+        )
     if args.predict is not None and args.evaluate is None:
         fail("--predict needs --evaluate")
 
 
 def load_detector(agent: Agent, args: Args) -> None:
     """Take the detector of --pretrained, all but its policy and value head."""
-    heads = {name: x for name, x in agent.state_dict().items() if name.startswith(("policy_head", "value_head"))}
+    heads = {
+        name: x for name, x in agent.state_dict().items() if name.startswith(("policy_head", "value_head"))
+    }
     agent.load_state_dict(load_checkpoint(args.pretrained)["agent"] | heads)
 
 
@@ -691,12 +748,20 @@ def check_same(args: Args, saved: Args, path: str, names: list[str]) -> None:
     """Exit with code 2 where a setting is not that of the checkpoint."""
     for name in names:
         if getattr(args, name) != getattr(saved, name):
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {getattr(saved, name)}")
+            fail(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {getattr(saved, name)}"
+            )
 
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
     """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
-    progress = {"iteration": 0, "global_step": 0, "eval_steps": 0, "seconds": [0.0, 0.0], "eval_seconds": [0.0, 0.0]}
+    progress = {
+        "iteration": 0,
+        "global_step": 0,
+        "eval_steps": 0,
+        "seconds": [0.0, 0.0],
+        "eval_seconds": [0.0, 0.0],
+    }
     progress |= {"best": [0, 0.0], "threshold": 0.5}  # stage and score of the best, threshold of the last
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
@@ -715,7 +780,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     seed_everything(args.seed, 2, RANK, step)
     use_graphs = args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1
     lr = torch.tensor(args.supervised_lr, device=device)  # a tensor, so that CUDA graphs see it change
-    optimizer = torch.optim.Adam(agent.parameters(), lr, fused=True, capturable=use_graphs)  # skips what is fixed
+    optimizer = torch.optim.Adam(
+        agent.parameters(), lr, fused=True, capturable=use_graphs
+    )  # skips what is fixed
 
     parts = {"agent": agent, "optimizer": optimizer}
     if checkpoint is not None:
@@ -744,7 +811,11 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     sizes = [args.coarse_iterations, args.refine_iterations, args.ppo_iterations]  # of the stages
     ends = np.cumsum(sizes)
     num_iterations = int(ends[-1])
-    rules = [change_scores.make_rule("coarse"), change_scores.make_rule("everywhere", num_looks=args.num_steps), None]
+    rules = [
+        change_scores.make_rule("coarse"),
+        change_scores.make_rule("everywhere", num_looks=args.num_steps),
+        None,
+    ]
     eval_interval = args.eval_interval or math.ceil(num_iterations / 10)
     bar = tqdm(total=num_iterations, initial=progress["iteration"], unit="iteration", disable=RANK > 0)
     while progress["iteration"] < num_iterations:
@@ -866,7 +937,9 @@ def main(argv: list[str] | None = None) -> None:
         num_iterations = args.coarse_iterations + args.refine_iterations + args.ppo_iterations
         is_done = checkpoint["iteration"] >= num_iterations
         if is_done and Path(path).with_name("result.json").exists():
-            fail(f"--resume {path}: its {checkpoint['iteration']} iterations are done; raise --ppo-iterations")
+            fail(
+                f"--resume {path}: its {checkpoint['iteration']} iterations are done; raise --ppo-iterations"
+            )
     check_args(args)
     if args.evaluate is None:
         return train(args, checkpoint if args.resume is not None else None)

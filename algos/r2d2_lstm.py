@@ -56,8 +56,18 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
-from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
+sys.path += [
+    str(Path(__file__).resolve().parents[1]),
+    os.getcwd(),
+]  # for envs_shared, and for your own environments
+from envs_shared.gym_tasks.columns import (
+    EPISODE_LENGTH,
+    EPISODE_RETURN,
+    NUM_EXTRA,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+)
 from envs_shared.gym_tasks.memory import MEMORYLESS_CEILING  # and registers the memory tasks
 from envs_shared.gym_tasks.normalization import RunningMeanStd
 from envs_shared.gym_tasks.scores import EndlessScores, EpisodeScores, own_random_numbers, play_episodes
@@ -85,19 +95,25 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = 0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    eval_interval: int = (
+        0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    )
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
 
     # Environment
     env_id: str = "RepeatPreviousEasy-v0"  # gymnasium id; `module:Name-v0` imports the module first
-    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own vector form, else sync
+    vectorization: Literal["auto", "sync", "async"] = (
+        "auto"  # auto: the environment's own vector form, else sync
+    )
     num_envs: int = 32  # parallel environments B, over all processes
 
     # Network
     recurrent: bool = True  # an LSTM; --no-recurrent puts a feed-forward layer of equal width in its place
-    last_action_reward: bool = True  # the network reads the last action and reward too, which is memory of one step
+    last_action_reward: bool = (
+        True  # the network reads the last action and reward too, which is memory of one step
+    )
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
     memory_span: float = 50.0  # steps that the LSTM's slowest units keep their content for at first
 
@@ -110,9 +126,13 @@ class Args:
     norm_reward: bool = True  # learn from rewards over the root mean square of all that are not zero
     burn_in: int = 8  # steps at the start of a window that only bring the LSTM's state up to date
     learn_length: int = 16  # steps m of a window that are learned, and distance between two windows
-    last_window: Literal["mask", "overlap", "null"] = "mask"  # past the end: no weight, moved back, or null steps
+    last_window: Literal["mask", "overlap", "null"] = (
+        "mask"  # past the end: no weight, moved back, or null steps
+    )
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
-    state_init: Literal["stored", "zero"] = "stored"  # LSTM's state where a window starts: that of acting, or zero
+    state_init: Literal["stored", "zero"] = (
+        "stored"  # LSTM's state where a window starts: that of acting, or zero
+    )
     buffer_size: int = 20_000  # windows R in the replay, of each process
     learning_starts: int = 2_000  # environment steps before the first update
     replay_ratio: float = 8.0  # how often a step is learned on average
@@ -138,9 +158,13 @@ class QNetwork(nn.Module):
         self.obs_scale = envs.obs_scale
         self.register_buffer("action_ids", torch.arange(num_actions), persistent=False)
         layers = []
-        if envs.image_shape is not None:  # the convolutions of Mnih et al. 2015, smaller ones for sides under 36
+        if (
+            envs.image_shape is not None
+        ):  # the convolutions of Mnih et al. 2015, smaller ones for sides under 36
             channels = (envs.image_shape[0], 32, 64, 64)
-            kernels = ((8, 4), (4, 2), (3, 1)) if min(envs.image_shape[1:]) >= 36 else ((3, 2), (3, 2), (3, 1))
+            kernels = (
+                ((8, 4), (4, 2), (3, 1)) if min(envs.image_shape[1:]) >= 36 else ((3, 2), (3, 2), (3, 1))
+            )
             layers.append(nn.Unflatten(-1, envs.image_shape))
             for c_in, c_out, (kernel, stride) in zip(channels[:-1], channels[1:], kernels, strict=True):
                 layers += [nn.Conv2d(c_in, c_out, kernel, stride), nn.ReLU()]
@@ -188,7 +212,9 @@ class Actor(nn.Module):
         self.register_buffer("obs", torch.zeros(envs.num_envs, envs.obs_dim, device=device))  # [B, D]
         self.register_buffer("last_action", torch.full((envs.num_envs,), -1, device=device))  # [B], -1: none
         self.register_buffer("last_reward", torch.zeros(envs.num_envs, device=device))  # [B]
-        self.register_buffer("state", torch.zeros(envs.num_envs, 2, args.hidden_size, device=device))  # [B, 2, H]
+        self.register_buffer(
+            "state", torch.zeros(envs.num_envs, 2, args.hidden_size, device=device)
+        )  # [B, 2, H]
         self.register_buffer("is_over", torch.zeros(envs.num_envs, dtype=torch.bool, device=device))  # [B]
 
     def observe(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -216,7 +242,9 @@ class Actor(nn.Module):
 
     def act(self, agent: QNetwork, epsilons: torch.Tensor | None = None) -> torch.Tensor:
         """Actions [B] at what was observed last: greedy ones, or random ones with probability `epsilons` [B]."""
-        q, state = agent(self.obs[None], self.last_action[None], self.last_reward[None], self.state)  # q [1, B, A]
+        q, state = agent(
+            self.obs[None], self.last_action[None], self.last_reward[None], self.state
+        )  # q [1, B, A]
         actions = q[0].argmax(-1)
         if epsilons is not None:
             random_actions = torch.randint_like(actions, q.shape[-1])
@@ -250,14 +278,24 @@ class SequenceReplay(nn.Module):
             "obs": torch.zeros(*slots, envs.obs_dim, dtype=envs.obs_dtype, device=device),  # [S, B, D]
             "last_action": torch.zeros(slots, dtype=torch.int64, device=device),  # [S, B]
             "last_reward": torch.zeros(slots, device=device),  # [S, B]
-            "recent_state": torch.zeros(self.length, envs.num_envs, *state_shape, device=device),  # [L, B, 2, H]
+            "recent_state": torch.zeros(
+                self.length, envs.num_envs, *state_shape, device=device
+            ),  # [L, B, 2, H]
             "first": torch.zeros(windows, dtype=torch.int64, device=device),  # [R] time of the first slot
             "env": torch.zeros(windows, dtype=torch.int64, device=device),  # [R]
-            "end": torch.zeros(windows, dtype=torch.int64, device=device),  # [R] where its episode ends, else L - 1
-            "is_warm": torch.zeros(windows, dtype=torch.bool, device=device),  # [R] burns in on its episode alone
+            "end": torch.zeros(
+                windows, dtype=torch.int64, device=device
+            ),  # [R] where its episode ends, else L - 1
+            "is_warm": torch.zeros(
+                windows, dtype=torch.bool, device=device
+            ),  # [R] burns in on its episode alone
             "terminated": torch.zeros(windows, dtype=torch.bool, device=device),  # [R] the episode, at `end`
-            "state": torch.zeros(*windows, *state_shape, device=device),  # [R, 2, H] before the first slot that is read
-            "priority": torch.zeros(windows, device=device),  # [R] p of eq. 4; zero where there is no window yet
+            "state": torch.zeros(
+                *windows, *state_shape, device=device
+            ),  # [R, 2, H] before the first slot that is read
+            "priority": torch.zeros(
+                windows, device=device
+            ),  # [R] p of eq. 4; zero where there is no window yet
             # What the network would have read at `end`, where the slot holds the first step of another episode
             "end_obs": torch.zeros(*windows, envs.obs_dim, dtype=envs.obs_dtype, device=device),  # [R, D]
             "end_action": torch.zeros(windows, dtype=torch.int64, device=device),  # [R]
@@ -266,7 +304,9 @@ class SequenceReplay(nn.Module):
             "time": torch.tensor(-1),  # of the latest slot
             "num_added": torch.tensor(0),  # windows since the start
             "episode_start": torch.zeros(envs.num_envs, dtype=torch.int64),  # [B] time of the first slot
-            "next_learned": torch.zeros(envs.num_envs, dtype=torch.int64),  # [B] time that no window has learned yet
+            "next_learned": torch.zeros(
+                envs.num_envs, dtype=torch.int64
+            ),  # [B] time that no window has learned yet
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
@@ -288,7 +328,9 @@ class SequenceReplay(nn.Module):
         """End all episodes as truncated at the latest slot; the next one begins others."""
         slot = self.time % len(self.obs)
         everywhere = torch.ones_like(self.next_learned, dtype=torch.bool)
-        self.add_windows((self.obs[slot], self.last_action[slot], self.last_reward[slot]), ~everywhere, everywhere)
+        self.add_windows(
+            (self.obs[slot], self.last_action[slot], self.last_reward[slot]), ~everywhere, everywhere
+        )
         self.episode_start.fill_(self.time + 1)
         self.next_learned.fill_(self.time + 1)
 
@@ -322,11 +364,15 @@ class SequenceReplay(nn.Module):
             self.priority[index] = torch.where(largest > 0, largest, 1.0)
             self.num_added += len(env)
             self.next_learned[env] += self.learn_length
-        begins = self.time + (0 if self.same_step else 1)  # the next episode, in NEXT_STEP autoreset a slot later
+        begins = self.time + (
+            0 if self.same_step else 1
+        )  # the next episode, in NEXT_STEP autoreset a slot later
         self.episode_start[is_over] = begins
         self.next_learned[is_over] = begins
 
-    def sample(self, num_windows: int, alpha: float = 0.9, beta: float = 0.6) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        self, num_windows: int, alpha: float = 0.9, beta: float = 0.6
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows [N] drawn by P = p^alpha / sum p^alpha, stratified, and P^-beta / max P^-beta [N], eq. 3 and 4.
 
         Nothing waits for the device. Those of priority 0 are never drawn. Source: Schaul et al. 2016, arXiv:1511.05952.
@@ -378,7 +424,9 @@ def epsilon_ladder(num_envs: int, epsilon: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def collect_steps(act, actor: Actor, envs, replay: SequenceReplay, num_steps: int) -> tuple[torch.Tensor, int]:
+def collect_steps(
+    act, actor: Actor, envs, replay: SequenceReplay, num_steps: int
+) -> tuple[torch.Tensor, int]:
     """Play `num_steps` steps in every environment into the replay; `act` is `actor.act`, recorded as a graph or not.
 
     Returns what columns.py lists [num_steps, B, NUM_EXTRA], and how many of the steps were real: a step that only
@@ -409,7 +457,9 @@ def unroll(agent: QNetwork, windows: dict[str, torch.Tensor], args: Args) -> tor
         with torch.no_grad(), autocast():
             _, burned = agent(*(x[: args.burn_in] for x in steps), state)
         state = torch.where(windows["is_warm"][:, None, None], burned.to(state.dtype), state)
-    with autocast():  # one of its own: weights that are cast without gradient are kept to the end of the context
+    with (
+        autocast()
+    ):  # one of its own: weights that are cast without gradient are kept to the end of the context
         q, _ = agent(*(x[args.burn_in :] for x in steps), state)
     return q.float()
 
@@ -438,7 +488,9 @@ def sequence_priority(td_errors: torch.Tensor, is_learned: torch.Tensor, eta: fl
     return eta * errors.amax(0) + (1.0 - eta) * errors.sum(0) / is_learned.sum(0)
 
 
-def r2d2_loss(agent: QNetwork, target: QNetwork, windows: dict[str, torch.Tensor], weights, count, args: Args):
+def r2d2_loss(
+    agent: QNetwork, target: QNetwork, windows: dict[str, torch.Tensor], weights, count, args: Args
+):
     """Eq. 3 as the mean over the `count` learned steps of all processes, the windows' new priorities, and METRICS[:4].
 
     `windows` as `read_windows` gives them, with the `rewards` [L, N] to learn from, which may be normalized.
@@ -451,7 +503,9 @@ def r2d2_loss(agent: QNetwork, target: QNetwork, windows: dict[str, torch.Tensor
     with torch.no_grad():
         target_q = unroll(target, windows, args)
         end = windows["end"] - args.burn_in
-        targets = compute_targets(q, target_q, rewards, end, windows["terminated"], args.gamma, args.n_step)  # [m, N]
+        targets = compute_targets(
+            q, target_q, rewards, end, windows["terminated"], args.gamma, args.n_step
+        )  # [m, N]
     q_taken = q[: args.learn_length].gather(-1, actions.unsqueeze(-1)).squeeze(-1)  # [m, N]
     td_errors = torch.where(is_learned, targets - q_taken, 0.0)
     losses = 0.5 * weights * td_errors.square()
@@ -460,7 +514,9 @@ def r2d2_loss(agent: QNetwork, target: QNetwork, windows: dict[str, torch.Tensor
     return losses.sum() / count, priorities, metrics.sum((1, 2)) / count
 
 
-def update_network(agent, target, optimizer, replay: SequenceReplay, reward_stats, loss_fn, args: Args) -> torch.Tensor:
+def update_network(
+    agent, target, optimizer, replay: SequenceReplay, reward_stats, loss_fn, args: Args
+) -> torch.Tensor:
     """One gradient step on sampled windows, and their new priorities; returns this process's part of METRICS [5]."""
     index, weights = replay.sample(replay.num_sampled)
     windows = replay.read_windows(index)
@@ -496,12 +552,16 @@ def make_envs(args: Args, num_envs: int, seed: int, **kwargs):
     except ValueError as error:
         fail(f"--env-id {args.env_id}: {error}")
     if not isinstance(envs.single_action_space, gym.spaces.Discrete):
-        fail(f"--env-id {args.env_id}: {type(envs.single_action_space).__name__} actions, but R2D2 needs Discrete")
+        fail(
+            f"--env-id {args.env_id}: {type(envs.single_action_space).__name__} actions, but R2D2 needs Discrete"
+        )
     return envs
 
 
 @torch.inference_mode()
-def evaluate(agent: QNetwork, args: Args, device: torch.device, num_episodes: int, stream: int) -> dict[str, float]:
+def evaluate(
+    agent: QNetwork, args: Args, device: torch.device, num_episodes: int, stream: int
+) -> dict[str, float]:
     """Scores of the greedy actions, in environments that are the same for every call with the same `stream`."""
     seed = int(np.random.SeedSequence([args.seed, stream]).generate_state(1)[0])
     with own_random_numbers(seed):  # training's stay what they are
@@ -531,7 +591,9 @@ def setup_device(args: Args) -> torch.device:
     use_cuda = args.cuda and torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
-        fail(f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes")
+        fail(
+            f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes"
+        )
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
@@ -582,7 +644,9 @@ def load_checkpoint(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         known = {field.name for field in fields(Args)}  # those that are missing have their defaults
-        checkpoint["args"] = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+        checkpoint["args"] = Args(
+            **{name: value for name, value in checkpoint["args"].items() if name in known}
+        )
     except FileNotFoundError:
         fail(f"{path or repr(path)}: no such checkpoint")
     except Exception as error:
@@ -602,7 +666,9 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         except Exception as error:
             fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------")))  # what W&B refuses in an id
+    run_path = Path(
+        args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------"))
+    )  # what W&B refuses in an id
     if args.resume is not None:
         run_path = Path(args.resume).resolve().parent
     try:
@@ -654,13 +720,17 @@ def check_args(args: Args) -> None:
     for name, value in vars(args).items():
         is_number = type(value) in (int, float)
         if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0")
+            fail(
+                f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0"
+            )
         if name in ("gamma", "epsilon") and value > 1:
             fail(f"--{name} {value}: has to be from 0 to 1")
         if name in ("num_envs", "batch_size") and value % WORLD_SIZE:
             fail(f"--{name.replace('_', '-')} {value} does not divide among {WORLD_SIZE} processes")
     if args.buffer_size < args.num_envs // WORLD_SIZE:
-        fail(f"--buffer-size {args.buffer_size}: has to hold a window of each of {args.num_envs} environments")
+        fail(
+            f"--buffer-size {args.buffer_size}: has to hold a window of each of {args.num_envs} environments"
+        )
     if args.memory_span < 1:
         fail(f"--memory-span {args.memory_span}: has to be at least 1")
     if args.resume is None and args.evaluate is None and args.learning_starts >= args.total_timesteps:
@@ -669,7 +739,13 @@ def check_args(args: Args) -> None:
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
     """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
-    progress = {"iteration": 0, "global_step": 0, "eval_steps": 0, "seconds": [0.0, 0.0], "eval_seconds": [0.0, 0.0]}
+    progress = {
+        "iteration": 0,
+        "global_step": 0,
+        "eval_steps": 0,
+        "seconds": [0.0, 0.0],
+        "eval_seconds": [0.0, 0.0],
+    }
     progress |= {"num_updates": 0, "num_due": 0.0}  # updates so far, and due by the replay ratio
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
@@ -679,7 +755,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
 
     # Streams of the seed: 0 environments and 2 samples, of each process; 1 weights; 3 and 4 evaluations
     env_seed = seed_everything(args.seed, 0, RANK, step)
-    envs = make_envs(args, args.num_envs // WORLD_SIZE, env_seed, vectorization=args.vectorization, device=device)
+    envs = make_envs(
+        args, args.num_envs // WORLD_SIZE, env_seed, vectorization=args.vectorization, device=device
+    )
     seed_everything(args.seed, 1)
     try:
         agent = QNetwork(envs, args).to(device)
@@ -718,7 +796,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         else:
             learning_starts += step
             if RANK == 0:
-                print(f"the replay starts empty: learning goes on at step {learning_starts} of {args.total_timesteps}")
+                print(
+                    f"the replay starts empty: learning goes on at step {learning_starts} of {args.total_timesteps}"
+                )
     if RANK == 0:
         run_path, writer = open_run(args, step)
         best_path = run_path / "best.pt"
@@ -733,7 +813,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     loss_fn = torch.compile(r2d2_loss) if args.compile else r2d2_loss
     update = graph(partial(update_network, agent, target, optimizer, replay, reward_stats, loss_fn, args))
 
-    eval_interval = args.eval_interval or math.ceil(args.total_timesteps / 10 / (args.num_envs * args.num_steps))
+    eval_interval = args.eval_interval or math.ceil(
+        args.total_timesteps / 10 / (args.num_envs * args.num_steps)
+    )
     bar = tqdm(total=args.total_timesteps, initial=step, unit="step", disable=RANK > 0)
     while step < args.total_timesteps:
         if args.anneal_lr:
@@ -744,7 +826,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         extra, num_real = collect_steps(act, actor, envs, replay, args.num_steps)  # [num_steps, B, NUM_EXTRA]
         rewards = extra.to(device)[..., REWARD]
         reward_stats.update(rewards, rewards != 0)
-        counts = torch.tensor([num_real, int(replay.num_added) - num_added, replay.num_added > 0], device=device)
+        counts = torch.tensor(
+            [num_real, int(replay.num_added) - num_added, replay.num_added > 0], device=device
+        )
         num_real, num_collected, num_ready = sum_over_ranks(counts).tolist()
         step += num_real
 
@@ -758,7 +842,10 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             if i % args.target_interval == 0:
                 target.load_state_dict(agent.state_dict())
         progress |= {"iteration": progress["iteration"] + 1, "global_step": step}
-        progress |= {"num_updates": progress["num_updates"] + num_updates, "num_due": progress["num_due"] - num_updates}
+        progress |= {
+            "num_updates": progress["num_updates"] + num_updates,
+            "num_due": progress["num_due"] - num_updates,
+        }
 
         # Measure what is new
         means = (sum_over_ranks(metrics) / max(num_updates, 1)).tolist()
@@ -766,7 +853,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
             raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {means}")
         if RANK > 0:
             continue
-        scalars = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True) if num_updates > 0}
+        scalars = {
+            f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True) if num_updates > 0
+        }
         scalars |= {"charts/num_updates": progress["num_updates"], "charts/learning_rate": lr.item()}
         seconds = read_clock() - start - progress["eval_seconds"]
         scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
@@ -774,7 +863,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
         scalars |= scores.summarize(extra[:, is_greedier, EPISODE_RETURN : EPISODE_LENGTH + 1])
         scalars |= endless_scores.summarize(extra[:, is_greedier])
         if scores.recent_returns:
-            bar.set_postfix_str(f"return={np.mean(scores.recent_returns):.2f} at step {step:,}", refresh=False)
+            bar.set_postfix_str(
+                f"return={np.mean(scores.recent_returns):.2f} at step {step:,}", refresh=False
+            )
         bar.update(min(step, args.total_timesteps) - bar.n)
 
         # Evaluate, keep the policy that scored best, log and save

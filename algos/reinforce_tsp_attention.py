@@ -67,7 +67,10 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path += [str(Path(__file__).resolve().parents[1]), os.getcwd()]  # for envs_shared, and for your own environments
+sys.path += [
+    str(Path(__file__).resolve().parents[1]),
+    os.getcwd(),
+]  # for envs_shared, and for your own environments
 from envs_shared.tsp_tasks import instances as tsp
 
 SCRIPT = "reinforce_tsp_attention"
@@ -93,29 +96,49 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = 0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    eval_interval: int = (
+        0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    )
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
 
     # Environment
-    env_id: str = "tsp20-uniform"  # tspN-uniform (in the unit square) or tspN-gaussian (standard normal), with N nodes
-    train_path: str | None = None  # train on the instances of this file and choose best.pt by them, not by fresh ones
-    data: tuple[str, ...] = ()  # files to evaluate on: .tsp (TSPLIB), else ml4co text; none: --eval-episodes of env_id
-    decoding: tuple[Decoding, ...] = ("greedy", "multistart", "multistart_x8")  # ways to choose tours in evaluations
-    solve: str | None = None  # with --evaluate and --data: new folder for the best tours, a file for each of the data
+    env_id: str = (
+        "tsp20-uniform"  # tspN-uniform (in the unit square) or tspN-gaussian (standard normal), with N nodes
+    )
+    train_path: str | None = (
+        None  # train on the instances of this file and choose best.pt by them, not by fresh ones
+    )
+    data: tuple[
+        str, ...
+    ] = ()  # files to evaluate on: .tsp (TSPLIB), else ml4co text; none: --eval-episodes of env_id
+    decoding: tuple[Decoding, ...] = (
+        "greedy",
+        "multistart",
+        "multistart_x8",
+    )  # ways to choose tours in evaluations
+    solve: str | None = (
+        None  # with --evaluate and --data: new folder for the best tours, a file for each of the data
+    )
 
     # Algorithm
     num_epochs: int = 35  # epochs, which are the iterations here; after each the rollout baseline may change
     steps_per_epoch: int = 100  # gradient steps of an epoch
     batch_size: int = 32  # instances B of a gradient step, over all processes
-    optimizer: Literal["muon", "adam"] = "muon"  # of the matrices that map embeddings; Adam has all other parameters
+    optimizer: Literal["muon", "adam"] = (
+        "muon"  # of the matrices that map embeddings; Adam has all other parameters
+    )
     learning_rate: float = 1e-3  # of Adam
     muon_learning_rate: float = 2e-3  # of Muon
     anneal_lr: bool = True  # lower the learning rates to zero along half a cosine
     max_grad_norm: float = 1.0  # largest global norm of the gradient (inf: no limit)
-    baseline: Literal["pomo", "rollout", "exponential"] = "pomo"  # b(s): mean over all starts, greedy, or running mean
-    baseline_instances: int = 10_000  # rollout: instances on which policy and baseline are compared after an epoch
+    baseline: Literal["pomo", "rollout", "exponential"] = (
+        "pomo"  # b(s): mean over all starts, greedy, or running mean
+    )
+    baseline_instances: int = (
+        10_000  # rollout: instances on which policy and baseline are compared after an epoch
+    )
     num_layers: int = 3  # layers of the encoder
 
 
@@ -127,7 +150,9 @@ def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_mask: torch.Tensor | None = None) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of queries [B, Q, D] to keys / sqrt(d) and values by heads [B * H, N, d], before W^O: [B, Q, D].
 
     `log_mask` [B, Q, N] is 0, and -inf where a node has been visited.
@@ -136,7 +161,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_mask: torch.Te
     u = torch.bmm(split_heads(q, num_heads), k.transpose(1, 2)).unflatten(0, (-1, num_heads))  # [B, H, Q, N]
     if log_mask is not None:
         u = u + log_mask.unsqueeze(1)
-    attended = torch.bmm(u.softmax(-1).flatten(0, 1), v)  # [B * H, Q, d]; torch's fused kernel takes longer on CPUs
+    attended = torch.bmm(
+        u.softmax(-1).flatten(0, 1), v
+    )  # [B * H, Q, d]; torch's fused kernel takes longer on CPUs
     return attended.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2)
 
 
@@ -150,7 +177,9 @@ class EncoderLayer(nn.Module):
         self.project_k = nn.Linear(embed_dim, embed_dim, bias=False)
         self.project_v = nn.Linear(embed_dim, embed_dim, bias=False)
         self.project_out = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.ff = nn.Sequential(nn.Linear(embed_dim, ff_dim), nn.ReLU(inplace=True), nn.Linear(ff_dim, embed_dim))
+        self.ff = nn.Sequential(
+            nn.Linear(embed_dim, ff_dim), nn.ReLU(inplace=True), nn.Linear(ff_dim, embed_dim)
+        )
         self.norm1 = nn.BatchNorm1d(embed_dim)
         self.norm2 = nn.BatchNorm1d(embed_dim)
 
@@ -178,7 +207,9 @@ class AttentionModel(nn.Module):
         self.project_first = nn.Linear(embed_dim, embed_dim, bias=False)
         self.project_k = nn.Linear(embed_dim, embed_dim, bias=False)  # W^K and W^V of the glimpse, eq. 5
         self.project_v = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.project_out = nn.Linear(embed_dim, embed_dim, bias=False)  # W^O of eq. 7, which `forward` puts at its keys
+        self.project_out = nn.Linear(
+            embed_dim, embed_dim, bias=False
+        )  # W^O of eq. 7, which `forward` puts at its keys
         self.project_logit_k = nn.Linear(embed_dim, embed_dim, bias=False)  # W^K of eq. 7
         self.v_last = nn.Parameter(torch.empty(embed_dim).uniform_(-1.0, 1.0))  # v^l and v^f of eq. 4
         self.v_first = nn.Parameter(torch.empty(embed_dim).uniform_(-1.0, 1.0))
@@ -232,7 +263,9 @@ class NodeProjections(NamedTuple):
 def take_nodes(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows [B, P, T, D] of x [B, N, D] at index [B, P, T]; faster than gather where there is a gradient."""
     num_instances, num_nodes = x.shape[:2]
-    first_rows = torch.arange(num_instances, device=x.device) * num_nodes  # of each instance, among those of all
+    first_rows = (
+        torch.arange(num_instances, device=x.device) * num_nodes
+    )  # of each instance, among those of all
     return F.embedding(index + first_rows[:, None, None], x.flatten(0, 1))
 
 
@@ -297,7 +330,9 @@ def score_tours(nodes: NodeProjections, tours: torch.Tensor) -> tuple[torch.Tens
     q = compute_queries(nodes, tours[:, :, :1], tours[:, :, :-2])  # [B, P * T, D]
     log_probs = compute_logits(nodes, q, log_mask).log_softmax(-1)  # [B, P * T, N], eq. 8
     log_probs = log_probs.gather(-1, chosen.flatten(1).unsqueeze(-1)).view_as(chosen)
-    start_logits = compute_logits(nodes, nodes.q_start, log_mask.new_zeros(len(tours), 1, num_nodes))  # [B, 1, N]
+    start_logits = compute_logits(
+        nodes, nodes.q_start, log_mask.new_zeros(len(tours), 1, num_nodes)
+    )  # [B, 1, N]
     return log_probs.sum(-1), start_logits.log_softmax(-1).squeeze(1)  # eq. 1
 
 
@@ -306,7 +341,9 @@ def reinforce_loss(lengths, baseline, log_likelihood) -> torch.Tensor:
     return ((lengths - baseline) * log_likelihood).mean()
 
 
-def pomo_loss(lengths: torch.Tensor, log_likelihood: torch.Tensor, start_log_probs: torch.Tensor) -> torch.Tensor:
+def pomo_loss(
+    lengths: torch.Tensor, log_likelihood: torch.Tensor, start_log_probs: torch.Tensor
+) -> torch.Tensor:
     """REINFORCE over one tour from every node, with their mean as the baseline (Kwon et al. eq. 2, 3).
 
     lengths and log_likelihood [B, N] are of the tours that begin at each node. Nothing in them teaches the policy where
@@ -314,7 +351,10 @@ def pomo_loss(lengths: torch.Tensor, log_likelihood: torch.Tensor, start_log_pro
     all of its outcomes are there, it needs no sampling.
     """
     mean = lengths.mean(1, keepdim=True)
-    return reinforce_loss(lengths, mean, log_likelihood) + (start_log_probs.exp() * (lengths - mean)).sum(1).mean()
+    return (
+        reinforce_loss(lengths, mean, log_likelihood)
+        + (start_log_probs.exp() * (lengths - mean)).sum(1).mean()
+    )
 
 
 def t_test(differences: torch.Tensor) -> float:
@@ -387,10 +427,17 @@ def compute_loss(encode, score, baseline: Baseline, points: torch.Tensor, args: 
     if args.baseline == "rollout":
         greedy_lengths = construct_tours(points, baseline.policy(points))[1]
         b = torch.where(baseline.is_warmup > 0, b, greedy_lengths)
-    return reinforce_loss(lengths, b, log_likelihood), lengths.mean(), b.mean(), log_likelihood.detach().mean()
+    return (
+        reinforce_loss(lengths, b, log_likelihood),
+        lengths.mean(),
+        b.mean(),
+        log_likelihood.detach().mean(),
+    )
 
 
-def update_weights(agent: AttentionModel, optimizers, loss_fn, args: Args, points: torch.Tensor) -> torch.Tensor:
+def update_weights(
+    agent: AttentionModel, optimizers, loss_fn, args: Args, points: torch.Tensor
+) -> torch.Tensor:
     """One gradient step on points [B, N, 2] by `loss_fn` of them; returns the METRICS [5] of this process."""
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -444,7 +491,9 @@ class Muon(torch.optim.Optimizer):
                 p.sub_(length * update)
 
 
-def make_optimizers(agent: AttentionModel, args: Args, lr: torch.Tensor, muon_lr: torch.Tensor, capturable: bool):
+def make_optimizers(
+    agent: AttentionModel, args: Args, lr: torch.Tensor, muon_lr: torch.Tensor, capturable: bool
+):
     """By name: Adam as "optimizer", and with --optimizer muon "muon" for the matrices that map embeddings."""
     maps = [m for m in agent.modules() if isinstance(m, nn.Linear) and m is not agent.embed]
     matrices = [m.weight for m in maps] if args.optimizer == "muon" else []
@@ -481,7 +530,9 @@ def propose_tours(agent: AttentionModel, decoding: Decoding, points: torch.Tenso
 
 def evaluate(agent: AttentionModel, device: torch.device, instances: list, decodings) -> tuple[dict, dict]:
     """Metrics of the shortest tours of instances, and those tours by decoding (`tsp.find_shortest`)."""
-    found = {name: tsp.find_shortest(partial(propose_tours, agent, name), instances, device) for name in decodings}
+    found = {
+        name: tsp.find_shortest(partial(propose_tours, agent, name), instances, device) for name in decodings
+    }
     return tsp.summarize(found, instances), found
 
 
@@ -512,7 +563,9 @@ def setup_device(args: Args) -> torch.device:
     use_cuda = args.cuda and torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
-        fail(f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes")
+        fail(
+            f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes"
+        )
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
@@ -563,7 +616,9 @@ def load_checkpoint(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         known = {field.name for field in fields(Args)}  # those that are missing have their defaults
-        checkpoint["args"] = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+        checkpoint["args"] = Args(
+            **{name: value for name, value in checkpoint["args"].items() if name in known}
+        )
     except FileNotFoundError:
         fail(f"{path or repr(path)}: no such checkpoint")
     except Exception as error:
@@ -583,7 +638,9 @@ def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
         except Exception as error:
             fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------")))  # what W&B refuses in an id
+    run_path = Path(
+        args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------"))
+    )  # what W&B refuses in an id
     if args.resume is not None:
         run_path = Path(args.resume).resolve().parent
     try:
@@ -635,7 +692,9 @@ def check_args(args: Args) -> None:
     for name, value in vars(args).items():
         is_number = type(value) in (int, float)
         if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0")
+            fail(
+                f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0"
+            )
     try:
         tsp.parse_env_id(args.env_id)
     except ValueError as error:
@@ -650,7 +709,13 @@ def check_args(args: Args) -> None:
 
 def train(args: Args, checkpoint: dict | None = None) -> None:
     """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
-    progress = {"iteration": 0, "global_step": 0, "eval_steps": 0, "seconds": [0.0, 0.0], "eval_seconds": [0.0, 0.0]}
+    progress = {
+        "iteration": 0,
+        "global_step": 0,
+        "eval_steps": 0,
+        "seconds": [0.0, 0.0],
+        "eval_seconds": [0.0, 0.0],
+    }
     progress |= {"best_length": math.inf, "baseline_start": 0, "baseline_updates": 0}
     if checkpoint is not None:
         progress = {name: checkpoint[name] for name in progress}
@@ -663,7 +728,9 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     goal = "gap" if any(instance.tour is not None for instance in instances) else "length"
     draw_points = partial(tsp.draw_points, args.env_id, training_points)
     draw_held = partial(draw_points, args.baseline_instances, args.seed, 4, distinct=True)
-    validation = tsp.make_instances("validation", draw_points(10 * args.eval_episodes, args.seed, 5, distinct=True))
+    validation = tsp.make_instances(
+        "validation", draw_points(10 * args.eval_episodes, args.seed, 5, distinct=True)
+    )
     seed_everything(args.seed, 1)
     agent = AttentionModel(args.num_layers).to(device)
     baseline = Baseline(agent).to(device)
@@ -792,7 +859,10 @@ def train(args: Args, checkpoint: dict | None = None) -> None:
     (run_path / "result.json.tmp").write_text(json.dumps(result, indent=2))
     os.replace(run_path / "result.json.tmp", run_path / "result.json")
     scores = ", ".join(f"{metrics[f'eval/{decoding}_{goal}']:.2f} {decoding}" for decoding in decodings)
-    print(f"{args.env_id}: {goal}{' in %' if goal == 'gap' else ''} {scores}, of {len(instances)} instances", end=" ")
+    print(
+        f"{args.env_id}: {goal}{' in %' if goal == 'gap' else ''} {scores}, of {len(instances)} instances",
+        end=" ",
+    )
     print(f"after {step:,} instances in {seconds[0]:.1f} s; run folder {run_path}")
 
 
@@ -800,7 +870,9 @@ def main(argv: list[str] | None = None) -> None:
     """Command line: train, go on with a run, or evaluate a checkpoint."""
     args = tyro.cli(Args, args=argv)
     torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
-    if sys.platform == "linux":  # freed memory is kept: to give it back and get it anew took a fifth of each step
+    if (
+        sys.platform == "linux"
+    ):  # freed memory is kept: to give it back and get it anew took a fifth of each step
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
     checkpoint = None
@@ -811,7 +883,9 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = load_checkpoint(path)
         saved = checkpoint["args"]
         args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-        for name in ("num_layers",) if args.resume is None else ("num_layers", "seed", "optimizer", "eval_episodes"):
+        for name in (
+            ("num_layers",) if args.resume is None else ("num_layers", "seed", "optimizer", "eval_episodes")
+        ):
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--{name.replace('_', '-')}: {path} was trained with {getattr(saved, name)}")
     if args.resume is not None:

@@ -110,15 +110,27 @@ def describe_machine() -> dict:
         found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
         cpu = found[1] if found else cpu  # ARM has none
     commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
     ).stdout.strip()
-    versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in ("torch", "gymnasium")}
-    return {"cpu": cpu, "cores": os.cpu_count(), **versions, "commit": commit, "date": date.today().isoformat()}
+    versions = {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in ("torch", "gymnasium")
+    }
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        **versions,
+        "commit": commit,
+        "date": date.today().isoformat(),
+    }
 
 
 def machine_line(machines: list[dict], gpus=()) -> str:
     """One sentence for the docs on what was measured where, when and at which commits."""
-    hardware = sorted({f"{m['cores']} cores of {m['cpu']}, Python {m['python']}" for m in machines}) + sorted(gpus)
+    hardware = sorted({f"{m['cores']} cores of {m['cpu']}, Python {m['python']}" for m in machines}) + sorted(
+        gpus
+    )
     versions = sorted({f"torch {m['torch']}, gymnasium {m['gymnasium']}" for m in machines})
     commits = sorted({m["commit"] for m in machines})
     dates = sorted({m["date"] for m in machines})

@@ -17,7 +17,12 @@ from common import ResultsError, show
 from scipy import stats
 
 LEVEL = 0.05  # false alarms of a whole comparison, at most
-QUANTITIES = {"headline": "headline", "steps_to_threshold": "steps", "seconds_to_threshold": "seconds", "area": "curve"}
+QUANTITIES = {
+    "headline": "headline",
+    "steps_to_threshold": "steps",
+    "seconds_to_threshold": "seconds",
+    "area": "curve",
+}
 NEVER = 2.0  # times what a run was given, where it never got to the threshold
 
 
@@ -38,7 +43,10 @@ def find_p_worse(base, new):
 def find_worse(p_values: dict[str, list[float]]) -> dict[str, list[bool]]:
     """By family, which of its p values are significant: each family has an equal share of LEVEL."""
     share = LEVEL / len(p_values)
-    return {name: list(stats.false_discovery_control(p) <= share) if len(p) else [] for name, p in p_values.items()}
+    return {
+        name: list(stats.false_discovery_control(p) <= share) if len(p) else []
+        for name, p in p_values.items()
+    }
 
 
 def find_losses(cell: dict, quantity: str) -> np.ndarray | None:
@@ -97,7 +105,10 @@ def compare_cell(name: str, base: dict, new: dict) -> list[dict]:
 
 def compare(base: dict, new: dict) -> tuple[list[dict], dict[str, list[str]]]:
     """Rows of all cells that both have, with their verdicts, and lines on the others, by kind."""
-    rows, notes = [], {"failed": [], "missing": [], "unfinished": [], "not comparable": [], "speed of a peer": []}
+    rows, notes = (
+        [],
+        {"failed": [], "missing": [], "unfinished": [], "not comparable": [], "speed of a peer": []},
+    )
     for name, cell in base["cells"].items():
         other = new["cells"].get(name)
         absent = other["missing"] if other else []
@@ -110,7 +121,9 @@ def compare(base: dict, new: dict) -> tuple[list[dict], dict[str, list[str]]]:
             notes["not comparable"].append(f"{name}: {cell['headline']} and {other['headline']}")
         else:
             if cell["threshold"] != other["threshold"]:
-                notes["not comparable"].append(f"{name}: thresholds {cell['threshold']} and {other['threshold']}")
+                notes["not comparable"].append(
+                    f"{name}: thresholds {cell['threshold']} and {other['threshold']}"
+                )
             rows += compare_cell(name, cell, other)
             if len(absent) > len(failed):
                 notes["unfinished"].append(f"{name}: {len(absent) - len(failed)} seeds are missing in NEW")
@@ -119,7 +132,9 @@ def compare(base: dict, new: dict) -> tuple[list[dict], dict[str, list[str]]]:
         if row["p"] is not None and not row["is_peer_speed"]:
             families["headline" if row["quantity"] == "headline" else "learning"].append(row)
         elif row["p"] is not None and row["p"] < LEVEL / 2:
-            notes["speed of a peer"].append(f"{row['name']}: {row['quantity']} {row['change']}: a busier machine?")
+            notes["speed of a peer"].append(
+                f"{row['name']}: {row['quantity']} {row['change']}: a busier machine?"
+            )
     verdicts = find_worse({name: [row["p"] for row in family] for name, family in families.items()})
     for name, family in families.items():
         for row, is_worse in zip(family, verdicts[name], strict=True):
@@ -142,9 +157,13 @@ def make_table(rows: list[dict]) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("base", "new"):
-        parser.add_argument(name, type=Path, metavar=name.upper(), help="folder of a suite's runs, or a JSON file")
+        parser.add_argument(
+            name, type=Path, metavar=name.upper(), help="folder of a suite's runs, or a JSON file"
+        )
     return parser
 
 

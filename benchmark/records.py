@@ -17,7 +17,9 @@ RESAMPLES = 9999
 RESULT_KEYS = "seed headline metrics env_steps wall_seconds cpu_seconds device torch".split()
 SHOWN_KEYS = {"ratios": [], "tables": [], "summary": ""}  # of a suite: what the pages say of its results
 NOT_RUN = "not run yet"
-OF_A_RUN = "exp_name seed run_dir resume track wandb_project_name wandb_entity".split()  # options that change no result
+OF_A_RUN = (
+    "exp_name seed run_dir resume track wandb_project_name wandb_entity".split()
+)  # options that change no result
 CURVES = {  # in words; the first one that was logged is the learning curve
     "charts/return_last_20": "return, last 20 episodes",
     "eval/episodic_return": "return of the greedy policy",
@@ -111,8 +113,17 @@ def collect_folders(folder: Path) -> dict:
         alike = [other for other in results.values() if describe_run(other) == (script, task, name)]
         setting = " ".join([name, *list_differences(result, alike)])
         curve = next((tag for tag in CURVES if has_logged(path.parent, tag)), None)
-        cell = {"task": task, "setting": setting, "script": script, "command": "", "threshold": None, "curve": curve}
-        cell = cells.setdefault(f"{script}/{task}/{setting}", cell | {"better": "higher", "runs": [], "missing": []})
+        cell = {
+            "task": task,
+            "setting": setting,
+            "script": script,
+            "command": "",
+            "threshold": None,
+            "curve": curve,
+        }
+        cell = cells.setdefault(
+            f"{script}/{task}/{setting}", cell | {"better": "higher", "runs": [], "missing": []}
+        )
         cell["runs"].append(read_run(cell | {"curve": curve}, path))
         cell["headline"] = cell["runs"][-1].pop("headline")
     return {"suite": "runs", "cells": cells} | SHOWN_KEYS
@@ -127,7 +138,9 @@ def list_differences(result: dict, others: list[dict]) -> list[str]:
     """The options of a run in which not all `others` are as it is, seeds and folders aside."""
     args = {name: value for name, value in result.get("args", {}).items() if name not in OF_A_RUN}
     theirs = [other.get("args", {}) for other in others]
-    return [f"{name}={value}" for name, value in args.items() if any(x.get(name, value) != value for x in theirs)]
+    return [
+        f"{name}={value}" for name, value in args.items() if any(x.get(name, value) != value for x in theirs)
+    ]
 
 
 def load(path: Path) -> dict:
@@ -190,7 +203,9 @@ def get_values(cell: dict, quantity: str) -> list[float]:
     return values
 
 
-def find_interval(samples: tuple[list[float], ...], statistic, paired: bool = False) -> tuple[float, float] | None:
+def find_interval(
+    samples: tuple[list[float], ...], statistic, paired: bool = False
+) -> tuple[float, float] | None:
     """95 % bootstrap interval of a statistic of one or more samples; None for samples of one value or infinite ones."""
     if any(len(sample) < 2 or not np.isfinite(sample).all() for sample in samples):
         return None
@@ -207,9 +222,13 @@ def compare_means(base: list[float], new: list[float], better: str) -> dict:
     found["improvement"] = float(wins) / (len(base) * len(new))
     if min(len(base), len(new)) < 2 or not np.isfinite([*base, *new]).all():
         return found
-    if np.isclose(base, base[0]).all() and np.isclose(new, new[0]).all():  # no noise: Welch's would divide by zero
+    if (
+        np.isclose(base, base[0]).all() and np.isclose(new, new[0]).all()
+    ):  # no noise: Welch's would divide by zero
         return found | {"interval": (found["difference"],) * 2}
-    with warnings.catch_warnings():  # scipy's, where one of the two is constant: its variance of zero is right
+    with (
+        warnings.catch_warnings()
+    ):  # scipy's, where one of the two is constant: its variance of zero is right
         warnings.filterwarnings("ignore", "Precision loss")
         test = stats.ttest_ind(new, base, equal_var=False)
     return found | {"interval": tuple(map(float, test.confidence_interval(0.95)))}
@@ -220,7 +239,12 @@ def find_ratio(ours: list[float], peer: list[float], paired: bool = False):
 
     That is where values are not positive, or a median is infinite or not known.
     """
-    if not ours or not peer or not min(*ours, *peer) > 0 or not np.isfinite(np.median(peer) + np.median(ours)):
+    if (
+        not ours
+        or not peer
+        or not min(*ours, *peer) > 0
+        or not np.isfinite(np.median(peer) + np.median(ours))
+    ):
         return None
 
     def ratio(a, b, axis=-1):

@@ -119,7 +119,9 @@ def list_missing(cells: list[dict]) -> list[str]:
     lines = []
     for cell in cells:
         for error in dict.fromkeys(missing["error"] for missing in cell["missing"]):
-            seeds = ", ".join(str(missing["seed"]) for missing in cell["missing"] if missing["error"] == error)
+            seeds = ", ".join(
+                str(missing["seed"]) for missing in cell["missing"] if missing["error"] == error
+            )
             what = error if error == records.NOT_RUN else f"**failed**: {error}"
             lines.append(f"- {cell['task']}, {cell['setting']}, seeds {seeds}: {what}")
     return lines
@@ -149,7 +151,9 @@ def make_column_table(results: dict, columns: dict[str, str]) -> str:
         head, rows = head[:-2], [row[:-2] for row in rows]
         legend = "In brackets 95 % intervals."
     missing = list_missing(list(results["cells"].values()))
-    return "\n".join([common.make_table(" | ".join(head), rows), "", legend, "", *list_commands(cells), *missing])
+    return "\n".join(
+        [common.make_table(" | ".join(head), rows), "", legend, "", *list_commands(cells), *missing]
+    )
 
 
 def list_commands(cells: list[dict]) -> list[str]:
@@ -168,10 +172,14 @@ def list_commands(cells: list[dict]) -> list[str]:
 
 def describe_flags(cell: dict, first: dict) -> str:
     """The flags of the cell's command that `first` has not, and the names of those that only `first` has."""
-    flags, others = (re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(c["command"].split())) for c in (cell, first))
+    flags, others = (
+        re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(c["command"].split())) for c in (cell, first)
+    )
     new = " ".join(flag for flag in flags if cell is first or flag not in others)
     gone = " ".join(f for f in others if f.split()[0] not in {flag.split()[0] for flag in flags})
-    return ", ".join(text for text in (f"`{new}`" if new else "", f"without `{gone}`" if gone else "") if text)
+    return ", ".join(
+        text for text in (f"`{new}`" if new else "", f"without `{gone}`" if gone else "") if text
+    )
 
 
 def make_ablation_line(cell: dict, first: dict) -> list[str]:
@@ -253,7 +261,9 @@ def draw(results: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     tasks = list_curves(results)
-    num_bands = math.ceil(len(tasks) / 5)  # of tasks beside each other, the two panels of each one above the other
+    num_bands = math.ceil(
+        len(tasks) / 5
+    )  # of tasks beside each other, the two panels of each one above the other
     num_columns = math.ceil(len(tasks) / num_bands)
     rows, columns = 2 * num_bands, num_columns
     if len(tasks) == 1:
@@ -289,13 +299,17 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
             if run.get(f"{kind}_to_threshold"):
                 axes.plot(run[f"{kind}_to_threshold"], cell["threshold"], "o", ms=3, color=color)
         grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
-        axes.plot(grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0), color=color, lw=2, label=label)
+        axes.plot(
+            grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0), color=color, lw=2, label=label
+        )
         longest.append(max(x[-1] for x, _ in curves))
         if cell["threshold"] is not None:
             axes.axhline(cell["threshold"], color="gray", ls=":", lw=1)
     on_cpu = all(run["device"] in ("cpu", "none") for cell in cells for run in cell["runs"])
     seconds = "CPU-seconds" if on_cpu else "seconds"
-    axes.set_xlabel(STEPS.get(cells[0]["script"], "environment steps") if kind == "steps" else seconds, fontsize=8)
+    axes.set_xlabel(
+        STEPS.get(cells[0]["script"], "environment steps") if kind == "steps" else seconds, fontsize=8
+    )
     axes.set_ylabel(records.CURVES.get(cells[0]["curve"], "return"), fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
@@ -354,7 +368,9 @@ def make_sections(published: dict[str, dict]) -> dict[tuple[str, str], str]:
             if "columns" in table:
                 text = make_column_table(results, table["columns"])
             elif not name.endswith("_speed"):
-                text += "\n\n" + "\n".join(list_commands(ours) + list_missing(list(results["cells"].values())))
+                text += "\n\n" + "\n".join(
+                    list_commands(ours) + list_missing(list(results["cells"].values()))
+                )
             sections[table["page"], table["section"]] = f"\n{text}\n\n{describe_machines([results])}\n"
         if results["summary"]:
             sections["README", f"{name}_cell"] = fill_summary(results)
@@ -392,12 +408,22 @@ def render_own(suites: list[dict]) -> str:
     lines = ["# Results", ""]
     for results in suites:
         lines += [f"## Suite `{results['suite']}`" if results["suite"] != "runs" else "## Runs", ""]
-        lines += [describe_machines([results]), "", make_ratio_table([results]) if results["ratios"] else "", ""]
+        lines += [
+            describe_machines([results]),
+            "",
+            make_ratio_table([results]) if results["ratios"] else "",
+            "",
+        ]
         if list_curves(results):
             lines += [f"![Learning curves](figures/{results['suite']}.png)", ""]
         for script in dict.fromkeys(cell["script"] for cell in results["cells"].values()):
             cells = [cell for cell in results["cells"].values() if cell["script"] == script]
-            lines += [f"### {script}", "", make_script_table(cells), *list_commands([c for c in cells if c["command"]])]
+            lines += [
+                f"### {script}",
+                "",
+                make_script_table(cells),
+                *list_commands([c for c in cells if c["command"]]),
+            ]
             lines += [""]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
@@ -411,7 +437,9 @@ def check_nothing_is_lost(old: dict | None, new: dict, folder: Path) -> None:
     if lost := len(before - after):
         raise ResultsError(f"{folder} lacks {lost} runs of benchmark/results: finish the suite, or use --out")
     if dirty := records.list_dirty(new):
-        first = f"{folder} has {len(dirty)} runs of a tree with changes that no commit holds, such as {dirty[0]}"
+        first = (
+            f"{folder} has {len(dirty)} runs of a tree with changes that no commit holds, such as {dirty[0]}"
+        )
         raise ResultsError(f"{first}: commit and run them anew, or use --out")
 
 
@@ -449,7 +477,9 @@ def write_own(suites: list[dict], args: argparse.Namespace) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="folder of runs")
     parser.add_argument("--out", type=Path, help="folder for page, figures and results, instead of docs/")
     return parser
@@ -462,7 +492,9 @@ def main(argv: list[str] | None = None) -> None:
     if not args.runs.is_dir() and args.runs != parser.get_default("runs"):
         raise ResultsError(f"--runs {args.runs}: no such folder")
     if args.out and args.out.resolve() in (common.ROOT, common.ROOT / "docs", common.BENCHMARK):
-        raise ResultsError(f"--out {args.out}: has files of this repository; leave the flag out to renew them")
+        raise ResultsError(
+            f"--out {args.out}: has files of this repository; leave the flag out to renew them"
+        )
     paths = sorted([*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")])
     folders = [path.parent for path in paths]
     if args.out:

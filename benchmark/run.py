@@ -86,7 +86,10 @@ def run_cell(cell: Cell, digest: str, path: Path, command: list[str]) -> str | N
     guard = [sys.executable, "-c", WATCHDOG, MARK, str(path)]
     guard = subprocess.Popen(guard, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     guard.wait()  # it goes on in a process of its own
-    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # which is gone where somebody killed the cell
+    with (
+        contextlib.suppress(BrokenPipeError),
+        process.stdin as stdin,
+    ):  # which is gone where somebody killed the cell
         stdin.write(b"go\n")  # no cell runs without its guard
     error = None
     try:
@@ -122,7 +125,11 @@ def find_flaw(cell: Cell, folder: Path) -> str | None:
 def read_end(log: Path, num_lines: int = 8) -> list[str]:
     """The last lines of a log, of progress bars the last state."""
     text = log.read_bytes().decode(errors="replace") if log.exists() else ""
-    return [line.split("\r")[-1].strip() for line in text.strip().split("\n")][-num_lines:] if text.strip() else []
+    return (
+        [line.split("\r")[-1].strip() for line in text.strip().split("\n")][-num_lines:]
+        if text.strip()
+        else []
+    )
 
 
 class SuiteRun:
@@ -132,7 +139,9 @@ class SuiteRun:
         self.cells, self.shown = read_suite(path)
         self.root = runs.resolve() / path.stem
         self.digests = {cell: cell.hash() for cell in self.cells}
-        self.folders = {cell: self.root / cell.name / f"seed{cell.seed}-{self.digests[cell]}" for cell in self.cells}
+        self.folders = {
+            cell: self.root / cell.name / f"seed{cell.seed}-{self.digests[cell]}" for cell in self.cells
+        }
         self.errors: dict[Cell, str] = {}
         if (self.root / "suite.json").exists():  # what failed before, and is not about to run again
             old = records.read_json(self.root / "suite.json")["errors"]
@@ -150,7 +159,9 @@ class SuiteRun:
         for cell, folder in self.folders.items():
             names = {"name": cell.name, "script": cell.script, "folder": str(folder.relative_to(self.root))}
             cells.append(asdict(cell) | names | {"hash": self.digests[cell]})
-        errors = [{"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()]
+        errors = [
+            {"name": cell.name, "seed": cell.seed, "error": error} for cell, error in self.errors.items()
+        ]
         content = {"suite": self.root.name, "cells": cells, "errors": errors} | self.shown
         common.write_atomically(self.root / "suite.json", json.dumps(content, indent=1))
 
@@ -209,7 +220,10 @@ def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], bar:
                 error = f"its worker was lost ({getattr(lost, 'cause', None) or type(lost).__name__})"
             if path := find_result(suite.folders[cell], cell.curve):
                 result = json.loads(path.read_text())
-                bar.write(f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}", sys.stderr)
+                bar.write(
+                    f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}",
+                    sys.stderr,
+                )
                 bar.update()
             elif tries[cell] <= RETRIES and not str(error).startswith(NO_RETRY):
                 bar.write(f"again: {name}: {error}", sys.stderr)
@@ -227,7 +241,9 @@ def check_resources(cells: list[Cell]) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for cell in cells:
         if not any(n.get("CPU", 0) >= cell.cpus and n.get("GPU", 0) >= cell.gpus for n in nodes):
-            raise SuiteError(f"{cell.name} needs {cell.cpus} CPUs and {cell.gpus:g} GPUs on one machine: none has them")
+            raise SuiteError(
+                f"{cell.name} needs {cell.cpus} CPUs and {cell.gpus:g} GPUs on one machine: none has them"
+            )
 
 
 def connect(address: str | None) -> None:
@@ -283,10 +299,14 @@ def check_folders(folders: list[Path]) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suite", type=Path, metavar="SUITE", help="TOML file")
     parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="folder of all results")
-    parser.add_argument("--only", metavar="PATTERN", help="cells whose SCRIPT/TASK/SETTING fits, as in 'ppo/*'")
+    parser.add_argument(
+        "--only", metavar="PATTERN", help="cells whose SCRIPT/TASK/SETTING fits, as in 'ppo/*'"
+    )
     parser.add_argument("--address", help="Ray cluster to run on, instead of this machine alone")
     return parser
 
@@ -300,15 +320,22 @@ def main(argv: list[str] | None = None) -> int:
         names = ", ".join(sorted({cell.name for cell in suite.cells}))
         raise SuiteError(f"--only {args.only}: no such cell in {args.suite} (there are: {names})")
     missing = [cell for cell in chosen if not suite.is_done(cell)]
-    print(f"{args.suite.stem}: {len(chosen)} cells, {len(chosen) - len(missing)} done before", file=sys.stderr)
+    print(
+        f"{args.suite.stem}: {len(chosen)} cells, {len(chosen) - len(missing)} done before", file=sys.stderr
+    )
     if missing:
         if common.describe_machine()["commit"].endswith("-dirty"):
-            print("note: changes that no commit holds: report.py will not publish these runs", file=sys.stderr)
+            print(
+                "note: changes that no commit holds: report.py will not publish these runs", file=sys.stderr
+            )
         connect(args.address)
         check_resources(missing)
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
         signal.signal(number, signal.default_int_handler)
-    with suite.lock(), tqdm(total=len(chosen), initial=len(chosen) - len(missing), unit="cell", disable=None) as bar:
+    with (
+        suite.lock(),
+        tqdm(total=len(chosen), initial=len(chosen) - len(missing), unit="cell", disable=None) as bar,
+    ):
         if missing and args.address:
             check_folders([common.ROOT, suite.root])
         suite.errors = {cell: error for cell, error in suite.errors.items() if cell not in missing}

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import common
 
-SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}, {CELL:CELL ...} for a ratio
+SUMMARY_NUMBER = re.compile(
+    r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}"
+)  # {CELL QUANTITY FORMAT}, {CELL:CELL ...} for a ratio
 SET_BY_HARNESS = ("--seed", "--run-dir", "--resume", "--evaluate", "--track")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 FILE = r"(algos|benchmark)/[\w./-]+"
@@ -101,7 +103,11 @@ def find_used_files(script: Path) -> set[Path]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 start = node.module.replace(".", "/")
                 names |= {start} | {f"{start}/{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(FILE, node.value):
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(FILE, node.value)
+            ):
                 names.add(node.value)
         used = [
             folder / f"{name}{end}"
@@ -109,7 +115,9 @@ def find_used_files(script: Path) -> set[Path]:
             for name in names
             for end in ("", ".py", "/__init__.py")
         ]
-        if path.parent.parent == common.ROOT / "envs_shared":  # a folder of helpers, with the data that they read
+        if (
+            path.parent.parent == common.ROOT / "envs_shared"
+        ):  # a folder of helpers, with the data that they read
             used += path.parent.rglob("*.txt")
         todo += [path for path in used if path.is_file() and path not in found]
     return found
@@ -151,10 +159,14 @@ def check_command(cell: Cell, where: str) -> None:
             if cell.words[0] == "torchrun" and not parse_torchrun(cell.words).standalone:
                 raise SuiteError(f"{where}: torchrun needs --standalone, as other cells may run beside it")
             if not re.fullmatch(SCRIPT, cell.path) or not (common.ROOT / cell.path).is_file():
-                raise SuiteError(f"{where}: unknown script {cell.path}: it has to be in algos or benchmark/peers")
+                raise SuiteError(
+                    f"{where}: unknown script {cell.path}: it has to be in algos or benchmark/peers"
+                )
             for flag in cell.flags:
                 if flag.split("=")[0].replace("_", "-") in SET_BY_HARNESS:
-                    raise SuiteError(f"{where}: {flag} is not for a suite: the harness sets seeds and run folders")
+                    raise SuiteError(
+                        f"{where}: {flag} is not for a suite: the harness sets seeds and run folders"
+                    )
             parse_flags(cell)
         except SystemExit:
             words = re.sub(r"([\s│╭╮╰╯─┃━]|-{5,})+", " ", output.getvalue()).split("error: ")[-1]
@@ -162,7 +174,9 @@ def check_command(cell: Cell, where: str) -> None:
             raise SuiteError(f"{where}: command is refused: {words[:300]}") from None
         # A script that is being edited, or a file that is none
         except (SyntaxError, ImportError, AttributeError, TypeError) as error:
-            raise SuiteError(f"{where}: {cell.path} cannot be used: {type(error).__name__}: {error}") from None
+            raise SuiteError(
+                f"{where}: {cell.path} cannot be used: {type(error).__name__}: {error}"
+            ) from None
 
 
 def check_table(table: dict, types: dict, where: str, required=()) -> None:
@@ -174,7 +188,9 @@ def check_table(table: dict, types: dict, where: str, required=()) -> None:
         if key not in types:
             raise SuiteError(f"{where}: unknown key {key} (there are: {', '.join(types)})")
         if not isinstance(value, types[key]):
-            raise SuiteError(f"{where}: {key} = {value!r} has to be {getattr(types[key], '__name__', types[key])}")
+            raise SuiteError(
+                f"{where}: {key} = {value!r} has to be {getattr(types[key], '__name__', types[key])}"
+            )
         if key == "better" and value not in ("higher", "lower"):
             raise SuiteError(f'{where}: better = "{value}" is neither "higher" nor "lower"')
 
@@ -186,15 +202,21 @@ def check_cell(cell: Cell, where: str) -> None:
     except ValueError as error:
         raise SuiteError(f"{where}: command: {error}") from None
     if len(words) < 2 or words[0] not in ("python", "torchrun"):
-        raise SuiteError(f"{where}: command = {cell.command!r} does not begin with python or torchrun and a script")
+        raise SuiteError(
+            f"{where}: command = {cell.command!r} does not begin with python or torchrun and a script"
+        )
     for key in ("task", "setting"):
         if not WORD.fullmatch(getattr(cell, key)):
-            raise SuiteError(f"{where}: {key} = {getattr(cell, key)!r} has to be a name of letters, digits and ._+=-")
+            raise SuiteError(
+                f"{where}: {key} = {getattr(cell, key)!r} has to be a name of letters, digits and ._+=-"
+            )
     if cell.threshold is not None and cell.curve is None:
         raise SuiteError(f"{where}: a threshold is of a curve: give its tag, curve = ...")
     is_share = 0 <= cell.gpus <= 1 or (cell.gpus > 1 and cell.gpus % 1 == 0)
     if min(cell.cpus, cell.in_a_row) < 1 or not is_share or not cell.hours > 0:
-        raise SuiteError(f"{where}: cpus and in_a_row are 1 or more, gpus a fraction or a whole number, hours above 0")
+        raise SuiteError(
+            f"{where}: cpus and in_a_row are 1 or more, gpus a fraction or a whole number, hours above 0"
+        )
     if cell.environment and not (common.PEERS / f"requirements-{cell.environment}.txt").exists():
         raise SuiteError(f"{where}: no benchmark/peers/requirements-{cell.environment}.txt")
 

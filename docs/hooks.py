@@ -73,7 +73,9 @@ def add_sources(markdown: str) -> str:
 
 def on_files(files, config):
     """Add a page with the text of each file, or the names in each folder, that a page links to."""
-    for path in sorted({path for page in files.documentation_pages() for path in LINK.findall(page.content_string)}):
+    for path in sorted(
+        {path for page in files.documentation_pages() for path in LINK.findall(page.content_string)}
+    ):
         source = ROOT / path
         text = "\n".join(sorted(p.name for p in source.iterdir())) if source.is_dir() else source.read_text()
         content = PAGE.format(path, source.suffix[1:] or "text", text)
@@ -95,5 +97,7 @@ def on_page_markdown(markdown, page, **_):
 def on_page_content(content, **_):
     """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search passes over sources."""
     content = content.replace('<details class="source">', '<details class="source" data-search-exclude>')
-    content = BLOCK.sub(lambda m: f'<div class="formula">{to_mathml(html.unescape(m[1]), "block")}</div>', content)
+    content = BLOCK.sub(
+        lambda m: f'<div class="formula">{to_mathml(html.unescape(m[1]), "block")}</div>', content
+    )
     return INLINE.sub(lambda m: to_mathml(html.unescape(m[1]), "inline"), content)

@@ -62,7 +62,9 @@ def search(page, path: Path, word: str) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("site", type=Path, help="folder of the built site")
     parser.add_argument("--out", type=Path, default=Path("look"), help="folder for the screenshots")
     parser.add_argument("--browser", help="path of a chromium, instead of playwright's own")
@@ -81,11 +83,15 @@ def main() -> None:
         for width in WIDTHS:
             for scheme in SCHEMES:
                 size = {"width": width, "height": 900}
-                page = browser.new_context(viewport=size, color_scheme=scheme, is_mobile=width < 600).new_page()
+                page = browser.new_context(
+                    viewport=size, color_scheme=scheme, is_mobile=width < 600
+                ).new_page()
                 page.on("pageerror", lambda error, found=problems: found.append(f"script error: {error}"))
                 for path in pages:
                     problems += look_at(page, path, width, scheme, args.out)
-                problems += [f"{width} pixels, {scheme}: {problem}" for problem in search(page, pages[0], "reward")]
+                problems += [
+                    f"{width} pixels, {scheme}: {problem}" for problem in search(page, pages[0], "reward")
+                ]
                 page.close()
         browser.close()
     print("\n".join(problems) or f"{len(pages)} pages as they should be; screenshots in {args.out}")

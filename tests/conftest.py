@@ -48,7 +48,9 @@ def start_process(log, env, name, *args):
     Its parent is a server that has imported torch and the scripts once, for all the processes that are started so.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["ranks", *(f"algos.{path.stem}" for path in (ROOT / "algos").glob("*.py"))])
+    server.set_forkserver_preload(
+        ["ranks", *(f"algos.{path.stem}" for path in (ROOT / "algos").glob("*.py"))]
+    )
     process = server.Process(target=start_here, args=(str(log), env, name, *map(str, args)), daemon=True)
     with mock.patch.dict(os.environ, ENVIRONMENT):
         process.start()

@@ -276,7 +276,9 @@ class PretendCuda(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if is_pinned:
             buffer = func(*args, **kwargs | {"pin_memory": False})
-            self.pinned[buffer.untyped_storage().data_ptr()] = buffer  # kept, so that no other gets its address
+            self.pinned[buffer.untyped_storage().data_ptr()] = (
+                buffer  # kept, so that no other gets its address
+            )
             return buffer
         if func is TO_COPY and not is_here:
             with self:
@@ -290,7 +292,9 @@ class PretendCuda(TorchDispatchMode):
         kwargs = {name: map_tensors(lambda _: HOLE, x) for name, x in kwargs.items() if name not in PLACES}
         return self.execute(func, args, kwargs, tensors)
 
-    def transfer(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def transfer(
+        self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
         """`target.copy_(source)` between host and device."""
         is_sent = isinstance(target, CudaTensor)
         buffer = source if is_sent else target
@@ -315,7 +319,9 @@ class PretendCuda(TorchDispatchMode):
         if name in INDEXING:
             indices = [x for x in args[1] if x is not None]
             values = list(args[2:3])
-            is_fill = len(values) == 1 and not isinstance(values[0], CudaTensor)  # by a number: none are counted
+            is_fill = len(values) == 1 and not isinstance(
+                values[0], CudaTensor
+            )  # by a number: none are counted
             if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not is_fill:
                 self.wait("a mask as index")
             if not all(isinstance(x, CudaTensor) for x in indices):
@@ -335,7 +341,9 @@ class PretendCuda(TorchDispatchMode):
         def call(tensors):
             rest = iter(tensors)
             arguments = map_tensors(lambda _: next(rest), args)
-            return func(*arguments, **{name: map_tensors(lambda _: next(rest), x) for name, x in kwargs.items()})
+            return func(
+                *arguments, **{name: map_tensors(lambda _: next(rest), x) for name, x in kwargs.items()}
+            )
 
         hosts = [get_host(x) for x in tensors]
         known = {id(host): x for host, x in zip(hosts, tensors, strict=True)}
@@ -347,7 +355,9 @@ class PretendCuda(TorchDispatchMode):
             copies = [copy_memory(x) for x in hosts]
             known |= {id(copy): x for copy, x in zip(copies, tensors, strict=True)}
             results = call(copies)
-            made = [x if isinstance(x, torch.Tensor) and id(x) not in known else None for x in get_leaves(results)]
+            made = [
+                x if isinstance(x, torch.Tensor) and id(x) not in known else None for x in get_leaves(results)
+            ]
             self.graph.add(call if is_launched else None, tensors, made)
         return map_tensors(lambda x: known[id(x)] if id(x) in known else CudaTensor(x), results)
 
@@ -384,7 +394,9 @@ def make_and_send(make):
 def group_tensors(*args):
     """How torch groups tensors by device and type for its fused operations; it takes them to be on the CPU."""
     groups = GROUP_TENSORS(*args).items()
-    return {(CUDA if isinstance(x[0][0][0], CudaTensor) else device, dtype): x for (device, dtype), x in groups}
+    return {
+        (CUDA if isinstance(x[0][0][0], CudaTensor) else device, dtype): x for (device, dtype), x in groups
+    }
 
 
 @contextlib.contextmanager

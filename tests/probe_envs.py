@@ -235,7 +235,13 @@ class Holder(gym.Env):
         self.lists["a", 1][1].append(int(action))
         sums = [self.same_array.sum(), self.lists["same"][0], sum(self.lists["a", 1][1])]
         obs = np.array([*sums, *self.goals.sample()["a"]], np.float32)
-        return obs, 0.0, self.steps == 7, False, {"episode": {"r": 1e9, "l": 1}}  # a name that others use, too
+        return (
+            obs,
+            0.0,
+            self.steps == 7,
+            False,
+            {"episode": {"r": 1e9, "l": 1}},
+        )  # a name that others use, too
 
 
 class Odd(Fixed):
@@ -385,7 +391,20 @@ def register(name, entry_point, **kwargs):
     )
 
 
-for env_class in (Endless, Ledger, Digits, Shifted, Aim, FarAim, Fixed, Opaque, NoLimit, Broken, GlobalRandom, Views):
+for env_class in (
+    Endless,
+    Ledger,
+    Digits,
+    Shifted,
+    Aim,
+    FarAim,
+    Fixed,
+    Opaque,
+    NoLimit,
+    Broken,
+    GlobalRandom,
+    Views,
+):
     register(env_class.__name__, env_class)
 for env_class in (Sums, Quadrants, Recall, Holder, HalfEndless):
     register(env_class.__name__, env_class)

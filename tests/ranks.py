@@ -53,7 +53,10 @@ def kill(script, number, *flags):
 def train(script, out, flags, resume_flags):
     """Run the script, keeping the folder of half-way in OUT/half; go on from there in OUT/resumed; make its update."""
     out, replace, leave, written = Path(out), os.replace, dist.destroy_process_group, itertools.count(1)
-    join, store = dist.init_process_group, dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    join, store = (
+        dist.init_process_group,
+        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+    )
 
     def replace_and_keep(source, target):
         replace(source, target)
@@ -63,10 +66,14 @@ def train(script, out, flags, resume_flags):
 
     def write_and_leave(name):
         held = sys._getframe(1).f_locals
-        held = {key: getattr(x, "network", x) for key, x in held.items()}  # the networks of agents that are none
+        held = {
+            key: getattr(x, "network", x) for key, x in held.items()
+        }  # the networks of agents that are none
         kinds = torch.nn.Module, torch.optim.Optimizer
         held = {key: x.state_dict() for key, x in held.items() if isinstance(x, kinds)}
-        held.get("reward_scaler", {}).pop("running_return", None)  # of the environments of this process, as are these
+        held.get("reward_scaler", {}).pop(
+            "running_return", None
+        )  # of the environments of this process, as are these
         # Nor a loop's last `part`: in AlphaZero's the network of the last match, which one process alone plays
         held = {key: x for key, x in held.items() if key not in ("actor", "replay", "part")}
         torch.save({"held": held, "torch_rng": torch.get_rng_state()}, out / f"{name}_{get_rank()}.pt")

@@ -42,7 +42,9 @@ class HashEvaluator:
 
     def __call__(self, boards, legal):
         planes = self.go.planes(boards, legal).flatten(1).float()
-        out = (planes @ self.weights[0]).sin() * self.sharpness  # the matrix product of a row depends on that row alone
+        out = (
+            planes @ self.weights[0]
+        ).sin() * self.sharpness  # the matrix product of a row depends on that row alone
         return out[:, :-1], out[:, -1].sigmoid()
 
 
@@ -109,7 +111,9 @@ def assert_same_tree(search, plain, game):
     while stack:
         number, node = stack.pop()
         count += 1
-        visits, q, prior = (x[number].double() for x in (search.edge_visits, search.edge_q, search.edge_prior))
+        visits, q, prior = (
+            x[number].double() for x in (search.edge_visits, search.edge_q, search.edge_prior)
+        )
         assert search.node_visits[number] == node["n"]
         for move, (n, w, p) in node["edges"].items():
             assert visits[move] == n and abs(prior[move] - p) < 1e-6
@@ -152,7 +156,9 @@ def test_gumbel_roots_are_the_serial_search(num_slots):
             search.run(num_simulations)
             assert (search.root_requests.sum(1) == num_simulations).all()
             counts = search.root_requests.sort(1, descending=True).values[:, :6].tolist()
-            assert counts == num_games * [[11, 10, 1, 1, 1, 0] if num_simulations == 24 else [5, 5, 1, 1, 1, 0]]
+            assert counts == num_games * [
+                [11, 10, 1, 1, 1, 0] if num_simulations == 24 else [5, 5, 1, 1, 1, 0]
+            ]
             continue
         for g in range(num_games):
             assert_gumbel_root(search, plain[g], g, num_simulations, args)
@@ -252,7 +258,11 @@ def test_one_slot_is_the_serial_search(size):
 
 
 def test_scores_are_eq_1_and_ucb1():
-    q, n, p = torch.tensor([[0.2, 0.5, 0.0]]), torch.tensor([[3.0, 0.0, 8.0]]), torch.tensor([[0.5, 0.3, 0.2]])
+    q, n, p = (
+        torch.tensor([[0.2, 0.5, 0.0]]),
+        torch.tensor([[3.0, 0.0, 8.0]]),
+        torch.tensor([[0.5, 0.3, 0.2]]),
+    )
     found = az.puct_scores(q, n, p, torch.tensor([12.0]), 1.5)[0]
     expected = [0.2 + 1.5 * 12**0.5 / 4 * 0.5, 0.5 + 1.5 * 12**0.5 * 0.3, 1.5 * 12**0.5 / 9 * 0.2]
     assert found.tolist() == pytest.approx(expected)
@@ -261,7 +271,9 @@ def test_scores_are_eq_1_and_ucb1():
     found = az.ucb1_scores(q, n, p, torch.tensor([12.0]), 1.5)[0].tolist()
     assert found[0] == pytest.approx(0.2 + 1.5 * (math.log(12) / 3) ** 0.5) and found[1] > 1e5
     n = torch.tensor([[0.0, 2.0, 0.0]])  # what was not tried comes first, by the prior and not by its place
-    assert az.ucb1_scores(q, n, torch.tensor([[0.1, 0.8, 0.2]]), torch.tensor([3.0]), 1.5).argmax(1).item() == 2
+    assert (
+        az.ucb1_scores(q, n, torch.tensor([[0.1, 0.8, 0.2]]), torch.tensor([3.0]), 1.5).argmax(1).item() == 2
+    )
 
 
 def test_root_noise_in_both_forms():
@@ -271,7 +283,9 @@ def test_root_noise_in_both_forms():
     mixed = az.add_dirichlet_noise(prior, 0.3, 0.25, "convex")
     assert (added.sum(1) - 1.25).abs().max() < 1e-5 and (mixed.sum(1) - 1).abs().max() < 1e-5
     assert not added[:, 0].any() and not mixed[:, 0].any()  # illegal
-    noise = (added - prior)[:, 1:] / 0.25  # a Dirichlet of three entries: mean 1/3, variance (1/3)(2/3)/(3 a + 1)
+    noise = (added - prior)[
+        :, 1:
+    ] / 0.25  # a Dirichlet of three entries: mean 1/3, variance (1/3)(2/3)/(3 a + 1)
     assert noise.mean(0).tolist() == pytest.approx([1 / 3] * 3, abs=0.01)
     assert noise.var(0).tolist() == pytest.approx([2 / 9 / 1.9] * 3, abs=0.005)
     assert (mixed - 0.75 * prior).mean(0)[1:].tolist() == pytest.approx([0.25 / 3] * 3, abs=0.01)
@@ -377,7 +391,9 @@ def test_visits_add_up_after_50_moves_with_kept_trees(num_slots):
     """Eq. 2 at every node: N(s) is 1 and the visits of its edges, and those of an edge are the visits of its child."""
     go, num_games = Go(6), 3
     args = Args(num_slots=num_slots)
-    search = az.Search(go, [HashEvaluator(go, 8.0)] * num_slots, num_games, 24, args)  # a sharp prior: deep trees
+    search = az.Search(
+        go, [HashEvaluator(go, 8.0)] * num_slots, num_games, 24, args
+    )  # a sharp prior: deep trees
     boards = go.new(num_games)
     search.reset(boards)
     torch.manual_seed(0)
@@ -442,7 +458,9 @@ def test_time_and_games_that_are_over_stop_a_search():
     boards = go.play(boards, torch.tensor([25, 25]))  # the first game is over
     search = az.Search(go, [HashEvaluator(go)], 2, 10_000, Args(komi=0.5))
     search.reset(boards)
-    assert search.node_value[search.roots[0]] == 0  # black to move, nothing on the board, half a point of komi
+    assert (
+        search.node_value[search.roots[0]] == 0
+    )  # black to move, nothing on the board, half a point of komi
     start = time.monotonic()
     search.run(10_000, start + 0.3)
     assert time.monotonic() - start < 10  # all of them take longer
@@ -464,7 +482,9 @@ class AreaEvaluator:
 def test_a_won_game_is_not_hurried():
     """Where all moves win, ending the game at once is worth no more than going on."""
     go, komi = Go(3), -20.0
-    boards = go.play(set_up(go, "X.X XXX .X.", -1), torch.tensor([9]))  # white passed: a pass of black wins at once
+    boards = go.play(
+        set_up(go, "X.X XXX .X.", -1), torch.tensor([9])
+    )  # white passed: a pass of black wins at once
     search = az.Search(go, [AreaEvaluator(go, komi)], 1, 300, Args(komi=komi, num_slots=1))
     search.reset(boards)
     search.run(300)
@@ -578,7 +598,9 @@ def test_losses_in_float64():
     torch.testing.assert_close(logits.grad, softmax - visits)
     blank = az.mix_losses(torch.tensor(10.0).log(), torch.tensor(0.25), 10, 0.2)
     assert blank.item() == pytest.approx(1.0)  # uniform policy, value 1/2: 1 whatever the weights
-    assert az.mix_losses(torch.tensor(1.0), torch.tensor(0.0), 10, 0.2).item() == pytest.approx(0.8 / math.log(10))
+    assert az.mix_losses(torch.tensor(1.0), torch.tensor(0.0), 10, 0.2).item() == pytest.approx(
+        0.8 / math.log(10)
+    )
 
 
 def test_losses_of_records_in_float64():
@@ -652,8 +674,12 @@ def test_results():
     assert az.compute_result(score, 3.0, 0.0, 25).tolist() == [1, 0.5, 0, 0]
     mixed = az.compute_result(score, 3.0, 0.4, 25).tolist()
     assert mixed == pytest.approx([0.6 + 0.4 * 0.94, 0.5, 0.4 * (0.5 - 3 / 50), 0.4 * (0.5 - 7 / 50)])
-    assert compute_elo(0.75, 10**6) == pytest.approx(400 * math.log10(3), abs=0.01) and compute_elo(1.0, 10) > 0
-    assert compute_interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson's, by R's prop.test
+    assert (
+        compute_elo(0.75, 10**6) == pytest.approx(400 * math.log10(3), abs=0.01) and compute_elo(1.0, 10) > 0
+    )
+    assert compute_interval(0.5, 100) == pytest.approx(
+        (0.4038, 0.5962), abs=1e-4
+    )  # Wilson's, by R's prop.test
     assert compute_interval(1.0, 20)[0] == pytest.approx(0.8389, abs=1e-4)
 
 
@@ -674,7 +700,9 @@ def test_images_are_what_the_turned_game_looks_like():
     assert go.owner(boards).unique().tolist() == [-1, 0, 1]
     assert len(set(map(tuple, go.symmetries.tolist()))) == 8
     for k, symmetry in enumerate(go.symmetries):
-        where = torch.empty(26, dtype=torch.int64).scatter_(0, symmetry, torch.arange(26))  # move m becomes where[m]
+        where = torch.empty(26, dtype=torch.int64).scatter_(
+            0, symmetry, torch.arange(26)
+        )  # move m becomes where[m]
         again = turned.new(4)
         for move in moves:
             again = turned.play(again, where[move])
@@ -688,7 +716,10 @@ def test_images_are_what_the_turned_game_looks_like():
 def make_images(num_positions, start=0):
     number = torch.arange(start, start + num_positions).float()
     planes = torch.zeros(8 * num_positions, 9, 2, 2, dtype=torch.bool)
-    visits, owner = torch.zeros(8 * num_positions, 5).half(), torch.zeros(8 * num_positions, 4, dtype=torch.int8)
+    visits, owner = (
+        torch.zeros(8 * num_positions, 5).half(),
+        torch.zeros(8 * num_positions, 4, dtype=torch.int8),
+    )
     return az.Records(planes, visits, number.repeat(8), number.repeat(8), owner)
 
 
@@ -702,7 +733,9 @@ def test_pool_evicts_the_smallest_losses_and_the_old():
         kept += [(epoch, x, q) for x, q in zip(loss.tolist(), images.q.tolist(), strict=True)]
         kept = sorted(kept, key=lambda r: (epoch - r[0] <= 4, r[1]))[-200:]
         assert pool.size == len(kept)
-        got = sorted(zip(pool.epoch.tolist(), pool.loss.tolist(), pool.records.q.tolist(), strict=True))[-pool.size :]
+        got = sorted(zip(pool.epoch.tolist(), pool.loss.tolist(), pool.records.q.tolist(), strict=True))[
+            -pool.size :
+        ]
         assert got == sorted(kept)
         assert (pool.position[: pool.size] == pool.records.q[: pool.size]).all()  # images share their number
     oldest_first = az.Pool(200, 2, CPU)
@@ -757,8 +790,12 @@ def test_what_a_minibatch_trained_on_counts_as_used_and_is_ranked_anew():
         loss = az.rank_losses(agent.eval(), pool.records, 0.3, 0.2)
         is_new = pool.loss != ranked
         assert is_new.sum() == 16 and torch.allclose(pool.loss[is_new], loss[is_new], atol=1e-6)
-        assert metrics[-2:].tolist() == pytest.approx([ranked[is_new].mean().item(), loss[is_new].mean().item()])
-        assert pool.num_uses[is_new].tolist() == [1] * 16 and pool.num_uses.sum() == 16 * k  # never one a second time
+        assert metrics[-2:].tolist() == pytest.approx(
+            [ranked[is_new].mean().item(), loss[is_new].mean().item()]
+        )
+        assert (
+            pool.num_uses[is_new].tolist() == [1] * 16 and pool.num_uses.sum() == 16 * k
+        )  # never one a second time
         ranked = pool.loss.clone()
 
 
@@ -844,9 +881,13 @@ def test_pretraining_on_values_freezes_the_policy_head():
     optimizer = torch.optim.AdamW(agent.parameters(), lr=torch.tensor(1e-2), fused=True)
     go = Go(5)
     play = az.SelfPlay(go, 8, args)
-    records = az.Records(*map(torch.cat, zip(*(play.play_moves(None, 0, 0.0) for _ in range(60)), strict=True)))
+    records = az.Records(
+        *map(torch.cat, zip(*(play.play_moves(None, 0, 0.0) for _ in range(60)), strict=True))
+    )
     before = {k: v.clone() for k, v in agent.state_dict().items()}
-    losses = [az.update_network(agent.train(), optimizer, records, args, 0.0, 1.0)[1].item() for _ in range(40)]
+    losses = [
+        az.update_network(agent.train(), optimizer, records, args, 0.0, 1.0)[1].item() for _ in range(40)
+    ]
     after = agent.state_dict()
     for name in before:
         if "num_batches" not in name and "running" not in name:
@@ -871,14 +912,20 @@ def test_matches_are_balanced_and_counted():
             assert go.legal_moves(boards)[0, move]
             boards = go.play(boards, torch.tensor([move]))
         assert boards.is_over and go.score(boards).item() - 0.5 == margin
-        assert game[:2] == match["games"][i % 5][:2] and 25 not in game[:2]  # the same opening from both sides
+        assert (
+            game[:2] == match["games"][i % 5][:2] and 25 not in game[:2]
+        )  # the same opening from both sides
         assert all(move == 25 for move in game[(3 if i < 5 else 2) :: 2])
     own = [m if black else -m for m, black in zip(match["margins"], match["is_first_black"], strict=True)]
-    assert match["win_rate"] == sum(m > 0 for m in own) / 10 and match["margin"] == pytest.approx(sum(own) / 10)
+    assert match["win_rate"] == sum(m > 0 for m in own) / 10 and match["margin"] == pytest.approx(
+        sum(own) / 10
+    )
 
 
 def test_games_of_a_match_count_once():
-    scores = score_match([[1], [1], [1], [2], [2]], [2.0, 2.0, 2.0, 0.0, -3.0], [True, True, False, True, False])
+    scores = score_match(
+        [[1], [1], [1], [2], [2]], [2.0, 2.0, 2.0, 0.0, -3.0], [True, True, False, True, False]
+    )
     assert scores["distinct_games"] == 4 and scores["win_rate"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)
     assert scores["win_rate_black"] == 0.75 and scores["win_rate_white"] == 0.5
     assert scores["margin"] == pytest.approx((2 - 2 + 0 + 3) / 4)
@@ -897,7 +944,9 @@ def test_openings_differ_as_long_as_there_are_others():
         assert len({frozenset((s[a], s[b]) for s in images) for a, b in pairs}) == 60
     _, moves = draw_openings(go, 200, 2, torch.Generator().manual_seed(0))
     pairs = list(zip(*(x.tolist() for x in moves), strict=True))
-    assert len(set(pairs)) == 200 and len({frozenset((s[a], s[b]) for s in images) for a, b in pairs[:85]}) == 85
+    assert (
+        len(set(pairs)) == 200 and len({frozenset((s[a], s[b]) for s in images) for a, b in pairs[:85]}) == 85
+    )
     _, moves = draw_openings(go, 60, 1, torch.Generator().manual_seed(0))
     assert len(set(moves[0].tolist())) == 25
     boards, moves = draw_openings(go, 3, 0, torch.Generator().manual_seed(0))
@@ -946,7 +995,10 @@ def test_gtp_answers():
     assert ask(engine, "play b C3", "play WHITE d4", "play b pass") == ["=", "=", "="]
     board = ask(engine, "showboard")[0].splitlines()
     assert board[3] == " 4 . . . O . 4" and board[4] == " 3 . . X . . 3"
-    assert ask(engine, "final_score") == ["= W+6.5"] and ask(engine, "komi -3", "final_score") == ["=", "= B+3"]
+    assert ask(engine, "final_score") == ["= W+6.5"] and ask(engine, "komi -3", "final_score") == [
+        "=",
+        "= B+3",
+    ]
     assert ask(engine, "undo", "undo", "undo", "undo") == ["=", "=", "=", "? cannot undo"]
     assert ask(engine, "clear_board", "showboard")[1].count(".") == 25
     for wrong, answer in (
@@ -1011,7 +1063,9 @@ def test_gtp_handicap():
     assert ask(engine, "play w E4", "clear_board", "fixed_handicap 7") == ["=", "=", "= C3 G7 C7 G3 C5 G5 E5"]
     assert ask(engine, "clear_board", "set_free_handicap a1 B2 j9", "showboard")[1] == "="
     assert ask(engine, "showboard")[0].count("X") == 3 and ask(engine, "genmove w")[0].startswith("= ")
-    assert make_engine(8).answer("fixed_handicap 5") and ask(make_engine(7), "fixed_handicap 4") == ["= C3 E5 C5 E3"]
+    assert make_engine(8).answer("fixed_handicap 5") and ask(make_engine(7), "fixed_handicap 4") == [
+        "= C3 E5 C5 E3"
+    ]
 
 
 def test_gtp_keeps_the_rules():
@@ -1059,7 +1113,10 @@ def test_gtp_searches_what_is_on_the_board():
     thinker.args.simulations_end = 16
     for _ in range(80):
         move = f"{rng.choice('bw')} {rng.choice('ABC')}{rng.randint(1, 3)}"
-        ask(engine, rng.choice([f"play {move}", f"play {move[0]} pass", f"genmove {move[0]}", "undo", "komi 2"]))
+        ask(
+            engine,
+            rng.choice([f"play {move}", f"play {move[0]} pass", f"genmove {move[0]}", "undo", "komi 2"]),
+        )
         stone, kept = rng.choice([1, -1]), getattr(thinker, "search", None)
         if not engine.can_search():
             ask(engine, "clear_board")
@@ -1101,12 +1158,17 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
     best, last = (torch.load(path / name, weights_only=True) for name in ("best.pt", "checkpoint.pt"))
     gains = [compute_elo(rate, 4) for rate in rates]
     elos = [sum(gains[k] for k in summed) for summed in ([0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4])]
-    assert best["elo"] == last["elo"] == pytest.approx(elos[3]) and (best["iteration"], last["iteration"]) == (4, 5)
+    assert best["elo"] == last["elo"] == pytest.approx(elos[3]) and (
+        best["iteration"],
+        last["iteration"],
+    ) == (4, 5)
     assert [value for _, value in read_scalars(path)["eval/elo"]] == pytest.approx(elos, rel=1e-4)
 
 
 def test_plain_mcts_tries_moves_in_no_order_and_plays_to_win(monkeypatch):
-    agent, args = make_agent(5, simulations_end=20, score_weight=1.0, eval_episodes=2)  # fewer than there are moves
+    agent, args = make_agent(
+        5, simulations_end=20, score_weight=1.0, eval_episodes=2
+    )  # fewer than there are moves
     players, searches, search = [], [], az.Search
     monkeypatch.setattr(az, "play_match", lambda go, pair, *rest: players.append(pair) or {"win_rate": 0.5})
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
@@ -1114,14 +1176,18 @@ def test_plain_mcts_tries_moves_in_no_order_and_plays_to_win(monkeypatch):
     moves = players[1][1](az.Go(5).new(64))
     assert len(moves.unique()) > 8 and moves.max() > 19
     q = searches[-1].edge_q[searches[-1].roots]
-    assert (searches[-1].visit_counts() <= 1).all() and q.gather(1, moves[:, None]).mean() > 0.9  # the won ones
+    assert (searches[-1].visit_counts() <= 1).all() and q.gather(
+        1, moves[:, None]
+    ).mean() > 0.9  # the won ones
     assert searches[-1].args.score_weight == 0  # and that is all that counts, as in the rollouts
 
 
 def test_a_first_network_that_loses_is_the_first_again_after_a_kill(tmp_path, monkeypatch):
     """A run that died between its first best.pt and its next checkpoint.pt, against one that did not."""
     flags = "--env-id Go-2x2 --num-games 2 --pool-size 128 --batch-size 8 --num-epochs 2 --eval-interval 1 --blocks 1"
-    flags += " --channels 4 --simulations-start 4 --simulations-end 4 --eval-episodes 2 --pretrain-value-epochs 0"
+    flags += (
+        " --channels 4 --simulations-start 4 --simulations-end 4 --eval-episodes 2 --pretrain-value-epochs 0"
+    )
     flags = [*flags.split(), "--pretrain-search-epochs", "0", "--komi", "1"]
     wins = []
 
@@ -1227,7 +1293,9 @@ def test_gtp_quit_ends_an_analysis_at_once():
         yield "quit"
 
     engine.serve(lines())
-    assert time.monotonic() - asked[0] < 10  # a slice of search, and no wait for the next line of the analysis
+    assert (
+        time.monotonic() - asked[0] < 10
+    )  # a slice of search, and no wait for the next line of the analysis
 
 
 def test_gtp_analysis_of_a_full_tree_waits(monkeypatch):
@@ -1282,7 +1350,9 @@ def test_sgf_there_and_back(tmp_path):
     assert ask(engine, f"loadsgf {path}") == ["= white"] and int(engine.boards.num_moves) == 5
     assert ask(engine, f"loadsgf {path} 3") == ["= black"] and int(engine.boards.num_moves) == 2
     # As other programs write: variations, comments, moves set up, lower-case letters in names, tt for the pass
-    path.write_text("(;GM[1]FF[3]AB[aa:ab][cc]SiZe[5]\n C[a [b\\] c]AW[dd];W[tt] ;B [ba](;W[ee];B[ed])(;W[eb]))")
+    path.write_text(
+        "(;GM[1]FF[3]AB[aa:ab][cc]SiZe[5]\n C[a [b\\] c]AW[dd];W[tt] ;B [ba](;W[ee];B[ed])(;W[eb]))"
+    )
     game = go_files.read_sgf(path)
     assert game["setup"] == [(1, 0), (1, 5), (1, 12), (-1, 18)] and game["moves"] == [
         (-1, 25),
@@ -1292,7 +1362,11 @@ def test_sgf_there_and_back(tmp_path):
     ]
     engine.komi = 1.5
     assert ask(engine, f"loadsgf {path}") == ["= white"] and engine.komi == 1.5  # the file does not say
-    for text, colour in (("AB[aa]PL[B]KM[2]", "black"), ("AB[aa]KM[]", "white"), ("AB[aa]AW[ee]KM[2,0]", "black")):
+    for text, colour in (
+        ("AB[aa]PL[B]KM[2]", "black"),
+        ("AB[aa]KM[]", "white"),
+        ("AB[aa]AW[ee]KM[2,0]", "black"),
+    ):
         path.write_text(f"(;SZ[5]{text})")
         assert ask(engine, f"loadsgf {path}") == [f"= {colour}"] and engine.komi == 2
     path.write_text("(;SZ[5]AW[dd:cc])")
@@ -1340,13 +1414,17 @@ def play_game(black, white, size: int, komi: float, opening: tuple[int, ...] = (
         colour = "bw"[turn]
         is_opening = len(moves) < len(opening)
         vertex = (
-            go_files.format_vertex(opening[len(moves)], size) if is_opening else players[turn].send(f"genmove {colour}")
+            go_files.format_vertex(opening[len(moves)], size)
+            if is_opening
+            else players[turn].send(f"genmove {colour}")
         )
         if vertex.lower() == "resign":
             return moves, float((1 - 2 * turn) * -size * size)
         move = gtp_words.parse_move(vertex, size)
         if not go.legal_moves(boards)[0, move]:
-            raise gtp.GtpError(f"{vertex} is illegal after {[go_files.format_vertex(m, size) for m in moves]}")
+            raise gtp.GtpError(
+                f"{vertex} is illegal after {[go_files.format_vertex(m, size) for m in moves]}"
+            )
         boards = go.play(boards, torch.tensor([move]))
         for player in players if is_opening else (players[1 - turn],):
             player.send(f"play {colour} {vertex}")
@@ -1373,7 +1451,9 @@ def test_games_against_gnugo(tmp_path):
             if other.send("final_status_list dead") == "":
                 assert other.send("final_score") == go_files.format_score(margin)
                 num_compared += 1
-            assert mine.send("showboard").count("X") == other.send("showboard").count("X") - 1  # its caption has one
+            assert (
+                mine.send("showboard").count("X") == other.send("showboard").count("X") - 1
+            )  # its caption has one
         assert num_compared > 0
         with pytest.raises(gtp.GtpError, match="illegal move"):
             mine.send("clear_board")

@@ -27,7 +27,9 @@ def test_the_pages_follow_from_the_committed_results():
     for path, text in report.make_pages(published).items():
         assert path.read_text() == text, path.name
     sections = report.make_sections(published)
-    assert {page for page, _ in sections} == {*report.SCRIPTS, "README", "scaling", "results"} and len(sections) >= 26
+    assert {page for page, _ in sections} == {*report.SCRIPTS, "README", "scaling", "results"} and len(
+        sections
+    ) >= 26
     names = {*report.list_drawn(published), "change_detection"}
     assert names == {"go_default", "ppo_tasks", "r2d2_memory", "tsp_gaps", "change_detection"}
     for name in names:
@@ -62,12 +64,22 @@ def test_how_many_deviations_three_times_the_steps_are():
 def make_cell(setting, steps, **changes):
     """A cell of a task whose runs solved it after `steps`, or never, in a hundredth of that in seconds."""
     runs = [
-        {"seed": seed, "metrics": {"a": 1.0 + seed}, "value": 500.0, "curve": [[10, 0.1, 0.0], [400, 4.0, 500.0]]}
+        {
+            "seed": seed,
+            "metrics": {"a": 1.0 + seed},
+            "value": 500.0,
+            "curve": [[10, 0.1, 0.0], [400, 4.0, 500.0]],
+        }
         | {"steps_to_threshold": x, "seconds_to_threshold": x and x / 100, "commit": "abc", "machine": None}
         | {"device": "cpu", "torch": "2", "steps_per_second": 100.0 + seed, "cpu_seconds": 60.0}
         for seed, x in enumerate(steps)
     ]
-    cell = {"task": "CartPole-v1", "setting": setting, "command": f"python {setting}.py --a  1", "threshold": 475.0}
+    cell = {
+        "task": "CartPole-v1",
+        "setting": setting,
+        "command": f"python {setting}.py --a  1",
+        "threshold": 475.0,
+    }
     return cell | {"runs": runs, "missing": [], "script": setting, "better": "higher"} | changes
 
 
@@ -79,7 +91,9 @@ def test_ratios_count_runs_that_never_got_there():
     assert lines[0] == ["t", "abc", "300 (2 of 3)", "over 400 (1 of 3)", "-"]
     assert lines[1] == ["t", "abc", "300 (2 of 3)", "300", "1.00 (-)"]
     ours = base | {"ours": "c", "peer": "d"}
-    assert report.make_ratio_line(ours, cells)[-1].startswith("**0.273** (0.1")  # ours is better, whatever the draw
+    assert report.make_ratio_line(ours, cells)[-1].startswith(
+        "**0.273** (0.1"
+    )  # ours is better, whatever the draw
     assert report.make_ratio_line(ours | {"better": "higher"}, cells)[-1].startswith("*0.273* (0.1")
 
 

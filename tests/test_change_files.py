@@ -149,7 +149,9 @@ def write_deep_png(path):
         (b"IDAT", zlib.compress(bytes(7))),
         (b"IEND", b""),
     )
-    parts = [struct.pack(">I", len(x)) + tag + x + struct.pack(">I", zlib.crc32(tag + x)) for tag, x in chunks]
+    parts = [
+        struct.pack(">I", len(x)) + tag + x + struct.pack(">I", zlib.crc32(tag + x)) for tag, x in chunks
+    ]
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
     return path
 
@@ -183,7 +185,10 @@ def palette_label(ids, palette):
         ("deep.png", (IDS * 255).astype(np.uint16)),
         ("float.tif", IDS.astype(np.float32)),
         ("rgb.png", np.repeat(IDS[..., None] * 255, 3, 2).astype(np.uint8)),
-        ("rgba.png", np.concatenate([np.repeat(IDS[..., None], 3, 2), noise(0, 2, 3, 1)], 2).astype(np.uint8)),
+        (
+            "rgba.png",
+            np.concatenate([np.repeat(IDS[..., None], 3, 2), noise(0, 2, 3, 1)], 2).astype(np.uint8),
+        ),
         ("indices.png", palette_label(IDS, COLOURS)),
         ("greys.png", palette_label(IDS, [0, 0, 0, 255, 255, 255])),
         ("white_first.png", palette_label(1 - IDS, [255, 255, 255, 0, 0, 0])),
@@ -203,7 +208,9 @@ def test_binary_labels_of_one_value(tmp_path, value, expected):
 
 
 def test_jpeg_labels_are_cut_at_128(tmp_path):
-    halves = np.repeat([[0, 127], [128, 255]], 8, 1).repeat(8, 0).astype(np.uint8)  # blocks of JPEG, kept but for 127
+    halves = (
+        np.repeat([[0, 127], [128, 255]], 8, 1).repeat(8, 0).astype(np.uint8)
+    )  # blocks of JPEG, kept but for 127
     path = save(tmp_path / "x.jpg", halves, quality=100)
     stored = np.array(Image.open(path))
     assert {stored[0, 8], stored[8, 0]} == {127, 128}
@@ -263,7 +270,13 @@ def test_unreadable_pictures(tmp_path, monkeypatch):
     for suffix in ("png", "jpg", "bmp", "tif"):
         path = save(tmp_path / f"cut.{suffix}", noise(0, 40, 40, 3))
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    names = ["text.png", "empty.png", "folder.png", "missing.png", *(f"cut.{x}" for x in ("png", "jpg", "bmp", "tif"))]
+    names = [
+        "text.png",
+        "empty.png",
+        "folder.png",
+        "missing.png",
+        *(f"cut.{x}" for x in ("png", "jpg", "bmp", "tif")),
+    ]
     for read in (change_files.read_image, change_files.read_label):
         for name in names:
             with pytest.raises(ValueError, match=rf"^{tmp_path / name}: cannot be read as a picture: .+$"):
@@ -286,7 +299,13 @@ def test_missing_folders(tmp_path):
     assert read_error(tmp_path / "file") == f"{tmp_path / 'file'}: no such folder"
     message = read_error(tmp_path)
     assert message.startswith(f"{tmp_path}: no layout that is known; needed are ")
-    for part in ("train/A/x.png", "A/x.png and list/train.txt", "A/train_x.png", "B and label", "--dir-names"):
+    for part in (
+        "train/A/x.png",
+        "A/x.png and list/train.txt",
+        "A/train_x.png",
+        "B and label",
+        "--dir-names",
+    ):
         assert part in message
     make_set(tmp_path)
     for split in SPLITS:
@@ -296,7 +315,9 @@ def test_missing_folders(tmp_path):
     (tmp_path / "val" / "label").rename(tmp_path / "val" / "mask")
     assert read_error(tmp_path).startswith(f"{tmp_path / 'val' / 'label'}: no such folder; needed are")
     (tmp_path / "val" / "mask").rename(tmp_path / "val" / "label")
-    assert read_error(tmp_path, dir_names=("t1", "B", "label")).startswith(f"{tmp_path / 'train' / 't1'}: no such")
+    assert read_error(tmp_path, dir_names=("t1", "B", "label")).startswith(
+        f"{tmp_path / 'train' / 't1'}: no such"
+    )
 
 
 @pytest.mark.parametrize(
@@ -384,7 +405,9 @@ def test_errors_in_files_name_them(tmp_path):
     make_set(tmp_path)
     file = save(tmp_path / "test" / "label" / "x1.png", np.full((6, 8), 3, np.uint8))
     assert read_error(tmp_path).startswith(f"{file}: value 3 in a label of 2 classes")
-    assert read_error(tmp_path, 3).startswith(f"{tmp_path / 'train' / 'label' / 'x0.png'}: value 255 in a label of 3")
+    assert read_error(tmp_path, 3).startswith(
+        f"{tmp_path / 'train' / 'label' / 'x0.png'}: value 255 in a label of 3"
+    )
     save(file, np.zeros((6, 8), np.uint8))
     file = tmp_path / "train" / "B" / "x1.png"
     file.write_bytes(b"x")
@@ -400,7 +423,9 @@ def test_a_picture_in_two_splits_is_refused(tmp_path, split, other, copy, origin
     images = make_set(tmp_path)[other][1][0]
     read_data_dir(tmp_path)
     (tmp_path / split / copy / "x0.png").unlink()
-    twin = save(tmp_path / split / copy / "x0.tif", images[DIRS.index(original)])  # the same pixels, other bytes
+    twin = save(
+        tmp_path / split / copy / "x0.tif", images[DIRS.index(original)]
+    )  # the same pixels, other bytes
     twins = f"{twin} and {tmp_path / other / original / 'x1.png'}"
     assert read_error(tmp_path) == f"1 of 4 {split} pictures are also in {other}, for example {twins}"
 
@@ -455,7 +480,8 @@ def test_audit():
 @given(
     st.integers(1, 7).flatmap(
         lambda size: st.tuples(
-            st.just(size), st.lists(st.tuples(st.integers(size, 20), st.integers(size, 20)), min_size=1, max_size=3)
+            st.just(size),
+            st.lists(st.tuples(st.integers(size, 20), st.integers(size, 20)), min_size=1, max_size=3),
         )
     )
 )
@@ -469,7 +495,11 @@ def test_each_pixel_counts_once_in_crops(drawn):
         labels.append(noise(i, h, w) % 255)
         images.append(np.stack([place, np.repeat(labels[-1][..., None], 3, 2)]))
     x, y = change_files.cut(Split(images, labels, [str(s) for s in shapes]), size)
-    assert x.dtype == y.dtype == np.uint8 and x.shape == (len(y), 2, size, size, 3) and y.shape[1:] == (size, size)
+    assert (
+        x.dtype == y.dtype == np.uint8
+        and x.shape == (len(y), 2, size, size, 3)
+        and y.shape[1:] == (size, size)
+    )
     counts = y != IGNORE
     places = [tuple(p) for p in x[:, 0][counts]]
     assert len(places) == len(set(places)) == sum(h * w for h, w in shapes)
@@ -477,9 +507,13 @@ def test_each_pixel_counts_once_in_crops(drawn):
     for i, (h, w) in enumerate(shapes):
         columns, rows = -(-w // size), -(-h // size)
         crops = x[first : first + rows * columns, 0]
-        corners = [(i, min(r * size, h - size), min(c * size, w - size)) for r in range(rows) for c in range(columns)]
+        corners = [
+            (i, min(r * size, h - size), min(c * size, w - size)) for r in range(rows) for c in range(columns)
+        ]
         assert crops[:, 0, 0].tolist() == [list(corner) for corner in corners]
-        assert (crops[:, -1, -1] - crops[:, 0, 0] == [0, size - 1, size - 1]).all()  # of the picture's own pixels
+        assert (
+            crops[:, -1, -1] - crops[:, 0, 0] == [0, size - 1, size - 1]
+        ).all()  # of the picture's own pixels
         first += rows * columns
     assert first == len(x)
 
@@ -490,7 +524,9 @@ def test_pictures_smaller_than_a_crop():
     change_files.check_sizes(split, 7, "set: val")
     assert change_files.cut(split, 7)[1].shape == (6, 7, 7)
     for size, name in ((8, "narrow"), (9, "wide"), (0, "wide"), (-1, "wide")):
-        with pytest.raises(ValueError, match=f"^set: val picture {name}: smaller than a crop of {size} pixels"):
+        with pytest.raises(
+            ValueError, match=f"^set: val picture {name}: smaller than a crop of {size} pixels"
+        ):
             change_files.check_sizes(split, size, "set: val")
 
 

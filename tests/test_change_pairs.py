@@ -53,7 +53,9 @@ def test_labels_are_the_difference_of_the_roofs(monkeypatch):
         colours = real(rng, shape)
         return colours * 0 + (0.0, 240.0, 0.0) if len(shape) == 1 else colours * 0 + (255.0, 0.0, 255.0)
 
-    monkeypatch.setattr(change_pairs, "roof_colours", paint)  # of plots [n] green, of buildings [n, k] magenta
+    monkeypatch.setattr(
+        change_pairs, "roof_colours", paint
+    )  # of plots [n] green, of buildings [n, k] magenta
     monkeypatch.setattr(change_pairs, "add_light_and_clouds", lambda rng, image, clouds: image)
     monkeypatch.setattr(change_pairs, "shift_images", lambda images, shift: images[:, 2:-2, 2:-2])
     images, labels = change_pairs.make_pairs("buildings", 64, 64, 3, 1)
@@ -96,7 +98,9 @@ def test_prints_hide_what_has_changed_and_the_first_date_alone_says_nothing_of_i
     is_red, is_blank = (patches[:, :, 1] > 0).any(-1), (patches[:, :, 0] == 80).all(-1)
     differs = (patches[:, :, 0] != patches[:, :, 1]).any(-1)
     assert ((changed[..., 0] == 1) == (is_red & ~is_blank & differs)).all()
-    assert is_red.mean() == pytest.approx(0.4, abs=0.02) and is_blank[is_red].mean() == pytest.approx(0.5, abs=0.03)
+    assert is_red.mean() == pytest.approx(0.4, abs=0.02) and is_blank[is_red].mean() == pytest.approx(
+        0.5, abs=0.03
+    )
     for pixel in (0, 160):  # either print of the first date
         chosen = is_red & ~is_blank & (patches[:, :, 0, 0] == pixel)
         assert changed[chosen].mean() == pytest.approx(0.5, abs=0.04)
@@ -112,14 +116,24 @@ def make_args(**changes):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from((2, 4)), st.integers(1, 3), st.integers(2, 3), st.sampled_from((2, 3, 5)), st.integers(0, 1000))
+@given(
+    st.sampled_from((2, 4)),
+    st.integers(1, 3),
+    st.integers(2, 3),
+    st.sampled_from((2, 3, 5)),
+    st.integers(0, 1000),
+)
 def test_labels_of_cells_equal_brute_force(cell_size, cells, side, num_classes, seed):
     rng, patch_size = np.random.default_rng(seed), cell_size * cells
     size = patch_size * side
-    pixels = rng.integers(0, num_classes, (3, size, size)) * (rng.random((3, size, size)) < rng.choice((0.3, 0.6, 0.9)))
+    pixels = rng.integers(0, num_classes, (3, size, size)) * (
+        rng.random((3, size, size)) < rng.choice((0.3, 0.6, 0.9))
+    )
     pixels[rng.random(pixels.shape) < rng.choice((0.0, 0.5))] = 255
     pixels[0, :patch_size, :patch_size] = 255
-    found = change_data.label_cells(torch.from_numpy(pixels.astype(np.uint8)), patch_size, cell_size, num_classes)
+    found = change_data.label_cells(
+        torch.from_numpy(pixels.astype(np.uint8)), patch_size, cell_size, num_classes
+    )
     assert found.shape == (3, side * side, cells * cells)
     for m, n, g in np.ndindex(*found.shape):
         y = n // side * patch_size + g // cells * cell_size
@@ -136,9 +150,9 @@ def test_labels_of_cells_equal_brute_force(cell_size, cells, side, num_classes, 
 def make_pairs(num_pairs=6, size=32, cell_size=2, num_classes=3, seed=0):
     rng = np.random.default_rng(seed)
     images = rng.integers(0, 256, (num_pairs, 2, size, size, 3), np.uint8)
-    pixels = (rng.integers(0, num_classes, (num_pairs, size, size)) * (rng.random((num_pairs, 1, 1)) < 0.7)).astype(
-        np.uint8
-    )
+    pixels = (
+        rng.integers(0, num_classes, (num_pairs, size, size)) * (rng.random((num_pairs, 1, 1)) < 0.7)
+    ).astype(np.uint8)
     return images, pixels, change_data.to_pairs(images, pixels, cell_size)
 
 
@@ -169,7 +183,11 @@ def test_batches_are_crops_in_the_eight_images_of_the_square_with_their_labels()
             assert sorted(set(rows.flatten().tolist())) == list(range(rows.min(), rows.min() + 32))
             corners.add((int(rows.min()), int(columns.min())))
             turns.add(
-                (bool(rows[0, 0] == rows[0, 1]), bool(rows[0, 0] == rows.min()), bool(columns[0, 0] == columns.min()))
+                (
+                    bool(rows[0, 0] == rows[0, 1]),
+                    bool(rows[0, 0] == rows.min()),
+                    bool(columns[0, 0] == columns.min()),
+                )
             )
             truth = ((rows // 2 + columns // 2) % 3).byte()
             assert torch.equal(label, change_data.label_cells(truth[None], 8, 2, 3)[0])
@@ -231,10 +249,14 @@ def test_scores_equal_brute_force(num_classes, num_patches, seed):
     counts = change_scores.count_confusions(torch.tensor(labels), torch.tensor(predicted), num_classes)
     found = change_scores.score_confusions(counts)
     pairs = [(a, b) for a, b in zip(labels.tolist(), predicted.tolist(), strict=True) if a >= 0]
-    tp, said, true = (sum(map(f, pairs)) for f in (lambda p: p[0] > 0 < p[1], lambda p: p[1] > 0, lambda p: p[0] > 0))
+    tp, said, true = (
+        sum(map(f, pairs)) for f in (lambda p: p[0] > 0 < p[1], lambda p: p[1] > 0, lambda p: p[0] > 0)
+    )
     n = len(pairs)
     agreement = sum(a == b for a, b in pairs) / n
-    chance = sum(sum(a == c for a, _ in pairs) * sum(b == c for _, b in pairs) for c in range(num_classes)) / n**2
+    chance = (
+        sum(sum(a == c for a, _ in pairs) * sum(b == c for _, b in pairs) for c in range(num_classes)) / n**2
+    )
     expected = {
         "precision": tp / said if said else 0.0,
         "recall": tp / true if true else 0.0,
@@ -306,7 +328,10 @@ def test_rules_choose_whom_they_should():
         return change_scores.make_rule(method, level, num_looks)(query, logits, step).tolist()[0]
 
     assert chosen("coarse") == [False] * 4 and chosen("everywhere") == [True] * 4
-    assert chosen("everywhere", step=1) == [False] * 4 and chosen("everywhere", step=1, num_looks=2) == [True] * 4
+    assert (
+        chosen("everywhere", step=1) == [False] * 4
+        and chosen("everywhere", step=1, num_looks=2) == [True] * 4
+    )
     assert chosen("threshold", 0.5) == [False, False, True, True]
     assert chosen("threshold", 0.5, 1) == [False] * 4  # a second look at the same shows nothing new
     assert chosen("random", 0.0) == [False] * 4 and chosen("random", 1.0) == [True] * 4
@@ -348,7 +373,9 @@ def test_thresholds_are_those_of_val():
     metrics, _ = change_scores.evaluate(classify, args, val, test)
     for method in change_scores.METHODS:
         assert metrics[f"eval/{method}_threshold"] == pytest.approx(0.16, abs=0.03)
-        assert metrics[f"eval/{method}_recall"] == 1.0 and metrics[f"eval/{method}_f1"] < 0.5  # of test: all is changed
+        assert (
+            metrics[f"eval/{method}_recall"] == 1.0 and metrics[f"eval/{method}_f1"] < 0.5
+        )  # of test: all is changed
 
 
 def test_pairs_are_drawn(tmp_path):

@@ -45,7 +45,9 @@ class Case:
     tags: tuple[str, str]  # logged tags
     shortest: int = 1  # the least that it may be
     max_lines: int = 900
-    score: tuple[str, int] | None = None  # tag that the best is chosen by, if not the headline; 1 for max, -1 for min
+    score: tuple[str, int] | None = (
+        None  # tag that the best is chosen by, if not the headline; 1 for max, -1 for min
+    )
     groups: tuple[str, ...] = ()  # of tags, beside charts, losses and eval
 
 
@@ -138,7 +140,11 @@ def run_main(script, *flags):
         written.append("flush")
         flush(writer)
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         for name in ("wandb", "matplotlib", "matplotlib.figure"):
             patch.setitem(sys.modules, name, None)
         patch.setattr(os, "replace", record)
@@ -236,7 +242,11 @@ def test_run_folder_result_and_checkpoint(script, whole):
     assert all(isinstance(v, (int, float)) for v in result["metrics"].values())
     assert result["env_steps"] > 0 and result["wall_seconds"] > 0 and result["cpu_seconds"] > 0
     assert load(path / "checkpoint.pt")["script"] == script
-    assert {p.name for p in path.iterdir() if "events" not in p.name} == {"checkpoint.pt", "best.pt", "result.json"}
+    assert {p.name for p in path.iterdir() if "events" not in p.name} == {
+        "checkpoint.pt",
+        "best.pt",
+        "result.json",
+    }
     scalars = read_scalars_once(path)
     assert {tag.split("/")[0] for tag in scalars} == {"charts", "losses", "eval", *case.groups}
     assert set(case.tags) <= scalars.keys()
@@ -258,18 +268,24 @@ def test_a_checkpoint_before_the_training_and_one_an_iteration(script, whole, cu
 
 
 @each_script
-def test_the_seed_fixes_everything_and_evaluations_and_checkpoints_change_nothing(script, whole, same, tmp_path):
+def test_the_seed_fixes_everything_and_evaluations_and_checkpoints_change_nothing(
+    script, whole, same, tmp_path
+):
     other = run_short(script, tmp_path, *CASES[script].rarely.split(), "--seed", 4)
     assert are_same_weights(whole.path, same.path)
     assert not are_same_weights(whole.path, other.path)
-    few, many = (sum(len(x) for tag, x in read_scalars(run.path).items() if "eval" in tag) for run in (same, whole))
+    few, many = (
+        sum(len(x) for tag, x in read_scalars(run.path).items() if "eval" in tag) for run in (same, whole)
+    )
     assert few < many and same.written.count("checkpoint.pt") == 2
 
 
 @each_script
 def test_a_killed_run_resumes_to_the_same_numbers(script, whole, cut):
     left, resumed = cut
-    assert resumed.path == Path(load(left / "checkpoint.pt")["args"]["run_dir"]) / left.name  # in its own folder
+    assert (
+        resumed.path == Path(load(left / "checkpoint.pt")["args"]["run_dir"]) / left.name
+    )  # in its own folder
     ends = [load(path / "checkpoint.pt") for path in (whole.path, resumed.path)]
     for part in ("agent", "optimizer"):
         assert_equal(*(end[part] for end in ends))
@@ -364,7 +380,11 @@ def test_a_run_killed_before_its_result_is_finished_by_a_resume(script, whole, c
 @each_script
 def test_a_finished_run_is_extended_in_its_folder(script, whole, copied, capsys):
     """The result of before stays beside the new one."""
-    checkpoint, length, before = copied / "checkpoint.pt", CASES[script].length, (copied / "result.json").read_bytes()
+    checkpoint, length, before = (
+        copied / "checkpoint.pt",
+        CASES[script].length,
+        (copied / "result.json").read_bytes(),
+    )
     files = {p.name for p in copied.iterdir()}
     assert_refuses(script, capsys, ["--resume", checkpoint], length)
     assert {p.name for p in copied.iterdir()} == files
@@ -417,7 +437,10 @@ def test_runs_started_in_the_same_second_get_folders_of_their_own(script, tmp_pa
 
 def evaluate(script, *flags):
     """What --evaluate prints, name to number."""
-    return {k: float(v) for k, v in (line.split() for line in run_main(script, "--evaluate", *flags).out.splitlines())}
+    return {
+        k: float(v)
+        for k, v in (line.split() for line in run_main(script, "--evaluate", *flags).out.splitlines())
+    }
 
 
 @each_script
@@ -497,7 +520,9 @@ def test_a_folder_that_cannot_be_written_and_names_that_wandb_refuses(script, tm
         with pytest.raises(SystemExit) as error:
             module.open_run(module.Args(resume=str(tmp_path / "checkpoint.pt")), 7)
     (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and line.endswith(f"cannot make or write {tmp_path} (No such file or directory)")
+    assert error.value.code == 2 and line.endswith(
+        f"cannot make or write {tmp_path} (No such file or directory)"
+    )
     path, writer = module.open_run(module.Args(run_dir=str(tmp_path / "runs"), exp_name="a/b:c;d,e#f?g'h"), 0)
     writer.close()
     assert path.parent == tmp_path / "runs" and "__a-b-c-d-e-f-g-h__" in path.name
@@ -524,8 +549,12 @@ def test_settings_that_a_checkpoint_lacks_take_their_defaults(script, whole, tmp
     given = []
     monkeypatch.setattr(module, "train", lambda args, checkpoint: given.append(args))
     run_main(script, "--resume", tmp_path / "old.pt")
-    lacking = {name: getattr(module.Args, name) for name in module.Args.__annotations__.keys() - checkpoint["args"]}
-    assert len(lacking) == 3 and vars(given[0]) == checkpoint["args"] | lacking | {"resume": str(tmp_path / "old.pt")}
+    lacking = {
+        name: getattr(module.Args, name) for name in module.Args.__annotations__.keys() - checkpoint["args"]
+    }
+    assert len(lacking) == 3 and vars(given[0]) == checkpoint["args"] | lacking | {
+        "resume": str(tmp_path / "old.pt")
+    }
     metrics = drop_times(read_json(whole.path / "result.json")["metrics"])
     printed = drop_times(evaluate(script, tmp_path / "old.pt", "--eval-episodes", 4))
     assert printed == pytest.approx({k: metrics[k] for k in printed}, abs=0.006)
@@ -573,7 +602,11 @@ def find_functions(script):
     """Functions and classes at the top of a script, name to lines; without decorators."""
     text = source(script)
     lines, nodes = text.splitlines(), ast.parse(text).body
-    return {n.name: lines[n.lineno - 1 : n.end_lineno] for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    return {
+        n.name: lines[n.lineno - 1 : n.end_lineno]
+        for n in nodes
+        if isinstance(n, (ast.FunctionDef, ast.ClassDef))
+    }
 
 
 @each_script
@@ -582,7 +615,9 @@ def test_shared_functions_are_the_same_to_the_letter(script):
     for name in SHARED:
         assert any(name in other for other in theirs), name
         assert name not in mine or all(other.get(name, mine[name]) == mine[name] for other in theirs), name
-    assert {*"fail setup_device seed_everything save_checkpoint load_checkpoint open_run".split()} <= mine.keys()
+    assert {
+        *"fail setup_device seed_everything save_checkpoint load_checkpoint open_run".split()
+    } <= mine.keys()
 
 
 def find_sections(script):
@@ -609,7 +644,9 @@ def test_section_run_is_short_and_has_nothing_of_its_own(script):
 
 @each_script
 def test_the_loop_of_the_training_stands_in_train_on_one_screen(script):
-    (train,) = (n for n in ast.parse(source(script)).body if isinstance(n, ast.FunctionDef) and n.name == "train")
+    (train,) = (
+        n for n in ast.parse(source(script)).body if isinstance(n, ast.FunctionDef) and n.name == "train"
+    )
     assert not any(isinstance(n, (ast.FunctionDef, ast.ClassDef)) for n in list(ast.walk(train))[1:])
     (loop,) = (n for n in train.body if isinstance(n, ast.While))
     assert loop.end_lineno - loop.lineno < 60
@@ -628,7 +665,9 @@ def test_nothing_is_packed(script):
 
 def parse_pep723(script):
     (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", source(script), re.M)
-    return tomllib.loads("".join(line[2:] if line[1:2] == " " else line[1:] for line in block.splitlines(True)))
+    return tomllib.loads(
+        "".join(line[2:] if line[1:2] == " " else line[1:] for line in block.splitlines(True))
+    )
 
 
 def find_imports(nodes):
@@ -657,7 +696,10 @@ def test_pep723_block_fits_requirements_and_imports(script):
     # And no more than is used; tensorboard by torch, pillow by it for pictures, matplotlib by helpers
     assert ranges.keys() - used <= {"tensorboard", "pillow", "numpy", "tqdm", "matplotlib"}
     assert not any(m.split(".")[0] in ("algos", "tests", *SCRIPTS) for m in modules)
-    assert not {m.split(".")[0] for m in find_imports(tree.body)} & {"wandb", "matplotlib"}  # imported where used
+    assert not {m.split(".")[0] for m in find_imports(tree.body)} & {
+        "wandb",
+        "matplotlib",
+    }  # imported where used
 
 
 def test_helpers_import_what_may_be_missing_where_they_use_it():
@@ -670,6 +712,10 @@ def test_every_script_is_in_the_readme_and_has_docs_and_tests():
     readme = (ROOT / "README.md").read_text()
     for script in SCRIPTS:
         lines = source(script).count("\n")
-        row = next(line for line in readme.splitlines() if f"algos/{script}.py`" in line and line.startswith("|"))
-        assert abs(int(row.split("|")[-2]) - lines) <= 5, f"README says {row.split('|')[-2]} lines of {script}: {lines}"
+        row = next(
+            line for line in readme.splitlines() if f"algos/{script}.py`" in line and line.startswith("|")
+        )
+        assert abs(int(row.split("|")[-2]) - lines) <= 5, (
+            f"README says {row.split('|')[-2]} lines of {script}: {lines}"
+        )
         assert (ROOT / "docs" / f"{script}.md").exists() and (ROOT / "tests" / f"test_{script}.py").exists()

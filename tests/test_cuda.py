@@ -33,7 +33,9 @@ class Run:
 
     script: ModuleType
     flags: str
-    max_waits: int  # between two moves of its bar, of the host for the device; one more in each update is too many
+    max_waits: (
+        int  # between two moves of its bar, of the host for the device; one more in each update is too many
+    )
     max_launches: int  # there with graphs, of operations and graphs
 
 
@@ -42,8 +44,12 @@ PPO += " --eval-interval 1000 --eval-episodes 4"
 PENDULUM = "--env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss --ent-coef 0.01"
 TSP = "--env-id tsp6-uniform --num-layers 1 --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
 TSP += " --eval-interval 100 --eval-episodes 2"
-R2D2 = "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40 --hidden-size 8"
-R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --checkpoint-interval 0"
+R2D2 = (
+    "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40 --hidden-size 8"
+)
+R2D2 += (
+    " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --checkpoint-interval 0"
+)
 R2D2 += " --eval-interval 1000 --eval-episodes 2"
 ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
 CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
@@ -53,14 +59,20 @@ GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 
 GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --checkpoint-interval 0 --eval-interval 100"
 GO += " --eval-episodes 1 --pretrain-value-epochs 0 --pretrain-search-epochs 1"
 RUNS = {
-    "go": Run(az, GO, max_waits=400, max_launches=12000),  # its graphs are of the network alone, one for each slot
+    "go": Run(
+        az, GO, max_waits=400, max_launches=12000
+    ),  # its graphs are of the network alone, one for each slot
     "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
     "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
     "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
     "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
-    "change-detection": Run(cd, CHANGE, max_waits=12, max_launches=2400),  # its graphs are of the first two stages
+    "change-detection": Run(
+        cd, CHANGE, max_waits=12, max_launches=2400
+    ),  # its graphs are of the first two stages
     "r2d2": Run(r2d2, R2D2, max_waits=34, max_launches=280),
-    "r2d2-same-step": Run(r2d2, f"{R2D2} --env-id probe_envs:SameStepLedger-v0", max_waits=64, max_launches=340),
+    "r2d2-same-step": Run(
+        r2d2, f"{R2D2} --env-id probe_envs:SameStepLedger-v0", max_waits=64, max_launches=340
+    ),
     "tsp-pomo": Run(tsp, TSP, max_waits=4, max_launches=70),
     "tsp-rollout": Run(tsp, f"{TSP} {ROLLOUT}", max_waits=6, max_launches=300),
 }
@@ -146,7 +158,9 @@ def find_differences(first: Outcome, second: Outcome) -> list[str]:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """played(name, has_graphs): the outcome of a run, which is done once for all tests."""
-    return functools.cache(lambda name, has_graphs: play(RUNS[name], has_graphs, tmp_path_factory.mktemp(name)))
+    return functools.cache(
+        lambda name, has_graphs: play(RUNS[name], has_graphs, tmp_path_factory.mktemp(name))
+    )
 
 
 # The scripts
@@ -166,7 +180,8 @@ def test_graphs_and_none_leave_the_same_checkpoint(played, name):
 def test_the_host_rarely_waits(played, name):
     graphs, eager = played(name, True), played(name, False)
     print(
-        f"\n{name}: an iteration launches {max(graphs.launches)} with graphs and {max(eager.launches)} without;", end=""
+        f"\n{name}: an iteration launches {max(graphs.launches)} with graphs and {max(eager.launches)} without;",
+        end="",
     )
     print(f" the host waits {max(graphs.waits)} and {max(eager.waits)} times")
     assert max(graphs.waits) <= RUNS[name].max_waits

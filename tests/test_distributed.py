@@ -56,7 +56,12 @@ def launch(*command):
 def start_two_ranks(folder, *words):
     """What two processes print, which begin as torchrun's do, but sooner."""
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     logs = [folder / f"log_{rank}" for rank in range(2)]
     ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
@@ -85,7 +90,9 @@ def ranks(script, tmp_path_factory):
 @each_script
 def test_two_processes_train_as_one(script, ranks):
     """One run folder, one log, equal weights, other random numbers in each; so in the run that goes on, too."""
-    assert ranks.output.count("run folder") == 4  # at the start and in the summary of two runs: one process talks
+    assert (
+        ranks.output.count("run folder") == 4
+    )  # at the start and in the summary of two runs: one process talks
     assert list((ranks.out / "whole").iterdir()) == [ranks.path]
     assert len(list(ranks.path.glob("events*"))) == 1
     for name, path in (("whole", ranks.path), ("resumed", ranks.out / "resumed")):
@@ -99,13 +106,17 @@ def test_two_processes_train_as_one(script, ranks):
 @each_script
 def test_a_run_of_two_processes_goes_on(script, ranks):
     """Weights, optimizer and counters go on. In one process too."""
-    half, whole, resumed = (load(p / "checkpoint.pt") for p in (ranks.out / "half", ranks.path, ranks.out / "resumed"))
+    half, whole, resumed = (
+        load(p / "checkpoint.pt") for p in (ranks.out / "half", ranks.path, ranks.out / "resumed")
+    )
     assert half["iteration"] < whole["iteration"] == resumed["iteration"]
     assert_no_step_twice(read_scalars(ranks.out / "resumed"))
     weights = [{k: x for k, x in end["agent"].items() if not STATISTICS.search(k)} for end in (resumed, half)]
     torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
     steps = [{float(state["step"]) for state in x["optimizer"]["state"].values()} for x in (whole, resumed)]
-    num_stages = {"ppo_change_detection": 4, "alphazero_go": 2}.get(script, 1)  # that train other parts of the network
+    num_stages = {"ppo_change_detection": 4, "alphazero_go": 2}.get(
+        script, 1
+    )  # that train other parts of the network
     assert len(steps[0]) == len(steps[1]) == num_stages
     # R2D2's replay starts empty and fills first
     assert steps[0] == steps[1] or (script == "r2d2_lstm" and max(steps[1]) > half["num_updates"])
@@ -134,7 +145,9 @@ def test_two_processes_update_as_one(script, ranks):
         assert any(x.abs().max() > 0 for x in alone)
         for i, (x, y) in enumerate(zip(alone, together, strict=True)):
             atol = 1e-6 * max(1.0, x.abs().max().item())
-            torch.testing.assert_close(y, x, rtol=1e-4, atol=atol, msg=lambda m, i=i, kind=kind: f"{kind} {i}: {m}")
+            torch.testing.assert_close(
+                y, x, rtol=1e-4, atol=atol, msg=lambda m, i=i, kind=kind: f"{kind} {i}: {m}"
+            )
 
 
 @pytest.mark.slow
@@ -152,7 +165,16 @@ def test_two_nodes_under_slurm(tmp_path):
         "SLURM_JOB_NODELIST": "node[1-2]",
     }
     settings = [f"{name}={value}" for name, value in slurm.items()]
-    launch("env", f"PATH={path}", *settings, "bash", ROOT / "docs" / "slurm" / "train.sbatch", RANKS, "meet", tmp_path)
+    launch(
+        "env",
+        f"PATH={path}",
+        *settings,
+        "bash",
+        ROOT / "docs" / "slurm" / "train.sbatch",
+        RANKS,
+        "meet",
+        tmp_path,
+    )
     assert load_ranks(tmp_path, "meet") == [2, 2]
 
 
@@ -167,7 +189,9 @@ def test_the_commands_of_the_page_are_real(monkeypatch):
             words = ["--nnodes", "2", "--nproc-per-node", "4", *command]
         launcher = get_args_parser().parse_args(words)
         module = importlib.import_module(f"algos.{Path(launcher.training_script).stem}")
-        monkeypatch.setattr(module, "WORLD_SIZE", int(launcher.nnodes.split(":")[0]) * int(launcher.nproc_per_node))
+        monkeypatch.setattr(
+            module, "WORLD_SIZE", int(launcher.nnodes.split(":")[0]) * int(launcher.nproc_per_node)
+        )
         module.check_args(tyro.cli(module.Args, args=launcher.training_script_args))
         assert program in ("torchrun", "sbatch") and (ROOT / launcher.training_script).exists()
     assert {Path(word).stem for words in commands for word in words if word.endswith(".py")} == set(CASES)

@@ -32,7 +32,10 @@ import go_engine
 import hooks
 import peer
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # of which all but the first are the site's
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]  # of which all but the first are the site's
 BENCHMARK = [ROOT / "benchmark" / folder / "README.md" for folder in ("", "checkpoints", "peers")]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *BENCHMARK, ROOT / "CHANGELOG.md"]
 STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
@@ -67,7 +70,9 @@ def load_parser(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return forbid_abbreviations(module.make_parser() if hasattr(module, "make_parser") else argparse.ArgumentParser())
+    return forbid_abbreviations(
+        module.make_parser() if hasattr(module, "make_parser") else argparse.ArgumentParser()
+    )
 
 
 def takes(path: Path, flags: list[str]) -> bool:
@@ -113,7 +118,9 @@ def check_command(command: list[str]) -> str | None:
         if program == "torchrun":
             launch = get_args_parser().parse_args(words)
             words = [launch.training_script, *launch.training_script_args]
-        path = ROOT / words[0] if "/" in words[0] else ROOT / "algos" / words[0]  # a copy of the script, by its name
+        path = (
+            ROOT / words[0] if "/" in words[0] else ROOT / "algos" / words[0]
+        )  # a copy of the script, by its name
         if not path.is_file():
             return f"{shlex.join(command)}: no such script"
         return None if takes(path, words[1:]) else f"{words[0]} does not take {shlex.join(words[1:])}"
@@ -168,10 +175,18 @@ def test_commands_are_found_wherever_the_docs_write_them():
 @pytest.mark.parametrize(
     "code",
     [
-        *("python algos/none.py", "python ppo2.py", "python algos/ppo.py --sed 1", "python algos/ppo.py --seed x"),
+        *(
+            "python algos/none.py",
+            "python ppo2.py",
+            "python algos/ppo.py --sed 1",
+            "python algos/ppo.py --seed x",
+        ),
         *("uv run algos/ppo.py --vectorization no", "torchrun --nproc-per-node 2 algos/ppo.py --burn-in 4"),
         *("python benchmark/compare.py a", "python benchmark/studies/go_search.py --report-only"),
-        *("python benchmark/peers/sb3_ppo.py --settings best", "python benchmark/peers/elkai_lkh.py --size 20"),
+        *(
+            "python benchmark/peers/sb3_ppo.py --settings best",
+            "python benchmark/peers/elkai_lkh.py --size 20",
+        ),
         *("algos/none.py", "benchmark/none/", "--burn-in", "--seed x", "--seed 1 --burn-in 4"),
     ],
 )
@@ -216,7 +231,11 @@ def test_links_lead_somewhere(page):
 def test_flags_of_the_changelog_are_todays_where_it_says_so():
     """And those of before are no longer taken, or by another meaning or default."""
     text = (ROOT / "CHANGELOG.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
     rows = [row for row in rows if len(row) == 4]
     for script, before, today, _ in rows:
         flags = get_flags(ROOT / "algos" / f"{script.strip('`')}.py")
@@ -264,11 +283,19 @@ def test_formulas_become_mathml():
 
 def test_mathml_says_what_the_formula_says():
     def show(formula):
-        mathml = re.sub(r' (xmlns|display|stretchy|fence|form)="[^"]*"', "", hooks.to_mathml(formula, "inline"))
+        mathml = re.sub(
+            r' (xmlns|display|stretchy|fence|form)="[^"]*"', "", hooks.to_mathml(formula, "inline")
+        )
         return html.unescape(re.sub(r"</?(math|mrow)>", "", mathml))
 
-    assert show(r"\frac{a_t}{\sqrt{b}}") == "<mfrac><msub><mi>a</mi><mi>t</mi></msub><msqrt><mi>b</mi></msqrt></mfrac>"
-    assert show(r"\sum_i p_i^2") == "<msub><mo>∑</mo><mi>i</mi></msub><msubsup><mi>p</mi><mi>i</mi><mn>2</mn></msubsup>"
+    assert (
+        show(r"\frac{a_t}{\sqrt{b}}")
+        == "<mfrac><msub><mi>a</mi><mi>t</mi></msub><msqrt><mi>b</mi></msqrt></mfrac>"
+    )
+    assert (
+        show(r"\sum_i p_i^2")
+        == "<msub><mo>∑</mo><mi>i</mi></msub><msubsup><mi>p</mi><mi>i</mi><mn>2</mn></msubsup>"
+    )
     functions = show(r"\log p \tanh(q)")
     assert functions.startswith('<mi>log</mi><mspace width="0.167em" /><mi>p</mi><mi>tanh</mi><mo>(</mo>')
 
@@ -294,11 +321,15 @@ def test_every_script_shows_the_functions_of_its_equations():
         named = {path for _, path, _ in hooks.MARKER.findall(equations)}
         assert equations.startswith("Equations") and named == {f"algos/{script}.py"}
         blocks = [block for block in equations.split("\n\n**")[1:] if re.match(r"\(\d+\)", block)]
-        lacking = [block for block in blocks if not hooks.MARKER.search(block) and "same\nfunction" not in block]
+        lacking = [
+            block for block in blocks if not hooks.MARKER.search(block) and "same\nfunction" not in block
+        ]
         assert len(blocks) >= 4 and not [block for block in lacking if "same function" not in block], lacking
 
 
-@pytest.mark.parametrize("marker", ["algos/ppo.py#none", "algos/ppo.py#Agent.none", "algos/none.py#compute_gae"])
+@pytest.mark.parametrize(
+    "marker", ["algos/ppo.py#none", "algos/ppo.py#Agent.none", "algos/none.py#compute_gae"]
+)
 def test_a_marker_of_nothing_is_refused(marker):
     text = f"[`{marker.split('#')[1]}`](../{marker})"
     page = SimpleNamespace(file=SimpleNamespace(generated_by=None, src_uri="ppo.md"))
@@ -312,7 +343,9 @@ def test_sources_stand_beneath_the_formulas_of_their_paragraph():
     assert before == "a [`compute_gae`](#compute_gae) b\n\n```math\nx\n```\n\n"
     assert after.endswith("c [`f`](#compute_gae)") and "    def compute_gae(" in after
     start, source = hooks.find_source("algos/ppo.py", "Agent.get_action")
-    assert source.splitlines()[0] == "    @torch.no_grad()" and source.splitlines()[-1].startswith("        return")
+    assert source.splitlines()[0] == "    @torch.no_grad()" and source.splitlines()[-1].startswith(
+        "        return"
+    )
     assert (ROOT / "algos" / "ppo.py").read_text().splitlines()[start - 1] == "    @torch.no_grad()"
 
 
@@ -327,7 +360,9 @@ def site(tmp_path_factory):
 
 
 def test_the_site_needs_no_network(site):
-    source = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|srcset|href)=[\"']?(?:https?:)?//[^>]*")
+    source = re.compile(
+        r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|srcset|href)=[\"']?(?:https?:)?//[^>]*"
+    )
     style = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*")
     assert source.search('<link rel=x href="https://a.b">') and style.search("url(//a.b)")
     for path in (*site.rglob("*.html"), *site.rglob("*.css")):
@@ -356,7 +391,10 @@ def test_pages_of_the_site_have_the_sources_of_functions(site):
         for box, (path, name) in zip(boxes, markers, strict=True):
             code = re.search(r"<code>(.*?)</code>", box, re.S)[1]
             lines = html.unescape(re.sub(r'<span class="linenos".*?</span>|<[^>]+>', "", code)).splitlines()
-            assert f'id="{name}"' in box and lines == textwrap.dedent(hooks.find_source(path, name)[1]).splitlines()
+            assert (
+                f'id="{name}"' in box
+                and lines == textwrap.dedent(hooks.find_source(path, name)[1]).splitlines()
+            )
 
 
 def test_the_search_of_the_site_works_from_a_folder(site):
@@ -396,7 +434,9 @@ def test_a_script_copied_as_the_docs_say_runs(script, tmp_path):
     (copying,) = re.findall(rf"^cp algos/{script}\.py my_project\ncp .+$", page, re.M)
     folder = tmp_path / "my_project"
     (folder / "envs_shared").mkdir(parents=True)
-    subprocess.run(["bash", "-ec", copying.replace("my_project", shlex.quote(str(folder)))], cwd=ROOT, check=True)
+    subprocess.run(
+        ["bash", "-ec", copying.replace("my_project", shlex.quote(str(folder)))], cwd=ROOT, check=True
+    )
     assert {path.name for path in (folder / "envs_shared").iterdir()} == {"__init__.py", named}
     assert {path.name for path in folder.iterdir()} == {"envs_shared", f"{script}.py"}
     case = CASES[script]
@@ -424,7 +464,11 @@ def save_policy(script: str, folder: Path) -> Path:
         torch.nn.init.normal_(agent.policy_head[-1].weight)  # looks at some queries
     else:
         envs = module.make_envs(args, 1, 0)
-        agent = module.QNetwork(envs, args) if script == "r2d2_lstm" else module.Agent(4, envs.single_action_space)
+        agent = (
+            module.QNetwork(envs, args)
+            if script == "r2d2_lstm"
+            else module.Agent(4, envs.single_action_space)
+        )
         for weights in agent.parameters():  # so large that actions differ from step to step
             torch.nn.init.normal_(weights)
     module.save_checkpoint(folder / "best.pt", args, {"threshold": 0.45}, {"agent": agent})
@@ -496,7 +540,11 @@ def check_ppo_change_detection(names, module, args, agent, monkeypatch):
     monkeypatch.setattr(args, "predict", ("before.png", "after.png"))
     module.change_data.write_predictions(args, partial(module.classify, agent, args), 0.45, module.fail)
     mask = np.array(Image.open(Path(args.output) / "before_mask.png")) > 0
-    assert mask.shape == (32, 32) and 0 < mask.sum() < mask.size and (names["is_changed"][0].numpy() == mask).all()
+    assert (
+        mask.shape == (32, 32)
+        and 0 < mask.sum() < mask.size
+        and (names["is_changed"][0].numpy() == mask).all()
+    )
     assert 0 < names["looks"].float().mean() < 1
 
 
@@ -531,7 +579,9 @@ def test_the_lines_that_use_a_saved_policy(script, tmp_path, monkeypatch):
         picture[:16] = 0
         Image.fromarray(picture).save(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "algos")  # the script as a module of its own, as where it was copied to
+    monkeypatch.syspath_prepend(
+        ROOT / "algos"
+    )  # the script as a module of its own, as where it was copied to
     torch.manual_seed(5)
     names = {}
     exec(code.replace(named, str(path)), names)

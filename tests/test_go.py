@@ -44,7 +44,9 @@ def test_gnugo_games_with_superko():
         go = Go(game["n"])
         boards = go.new(1)
         for move, count in zip(game["moves"], game["legal_counts_no_pass"], strict=True):
-            boards = boards._replace(num_passes=torch.zeros_like(boards.num_passes))  # they go on after two passes
+            boards = boards._replace(
+                num_passes=torch.zeros_like(boards.num_passes)
+            )  # they go on after two passes
             if int(boards.num_moves) >= go.max_moves:
                 break
             legal = go.legal_moves(boards)[0]
@@ -109,7 +111,9 @@ def test_number_of_legal_positions(size, count):
     is_free = torch.zeros_like(boards.stones, dtype=torch.bool)
     is_free[:, go.inner] = torch.stack(go.neighbours(boards.stones == 0)).any(0)
     has_liberty = (
-        torch.zeros_like(boards.groups).scatter_add_(1, boards.groups, is_free.long()).gather(1, boards.groups)
+        torch.zeros_like(boards.groups)
+        .scatter_add_(1, boards.groups, is_free.long())
+        .gather(1, boards.groups)
     )
     is_stone = boards.stones.abs() == 1
     assert ((has_liberty > 0) | ~is_stone).all(1).sum() == count

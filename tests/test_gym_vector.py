@@ -131,7 +131,10 @@ class Doubled(gym.RewardWrapper):
         (lambda *a, **k: gym.wrappers.TimeLimit(gym.make(*a, **k), 7), False),
         (lambda *a, **k: Doubled(gym.make(*a, **k)), False),
         (lambda *a, **k: gym.make(*a, sutton_barto_reward=True, **k), False),
-        (lambda *a, **k: gym.wrappers.TransformObservation(gym.make(*a, **k), lambda obs: 2 * obs, None), False),
+        (
+            lambda *a, **k: gym.wrappers.TransformObservation(gym.make(*a, **k), lambda obs: 2 * obs, None),
+            False,
+        ),
     ],
 )
 def test_what_make_env_adds_is_seen(make_env, is_vector_form):
@@ -162,7 +165,9 @@ def test_a_long_episode_is_cut_while_others_go_on(monkeypatch, capsys):
     monkeypatch.setattr(gym_scores, "MAX_STEPS", 60)
     envs, _ = make_vec("probe_envs:HalfEndless-v0", 2, 2)
     scores = play_episodes(envs, lambda obs: torch.zeros(2, 1), 100)
-    assert scores["eval/episodic_return"] == scores["eval/episodic_length"] == pytest.approx((50 * 4 + 60) / 51)
+    assert (
+        scores["eval/episodic_return"] == scores["eval/episodic_length"] == pytest.approx((50 * 4 + 60) / 51)
+    )
     assert "1 episodes were cut off" in capsys.readouterr().out
 
 
@@ -240,7 +245,9 @@ def test_a_known_package_that_is_missing_is_named(monkeypatch, no_packages, env_
 def test_the_hint_is_in_view_where_the_start_is_forced():
     """Of MiniGrid's Memory: a key or a ball on the left of the agent, in every episode; in few others."""
     pytest.importorskip("minigrid", reason="not among the requirements, as its pygame-ce displaces pygame")
-    beside = np.s_[20 * (7 * 2 + 6) : 20 * (7 * 2 + 6) + 11]  # the objects of the cell; the agent is at (3, 6) of 7 x 7
+    beside = np.s_[
+        20 * (7 * 2 + 6) : 20 * (7 * 2 + 6) + 11
+    ]  # the objects of the cell; the agent is at (3, 6) of 7 x 7
     for env_id, share in (("minigrid_envs:MiniGrid-MemoryForcedS9-v0", 1.0), ("MiniGrid-MemoryS9-v0", 1 / 6)):
         envs, rows = make_vec(env_id, 200, 1)
         objects = np.asarray(rows)[:, : envs.obs_dim][:, beside].argmax(1)
@@ -316,7 +323,9 @@ def test_multi_discrete_observations_are_one_hot_side_by_side(env_id):
 
 @pytest.mark.parametrize(("layout", "channels"), [("CHW", 3), ("HWC", 3), ("HW", 1)])
 def test_images_are_channels_first_in_every_layout(layout, channels):
-    envs = check_rows(f"Picture{layout}-v0", lambda step: Picture.pixels(step)[:channels].ravel(), images=True)
+    envs = check_rows(
+        f"Picture{layout}-v0", lambda step: Picture.pixels(step)[:channels].ravel(), images=True
+    )
     assert envs.image_shape == (channels, 16, 20)
     with pytest.raises(ValueError, match=r"image observations .* are not supported, only flat"):
         make_vec(f"probe_envs:Picture{layout}-v0", 2, 1)

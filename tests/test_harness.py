@@ -36,7 +36,9 @@ WITHOUT_ABLATIONS = {"ppo_change_detection"}  # what is compared there are rival
 
 def write_suite(path, seeds, **commands):
     """A suite of a cell for each setting=command, on CartPole-v1."""
-    cells = [f'[[cells]]\ntask = "CartPole-v1"\nsetting = "{s}"\ncommand = "{c}"\n' for s, c in commands.items()]
+    cells = [
+        f'[[cells]]\ntask = "CartPole-v1"\nsetting = "{s}"\ncommand = "{c}"\n' for s, c in commands.items()
+    ]
     path.write_text(f"seeds = {seeds}\n" + "".join(cells))
     return path
 
@@ -77,7 +79,9 @@ def count_results(runs):
 def test_the_suites_parse_against_the_scripts(path):
     cells, _ = read_suite(path)
     if path.stem in ("smoke", "cpu", "gpu", "ablations"):
-        assert {cell.script for cell in cells} >= SCRIPTS - (WITHOUT_ABLATIONS if path.stem == "ablations" else set())
+        assert {cell.script for cell in cells} >= SCRIPTS - (
+            WITHOUT_ABLATIONS if path.stem == "ablations" else set()
+        )
     assert {cell.curve for cell in cells} - {None} <= records.CURVES.keys()  # which pictures name in words
     if path.stem == "cpu":
         assert all(n >= 5 for n in Counter(cell.name for cell in cells).values())
@@ -89,7 +93,9 @@ def test_seeds_take_turns_so_that_what_is_compared_runs_side_by_side(tmp_path):
 
 
 CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
-PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lkh") + 'environment = "elkai"\n'
+PEER = (
+    CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lkh") + 'environment = "elkai"\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,10 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seeds = [1]\ncells = [1, 2]\n", r"cells = \[1, 2\]: they are tables, \[\[cells\]\]"),
         ("seeds = [1]\nratios = [3]\n" + CELL, r"ratios = \[3\]: they are tables"),
         ("seeds = [1]\n" + CELL.replace("algos/ppo", "benchmark/peers/peer"), "peer.py cannot be used: "),
-        ("seeds = [1]\n" + CELL.replace("algos/ppo", "benchmark/peers/go_engine"), "go_engine.py cannot be used: "),
+        (
+            "seeds = [1]\n" + CELL.replace("algos/ppo", "benchmark/peers/go_engine"),
+            "go_engine.py cannot be used: ",
+        ),
         ("seeds = [1]\n" + CELL + "gpus = nan\n", "gpus a fraction"),
         (CELL, "cell 1: seeds = None: write seeds = "),
         ("seeds = [1, 1]\n" + CELL, "duplicate cells ppo/T/s and ppo/T/s, seed 1"),
@@ -110,7 +119,10 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seeds = [1]\n" + CELL.replace("algos/ppo", "algos/dqn"), "unknown script algos/dqn.py"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --no-such-flag 1"), "no-such-flag"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma high"), "--gamma"),
-        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma 1.5"), "--gamma 1.5: has to be from 0 to 1"),
+        (
+            "seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma 1.5"),
+            "--gamma 1.5: has to be from 0 to 1",
+        ),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --seed 4"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run-dir=x"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("python algos/ppo.py", "rm -rf x"), "does not begin with python"),
@@ -127,7 +139,10 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seeds = [1]\n" + CELL + "hours = nan\n", "hours above 0"),
         ("seeds = [1]\nratios = 3\n" + CELL, "ratios = 3 has to be list"),
         ("seeds = [1]\n" + CELL.replace("[[cells]]", "[cells]"), "cells = .* has to be list"),
-        ("seeds = [1]\n" + CELL + CELL.replace("ppo.py", " ppo.py ").replace(" ppo", "ppo"), "duplicate cells"),
+        (
+            "seeds = [1]\n" + CELL + CELL.replace("ppo.py", " ppo.py ").replace(" ppo", "ppo"),
+            "duplicate cells",
+        ),
         ("seeds = [1]\n" + CELL + "curv = 'x'\n", "unknown key curv"),
         ("seeds = [1]\n" + CELL + "cpus = 'two'\n", "cpus = 'two' has to be int"),
         ("seeds = [1]\n" + CELL + "cpus = 0\n", "cpus and in_a_row are 1 or more"),
@@ -137,12 +152,17 @@ PEER = CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lk
         ("seed = [1]\n" + CELL, "unknown key seed "),
         ("seeds = [1]\n" + CELL.replace('setting = "s"\n', ""), "no setting"),
         (
-            "seeds = [1]\n" + CELL + '[[ratios]]\ntitle = "t"\nquantity = "q"\nbetter = "lower"\nours = "ppo/T/s"\n'
+            "seeds = [1]\n"
+            + CELL
+            + '[[ratios]]\ntitle = "t"\nquantity = "q"\nbetter = "lower"\nours = "ppo/T/s"\n'
             'peer = "sb3/T/s"\n',
             "peer = sb3/T/s is no cell",
         ),
         ("seeds = [1]\n" + CELL + "[[tables]]\npage = 'ppo'\n", "table 1: no section"),
-        ("seeds = [1]\n" + CELL + "[[tables]]\npage = 'p'\nsection = 's'\ncolumns = 3\n", "columns = 3 has to be dict"),
+        (
+            "seeds = [1]\n" + CELL + "[[tables]]\npage = 'p'\nsection = 's'\ncolumns = 3\n",
+            "columns = 3 has to be dict",
+        ),
         ("seeds = [1]\nsummary = 'a {ppo/T/t x .2f}'\n" + CELL, "summary: ppo/T/t is no cell"),
         ("seeds = [1]\nsummary = 3\n" + CELL, "summary = 3 has to be str"),
     ],
@@ -203,10 +223,14 @@ def test_an_address_that_never_answers_is_one_line_in_seconds(tmp_path):
 def test_machines_without_the_shared_folders_are_told(tmp_path):
     import ray
 
-    ray.init("local", num_cpus=1, log_to_driver=False, include_dashboard=False, object_store_memory=100 * 2**20)
+    ray.init(
+        "local", num_cpus=1, log_to_driver=False, include_dashboard=False, object_store_memory=100 * 2**20
+    )
     try:
         run.check_folders([ROOT, tmp_path])
-        with pytest.raises(SuiteError, match=f" does not see {tmp_path}/none: they have to be on a file system that"):
+        with pytest.raises(
+            SuiteError, match=f" does not see {tmp_path}/none: they have to be on a file system that"
+        ):
             run.check_folders([ROOT, tmp_path / "none"])
     finally:
         ray.shutdown()
@@ -225,7 +249,9 @@ def cell(tmp_path):
 
 def run_python(cell, code, attempt=1):
     cell, folder = cell
-    return run.run_cell(cell, cell.hash(), folder / f"try_{attempt}", [sys.executable, "-c", code, str(folder)])
+    return run.run_cell(
+        cell, cell.hash(), folder / f"try_{attempt}", [sys.executable, "-c", code, str(folder)]
+    )
 
 
 def test_a_cell_that_never_writes_a_result_is_an_error(cell):
@@ -248,7 +274,14 @@ def write_log(folder, tags, num_points=3, **clocks):
 def write_result(folder, **changes):
     """A result.json as our scripts write it."""
     result = {"script": "ppo", "env_id": "T", "seed": 1, "headline": "eval/x", "metrics": {"eval/x": 2.5}}
-    result |= {"env_steps": 300, "wall_seconds": 8.0, "cpu_seconds": 7.0, "device": "cpu", "torch": "2", "args": {}}
+    result |= {
+        "env_steps": 300,
+        "wall_seconds": 8.0,
+        "cpu_seconds": 7.0,
+        "device": "cpu",
+        "torch": "2",
+        "args": {},
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").write_text(json.dumps(result | changes))
 
@@ -269,7 +302,9 @@ def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
     assert run.find_result(cell[1], absent.curve) is None and run.find_result(cell[1]) == result
     other = dataclasses.replace(cell[0], curve="charts/other")
     assert run.find_result(cell[1], other.curve) == result and run.find_flaw(other, cell[1]) is None
-    with pytest.raises(records.ResultsError, match=r"no curve charts/nothing in .* \(there are: charts/other, "):
+    with pytest.raises(
+        records.ResultsError, match=r"no curve charts/nothing in .* \(there are: charts/other, "
+    ):
         records.read_run({"curve": "charts/nothing", "threshold": None}, result)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no curve charts/return_last_20 in .* \(there are: none\)"):
@@ -375,7 +410,11 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     cell = {"curve": "curve", "threshold": 2.5, "better": "higher"}
     found = records.read_run(cell, folder / "result.json")
     assert found["curve"] == [[100, 2.0, 1.0], [200, 4.0, 3.0], [400, 8.0, 2.0]] and found["value"] == 2.5
-    assert (found["steps_to_threshold"], found["seconds_to_threshold"], found["steps_per_second"]) == (200, 4.0, 50.0)
+    assert (found["steps_to_threshold"], found["seconds_to_threshold"], found["steps_per_second"]) == (
+        200,
+        4.0,
+        50.0,
+    )
     assert found["machine"] == process["machine"]
     assert found["commit"] == "abc-dirty"  # the harness knows that of our scripts, peers say their version
     (folder / "result.json").write_text(json.dumps(result | {"commit": "elkai 2.0.1"}))
@@ -392,7 +431,9 @@ def test_a_run_is_read_from_its_folder(tmp_path):
 def test_seconds_on_a_gpu_are_those_of_training_where_a_run_logs_them(tmp_path):
     write_log(tmp_path / "run", ["curve"], wall_seconds=0.5)
     write_result(tmp_path / "run", device="NVIDIA")
-    found = records.read_run({"curve": "curve", "threshold": 20, "better": "higher"}, tmp_path / "run" / "result.json")
+    found = records.read_run(
+        {"curve": "curve", "threshold": 20, "better": "higher"}, tmp_path / "run" / "result.json"
+    )
     assert (found["steps_to_threshold"], found["seconds_to_threshold"]) == (200, 100.0)
     assert found["steps_per_second"] == 2.0 and found["curve"][-1] == [300, 150.0, 30.0]
     assert common.read_points(tmp_path / "run", "curve")[0] == pytest.approx([100, 2.0, 50.0, 10.0])
@@ -424,7 +465,9 @@ def test_a_cell_dies_with_its_worker(cell, tmp_path, run_worker):
     worker.start()
 
     def find():
-        return [process for process in psutil.process_iter(["cmdline"]) if code in (process.info["cmdline"] or [])]
+        return [
+            process for process in psutil.process_iter(["cmdline"]) if code in (process.info["cmdline"] or [])
+        ]
 
     wait_until(find)
     worker.kill()
@@ -491,9 +534,18 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
 def test_what_a_script_uses_is_what_it_imports():
     """Those of the real ones, against a list by hand."""
     found = {str(path.relative_to(ROOT)) for path in suites.find_used_files(ROOT / "algos" / "r2d2_lstm.py")}
-    assert found > {"algos/r2d2_lstm.py", "envs_shared/gym_tasks/memory.py", "envs_shared/gym_tasks/vector.py"}
-    assert all(name.startswith(("algos/r2d2", "envs_shared/gym_tasks/", "envs_shared/__init__")) for name in found)
-    found = {str(p.relative_to(ROOT)) for p in suites.find_used_files(ROOT / "benchmark" / "peers" / "gnugo_match.py")}
+    assert found > {
+        "algos/r2d2_lstm.py",
+        "envs_shared/gym_tasks/memory.py",
+        "envs_shared/gym_tasks/vector.py",
+    }
+    assert all(
+        name.startswith(("algos/r2d2", "envs_shared/gym_tasks/", "envs_shared/__init__")) for name in found
+    )
+    found = {
+        str(p.relative_to(ROOT))
+        for p in suites.find_used_files(ROOT / "benchmark" / "peers" / "gnugo_match.py")
+    }
     assert found > {"benchmark/peers/go_engine.py", "benchmark/peers/peer.py", "algos/alphazero_go.py"}
     assert {"benchmark/checkpoints/go5x5.pt", "envs_shared/go_tasks/gtp.py"} < found
     found = suites.find_used_files(ROOT / "benchmark" / "peers" / "elkai_lkh.py")
@@ -520,11 +572,15 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert process.returncode == 1, output
     assert "again: ppo/CartPole-v1/killed, seed 1: killed by Killed" in output
     assert "failed: ppo/CartPole-v1/bad, seed 1: exit code 2: ppo.py: error: --env-id Nothing-v0" in output
-    assert "failed: ppo/CartPole-v1/other, seed 1: no curve charts/nothing in " in output and "again: " in output
+    assert (
+        "failed: ppo/CartPole-v1/other, seed 1: no curve charts/nothing in " in output and "again: " in output
+    )
     assert "again: ppo/CartPole-v1/other" not in output and "2 of 4 cells done" in output
     report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "results.md").read_text()
-    assert "other, seeds 1: **failed**: no curve charts/nothing in " in page and "| CartPole-v1, good |" in page
+    assert (
+        "other, seeds 1: **failed**: no curve charts/nothing in " in page and "| CartPole-v1, good |" in page
+    )
     counts = count_results(runs)
     assert len(counts) == 3 and set(counts.values()) == {1}
     assert list(runs.rglob("killed/*/try_2/*/result.json"))
@@ -541,7 +597,9 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert missing["seed"] == 1 and "--env-id Nothing-v0" in missing["error"]
     assert f"CartPole-v1, bad, seeds 1: **failed**: {missing['error']}" in report.render_own([results])
     process = start_harness(suite, "--runs", runs, "--only", "*/good")  # forgets nothing of the others
-    assert process.communicate(timeout=60) and process.returncode == 0 and records.collect(runs / "a") == results
+    assert (
+        process.communicate(timeout=60) and process.returncode == 0 and records.collect(runs / "a") == results
+    )
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == before
 
 
@@ -623,14 +681,27 @@ def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
 def make_cell(values, name="ppo/CartPole-v1/default", **changes):
     script, task, setting = name.split("/")
     runs = [make_run(seed, value) for seed, value in enumerate(values, 1)]
-    cell = {"task": task, "setting": setting, "command": f"python algos/{script}.py", "curve": "c", "threshold": 475}
+    cell = {
+        "task": task,
+        "setting": setting,
+        "command": f"python algos/{script}.py",
+        "curve": "c",
+        "threshold": 475,
+    }
     cell |= {"better": "higher", "cpus": 1, "gpus": 0, "environment": None, "script": script, "hash": "0"}
     return cell | {"headline": "eval/episodic_return", "runs": runs, "missing": []} | changes
 
 
 def make_run(seed, value):
     run = {"seed": seed, "metrics": {"eval/episodic_return": value}, "env_steps": 10, "wall_seconds": 2.0}
-    run |= {"cpu_seconds": 1.0, "device": "cpu", "torch": "2", "commit": "abc", "value": value, "machine": None}
+    run |= {
+        "cpu_seconds": 1.0,
+        "device": "cpu",
+        "torch": "2",
+        "commit": "abc",
+        "value": value,
+        "machine": None,
+    }
     run |= {"steps_per_second": 1000.0, "curve": [[0, 0.0, 1.0], [10, 1.0, value]]}
     return run | {"steps_to_threshold": 10 * seed, "seconds_to_threshold": 1.0 * seed}
 
@@ -658,7 +729,10 @@ def test_statistics_over_seeds():
 def test_threshold_is_the_first_point_at_it_in_the_right_direction():
     curve = [[1, 0.1, 3.0], [2, 0.2, 5.0], [3, 0.3, 2.0], [4, 0.4, 4.0], [5, 0.5, 5.0]]
     assert common.find_threshold(curve, 4) == [2, 0.2, 5.0]
-    assert common.find_threshold(curve, 3, "lower")[0] == 1 and common.find_threshold(curve, 2.5, "lower")[0] == 3
+    assert (
+        common.find_threshold(curve, 3, "lower")[0] == 1
+        and common.find_threshold(curve, 2.5, "lower")[0] == 3
+    )
     assert common.find_threshold(curve, 6) is None and common.find_threshold([], 0) is None
     assert common.find_threshold(curve, 4, in_a_row=2)[0] == 5  # one alone is forgotten
     assert common.find_threshold(curve, 4, in_a_row=3) is None
@@ -678,21 +752,30 @@ def test_the_page_says_what_the_results_say():
     assert "| return | gnugo | - | - | cannot be installed |" in page
     assert "| CartPole-v1, default | return | 450 (400 to 500) | 1.50, to reach 475 | 2 |" in page
     assert "| CartPole-v1, tuned | return | 150 (100 to 200) | over 1.00 (1 of 2), to reach 475 | 2 |" in page
-    close = make_results(make_cell([1.0012]), make_cell([1.0], "sb3_ppo/CartPole-v1/tuned"), ratios=ratios[:1])
+    close = make_results(
+        make_cell([1.0012]), make_cell([1.0], "sb3_ppo/CartPole-v1/tuned"), ratios=ratios[:1]
+    )
     assert "1.0012" in report.make_ratio_table([close])
     assert "Go, match, seeds 1: **failed**: cannot be installed" in page
 
 
 def test_ablations_hold_each_cell_against_the_first_of_its_task():
     first = make_cell([1.0, 2.0, 3.0], command="python algos/ppo.py --norm-obs --gamma 0.9")
-    better = make_cell([11.0, 12.0, 13.0], "ppo/CartPole-v1/b", command="python algos/ppo.py --norm-obs --gamma 0.99")
-    other = make_cell([2.0, 1.0, 3.0], "ppo/CartPole-v1/c", command="python algos/ppo.py --gamma 0.9 --seeds 1 2")
+    better = make_cell(
+        [11.0, 12.0, 13.0], "ppo/CartPole-v1/b", command="python algos/ppo.py --norm-obs --gamma 0.99"
+    )
+    other = make_cell(
+        [2.0, 1.0, 3.0], "ppo/CartPole-v1/c", command="python algos/ppo.py --gamma 0.9 --seeds 1 2"
+    )
     alone = make_cell([], "ppo/Acrobot-v1/d", headline=None, missing=[{"seed": 1, "error": "killed"}])
     ((script, text),) = report.make_ablations(make_results(first, better, other, alone)).items()
     assert script == "ppo" and "**CartPole-v1**, return, higher is better, 3 seeds" in text
     assert "| default | `--norm-obs --gamma 0.9` | 2.00 |  |  | 1.00 |" in text
     half = 2.776 * (1 / 3 + 1 / 3) ** 0.5  # Student's t of four degrees of freedom, deviations of 1
-    assert f"| b | `--gamma 0.99` | 12.0 | **+10.0** ({10 - half:.2f} to {10 + half:.1f}) | 100% | 1.00 |" in text
+    assert (
+        f"| b | `--gamma 0.99` | 12.0 | **+10.0** ({10 - half:.2f} to {10 + half:.1f}) | 100% | 1.00 |"
+        in text
+    )
     assert "| c | `--seeds 1 2`, without `--norm-obs` | 2.00 | 0 (-2.27 to 2.27) | 50% | 1.00 |" in text
     assert "| d |  | killed |" in text
 
@@ -736,7 +819,9 @@ def published(tmp_path, monkeypatch):
     def report_runs(cell, *flags):
         monkeypatch.setattr(records, "collect", lambda folder: make_results(cell))
         report.main(["--runs", str(tmp_path / "runs"), *flags])
-        return json.loads((tmp_path / "results" / "a.json").read_text())["cells"]["ppo/CartPole-v1/default"]["runs"]
+        return json.loads((tmp_path / "results" / "a.json").read_text())["cells"]["ppo/CartPole-v1/default"][
+            "runs"
+        ]
 
     return report_runs
 
@@ -755,7 +840,10 @@ def test_a_report_loses_no_committed_run(published, tmp_path, monkeypatch):
         (["--runs", tmp_path / "nothing", "--out", tmp_path / "out"], "no runs to report"),
         (["--runs", tmp_path / "missing"], "missing: no such folder"),
         (["--runs", tmp_path / "runs", "--out", tmp_path / "root" / "docs"], "has files of this repository"),
-        (["--runs", tmp_path / "runs", "--out", tmp_path / "x/../root/benchmark"], "has files of this repository"),
+        (
+            ["--runs", tmp_path / "runs", "--out", tmp_path / "x/../root/benchmark"],
+            "has files of this repository",
+        ),
     ):
         with pytest.raises(records.ResultsError, match=message):
             report.main([str(flag) for flag in flags])
@@ -764,7 +852,9 @@ def test_a_report_loses_no_committed_run(published, tmp_path, monkeypatch):
 def test_results_of_other_forms_are_told(tmp_path):
     """The list of cells of a run folder, and a headline that is no number."""
     (tmp_path / "suite.json").write_text(json.dumps({"suite": "a", "cells": [], "errors": []}))
-    with pytest.raises(records.ResultsError, match=r"suite.json: not the results of a suite; give the folder"):
+    with pytest.raises(
+        records.ResultsError, match=r"suite.json: not the results of a suite; give the folder"
+    ):
         records.load(tmp_path / "suite.json")
     for value in ("high", None, [1.0]):
         write_result(tmp_path, metrics={"eval/x": value})
@@ -778,26 +868,37 @@ def test_published_are_the_cells_of_the_suite_of_today(published, tmp_path):
     old = make_cell([1.0, 2.0]), make_cell([1.0, 2.0], setting="gone")
     (tmp_path / "results" / "a.json").write_text(json.dumps(make_results(*old)))
     (tmp_path / "suites" / "a.toml").write_text(
-        SUITE_A + SUITE_A.replace("default", "new").replace("ppo.py", "ppo.py --gamma 0.8").partition("]\n")[2]
+        SUITE_A
+        + SUITE_A.replace("default", "new").replace("ppo.py", "ppo.py --gamma 0.8").partition("]\n")[2]
     )
     cells = records.load_published()["a"]["cells"]
     assert list(cells) == ["ppo/CartPole-v1/default", "ppo/CartPole-v1/new"]
     assert len(cells["ppo/CartPole-v1/default"]["runs"]) == 2 and not cells["ppo/CartPole-v1/new"]["runs"]
     assert [m["seed"] for m in cells["ppo/CartPole-v1/new"]["missing"]] == [1, 2, 3]
-    for table in (report.make_script_table(list(cells.values())), report.make_column_table({"cells": cells}, {})):
+    for table in (
+        report.make_script_table(list(cells.values())),
+        report.make_column_table({"cells": cells}, {}),
+    ):
         assert "- CartPole-v1, new, seeds 1, 2, 3: not run yet" in table
     assert len(published(make_cell([1.0, 2.0]))) == 2  # without those of `gone`
-    (tmp_path / "suites" / "a.toml").write_text(SUITE_A.replace("ppo.py", "ppo.py --gamma 0.9"))  # another command
+    (tmp_path / "suites" / "a.toml").write_text(
+        SUITE_A.replace("ppo.py", "ppo.py --gamma 0.9")
+    )  # another command
     assert not records.load_published()["a"]["cells"]["ppo/CartPole-v1/default"]["runs"]
 
 
 def test_runs_of_a_tree_with_changes_are_not_published(published, tmp_path):
     """Neither ours nor a peer's, whose commit is its version; what was published before is marked."""
     machine = common.describe_machine()
-    for commit, command in (("abc-dirty", "python algos/ppo.py"), ("abc-dirty", "python benchmark/peers/sb3_ppo.py")):
+    for commit, command in (
+        ("abc-dirty", "python algos/ppo.py"),
+        ("abc-dirty", "python benchmark/peers/sb3_ppo.py"),
+    ):
         cell = make_cell([1.0, 2.0, 3.0], command=command)
         cell["runs"][2] |= {"machine": machine | {"commit": commit}, "commit": "sb3 1.0"}
-        with pytest.raises(records.ResultsError, match=r"1 runs of a tree with changes .*default, seed 3: commit"):
+        with pytest.raises(
+            records.ResultsError, match=r"1 runs of a tree with changes .*default, seed 3: commit"
+        ):
             published(cell)
         assert len(records.load(common.RESULTS / "a.json")["cells"]["ppo/CartPole-v1/default"]["runs"]) == 2
         assert "abc-dirty" in report.describe_machines([make_results(cell)])
@@ -832,7 +933,9 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
 
     drawn = {}
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: (drawn.update({path.name: self}), save(self, path)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, dpi: (drawn.update({path.name: self}), save(self, path))
+    )
     make_run_folders(tmp_path / "runs")
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "results.md").read_text()
@@ -881,7 +984,9 @@ def test_comparison_fails_where_a_headline_metric_got_worse_beyond_noise(tmp_pat
     assert run_compare(tmp_path, [make_cell([500.0] * 3)], [make_cell([500.0] * 3)]) == 0
     assert run_compare(tmp_path, [make_cell([500.0])], [make_cell([1.0])]) == 0
     assert "cannot be told from one seed" in capsys.readouterr().out
-    assert run_compare(tmp_path, [make_cell([0.3] * 3)], [make_cell([0.1 + 0.2] * 3)]) == 0  # rounding is no noise
+    assert (
+        run_compare(tmp_path, [make_cell([0.3] * 3)], [make_cell([0.1 + 0.2] * 3)]) == 0
+    )  # rounding is no noise
     assert run_compare(tmp_path, [make_cell([0.1 + 0.2] * 3)], [make_cell([0.3] * 3)]) == 0
     assert run_compare(tmp_path, [make_cell(base)], [make_cell([float("nan")] * 5)]) == 1
     assert run_compare(tmp_path, [make_cell([float("nan")] * 5)], [make_cell(base)]) == 0
@@ -896,7 +1001,11 @@ def make_solved(steps, seconds, **changes):
     """A cell whose runs end at 500, and got to the threshold after so many steps and seconds; None where never."""
     cell = make_cell([500.0] * len(steps), **changes)
     for run_, step, second in zip(cell["runs"], steps, seconds, strict=True):
-        run_ |= {"steps_to_threshold": step, "seconds_to_threshold": second, "curve": [[0, 0, 20.0], [9000, 90, 500.0]]}
+        run_ |= {
+            "steps_to_threshold": step,
+            "seconds_to_threshold": second,
+            "curve": [[0, 0, 20.0], [9000, 90, 500.0]],
+        }
     return cell
 
 
@@ -912,13 +1021,17 @@ def test_comparison_fails_where_learning_takes_longer(tmp_path, capsys):
     assert run_compare(tmp_path, [base], [make_solved([x / 3 for x in steps], [x / 3 for x in seconds])]) == 0
     assert run_compare(tmp_path, [base], [make_solved([None] * 5, [None] * 5)]) == 1
     assert run_compare(tmp_path, [make_solved([None] * 5, [None] * 5)], [base]) == 0
-    assert run_compare(tmp_path, [base], [make_solved([*steps[:4], None], [*seconds[:4], None])]) == 0  # one is luck
+    assert (
+        run_compare(tmp_path, [base], [make_solved([*steps[:4], None], [*seconds[:4], None])]) == 0
+    )  # one is luck
     flat = make_solved(steps, seconds)
     for i, run_ in enumerate(flat["runs"]):
         run_["curve"] = [[0, 0, 20.0], [8000, 80, 30.0 + i], [9000, 90, 500.0]]
     assert run_compare(tmp_path, [base], [flat]) == 1
     assert "| 1.00x | 1.00x | 260 to" in (found := capsys.readouterr().out) and "**worse: curve**" in found
-    assert run_compare(tmp_path, [base], [flat | {"threshold": 400}]) == 1  # what does not hang on it is compared
+    assert (
+        run_compare(tmp_path, [base], [flat | {"threshold": 400}]) == 1
+    )  # what does not hang on it is compared
     found = capsys.readouterr().out
     assert "not comparable: ppo/CartPole-v1/default: thresholds 475 and 400" in found
     assert "| 500 to 500 |  |  |" in found
@@ -934,7 +1047,9 @@ def test_missing_cells_and_speeds_of_peers_are_told_and_change_nothing(tmp_path,
     assert "speed of a peer: sb3_ppo/CartPole-v1/zoo: seconds 3.00x" in found
     assert "missing: ppo/T1/s, in NEW\nmissing: ppo/T2/s, in NEW\n" in found
     assert found.endswith("2 of 4 cells compared: 0 worse beyond noise, 0 failed in NEW, 2 missing\n")
-    assert run_compare(tmp_path, [base], [make_solved([3 * x for x in steps], seconds, **peer)]) == 1  # it learns worse
+    assert (
+        run_compare(tmp_path, [base], [make_solved([3 * x for x in steps], seconds, **peer)]) == 1
+    )  # it learns worse
     rates = {"headline": "simulations_per_cpu_second"}
     for script, code in (("our_go_search", 1), ("openspiel_mcts", 0)):
         names = {"name": f"{script}/Go/search", "command": f"python benchmark/peers/{script}.py"} | rates

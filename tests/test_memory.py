@@ -14,7 +14,11 @@ from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, REWARD
 from envs_shared.gym_tasks.memory import MEMORYLESS_CEILING
 from envs_shared.gym_tasks.vector import make_vec
 
-CARDS = {"RepeatPreviousEasy-v0": (4, 1), "RepeatPreviousMedium-v0": (32, 2), "RepeatPreviousHard-v0": (64, 3)}
+CARDS = {
+    "RepeatPreviousEasy-v0": (4, 1),
+    "RepeatPreviousMedium-v0": (32, 2),
+    "RepeatPreviousHard-v0": (64, 3),
+}
 MAZES = {"TMaze10-v0": 10, "TMaze20-v0": 20, "TMaze50-v0": 50}
 RECORD = Path(__file__).parent / "data" / "popgym_repeat_previous.jsonl"
 EPISODES = [json.loads(line) for line in RECORD.read_text().splitlines()[1:]]

@@ -22,7 +22,10 @@ import peer
 SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics, tags
     "sb3_ppo": (
         "sb3",
-        ("--total-timesteps 2048 --settings tuned --eval-interval 1", "--total-timesteps 4096 --settings equal"),
+        (
+            "--total-timesteps 2048 --settings tuned --eval-interval 1",
+            "--total-timesteps 4096 --settings equal",
+        ),
         "eval/episodic_return eval/episodic_return_std eval/episodic_length",
         "charts/return_last_20 charts/cpu_seconds",
     ),
@@ -88,7 +91,9 @@ def test_every_peer_is_tested_and_in_the_readme():
     readme = (PEERS / "README.md").read_text()
     for script, (environment, _, _, _) in SCRIPTS.items():
         assert f"| `{script}.py` |" in readme
-        for line in (PEERS / f"requirements-{environment}.txt").read_text().splitlines() if environment else ():
+        for line in (
+            (PEERS / f"requirements-{environment}.txt").read_text().splitlines() if environment else ()
+        ):
             assert re.fullmatch(r"[\w-]+==[\w.]+", line), line
     assert "non-commercial" in readme
 
@@ -103,7 +108,11 @@ def test_flags_can_be_read_with_the_standard_library_alone(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_flags_are_one_line_and_exit_code_2(script, tmp_path):
-    for flags, message in (("--no-such-flag 1", "--no-such-flag"), ("--seed x", "--seed"), ("--see 1", "--see")):
+    for flags, message in (
+        ("--no-such-flag 1", "--no-such-flag"),
+        ("--seed x", "--seed"),
+        ("--see 1", "--see"),
+    ):
         run = run_peer(script, *flags.split(), "--run-dir", tmp_path / "runs")
         (line,) = run.stderr.splitlines()
         assert run.returncode == 2 and message in line and line.startswith(f"{script}.py: error: ")
@@ -112,7 +121,9 @@ def test_bad_flags_are_one_line_and_exit_code_2(script, tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_unknown_tasks_are_one_line_and_exit_code_2(script, tmp_path):
-    run = run_peer(script, "--env-id", "Nothing-v0", "--run-dir", tmp_path / "runs", python=find_python(script))
+    run = run_peer(
+        script, "--env-id", "Nothing-v0", "--run-dir", tmp_path / "runs", python=find_python(script)
+    )
     (line,) = run.stderr.splitlines()
     assert run.returncode == 2 and "--env-id Nothing-v0" in line and not (tmp_path / "runs").exists()
 
@@ -125,7 +136,9 @@ def test_a_short_run_leaves_a_result_as_our_scripts_do(script, flags, tmp_path):
     path, result = read_result(tmp_path)
     assert re.fullmatch(rf"{result['env_id']}__{script}__3__\d+", path.name)
     keys = "script env_id seed headline metrics env_steps wall_seconds cpu_seconds device torch commit args".split()
-    assert list(result) == keys and result["script"] == script and result["args"]["seed"] == result["seed"] == 3
+    assert (
+        list(result) == keys and result["script"] == script and result["args"]["seed"] == result["seed"] == 3
+    )
     if script == "openspiel_mcts":
         metrics = SCRIPTS["gnugo_match"][2] if "match" in flags else "simulations_per_cpu_second"
     assert result["metrics"].keys() == set(metrics.split())
@@ -137,7 +150,9 @@ def test_a_short_run_leaves_a_result_as_our_scripts_do(script, flags, tmp_path):
         assert f"{package}=={number}" in requirements
     scalars = read_scalars(path) if tags else {}
     tags += " eval/episodic_return" if "--eval-interval" in flags else ""
-    assert scalars.keys() == set(tags.split()) and len({tuple(s for s, _ in x) for x in scalars.values()}) <= 1
+    assert (
+        scalars.keys() == set(tags.split()) and len({tuple(s for s, _ in x) for x in scalars.values()}) <= 1
+    )
     assert {p.name.split(".")[0] for p in path.iterdir()} == {"result"} | ({"events"} if tags else set())
     assert str(path) in run.stdout.splitlines()[-1] and "%|" in run.stderr  # a line of summary, and tqdm
     check_values(script, flags, result)
@@ -155,7 +170,9 @@ def check_values(script, flags, result):
         assert -25.5 <= found["mean_margin"] <= 25.5
     elif script == "cleanrl_ppo":
         assert result["env_steps"] == int(flags.split()[1])
-        assert found["steps_per_cpu_second"] == pytest.approx(result["env_steps"] / result["cpu_seconds"], rel=0.2)
+        assert found["steps_per_cpu_second"] == pytest.approx(
+            result["env_steps"] / result["cpu_seconds"], rel=0.2
+        )
     elif script == "sb3_ppo":
         assert found["eval/episodic_return"] == found["eval/episodic_length"] >= 8
         assert result["env_steps"] == int(flags.split()[1])

@@ -56,7 +56,11 @@ def make_minibatch(agent, num_rows=12, obs_dim=4, seed=0):
         values = agent.get_value(obs)
     advantages, noise = torch.randn(2, num_rows, generator=g, dtype=dtype)
     valid = torch.ones(num_rows, dtype=dtype)
-    return dict(zip(COLUMNS, (obs, actions, log_probs, values, advantages, values + noise, valid, params), strict=True))
+    return dict(
+        zip(
+            COLUMNS, (obs, actions, log_probs, values, advantages, values + noise, valid, params), strict=True
+        )
+    )
 
 
 def gradients(agent, minibatch, args):
@@ -141,14 +145,19 @@ def test_rollouts_hold_the_environments_own_transitions(env_id):
             np.testing.assert_array_equal(rollout["actions"][rows, b, 0], actions)
             np.testing.assert_allclose(storage.rewards[rows, b], rewards, rtol=1e-6)
             with torch.no_grad():
-                values, next_values = agent.get_value(torch.tensor(obs)), agent.get_value(torch.tensor(next_obs))
+                values, next_values = (
+                    agent.get_value(torch.tensor(obs)),
+                    agent.get_value(torch.tensor(next_obs)),
+                )
             expected = brute_force_advantages(
                 rewards, values.numpy(), next_values.numpy(), terminated | truncated, terminated, 0.9, 0.8
             )
             np.testing.assert_allclose(rollout["advantages"][rows, b], expected, rtol=1e-4, atol=1e-5)
             returns = rollout["returns"] - rollout["values"]
             np.testing.assert_allclose(returns[rows, b], expected, rtol=1e-4, atol=1e-5)
-    finished = [sum(step[2] for step in e) for led in ledgers for e in led.episodes if e and (e[-1][4] or e[-1][5])]
+    finished = [
+        sum(step[2] for step in e) for led in ledgers for e in led.episodes if e and (e[-1][4] or e[-1][5])
+    ]
     seen = storage.episodes[storage.episodes[..., 1] > 0][:, 0]
     assert len(seen) > 10 and np.isin(np.round(seen, 4), np.round(np.float32(finished), 4)).all()
 
@@ -272,7 +281,9 @@ def test_explained_variance_counts_valid_rows_only():
     rollout = {"values": torch.tensor([1.0, 2.0, 90.0]), "returns": torch.tensor([1.5, 3.5, -7.0])}
     found = ppo.explained_variance(rollout | {"valid": torch.tensor([1.0, 1.0, 0.0])})
     assert found == pytest.approx(1 - np.var([0.5, 1.5]) / np.var([1.5, 3.5]))
-    assert not math.isfinite(ppo.explained_variance(rollout | {"returns": torch.ones(3), "valid": torch.ones(3)}))
+    assert not math.isfinite(
+        ppo.explained_variance(rollout | {"returns": torch.ones(3), "valid": torch.ones(3)})
+    )
 
 
 # Action spaces
@@ -356,20 +367,26 @@ def test_box_actions_are_in_units_of_the_box_and_inside_it():
 def test_what_cannot_be_filmed_is_told_before_training(tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         ppo.main(["--env-id", "probe_envs:Fixed-v0", "--capture-video", "--run-dir", str(tmp_path / "runs")])
-    assert error.value.code == 2 and "to be filmed" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert (
+        error.value.code == 2 and "to be filmed" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    )
 
 
 @pytest.mark.parametrize("vectorization", ["auto", "async"])
 def test_wrappers_added_in_make_env_are_everywhere(tmp_path, monkeypatch, vectorization):
     """In training, in evaluation and in films; without any, the environment's own vector form stays in use."""
     assert type(ppo.make_envs(Args(), 2, 1).envs.unwrapped).__name__ == "CartPoleVectorEnv"
-    monkeypatch.setattr(ppo, "make_env", lambda *args, **kwargs: gym.wrappers.TimeLimit(gym.make(*args, **kwargs), 7))
+    monkeypatch.setattr(
+        ppo, "make_env", lambda *args, **kwargs: gym.wrappers.TimeLimit(gym.make(*args, **kwargs), 7)
+    )
     flags = "--num-envs 2 --num-steps 16 --total-timesteps 64 --eval-episodes 2 --capture-video".split()
     ppo.main([*flags, "--vectorization", vectorization, "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     assert result["metrics"]["eval/episodic_length"] == 7
     assert {length for _, length in read_scalars(path)["charts/episodic_length"]} == {7.0}
-    films = {film.parent.name for film in path.glob("videos_*/env0-episode-*.mp4") if film.stat().st_size > 1000}
+    films = {
+        film.parent.name for film in path.glob("videos_*/env0-episode-*.mp4") if film.stat().st_size > 1000
+    }
     assert {"videos_final", f"videos_step_{result['env_steps']}"} <= films
 
 
@@ -425,25 +442,35 @@ def test_returns_that_scale_rewards_end_with_their_episodes(env_id, period):
         steps = [t % period for t in range(8 * num_rollouts) if t % period < 5]  # in the episode
         returns = [rank * sum(0.5**k for k in range(step + 1)) for rank in ranks for step in steps]
         stats = parts[3].stats
-        assert stats.count.item() == len(returns) and stats.mean.item() == pytest.approx(np.mean(returns), rel=1e-5)
+        assert stats.count.item() == len(returns) and stats.mean.item() == pytest.approx(
+            np.mean(returns), rel=1e-5
+        )
         assert stats.var.item() == pytest.approx(np.var(returns), rel=1e-5)
-        assert rollout["valid"].sum() == 3 * sum(t % period < 5 for t in range(8 * num_rollouts - 8, 8 * num_rollouts))
+        assert rollout["valid"].sum() == 3 * sum(
+            t % period < 5 for t in range(8 * num_rollouts - 8, 8 * num_rollouts)
+        )
 
 
 def test_statistics_are_saved_and_frozen_in_evaluation(tmp_path, capsys):
-    flags = "--env-id Pendulum-v1 --norm-obs --norm-reward --num-envs 4 --total-timesteps 2048 --eval-episodes 5"
+    flags = (
+        "--env-id Pendulum-v1 --norm-obs --norm-reward --num-envs 4 --total-timesteps 2048 --eval-episodes 5"
+    )
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
     checkpoint = torch.load(path / "checkpoint.pt", weights_only=True)
     state = checkpoint["agent"]
-    assert state["normalize.count"].item() == pytest.approx(result["env_steps"], abs=0.5)  # rows that only reset aside
+    assert state["normalize.count"].item() == pytest.approx(
+        result["env_steps"], abs=0.5
+    )  # rows that only reset aside
     assert result["env_steps"] > 2000 and checkpoint["reward_scaler"]["stats.var"] > 1
     assert abs(state["normalize.var"][2] - 1) > 0.1  # angular velocity: far from the initial variance
     capsys.readouterr()
     before = (path / "checkpoint.pt").read_bytes()
     ppo.main(["--evaluate", str(path / "checkpoint.pt")])
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert float(printed["eval/episodic_return"]) == pytest.approx(result["metrics"]["eval/episodic_return"], abs=0.01)
+    assert float(printed["eval/episodic_return"]) == pytest.approx(
+        result["metrics"]["eval/episodic_return"], abs=0.01
+    )
     assert (path / "checkpoint.pt").read_bytes() == before
 
 
@@ -459,7 +486,9 @@ def test_cleanrls_tags_are_all_there(tmp_path):
     losses = "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance".split()
     assert {f"charts/{x}" for x in charts} | {f"losses/{x}" for x in losses} <= scalars.keys()
     steps = [0, *(step for step, _ in scalars["charts/learning_rate"][:-1])]
-    assert [v for _, v in scalars["charts/learning_rate"]] == pytest.approx([4e-3 * (1 - s / 1024) for s in steps])
+    assert [v for _, v in scalars["charts/learning_rate"]] == pytest.approx(
+        [4e-3 * (1 - s / 1024) for s in steps]
+    )
     assert len(scalars["eval/episodic_return"]) == math.ceil(len(steps) / 2)
     assert scalars["charts/SPS"][-1][0] == result["env_steps"]
 
@@ -470,7 +499,9 @@ def test_scalars_are_of_episodes_that_ended_since_the_last_one(tmp_path):
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     scalars = read_scalars(read_result(tmp_path)[0])
     steps = [step for step, _ in scalars["charts/learning_rate"]]
-    ended = [min(s for s in steps if s >= 10 * k) for k in range(1, 1 + steps[-1] // 10)]  # real steps of both
+    ended = [
+        min(s for s in steps if s >= 10 * k) for k in range(1, 1 + steps[-1] // 10)
+    ]  # real steps of both
     assert len(steps) > len(ended) > 2
     for tag in ("episodic_return", "episodic_length", "return_last_20"):
         assert [step for step, _ in scalars[f"charts/{tag}"]] == ended, tag
@@ -504,7 +535,9 @@ def test_evaluation_leaves_trainings_random_numbers_alone(tmp_path, monkeypatch)
     for interval in ("1", "100"):
         flags = "--num-envs 4 --num-steps 32 --total-timesteps 384 --eval-episodes 1 --eval-interval".split()
         ppo.main([*flags, interval, "--run-dir", str(tmp_path / interval)])
-        ends.append(torch.load(read_result(tmp_path / interval)[0] / "checkpoint.pt", weights_only=True)["agent"])
+        ends.append(
+            torch.load(read_result(tmp_path / interval)[0] / "checkpoint.pt", weights_only=True)["agent"]
+        )
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
 
@@ -516,7 +549,9 @@ def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch,
     def score(agent, args, device, num_episodes, stream, folder):
         streams.append((stream, num_episodes))
         found = evaluate(agent, args, device, num_episodes, stream, folder)
-        return found | ({"eval/episodic_return": scores[len(streams) - 1]} if len(streams) <= len(scores) else {})
+        return found | (
+            {"eval/episodic_return": scores[len(streams) - 1]} if len(streams) <= len(scores) else {}
+        )
 
     monkeypatch.setattr(ppo, "evaluate", score)
     flags = "--num-envs 16 --num-steps 32 --total-timesteps 2048 --eval-episodes 12 --eval-interval 1".split()
@@ -524,7 +559,9 @@ def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch,
     path, result = read_result(tmp_path)
     best, last = (torch.load(path / f"{name}.pt", weights_only=True) for name in ("best", "checkpoint"))
     assert (best["iteration"], last["iteration"]) == (3, 5) and best["best_return"] == 3.0
-    assert streams[:5] == [(3, 10)] * 5 and streams[5:] == [(4, 12)] * 2  # fresh episodes at the end, for both
+    assert (
+        streams[:5] == [(3, 10)] * 5 and streams[5:] == [(4, 12)] * 2
+    )  # fresh episodes at the end, for both
     monkeypatch.undo()
     capsys.readouterr()
     for name, kind in (("checkpoint", "eval"), ("best", "best")):
@@ -542,7 +579,9 @@ def test_evaluations_by_default_are_about_ten_and_a_fifth_of_all_steps(tmp_path)
     steps = [step for step, _ in read_scalars(path)["eval/episodic_return"]]
     checkpoint = torch.load(path / "checkpoint.pt", weights_only=True)
     assert 3 <= len(steps) <= 10 and min(np.diff([0, *steps])) >= 0.08 * 20480
-    assert checkpoint["eval_steps"] <= checkpoint["global_step"] / 4 + 2 * 10 * 500  # the last ones may go beyond
+    assert (
+        checkpoint["eval_steps"] <= checkpoint["global_step"] / 4 + 2 * 10 * 500
+    )  # the last ones may go beyond
 
 
 def test_episodes_that_end_together_are_logged_as_their_mean(tmp_path):
@@ -583,7 +622,9 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "update_minibatch", lambda *a: (counts.append(1), update(*a))[1])
     for name, flags in (("all", []), ("stopped", ["--target-kl", "1e-9"])):
         counts.clear()
-        base = "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 1".split()
+        base = (
+            "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 1".split()
+        )
         ppo.main([*base, *flags, "--run-dir", str(tmp_path / name)])
         assert len(counts) == 2 * 4 * (5 if name == "all" else 1)
 
@@ -624,10 +665,17 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, fl
 
 def test_a_checkpoint_of_another_environment_is_refused(tmp_path, capsys):
     ppo.main(
-        [*"--num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 1".split(), "--run-dir", str(tmp_path)]
+        [
+            *"--num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 1".split(),
+            "--run-dir",
+            str(tmp_path),
+        ]
     )
     path = str(read_result(tmp_path)[0] / "checkpoint.pt")
-    for flags in (["--resume", path, "--env-id", "Acrobot-v1"], ["--evaluate", path, "--env-id", "Acrobot-v1"]):
+    for flags in (
+        ["--resume", path, "--env-id", "Acrobot-v1"],
+        ["--evaluate", path, "--env-id", "Acrobot-v1"],
+    ):
         capsys.readouterr()
         with pytest.raises(SystemExit) as error:
             ppo.main(flags)
@@ -694,7 +742,9 @@ def test_a_checkpoint_does_not_hold_the_rollout(tmp_path):
 
 
 def test_environments_that_cannot_be_saved_restart_and_say_so(tmp_path, capsys):
-    flags = "--env-id probe_envs:Opaque-v0 --num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 1"
+    flags = (
+        "--env-id probe_envs:Opaque-v0 --num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 1"
+    )
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     path = read_result(tmp_path)[0] / "checkpoint.pt"
     capsys.readouterr()
@@ -707,7 +757,9 @@ def test_episodes_without_end_are_cut_off_in_evaluation(tmp_path, monkeypatch, c
     """Without a time limit an evaluation must still end, and the trained weights are safe before it starts."""
     assert gym_scores.MAX_STEPS == 10_000
     monkeypatch.setattr(gym_scores, "MAX_STEPS", 500)
-    flags = "--env-id probe_envs:NoLimit-v0 --num-envs 2 --num-steps 32 --total-timesteps 64 --eval-episodes 2"
+    flags = (
+        "--env-id probe_envs:NoLimit-v0 --num-envs 2 --num-steps 32 --total-timesteps 64 --eval-episodes 2"
+    )
     ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
     metrics = read_result(tmp_path)[1]["metrics"]
     assert metrics["eval/episodic_return"] == metrics["eval/episodic_length"] == 500
@@ -715,7 +767,9 @@ def test_episodes_without_end_are_cut_off_in_evaluation(tmp_path, monkeypatch, c
 
 
 def test_losses_that_are_not_finite_stop_the_run(tmp_path):
-    flags = "--env-id probe_envs:Broken-v0 --num-envs 2 --num-steps 32 --total-timesteps 1024 --eval-episodes 2"
+    flags = (
+        "--env-id probe_envs:Broken-v0 --num-envs 2 --num-steps 32 --total-timesteps 1024 --eval-episodes 2"
+    )
     with pytest.raises(SystemExit, match="no longer finite"):
         ppo.main([*flags.split(), "--run-dir", str(tmp_path)])
 
@@ -758,7 +812,15 @@ def test_compiled_loss_equals_eager():
 def test_cuda_graphs_equal_eager(tmp_path, vectorization):
     states = []
     for graphs in ("--cuda-graphs", "--no-cuda-graphs"):
-        flags = ["--vectorization", vectorization, graphs, "--total-timesteps", "8192", "--eval-episodes", "4"]
+        flags = [
+            "--vectorization",
+            vectorization,
+            graphs,
+            "--total-timesteps",
+            "8192",
+            "--eval-episodes",
+            "4",
+        ]
         ppo.main([*flags, "--run-dir", str(tmp_path / graphs)])
         path, _ = read_result(tmp_path / graphs)
         states.append(torch.load(path / "checkpoint.pt", weights_only=True, map_location="cpu")["agent"])
@@ -814,5 +876,15 @@ def test_halfcheetah_starts_to_run(tmp_path):
     flags = "--env-id HalfCheetah-v5 --norm-obs --norm-reward --total-timesteps 100000 --num-envs 8 --num-steps 256"
     flags += " --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95"
     for seed in (1, 2):
-        ppo.main([*flags.split(), "--eval-episodes", "5", "--seed", str(seed), "--run-dir", str(tmp_path / str(seed))])
+        ppo.main(
+            [
+                *flags.split(),
+                "--eval-episodes",
+                "5",
+                "--seed",
+                str(seed),
+                "--run-dir",
+                str(tmp_path / str(seed)),
+            ]
+        )
         assert read_result(tmp_path / str(seed))[1]["metrics"]["eval/episodic_return"] > 300

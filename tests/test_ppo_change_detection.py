@@ -17,7 +17,9 @@ from envs_shared.change_tasks import data as change_data
 from envs_shared.change_tasks import pairs as change_pairs
 from envs_shared.change_tasks import scores as change_scores
 
-TINY = "--num-train-pairs 64 --eval-episodes 4 --image-size 32 --batch-size 8 --num-envs 8 --coarse-iterations 1"
+TINY = (
+    "--num-train-pairs 64 --eval-episodes 4 --image-size 32 --batch-size 8 --num-envs 8 --coarse-iterations 1"
+)
 TINY += " --refine-iterations 1 --ppo-iterations 2"
 CPU = torch.device("cpu")
 
@@ -108,7 +110,12 @@ def test_each_cell_sees_one_cell_around_it_at_first():
     assert features.shape == (1, 64, 16, 16)
     (grad,) = torch.autograd.grad(features[0, :, 5, 9].sum(), images)
     rows, columns = (grad[0].abs().sum((0, axis)).nonzero().flatten().tolist() for axis in (2, 1))
-    assert rows[0] >= 2 + 10 - 2 and rows[-1] < 2 + 12 + 2 and columns[0] >= 2 + 18 - 2 and columns[-1] < 2 + 20 + 2
+    assert (
+        rows[0] >= 2 + 10 - 2
+        and rows[-1] < 2 + 12 + 2
+        and columns[0] >= 2 + 18 - 2
+        and columns[-1] < 2 + 20 + 2
+    )
 
 
 # Rollouts
@@ -123,7 +130,9 @@ def test_labels_reach_rewards_alone():
         agent.running_f1.copy_(f1)
         found.append(collect(args, agent, images, y)[0]._asdict())
     for name in found[0]:
-        assert torch.equal(found[0][name], found[1][name]) == (name not in ("labels", "rewards", "advantages")), name
+        assert torch.equal(found[0][name], found[1][name]) == (
+            name not in ("labels", "rewards", "advantages")
+        ), name
 
 
 def test_a_rollout_follows_its_decisions():
@@ -140,7 +149,9 @@ def test_a_rollout_follows_its_decisions():
     for t in range(3):
         goes_on = active[t + 1]
         assert torch.equal((query[t + 1] == query[t]).all(-1), ~goes_on)
-        torch.testing.assert_close(query[t + 1] - query[t], agent.up(rollout.correction[t]), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            query[t + 1] - query[t], agent.up(rollout.correction[t]), atol=1e-5, rtol=1e-4
+        )
         torch.testing.assert_close(rollout.rewards[t], (worth[t + 1] - worth[t] - args.cost) * goes_on)
         logits, values = agent.decide(query[t], torch.full((4,), t))
         torch.testing.assert_close(rollout.values[t], values)
@@ -218,7 +229,9 @@ def test_worth_is_equation_2():
     found = cd.get_worth(make_logits(p), labels, torch.tensor(0.6), 0.2)
     hit, alarm, miss = 0.2 * math.log(0.9) + 2 - 0.6, 0.2 * math.log(0.3) - 0.6, 0.2 * math.log(0.2)
     quiet = 0.2 * (-7 + math.log(0.7) + math.log(0.6) + math.log(0.9))
-    torch.testing.assert_close(found, torch.tensor([[(hit + alarm + miss) / 3, quiet / 4]], dtype=torch.float64))
+    torch.testing.assert_close(
+        found, torch.tensor([[(hit + alarm + miss) / 3, quiet / 4]], dtype=torch.float64)
+    )
     nothing = cd.get_worth(make_logits(p), torch.full_like(labels, -1), torch.tensor(0.6), 0.2)
     assert (nothing == 0).all()
 
@@ -229,7 +242,8 @@ def test_one_prediction_changes_f1_by_its_worth():
         f1 = 2 * tp / (predicted + true)
         for y in (0, 1):
             worth = [
-                cd.get_worth(make_logits([[[p]]]), torch.tensor([[[y]]]), torch.tensor(f1), 0.0) for p in (0.1, 0.9)
+                cd.get_worth(make_logits([[[p]]]), torch.tensor([[[y]]]), torch.tensor(f1), 0.0)
+                for p in (0.1, 0.9)
             ]
             gain = 2 * (tp + y) / (predicted + 1 + true) - f1
             assert gain == pytest.approx((worth[1] - worth[0]).item() / (predicted + true), rel=0.005)
@@ -275,7 +289,9 @@ def test_the_kept_policy_is_of_the_last_stage_and_of_the_best_score(tmp_path, mo
         return found
 
     monkeypatch.setattr(change_scores, "validate", script)
-    flags = "--num-train-pairs 8 --image-size 16 --num-steps 1 --batch-size 4 --num-envs 4 --coarse-iterations 1"
+    flags = (
+        "--num-train-pairs 8 --image-size 16 --num-steps 1 --batch-size 4 --num-envs 4 --coarse-iterations 1"
+    )
     flags += " --refine-iterations 1 --ppo-iterations 3 --eval-interval 1 --eval-episodes 1 --checkpoint-interval 0"
     cd.main([*flags.split(), "--run-dir", str(tmp_path)])
     path, _ = read_result(tmp_path)
@@ -303,9 +319,12 @@ def test_ppo_loss_is_equation_5():
         joint_loss, _ = cd.ppo_loss(agent, minibatch, make_args(joint_coef=2.0))
         logit, value = agent.decide(minibatch["query"], minibatch["step"])
         mean = torch.zeros_like(minibatch["correction"])
-        mean[goes_on] = agent.look(minibatch["images"], minibatch["query"], minibatch["step"], make_index(goes_on))
+        mean[goes_on] = agent.look(
+            minibatch["images"], minibatch["query"], minibatch["step"], make_index(goes_on)
+        )
         after, refined = (
-            agent.classify(x).log_softmax(-1) for x in (minibatch["after"], minibatch["query"] + agent.up(mean))
+            agent.classify(x).log_softmax(-1)
+            for x in (minibatch["after"], minibatch["query"] + agent.up(mean))
         )
         advantages = minibatch["advantages"][active].double()
         center, scale = advantages.mean(), advantages.std(correction=0)
@@ -338,7 +357,9 @@ def test_ppo_loss_is_equation_5():
     expected = [float(x) / count for x in (policy_loss, value_loss, entropy, kl, clipped)]
     expected.append(np.mean(entropies["after"]) + np.mean(entropies["refined"]))
     assert metrics.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    assert loss.item() == pytest.approx(expected[0] + 0.5 * expected[1] - 0.003 * expected[2], rel=1e-3, abs=1e-5)
+    assert loss.item() == pytest.approx(
+        expected[0] + 0.5 * expected[1] - 0.003 * expected[2], rel=1e-3, abs=1e-5
+    )
     assert (joint_loss - loss).item() == pytest.approx(2 * expected[5], rel=1e-3)
     assert 0.02 < expected[4] < 0.9 and num_clipped > 5  # all branches were taken
     assert (~active).any() and (active & ~goes_on).any()
@@ -356,7 +377,9 @@ def test_what_is_stored_of_a_stopped_query_is_not_in_the_ratio():
     assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6) and metrics["clipfrac"] == 0.0  # ratio 1
     advantages = minibatch["advantages"][minibatch["active"]]
     drawn = (minibatch["advantages"][minibatch["goes_on"]] - advantages.mean()) / advantages.std(correction=0)
-    assert metrics["policy_loss"] == pytest.approx(-drawn.sum().item() / len(advantages), abs=1e-4)  # of ratios of 1
+    assert metrics["policy_loss"] == pytest.approx(
+        -drawn.sum().item() / len(advantages), abs=1e-4
+    )  # of ratios of 1
 
 
 def get_moved(agent, update):
@@ -370,7 +393,10 @@ def test_each_stage_trains_what_it_says():
     args = make_args()
     agent, batch = make_agent(args), make_batch(args)
     optimizer = torch.optim.SGD(agent.parameters(), 0.1)
-    assert get_moved(agent, lambda: cd.update_detector(agent, optimizer, 0, args, *batch)) == {"backbone", "class_head"}
+    assert get_moved(agent, lambda: cd.update_detector(agent, optimizer, 0, args, *batch)) == {
+        "backbone",
+        "class_head",
+    }
     refined = {"refiner", "up", "class_head"}
     assert get_moved(agent, lambda: cd.update_detector(agent, optimizer, 2, args, *batch)) == refined
     rollout, _ = collect(args, agent, *batch)
@@ -384,7 +410,9 @@ def test_cross_entropy_of_the_detector_is_that_of_its_looks():
     labels[0] = -1
     query, expected = agent.encode(images), []
     for t in range(3):
-        losses = -agent.classify(query).log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        losses = (
+            -agent.classify(query).log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        )
         expected.append(losses[labels >= 0].mean().item())
         if t < 2:
             query = query + agent.up(agent.look(images, query, torch.full((4,), t))).view_as(query)
@@ -436,7 +464,9 @@ def test_classification_follows_the_rule_and_needs_no_more_looks_than_there_are(
         query[goes_on] += agent.up(mean)
     torch.testing.assert_close(logits, agent.classify(query), rtol=1e-4, atol=1e-4)
     steps.clear()
-    logits, looks, _ = cd.classify(agent, args, pairs.images[:3], lambda query, *_: torch.zeros_like(query[..., 0]) > 0)
+    logits, looks, _ = cd.classify(
+        agent, args, pairs.images[:3], lambda query, *_: torch.zeros_like(query[..., 0]) > 0
+    )
     assert (looks == 0).all() and torch.allclose(logits, agent.classify(agent.encode(images[:3])), atol=1e-5)
 
 
@@ -463,8 +493,12 @@ def make_probe(env_id, num_pairs, size, num_classes, *seed, shuffle=False):
     return change_pairs.Pairs(images, grow(is_changed).astype(np.uint8))
 
 
-PROBE = "--num-train-pairs 256 --eval-episodes 12 --image-size 32 --coarse-iterations 4 --refine-iterations 10"
-PROBE += " --ppo-iterations 25 --num-envs 64 --supervised-lr 0.01 --learning-rate 0.003 --cost 0.04 --jitter 0"
+PROBE = (
+    "--num-train-pairs 256 --eval-episodes 12 --image-size 32 --coarse-iterations 4 --refine-iterations 10"
+)
+PROBE += (
+    " --ppo-iterations 25 --num-envs 64 --supervised-lr 0.01 --learning-rate 0.003 --cost 0.04 --jitter 0"
+)
 
 
 def run_probe(tmp_path, *flags):
@@ -477,7 +511,9 @@ def looks_once_where_that_pays(tmp_path, monkeypatch, *flags):
     """Whether all is found by a look at every red patch, once, and at nothing else."""
     monkeypatch.setattr(change_pairs, "make_pairs", make_probe)
     found, path = run_probe(tmp_path, "--refiner-dim 32 --num-envs 32", *flags)
-    share = (make_probe("", 60, 32, 2, 1, 2).images[:, 0, ..., 0].reshape(60, 4, 8, 4, 8).max((2, 4)) > 0).mean()
+    share = (
+        make_probe("", 60, 32, 2, 1, 2).images[:, 0, ..., 0].reshape(60, 4, 8, 4, 8).max((2, 4)) > 0
+    ).mean()
     assert 0.3 < share < 0.5
     scalars = read_scalars(path)
     is_right = found["ppo_f1"] >= 0.97 and found["everywhere_f1"] >= 0.97 and found["coarse_f1"] < 0.75
@@ -502,7 +538,9 @@ def test_looks_once_of_two_looks_that_there_are(tmp_path, monkeypatch):
 def test_permuted_labels_teach_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(change_pairs, "make_pairs", lambda *args: make_probe(*args, shuffle=True))
     found, _ = run_probe(tmp_path, "--seed", 1)
-    assert found["ppo_f1"] <= found["coarse_f1"] + 0.03 and found["ppo_kappa"] < 0.1 and found["ppo_looks"] < 0.1
+    assert (
+        found["ppo_f1"] <= found["coarse_f1"] + 0.03 and found["ppo_kappa"] < 0.1 and found["ppo_looks"] < 0.1
+    )
 
 
 @pytest.mark.slow
@@ -530,13 +568,19 @@ def test_looks_ahead_where_the_first_look_gains_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cost", "low", "high"), [(1, 0.0, 0.0), (0, 0.42, 1.0)])  # 0.40 of the queries gain by a look
+@pytest.mark.parametrize(
+    ("cost", "low", "high"), [(1, 0.0, 0.0), (0, 0.42, 1.0)]
+)  # 0.40 of the queries gain by a look
 def test_price_of_a_look(cost, low, high, tmp_path, monkeypatch):
     monkeypatch.setattr(change_pairs, "make_pairs", make_probe)
-    found, _path = run_probe(tmp_path, "--seed", 3, "--cost", cost, "--ent-coef", 0.03 if cost == 0 else 0.003)
+    found, _path = run_probe(
+        tmp_path, "--seed", 3, "--cost", cost, "--ent-coef", 0.03 if cost == 0 else 0.003
+    )
     assert low <= found["ppo_looks"] <= high
     if cost == 1:  # no looks: exactly the coarse classification, with its threshold
-        assert all(found[f"ppo_{name}"] == found[f"coarse_{name}"] for name in (*change_scores.SCORES, "threshold"))
+        assert all(
+            found[f"ppo_{name}"] == found[f"coarse_{name}"] for name in (*change_scores.SCORES, "threshold")
+        )
 
 
 # Runs
@@ -555,10 +599,21 @@ def test_table_classes_and_a_pretrained_detector(tmp_path, capsys):
     detector = torch.load(path / "checkpoint.pt", weights_only=True)
     assert detector["agent"]["class_head.weight"].shape[0] == 3 * 16 and 0 < detector["threshold"] < 1
 
-    more = ["--pretrained", str(path / "checkpoint.pt"), "--learning-rate", "1e-30", "--run-dir", str(tmp_path / "b")]
+    more = [
+        "--pretrained",
+        str(path / "checkpoint.pt"),
+        "--learning-rate",
+        "1e-30",
+        "--run-dir",
+        str(tmp_path / "b"),
+    ]
     cd.main([*more, *"--num-envs 8 --ppo-iterations 2 --batch-size 8".split()])  # shapes and pairs of before
     path, result = read_result(tmp_path / "b")
-    assert [result["args"][name] for name in ("num_train_pairs", "eval_episodes", "image_size")] == [64, 4, 32]
+    assert [result["args"][name] for name in ("num_train_pairs", "eval_episodes", "image_size")] == [
+        64,
+        4,
+        32,
+    ]
     second, scalars = torch.load(path / "checkpoint.pt", weights_only=True), read_scalars(path)
     assert second["iteration"] == 2 and {y for _, y in scalars["charts/stage"]} == {2.0}
     for name, x in second["agent"].items():
@@ -591,11 +646,20 @@ def test_a_real_set_trains_and_a_checkpoint_predicts(tmp_path, capsys):
     assert "train: 4 pairs" in errors and "% changed" in errors and "warning: 1" in errors  # audit, few crops
     checkpoint = torch.load(path / "checkpoint.pt", weights_only=True)
     folders = [str(tmp_path / "set" / "test" / name) for name in "AB"]
-    flags = ["--evaluate", str(path / "checkpoint.pt"), "--predict", *folders, "--output", str(tmp_path / "maps")]
+    flags = [
+        "--evaluate",
+        str(path / "checkpoint.pt"),
+        "--predict",
+        *folders,
+        "--output",
+        str(tmp_path / "maps"),
+    ]
     cd.main(flags)
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert len(list((tmp_path / "maps").iterdir())) == 4
-    probability, mask = (np.array(Image.open(tmp_path / "maps" / f"1_{x}.png")) for x in ("probability", "mask"))
+    probability, mask = (
+        np.array(Image.open(tmp_path / "maps" / f"1_{x}.png")) for x in ("probability", "mask")
+    )
     assert probability.shape == mask.shape == (70, 70) and set(np.unique(mask)) <= {0, 255}
     sure = abs(probability / 255 - checkpoint["threshold"]) > 0.003
     assert ((probability / 255 > checkpoint["threshold"]) == (mask == 255))[sure].all()
@@ -611,7 +675,10 @@ def test_a_real_set_trains_and_a_checkpoint_predicts(tmp_path, capsys):
         ([*flags[:3], folders[0], str(cut), "--output", str(tmp_path / "x")], "have different sizes"),
         ([*flags[:3], one[0], "missing.png", "--output", str(tmp_path / "x")], "missing.png"),
         ([*flags[:3], folders[0], one[1], "--output", str(tmp_path / "x")], "no such folder"),
-        ([*flags[:3], *one, "--output", str(tmp_path / "file")], f"--output: {tmp_path / 'file'}: File exists"),
+        (
+            [*flags[:3], *one, "--output", str(tmp_path / "file")],
+            f"--output: {tmp_path / 'file'}: File exists",
+        ),
     ):
         with pytest.raises(SystemExit) as error:
             cd.main(change)
@@ -691,7 +758,9 @@ def test_the_detector_alone_looks_everywhere(tmp_path):
     cd.main([*TINY.split(), "--ppo-iterations", "0", "--run-dir", str(tmp_path)])
     found = {name.removeprefix("eval/"): value for name, value in read_result(tmp_path)[1]["metrics"].items()}
     assert found["ppo_looks"] == 1.0 and found["coarse_looks"] == 0.0
-    assert all(found[f"ppo_{name}"] == found[f"everywhere_{name}"] for name in (*change_scores.SCORES, "threshold"))
+    assert all(
+        found[f"ppo_{name}"] == found[f"everywhere_{name}"] for name in (*change_scores.SCORES, "threshold")
+    )
 
 
 @pytest.mark.slow

@@ -42,7 +42,9 @@ def store_last_rows(parts):
     """What the last step was answered with, which `collect_steps` would take in before the next one."""
     envs, _, actor, replay = parts
     extra = envs.rows[:, envs.obs_dim :]
-    replay.add_step(actor, actor.observe(envs.rows), extra[:, r2d2.TERMINATED] > 0, extra[:, r2d2.TRUNCATED] > 0)
+    replay.add_step(
+        actor, actor.observe(envs.rows), extra[:, r2d2.TERMINATED] > 0, extra[:, r2d2.TRUNCATED] > 0
+    )
 
 
 # The rescaling of values
@@ -54,7 +56,9 @@ def test_rescaling_is_the_textbooks_and_its_inverse_undoes_it():
     torch.testing.assert_close(r2d2.value_rescale(x), x.sign() * ((x.abs() + 1).sqrt() - 1) + eps * x)
     root = (1 + 4 * eps * (x.abs() + 1 + eps)).sqrt()
     inverse = x.sign() * (((root - 1) / (2 * eps)) ** 2 - 1)
-    torch.testing.assert_close(r2d2.inverse_value_rescale(x), inverse, rtol=1e-9, atol=1e-11)  # it loses digits
+    torch.testing.assert_close(
+        r2d2.inverse_value_rescale(x), inverse, rtol=1e-9, atol=1e-11
+    )  # it loses digits
     round_trip = r2d2.inverse_value_rescale(r2d2.value_rescale(x.float()))
     torch.testing.assert_close(round_trip, x.float(), rtol=1e-6, atol=0.0)
     zero = torch.zeros(1)
@@ -89,11 +93,15 @@ def test_an_episode_of_six_steps_is_arranged_in_three_ways(last_window, learn_le
         actor.state.fill_(t)  # after reading observation t
     windows = replay.read_windows(torch.arange(int(replay.num_added)))
     obs, rewards = windows["obs"][..., 0].T, windows["last_reward"].T  # [K, L]
-    found = [x[2:][:learn_length][mask].tolist() for x, mask in zip(obs, windows["is_learned"].T, strict=True)]
+    found = [
+        x[2:][:learn_length][mask].tolist() for x, mask in zip(obs, windows["is_learned"].T, strict=True)
+    ]
     assert found == expected
     for i, steps in enumerate(expected):
         is_warm = steps[0] > 2
-        assert windows["is_warm"][i] == is_warm and windows["state"][i].unique().item() == max(steps[0] - 3, 0)
+        assert windows["is_warm"][i] == is_warm and windows["state"][i].unique().item() == max(
+            steps[0] - 3, 0
+        )
         real = [step for step in steps if step < 7]
         assert rewards[i, 3:][: len(real)].tolist() == [10.0 * step for step in real]
         assert windows["terminated"][i] == (steps[-1] >= 7 - n_step)
@@ -120,11 +128,15 @@ def check_rows(replay, ledgers, args):
     for i in range(num_rows):
         env, number, step = places[windows["obs"][args.burn_in, i].tobytes()]
         episode, end = ledgers[env].episodes[number], windows["end"][i]
-        is_finished = episode[-1][4] or episode[-1][5] or number < len(ledgers[env].episodes) - 1  # or cut by a reset
+        is_finished = (
+            episode[-1][4] or episode[-1][5] or number < len(ledgers[env].episodes) - 1
+        )  # or cut by a reset
         assert env == replay.env[i] and args.burn_in < end < len(windows["obs"])
         assert windows["is_warm"][i] == (step >= args.burn_in)
         last = step + end - args.burn_in  # step of the observation at `end`
-        assert last <= len(episode) and (end == len(windows["obs"]) - 1 or (is_finished and last == len(episode)))
+        assert last <= len(episode) and (
+            end == len(windows["obs"]) - 1 or (is_finished and last == len(episode))
+        )
         assert windows["terminated"][i] == (last == len(episode) and episode[-1][4])
         for slot in range(0 if windows["is_warm"][i] else args.burn_in, end + 1):
             t = step + slot - args.burn_in
@@ -192,7 +204,9 @@ def test_windows_stay_true_when_ring_and_rows_wrap(
 ):
     """Environments with episodes of one step beside endless ones: the slots of a row outlive it."""
     lengths = {"burn_in": burn_in, "learn_length": learn_length, "n_step": n_step, "num_steps": num_steps}
-    args = Args(env_id=f"probe_envs:{env_id}", num_envs=len(p_ends), hidden_size=2, buffer_size=buffer_size, **lengths)
+    args = Args(
+        env_id=f"probe_envs:{env_id}", num_envs=len(p_ends), hidden_size=2, buffer_size=buffer_size, **lengths
+    )
     parts = make_parts(args)
     ledgers = ledgers_of(parts[0])
     for ledger, p_end in zip(ledgers, p_ends, strict=True):
@@ -213,14 +227,18 @@ def test_the_page_shows_the_windows_that_the_replay_holds():
         row = torch.tensor([[step, 1.0, step == 12, 0.0, 0.0, 0.0]])  # as in columns.py
         replay.add_step(actor, actor.observe(row), row[:, 2] > 0, row[:, 3] > 0)
     found = []
-    for first, end, is_warm in zip(*(x[:3].tolist() for x in (replay.first, replay.end, replay.is_warm)), strict=True):
+    for first, end, is_warm in zip(
+        *(x[:3].tolist() for x in (replay.first, replay.end, replay.is_warm)), strict=True
+    ):
         kinds = ("b" * 4 if is_warm else " " * 4) + "L" * 5 + "t" * 2
         kinds = kinds[:end] + "t" if end < len(kinds) else kinds
         found.append([(first + p, kind) for p, kind in enumerate(kinds) if kind != " "])
     page = (ROOT / "docs" / "r2d2_lstm.md").read_text()
     head, *lines = re.search(r"```\n(step .*?)```", page, re.S)[1].splitlines()
     columns = [(match.start(), int(match[0])) for match in re.finditer(r"\d+", head)]
-    drawn = [[(step, line[at]) for at, step in columns if line[at : at + 1] in ("b", "L", "t")] for line in lines]
+    drawn = [
+        [(step, line[at]) for at, step in columns if line[at : at + 1] in ("b", "L", "t")] for line in lines
+    ]
     assert drawn == found
     starts = [line.split(" at step ")[0].split("  ")[-1].strip() for line in lines]
     assert starts == ["stored state" if is_warm else "zero state" for is_warm in replay.is_warm[:3].tolist()]
@@ -398,7 +416,9 @@ def naive_loss(weights, target_weights, windows, importance, args):
         end = int(windows["end"][n]) - args.burn_in
         all_q = []
         for w in (weights, target_weights):
-            h, c = windows["state"][n] if args.state_init == "stored" else torch.zeros_like(windows["state"][n])
+            h, c = (
+                windows["state"][n] if args.state_init == "stored" else torch.zeros_like(windows["state"][n])
+            )
             q = []
             for t in range(0 if windows["is_warm"][n] else args.burn_in, args.burn_in + end + 1):
                 if t == args.burn_in:
@@ -410,7 +430,9 @@ def naive_loss(weights, target_weights, windows, importance, args):
         q, target_q = ([x.detach().numpy() for x in part] for part in all_q)
         rewards, errors = windows["rewards"][args.burn_in + 1 :, n].tolist(), []
         for t in range(min(args.learn_length, end)):
-            y = brute_force_target(q, target_q, rewards, end, windows["terminated"][n], t, args.gamma, args.n_step)
+            y = brute_force_target(
+                q, target_q, rewards, end, windows["terminated"][n], t, args.gamma, args.n_step
+            )
             taken = all_q[0][t][windows["last_action"][args.burn_in + t + 1, n]]
             error = y - taken
             total = total + importance[n].double() * error**2 / 2
@@ -438,9 +460,12 @@ def test_loss_and_gradients_equal_float64_loops(lengths, state_init):
     windows, importance = make_windows(args), torch.linspace(0.3, 1.0, 8)
     loss, priorities, metrics, grads = run_loss(agent, target, windows, importance, args)
     weights, target_weights = (
-        {name: p.detach().double().requires_grad_() for name, p in net.named_parameters()} for net in (agent, target)
+        {name: p.detach().double().requires_grad_() for name, p in net.named_parameters()}
+        for net in (agent, target)
     )
-    expected, expected_priorities, expected_metrics = naive_loss(weights, target_weights, windows, importance, args)
+    expected, expected_priorities, expected_metrics = naive_loss(
+        weights, target_weights, windows, importance, args
+    )
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     np.testing.assert_allclose(priorities, expected_priorities, rtol=1e-4, atol=1e-5)
@@ -497,7 +522,9 @@ def test_samples_follow_the_priorities(monkeypatch, alpha):
     p /= p.sum()
     index, weights = replay.sample(1000, alpha, 0.6)
     counts = torch.bincount(index, minlength=7)
-    assert ((counts - 1000 * p).abs() < 2).all() and counts[[0, 3, 6]].sum() == 0  # stratified: no other chance
+    assert ((counts - 1000 * p).abs() < 2).all() and counts[
+        [0, 3, 6]
+    ].sum() == 0  # stratified: no other chance
     expected = p[index] ** -0.6
     torch.testing.assert_close(weights.double(), expected / expected.max(), rtol=1e-5, atol=0.0)
     singles = torch.cat([replay.sample(1, alpha, 0.6)[0] for _ in range(4000)])
@@ -527,7 +554,9 @@ def test_new_windows_get_the_largest_priority():
 
 @pytest.mark.parametrize("norm_reward", [True, False])
 def test_an_update_learns_from_what_it_samples_and_writes_priorities(norm_reward):
-    args = make_args(2, 3, 2, env_id="probe_envs:Ledger-v0", num_envs=3, batch_size=26, norm_reward=norm_reward)
+    args = make_args(
+        2, 3, 2, env_id="probe_envs:Ledger-v0", num_envs=3, batch_size=26, norm_reward=norm_reward
+    )
     parts = make_parts(args)
     play(parts, 10, 3)
     agent, replay = parts[1], parts[3]
@@ -541,7 +570,9 @@ def test_an_update_learns_from_what_it_samples_and_writes_priorities(norm_reward
     index, weights = replay.sample(8)  # of 3 steps each
     windows = replay.read_windows(index)
     windows["rewards"] = windows["last_reward"] / (math.sqrt(25 / 2) if norm_reward else 1.0)
-    networks = ({k: p.detach().double().clone() for k, p in net.named_parameters()} for net in (agent, target))
+    networks = (
+        {k: p.detach().double().clone() for k, p in net.named_parameters()} for net in (agent, target)
+    )
     loss, priorities, expected_metrics = naive_loss(*networks, windows, weights, args)
     torch.set_rng_state(rng_state)
     optimizer = torch.optim.SGD(agent.parameters(), 0.1)
@@ -567,9 +598,15 @@ def test_exploration_follows_the_ladder():
     envs, _, actor, replay = make_parts(args)
     q = torch.tensor([[[0.0, 1.0, 0.0, 0.0]]]).expand(1, 4, 4)
     epsilons = torch.tensor([0.0, 0.2, 0.6, 1.0])
-    play((envs, lambda obs, last_action, last_reward, state: (q, state), actor, replay), 2000, epsilons=epsilons)
+    play(
+        (envs, lambda obs, last_action, last_reward, state: (q, state), actor, replay),
+        2000,
+        epsilons=epsilons,
+    )
     for ledger, epsilon in zip(ledgers_of(envs), epsilons.tolist(), strict=True):
-        actions = np.bincount([step[1] for episode in ledger.episodes for step in episode], minlength=4) / 2000
+        actions = (
+            np.bincount([step[1] for episode in ledger.episodes for step in episode], minlength=4) / 2000
+        )
         np.testing.assert_allclose(actions, epsilon / 4 + (1 - epsilon) * np.eye(4)[1], atol=0.05)
         assert epsilon > 0 or actions[1] == 1.0
 
@@ -611,14 +648,18 @@ def test_actors_are_shown_action_reward_and_state_of_their_own_episode(monkeypat
         returns = [sum(step[2] for step in episode) for episode in episodes]
         assert metrics["eval/episodic_return"] == pytest.approx(np.mean(returns), abs=1e-5)
         assert metrics["eval/episodic_return_std"] == pytest.approx(np.std(returns), abs=1e-5)
-        assert metrics["eval/episodic_length"] == pytest.approx(np.mean([len(episode) for episode in episodes]))
+        assert metrics["eval/episodic_length"] == pytest.approx(
+            np.mean([len(episode) for episode in episodes])
+        )
 
 
 def remember_suits(obs, last_action, last_reward, state):
     """Keeps the last three suits in `state`, and answers with the oldest."""
     suits = state[:, 0]  # [B, 3]
     q = torch.nn.functional.one_hot(suits[:, 0].long(), 4).float()
-    state = torch.stack((torch.cat((suits[:, 1:], obs[0].argmax(-1, keepdim=True).float()), 1), state[:, 1]), 1)
+    state = torch.stack(
+        (torch.cat((suits[:, 1:], obs[0].argmax(-1, keepdim=True).float()), 1), state[:, 1]), 1
+    )
     return q.unsqueeze(0), state
 
 
@@ -654,7 +695,9 @@ def test_without_last_action_and_reward_a_feed_forward_network_has_no_memory():
     rest = torch.tensor([[0, 3]]), torch.tensor([[0.0, 5.0]]), torch.rand(2, 2, 6)
     for recurrent in (False, True):
         for last_action_reward in (False, True):
-            agent = QNetwork(Spaces, Args(hidden_size=6, recurrent=recurrent, last_action_reward=last_action_reward))
+            agent = QNetwork(
+                Spaces, Args(hidden_size=6, recurrent=recurrent, last_action_reward=last_action_reward)
+            )
             q, _ = agent(torch.ones(1, 2, 3), *rest)  # the same observation twice
             assert torch.allclose(q[0, 0], q[0, 1]) == (not recurrent and not last_action_reward)
             q, _ = agent(torch.ones(1, 2, 3), *rest[:2], torch.zeros(2, 2, 6))
@@ -664,7 +707,9 @@ def test_without_last_action_and_reward_a_feed_forward_network_has_no_memory():
 @pytest.mark.parametrize(("side", "num_features"), [(16, 64), (35, 64 * 6 * 6), (36, 64), (84, 64 * 7 * 7)])
 def test_images_of_all_sizes_are_convolved(side, num_features):
     """84 pixels a side give the 3136 features of Mnih et al. 2015; bytes are scaled to [0, 1]."""
-    space = type("Images", (Spaces,), {"image_shape": (3, side, side), "obs_dim": 3 * side * side, "obs_scale": 255.0})
+    space = type(
+        "Images", (Spaces,), {"image_shape": (3, side, side), "obs_dim": 3 * side * side, "obs_scale": 255.0}
+    )
     agent = QNetwork(space, Args(hidden_size=4))
     assert agent.encoder[-2].in_features == num_features
     obs = torch.randint(0, 256, (2, 1, space.obs_dim), dtype=torch.uint8)
@@ -685,14 +730,20 @@ def test_images_are_kept_as_bytes():
     np.testing.assert_array_equal(parts[3].obs[:8, 0], expected)
 
 
-SHORT_EPISODES = "--burn-in 0 --learn-length 1 --n-step 1 --buffer-size 2000 --replay-ratio 2 --learning-starts 500"
+SHORT_EPISODES = (
+    "--burn-in 0 --learn-length 1 --n-step 1 --buffer-size 2000 --replay-ratio 2 --learning-starts 500"
+)
 SHORT_EPISODES += " --batch-size 32"
 QUICK = "--num-envs 32 --num-steps 4 --learning-rate 3e-3 --hidden-size 32 --target-interval 20"
 
 
 @pytest.mark.parametrize(
     ("env_id", "num_steps"),
-    [("Sums-v0", 8000), pytest.param("SameStepSums-v0", 8000, marks=pytest.mark.slow), ("Quadrants-v0", 4500)],
+    [
+        ("Sums-v0", 8000),
+        pytest.param("SameStepSums-v0", 8000, marks=pytest.mark.slow),
+        ("Quadrants-v0", 4500),
+    ],
 )
 @pytest.mark.parametrize("seed", [11, pytest.param(12, marks=pytest.mark.slow)])
 def test_probe_tasks_reach_their_optimum(tmp_path, env_id, num_steps, seed):
@@ -712,8 +763,12 @@ def test_probe_tasks_reach_their_optimum(tmp_path, env_id, num_steps, seed):
 )
 def test_value_of_an_endless_task_with_a_time_limit(tmp_path, env_id):
     """Truncation must not cut the value: 1 / (1 - 0.9) = 10 at every step. Termination leaves the rewards to come."""
-    flags = f"--env-id probe_envs:{env_id} --gamma 0.9 --total-timesteps 16000 --learning-starts 500 --burn-in 4"
-    flags += " --learn-length 6 --n-step 3 --buffer-size 1000 --replay-ratio 8 --batch-size 384 --eval-episodes 8"
+    flags = (
+        f"--env-id probe_envs:{env_id} --gamma 0.9 --total-timesteps 16000 --learning-starts 500 --burn-in 4"
+    )
+    flags += (
+        " --learn-length 6 --n-step 3 --buffer-size 1000 --replay-ratio 8 --batch-size 384 --eval-episodes 8"
+    )
     flags += " --memory-span 1"
     r2d2.main([*f"{flags} {QUICK}".split(), "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
@@ -741,7 +796,9 @@ def test_updates_keep_to_the_replay_ratio_and_copy_the_target(tmp_path, monkeypa
         return update(agent, target, *rest)
 
     monkeypatch.setattr(r2d2, "update_network", watch)
-    flags = "--env-id probe_envs:Fixed-v0 --num-envs 4 --num-steps 7 --total-timesteps 1500 --learning-starts 0"
+    flags = (
+        "--env-id probe_envs:Fixed-v0 --num-envs 4 --num-steps 7 --total-timesteps 1500 --learning-starts 0"
+    )
     flags += " --burn-in 2 --learn-length 3 --n-step 2 --batch-size 15 --buffer-size 60 --replay-ratio 0.7"
     flags += " --target-interval 7 --hidden-size 8 --eval-episodes 1"
     r2d2.main([*flags.split(), "--run-dir", str(tmp_path)])
@@ -749,7 +806,10 @@ def test_updates_keep_to_the_replay_ratio_and_copy_the_target(tmp_path, monkeypa
     checkpoint, scalars = torch.load(path / "checkpoint.pt", weights_only=True), read_scalars(path)
     num_windows, num_updates = int(checkpoint["replay"]["num_added"]), len(is_equal)
     assert num_windows > 500 and num_updates == checkpoint["num_updates"] > 60
-    assert 0.7 * num_windows - 5 * num_updates == pytest.approx(5 * checkpoint["num_due"]) and checkpoint["num_due"] < 1
+    assert (
+        0.7 * num_windows - 5 * num_updates == pytest.approx(5 * checkpoint["num_due"])
+        and checkpoint["num_due"] < 1
+    )
     assert scalars["charts/num_updates"][-1][1] == num_updates
     assert is_equal == [i % 7 == 0 for i in range(num_updates)]
 
@@ -757,15 +817,29 @@ def test_updates_keep_to_the_replay_ratio_and_copy_the_target(tmp_path, monkeypa
 def test_longer_windows_do_not_cut_updates(tmp_path, monkeypatch):
     """A batch holds as many steps, so that a step is learned as often in as many updates."""
     flags = "--env-id probe_envs:NoLimit-v0 --num-envs 4 --num-steps 40 --total-timesteps 1600 --learning-starts 0"
-    flags += " --batch-size 64 --hidden-size 4 --burn-in 0 --eval-episodes 1 --replay-ratio 2 --buffer-size 999"
+    flags += (
+        " --batch-size 64 --hidden-size 4 --burn-in 0 --eval-episodes 1 --replay-ratio 2 --buffer-size 999"
+    )
     found = []
     scores = {f"eval/{name}": 0.0 for name in ("episodic_return", "episodic_return_std", "episodic_length")}
     monkeypatch.setattr(r2d2, "evaluate", lambda *_: scores)
     for learn_length in (4, 20):
-        r2d2.main([*flags.split(), "--learn-length", str(learn_length), "--run-dir", str(tmp_path / str(learn_length))])
-        checkpoint = torch.load(read_result(tmp_path / str(learn_length))[0] / "checkpoint.pt", weights_only=True)
+        r2d2.main(
+            [
+                *flags.split(),
+                "--learn-length",
+                str(learn_length),
+                "--run-dir",
+                str(tmp_path / str(learn_length)),
+            ]
+        )
+        checkpoint = torch.load(
+            read_result(tmp_path / str(learn_length))[0] / "checkpoint.pt", weights_only=True
+        )
         found.append(checkpoint["num_updates"])
-    assert found[0] == 49 and found[1] in range(48, 53)  # 1,600 steps twice over 64; less than a window is left
+    assert found[0] == 49 and found[1] in range(
+        48, 53
+    )  # 1,600 steps twice over 64; less than a window is left
 
 
 def test_logged_returns_are_those_of_the_greedier_half(tmp_path):
@@ -788,12 +862,16 @@ def test_logged_returns_are_those_of_the_greedier_half(tmp_path):
     assert stats.count == 30 and stats.get_rms().item() == pytest.approx(math.sqrt((1 + 4 + 9) / 3))
 
 
-def test_environments_without_end_are_scored_by_windows_of_steps_and_cut_in_evaluation(tmp_path, monkeypatch, capsys):
+def test_environments_without_end_are_scored_by_windows_of_steps_and_cut_in_evaluation(
+    tmp_path, monkeypatch, capsys
+):
     import envs_shared.gym_tasks.scores as scores
 
     monkeypatch.setattr(scores, "MAX_STEPS", 30)
     monkeypatch.setattr(scores, "WINDOW", 96)
-    flags = "--env-id probe_envs:NoLimit-v0 --num-envs 2 --num-steps 40 --total-timesteps 480 --eval-episodes 2"
+    flags = (
+        "--env-id probe_envs:NoLimit-v0 --num-envs 2 --num-steps 40 --total-timesteps 480 --eval-episodes 2"
+    )
     flags += " --learning-starts 400 --buffer-size 40 --hidden-size 4 --max-grad-norm inf"
     r2d2.main([*flags.split(), "--run-dir", str(tmp_path)])
     path, result = read_result(tmp_path)
@@ -812,7 +890,9 @@ def test_environments_without_end_are_scored_by_windows_of_steps_and_cut_in_eval
 )
 def test_the_lstm_remembers_what_only_the_stored_states_hold(tmp_path, flags, low, high):
     """The cue, at step 0, is in no window that holds the step it is asked for at, 4."""
-    base = f"--env-id probe_envs:Recall-v0 {QUICK} --total-timesteps 16000 --learning-starts 500 --batch-size 96"
+    base = (
+        f"--env-id probe_envs:Recall-v0 {QUICK} --total-timesteps 16000 --learning-starts 500 --batch-size 96"
+    )
     base += " --burn-in 2 --learn-length 3 --n-step 2 --buffer-size 2000 --replay-ratio 4"
     r2d2.main([*base.split(), *flags.split(), "--run-dir", str(tmp_path)])
     assert low <= read_result(tmp_path)[1]["metrics"]["eval/episodic_return"] <= high
@@ -890,13 +970,19 @@ def update_once(agent, target, windows, importance, args):
     replay = FixedWindows(windows, importance)
     optimizer = torch.optim.SGD(agent.parameters(), 1.0)
     metrics = r2d2.update_network(agent, target, optimizer, replay, None, r2d2_loss, args)
-    return torch.cat([p.detach().flatten() for p in agent.parameters()]).numpy(), replay.priority.numpy(), metrics
+    return (
+        torch.cat([p.detach().flatten() for p in agent.parameters()]).numpy(),
+        replay.priority.numpy(),
+        metrics,
+    )
 
 
 # Resume
 
 
-SMALL = "--num-envs 4 --learning-starts 100 --batch-size 128 --buffer-size 60 --hidden-size 8 --target-interval 5"
+SMALL = (
+    "--num-envs 4 --learning-starts 100 --batch-size 128 --buffer-size 60 --hidden-size 8 --target-interval 5"
+)
 SMALL += " --eval-episodes 1 --replay-ratio 2"
 
 
@@ -1027,7 +1113,14 @@ def test_resets_do_not_wear_out_the_ring():
 
 
 @pytest.mark.parametrize(
-    "flags", ["--hidden-size 9", "--env-id TMaze10-v0", "--no-recurrent", "--no-last-action-reward", "--buffer-size 61"]
+    "flags",
+    [
+        "--hidden-size 9",
+        "--env-id TMaze10-v0",
+        "--no-recurrent",
+        "--no-last-action-reward",
+        "--buffer-size 61",
+    ],
 )
 def test_a_checkpoint_is_not_resumed_with_other_shapes(tmp_path, capsys, flags):
     r2d2.main([*SMALL.split(), "--total-timesteps", "164", "--run-dir", str(tmp_path)])
@@ -1050,7 +1143,9 @@ def test_compiled_loss_equals_eager():
     results = []
     for loss_fn in (r2d2_loss, torch.compile(r2d2_loss)):
         agent.zero_grad()
-        loss, priorities, metrics = loss_fn(agent, target, windows, importance, windows["is_learned"].sum(), args)
+        loss, priorities, metrics = loss_fn(
+            agent, target, windows, importance, windows["is_learned"].sum(), args
+        )
         loss.backward()
         results.append([loss.detach(), priorities, metrics, *(p.grad.clone() for p in agent.parameters())])
     for eager, compiled in zip(*results, strict=True):
@@ -1087,7 +1182,9 @@ def test_bfloat16_ends_before_the_targets(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("flags", ["", "--env-id probe_envs:SameStepLedger-v0", "--env-id probe_envs:Quadrants-v0"])
+@pytest.mark.parametrize(
+    "flags", ["", "--env-id probe_envs:SameStepLedger-v0", "--env-id probe_envs:Quadrants-v0"]
+)
 def test_cuda_graphs_equal_eager(tmp_path, flags):
     states = []
     for graphs in ("--cuda-graphs", "--no-cuda-graphs"):

@@ -40,7 +40,9 @@ def draw(num_instances, num_nodes, seed=0, dtype=torch.float32):
 
 
 def draw_tours(num_instances, num_tours, num_nodes, seed=0):
-    return torch.rand(num_instances, num_tours, num_nodes, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return torch.rand(
+        num_instances, num_tours, num_nodes, generator=torch.Generator().manual_seed(seed)
+    ).argsort(-1)
 
 
 # The network, written again as the paper has it: embeddings [B, N, D], one decoding step at a time
@@ -73,7 +75,9 @@ def reference_step(agent, h, nodes, visited):
     context = torch.cat([x.expand(len(h), -1) for x in (h.mean(1), last, first)], -1)  # [B, 3 D], eq. 4
     w_q = torch.cat((agent.project_graph.weight, agent.project_last.weight, agent.project_first.weight), 1)
     q = context @ w_q.T  # eq. 5
-    key, value, logit_key = (h @ p.weight.T for p in (agent.project_k, agent.project_v, agent.project_logit_k))
+    key, value, logit_key = (
+        h @ p.weight.T for p in (agent.project_k, agent.project_v, agent.project_logit_k)
+    )
     heads = []
     for part in range(8):
         s = slice(16 * part, 16 * part + 16)
@@ -145,7 +149,9 @@ def test_probabilities_of_all_tours_sum_to_one():
     for num_nodes in (3, 6):
         tours = torch.tensor(list(itertools.permutations(range(num_nodes))))[None]
         log_likelihood, start = am.score_tours(make_agent()(draw(1, num_nodes)), tours)
-        assert (log_likelihood + start.gather(1, tours[:, :, 0])).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+        assert (log_likelihood + start.gather(1, tours[:, :, 0])).exp().sum().item() == pytest.approx(
+            1.0, abs=1e-5
+        )
 
 
 def test_samples_follow_the_policy():
@@ -222,7 +228,9 @@ def test_units_and_position_of_the_points_do_not_matter(scale, x, y):
     unit = am.scale_to_unit_square(moved)
     torch.testing.assert_close(unit, am.scale_to_unit_square(points), atol=1e-7, rtol=0)
     extent = points.amax(1) - points.amin(1)
-    torch.testing.assert_close(unit.amax(1), extent / extent.amax(1, keepdim=True), atol=1e-7, rtol=0)  # aspect kept
+    torch.testing.assert_close(
+        unit.amax(1), extent / extent.amax(1, keepdim=True), atol=1e-7, rtol=0
+    )  # aspect kept
 
 
 def test_points_that_coincide_are_no_problem():
@@ -293,7 +301,11 @@ def test_a_training_step_is_few_operations_and_never_waits(baseline):
             update()
         counts[optimizer] = len(counter.names), counter.views
     print(baseline, counts)
-    assert counts["adam"][0] <= 1420 and sum(counts["adam"]) <= 2900 and counts["muon"][0] <= counts["adam"][0] + 700
+    assert (
+        counts["adam"][0] <= 1420
+        and sum(counts["adam"]) <= 2900
+        and counts["muon"][0] <= counts["adam"][0] + 700
+    )
     waiting = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
     assert not [name for name in counter.names if name.split(".")[1] in waiting]
 
@@ -319,7 +331,10 @@ def test_scoring_in_one_pass_takes_fewer_operations_and_less_memory():
     _, memory_of_encoder = count(lambda: reference_encode(agent, points))
     print(operations, operations_by_steps, memory - memory_of_nodes, memory_by_steps - memory_of_encoder)
     assert operations < operations_by_steps / 3
-    assert memory - memory_of_nodes < (memory_by_steps - memory_of_encoder) / 2 and memory < 0.8 * memory_by_steps
+    assert (
+        memory - memory_of_nodes < (memory_by_steps - memory_of_encoder) / 2
+        and memory < 0.8 * memory_by_steps
+    )
 
 
 def short_run(tmp_path, *flags):
@@ -334,12 +349,18 @@ def get_policy(checkpoint):
 
 
 def test_the_baseline_is_replaced_when_the_policy_is_better(tmp_path):
-    flags = "--baseline rollout --env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 15 --batch-size 16".split()
+    flags = (
+        "--baseline rollout --env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 15 --batch-size 16".split()
+    )
     flags += ["--baseline-instances", "200", "--checkpoint-interval", "1"]
     path, _, checkpoint = short_run(tmp_path, *flags)
     updates = [value for _, value in read_scalars(path)["charts/baseline_updates"]]
-    assert 1 <= updates[-1] <= 4 and updates == sorted(updates) and checkpoint["baseline_updates"] == updates[-1]
-    assert any(v.ne(checkpoint["agent"][k]).any() for k, v in get_policy(checkpoint).items()) or updates[-1] == 4
+    assert (
+        1 <= updates[-1] <= 4 and updates == sorted(updates) and checkpoint["baseline_updates"] == updates[-1]
+    )
+    assert (
+        any(v.ne(checkpoint["agent"][k]).any() for k, v in get_policy(checkpoint).items()) or updates[-1] == 4
+    )
 
 
 def test_rollout_baseline_is_the_greedy_tour_of_the_frozen_policy():
@@ -366,7 +387,9 @@ def test_single_tours_are_learned_with_the_choice_of_their_first_node(baseline):
 
     def score(nodes, tours):
         seen.append(tours)
-        return torch.full(tours.shape[:2], -2.0), -torch.arange(1.0, 1 + tours.shape[-1]).expand(len(tours), -1)
+        return torch.full(tours.shape[:2], -2.0), -torch.arange(1.0, 1 + tours.shape[-1]).expand(
+            len(tours), -1
+        )
 
     loss, _, _, log_likelihood = am.compute_loss(agent, score, frozen, points, am.Args(baseline=baseline))
     first = seen[0][:, :, 0].float()
@@ -391,9 +414,7 @@ def test_the_policy_is_taken_over_only_where_it_is_significantly_better():
 
 @pytest.mark.parametrize(("baseline", "optimizer"), [("rollout", "muon"), ("exponential", "adam")])
 def test_resume_is_exact_with_every_baseline_and_optimizer(tmp_path, baseline, optimizer):
-    flags = (
-        f"--baseline {baseline} --baseline-instances 50 --no-anneal-lr --env-id tsp8-uniform --optimizer {optimizer}"
-    )
+    flags = f"--baseline {baseline} --baseline-instances 50 --no-anneal-lr --env-id tsp8-uniform --optimizer {optimizer}"
     whole = short_run(tmp_path / "whole", *flags.split(), "--num-epochs", 4)[2]
     path, *_ = short_run(tmp_path / "half", *flags.split())
     am.main(["--resume", str(path / "checkpoint.pt"), "--num-epochs", "4"])
@@ -426,7 +447,16 @@ def test_a_finished_run_goes_on_with_another_baseline_or_other_instances(tmp_pat
 
     with mock.patch.object(am, "compute_loss", spy), mock.patch.object(am, "t_test", lambda differences: 1.0):
         am.main(
-            ["--resume", str(checkpoint), "--baseline", "rollout", "--num-epochs", "4", "--baseline-instances", "9"]
+            [
+                "--resume",
+                str(checkpoint),
+                "--baseline",
+                "rollout",
+                "--num-epochs",
+                "4",
+                "--baseline-instances",
+                "9",
+            ]
         )
     assert warmups == [1.0] * 3 + [0.0] * 3
     assert all(torch.equal(v, policies[0][k]) for k, v in before["agent"].items())
@@ -460,7 +490,17 @@ def test_learning_rates_fall_along_half_a_cosine(tmp_path):
         ("--no-anneal-lr", [1, 1, 1, 1]),
         ("--anneal-lr", [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
     ):
-        flags = flag, "--num-epochs", 4, "--steps-per-epoch", 1, "--env-id", "tsp5-uniform", "--learning-rate", 0.1
+        flags = (
+            flag,
+            "--num-epochs",
+            4,
+            "--steps-per-epoch",
+            1,
+            "--env-id",
+            "tsp5-uniform",
+            "--learning-rate",
+            0.1,
+        )
         path, _, checkpoint = short_run(tmp_path / flag, *flags)
         rates = [value for _, value in read_scalars(path)["charts/learning_rate"]]
         assert rates == pytest.approx([0.1 * factor for factor in factors])
@@ -493,7 +533,9 @@ def test_compiled_equals_eager(tmp_path):
         for flag in ("--compile", "--no-compile")
     ]
     for name, value in weights[0].items():
-        if not name.endswith("ff.2.bias"):  # a norm follows: its gradient is rounding alone, of which Adam makes steps
+        if not name.endswith(
+            "ff.2.bias"
+        ):  # a norm follows: its gradient is rounding alone, of which Adam makes steps
             torch.testing.assert_close(value, weights[1][name], atol=2e-4, rtol=1e-3, msg=name)
 
 
@@ -549,7 +591,9 @@ def test_muon_has_the_matrices_and_adam_all_others():
 @pytest.mark.parametrize("flags", ["--baseline pomo", "--baseline rollout --optimizer adam"])
 def test_cuda_graphs_equal_eager(tmp_path, flags):
     flags = *flags.split(), "--baseline-instances", 100
-    weights = [short_run(tmp_path / flag, flag, *flags)[2]["agent"] for flag in ("--cuda-graphs", "--no-cuda-graphs")]
+    weights = [
+        short_run(tmp_path / flag, flag, *flags)[2]["agent"] for flag in ("--cuda-graphs", "--no-cuda-graphs")
+    ]
     for name, value in weights[0].items():
         torch.testing.assert_close(value.cpu(), weights[1][name].cpu(), rtol=1e-2, atol=1e-3, msg=name)
 
@@ -560,7 +604,10 @@ def test_cuda_graphs_equal_eager(tmp_path, flags):
 def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
     """On files by other programs: what --solve writes and --evaluate prints, recomputed with numpy."""
     path, *_ = short_run(tmp_path / "runs")
-    data, berlin = tsp.REFERENCE_FOLDER / "tsp20-gaussian.txt", ROOT / "tests" / "data" / "tsplib" / "berlin52.tsp"
+    data, berlin = (
+        tsp.REFERENCE_FOLDER / "tsp20-gaussian.txt",
+        ROOT / "tests" / "data" / "tsplib" / "berlin52.tsp",
+    )
     capsys.readouterr()
     flags = ["--evaluate", str(path / "checkpoint.pt"), "--solve", str(tmp_path / "tours")]
     am.main([*flags, "--data", str(data), str(berlin), "--decoding", "greedy", "multistart"])
@@ -578,7 +625,9 @@ def test_gaps_agree_with_lengths_in_float64(tmp_path, capsys):
             order = np.array(tour.split(), int) - 1
             assert order[0] == order[-1] and sorted(order[:-1]) == list(range(20))
             lengths.append(np.linalg.norm(np.diff(points[order], axis=0), axis=1).sum())
-        assert ours.split(" output ")[0].split() == [repr(float(x)) for x in line.split(" output ")[0].split()]
+        assert ours.split(" output ")[0].split() == [
+            repr(float(x)) for x in line.split(" output ")[0].split()
+        ]
         ratios.append(100 * (lengths[0] / lengths[1] - 1))
     best = min(printed[f"eval/tsp20-gaussian/{decoding}_gap"] for decoding in ("greedy", "multistart"))
     assert -1e-9 <= np.mean(ratios) <= best + 1e-4  # four digits are printed
@@ -601,13 +650,18 @@ def test_tours_of_one_and_two_cities(tmp_path, capsys):
     flags = ["--evaluate", str(path / "best.pt"), "--data", str(tmp_path / "few.txt")]
     am.main([*flags, "--solve", str(tmp_path / "tours")])
     assert (tmp_path / "tours" / "few.txt").read_text().splitlines()[0] == "3.0 4.0 output 1 1"
-    assert (tmp_path / "tours" / "few.txt").read_text().splitlines()[1].split(" output ")[1] in ("1 2 1", "2 1 2")
+    assert (tmp_path / "tours" / "few.txt").read_text().splitlines()[1].split(" output ")[1] in (
+        "1 2 1",
+        "2 1 2",
+    )
     assert "eval/greedy_length 5.0000" in capsys.readouterr().out  # the mean of 0 and 10
 
 
 def test_a_death_while_solving_leaves_nothing_that_a_retry_would_meet(tmp_path):
     """Before each file of the output and before the folder gets its name."""
-    instances = [tsp.Instance("a", draw(1, 5)[0].double().numpy(), file="a", metric=m) for m in ("EUC_2D", "EUCLIDEAN")]
+    instances = [
+        tsp.Instance("a", draw(1, 5)[0].double().numpy(), file="a", metric=m) for m in ("EUC_2D", "EUCLIDEAN")
+    ]
     instances[1].file = "b"
     tours = [np.arange(5)] * 2
     for name in ("write_text", "rename"):

@@ -85,7 +85,9 @@ def test_generators():
         1 / 12, abs=0.01
     )
     gaussian = tsp.generate_points("tsp50-gaussian", 5000, generator=torch.Generator().manual_seed(0))
-    assert gaussian.mean().item() == pytest.approx(0, abs=0.01) and gaussian.std().item() == pytest.approx(1, abs=0.01)
+    assert gaussian.mean().item() == pytest.approx(0, abs=0.01) and gaussian.std().item() == pytest.approx(
+        1, abs=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,10 @@ def test_points_are_drawn_by_seed_and_from_a_file_without_repetition():
 
 
 def test_rounding_of_the_metrics():
-    a, b = torch.tensor([[0.0, 0.0]]).double(), torch.tensor([[0.0, 2.5], [0.0, 2.4], [3.0, 4.0], [10.0, 0.0]]).double()
+    a, b = (
+        torch.tensor([[0.0, 0.0]]).double(),
+        torch.tensor([[0.0, 2.5], [0.0, 2.4], [3.0, 4.0], [10.0, 0.0]]).double(),
+    )
     assert tsp_files.euc_2d(a, b).tolist() == [3, 2, 5, 10]
     assert tsp_files.ceil_2d(a, b).tolist() == [3, 3, 5, 10]
     # ATT: r = sqrt(d^2 / 10), t = nint(r), and t + 1 where t < r: 0.79 -> 1, 0.76 -> 1, 1.58 -> 2, 3.16 -> 4
@@ -147,7 +152,8 @@ def test_tsplib_instances_have_their_known_optimum(name, optimum):
 @settings(max_examples=50, deadline=None)
 def test_ml4co_files_read_back_to_the_last_bit(tmp_path_factory, drawn):
     instances = [
-        tsp.Instance("", np.array(x).reshape(-1, 2), None if tour is None else np.array(tour)) for x, tour in drawn
+        tsp.Instance("", np.array(x).reshape(-1, 2), None if tour is None else np.array(tour))
+        for x, tour in drawn
     ]
     path = write(tmp_path_factory.mktemp("tsp") / "x.txt", tsp.format_ml4co(instances))
     for instance, again in zip(instances, tsp.read_instances(path), strict=True):
@@ -221,7 +227,9 @@ HEADER = "NAME: x\nTYPE: TSP\nDIMENSION: 3\nEDGE_WEIGHT_TYPE: EUC_2D\nNODE_COORD
 def test_tsplib_nodes_in_any_order_and_spaced_headers(tmp_path):
     text = "NAME : x\nTYPE : TSP (M.~Hofmeister)\nDIMENSION : 3\nEDGE_WEIGHT_TYPE : CEIL_2D\nNODE_COORD_SECTION\n"
     path = tmp_path / "x.TSP"
-    text = text.replace("DIMENSION : 3", "DIMENSION : 03\nCOMMENT : Caf\xe9") + "2 1.5e1 2\n 1 0 0\n3 4 4\nEOF\n"
+    text = (
+        text.replace("DIMENSION : 3", "DIMENSION : 03\nCOMMENT : Caf\xe9") + "2 1.5e1 2\n 1 0 0\n3 4 4\nEOF\n"
+    )
     path.write_bytes(b"\xef\xbb\xbf" + text.encode("latin-1"))
     write(tmp_path / "x.opt.tour", "NAME : t\nTYPE : TOUR\nDIMENSION : 3\nTOUR_SECTION\n1 3\n2\n-1\nEOF\n")
     (instance,) = tsp.read_instances(path)
@@ -249,7 +257,9 @@ def test_bad_tsplib_files(tmp_path, text, message):
         tsp.read_instances(write(tmp_path / "x.tsp", text))
 
 
-@pytest.mark.parametrize(("tour", "message"), [("1 2 4", "does not visit"), ("1 2", "2 nodes"), ("1 b 2", ":2: not a")])
+@pytest.mark.parametrize(
+    ("tour", "message"), [("1 2 4", "does not visit"), ("1 2", "2 nodes"), ("1 b 2", ":2: not a")]
+)
 def test_bad_tsplib_tours(tmp_path, tour, message):
     path = write(tmp_path / "x.tsp", HEADER + "1 0 0\n2 1 1\n3 2 1\nEOF\n")
     write(tmp_path / "x.opt.tour", f"TOUR_SECTION\n{tour}\n-1\n")
@@ -309,7 +319,9 @@ def test_elkai_finds_the_optimum():
         points = np.random.default_rng(3).random((9, 2)) * scale
         instance = tsp.Instance("x", points, None, metric)
         assert tsp.add_reference_tours([instance]) == 0
-        assert tsp.get_reference_lengths([instance])[0] == pytest.approx(solve_exactly(points, metric), rel=1e-6)
+        assert tsp.get_reference_lengths([instance])[0] == pytest.approx(
+            solve_exactly(points, metric), rel=1e-6
+        )
 
 
 def test_without_elkai_there_is_no_reference(monkeypatch):

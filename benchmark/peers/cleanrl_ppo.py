@@ -124,7 +124,16 @@ def main() -> None:
     adapt_gymnasium(returns, is_continuous)
     file = "ppo_continuous_action.py" if is_continuous else "ppo.py"
     path = Path(find_spec("cleanrl").submodule_search_locations[0], file)
-    flags = ["--env-id", args.env_id, "--seed", args.seed, "--total-timesteps", args.total_timesteps, "--cuda", False]
+    flags = [
+        "--env-id",
+        args.env_id,
+        "--seed",
+        args.seed,
+        "--total-timesteps",
+        args.total_timesteps,
+        "--cuda",
+        False,
+    ]
     sys.argv = [str(path), *map(str, flags), *SETTINGS[args.settings]]
 
     args.run_dir = str(Path(args.run_dir).resolve())
@@ -138,7 +147,9 @@ def main() -> None:
         record_into(run, returns, bar)
         steps = runpy.run_path(str(path), run_name="__main__")["global_step"]
     seconds = run.cpu_seconds
-    print(f"{args.env_id}: {run.program}: {steps:,} steps in {seconds:.1f} CPU-seconds; run folder {run.path}")
+    print(
+        f"{args.env_id}: {run.program}: {steps:,} steps in {seconds:.1f} CPU-seconds; run folder {run.path}"
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ FLAGS = "--mode gtp --chinese-rules --positional-superko --capture-all-dead --ne
 def make_parser():
     """Flags."""
     parser = peer.make_parser(__doc__, "Go-5x5")
-    parser.add_argument("--level", type=int, choices=range(1, 11), default=1, metavar="1..10", help="of GNU Go")
+    parser.add_argument(
+        "--level", type=int, choices=range(1, 11), default=1, metavar="1..10", help="of GNU Go"
+    )
     go_engine.add_match_flags(parser)
     return parser
 

@@ -90,7 +90,9 @@ def play(go, player, others: list, seed: int) -> tuple[list[list[int]], list[flo
                 if len(rows) == 0:
                     continue
                 at_turn = boards.pick(rows)
-                moves = player(at_turn) if is_ours else torch.tensor([others[i](games[i]) for i in rows.tolist()])
+                moves = (
+                    player(at_turn) if is_ours else torch.tensor([others[i](games[i]) for i in rows.tolist()])
+                )
                 for i, move in zip(rows.tolist(), moves.tolist(), strict=True):
                     games[i].append(move)
                 is_legal = go.legal_moves(at_turn)[torch.arange(len(rows)), moves]
@@ -115,7 +117,9 @@ def summarize(games: list[list[int]], scores: list[float], is_black: list[bool],
         chosen = [row for row in zip(games, margins, is_black, strict=True) if row[2] in colours]
         if chosen:
             found = score_match(*zip(*chosen, strict=True))
-            metrics |= {f"ours_win_rate{end}{limit}": found[f"win_rate{limit}"] for limit in ("", "_low", "_high")}
+            metrics |= {
+                f"ours_win_rate{end}{limit}": found[f"win_rate{limit}"] for limit in ("", "_low", "_high")
+            }
     num_games = found["distinct_games"]
     metrics |= {"mean_margin": found["margin"], "distinct_games": num_games}
     metrics["ours_elo"] = compute_elo(found["win_rate"], num_games)

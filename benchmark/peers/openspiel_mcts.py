@@ -56,7 +56,9 @@ def search(args) -> None:
     for _ in tqdm(range(args.repeats), unit="repeat"):
         start = time.process_time()
         for _ in range(num_searches):
-            mcts.MCTSBot(game, C_PUCT, n, NullEvaluator(), child_selection_fn=mcts.SearchNode.puct_value).step(state)
+            mcts.MCTSBot(
+                game, C_PUCT, n, NullEvaluator(), child_selection_fn=mcts.SearchNode.puct_value
+            ).step(state)
         rates.append(num_searches * n / (time.process_time() - start))
     metrics = {"simulations_per_cpu_second": statistics.median(rates)}
     run.finish(next(iter(metrics)), metrics, args.repeats * num_searches * n, peer.get_version("open_spiel"))

@@ -90,5 +90,7 @@ class Run:
         self.log(step, {name if "/" in name else f"eval/{name}": value for name, value in metrics.items()})
         self.writer.close()
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"{self.args.env_id}: {self.program}: {values} in {time.time() - self.wall_start:.1f} s", end="; ")
+        print(
+            f"{self.args.env_id}: {self.program}: {values} in {time.time() - self.wall_start:.1f} s", end="; "
+        )
         print(f"run folder {self.path}")

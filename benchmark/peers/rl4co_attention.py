@@ -75,7 +75,9 @@ def main() -> None:
     start = time.process_time()
     baseline.setup(policy, env, **options)
     for epoch in range(args.num_epochs):
-        dataset = baseline.wrap_dataset(env.dataset(num_instances), env, batch_size=ROLLOUT_BATCH_SIZE, device="cpu")
+        dataset = baseline.wrap_dataset(
+            env.dataset(num_instances), env, batch_size=ROLLOUT_BATCH_SIZE, device="cpu"
+        )
         policy.train()
         for batch in DataLoader(dataset, args.batch_size, shuffle=True, collate_fn=dataset.collate_fn):
             td = env.reset(batch)

@@ -46,7 +46,13 @@ TUNED = {
     "MountainCarContinuous-v0": Settings(
         num_envs=1,
         arguments={"n_steps": 8, "batch_size": 256, "n_epochs": 10, "gamma": 0.9999, "gae_lambda": 0.9}
-        | {"learning_rate": 7.77e-5, "clip_range": 0.1, "ent_coef": 0.00429, "vf_coef": 0.19, "max_grad_norm": 5}
+        | {
+            "learning_rate": 7.77e-5,
+            "clip_range": 0.1,
+            "ent_coef": 0.00429,
+            "vf_coef": 0.19,
+            "max_grad_norm": 5,
+        }
         | {"use_sde": True, "policy_kwargs": {"log_std_init": -3.29, "ortho_init": False}},
         is_normalized=True,
     ),

@@ -108,7 +108,9 @@ def train_gain_head(agent, args, train, looks_ahead: bool):
             for t in range(args.num_steps):
                 mean = agent.look(images, queries[-1], torch.full((32,), t))
                 queries.append(queries[-1] + agent.up(mean).view_as(queries[-1]))
-            worth = [cd.get_worth(agent.classify(query), labels, agent.running_f1, args.beta) for query in queries]
+            worth = [
+                cd.get_worth(agent.classify(query), labels, agent.running_f1, args.beta) for query in queries
+            ]
             for t in range(args.num_steps):
                 end = args.num_steps if looks_ahead else t + 1
                 states.append(add_step(queries[t], t, args).flatten(0, 1))
@@ -205,7 +207,9 @@ def measure(studies: list[str]) -> None:
                 row["metrics"] = measure_methods(agent, args, train, val, test)
                 if study in ("buildings", "buildings-cloudy"):
                     control = control or train_control(load_agent(detector)[0], args, train)
-                    row["control"] = measure_methods(control, args, train, val, test, row["metrics"]["ppo_looks"])
+                    row["control"] = measure_methods(
+                        control, args, train, val, test, row["metrics"]["ppo_looks"]
+                    )
                 common.save_rows("change_detection", [row], ("study", "cost", "data_seed", "seed"))
                 print(study, cost, data_seed, seed, row["metrics"]["ppo_f1"], flush=True)
 
@@ -242,7 +246,9 @@ def format_lead(rows: list[dict], method: str, group: str) -> str:
     """PPO's lead over a method with its interval, bold where zero is outside."""
     gain, interval, wins = compare(rows, method, group)
     text = f"{gain:+.3f} ± {interval:.3f}"
-    return f"**{text}** ({wins} of {len(rows)})" if abs(gain) > interval else f"{text} ({wins} of {len(rows)})"
+    return (
+        f"**{text}** ({wins} of {len(rows)})" if abs(gain) > interval else f"{text} ({wins} of {len(rows)})"
+    )
 
 
 def make_tables(results: dict) -> str:
@@ -318,7 +324,9 @@ def make_sections(results: dict) -> dict[tuple[str, str], str]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
     return parser
 

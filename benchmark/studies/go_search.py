@@ -39,7 +39,9 @@ def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
         boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards)))
         if (over := boards.is_over).any():  # which waits for a GPU, too
             boards.replace_rows(over, go.new(int(over.sum())))
-    return 30 * num_games / (time.process_time() - start[0]), 30 * num_games / (time.perf_counter() - start[1])
+    return 30 * num_games / (time.process_time() - start[0]), 30 * num_games / (
+        time.perf_counter() - start[1]
+    )
 
 
 def list_searches(num_games: int, device):
@@ -66,7 +68,9 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
     searches = list(list_searches(num_games, device))
     for _ in range(num_repeats):
         for size in (5, 9, 19):
-            rates.setdefault(f"moves of the rules, {size}x{size}", []).append(measure_rules(size, num_games, device))
+            rates.setdefault(f"moves of the rules, {size}x{size}", []).append(
+                measure_rules(size, num_games, device)
+            )
         for what, go, boards, evaluators, num_simulations in searches:
             one, two = (measure_search(go, boards, evaluators[:n], num_simulations) for n in (1, 2))
             rates.setdefault(what, []).append((*one, *two))
@@ -93,7 +97,9 @@ def make_sections(results: dict) -> dict[tuple[str, str], str]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cuda", action="store_true")
     return parser

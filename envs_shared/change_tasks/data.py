@@ -29,7 +29,9 @@ def label_cells(pixels: torch.Tensor, patch_size: int, cell_size: int, num_class
 
     A cell is changed where at least half of the pixels that count are; it has the most frequent of their classes.
     """
-    cells = pixels.unfold(1, cell_size, cell_size).unfold(2, cell_size, cell_size).flatten(3)  # [B, H / c, W / c, c c]
+    cells = (
+        pixels.unfold(1, cell_size, cell_size).unfold(2, cell_size, cell_size).flatten(3)
+    )  # [B, H / c, W / c, c c]
     counts = torch.stack([(cells == c).sum(-1) for c in range(num_classes)], -1)  # [B, H / c, W / c, C]
     total = counts.sum(-1)
     changed = counts[..., 1:].sum(-1)
@@ -82,7 +84,9 @@ def load_pairs(args, fail) -> dict[str, Pairs]:
         lines = change_files.audit(splits)
         for split, pictures in splits.items():
             change_files.check_sizes(pictures, args.image_size, f"{args.data_dir}: {split}")
-        pairs["train"] = stack_pictures(splits.pop("train"), args.cell_size)  # one by one, as they fill the memory
+        pairs["train"] = stack_pictures(
+            splits.pop("train"), args.cell_size
+        )  # one by one, as they fill the memory
         for split in ("val", "test"):
             pairs[split] = to_pairs(*change_files.cut(splits.pop(split), args.image_size), args.cell_size)
         num_changed = int(((pairs["val"].pixels % change_files.IGNORE) > 0).any(2).any(1).sum())
@@ -95,7 +99,9 @@ def load_pairs(args, fail) -> dict[str, Pairs]:
     return pairs
 
 
-def draw_batch(pairs: Pairs, args, device: torch.device, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(
+    pairs: Pairs, args, device: torch.device, batch_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random crops of random pairs: pictures [B, 6, S + 2 c, S + 2 c] in about [-0.5, 0.5], and their cells [B, N, G].
 
     Each crop is turned and mirrored into one of the eight images of the square, and each date has a contrast and a
@@ -110,7 +116,9 @@ def draw_batch(pairs: Pairs, args, device: torch.device, batch_size: int) -> tup
 
     def crop(x: torch.Tensor, length: int) -> torch.Tensor:
         steps = torch.arange(length).expand(batch_size, 2, length)
-        places = corner + torch.where(is_flipped, length - 1 - steps, steps)  # [B, 2, length], rows and columns
+        places = corner + torch.where(
+            is_flipped, length - 1 - steps, steps
+        )  # [B, 2, length], rows and columns
         rows, columns = places.unbind(1)
         rows = torch.where(is_swapped, rows.unsqueeze(1), rows.unsqueeze(2))  # [B, length, length]
         columns = torch.where(is_swapped, columns.unsqueeze(2), columns.unsqueeze(1))
@@ -133,7 +141,9 @@ def name_pairs(path_a: str, path_b: str) -> list[tuple[str, Path, Path]]:
     a, b = Path(path_a), Path(path_b)
     if not a.is_dir() and not b.is_dir():
         return [(a.stem, a, b)]
-    pictures = [change_files.list_pictures(folder, "two pictures or two folders are needed") for folder in (a, b)]
+    pictures = [
+        change_files.list_pictures(folder, "two pictures or two folders are needed") for folder in (a, b)
+    ]
     if not pictures[0]:
         raise ValueError(f"{a}: no pictures")
     lacking = sorted(pictures[0].keys() ^ pictures[1].keys())
@@ -149,7 +159,9 @@ def split_picture(path_a: Path, path_b: Path, size: int, cell_size: int) -> tupl
     """
     pair = [change_files.read_image(path) for path in (path_a, path_b)]
     if pair[0].shape != pair[1].shape:
-        raise ValueError(f"{path_a} and {path_b} have different sizes, {pair[0].shape[:2]} and {pair[1].shape[:2]}")
+        raise ValueError(
+            f"{path_a} and {path_b} have different sizes, {pair[0].shape[:2]} and {pair[1].shape[:2]}"
+        )
     height, width = pair[0].shape[:2]
     lack = ((0, 0), (0, max(size - height, 0)), (0, max(size - width, 0)), (0, 0))
     pair = np.pad(np.stack(pair), lack, mode="symmetric")

@@ -53,7 +53,9 @@ def open_picture(path: str | Path) -> Image.Image:
 
 def to_rgb(image: Image.Image) -> np.ndarray:
     """Colours uint8 [H, W, 3] of a picture, without transparency."""
-    image = image.convert("RGBA") if image.mode == "P" else image  # in one step, Pillow warns of transparent palettes
+    image = (
+        image.convert("RGBA") if image.mode == "P" else image
+    )  # in one step, Pillow warns of transparent palettes
     return np.array(image.convert("RGB"))
 
 
@@ -91,7 +93,9 @@ def read_label(path: str | Path, num_classes: int = 2) -> np.ndarray:
     unknown = sorted(found - set(range(num_classes)))
     if unknown:
         needed = "either 0 and 255 or 0 and 1" if num_classes == 2 else f"0 to {num_classes - 1}"
-        raise ValueError(f"{path}: value {unknown[0]:g} in a label of {num_classes} classes, which are {needed}")
+        raise ValueError(
+            f"{path}: value {unknown[0]:g} in a label of {num_classes} classes, which are {needed}"
+        )
     return values.astype(np.uint8)
 
 
@@ -134,7 +138,9 @@ def read_list(path: Path, known: set[str]) -> set[str]:
             file = Path(words[0].replace("\\", "/"))
             name = file.stem if file.suffix.lower() in SUFFIXES else file.name
             if name not in known or name in names:
-                raise ValueError(f"{path}:{i}: {name} is {'listed twice' if name in names else 'not among the files'}")
+                raise ValueError(
+                    f"{path}:{i}: {name} is {'listed twice' if name in names else 'not among the files'}"
+                )
             names.add(name)
     return names
 
@@ -167,7 +173,9 @@ def find_pairs(path: Path, dir_names: tuple[str, str, str]) -> dict[str, dict[st
             raise ValueError(f"{root}: no {split} pictures ({' '.join(SUFFIXES)}); {layouts}")
         for dir_name, files in zip(dir_names, pictures[split], strict=True):
             if names[split] - files.keys():
-                raise ValueError(f"{root / dir_name}: no picture {min(names[split] - files.keys())} for its pair")
+                raise ValueError(
+                    f"{root / dir_name}: no picture {min(names[split] - files.keys())} for its pair"
+                )
     return {s: {name: [files[name] for files in pictures[s]] for name in sorted(names[s])} for s in SPLITS}
 
 
@@ -210,7 +218,9 @@ def read_data_dir(
                 pair, label = [read_image(file) for file in files[:2]], read_label(files[2], num_classes)
                 for file, x in zip(files, (*pair, label), strict=True):
                     if x.shape[:2] != label.shape:
-                        raise ValueError(f"{file}: height and width {x.shape[:2]}, but {files[2]} has {label.shape}")
+                        raise ValueError(
+                            f"{file}: height and width {x.shape[:2]}, but {files[2]} has {label.shape}"
+                        )
                 digests[split] |= {file: get_digest(x) for file, x in zip(files[:2], pair, strict=True)}
                 images.append(np.stack(pair))
                 labels.append(label)
@@ -224,7 +234,9 @@ def audit(splits: dict[str, Split]) -> list[str]:
     """A line for each split: pairs, smallest and largest size, label values, changed pixels, pairs without change."""
     lines = []
     for split, (_, labels, names) in splits.items():
-        sizes = ["{}x{}".format(*x) for x in sorted({x.shape for x in labels}, key=lambda x: (x[0] * x[1], x))]
+        sizes = [
+            "{}x{}".format(*x) for x in sorted({x.shape for x in labels}, key=lambda x: (x[0] * x[1], x))
+        ]
         span = sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         values = sorted(set().union(*(np.unique(x).tolist() for x in labels)))
         changed = [np.count_nonzero(x) for x in labels]

@@ -12,7 +12,10 @@ ENV_IDS = {  # share of the pictures with clouds; smallest and largest share of 
     "prints": (),
 }
 PATCH = 8  # prints: side of a patch in pixels
-MARGIN, WINDOW = 30, 28  # pixels around the scene that are drawn and cut off; side of what an object is drawn in
+MARGIN, WINDOW = (
+    30,
+    28,
+)  # pixels around the scene that are drawn and cut off; side of what an object is drawn in
 
 
 class Pairs(NamedTuple):
@@ -48,7 +51,9 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
     """Images uint8 [64, 2, S, S, 3] and labels uint8 [64, S, S]."""
     side, dates = size + 2 * MARGIN, []
     buildings = place(rng, num_scenes, side, clouds[3], 3.0, 8.0)
-    fate = rng.choice(5, buildings["x"].shape, p=(0.37, 0.12, 0.12, 0.08, 0.31))  # stays, comes, goes, moves, is absent
+    fate = rng.choice(
+        5, buildings["x"].shape, p=(0.37, 0.12, 0.12, 0.08, 0.31)
+    )  # stays, comes, goes, moves, is absent
     is_there = [np.isin(fate, (0, 2, 3)), np.isin(fate, (0, 1, 3))]
     parks = place(rng, num_scenes, side, 2.0, 3.0, 7.0)
     plots = place(rng, num_scenes, side, 3.0, 3.0, 7.0)
@@ -59,7 +64,9 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
     footprints = []
     for date in range(2):
         owner = np.zeros((num_scenes, side, side), np.uint16)
-        season = ground * rng.uniform(0.85, 1.2, (num_scenes, 1, 3)) * rng.uniform(0.93, 1.07, (num_scenes, 2, 3))
+        season = (
+            ground * rng.uniform(0.85, 1.2, (num_scenes, 1, 3)) * rng.uniform(0.93, 1.07, (num_scenes, 2, 3))
+        )
         palette = [season[:, 0], season[:, 1], rng.uniform(85, 110, (num_scenes, 1)) + np.zeros(3)]
         rough = [4.0, 4.0, 3.0]
         owner[parcels > 0.3] = 1
@@ -116,7 +123,10 @@ def draw_scenes(rng: np.random.Generator, clouds: tuple, size: int, num_scenes: 
         image = (colours[scene, owner] + noise[..., None]) * shade[..., None]
         dates.append(add_light_and_clouds(rng, image, clouds))
     images = np.empty((num_scenes, 2, size, size, 3), np.uint8)
-    dates[0], dates[1] = dates[0][:, 2:-2, 2:-2], shift_images(dates[1], rng.uniform(-1.0, 1.0, (num_scenes, 2)))
+    dates[0], dates[1] = (
+        dates[0][:, 2:-2, 2:-2],
+        shift_images(dates[1], rng.uniform(-1.0, 1.0, (num_scenes, 2))),
+    )
     for date, image in enumerate(dates):
         image += rng.standard_normal(image.shape, np.float32) * 3
         images[:, date] = image.clip(0, 255)

@@ -31,7 +31,8 @@ def score_confusions(confusions: torch.Tensor) -> dict[str, float]:
     agreement, chance = confusions.trace() / total, (confusions.sum(0) @ confusions.sum(1)) / total**2
     ratios = (tp, said), (tp, true), (2 * tp, said + true), (tp, said + true - tp)
     values = [
-        (a / b).item() if b > 0 else 0.0 for a, b in (*ratios, (agreement, 1.0), (agreement - chance, 1 - chance))
+        (a / b).item() if b > 0 else 0.0
+        for a, b in (*ratios, (agreement, 1.0), (agreement - chance, 1 - chance))
     ]
     return dict(zip(SCORES, values, strict=True))
 
@@ -39,7 +40,9 @@ def score_confusions(confusions: torch.Tensor) -> dict[str, float]:
 def join_cells(x: torch.Tensor, height: int, patch_size: int, cell_size: int) -> torch.Tensor:
     """Channels [B, C, H / c, W / c] of cells [B, N, G, C], patch by patch and in each row by row."""
     side = patch_size // cell_size
-    patches = x.unflatten(1, (height // patch_size, -1)).unflatten(3, (side, side))  # [B, H / P, W / P, side, side, C]
+    patches = x.unflatten(1, (height // patch_size, -1)).unflatten(
+        3, (side, side)
+    )  # [B, H / P, W / P, side, side, C]
     return patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
@@ -67,7 +70,9 @@ def choose_threshold(logits: torch.Tensor, pixels: torch.Tensor, args) -> float:
         num_pairs += int(is_changed.flatten(1).any(1).sum())
     if num_pairs == 0:
         return 0.5
-    tp, said = (x.flip(0).cumsum(0).flip(0).double() for x in (changed, counted))  # of all above a bin's lower edge
+    tp, said = (
+        x.flip(0).cumsum(0).flip(0).double() for x in (changed, counted)
+    )  # of all above a bin's lower edge
     best = (2 * tp / (said + changed.sum())).argmax().item() / NUM_BINS
     return 0.5 + (best - 0.5) * num_pairs / (num_pairs + 10)
 

@@ -36,7 +36,11 @@ def write_sgf(moves: list[int], size: int, komi: float, margin: float, black: st
     info = f"(;FF[4]GM[1]CA[UTF-8]RU[Chinese]SZ[{size}]KM[{komi:g}]"
     info += "".join(f"{key}[{escape(text)}]" for key, text in (("PB", black), ("PW", white)))
     points = ["" if m == size * size else LETTERS[m % size] + LETTERS[m // size] for m in moves]
-    return f"{info}RE[{format_score(margin)}]\n" + "".join(f";{'BW'[i % 2]}[{p}]" for i, p in enumerate(points)) + ")\n"
+    return (
+        f"{info}RE[{format_score(margin)}]\n"
+        + "".join(f";{'BW'[i % 2]}[{p}]" for i, p in enumerate(points))
+        + ")\n"
+    )
 
 
 def escape(text: str) -> str:
@@ -130,13 +134,19 @@ def draw_board(points: list[int], size: int, heat: list[float], last_move: int, 
         row, column = divmod(move, size)
         if stone:
             face, mark = ("black", "white") if stone == 1 else ("white", "black")
-            axes.plot(column, row, "o", markersize=radius, markerfacecolor=face, markeredgecolor="black", zorder=2)
+            axes.plot(
+                column, row, "o", markersize=radius, markerfacecolor=face, markeredgecolor="black", zorder=2
+            )
             if move == last_move:
                 axes.plot(column, row, "s", markersize=radius / 4, color=mark, zorder=3)
         elif heat[move] > 0.005:
             shade = (heat[move] / max(heat)) ** 0.5
-            axes.plot(column, row, "s", markersize=radius, color="crimson", alpha=shade, markeredgewidth=0, zorder=2)
-            axes.text(column, row, f"{100 * heat[move]:.0f}", ha="center", va="center", fontsize=60 / size, zorder=3)
+            axes.plot(
+                column, row, "s", markersize=radius, color="crimson", alpha=shade, markeredgewidth=0, zorder=2
+            )
+            axes.text(
+                column, row, f"{100 * heat[move]:.0f}", ha="center", va="center", fontsize=60 / size, zorder=3
+            )
     axes.set(xlim=(-0.7, size - 0.3), ylim=(size - 0.3, -0.7), aspect="equal")
     axes.set_xticks(range(size), COLUMNS[:size])
     axes.set_yticks(range(size), range(size, 0, -1))

@@ -40,9 +40,15 @@ class Engine:
         self.go, self.out = Go(size), out or sys.stdout
         self.lines: queue.Queue = queue.Queue()
         self.main_time, self.byo_time, self.byo_stones = 0.0, 0.0, 0
-        self.time_left: dict[int, tuple[float, int]] = {}  # by colour, seconds and the moves they are for (0: all)
-        self.turned: tuple[Boards, Boards] | None = None  # a position, and what it is with the other side to move
-        self.commands = {n[4:].replace("lz_", "lz-"): getattr(self, n) for n in dir(self) if n.startswith("cmd_")}
+        self.time_left: dict[
+            int, tuple[float, int]
+        ] = {}  # by colour, seconds and the moves they are for (0: all)
+        self.turned: tuple[Boards, Boards] | None = (
+            None  # a position, and what it is with the other side to move
+        )
+        self.commands = {
+            n[4:].replace("lz_", "lz-"): getattr(self, n) for n in dir(self) if n.startswith("cmd_")
+        }
         self.cmd_clear_board()
 
     def serve(self, lines) -> None:
@@ -102,8 +108,13 @@ class Engine:
         """The position on the board with black (1) or white (-1) to move, though it may not be its turn."""
         if int(self.boards.to_play) == stone:
             return self.boards
-        if self.turned is None or self.turned[0] is not self.boards:  # the same object as before keeps its tree
-            self.turned = self.boards, self.boards._replace(to_play=torch.full_like(self.boards.to_play, stone))
+        if (
+            self.turned is None or self.turned[0] is not self.boards
+        ):  # the same object as before keeps its tree
+            self.turned = (
+                self.boards,
+                self.boards._replace(to_play=torch.full_like(self.boards.to_play, stone)),
+            )
         return self.turned[1]
 
     def play_move(self, stone: int, move: int) -> None:
@@ -227,7 +238,10 @@ class Engine:
         self.start_clocks()
 
     def cmd_time_left(self, colour: str, seconds: str, stones: str) -> None:
-        self.time_left[parse_colour(colour)] = max(0.0, parse_number(seconds, float)), parse_number(stones, int)
+        self.time_left[parse_colour(colour)] = (
+            max(0.0, parse_number(seconds, float)),
+            parse_number(stones, int),
+        )
 
     def cmd_fixed_handicap(self, num_stones: str) -> str:
         moves = list_handicap(self.go.size, parse_number(num_stones, int))
@@ -239,7 +253,11 @@ class Engine:
         if len(self.positions) > 1 or self.boards.history.any():
             raise GtpError("board not empty")
         moves = {parse_move(vertex, self.go.size) for vertex in vertices}
-        if len(moves) < max(2, len(vertices)) or len(moves) == self.go.num_points or self.go.num_points in moves:
+        if (
+            len(moves) < max(2, len(vertices))
+            or len(moves) == self.go.num_points
+            or self.go.num_points in moves
+        ):
             raise GtpError("bad vertex list")
         points = torch.zeros(1, self.go.num_points, dtype=torch.int8)
         points[0, list(moves)] = 1

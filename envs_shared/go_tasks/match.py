@@ -9,7 +9,9 @@ from tqdm import tqdm
 from envs_shared.go_tasks.rules import Boards, Go
 
 
-def choose_random_moves(go: Go, boards: Boards, legal, generator=None, fill_eyes: bool = True) -> torch.Tensor:
+def choose_random_moves(
+    go: Go, boards: Boards, legal, generator=None, fill_eyes: bool = True
+) -> torch.Tensor:
     """Moves [B] at random among the legal ones, bool [B, n^2 + 1].
 
     Without `fill_eyes` a side passes only when all that it could do is to fill its own eyes.
@@ -21,7 +23,9 @@ def choose_random_moves(go: Go, boards: Boards, legal, generator=None, fill_eyes
     return torch.multinomial(weights, 1, generator=generator)[:, 0]
 
 
-def play_random_moves(go: Go, num_boards: int, num_moves: int, generator=None) -> tuple[Boards, list[torch.Tensor]]:
+def play_random_moves(
+    go: Go, num_boards: int, num_moves: int, generator=None
+) -> tuple[Boards, list[torch.Tensor]]:
     """Boards after random moves that fill no eyes, and these moves, each [B]."""
     boards, moves = go.new(num_boards), []
     for _ in range(num_moves):
@@ -65,7 +69,9 @@ class RolloutEvaluator:
         logits = torch.rand(legal.shape, generator=self.generator, device=legal.device)
         won = torch.zeros(len(legal), device=legal.device)
         while len(rows):
-            boards = self.go.play(boards, choose_random_moves(self.go, boards, legal, self.generator, fill_eyes=False))
+            boards = self.go.play(
+                boards, choose_random_moves(self.go, boards, legal, self.generator, fill_eyes=False)
+            )
             over = boards.is_over
             if over.any():
                 won[rows[over]] = ((self.go.score(boards.pick(over)) - self.komi).sign() + 1) / 2
@@ -75,7 +81,9 @@ class RolloutEvaluator:
 
 
 # What `score_match` finds
-MATCH_SCORES = "win_rate win_rate_low win_rate_high win_rate_black win_rate_white margin distinct_games".split()
+MATCH_SCORES = (
+    "win_rate win_rate_low win_rate_high win_rate_black win_rate_white margin distinct_games".split()
+)
 
 
 def score_match(games: list[list[int]], margins: list[float], is_first_black: list[bool]) -> dict[str, float]:
@@ -137,5 +145,8 @@ def compute_elo(win_rate: float, num_games: int) -> float:
 def compute_interval(win_rate: float, num_games: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a win rate."""
     z2 = 1.96**2 / num_games
-    center, half = win_rate + z2 / 2, 1.96 * math.sqrt(win_rate * (1 - win_rate) / num_games + z2 / 4 / num_games)
+    center, half = (
+        win_rate + z2 / 2,
+        1.96 * math.sqrt(win_rate * (1 - win_rate) / num_games + z2 / 4 / num_games),
+    )
     return (center - half) / (1 + z2), (center + half) / (1 + z2)

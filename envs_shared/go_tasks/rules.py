@@ -24,7 +24,9 @@ class Boards(NamedTuple):
     num_moves: torch.Tensor  # int64 [B], passes included
     num_passes: torch.Tensor  # int64 [B] in a row, up to 2
     last_move: torch.Tensor  # int64 [B], -1 where there is none
-    history: torch.Tensor  # int64 [B, 2 n^2 + 1]: hash of the position after each move; 0 for an empty board and unused
+    history: (
+        torch.Tensor
+    )  # int64 [B, 2 n^2 + 1]: hash of the position after each move; 0 for an empty board and unused
 
     @property
     def is_over(self) -> torch.Tensor:
@@ -76,7 +78,9 @@ class Go:
         self.num_cells, self.max_moves = (size + 2) * (size + 1) + 1, 2 * size * size
         self.device = torch.device(device)
         rows, columns = np.divmod(np.arange(self.num_points), size)
-        self.cells = torch.from_numpy((rows + 1) * self.width + columns + 1).to(self.device)  # [n^2] cell of a move
+        self.cells = torch.from_numpy((rows + 1) * self.width + columns + 1).to(
+            self.device
+        )  # [n^2] cell of a move
         # Keys for sums modulo 2^64: a position's hash is the sum over its stones
         keys = np.random.default_rng(0).integers(-(2**63), 2**63, (2, self.num_cells), np.int64)
         self.keys = torch.from_numpy(keys).to(self.device)  # black, white
@@ -214,7 +218,9 @@ class Go:
         history = boards.history.scatter(1, num_moves.unsqueeze(1), position)
         num_passes = torch.where(is_pass[:, 0], boards.num_passes + 1, 0)
         in_atari = self.find_atari(stones, groups)
-        return Boards(stones, groups, in_atari, -boards.to_play, num_moves, num_passes, moves.clone(), history)
+        return Boards(
+            stones, groups, in_atari, -boards.to_play, num_moves, num_passes, moves.clone(), history
+        )
 
     def find_eyes(self, boards: Boards) -> torch.Tensor:
         """Empty points with stones of the side to move, or the border, on all four sides, bool [B, n^2]."""

@@ -123,7 +123,9 @@ class TMaze(MemoryTask):
     """
 
     def __init__(self, num_envs: int = 1, length: int = 20):
-        self.single_observation_space = gym.spaces.Box(np.array([-1, 0], np.float32), np.array([1, 1], np.float32))
+        self.single_observation_space = gym.spaces.Box(
+            np.array([-1, 0], np.float32), np.array([1, 1], np.float32)
+        )
         self.single_action_space = gym.spaces.Discrete(3)
         super().__init__(num_envs)
         self.length, self.max_steps = length, 4 * length + 20
@@ -145,7 +147,9 @@ class TMaze(MemoryTask):
 
     def observe(self) -> np.ndarray:
         """Cue and flag [B, 2]."""
-        return np.stack((self.cue * (self.steps == 0), self.position == self.length), axis=1).astype(np.float32)
+        return np.stack((self.cue * (self.steps == 0), self.position == self.length), axis=1).astype(
+            np.float32
+        )
 
 
 class HideVelocities(VectorObservationWrapper):

@@ -21,7 +21,9 @@ class OneHotGrid(gym.ObservationWrapper):
         parts = getattr(env.observation_space, "spaces", None)
         if not isinstance(parts, dict) or "direction" not in parts or parts["image"].shape[2:] != (3,):
             raise ValueError(f"{env.observation_space} is not MiniGrid's view of the grid")
-        mission = parts.get("mission")  # MiniGrid's have placeholders where they vary; BabyAI's do not say what varies
+        mission = parts.get(
+            "mission"
+        )  # MiniGrid's have placeholders where they vary; BabyAI's do not say what varies
         if getattr(mission, "ordered_placeholders", None) or type(mission).__name__ == "BabyAIMissionSpace":
             raise ValueError("the text of its mission says what to do in an episode, and text is not read")
         height, width, _ = parts["image"].shape

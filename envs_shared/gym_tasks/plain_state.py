@@ -62,7 +62,9 @@ def get_plain_state(value, seen: dict | None = None):
         state = [get_plain_state(generator) for generator in list_generators(value)]
     elif isinstance(value, ENV_TYPES):
         state = {name: get_plain_state(member, seen) for name, member in vars(value).items()}
-    elif type(value) is dict and all(is_plain(k) or (type(k) is tuple and all(map(is_plain, k))) for k in value):
+    elif type(value) is dict and all(
+        is_plain(k) or (type(k) is tuple and all(map(is_plain, k))) for k in value
+    ):
         state = {k: get_plain_state(v, seen) for k, v in value.items()}
     elif type(value) in (list, tuple, deque):
         state = (tuple if type(value) is tuple else list)(get_plain_state(v, seen) for v in value)
@@ -85,7 +87,9 @@ def set_plain_state(value, state, seen: dict | None = None):
     if isinstance(state, torch.Tensor):
         new = state.numpy().copy()[()]  # [()] turns 0-d arrays back into numpy scalars
     elif isinstance(value, gym.Space):
-        states = state if isinstance(state, list) else [state]  # checkpoints until 2026-11-24 have its own alone
+        states = (
+            state if isinstance(state, list) else [state]
+        )  # checkpoints until 2026-11-24 have its own alone
         for generator, item in zip(list_generators(value), states, strict=False):
             set_plain_state(generator, item)
         new = value

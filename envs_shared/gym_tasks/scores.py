@@ -92,7 +92,9 @@ def own_random_numbers(seed: int) -> Iterator[None]:
         random.setstate(kept[1])
 
 
-def play_episodes(envs, policy: Callable[[torch.Tensor], torch.Tensor], num_episodes: int) -> dict[str, float]:
+def play_episodes(
+    envs, policy: Callable[[torch.Tensor], torch.Tensor], num_episodes: int
+) -> dict[str, float]:
     """Mean and deviation of the returns and mean length of episodes under `policy`, from [B, D] to actions [B, A].
 
     Each environment plays the same number of them, give or take one, so that short ones are not favoured. An episode

@@ -22,7 +22,9 @@ def cartpole_dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor
     cos, sin = theta.cos(), theta.sin()
     force = FORCE * (2.0 * action.to(state.dtype) - 1.0)
     push = (force + MASS_POLE * HALF_LENGTH * theta_dot.square() * sin) / MASS_TOTAL
-    theta_acc = (GRAVITY * sin - cos * push) / (HALF_LENGTH * (4.0 / 3.0 - MASS_POLE * cos.square() / MASS_TOTAL))
+    theta_acc = (GRAVITY * sin - cos * push) / (
+        HALF_LENGTH * (4.0 / 3.0 - MASS_POLE * cos.square() / MASS_TOTAL)
+    )
     x_acc = push - MASS_POLE * HALF_LENGTH * theta_acc * cos / MASS_TOTAL
     return state + TAU * torch.stack((x_dot, x_acc, theta_dot, theta_acc), -1)
 
@@ -44,9 +46,13 @@ class TorchCartPole:
         self.single_action_space = gym.spaces.Discrete(2)
         self.num_envs, self.max_episode_steps = num_envs, max_episode_steps
         self.state = torch.zeros(num_envs, 4, device=device)  # [B, 4]
-        self.steps = torch.zeros(num_envs, device=device)  # [B] steps of the running episode, equal to its return
+        self.steps = torch.zeros(
+            num_envs, device=device
+        )  # [B] steps of the running episode, equal to its return
         self.done = torch.zeros(num_envs, dtype=torch.bool, device=device)  # [B] the next step resets
-        self.rows = torch.zeros(num_envs, self.num_columns, device=device)  # [B, num_columns] of the last step
+        self.rows = torch.zeros(
+            num_envs, self.num_columns, device=device
+        )  # [B, num_columns] of the last step
 
     def reset(self, seed: int) -> torch.Tensor:
         """Start new episodes and return their observations [B, 4]; seeds torch's generator of the device."""

@@ -26,7 +26,14 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from envs_shared.gym_tasks import packages
-from envs_shared.gym_tasks.columns import EPISODE_LENGTH, EPISODE_RETURN, NUM_EXTRA, REWARD, TERMINATED, TRUNCATED
+from envs_shared.gym_tasks.columns import (
+    EPISODE_LENGTH,
+    EPISODE_RETURN,
+    NUM_EXTRA,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+)
 from envs_shared.gym_tasks.plain_state import get_plain_state, set_plain_state
 from envs_shared.gym_tasks.torch_cartpole import TorchCartPole
 
@@ -106,7 +113,9 @@ def make_vec(
         raise ValueError(str(error)) from error
     except gym.error.NamespaceNotFound as error:
         raise ValueError(f"{error} Try `pip install` of its package") from error
-    except gym.error.Error as error:  # unknown id or version, or DependencyNotInstalled, whose text has the pip line
+    except (
+        gym.error.Error
+    ) as error:  # unknown id or version, or DependencyNotInstalled, whose text has the pip line
         raise ValueError(str(error)) from error
     except TypeError as error:
         if video_folder is None or "render_mode" not in str(error):
@@ -151,7 +160,9 @@ class GymVec:
         self.single_action_space = envs.single_action_space
         self.single_observation_space = space = envs.single_observation_space
         self.image_shape = get_image_shape(space) if images else None
-        self.obs_dim = flat_obs_dim(space, images) if self.image_shape is None else math.prod(self.image_shape)
+        self.obs_dim = (
+            flat_obs_dim(space, images) if self.image_shape is None else math.prod(self.image_shape)
+        )
         is_bytes = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
         self.obs_dtype = torch.float32 if isinstance(space, gym.spaces.Box) and not is_bytes else torch.uint8
         self.obs_scale = float(max(space.high.max(), 1)) if is_bytes else 1.0
@@ -187,14 +198,21 @@ class GymVec:
         """Step with actions [B, A], Box actions clipped to the box; returns packed rows [B, num_columns]."""
         space = self.single_action_space
         actions = actions.cpu().numpy().reshape(-1, *space.shape)
-        actions = actions.clip(space.low, space.high) if isinstance(space, gym.spaces.Box) else actions + space.start
+        actions = (
+            actions.clip(space.low, space.high)
+            if isinstance(space, gym.spaces.Box)
+            else actions + space.start
+        )
         obs, rewards, terminated, truncated, infos = self.envs.step(actions.astype(space.dtype))
         rows, d = self.rows_np, self.obs_dim
         rows[:, :d] = self.flatten(obs)
         rows[:, d:] = 0.0
         rows[:, d + REWARD], rows[:, d + TERMINATED], rows[:, d + TRUNCATED] = rewards, terminated, truncated
         if EPISODE in infos:
-            rows[:, d + EPISODE_RETURN], rows[:, d + EPISODE_LENGTH] = infos[EPISODE]["r"], infos[EPISODE]["l"]
+            rows[:, d + EPISODE_RETURN], rows[:, d + EPISODE_LENGTH] = (
+                infos[EPISODE]["r"],
+                infos[EPISODE]["l"],
+            )
         if self.same_step and (terminated | truncated).any():
             ended = np.flatnonzero(terminated | truncated)
             rows[ended, d + NUM_EXTRA :] = self.flatten(np.stack([infos["final_obs"][i] for i in ended]))
@@ -214,7 +232,9 @@ class GymVec:
     def load_state_dict(self, state) -> None:
         """Restore what `state_dict` returned, into environments made the same way; None changes nothing."""
         if state is None:
-            return print("the checkpoint does not hold the state of these environments: their episodes start anew")
+            return print(
+                "the checkpoint does not hold the state of these environments: their episodes start anew"
+            )
         set_plain_state(self.envs, state["envs"])
         self.rows.copy_(state["rows"])
         if "random" in state:  # checkpoints until 2026-11-24 lack both
@@ -236,7 +256,9 @@ def flat_obs_dim(space: gym.Space, images: bool = False) -> int:
 
     `images`: whether images are read elsewhere, for the message.
     """
-    only = "only flat Box, Discrete and MultiDiscrete ones" + images * " and images of bytes from 16 x 16 pixels"
+    only = (
+        "only flat Box, Discrete and MultiDiscrete ones" + images * " and images of bytes from 16 x 16 pixels"
+    )
     if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         return int(num_values(space).sum())
     if not isinstance(space, gym.spaces.Box):

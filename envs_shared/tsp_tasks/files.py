@@ -147,7 +147,9 @@ def read_tsplib(path: Path) -> Instance:
     if header.get("TYPE", "TSP").split()[:1] != ["TSP"]:
         raise ValueError(f"{path}: TYPE is {header['TYPE']}, only TSP can be read")
     if metric not in DISTANCES or metric == "EUCLIDEAN":
-        raise ValueError(f"{path}: EDGE_WEIGHT_TYPE is {metric}, only {', '.join(list(DISTANCES)[1:])} can be read")
+        raise ValueError(
+            f"{path}: EDGE_WEIGHT_TYPE is {metric}, only {', '.join(list(DISTANCES)[1:])} can be read"
+        )
     numbers, coordinates = [], []
     for i, words in sections.get("NODE_COORD_SECTION", []):
         try:

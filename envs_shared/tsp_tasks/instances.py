@@ -60,7 +60,10 @@ class TspEnv:
     def reset(self, points: torch.Tensor, num_tours: int | None = None) -> StepState:
         """Start `num_tours` P empty tours (None: one, without a dimension for it) of each of the points [B, N, 2]."""
         shape = points.shape[:1] if num_tours is None else (len(points), num_tours)
-        self.points, self.state = points, StepState([], torch.zeros(*shape, points.shape[1], device=points.device))
+        self.points, self.state = (
+            points,
+            StepState([], torch.zeros(*shape, points.shape[1], device=points.device)),
+        )
         return self.state
 
     def step(self, node: torch.Tensor) -> tuple[StepState, torch.Tensor | None, bool]:
@@ -90,7 +93,9 @@ def generate_points(env_id: str, num_instances: int, device=None, generator=None
     return draw(num_instances, num_nodes, 2, device=device, generator=generator)
 
 
-def draw_points(env_id: str, training_points: np.ndarray | None, size: int, *seed: int, distinct=False) -> torch.Tensor:
+def draw_points(
+    env_id: str, training_points: np.ndarray | None, size: int, *seed: int, distinct=False
+) -> torch.Tensor:
     """Points [size, N, 2] that depend on `seed` alone: fresh ones, or some of `training_points` [M, N, 2].
 
     None of the latter is drawn twice before each has been drawn once; with `distinct` not even then, so that there are
@@ -114,7 +119,9 @@ def make_test_instances(env_id: str, num_instances: int) -> list[Instance]:
     instances = read_instances(stored)[:num_instances] if stored.exists() else []
     if len(instances) == num_instances:
         return instances
-    return make_instances(env_id, generate_points(env_id, num_instances, generator=torch.Generator().manual_seed(0)))
+    return make_instances(
+        env_id, generate_points(env_id, num_instances, generator=torch.Generator().manual_seed(0))
+    )
 
 
 def make_instances(name: str, points: torch.Tensor) -> list[Instance]:
@@ -212,7 +219,9 @@ def find_shortest(propose, instances: list[Instance], device: torch.device) -> t
             points = torch.from_numpy(np.stack([instances[i].points for i in part])).to(device)
             for candidates in propose(points):
                 found, index = tour_length(points, candidates, metric).min(1)
-                shortest = candidates.take_along_dim(index[:, None, None], 1).squeeze(1).cpu().numpy()  # [B, N]
+                shortest = (
+                    candidates.take_along_dim(index[:, None, None], 1).squeeze(1).cpu().numpy()
+                )  # [B, N]
                 for i, tour, length in zip(part, shortest, found.tolist(), strict=True):
                     if length < lengths[i]:
                         tours[i], lengths[i] = tour, length
@@ -261,7 +270,10 @@ def draw_tours(instances: list[Instance], tours: list[np.ndarray]):
         [Instance(i.name, i.points, t, i.metric) for i, t in zip(instances, tours, strict=True)]
     )
     figure = Figure(figsize=(3 * len(instances), 6.4), layout="constrained")
-    rows = [("found", tours, found), ("reference", [i.tour for i in instances], get_reference_lengths(instances))]
+    rows = [
+        ("found", tours, found),
+        ("reference", [i.tour for i in instances], get_reference_lengths(instances)),
+    ]
     rows = rows if any(i.tour is not None for i in instances) else rows[:1]
     panels = figure.subplots(len(rows), len(instances), squeeze=False)
     for axes_row, (name, row, lengths) in zip(panels, rows, strict=True):
