@@ -414,7 +414,8 @@ def test_the_policy_is_taken_over_only_where_it_is_significantly_better():
 
 @pytest.mark.parametrize(("baseline", "optimizer"), [("rollout", "muon"), ("exponential", "adam")])
 def test_resume_is_exact_with_every_baseline_and_optimizer(tmp_path, baseline, optimizer):
-    flags = f"--baseline {baseline} --baseline-instances 50 --no-anneal-lr --env-id tsp8-uniform --optimizer {optimizer}"
+    flags = f"--baseline {baseline} --optimizer {optimizer} --baseline-instances 50 --no-anneal-lr"
+    flags += " --env-id tsp8-uniform"
     whole = short_run(tmp_path / "whole", *flags.split(), "--num-epochs", 4)[2]
     path, *_ = short_run(tmp_path / "half", *flags.split())
     am.main(["--resume", str(path / "checkpoint.pt"), "--num-epochs", "4"])
