@@ -1,14 +1,20 @@
-"""What other processes than pytest's do in test_contract.py and test_distributed.py: `torchrun ... ranks.py NAME ...`,
-or `start_process` of conftest.py.
+"""What other processes than pytest's do in the tests of the contracts and of several processes.
 
-kill SCRIPT NUMBER FLAGS...    the script, which dies as it writes its checkpoint of that number
-train SCRIPT OUT FLAGS RESUME  the script as it is, again from half-way, and its update
-meet OUT                       the number of ranks
+It is named by `torchrun ... ranks.py NAME ...`, or by `start_process` of conftest.py.
+
+run_copy PATH FLAGS...              the script at PATH, in its folder and without this repository
+kill_at SCRIPT NUMBER MOMENT FLAGS  the script, which dies as it writes its checkpoint.pt of that number
+share SCRIPT OUT FLAGS RESUME       the script, again from its end with RESUME, and its update
+kill SCRIPT NUMBER FLAGS...         a script of the old form, which dies as it writes its checkpoint of that number
+train SCRIPT OUT FLAGS RESUME       a script of the old form as it is, again from half-way, and its update
+meet OUT                            the number of ranks
 
 Each rank writes what it holds in OUT: whole_RANK.pt, resumed_RANK.pt, update_RANK.pt; meet_RANK.pt.
 """
 
 import importlib
+import importlib.util
+import io
 import itertools
 import os
 import runpy
@@ -16,6 +22,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -35,6 +42,91 @@ def run(script, flags):
     sys.modules["matplotlib"] = None  # scripts do without, and sooner
     sys.argv = [str(ROOT / "algos" / f"{script}.py"), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def run_copy(path, *flags):
+    """Run the script at `path` in its folder, where no module of this repository is found."""
+    path = Path(path)
+    os.chdir(path.parent)
+    os.environ.pop("PYTHONPATH", None)
+    sys.path[:] = [str(path.parent), *(x for x in sys.path if x not in ("", str(ROOT), str(ROOT / "tests")))]
+    for name in [x for x in sys.modules if x.split(".")[0] in ("algos", "envs_shared")]:
+        del sys.modules[name]
+    sys.argv = [path.name, *flags]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def kill_at(script, number, moment, *flags):
+    """Run the script, and kill -9 this process while it writes checkpoint.pt for the time `number`.
+
+    The moment is "half", when half of the bytes are on the disk, "written", or "replaced".
+    """
+    replace, save, written = os.replace, torch.save, itertools.count(1)
+    is_due = False
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_or_die(content, path, **kwargs):
+        nonlocal is_due
+        is_due = Path(path).name.startswith("checkpoint.pt") and next(written) == int(number)
+        if is_due and moment == "half":
+            buffer = io.BytesIO()
+            save(content, buffer, **kwargs)
+            Path(path).write_bytes(buffer.getvalue()[: buffer.tell() // 2])
+            die()
+        save(content, path, **kwargs)
+
+    def replace_or_die(source, target):
+        if is_due and moment == "written":
+            die()
+        replace(source, target)
+        if is_due:
+            die()
+
+    os.replace, torch.save = replace_or_die, save_or_die
+    run(script, flags)
+
+
+def share(script, out, flags, resume_flags):
+    """Run the script, resume it in OUT/resumed, and keep what each process holds; then make its update."""
+    out, join = Path(out), dist.init_process_group
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    spec = importlib.util.spec_from_file_location(script, ROOT / "algos" / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)  # again, as it reads the number of processes at import
+    sys.modules[script] = module
+    spec.loader.exec_module(module)
+    made, make = [], module.Agent.__init__
+
+    def record(agent, *args, **kwargs):
+        made.append(agent)
+        make(agent, *args, **kwargs)
+
+    def run_main(name, *flags):
+        """In a process group of its own, at the same meeting place, where the addresses of the last one still are."""
+        group = {"store": dist.PrefixStore(name, store), "rank": get_rank(), "world_size": 2}
+        with (
+            patch.object(dist, "init_process_group", partial(join, **group)),
+            patch.object(module.Agent, "__init__", record),
+        ):
+            module.main([*flags, "--no-cuda"])
+        torch.save(
+            {"agent": made[-1].state_dict(), "rng": torch.get_rng_state()}, out / f"{name}_{get_rank()}.pt"
+        )
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_main("whole", *shlex.split(flags), "--run-dir", str(out / "whole"))
+    (path,) = (out / "whole").iterdir()
+    if get_rank() == 0:
+        shutil.copytree(path, out / "resumed")
+    while not (out / "resumed" / "checkpoint.pt").exists():
+        time.sleep(0.02)
+    run_main("resumed", "--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags))
+    dist.init_process_group = partial(
+        join, store=dist.PrefixStore("update", store), rank=get_rank(), world_size=2
+    )
+    update(script, out)
 
 
 def kill(script, number, *flags):
@@ -106,22 +198,27 @@ def update(script, out):
     """Let the script make and apply its update twice from the same state: alone on all rows, and shared by two.
 
     One of CASES gets the script's module and the rows of this process, and gives the networks after the update and
-    numbers that must not depend on how many processes there are. The gradients are those that `sum_gradients` leaves.
+    numbers that must not depend on how many processes there are. In scripts of the old form the gradients are those
+    that `sum_gradients` leaves.
     """
     module, found = importlib.import_module(f"algos.{script}"), []
     for size in (1, 2):
         if size == 2:
             dist.init_process_group("gloo")
         grads, rank = [], get_rank() if size == 2 else 0
+        module_patch = {"RANK": rank, "WORLD_SIZE": size}
+        if hasattr(module, "sum_gradients"):
 
-        def record(parameters, grads=grads, sum_gradients=module.sum_gradients):
-            parameters = list(parameters)
-            sum_gradients(parameters)
-            grads += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+            def record(parameters, grads=grads, sum_gradients=module.sum_gradients):
+                parameters = list(parameters)
+                sum_gradients(parameters)
+                grads += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
 
+            module_patch["sum_gradients"] = record
         torch.manual_seed(0)
-        with patch.multiple(module, RANK=rank, WORLD_SIZE=size, sum_gradients=record):
+        with patch.multiple(module, **module_patch):
             agents, numbers = CASES[script](module, slice(rank, None, size))
+        grads = grads or [p.grad for agent in agents for p in agent.parameters()]
         weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
         found.append({"gradients": grads, "weights": weights, "numbers": numbers})
     torch.save(found, out / f"update_{get_rank()}.pt")
@@ -148,20 +245,26 @@ def assemble(module, x, rows, num_rows):
 
 
 def update_ppo(ppo, rows):
-    """Of a rollout, with rows that only reset; advantages are normalized over the rows of all processes."""
-    args, device = ppo.Args(num_envs=4, norm_obs=True, ent_coef=0.1, max_grad_norm=0.1), torch.device("cpu")
-    envs = ppo.make_envs(args, 4, 1, vectorization="auto", device=device)
-    agent = ppo.Agent(envs.obs_dim, envs.single_action_space, args.norm_obs)
-    storage = ppo.RolloutStorage(envs, agent, args.num_steps, device)
-    ppo.collect_rollout(agent, agent.sample, envs, storage)
-    ppo.compute_targets(agent, storage, ppo.RewardScaler(4, args.gamma), args)
-    rollout = storage.rollout
-    assert 0 < rollout["valid"].mean() < 1
-    shake(agent)
-    index = torch.arange(127)[rows]  # 64 and 63
-    metrics = ppo.update_minibatch(agent, descend(agent), ppo.ppo_loss, rollout, args, index)
-    agent.normalize.update(rollout["obs"][rows], rollout["valid"][rows])
-    return [agent], [ppo.sum_over_ranks(metrics)]
+    """Of a rollout, with unequal numbers of rows; advantages are normalized over the rows of all processes."""
+    args, device = ppo.Args(num_envs=4, norm_obs=True, ent_coef=0.1), torch.device("cpu")
+    envs, agents, metrics = ppo.make_envs(args, 4), [], []
+    for args.max_grad_norm in (0.1, 1e9):  # which clips everything and nothing
+        agent, storage = ppo.Agent(envs, args.norm_obs), ppo.RolloutStorage(envs, args.num_steps)
+        storage.obs[-1], _ = envs.reset(seed=1)
+        ppo.collect_rollout(agent, envs, storage, args.gamma, device)
+        with patch.multiple(ppo, average=lambda x: x):  # the same in every process
+            batch = ppo.compute_batch(agent, storage, args, device)
+        assert 200 < len(batch.obs) < 256
+        index = torch.arange(127)
+        if rows.step == 2:
+            index = index.split((30, 97))[rows.start]
+        batch = ppo.Batch(*(x[index] for x in batch))
+        shake(agent)
+        metrics.append(ppo.update_minibatch(agent, descend(agent), batch, args))
+        agent.normalize.update(batch.obs)
+        agent.return_stats.update(batch.returns.unsqueeze(-1) * 100 + 5000)
+        agents.append(agent)
+    return agents, metrics
 
 
 def update_r2d2(r2d2, rows):
@@ -254,7 +357,7 @@ CASES = {
     "reinforce_tsp_attention": update_tsp,
 }
 
-ACTIONS = {"kill": kill, "train": train, "meet": meet}
+ACTIONS = {x.__name__: x for x in (run_copy, kill_at, share, kill, train, meet)}
 
 if __name__ == "__main__":
     ACTIONS[sys.argv[1]](*sys.argv[2:])

@@ -1,569 +1,581 @@
-"""What every script keeps: the contract, held against each script in algos/ by running it.
+"""The contract of every script, held against each one in MOVED by running it.
 
-For each script there is one whole run, one that is killed and resumed, and a few that go on from copies of the former;
-from them the tests read what they hold.
+A script gets here by an entry in CASES. Scripts that have not moved yet are held by test_old_contract.py.
 """
 
 import ast
 import contextlib
 import importlib
+import importlib.util
 import io
-import itertools
-import json
 import os
 import re
-import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
+import tokenize
 import tomllib
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_scalars, start_process, wait_for
+from conftest import ENVIRONMENT, ROOT, read_scalars, start_process, wait_for
 from packaging.requirements import Requirement
-from torch.utils.tensorboard import SummaryWriter
 
-SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
-KILLED_AT = 6  # the number of the checkpoint at which a run is killed; the first is of before the training
+MOVED = ["ppo"]
+COMMON_FLAGS = (
+    "exp_name seed torch_deterministic cuda track wandb_project_name wandb_entity capture_video run_dir resume "
+    "evaluate eval_interval eval_episodes"
+).split()
+SECTIONS = [
+    "Networks",
+    "Environments",
+    "Storage",
+    None,
+    "Evaluation",
+    "Training",
+]  # None: the algorithm's own name
+SHARED = "fail average seed_everything".split()  # functions that are equal in all scripts that have them
+PACKAGES = {"PIL": "pillow"}  # of a module, where its name is another
 
 
 @dataclass
 class Case:
-    """How the tests run a script."""
+    """How the tests run a script, and how large it may be."""
 
-    short: str  # flags that make it end within seconds, after about eight iterations, with evaluations on the way
-    rarely: str  # other flags of when to evaluate and to write checkpoints
+    quick: str  # flags of a run of seconds, about eight iterations
     length: str  # the flag that says how long a run is,
-    extended: int  # and a value of it that goes a little beyond
-    progress: tuple[str, str]  # words of the progress bar
-    tags: tuple[str, str]  # logged tags
-    shortest: int = 1  # the least that it may be
-    max_lines: int = 900
-    score: tuple[str, int] | None = (
-        None  # tag that the best is chosen by, if not the headline; 1 for max, -1 for min
-    )
-    groups: tuple[str, ...] = ()  # of tags, beside charts, losses and eval
+    more: int  # and by how much of it the tests extend a run
+    counter: int  # where the checkpoint's `progress` counts in that unit
+    even: tuple[str, int]  # more flags, with which an evaluation has a known number of steps: this one
+    resume: str  # flags that make a finished quick run of 1,024 of that unit go on
+    tags: tuple[str, str]  # of a score and a loss
+    max_tokens: int
+    max_lines: int
+    total: str  # the flag that must divide among the processes
+    bad: dict[str, str]  # bad input: flags, and words of the one line that answers them
+    sibling: str | None = None  # the file of envs_shared/ that a copy takes along
+    max_sibling_tokens: int = 0
+    has_environments: bool = True  # a section of them
 
 
+BAD_FILES = {
+    "--resume missing.pt": "missing.pt: not a checkpoint",
+    "--evaluate missing.pt": "missing.pt: not a checkpoint",
+    "--resume garbage.pt": "garbage.pt: not a checkpoint",
+    "--evaluate weights.pt": "weights.pt: not a checkpoint",
+    "--resume other.pt": "other.pt: not a checkpoint",
+}  # for all scripts
 CASES = {
-    "alphazero_go": Case(
-        "--env-id Go-2x2 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
-        " --num-epochs 8 --pool-size 256 --batch-size 16 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
-        *("--eval-interval 100 --checkpoint-interval 0", "--num-epochs", 9),
-        progress=("elo=", "epoch"),
-        tags=("eval/elo", "losses/value_loss"),
-        max_lines=1390,  # the aim is 1,100; tree, second slot, pool and GTP engine
-        score=("eval/elo", 1),
-        groups=("pool",),
-    ),
     "ppo": Case(
-        "--num-envs 8 --num-steps 32 --total-timesteps 2048 --eval-episodes 4 --checkpoint-interval 1"
-        " --eval-interval 2",
-        *("--eval-interval 100 --checkpoint-interval 0", "--total-timesteps", 2500),
-        progress=("return=", "step/s"),
-        tags=("charts/episodic_return", "losses/value_loss"),
-        max_lines=690,  # the aim is 560
-    ),
-    "ppo_change_detection": Case(
-        "--num-train-pairs 16 --image-size 32 --batch-size 4 --num-envs 8 --coarse-iterations 1 --refine-iterations 1"
-        " --ppo-iterations 6 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
-        *("--eval-interval 100 --checkpoint-interval 0", "--ppo-iterations", 7),
-        progress=("return=", "iteration"),
-        tags=("charts/episodic_return", "losses/value_loss"),
-        score=("eval/val_score", 1),
-        max_lines=889,  # the aim is 720; three stages of training, prediction
-    ),
-    "r2d2_lstm": Case(
-        "--num-envs 8 --total-timesteps 2048 --num-steps 32 --learning-starts 256 --buffer-size 100 --batch-size 128"
-        " --replay-ratio 1 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
-        *("--eval-interval 100 --checkpoint-interval 0", "--total-timesteps", 2500),
-        progress=("return=", "step/s"),
-        tags=("charts/episodic_return", "losses/q_loss"),
-        shortest=257,  # it has to learn
-        max_lines=863,  # the aim is 650
-    ),
-    "reinforce_tsp_attention": Case(
-        "--num-epochs 8 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
-        *("--eval-interval 0 --checkpoint-interval 0", "--num-epochs", 9),
-        progress=("gap=", "instance/s"),
-        tags=("eval/greedy_gap", "losses/policy_loss"),
-        score=("eval/validation_length", -1),
-        max_lines=842,  # the aim is 690
-    ),
+        quick="--num-envs 8 --num-steps 32 --total-timesteps 2048 --eval-episodes 4 --eval-interval 2",
+        length="--total-timesteps",
+        more=1024,
+        counter=1,
+        even=("--env-id probe_envs:Fixed-v0 --total-timesteps 8192 --eval-episodes 80", 400),
+        resume="--total-timesteps 2048",
+        tags=("eval/episodic_return", "losses/value_loss"),
+        max_tokens=4300,
+        max_lines=450,
+        total="--num-envs",
+        bad={
+            "--env-id NoSuch-v0": "--env-id NoSuch-v0: Environment `NoSuch` doesn't exist",
+            "--env-id no_such_module:Task-v0": "--env-id no_such_module:Task-v0: No module named 'no_such_module'",
+            "--env-id bad_envs:Image-v0": "Box(0, 255, (84, 84, 3), uint8) must be flat",
+            "--env-id bad_envs:DictOfImages-v0": "Dict('camera': Box(0, 255, (84, 84, 3), uint8)) must be flat",
+            "--env-id bad_envs:Sequence-v0": "must be flat",
+            "--env-id bad_envs:MultiBinary-v0": "MultiBinary(3) must be Box or Discrete",
+            "--env-id bad_envs:MultiDiscrete-v0": "MultiDiscrete([2 3]) must be Box or Discrete",
+            "--env-id bad_envs:SameStep-v0": "the autoreset mode must be NEXT_STEP",
+            "--env-id bad_envs:Image-v0 --evaluate good.pt": "must be flat",
+        },
+    )
 }
-TIMES = re.compile(r"SPS|per_second|_seconds|_ms$|_idle$")  # metrics that no two runs have in common
-# What the section Run holds, the same to the letter in every script
-SHARED = (
-    "fail setup_device seed_everything read_clock sum_over_ranks sum_gradients save_checkpoint load_checkpoint "
-    "open_run CudaGraph"
-).split()
-COMMON_FLAGS = (
-    "exp_name seed torch_deterministic cuda torch_threads run_dir track wandb_project_name wandb_entity capture_video "
-    "resume evaluate checkpoint_interval eval_interval eval_episodes compile cuda_graphs"
-).split()
-SECTIONS = ["Networks", "Storage", None, "Evaluation", "Run", "Training"]  # None: the algorithm's name
+assert list(CASES) == MOVED
 
+# Beside the copied script, as a user's own module would be
+BAD_ENVS = """
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+
+class Task(gym.Env):
+    def __init__(self, obs, actions):
+        self.observation_space, self.action_space = obs, actions
+
+
+def register(name, obs, actions):
+    gym.register(f"{name}-v0", lambda **kwargs: Task(obs, actions))
+
+
+image, flat = Box(0, 255, (84, 84, 3), np.uint8), Box(-1, 1, (2,))
+register("Image", image, Discrete(2))
+register("DictOfImages", Dict(camera=image), Discrete(2))
+register("Sequence", Sequence(flat), Discrete(2))
+register("MultiBinary", flat, MultiBinary(3))
+register("MultiDiscrete", flat, MultiDiscrete([2, 3]))
+
+
+def make_same_step(num_envs, **kwargs):
+    make = lambda: gym.make("CartPole-v1")
+    return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+gym.register("SameStep-v0", vector_entry_point=make_same_step)
+"""
 
 # Run a test for each of the scripts, with what is made once for all tests of a script
-each_script = pytest.mark.parametrize("script", SCRIPTS, indirect=True, scope="module")
+each_script = pytest.mark.parametrize("script", MOVED, indirect=True, scope="module")
 
 
-# Runs that many tests read
+# Copied alone
+
+
+def copy_script(script: str, folder: Path) -> Path:
+    """Copy the script, and the one file of envs_shared/ that it needs, into `folder`."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "algos" / f"{script}.py", folder)
+    if sibling := CASES[script].sibling:
+        (folder / "envs_shared").mkdir()
+        shutil.copy(ROOT / "envs_shared" / sibling, folder / "envs_shared")
+    return folder
+
+
+def start_copy(folder: Path, log: str, script: str, *flags, launcher=(), **more_env) -> subprocess.Popen:
+    """Start the copied script as a user does, without this repository on its path; errors go to a file."""
+    env = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"} | more_env
+    with open(folder / f"{log}.out", "w") as out, open(folder / f"{log}.err", "w") as err:
+        command = [sys.executable, *launcher, f"{script}.py", *map(str, flags)]
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err)
+
+
+def run_copy(folder: Path, log: str, script: str, *flags, **kwargs) -> tuple[str, str]:
+    """What the copied script prints, on stdout and stderr; it must end well within eight minutes."""
+    process = start_copy(folder, log, script, *flags, **kwargs)
+    try:
+        exit_code = process.wait(480)
+    finally:
+        process.kill()
+    out, err = ((folder / f"{log}.{kind}").read_text() for kind in ("out", "err"))
+    assert exit_code == 0, err
+    return out, err
+
+
+def find_run(run_dir: Path) -> Path:
+    """The one run folder in `run_dir`."""
+    (path,) = Path(run_dir).iterdir()
+    return path
+
+
+def load(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def get_count(script: str, path: Path) -> int:
+    """How far the run of a checkpoint was, in the unit of the script's flag `length`."""
+    return load(path)["progress"][CASES[script].counter]
+
+
+@pytest.fixture(scope="module")
+def killed(script, tmp_path_factory):
+    """A copied script's run that was killed in the middle and resumed: its folder, and what it had left."""
+    case, folder = CASES[script], copy_script(script, tmp_path_factory.mktemp("copy") / script)
+    flags = [*case.quick.split(), case.length, 10**8, "--eval-interval", 1]
+    process = start_copy(folder, "killed", script, *flags)
+    try:
+        deadline = time.monotonic() + 480
+        while time.monotonic() < deadline and process.poll() is None:
+            saved = list(folder.glob("runs/*/checkpoint.pt"))
+            if (
+                saved
+                and get_count(script, saved[0]) >= case.more // 2
+                and (saved[0].parent / "best.pt").exists()
+            ):
+                break
+            time.sleep(0.02)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL, (folder / "killed.err").read_text()
+    path = find_run(folder / "runs")
+    left = Path(shutil.copytree(path, tmp_path_factory.mktemp("left") / path.name))
+    time.sleep(1.1)  # TensorBoard orders event files by the second they were made in
+    flags = [
+        "--resume",
+        path / "checkpoint.pt",
+        case.length,
+        get_count(script, left / "checkpoint.pt") + case.more,
+    ]
+    run_copy(folder, "resumed", script, *flags)
+    return folder, left
+
+
+@each_script
+def test_a_copy_alone_is_killed_and_resumed(script, killed):
+    """In the same folder; the counters go on, no step is logged twice, and none is missing."""
+    (folder, left), case = killed, CASES[script]
+    path = find_run(folder / "runs")
+    before, after = (load(x / "checkpoint.pt") for x in (left, path))
+    assert path.name == left.name and before["progress"][0] > 0
+    assert all(a > b for a, b in zip(after["progress"][:4], before["progress"][:4], strict=True))
+    assert get_count(script, path / "checkpoint.pt") >= get_count(script, left / "checkpoint.pt") + case.more
+    scalars = read_scalars(path)
+    for tag, values in scalars.items():
+        steps = [step for step, _ in values]
+        assert steps == sorted(set(steps)), tag
+    assert len(scalars[case.tags[1]]) == after["progress"][0]  # one in each iteration of both parts
+    kept = before["progress"][0]
+    assert scalars[case.tags[1]][:kept] == read_scalars(left)[case.tags[1]][:kept]
+    (seconds,) = (dict(scalars[x]) for x in ["charts/cpu_seconds"])
+    assert list(seconds.values()) == sorted(seconds.values())
+
+
+@each_script
+def test_what_a_copy_leaves(script, killed):
+    """Nothing but its run folder, with events, checkpoint.pt and best.pt; few lines of its bar in a file."""
+    folder, _ = killed
+    path = find_run(folder / "runs")
+    names = {x.name for x in folder.iterdir() if x.suffix not in (".out", ".err")} - {
+        "envs_shared",
+        "__pycache__",
+    }
+    assert names == {f"{script}.py", "runs"}
+    files = {"events" if "events" in x.name else x.name for x in path.iterdir()}
+    assert files == {"events", "checkpoint.pt", "best.pt"}
+    assert re.fullmatch(rf"\S+__{script}__1__\d+", path.name)
+    first, last = (folder / "resumed.out").read_text().splitlines()
+    assert first.startswith(f"{path}: ") and last.startswith(f"{path}: ")
+    assert 1 <= len((folder / "resumed.err").read_text().splitlines()) < 10  # also those that end in \r
+
+
+@each_script
+def test_a_copy_evaluates_its_best_policy(script, killed):
+    folder, _ = killed
+    path = find_run(folder / "runs")
+    files = {x: x.read_bytes() for x in path.rglob("*") if x.is_file()}
+    out, err = run_copy(folder, "evaluated", script, "--evaluate", path / "best.pt", "--eval-episodes", 3)
+    scores = ast.literal_eval(out)
+    assert (
+        err == ""
+        and np.isfinite(scores[CASES[script].tags[0]])
+        and all(x.startswith("eval/") for x in scores)
+    )
+    assert {x: x.read_bytes() for x in path.rglob("*") if x.is_file()} == files and find_run(
+        folder / "runs"
+    ) == path
+
+
+@each_script
+def test_a_copy_runs_under_torchrun(script, tmp_path):
+    folder, case = copy_script(script, tmp_path / "copy"), CASES[script]
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    out, _ = run_copy(folder, "ranks", script, *case.quick.split(), "--no-cuda", launcher=launcher)
+    path = find_run(folder / "runs")
+    scalars = read_scalars(path)
+    assert len(out.splitlines()) == 2 and len(list(path.glob("events*"))) == 1  # one process talks
+    assert len(scalars[case.tags[1]]) == load(path / "checkpoint.pt")["progress"][0] and scalars[case.tags[0]]
+
+
+@pytest.fixture(scope="module")
+def with_bad_files(script, killed, tmp_path_factory):
+    """A folder with a copy of the script and files that it cannot use."""
+    folder = copy_script(script, tmp_path_factory.mktemp("bad") / script)
+    (folder / "bad_envs.py").write_text(BAD_ENVS)
+    (folder / "garbage.pt").write_bytes(b"not a checkpoint")
+    torch.save({"weights": torch.zeros(2)}, folder / "weights.pt")
+    torch.save({"args": {"flag_of_another_script": 1}, "progress": (0,)}, folder / "other.pt")
+    shutil.copy(killed[1] / "best.pt", folder / "good.pt")
+    return folder
+
+
+@each_script
+def test_bad_input_is_one_line_and_exit_code_2(script, with_bad_files):
+    """And nothing is written. In processes of their own, as what warns says so on stderr."""
+    folder, bad = with_bad_files, BAD_FILES | CASES[script].bad
+    odd = f"{CASES[script].total} 7"
+    files, logs = sorted(folder.rglob("*")), folder.parent / "logs"
+    logs.mkdir()
+    inputs = [(flags, words, {}) for flags, words in bad.items()]
+    inputs.append((odd, "must be divisible by the number of processes (2)", {"WORLD_SIZE": "2"}))
+    for i, (flags, words, env) in enumerate(inputs):
+        process = start_process(logs / str(i), env, "run_copy", folder / f"{script}.py", *flags.split())
+        exit_codes, lines = wait_for([process]), (logs / str(i)).read_text().splitlines()
+        assert exit_codes == [2] and len(lines) == 1, (flags, lines)
+        assert lines[0].startswith(f"{script}.py: error: ") and words in lines[0], (flags, lines)
+        found = [x for x in sorted(folder.rglob("*")) if "__pycache__" not in str(x)]
+        assert found == files, flags
+
+
+# Whole runs in this process
 
 
 @dataclass
 class Run:
-    """What a run leaves: its folder, what it printed, and the names of what it replaced, with "flush" for its log."""
+    """What a run leaves: its folder, what it printed, and the names of the files that it replaced."""
 
     path: Path
     out: str
     err: str
     written: list[str]
 
+    @property
+    def weights(self) -> dict:
+        return load(self.path / "checkpoint.pt")["agent"]
 
-def run_main(script, *flags):
-    """Call the script's `main` where neither wandb nor matplotlib is installed."""
-    module, out, err, written = importlib.import_module(f"algos.{script}"), io.StringIO(), io.StringIO(), []
-    replace, flush = os.replace, SummaryWriter.flush
+    def read_losses(self) -> dict:
+        return {tag: x for tag, x in read_scalars(self.path).items() if tag.startswith("losses/")}
+
+
+def run_main(module: ModuleType, folder: Path, *flags) -> Run:
+    """Call a script's `main`, where wandb is not installed, for a run in `folder`."""
+    out, err, written, replace = io.StringIO(), io.StringIO(), [], os.replace
 
     def record(source, target):
         written.append(Path(target).name)
         replace(source, target)
-
-    def record_flush(writer):
-        written.append("flush")
-        flush(writer)
 
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        for name in ("wandb", "matplotlib", "matplotlib.figure"):
-            patch.setitem(sys.modules, name, None)
+        patch.setitem(sys.modules, "wandb", None)
         patch.setattr(os, "replace", record)
-        patch.setattr(SummaryWriter, "flush", record_flush)
-        module.main(list(map(str, flags)))
-    folder = re.search(r"run folder (\S+)", out.getvalue())
-    return Run(Path(folder[1]) if folder else None, out.getvalue(), err.getvalue(), written)
+        module.main([*map(str, flags), "--run-dir", str(folder)])
+    return Run(find_run(folder), out.getvalue(), err.getvalue(), written)
 
 
-def run_short(script, folder, *flags):
-    return run_main(script, *CASES[script].short.split(), "--seed", 3, "--run-dir", folder, *flags)
+def run_quick(script: str, folder: Path, *flags) -> Run:
+    return run_main(importlib.import_module(f"algos.{script}"), folder, *CASES[script].quick.split(), *flags)
+
+
+def assert_same(first: Run, second: Run):
+    """Weights and losses of two runs are the same to the last bit."""
+    assert first.weights.keys() == second.weights.keys()
+    assert all(torch.equal(x, second.weights[name]) for name, x in first.weights.items())
+    assert first.read_losses() == second.read_losses() != {}
 
 
 @pytest.fixture(scope="module")
 def whole(script, tmp_path_factory):
     """A run from its beginning to its end."""
-    return run_short(script, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture(scope="module")
-def same(script, tmp_path_factory):
-    """The same run with hardly any evaluations and checkpoints."""
-    return run_short(script, tmp_path_factory.mktemp("same"), *CASES[script].rarely.split())
-
-
-@pytest.fixture
-def copied(whole, tmp_path):
-    """A copy of that run's folder, to go on from."""
-    return Path(shutil.copytree(whole.path, tmp_path / "copied" / whole.path.name))
-
-
-@pytest.fixture(scope="module")
-def cut(script, tmp_path_factory):
-    """The same run, killed in a process of its own while it wrote a checkpoint; as it was left, and resumed."""
-    folder = tmp_path_factory.mktemp("cut")
-    flags = [*CASES[script].short.split(), "--seed", "3", "--run-dir", str(folder)]
-    log = tmp_path_factory.mktemp("log") / "log"
-    process = start_process(log, {}, "kill", script, KILLED_AT, *flags)
-    assert wait_for([process]) == [-signal.SIGKILL], log.read_text()
-    (path,) = folder.iterdir()
-    left = Path(shutil.copytree(path, tmp_path_factory.mktemp("left") / path.name))
-    time.sleep(1.1)  # TensorBoard orders event files by the second they were made in
-    return left, run_main(script, "--resume", path / "checkpoint.pt")
-
-
-def load(path):
-    return torch.load(path, weights_only=True)
-
-
-read_scalars_once = cache(read_scalars)
-
-
-def read_json(path):
-    return json.loads(path.read_text())
-
-
-def source(script):
-    return (ROOT / "algos" / f"{script}.py").read_text()
-
-
-def drop_times(metrics):
-    return {name: value for name, value in metrics.items() if not TIMES.search(name)}
-
-
-def are_same_weights(path_a, path_b):
-    a, b = load(path_a / "checkpoint.pt")["agent"], load(path_b / "checkpoint.pt")["agent"]
-    return all(torch.equal(a[k], b[k]) for k in a)
-
-
-def assert_no_step_twice(scalars):
-    for tag, values in scalars.items():
-        steps = [step for step, _ in values]
-        assert len(set(steps)) == len(steps), tag
-
-
-def assert_refuses(script, capsys, flags, *messages):
-    """The script ends with exit code 2 and one line that says each of `messages`."""
-    with pytest.raises(SystemExit) as error:
-        importlib.import_module(f"algos.{script}").main(list(map(str, flags)))
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert error.value.code == 2 and len(lines) == 1, lines
-    assert all(message in lines[0] for message in messages), lines
-
-
-# What a run leaves
+    return run_quick(script, tmp_path_factory.mktemp("whole"))
 
 
 @each_script
-def test_run_folder_result_and_checkpoint(script, whole):
-    path, result, case = whole.path, read_json(whole.path / "result.json"), CASES[script]
-    assert re.fullmatch(rf"{re.escape(result['env_id'])}__{script}__3__\d+", path.name)
-    keys = "script env_id seed headline metrics env_steps wall_seconds cpu_seconds device torch args".split()
-    assert list(result) == keys
-    assert result["script"] == script and result["seed"] == 3 and result["headline"] in result["metrics"]
-    assert all(isinstance(v, (int, float)) for v in result["metrics"].values())
-    assert result["env_steps"] > 0 and result["wall_seconds"] > 0 and result["cpu_seconds"] > 0
-    assert load(path / "checkpoint.pt")["script"] == script
-    assert {p.name for p in path.iterdir() if "events" not in p.name} == {
-        "checkpoint.pt",
-        "best.pt",
-        "result.json",
-    }
-    scalars = read_scalars_once(path)
-    assert {tag.split("/")[0] for tag in scalars} == {"charts", "losses", "eval", *case.groups}
-    assert set(case.tags) <= scalars.keys()
-    assert_no_step_twice(scalars)
-    assert str(path) in whole.out.splitlines()[-1]  # one line of summary, with the run folder
-    assert all(word in whole.err for word in case.progress)  # tqdm
+def test_the_seed_fixes_everything(script, whole, tmp_path):
+    assert_same(whole, run_quick(script, tmp_path / "same"))
+    other = run_quick(script, tmp_path / "other", "--seed", 2)
+    assert other.read_losses() != whole.read_losses()
 
 
 @each_script
-def test_a_checkpoint_before_the_training_and_one_an_iteration(script, whole, cut):
-    """By os.replace alone: `cut` shows that a kill before it leaves the checkpoint of before. The log is not behind."""
-    last = load(whole.path / "checkpoint.pt")["iteration"]
-    assert whole.written.count("checkpoint.pt") == last + 1 > KILLED_AT and whole.written[-1] == "result.json"
-    before = [a for a, b in itertools.pairwise(whole.written) if b == "checkpoint.pt"]
-    assert before[-last:] == ["flush"] * last
-    left, _ = cut
-    assert load(left / "checkpoint.pt")["iteration"] == KILLED_AT - 2
-    assert not (left / "result.json").exists()
+def test_evaluations_change_nothing_and_can_be_switched_off(script, whole, tmp_path):
+    """Then checkpoint.pt is written at the same points."""
+    never = run_quick(script, tmp_path, "--eval-episodes", 0)
+    assert_same(whole, never)
+    assert len(read_scalars(whole.path)[CASES[script].tags[0]]) > 2
+    assert not any(tag.startswith("eval/") for tag in read_scalars(never.path))
+    count = whole.written.count("checkpoint.pt")
+    assert never.written == ["checkpoint.pt"] * count and count > 3 and "best.pt" in whole.written
+    assert "not evaluated" in never.out and "not evaluated" not in whole.out
 
 
 @each_script
-def test_the_seed_fixes_everything_and_evaluations_and_checkpoints_change_nothing(
-    script, whole, same, tmp_path
-):
-    other = run_short(script, tmp_path, *CASES[script].rarely.split(), "--seed", 4)
-    assert are_same_weights(whole.path, same.path)
-    assert not are_same_weights(whole.path, other.path)
-    few, many = (
-        sum(len(x) for tag, x in read_scalars(run.path).items() if "eval" in tag) for run in (same, whole)
-    )
-    assert few < many and same.written.count("checkpoint.pt") == 2
+def test_evaluation_takes_at_most_a_fifth_of_the_steps(script, tmp_path):
+    """By default, and the one at the end aside."""
+    case = CASES[script]
+    flags, size = case.even
+    scalars = read_scalars(run_quick(script, tmp_path, "--eval-interval", 0, *flags.split()).path)
+    steps = [step for step, _ in scalars[case.tags[0]]]
+    assert 3 <= len(steps) <= 10 and steps[-1] == scalars[case.tags[1]][-1][0]
+    assert all(size * (i + 1) <= step / 5 for i, step in enumerate(steps[:-1])), steps
 
 
 @each_script
-def test_a_killed_run_resumes_to_the_same_numbers(script, whole, cut):
-    left, resumed = cut
-    assert (
-        resumed.path == Path(load(left / "checkpoint.pt")["args"]["run_dir"]) / left.name
-    )  # in its own folder
-    ends = [load(path / "checkpoint.pt") for path in (whole.path, resumed.path)]
-    for part in ("agent", "optimizer"):
-        assert_equal(*(end[part] for end in ends))
-    assert_equal(*(load(path / "best.pt")["agent"] for path in (whole.path, resumed.path)))
-    a, b = (drop_times(read_json(path / "result.json")["metrics"]) for path in (whole.path, resumed.path))
-    assert a == b
-    assert read_scalars(left)  # what it had logged is gone on with
-    a, b = (drop_times(read_scalars_once(path)) for path in (whole.path, resumed.path))
-    assert a.keys() == b.keys()
-    for tag in a:
-        np.testing.assert_array_equal(a[tag], b[tag], err_msg=tag)  # no step logged twice or not at all
-    assert not list(resumed.path.glob("*.tmp"))
-
-
-def assert_equal(a, b):
-    """Two parts of checkpoints are the same, to the bit."""
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-    if isinstance(a, (dict, list, tuple)):
-        assert len(a) == len(b)
-        for key in a if isinstance(a, dict) else range(len(a)):
-            assert_equal(a[key], b[key])
-    else:
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-# Writing
-
-
-def fork(act):
-    """Exit code of a process that does `act`; minus the signal that killed it."""
-    if pid := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    try:
-        act()
-        os._exit(0)
-    finally:
-        os._exit(1)
-
-
-@each_script
-def test_a_death_at_any_moment_of_writing_leaves_the_old_checkpoint_or_the_new_one(script, tmp_path):
-    """Killed before each line of the script that runs then, or out of space after some of the bytes."""
-    module, path = importlib.import_module(f"algos.{script}"), tmp_path / "checkpoint.pt"
-
-    def write(x):
-        module.save_checkpoint(path, module.Args(), {"x": x}, {"agent": torch.nn.Linear(20, 20)})
-
-    def write_and_die(last_line):
-        lines = itertools.count()
-
-        def trace(frame, event, arg):
-            if frame.f_code.co_filename != module.__file__:
-                return None
-            if event == "line" and next(lines) == last_line:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return trace
-
-        sys.settrace(trace)
-        write(2)
-
-    def write_at_most(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        write(2)
-
-    def is_new_after(act, bound):
-        write(1)
-        status, found = fork(partial(act, bound)), load(path)["x"]
-        assert found == 2 if status == 0 else found in (1, 2)
-        return found == 2
-
-    found = []
-    while found[-3:] != [True] * 3:
-        found.append(is_new_after(write_and_die, len(found)))
-    assert found.index(True) > 4 and all(found[found.index(True) :])
-    size = path.stat().st_size
-    assert [is_new_after(write_at_most, n) for n in (0, 1, size // 2, size - 1, size)] == [False] * 4 + [True]
-
-
-# Going on with finished and unfinished runs
-
-
-@each_script
-def test_a_run_killed_before_its_result_is_finished_by_a_resume(script, whole, copied):
-    (copied / "result.json").unlink()
-    run = run_main(script, "--resume", copied / "checkpoint.pt")
-    again, result = (read_json(path / "result.json")["metrics"] for path in (copied, whole.path))
-    assert run.path == copied.resolve() and drop_times(again) == drop_times(result)
-    assert are_same_weights(copied, whole.path)
-
-
-@each_script
-def test_a_finished_run_is_extended_in_its_folder(script, whole, copied, capsys):
-    """The result of before stays beside the new one."""
-    checkpoint, length, before = (
-        copied / "checkpoint.pt",
-        CASES[script].length,
-        (copied / "result.json").read_bytes(),
-    )
-    files = {p.name for p in copied.iterdir()}
-    assert_refuses(script, capsys, ["--resume", checkpoint], length)
-    assert {p.name for p in copied.iterdir()} == files
-    run = run_main(script, "--resume", checkpoint, length, CASES[script].extended)
-    steps = [load(path / "checkpoint.pt")["global_step"] for path in (whole.path, copied)]
-    assert run.path == copied and steps[0] < steps[1]
-    assert (copied / f"result_{steps[0]}.json").read_bytes() == before
-    assert read_json(copied / "result.json")["env_steps"] == steps[1]
-    old, new = (read_scalars(path) for path in (whole.path, copied))
-    assert_no_step_twice(new)
-    assert all(new[tag][: len(old[tag])] == old[tag] for tag in old)  # the log goes on
-
-
-@each_script
-def test_a_run_that_goes_on_from_its_first_checkpoint_logs_no_step_twice(script, tmp_path):
-    """What was logged after step 0 is no longer shown."""
+def test_a_checkpoint_has_one_content(script, whole):
+    """All of it is plain data and tensors, so that torch loads it without unpickling classes."""
+    checkpoint, best = load(whole.path / "checkpoint.pt"), load(whole.path / "best.pt")
     module = importlib.import_module(f"algos.{script}")
-    flags = {"run_dir": str(tmp_path)}
-    for values in ((1.0, 2.0), (3.0,)):
-        path, writer = module.open_run(module.Args(**flags), 0)
-        for step, value in enumerate(values, 1):
-            writer.add_scalar("losses/x", value, step)
-        writer.close()
-        flags["resume"] = str(path / "checkpoint.pt")
-    assert read_scalars(path)["losses/x"] == [(1, 3.0)]
+    assert checkpoint.keys() == best.keys() == {"args", "progress", "agent", "optimizer"}
+    assert module.Args(**checkpoint["args"]).run_dir == str(whole.path.parent)
+    assert not list(whole.path.glob("*.tmp"))
+    assert best["agent"].keys() == checkpoint["agent"].keys()
 
 
 @each_script
-def test_more_processes_than_gpus_are_one_line(script, capsys, monkeypatch):
-    module = importlib.import_module(f"algos.{script}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as error:
-        module.setup_device(module.Args())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and "more than 1 GPU(s); --no-cuda" in line
+def test_hyperparameters_are_in_the_log(script, whole):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(whole.path))
+    events.Reload()
+    (tag,) = events.Tags()["tensors"]
+    (text,) = events.Tensors(tag)[0].tensor_proto.string_val
+    rows = [line.split("|")[1:-1] for line in text.decode().splitlines()[2:]]
+    args = load(whole.path / "checkpoint.pt")["args"]
+    assert rows == [[name, str(value)] for name, value in args.items()]
 
 
 @each_script
-def test_runs_started_in_the_same_second_get_folders_of_their_own(script, tmp_path, monkeypatch):
-    module, ticks = importlib.import_module(f"algos.{script}"), itertools.count()
-    monkeypatch.setattr(module.time, "time", lambda: 1e9 + next(ticks) * 1e-6)
-    paths = {run_short(script, tmp_path, CASES[script].length, CASES[script].shortest).path for _ in range(2)}
-    assert len(paths) == 2 and paths == set(tmp_path.iterdir())
+def test_the_log_has_its_tags(script, whole):
+    scalars = read_scalars(whole.path)
+    assert {tag.split("/")[0] for tag in scalars} == {"charts", "losses", "eval"}
+    assert {*CASES[script].tags, "charts/SPS", "charts/cpu_seconds"} <= scalars.keys()
 
 
-# Evaluation
-
-
-def evaluate(script, *flags):
-    """What --evaluate prints, name to number."""
-    return {
-        k: float(v)
-        for k, v in (line.split() for line in run_main(script, "--evaluate", *flags).out.splitlines())
-    }
+# Writing checkpoints
 
 
 @each_script
-def test_evaluation_prints_the_numbers_of_the_run(script, whole):
-    metrics = read_json(whole.path / "result.json")
-    metrics = drop_times(metrics["metrics"])
-    files = {p: p.read_bytes() for p in whole.path.iterdir()}
-    printed = drop_times(evaluate(script, whole.path / "checkpoint.pt"))
-    best = drop_times(evaluate(script, whole.path / "best.pt"))
-    best = {name.replace("eval/", "best/", 1): value for name, value in best.items()}
-    assert printed | best == pytest.approx(metrics, abs=0.006)  # the same episodes, of both
-    assert {p: p.read_bytes() for p in whole.path.iterdir()} == files
-
-
-# Packages that may be missing
-
-
-@each_script
-def test_runs_without_wandb_and_matplotlib(script, same, tmp_path, monkeypatch, capsys):
-    """As all runs here do."""
-    assert not list(same.path.glob("*.png"))
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert_refuses(script, capsys, ["--track", "--run-dir", tmp_path / "runs"], "pip install wandb")
-    assert not (tmp_path / "runs").exists()
-
-
-# Bad input
+@pytest.mark.parametrize("moment", ["half", "written", "replaced"])
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_kill_while_a_checkpoint_is_written_leaves_one_that_loads(script, tmp_path, moment, number):
+    """At the third writing and later a best.pt is there as well; the first is of before any training."""
+    flags = [*CASES[script].quick.split(), "--eval-interval", "1", "--run-dir", str(tmp_path / "runs")]
+    process = start_process(tmp_path / "log", {}, "kill_at", script, number, moment, *flags)
+    assert wait_for([process]) == [-signal.SIGKILL], (tmp_path / "log").read_text()
+    path = find_run(tmp_path / "runs")
+    # Writings: checkpoint.pt at step 0, then in each iteration best.pt where the score is no worse, checkpoint.pt
+    iteration = load(path / "checkpoint.pt")["progress"][0]
+    assert iteration == number - 1 - (moment != "replaced")
+    for best in path.glob("best.pt"):
+        assert load(best)["progress"][0] > 0
 
 
 @each_script
-def test_bad_files_and_folders_are_one_line_and_exit_code_2(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "garbage.pt").write_bytes(b"not a checkpoint")
-    torch.save({"script": "another", "args": {}}, "another.pt")
-    torch.save({"weights": torch.zeros(2)}, "weights.pt")
-    torch.save({"script": script, "args": {"old_flag": 1}}, "old.pt")
-    torch.save({"script": script, "args": ["--seed", 1]}, "list.pt")
-    (tmp_path / "file").write_text("")
-    torch.save(Path("unpickled"), "pickle.pt")
-    for flags, message in (
-        ("--resume missing.pt", "missing.pt: no such checkpoint"),
-        ("--resume garbage.pt", "garbage.pt: not a readable checkpoint"),
-        ("--evaluate pickle.pt", "pickle.pt: not a readable checkpoint"),
-        ("--evaluate another.pt", "another.pt: a checkpoint of another.py"),
-        ("--resume weights.pt", "weights.pt: not a "),
-        ("--resume old.pt", "old.pt: "),
-        ("--resume old.pt --evaluate old.pt", "--resume and --evaluate"),
-        ("--run-dir file", "--run-dir file"),
-        ("--seed -1", "--seed"),
-        ("--torch-threads 0", "--torch-threads"),
-        ("--eval-episodes 0", "--eval-episodes"),
-        ("--checkpoint-interval -1", "--checkpoint-interval"),
-        ("--evaluate list.pt", "list.pt: "),
-        ("--resume=", "no such checkpoint"),
-    ):
-        before = sorted(tmp_path.iterdir())
-        assert_refuses(script, capsys, flags.split(), message)
-        assert sorted(tmp_path.iterdir()) == before
-
-
-@each_script
-def test_tracking_without_a_login_is_one_line_and_exit_code_2(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HOME", str(tmp_path))  # where a login is kept
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    assert_refuses(script, capsys, ["--track", "--run-dir", tmp_path / "runs"], "--track", "wandb login")
-    assert not (tmp_path / "runs").exists()
-
-
-@each_script
-def test_a_folder_that_cannot_be_written_and_names_that_wandb_refuses(script, tmp_path, monkeypatch, capsys):
-    module = importlib.import_module(f"algos.{script}")
-    (tmp_path / "result.json").write_text("{}")
-    with monkeypatch.context() as patch:  # root may write everywhere
-        patch.setattr(Path, "rename", lambda old, new: (tmp_path / "missing" / "file").touch())
-        with pytest.raises(SystemExit) as error:
-            module.open_run(module.Args(resume=str(tmp_path / "checkpoint.pt")), 7)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and line.endswith(
-        f"cannot make or write {tmp_path} (No such file or directory)"
+def test_there_is_a_checkpoint_before_any_training(script, tmp_path):
+    process = start_process(
+        tmp_path / "log", {}, "kill_at", script, 1, "replaced", "--run-dir", tmp_path / "runs"
     )
-    path, writer = module.open_run(module.Args(run_dir=str(tmp_path / "runs"), exp_name="a/b:c;d,e#f?g'h"), 0)
-    writer.close()
-    assert path.parent == tmp_path / "runs" and "__a-b-c-d-e-f-g-h__" in path.name
+    assert wait_for([process]) == [-signal.SIGKILL], (tmp_path / "log").read_text()
+    checkpoint = load(find_run(tmp_path / "runs") / "checkpoint.pt")
+    assert checkpoint["progress"][:2] == (0, 0) and checkpoint["optimizer"]["state"] == {}
+
+
+# Weights & Biases
 
 
 @each_script
-def test_the_best_policy_is_the_one_that_scored_best_and_cannot_be_resumed(script, whole, capsys):
-    """Of those evaluated on the way; ties go to the later one."""
-    best, result = load(whole.path / "best.pt"), read_json(whole.path / "result.json")
-    assert best["script"] == script and "optimizer" not in best
-    tag, sign = CASES[script].score or (result["headline"], 1)
-    found = dict(read_scalars_once(whole.path)[tag])
-    assert len(found) > 2 and best["global_step"] == max(found, key=lambda step: (sign * found[step], step))
-    assert_refuses(script, capsys, ["--resume", whole.path / "best.pt"], "best.pt", "--resume")
-
-
-@each_script
-def test_settings_that_a_checkpoint_lacks_take_their_defaults(script, whole, tmp_path, monkeypatch):
-    """As a checkpoint does that was written before a flag was added."""
-    module, checkpoint = importlib.import_module(f"algos.{script}"), load(whole.path / "checkpoint.pt")
-    for name in ("eval_episodes", "cuda_graphs", list(checkpoint["args"])[-1]):
-        del checkpoint["args"][name]
-    torch.save(checkpoint, tmp_path / "old.pt")
-    given = []
-    monkeypatch.setattr(module, "train", lambda args, checkpoint: given.append(args))
-    run_main(script, "--resume", tmp_path / "old.pt")
-    lacking = {
-        name: getattr(module.Args, name) for name in module.Args.__annotations__.keys() - checkpoint["args"]
-    }
-    assert len(lacking) == 3 and vars(given[0]) == checkpoint["args"] | lacking | {
-        "resume": str(tmp_path / "old.pt")
-    }
-    metrics = drop_times(read_json(whole.path / "result.json")["metrics"])
-    printed = drop_times(evaluate(script, tmp_path / "old.pt", "--eval-episodes", 4))
-    assert printed == pytest.approx({k: metrics[k] for k in printed}, abs=0.006)
+def test_weights_and_biases_offline(script, tmp_path):
+    pytest.importorskip("wandb")
+    folder = copy_script(script, tmp_path / "copy")
+    run_copy(folder, "tracked", script, *CASES[script].quick.split(), "--track", WANDB_MODE="offline")
+    (log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    assert find_run(folder / "runs").name in log.name
+    content = log.read_bytes()
+    assert all(tag.encode() in content for tag in (*CASES[script].tags, "wandb_project_name"))
 
 
 # The form of a script
 
 
-def read_fields(script):
+def source(script: str) -> str:
+    return (ROOT / "algos" / f"{script}.py").read_text()
+
+
+def count_tokens(text: str) -> int:
+    """Names, numbers, strings and operators; an f-string is one, also where Python's tokenizer splits it."""
+    kinds = {tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP}
+    count, open_strings = 0, 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if open_strings == 0 and (token.type in kinds or kind == "FSTRING_START"):
+            count += 1
+        open_strings += {"FSTRING_START": 1, "FSTRING_END": -1}.get(kind, 0)
+    return count
+
+
+def test_tokens_are_counted():
+    assert count_tokens("x = f'a{b + f(c)}d' + 'e'  # f\n\n") == 5
+    assert count_tokens('"""A.\n\nB."""\nif (x1 >= 1.5):\n    y[0] = -1\n') == 1 + 7 + 7
+
+
+@each_script
+def test_a_script_is_within_its_budget(script):
+    case, text = CASES[script], source(script)
+    assert count_tokens(text) <= case.max_tokens
+    assert len(text.splitlines()) <= case.max_lines
+    assert max(map(len, text.splitlines())) <= 110
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= (110 if node.name == "train" else 70), node.name
+    if case.sibling:
+        assert count_tokens((ROOT / "envs_shared" / case.sibling).read_text()) <= case.max_sibling_tokens
+
+
+@each_script
+def test_sections_are_in_order(script):
+    lines = source(script).splitlines()
+    rulers = [line for line in lines if line.startswith("# --")]
+    titles = [re.fullmatch(r"# ---- (\S.*?) -+", line)[1] for line in rulers]
+    sections = [x for x in SECTIONS if x != "Environments" or CASES[script].has_environments]
+    assert [own or title for own, title in zip(sections, titles, strict=True)] == titles
+    assert {len(line) for line in rulers} == {110}
+    tree = ast.parse(source(script))
+    first = lines.index(rulers[0])
+    kinds = [type(n).__name__ for n in tree.body if n.lineno < first]
+    assert kinds.count("ClassDef") == 1 and kinds[-1] == "ClassDef"  # Args
+    assert [n.name for n in tree.body if isinstance(n, ast.FunctionDef)][-2:] == ["train", "main"]
+    assert lines.index("# /// script") < min(n.lineno for n in tree.body if isinstance(n, ast.Import))
+
+
+@each_script
+def test_the_docstring_is_short_and_has_commands(script):
+    text = ast.get_docstring(ast.parse(source(script)))
+    assert len(text.splitlines()) <= 35
+    commands = [line.split() for line in text.splitlines() if re.match(r"    (python|torchrun|uv)\b", line)]
+    assert 3 <= len(commands) <= 5 and all(f"{script}.py" in words for words in commands)
+
+
+def find_imports(nodes) -> set[str]:
+    """Names of the modules that the imports among `nodes` name."""
+    nodes = list(nodes)
+    modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    return modules | {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
+
+
+@each_script
+def test_pep723_block_has_the_packages_that_are_imported(script):
+    """And numpy, which gymnasium and torch bring along, may be left out."""
+    (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", source(script), re.M)
+    metadata = tomllib.loads(
+        "".join(line.removeprefix("#").removeprefix(" ") for line in block.splitlines(True))
+    )
+    assert metadata["requires-python"] == ">=3.11"
+    ranges = {r.name: r.specifier for r in map(Requirement, metadata["dependencies"])}
+    tree = ast.parse(source(script))
+    modules = find_imports(ast.walk(tree))
+    brought = {x.split(".")[-1] for x in modules} & {"tensorboard"}  # torch.utils.tensorboard needs it
+    packages = {x.split(".")[0] for x in modules} - set(sys.stdlib_module_names) - {"envs_shared"}
+    packages = {PACKAGES.get(x, x) for x in packages} | brought
+    assert packages - {"numpy"} == ranges.keys() - {"numpy"}
+    assert "wandb" not in find_imports(tree.body)  # imported where --track is given
+    pins = {r.name: r.specifier for r in map(Requirement, (ROOT / "requirements.txt").read_text().split())}
+    for name, specifier in ranges.items():
+        (pin,) = pins[name]
+        assert pin.operator == "==" and specifier.contains(pin.version), name
+    assert ranges["torch"].contains("2.11.0")
+
+
+@each_script
+def test_a_script_imports_no_other_and_at_most_its_sibling(script):
+    modules = find_imports(ast.walk(ast.parse(source(script))))
+    scripts = {x.stem for x in (ROOT / "algos").glob("*.py")}
+    assert not {x.split(".")[0] for x in modules} & {"algos", "tests", "benchmark", *scripts}
+    sibling = CASES[script].sibling
+    ours = {x for x in modules if x.split(".")[0] == "envs_shared"}
+    assert ours <= ({f"envs_shared.{sibling.removesuffix('.py')}", "envs_shared"} if sibling else set())
+
+
+def read_fields(script: str) -> list[tuple[str, str, str, str]]:
     """Fields of Args, [(name, annotation, default, comment), ...], one line each."""
     text = source(script)
     (args,) = (n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "Args")
@@ -577,145 +589,55 @@ def read_fields(script):
 
 
 @each_script
-def test_common_flags_come_first_and_are_the_same_everywhere(script):
+def test_common_flags_come_first_and_are_spelled_alike(script):
     mine = read_fields(script)
-    common = [f for f in COMMON_FLAGS if f != "capture_video" or any(f[0] == "capture_video" for f in mine)]
-    assert [f[0] for f in mine[: len(common)]] == common
-    assert not {f[0] for f in mine[len(common) :]} & set(COMMON_FLAGS)
-    theirs = [dict((f[0], f) for f in read_fields(other)) for other in SCRIPTS]
-    for field in mine[: len(common)]:
-        assert all(other.get(field[0], field) == field for other in theirs)
+    names = [name for name, *_ in mine]
+    common = [name for name in COMMON_FLAGS if name != "capture_video" or name in names]
+    assert names[: len(common)] == common
+    for other in MOVED:
+        theirs = {name: kind for name, kind, *_ in read_fields(other)}
+        assert all(theirs.get(name, kind) == kind for name, kind, *_ in mine[: len(common)])
 
 
 @each_script
 def test_help_shows_every_field_with_its_comment(script, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stop:
         importlib.import_module(f"algos.{script}").main(["--help"])
     text = " ".join(re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert stop.value.code == 0
     for name, _, _, comment in read_fields(script):
         assert f"--{name.replace('_', '-')}" in text and " ".join(comment.split()) in text, name
 
 
 @cache
-def find_functions(script):
-    """Functions and classes at the top of a script, name to lines; without decorators."""
+def find_functions(script: str) -> dict[str, str]:
+    """Source of the functions and classes at the top of a script."""
     text = source(script)
-    lines, nodes = text.splitlines(), ast.parse(text).body
-    return {
-        n.name: lines[n.lineno - 1 : n.end_lineno]
-        for n in nodes
-        if isinstance(n, (ast.FunctionDef, ast.ClassDef))
-    }
+    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    return {n.name: ast.get_source_segment(text, n) for n in nodes}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_equal_functions_have_equal_sources(name):
+    sources = [find_functions(script)[name] for script in MOVED if name in find_functions(script)]
+    assert sources and len(set(sources)) == 1
 
 
 @each_script
-def test_shared_functions_are_the_same_to_the_letter(script):
-    mine, theirs = find_functions(script), [find_functions(other) for other in SCRIPTS]
-    for name in SHARED:
-        assert any(name in other for other in theirs), name
-        assert name not in mine or all(other.get(name, mine[name]) == mine[name] for other in theirs), name
-    assert {
-        *"fail setup_device seed_everything save_checkpoint load_checkpoint open_run".split()
-    } <= mine.keys()
-
-
-def find_sections(script):
-    """Source text under each ruler of a script, by the ruler's words without what stands in parentheses."""
-    title = r"^# ---- (.+?)(?: \(.+\))? -+$"
-    _, *parts = re.split(title, source(script), flags=re.M)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-@each_script
-def test_sections_are_in_order_and_the_script_is_no_longer_than_it_may(script):
-    titles = [None if i == 2 else title for i, title in enumerate(find_sections(script))]
-    assert titles == SECTIONS
-    assert source(script).count("\n") <= CASES[script].max_lines
-
-
-@each_script
-def test_section_run_is_short_and_has_nothing_of_its_own(script):
-    section = find_sections(script)["Run"]
-    names = [getattr(n, "name", None) for n in ast.parse(section).body]
-    assert names == [name for name in SHARED if name in names]
-    assert section.strip().count("\n") <= 124  # the aim is 110
-
-
-@each_script
-def test_the_loop_of_the_training_stands_in_train_on_one_screen(script):
-    (train,) = (
-        n for n in ast.parse(source(script)).body if isinstance(n, ast.FunctionDef) and n.name == "train"
-    )
-    assert not any(isinstance(n, (ast.FunctionDef, ast.ClassDef)) for n in list(ast.walk(train))[1:])
-    (loop,) = (n for n in train.body if isinstance(n, ast.While))
-    assert loop.end_lineno - loop.lineno < 60
-
-
-@each_script
-def test_nothing_is_packed(script):
-    """No assignment gives three or more names as many values of their own; one statement a line."""
-    statements = [n for n in ast.walk(ast.parse(source(script))) if isinstance(n, ast.stmt)]
-    for n in statements:
-        values = n.value.elts if isinstance(n, ast.Assign) and isinstance(n.value, ast.Tuple) else []
-        assert len(values) < 3 or not isinstance(n.targets[0], ast.Tuple), ast.unparse(n)
-    starts = [n.lineno for n in statements]
-    assert len(set(starts)) == len(starts)
-
-
-def parse_pep723(script):
-    (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", source(script), re.M)
-    return tomllib.loads(
-        "".join(line[2:] if line[1:2] == " " else line[1:] for line in block.splitlines(True))
-    )
-
-
-def find_imports(nodes):
-    """Names of the modules that the imports among `nodes` name."""
-    modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-    return modules | {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
-
-
-@each_script
-def test_pep723_block_fits_requirements_and_imports(script):
-    """`uv run` gets the packages that requirements.txt pins, in ranges that admit the pins and older versions."""
-    metadata = parse_pep723(script)
-    assert metadata["requires-python"] == ">=3.11"
-    ranges = {r.name: r.specifier for r in map(Requirement, metadata["dependencies"])}
-    pins = {r.name: r.specifier for r in map(Requirement, (ROOT / "requirements.txt").read_text().split())}
-    assert ranges.keys() <= pins.keys()
-    for name, specifier in ranges.items():
-        (pin,) = pins[name]
-        assert pin.operator == "==" and specifier.contains(pin.version), name
-    assert ranges["torch"].contains("2.11.0")
+def test_every_function_and_class_has_a_docstring_that_is_a_sentence(script):
     tree = ast.parse(source(script))
-    modules = find_imports(ast.walk(tree))
-    third_party = {m.split(".")[0] for m in modules} - set(sys.stdlib_module_names) - {"envs_shared"}
-    used = {{"PIL": "pillow"}.get(m, m) for m in third_party}
-    assert used <= ranges.keys()
-    # And no more than is used; tensorboard by torch, pillow by it for pictures, matplotlib by helpers
-    assert ranges.keys() - used <= {"tensorboard", "pillow", "numpy", "tqdm", "matplotlib"}
-    assert not any(m.split(".")[0] in ("algos", "tests", *SCRIPTS) for m in modules)
-    assert not {m.split(".")[0] for m in find_imports(tree.body)} & {
-        "wandb",
-        "matplotlib",
-    }  # imported where used
+    for node in ast.walk(tree):
+        is_own = isinstance(node, ast.FunctionDef) and node.name not in ("__init__", "save")
+        if is_own and not (text := ast.get_docstring(node)):
+            assert any(
+                node in getattr(x, "body", []) for x in ast.walk(tree) if isinstance(x, ast.ClassDef)
+            ), node.name
+        elif is_own:
+            assert text[0].isupper() and text.split("\n\n")[0].rstrip().endswith("."), node.name
 
 
-def test_helpers_import_what_may_be_missing_where_they_use_it():
-    for path in (ROOT / "envs_shared").rglob("*.py"):
-        modules = find_imports(ast.parse(path.read_text()).body)
-        assert not {m.split(".")[0] for m in modules} & {"wandb", "matplotlib", "algos", "tests"}, path
-
-
-def test_every_script_is_in_the_readme_and_has_docs_and_tests():
-    readme = (ROOT / "README.md").read_text()
-    for script in SCRIPTS:
-        lines = source(script).count("\n")
-        row = next(
-            line for line in readme.splitlines() if f"algos/{script}.py`" in line and line.startswith("|")
-        )
-        assert abs(int(row.split("|")[-2]) - lines) <= 5, (
-            f"README says {row.split('|')[-2]} lines of {script}: {lines}"
-        )
-        assert (ROOT / "docs" / f"{script}.md").exists() and (ROOT / "tests" / f"test_{script}.py").exists()
+@each_script
+def test_the_readme_and_the_docs_have_the_script(script):
+    assert f"algos/{script}.py`" in (ROOT / "README.md").read_text()
+    assert (ROOT / "docs" / f"{script}.md").exists() and (ROOT / "tests" / f"test_{script}.py").exists()

@@ -14,17 +14,20 @@ import pytest
 import torch
 import tyro
 from conftest import ENVIRONMENT, ROOT, read_result, read_scalars, start_process, wait_for
-from test_contract import CASES, assert_no_step_twice, each_script, load, run_main
+from test_contract import CASES as MOVED_CASES
+from test_contract import MOVED, load
+from test_old_contract import CASES, assert_no_step_twice, run_main
+from test_old_contract import each_script as each_old_script
 from torch.distributed.run import get_args_parser
 
 PAGE = ROOT / "docs" / "scaling.md"
 RANKS = ROOT / "tests" / "ranks.py"
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RANKS)
 
+WITH_STATISTICS = {"ppo": "--env-id Pendulum-v1 --norm-obs --total-timesteps 1024"}  # flags that keep some
 STATISTICS = re.compile(r"running_|num_batches_tracked")  # which are gathered whatever the rate
 MOVES_NOTHING = {
     "alphazero_go": "",
-    "ppo": "",
     "ppo_change_detection": "--supervised-lr 1e-30",
     "r2d2_lstm": "",
     "reinforce_tsp_attention": "--muon-learning-rate 1e-30",
@@ -32,7 +35,6 @@ MOVES_NOTHING = {
 
 TOTALS = {
     "alphazero_go": "num-games pool-size batch-size",
-    "ppo": "num-envs",
     "ppo_change_detection": "num-envs batch-size",
     "r2d2_lstm": "num-envs batch-size",
     "reinforce_tsp_attention": "batch-size",
@@ -87,7 +89,7 @@ def ranks(script, tmp_path_factory):
     return SimpleNamespace(out=out, output=output, path=path, result=result, **held)
 
 
-@each_script
+@each_old_script
 def test_two_processes_train_as_one(script, ranks):
     """One run folder, one log, equal weights, other random numbers in each; so in the run that goes on, too."""
     assert (
@@ -103,7 +105,7 @@ def test_two_processes_train_as_one(script, ranks):
         assert all(torch.equal(x, saved[key]) for key, x in second["held"]["agent"].items())
 
 
-@each_script
+@each_old_script
 def test_a_run_of_two_processes_goes_on(script, ranks):
     """Weights, optimizer and counters go on. In one process too."""
     half, whole, resumed = (
@@ -129,19 +131,49 @@ def test_a_run_of_two_processes_goes_on(script, ranks):
 @pytest.mark.slow
 def test_torchrun_and_wandb_offline(tmp_path):
     """torchrun itself, where the run that went on was logged to Weights & Biases, by one process."""
-    output = launch(*TWO_RANKS, "train", "ppo", tmp_path, CASES["ppo"].short, "--track --learning-rate 1e-30")
+    script = "reinforce_tsp_attention"
+    more = f"--track --learning-rate 1e-30 {MOVES_NOTHING[script]}"
+    output = launch(*TWO_RANKS, "train", script, tmp_path, CASES[script].short, more)
     assert output.count("run folder") == 4
     (log,) = (tmp_path / "resumed" / "wandb").glob("offline-run-*/run-*.wandb")
     content = log.read_bytes()
-    assert all(tag.encode() in content for tag in CASES["ppo"].tags)
+    assert all(tag.encode() in content for tag in CASES[script].tags)
 
 
-@each_script
+@pytest.mark.parametrize("script", MOVED, indirect=True)
+def test_two_processes_of_a_script_that_has_moved(script, tmp_path):
+    """Equal weights and statistics in both, other random numbers, also in a resumed run; an update is the joint one.
+
+    The two parts of a batch have different numbers of rows.
+    """
+    flags = f"{MOVED_CASES[script].quick} {WITH_STATISTICS[script]} --eval-episodes 0"
+    output = start_two_ranks(tmp_path, "share", script, tmp_path, flags, MOVED_CASES[script].resume)
+    assert output.count("not evaluated") == 2  # one process talks
+    assert len(list((tmp_path / "whole").iterdir())) == 1
+    ends = []
+    for name in ("whole", "resumed"):
+        first, second = load_ranks(tmp_path, name)
+        torch.testing.assert_close(first["agent"], second["agent"], rtol=0, atol=0)
+        assert not torch.equal(first["rng"], second["rng"])
+        (path,) = tmp_path.glob(f"{name}/**/checkpoint.pt")
+        ends.append(load(path))
+        torch.testing.assert_close(ends[-1]["agent"], second["agent"], rtol=0, atol=0)
+    assert ends[0]["progress"][0] < ends[1]["progress"][0]
+    assert_no_step_twice(read_scalars(tmp_path / "resumed"))
+    compare_updates(load_ranks(tmp_path, "update"))
+
+
+@each_old_script
 def test_two_processes_update_as_one(script, ranks):
     """The script's own update, on a whole batch in one process and on half of it in each of two."""
-    torch.testing.assert_close(*(found[1] for found in ranks.update), rtol=0, atol=0)
+    compare_updates(ranks.update)
+
+
+def compare_updates(update):
+    """Two processes have left the same, and what one did alone."""
+    torch.testing.assert_close(*(found[1] for found in update), rtol=0, atol=0)
     for kind in ("gradients", "weights", "numbers"):
-        alone, together = (found[kind] for found in ranks.update[0])
+        alone, together = (found[kind] for found in update[0])
         assert any(x.abs().max() > 0 for x in alone)
         for i, (x, y) in enumerate(zip(alone, together, strict=True)):
             atol = 1e-6 * max(1.0, x.abs().max().item())
@@ -192,12 +224,20 @@ def test_the_commands_of_the_page_are_real(monkeypatch):
         monkeypatch.setattr(
             module, "WORLD_SIZE", int(launcher.nnodes.split(":")[0]) * int(launcher.nproc_per_node)
         )
-        module.check_args(tyro.cli(module.Args, args=launcher.training_script_args))
+        if module.__name__.split(".")[-1] in MOVED:
+            monkeypatch.setattr(module, "train", lambda *args: None)
+            monkeypatch.setattr(torch, "load", lambda *args, **kwargs: {"args": {}})  # what --resume names
+            module.main(launcher.training_script_args)
+        else:
+            module.check_args(tyro.cli(module.Args, args=launcher.training_script_args))
         assert program in ("torchrun", "sbatch") and (ROOT / launcher.training_script).exists()
-    assert {Path(word).stem for words in commands for word in words if word.endswith(".py")} == set(CASES)
+    assert {Path(word).stem for words in commands for word in words if word.endswith(".py")} == {
+        *CASES,
+        *MOVED,
+    }
 
 
-@each_script
+@each_old_script
 def test_totals_over_all_processes_must_divide_among_them(script, monkeypatch, capsys):
     module = importlib.import_module(f"algos.{script}")
     monkeypatch.setattr(module, "WORLD_SIZE", 2)
