@@ -35,37 +35,54 @@ def run_command(folder: str | Path, *command) -> Path:
     """Run a program silently and with one thread; returns its run folder, below the empty `folder`."""
     command = [*map(str, command), "--run-dir", str(folder)]
     subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    (path,) = Path(folder).glob("*/result.json")
-    return path.parent
+    (path,) = find_run_folders(folder)
+    return path
 
 
+def find_run_folders(folder: str | Path, pattern: str = "*") -> list[Path]:
+    """List the folders with TensorBoard events that fit `pattern` below `folder`."""
+    return sorted({path.parent for path in Path(folder).glob(f"{pattern}/events.out.tfevents*")})
+
+
+@functools.cache
 def read_events(run_path: Path):
-    """What a run has logged, all of it."""
+    """Read everything that a run which has ended has logged."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(run_path), size_guidance={"scalars": 0}).Reload()
 
 
-def read_points(run_path: Path, tag: str) -> list[list[float]]:
-    """[[step, CPU-s, seconds, value], ...] of a logged `tag`; ResultsError where it was not logged.
+def read_text(run_path: Path, tag: str) -> str:
+    """Read a text that a run has logged; empty if there is none."""
+    events, name = read_events(run_path), f"{tag}/text_summary"
+    has_text = name in events.Tags()["tensors"]
+    return events.Tensors(name)[0].tensor_proto.string_val[0].decode() if has_text else ""
 
-    Neither kind of seconds counts evaluations. Peers, which run on a CPU, have CPU-seconds alone, which are both.
+
+def read_points(run_path: Path, tag: str, role: str = "curve") -> list[list[float]]:
+    """Read [[step, CPU-s, seconds, value], ...] of a logged `tag`; ResultsError, with its `role`, if it is not there.
+
+    CPU-seconds leave out evaluations, and so do seconds if the run logs `charts/wall_seconds`; otherwise they are
+    those since its first event.
     """
     events = read_events(run_path)
     tags = events.Tags()["scalars"]
     for needed in (tag, "charts/cpu_seconds"):
         if needed not in tags:
-            raise ResultsError(f"no curve {needed} in {run_path} (there are: {', '.join(tags) or 'none'})")
+            raise ResultsError(f"no {role} {needed} in {run_path} (there are: {', '.join(tags) or 'none'})")
 
-    steps, values = zip(*((point.step, point.value) for point in events.Scalars(tag)), strict=True)
+    points = events.Scalars(tag)
+    steps = [point.step for point in points]
 
     def read_clock(name: str) -> list[float]:
         clock = events.Scalars(name)
         return np.interp(steps, [c.step for c in clock], [c.value for c in clock]).tolist()
 
-    cpu_seconds = read_clock("charts/cpu_seconds")
-    seconds = read_clock("charts/wall_seconds") if "charts/wall_seconds" in tags else cpu_seconds
-    return [list(point) for point in zip(steps, cpu_seconds, seconds, values, strict=True)]
+    seconds = [point.wall_time - events.FirstEventTimestamp() for point in points]
+    if "charts/wall_seconds" in tags:
+        seconds = read_clock("charts/wall_seconds")
+    values = [point.value for point in points]
+    return [list(x) for x in zip(steps, read_clock("charts/cpu_seconds"), seconds, values, strict=True)]
 
 
 def find_threshold(curve: list[list[float]], threshold: float, better: str = "higher", in_a_row: int = 1):

@@ -103,6 +103,11 @@ def compare_cell(name: str, base: dict, new: dict) -> list[dict]:
     return rows
 
 
+def name_headline(cell: dict) -> tuple[str, str]:
+    """The metric that a cell is judged by, which older results of peers name without `eval/`, and what is better."""
+    return cell["headline"].removeprefix("eval/"), cell["better"]
+
+
 def compare(base: dict, new: dict) -> tuple[list[dict], dict[str, list[str]]]:
     """Rows of all cells that both have, with their verdicts, and lines on the others, by kind."""
     rows, notes = (
@@ -117,7 +122,7 @@ def compare(base: dict, new: dict) -> tuple[list[dict], dict[str, list[str]]]:
             notes["failed"].append(f"{name}, seed {failed[0]['seed']}: {failed[0]['error']}")
         if other is None or not other["runs"] or not cell["runs"]:
             notes["missing"].append(f"{name}, in {'NEW' if cell['runs'] else 'BASE'}")
-        elif (cell["headline"], cell["better"]) != (other["headline"], other["better"]):
+        elif name_headline(cell) != name_headline(other):
             notes["not comparable"].append(f"{name}: {cell['headline']} and {other['headline']}")
         else:
             if cell["threshold"] != other["threshold"]:

@@ -1,7 +1,8 @@
 """Results of suites: read from run folders or from one JSON file, and what is computed over their seeds."""
 
-import functools
+import contextlib
 import json
+import re
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -30,46 +31,93 @@ CURVES = {  # in words; the first one that was logged is the learning curve
 }
 
 
-@functools.cache
-def has_logged(run_path: Path, tag: str) -> bool:
-    """Whether a run that has ended has logged `tag`, and the seconds that go with it."""
-    return {tag, "charts/cpu_seconds"} <= set(common.read_events(run_path).Tags()["scalars"])
-
-
-def read_result(path: Path) -> dict | None:
-    """A result.json that is whole and has its headline metric, a number; None where it is not."""
+def read_process(path: Path) -> dict:
+    """What run.py has seen of the process of the run in the folder `path`; nothing if it was not run.py's."""
     try:
-        result = json.loads(path.read_text())
+        return json.loads((path.parent / "process.json").read_text())
+    except (OSError, ValueError):  # also if the harness was killed right after the run
+        return {}
+
+
+def read_result(path: Path, headline: str | None = None) -> dict:
+    """Read what the run in the folder `path` has found; ResultsError if it has not ended or lacks its `headline`.
+
+    Scripts that write a result.json say it there, and name a headline themselves. Of all others the events say it.
+    """
+    if not (path / "result.json").exists():
+        return read_logged_result(path, headline)
+    try:
+        result = json.loads((path / "result.json").read_text())
+        result["headline"] = headline or result["headline"]
         is_number = isinstance(result["metrics"][result["headline"]], (int, float))
         is_whole = is_number and all(key in result for key in RESULT_KEYS)
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return result if is_whole else None
+    except (ValueError, LookupError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise ResultsError(f"{path} has no result.json that can be read")
+    return result
 
 
-def find_result(folder: Path, curve: str | None = None) -> Path | None:
-    """result.json of the first attempt at a cell that has one, whole and with `curve`."""
-    for path in sorted(folder.glob("try_*/*/result.json")):
-        if read_result(path) and (curve is None or has_logged(path.parent, curve)):
-            return path
+def read_logged_result(path: Path, headline: str | None) -> dict:
+    """Read what a run without a result.json has found: of tags of evaluations, the last values."""
+    tags = common.read_events(path).Tags()["scalars"]
+    headline = headline or next((tag for tag in tags if tag.startswith("eval/")), "charts/episodic_return")
+    common.read_points(path, headline, "headline")
+    shown = {headline, *(tag for tag in tags if tag.startswith(("eval/", "best/")))}
+    step, cpu_seconds, wall_seconds, _ = common.read_points(path, "charts/cpu_seconds")[-1]
+    args = dict(re.findall(r"^\|(\w+)\|(.*)\|$", common.read_text(path, "hyperparameters"), re.M))
+    process = read_process(path)
+    return {
+        "seed": int(args.get("seed", 0)),
+        "headline": headline,
+        "metrics": {tag: common.read_points(path, tag)[-1][-1] for tag in sorted(shown)},
+        "env_steps": step,
+        "wall_seconds": wall_seconds,
+        "cpu_seconds": process.get("cpu_seconds", cpu_seconds),
+        "device": "cpu",
+        "torch": process.get("machine", {}).get("torch"),
+        "commit": common.read_text(path, "program"),
+        "args": args,
+        "env_id": args.get("env_id"),
+        "script": path.name.split("__")[-3:][0],
+    }
+
+
+def find_run(folder: Path, cell: dict) -> dict | None:
+    """What is kept of the first attempt at a cell that is done; None if there is none."""
+    for path in common.find_run_folders(folder, "try_*/*"):
+        with contextlib.suppress(ResultsError):
+            return read_run(cell, path)
     return None
 
 
 def read_run(cell: dict, path: Path) -> dict:
-    """What is kept of one run, by its result.json, its events and what run.py has seen of its process."""
-    result = json.loads(path.read_text())
+    """What is kept of the run in the folder `path`; ResultsError if it has not ended, or lacks what the cell needs."""
+    process = read_process(path)
+    if not (path / "result.json").exists() and process.get("exit_code") != 0:
+        raise ResultsError(f"{path} has not ended")
+    if cell.get("score_best") and not process.get("best"):
+        raise ResultsError(f"no score of best.pt of {path}")
+    return make_run(cell, path, read_result(path, cell.get("headline")), process)
+
+
+def make_run(cell: dict, path: Path, result: dict, process: dict) -> dict:
+    """What is kept of a run, by its result, its events and what run.py has seen of its process."""
     run = {key: result[key] for key in RESULT_KEYS} | {"value": result["metrics"][result["headline"]]}
-    try:
-        process = json.loads((path.parents[1] / "process.json").read_text())
-    except (OSError, ValueError):  # the harness was killed right after the run, or there was none
-        process = {}
+    run["metrics"] = run["metrics"] | process.get("best", {})
+    if not (path / "result.json").exists() and cell.get("gpus"):
+        run["device"] = "gpu"
     run["machine"] = process.get("machine")
     # peers say their version themselves
     run["commit"] = result.get("commit") or (run["machine"] or {}).get("commit", "unknown")
-    curve = common.read_points(path.parent, cell["curve"]) if cell["curve"] else []
     clock = 1 if run["device"] == "cpu" else 2  # CPU-seconds, which others on the machine disturb less
-    last = curve[-1] if curve else [run["env_steps"], run["cpu_seconds"], run["wall_seconds"]]
+    last = common.read_points(path, "charts/cpu_seconds")[-1]
     run["steps_per_second"] = last[0] / last[clock] if last[clock] else None
+    with contextlib.suppress(ResultsError):
+        returns = common.read_points(path, "charts/episodic_return")
+        if late := [point[-1] for point in returns if point[0] > 0.9 * last[0]]:
+            run["final_return"] = float(np.mean(late))
+    curve = common.read_points(path, cell["curve"]) if cell["curve"] else []
     if cell["threshold"] is not None:
         point = common.find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
@@ -95,10 +143,10 @@ def collect(suite_folder: Path) -> dict:
     errors = {(e["name"], e["seed"]): e["error"] for e in suite["errors"]}
     for cell in suite["cells"]:
         name, folder, seed = (cell.pop(key) for key in ("name", "folder", "seed"))
-        entry = cells.setdefault(name, cell | {"headline": None, "runs": [], "missing": []})
-        if path := find_result(suite_folder / folder, cell["curve"]):
-            entry["runs"].append(read_run(cell, path))
-            entry["headline"] = entry["runs"][-1].pop("headline")
+        entry = cells.setdefault(name, {"headline": None} | cell | {"runs": [], "missing": []})
+        if run := find_run(suite_folder / folder, cell):
+            entry["headline"] = run.pop("headline")
+            entry["runs"].append(run)
         else:
             entry["missing"].append({"seed": seed, "error": errors.get((name, seed), NOT_RUN)})
     return {"suite": suite["suite"], "cells": cells} | {key: suite[key] for key in SHOWN_KEYS}
@@ -106,26 +154,27 @@ def collect(suite_folder: Path) -> dict:
 
 def collect_folders(folder: Path) -> dict:
     """Runs that have ended, in the folders that the scripts leave below `folder`, as a suite `runs`."""
-    paths = {*folder.glob("result.json"), *folder.glob("*/result.json")}
-    results, cells = {path: result for path in sorted(paths) if (result := read_result(path))}, {}
+    results, cells = {}, {}
+    for path in common.find_run_folders(folder, ".") + common.find_run_folders(folder):
+        with contextlib.suppress(ResultsError):
+            if (path / "result.json").exists() or common.read_text(path, "hyperparameters"):
+                result = read_result(path)
+                # CleanRL leaves out a last rollout that is not whole
+                if result["env_steps"] >= 0.95 * int(result.get("args", {}).get("total_timesteps", 0)):
+                    results[path] = result
     for path, result in results.items():
         script, task, name = describe_run(result)
         alike = [other for other in results.values() if describe_run(other) == (script, task, name)]
         setting = " ".join([name, *list_differences(result, alike)])
-        curve = next((tag for tag in CURVES if has_logged(path.parent, tag)), None)
-        cell = {
-            "task": task,
-            "setting": setting,
-            "script": script,
-            "command": "",
-            "threshold": None,
-            "curve": curve,
-        }
-        cell = cells.setdefault(
+        tags = common.read_events(path).Tags()["scalars"]
+        cell = {"task": task, "setting": setting, "script": script, "command": "", "threshold": None}
+        cell["curve"] = next((tag for tag in CURVES if tag in tags), None)
+        entry = cells.setdefault(
             f"{script}/{task}/{setting}", cell | {"better": "higher", "runs": [], "missing": []}
         )
-        cell["runs"].append(read_run(cell | {"curve": curve}, path))
-        cell["headline"] = cell["runs"][-1].pop("headline")
+        run = make_run(cell, path, result, {})
+        entry["headline"] = run.pop("headline")
+        entry["runs"].append(run)
     return {"suite": "runs", "cells": cells} | SHOWN_KEYS
 
 
@@ -170,7 +219,7 @@ def list_cells_of_today(old: dict[str, dict], cells: list[Cell]) -> dict[str, di
         if cell.name in old and old[cell.name]["command"].split() == cell.command.split():
             found[cell.name] = old[cell.name]
         else:
-            empty = asdict(cell) | {"script": cell.script, "headline": None, "runs": [], "missing": []}
+            empty = asdict(cell) | {"script": cell.script, "runs": [], "missing": []}
             found.setdefault(cell.name, empty)["missing"].append({"seed": cell.seed, "error": NOT_RUN})
     return found
 
@@ -194,11 +243,15 @@ def list_dirty(results: dict) -> list[str]:
 
 
 def get_values(cell: dict, quantity: str) -> list[float]:
-    """A quantity of each run of a cell, by seed: infinite where a threshold was not reached, nan if it has none."""
+    """A quantity of each run of a cell, by seed: infinite where a threshold was not reached, nan if it has none.
+
+    The names of metrics count with and without `eval/`, which older results of peers lack.
+    """
     values = []
     for run in sorted(cell["runs"], key=lambda run: run["seed"]):
         known = run | run["metrics"] | {"headline": run["value"]}
-        value = known.get(quantity, float("nan"))
+        known = {name.removeprefix("eval/"): value for name, value in known.items()}
+        value = known.get(quantity.removeprefix("eval/"), float("nan"))
         values.append(float("inf") if value is None else float(value))
     return values
 

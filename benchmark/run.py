@@ -6,20 +6,23 @@
     python benchmark/run.py benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
 
 Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, an attempt each in try_1, try_2, ..., and is done when an
-attempt holds a result.json and has logged the cell's curve. The hash is that of the command and of the script, so that
-the same call again runs what is missing, and a changed script runs anew beside its old results. Cells compute with
-OMP_NUM_THREADS=1, and see no GPU but those they ask for. One that crashed or was lost starts over, twice at most. Exit
-code: 0 when all cells are done, 1 when some failed, 2 for what is wrong before anything has run, 130 after Ctrl-C. On a
-cluster, RUNS, this repository and the environments in benchmark/peers are on a file system that all machines share.
+attempt has ended with exit code 0 and has logged the cell's headline and curve. The hash is that of the command and of
+the script, so that the same call again runs what is missing, and a changed script runs anew beside its old results.
+Cells compute with OMP_NUM_THREADS=1, and see no GPU but those they ask for. One that crashed or was lost starts over,
+twice at most. Exit code: 0 when all cells are done, 1 when some failed, 2 for what is wrong before anything has run,
+130 after Ctrl-C. On a cluster, RUNS, this repository and the environments in benchmark/peers are on a file system that
+all machines share.
 """
 
 import argparse
+import ast
 import contextlib
 import fcntl
 import fnmatch
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -29,13 +32,20 @@ from pathlib import Path
 
 import common
 import records
-from records import find_result
+from records import find_run
 from suite import Cell, SuiteError, read_suite
 from tqdm import tqdm
 
 RETRIES = 2  # of a cell that crashed or was lost
 SECONDS_TO_CONNECT = 5.0  # to a Ray cluster: one that is there answers within one
-NO_RETRY = ("exit code 2", "not done after", "another version", "no curve")  # would be the same again
+NO_RETRY = (
+    "exit code 2",
+    "not done after",
+    "another version",
+    "no curve",
+    "no headline",
+    "--evaluate",
+)  # would be the same again
 # Starts a command when told to, in its own place; nothing starts where whoever should tell it is gone
 GATE = 'read -r go && exec "$@" < /dev/null'
 MARK = "BENCHMARK_CELL"  # environment variable of a cell's processes, by which they are found
@@ -74,49 +84,78 @@ def run_cell(cell: Cell, digest: str, path: Path, command: list[str]) -> str | N
     if cell.hash() != digest:
         return f"another version of {cell.path} is on {platform.node()} than when the suite was started"
     path.mkdir()
-    machine = common.describe_machine()  # its commit is that of the script which starts now
+    process = {"machine": common.describe_machine()}  # its commit is that of the script which starts now
+    exit_code, process["cpu_seconds"] = execute(command, path, cell, "log.txt")
+    process["exit_code"] = exit_code
+    error = describe_end(exit_code, cell, path / "log.txt")
+    if cell.score_best and not error:
+        process["best"], error = score_best(cell, path, command[0])
+    common.write_atomically(path / "process.json", json.dumps(process, indent=1))
+    return error or find_flaw(cell, path)
+
+
+def score_best(cell: Cell, path: Path, python: str) -> tuple[dict | None, str | None]:
+    """Metrics of the best.pt that an attempt has left, by the script's --evaluate; or what failed."""
+    best = next(path.glob("*/best.pt"), "best.pt")
+    flags = ["--evaluate", str(best), "--eval-episodes", "100", "--seed", str(cell.seed)]
+    exit_code, _ = execute([python, cell.path, *flags], path, cell, "best.txt")
+    if error := describe_end(exit_code, cell, path / "best.txt"):
+        return None, f"--evaluate best.pt: {error}"
+    (line,) = read_end(path / "best.txt", 1) or [""]
+    try:
+        scores = ast.literal_eval(line).items()
+    except (ValueError, SyntaxError, AttributeError):
+        return None, f"--evaluate best.pt: ended without scores: {line}"
+    return {name.replace("eval/", "best/"): score for name, score in scores}, None
+
+
+def execute(command: list[str], path: Path, cell: Cell, log: str) -> tuple[int | None, float]:
+    """Run `command` with its output in path/log; exit code, None if it takes longer than the cell may, and CPU-s."""
     # Ray has chosen the GPUs in it; a log in the order of writing, whole where the cell is killed
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: str(path)}
     if not cell.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
-    with open(path / "log.txt", "wb") as log:
-        streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+    with open(path / log, "wb") as file:
+        streams = {"stdin": subprocess.PIPE, "stdout": file, "stderr": file}
         gate = ["sh", "-c", GATE, "sh", *command]
         process = subprocess.Popen(gate, cwd=common.ROOT, env=env, start_new_session=True, **streams)
     guard = [sys.executable, "-c", WATCHDOG, MARK, str(path)]
     guard = subprocess.Popen(guard, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     guard.wait()  # it goes on in a process of its own
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
     with (
         contextlib.suppress(BrokenPipeError),
         process.stdin as stdin,
     ):  # which is gone where somebody killed the cell
         stdin.write(b"go\n")  # no cell runs without its guard
-    error = None
-    try:
-        process.wait(3600 * cell.hours)
-    except subprocess.TimeoutExpired:
-        error = f"not done after {cell.hours:g} hours"
+    exit_code = None
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        exit_code = process.wait(3600 * cell.hours)
     guard.stdin.close()  # the cell, or what it has left running, ends
     guard.stdout.read()  # until the guard has ended
-    error = error or describe_end(process.wait(), path) or find_flaw(cell, path.parent)
-    common.write_atomically(path / "process.json", json.dumps({"error": error, "machine": machine}, indent=1))
-    return error
+    process.wait()
+    end = resource.getrusage(
+        resource.RUSAGE_CHILDREN
+    )  # of the process and the children that it has waited for
+    return exit_code, end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
 
 
-def describe_end(returncode: int, path: Path) -> str | None:
+def describe_end(exit_code: int | None, cell: Cell, log: Path) -> str | None:
     """What a process says of its end by its exit code and the last line of its log; None where all is well."""
-    if returncode < 0:
-        return f"killed by {signal.strsignal(-returncode)}"
-    return ": ".join([f"exit code {returncode}", *read_end(path / "log.txt", 1)]) if returncode else None
+    if exit_code is None:
+        return f"not done after {cell.hours:g} hours"
+    if exit_code < 0:
+        return f"killed by {signal.strsignal(-exit_code)}"
+    return ": ".join([f"exit code {exit_code}", *read_end(log, 1)]) if exit_code else None
 
 
-def find_flaw(cell: Cell, folder: Path) -> str | None:
-    """What the result of a cell that has ended lacks; None where it is whole."""
-    path = find_result(folder, cell.curve) or find_result(folder)
-    if path is None:
-        return "ended without a result.json that can be read"
+def find_flaw(cell: Cell, path: Path) -> str | None:
+    """What an attempt that has ended lacks to be a result; None where it is whole."""
+    folders = common.find_run_folders(path)
+    if not folders:
+        return "ended without a run folder"
     try:
-        _ = cell.curve and common.read_points(path.parent, cell.curve)
+        records.read_run(asdict(cell), folders[0])
     except common.ResultsError as error:
         return str(error)
     return None
@@ -151,7 +190,7 @@ class SuiteRun:
 
     def is_done(self, cell: Cell) -> bool:
         """Whether a result is there."""
-        return find_result(self.folders[cell], cell.curve) is not None
+        return find_run(self.folders[cell], asdict(cell)) is not None
 
     def save(self) -> None:
         """suite.json: what the report needs beside the run folders."""
@@ -218,12 +257,8 @@ def run_on_ray(suite: SuiteRun, cells: list[Cell], pythons: dict[str, str], bar:
                 error = ray.get(future)
             except ray.exceptions.RayError as lost:
                 error = f"its worker was lost ({getattr(lost, 'cause', None) or type(lost).__name__})"
-            if path := find_result(suite.folders[cell], cell.curve):
-                result = json.loads(path.read_text())
-                bar.write(
-                    f"done: {name}: {result['headline']} {result['metrics'][result['headline']]:.4g}",
-                    sys.stderr,
-                )
+            if found := find_run(suite.folders[cell], asdict(cell)):
+                bar.write(f"done: {name}: {found['headline']} {found['value']:.4g}", sys.stderr)
                 bar.update()
             elif tries[cell] <= RETRIES and not str(error).startswith(NO_RETRY):
                 bar.write(f"again: {name}: {error}", sys.stderr)

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class Cell:
     setting: str
     command: str
     seed: int
+    headline: str | None = None
     curve: str | None = None
     threshold: int | float | None = None
     in_a_row: int = 1
@@ -47,6 +48,7 @@ class Cell:
     gpus: int | float = 0
     hours: int | float = 24
     environment: str | None = None
+    score_best: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -123,7 +125,14 @@ def find_used_files(script: Path) -> set[Path]:
     return found
 
 
-SUITE_TYPES = {"seeds": list, "cells": list, "ratios": list, "tables": list, "summary": str}
+SUITE_TYPES = {
+    "seeds": list,
+    "headline": dict,
+    "cells": list,
+    "ratios": list,
+    "tables": list,
+    "summary": str,
+}
 CELL_TYPES = {field.name: field.type for field in fields(Cell) if field.name != "seed"}
 RATIO_KEYS = ("title", "quantity", "better", "ours", "peer")
 RATIO_TYPES = dict.fromkeys((*RATIO_KEYS, "peer_quantity"), str)
@@ -147,7 +156,8 @@ def parse_flags(cell: Cell) -> None:
 
     module = importlib.import_module(f"algos.{cell.script}")
     args = tyro.cli(module.Args, args=cell.flags)
-    if cell.words[0] == "python":  # with torchrun, some checks depend on the number of processes
+    # Only some scripts have such checks; with torchrun, they depend on the number of processes
+    if cell.words[0] == "python" and hasattr(module, "check_args"):
         module.check_args(args)
 
 
@@ -167,6 +177,8 @@ def check_command(cell: Cell, where: str) -> None:
                     raise SuiteError(
                         f"{where}: {flag} is not for a suite: the harness sets seeds and run folders"
                     )
+            if not cell.headline and '"result.json"' not in (common.ROOT / cell.path).read_text():
+                raise SuiteError(f"{where}: no headline, the tag that {cell.path} is judged by")
             parse_flags(cell)
         except SystemExit:
             words = re.sub(r"([\s│╭╮╰╯─┃━]|-{5,})+", " ", output.getvalue()).split("error: ")[-1]
@@ -261,8 +273,11 @@ def read_suite(path: Path, check=check_command) -> tuple[list[Cell], dict]:
         if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
             raise SuiteError(f"{where}: seeds = {seeds!r}: write seeds = [1, 2, 3] in it, or above all cells")
         check_table(table, CELL_TYPES, where, ("task", "setting", "command"))
-        rows.append([Cell(**table, seed=seed) for seed in seeds])
-        check_cell(rows[-1][0], where)
+        cell = Cell(**table, seed=0)
+        check_cell(cell, where)
+        headline = cell.headline or content.get("headline", {}).get(cell.script)
+        check_table({"headline": headline}, CELL_TYPES, where)
+        rows.append([replace(cell, seed=seed, headline=headline) for seed in seeds])
         check(rows[-1][0], where)
     cells = [cell for turn in zip_longest(*rows) for cell in turn if cell]
     seen = {}

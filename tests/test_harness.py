@@ -39,7 +39,8 @@ def write_suite(path, seeds, **commands):
     cells = [
         f'[[cells]]\ntask = "CartPole-v1"\nsetting = "{s}"\ncommand = "{c}"\n' for s, c in commands.items()
     ]
-    path.write_text(f"seeds = {seeds}\n" + "".join(cells))
+    start = f'seeds = {seeds}\nheadline = {{ ppo = "eval/episodic_return" }}\n'
+    path.write_text(start + "".join(cells))
     return path
 
 
@@ -67,9 +68,15 @@ def find_processes(folder):
     return found
 
 
+def list_done(runs):
+    """Run folders of processes that have ended with exit code 0."""
+    paths = [path for path in runs.rglob("process.json") if json.loads(path.read_text())["exit_code"] == 0]
+    return [folder for path in paths for folder in common.find_run_folders(path.parent)]
+
+
 def count_results(runs):
     """Number of results of each cell."""
-    return Counter(str(path.parents[2].relative_to(runs)) for path in runs.rglob("result.json"))
+    return Counter(str(path.parents[1].relative_to(runs)) for path in list_done(runs))
 
 
 # ---- Suites ----------------------------------------------------------------------------------------------------------
@@ -92,7 +99,7 @@ def test_seeds_take_turns_so_that_what_is_compared_runs_side_by_side(tmp_path):
     assert [(cell.setting, cell.seed) for cell in cells] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
-CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
+CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\nheadline = "eval/x"\n'
 PEER = (
     CELL.replace('"s"', '"p"').replace("algos/ppo", "benchmark/peers/elkai_lkh") + 'environment = "elkai"\n'
 )
@@ -120,9 +127,17 @@ PEER = (
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --no-such-flag 1"), "no-such-flag"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma high"), "--gamma"),
         (
-            "seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma 1.5"),
+            "seeds = [1]\n" + CELL.replace("ppo.py", "r2d2_lstm.py --gamma 1.5"),
             "--gamma 1.5: has to be from 0 to 1",
         ),
+        (
+            "seeds = [1]\n" + CELL.replace("headline", "# "),
+            "no headline, the tag that algos/ppo.py is judged by",
+        ),
+        ("seeds = [1]\n" + PEER.replace("headline", "# "), "no headline, the tag that .*/elkai_lkh.py is"),
+        ("seeds = [1]\nheadline = { ppo = 3 }\n" + CELL.replace("headline", "# "), "headline = 3 has to be"),
+        ("seeds = [1]\nheadline = 'x'\n" + CELL, "headline = 'x' has to be dict"),
+        ("seeds = [1]\n" + CELL + "score_best = 'x'\n", "score_best = 'x' has to be bool"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --seed 4"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run-dir=x"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("python algos/ppo.py", "rm -rf x"), "does not begin with python"),
@@ -255,7 +270,7 @@ def run_python(cell, code, attempt=1):
 
 
 def test_a_cell_that_never_writes_a_result_is_an_error(cell):
-    assert run_python(cell, "print('hello')") == "ended without a result.json that can be read"
+    assert run_python(cell, "print('hello')") == "ended without a run folder"
     assert run.read_end(cell[1] / "try_1" / "log.txt") == ["hello"]
 
 
@@ -282,7 +297,8 @@ def write_result(folder, **changes):
         "torch": "2",
         "args": {},
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    if not common.find_run_folders(folder, "."):
+        write_log(folder, [])
     (folder / "result.json").write_text(json.dumps(result | changes))
 
 
@@ -291,24 +307,190 @@ def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
     import dataclasses
 
     write_log(tmp_path / "run", ["charts/other"])
-    write_result(tmp_path / "run")
+    write_result(tmp_path / "run", metrics={"eval/episodic_return": 2.5})
     code = f"import shutil, sys; shutil.copytree({str(tmp_path / 'run')!r}, sys.argv[1] + '/try_1/run')"
     absent = dataclasses.replace(cell[0], curve="charts/nothing")
     error = run_python((absent, cell[1]), code)
     assert error.startswith("no curve charts/nothing in ") and error.startswith(run.NO_RETRY)
     assert error.endswith("(there are: charts/other, charts/cpu_seconds)") and "\n" not in error
-    result = cell[1] / "try_1" / "run" / "result.json"
-    assert json.loads((cell[1] / "try_1" / "process.json").read_text())["error"] == error
-    assert run.find_result(cell[1], absent.curve) is None and run.find_result(cell[1]) == result
+    result = cell[1] / "try_1" / "run"
     other = dataclasses.replace(cell[0], curve="charts/other")
-    assert run.find_result(cell[1], other.curve) == result and run.find_flaw(other, cell[1]) is None
+    assert records.find_run(cell[1], dataclasses.asdict(absent)) is None
+    assert records.find_run(cell[1], dataclasses.asdict(other))["curve"][-1] == [300, 6.0, 30.0]
+    assert run.find_flaw(other, cell[1] / "try_1") is None
     with pytest.raises(
         records.ResultsError, match=r"no curve charts/nothing in .* \(there are: charts/other, "
     ):
-        records.read_run({"curve": "charts/nothing", "threshold": None}, result)
+        records.read_run(
+            {"curve": "charts/nothing", "threshold": None, "headline": "eval/episodic_return"}, result
+        )
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no curve charts/return_last_20 in .* \(there are: none\)"):
         common.read_points(tmp_path / "empty", "charts/return_last_20")
+
+
+def write_text(folder, program="", **args):
+    """The flags of a run and the version of its program, as scripts and peers log them that write no result.json."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    rows = "".join(f"|{name}|{value}|\n" for name, value in args.items())
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+        if program:
+            writer.add_text("program", program)
+
+
+def copy_run(folder, end=""):
+    """Code of a cell whose process leaves a copy of `folder` as its run folder, and then does `end`."""
+    return f"import shutil, sys; shutil.copytree({str(folder)!r}, sys.argv[1] + '/try_1/run'); {end}"
+
+
+def test_a_run_without_a_result_is_read_from_its_events(cell, tmp_path):
+    """Its metrics are the last values of evaluations; it is done when its process has ended well."""
+    import dataclasses
+
+    tags = "charts/episodic_return", "eval/episodic_return", "best/length", "losses/x"
+    write_log(tmp_path / "run", tags, num_points=20)
+    write_text(tmp_path / "run", seed=1)
+    ours = dataclasses.asdict(dataclasses.replace(cell[0], curve="eval/episodic_return", threshold=150))
+    code = copy_run(tmp_path / "run", "sum(range(30_000_000))")
+    assert run_python(cell, code) is None
+    found = records.find_run(cell[1], ours)
+    assert found["headline"] == "eval/episodic_return" and found["value"] == 200.0 and found["seed"] == 1
+    assert found["metrics"] == {"eval/episodic_return": 200.0, "best/length": 200.0}
+    assert found["env_steps"] == 2000 and found["device"] == "cpu" and found["wall_seconds"] >= 0
+    assert found["steps_to_threshold"] == 1500 and found["seconds_to_threshold"] == pytest.approx(30)
+    assert (
+        found["steps_per_second"] == pytest.approx(50) and found["final_return"] == 195.0
+    )  # steps 1900 and 2000
+    process = records.read_process(cell[1] / "try_1" / "run")
+    assert process["exit_code"] == 0 and found["cpu_seconds"] == process["cpu_seconds"] > 0.2
+    assert found["torch"] == found["machine"]["torch"] and found["commit"] == found["machine"]["commit"]
+    on_gpu = records.read_run(ours | {"gpus": 0.5}, cell[1] / "try_1" / "run")
+    assert on_gpu["device"] == "gpu" and on_gpu["seconds_to_threshold"] <= on_gpu["wall_seconds"] < 30
+
+
+@pytest.mark.parametrize(
+    ("tag", "end", "error"),
+    [
+        ("eval/episodic_return", "sys.exit('why')", "exit code 1: why"),
+        (
+            "eval/other",
+            "",
+            "no headline eval/episodic_return in .*/run .there are: eval/other, charts/cpu_seconds.$",
+        ),
+    ],
+)
+def test_a_run_that_ended_badly_or_without_its_headline_has_failed(cell, tmp_path, tag, end, error):
+    """And so has one whose end nobody has seen."""
+    import dataclasses
+    import re
+
+    write_log(tmp_path / "run", [tag])
+    found = run_python(cell, copy_run(tmp_path / "run", end))
+    assert re.match(error, found) and "\n" not in found
+    assert found.startswith(run.NO_RETRY) == (not end)  # a crash may have been bad luck
+    ours = dataclasses.asdict(cell[0])
+    assert records.find_run(cell[1], ours) is None
+    if not end:
+        assert records.find_run(cell[1], ours | {"headline": tag})["value"] == 30.0
+    (cell[1] / "try_1" / "process.json").unlink()
+    assert records.find_run(cell[1], ours | {"headline": tag}) is None
+
+
+SCORES = "{'eval/episodic_return': 500.0, 'eval/episodic_length': 7}"
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (f"print('hello'); print({SCORES!r})", None),
+        ("sys.exit('broken')", "--evaluate best.pt: exit code 1: broken"),
+        ("print('no numbers')", "--evaluate best.pt: ended without scores: no numbers"),
+    ],
+)
+def test_best_is_scored_after_the_run_where_the_cell_asks_for_it(tmp_path, monkeypatch, end, error):
+    """By the script itself; its seconds are not those of the run."""
+    import dataclasses
+
+    write_log(tmp_path / "left", ["eval/x"])
+    (tmp_path / "left" / "best.pt").write_text("")
+    (tmp_path / "algos").mkdir()
+    train = "shutil.copytree('left', sys.argv[sys.argv.index('--run-dir') + 1] + '/run')"
+    code = (
+        f"import shutil, sys, time\nprint(sys.argv)\nif '--evaluate' not in sys.argv:\n    {train}\nelse:\n"
+    )
+    (tmp_path / "algos" / "x.py").write_text(f"{code}    sum(range(60_000_000)); {end}\n")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    cell = suites.Cell("T", "s", "python algos/x.py --gamma 0.9", 4, headline="eval/x", score_best=True)
+    path = tmp_path / "cell" / "try_1"
+    path.parent.mkdir()
+    assert run.run_cell(cell, cell.hash(), path, run.make_command(cell, {}, path)) == error
+    flags = [
+        "algos/x.py",
+        "--evaluate",
+        str(path / "run" / "best.pt"),
+        "--eval-episodes",
+        "100",
+        "--seed",
+        "4",
+    ]
+    assert (path / "best.txt").read_text().startswith(f"{flags}\n")
+    found = records.find_run(path.parent, dataclasses.asdict(cell))
+    if error:
+        assert found is None and error.startswith(run.NO_RETRY)
+        return
+    assert found["metrics"] == {"eval/x": 30.0, "best/episodic_return": 500.0, "best/episodic_length": 7}
+    start = time.process_time()
+    sum(range(60_000_000))
+    assert found["cpu_seconds"] < time.process_time() - start
+
+
+def test_both_forms_stand_side_by_side_in_a_suite(tmp_path):
+    """A result.json says its own headline where the suite names none; a peer's version is in its events."""
+    cells = []
+    for name, headline in (("old", None), ("named", "eval/y"), ("new", "eval/x"), ("peer", "eval/x")):
+        path = tmp_path / name / "try_1"
+        write_log(path / "run", ["eval/x", "charts/episodic_return"])
+        if name in ("old", "named"):
+            write_result(path / "run", metrics={"eval/x": 2.5, "eval/y": 3.5})
+        else:
+            write_text(path / "run", "elkai 2.0.1" if name == "peer" else "", seed=1)
+        (path / "process.json").write_text(
+            json.dumps({"exit_code": 0, "machine": {"commit": "abc", "torch": "2"}})
+        )
+        cell = {
+            "name": f"ppo/T/{name}",
+            "folder": name,
+            "seed": 1,
+            "curve": None,
+            "threshold": None,
+            "task": "T",
+        }
+        cells.append(
+            cell
+            | {"setting": name, "script": "ppo", "command": "c", "better": "higher", "headline": headline}
+        )
+    content = {"suite": "a", "cells": cells, "errors": []}
+    (tmp_path / "suite.json").write_text(json.dumps(content))
+    found = records.collect(tmp_path)["cells"].values()
+    assert not any(cell["missing"] for cell in found)
+    assert [cell["headline"] for cell in found] == ["eval/x", "eval/y", "eval/x", "eval/x"]
+    assert [cell["runs"][0]["value"] for cell in found] == [2.5, 3.5, 30.0, 30.0]
+    assert [cell["runs"][0]["commit"] for cell in found] == ["abc", "abc", "abc", "elkai 2.0.1"]
+    assert [cell["runs"][0]["final_return"] for cell in found] == [30.0] * 4
+    assert [cell["runs"][0]["cpu_seconds"] for cell in found] == [7.0, 7.0, 6.0, 6.0]
+
+
+def test_a_suite_names_headlines_by_script(tmp_path):
+    path = tmp_path / "a.toml"
+    plain = (
+        CELL.replace('headline = "eval/x"\n', "")
+        .replace('"s"', '"t"')
+        .replace("ppo.py", "ppo.py --gamma 0.9")
+    )
+    path.write_text(f"seeds = [1]\nheadline = {{ ppo = 'eval/y' }}\n{CELL}{plain}")
+    assert [cell.headline for cell in read_suite(path)[0]] == ["eval/x", "eval/y"]
 
 
 def test_exit_codes_and_signals_are_told(cell, monkeypatch):
@@ -384,13 +566,16 @@ def test_a_peer_that_cannot_be_installed_is_told_with_the_reason(tmp_path, monke
 @pytest.mark.parametrize("broken", ["", "{}", "[]", '"metrics"', None])
 def test_a_result_that_cannot_be_read_is_none(tmp_path, broken):
     folder = tmp_path / "try_1" / "run"
-    folder.mkdir(parents=True)
+    write_log(folder, [])
+    cell = {"curve": None, "threshold": None}
     whole = dict.fromkeys(records.RESULT_KEYS, 1) | {"headline": "a", "metrics": {"a": 1.0}}
     text = json.dumps(whole | {"metrics": {"a": None}}) if broken is None else broken
     (folder / "result.json").write_text(text)
-    assert records.find_result(tmp_path) is None
+    assert records.find_run(tmp_path, cell) is None
+    with pytest.raises(records.ResultsError, match=r"no result\.json that can be read"):
+        records.read_run(cell, folder)
     (folder / "result.json").write_text(json.dumps(whole))
-    assert records.find_result(tmp_path) == folder / "result.json"
+    assert records.find_run(tmp_path, cell)["value"] == 1.0
 
 
 def test_a_run_is_read_from_its_folder(tmp_path):
@@ -408,7 +593,7 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     process = {"error": None, "machine": {"cpu": "x", "commit": "abc-dirty"}}
     (tmp_path / "try_1" / "process.json").write_text(json.dumps(process))
     cell = {"curve": "curve", "threshold": 2.5, "better": "higher"}
-    found = records.read_run(cell, folder / "result.json")
+    found = records.read_run(cell, folder)
     assert found["curve"] == [[100, 2.0, 1.0], [200, 4.0, 3.0], [400, 8.0, 2.0]] and found["value"] == 2.5
     assert (found["steps_to_threshold"], found["seconds_to_threshold"], found["steps_per_second"]) == (
         200,
@@ -418,22 +603,20 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     assert found["machine"] == process["machine"]
     assert found["commit"] == "abc-dirty"  # the harness knows that of our scripts, peers say their version
     (folder / "result.json").write_text(json.dumps(result | {"commit": "elkai 2.0.1"}))
-    assert records.read_run(cell, folder / "result.json")["commit"] == "elkai 2.0.1"
+    assert records.read_run(cell, folder)["commit"] == "elkai 2.0.1"
     (tmp_path / "try_1" / "process.json").write_text("")
-    assert records.read_run(cell, folder / "result.json")["commit"] == "elkai 2.0.1"
+    assert records.read_run(cell, folder)["commit"] == "elkai 2.0.1"
     (folder / "result.json").write_text(json.dumps(result))
-    assert records.read_run(cell, folder / "result.json")["commit"] == "unknown"
-    assert records.read_run(cell | {"in_a_row": 2}, folder / "result.json")["steps_to_threshold"] is None
+    assert records.read_run(cell, folder)["commit"] == "unknown"
+    assert records.read_run(cell | {"in_a_row": 2}, folder)["steps_to_threshold"] is None
     without = cell | {"curve": None, "threshold": None}
-    assert records.read_run(without, folder / "result.json")["steps_per_second"] == 400 / 20
+    assert records.read_run(without, folder)["steps_per_second"] == 50.0
 
 
 def test_seconds_on_a_gpu_are_those_of_training_where_a_run_logs_them(tmp_path):
     write_log(tmp_path / "run", ["curve"], wall_seconds=0.5)
     write_result(tmp_path / "run", device="NVIDIA")
-    found = records.read_run(
-        {"curve": "curve", "threshold": 20, "better": "higher"}, tmp_path / "run" / "result.json"
-    )
+    found = records.read_run({"curve": "curve", "threshold": 20, "better": "higher"}, tmp_path / "run")
     assert (found["steps_to_threshold"], found["seconds_to_threshold"]) == (200, 100.0)
     assert found["steps_per_second"] == 2.0 and found["curve"][-1] == [300, 150.0, 30.0]
     assert common.read_points(tmp_path / "run", "curve")[0] == pytest.approx([100, 2.0, 50.0, 10.0])
@@ -583,12 +766,13 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     )
     counts = count_results(runs)
     assert len(counts) == 3 and set(counts.values()) == {1}
-    assert list(runs.rglob("killed/*/try_2/*/result.json"))
-    for path in runs.rglob("result.json"):
-        machine = json.loads((path.parents[1] / "process.json").read_text())["machine"]
-        assert machine["commit"] == common.describe_machine()["commit"]
-    before = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
-    suite.write_text(text + 'curve = "charts/return_last_20"\n')
+    assert [path for path in list_done(runs) if path.parent.name == "try_2" and "killed" in str(path)]
+    for path in list_done(runs):
+        process = json.loads((path.parent / "process.json").read_text())
+        assert process["machine"]["commit"] == common.describe_machine()["commit"]
+        assert process["cpu_seconds"] > common.read_points(path, "charts/cpu_seconds")[-1][1]
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
+    suite.write_text(text + 'curve = "charts/episodic_return"\n')
     again = run.SuiteRun(suite, runs)
     assert [cell.setting for cell in again.cells if not again.is_done(cell)] == ["bad"]
     again.save()
@@ -600,7 +784,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert (
         process.communicate(timeout=60) and process.returncode == 0 and records.collect(runs / "a") == results
     )
-    assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == before
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
 
 
 @pytest.mark.parametrize(("error", "num_tries"), [("exit code 1: a crash", 3), ("exit code 2: bad flags", 1)])
@@ -630,7 +814,7 @@ def test_ctrl_c_leaves_finished_cells_and_nothing_running(tmp_path):
     runs = tmp_path / "runs"
     suite = write_suite(tmp_path / "a.toml", [1], a=SHORT, long=LONG)
     process = start_harness(suite, "--runs", runs)
-    wait_until(lambda: list(runs.rglob("result.json")) and list(runs.rglob("long/*/try_1/*/checkpoint.pt")))
+    wait_until(lambda: list_done(runs) and list(runs.rglob("long/*/try_1/*/checkpoint.pt")))
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted: what was finished is kept" in output, output
@@ -724,6 +908,21 @@ def test_statistics_over_seeds():
     a, b = [6.0, 5.0, 4.0, 3.0], [3.0, 2.5, 2.0, 1.5]  # twice as much in every run
     assert records.find_ratio(a, b, paired=True) == (2.0, (2.0, 2.0))
     assert records.find_ratio(a, b)[1][1] > 2.2
+
+
+def test_quantities_count_with_and_without_the_prefix_of_evaluations():
+    """Older results of peers have none, and are held against newer ones."""
+    old, new = make_cell([1.0], headline="ours_elo"), make_cell([1.0], headline="eval/ours_elo")
+    old["runs"][0]["metrics"], new["runs"][0]["metrics"] = {"ours_elo": 5.0}, {"eval/ours_elo": 5.0}
+    old["runs"][0]["final_return"] = 3.0
+    for cell in (old, new):
+        assert records.get_values(cell, "ours_elo") == records.get_values(cell, "eval/ours_elo") == [5.0]
+    assert records.get_values(old, "final_return") == [3.0] and np.isnan(
+        records.get_values(new, "final_return")
+    )
+    rows, notes = compare.compare(make_results(old), make_results(new))
+    assert rows and not notes["not comparable"]
+    assert compare.compare(make_results(old), make_results(new | {"headline": "eval/x"}))[1]["not comparable"]
 
 
 def test_threshold_is_the_first_point_at_it_in_the_right_direction():
@@ -858,9 +1057,10 @@ def test_results_of_other_forms_are_told(tmp_path):
         records.load(tmp_path / "suite.json")
     for value in ("high", None, [1.0]):
         write_result(tmp_path, metrics={"eval/x": value})
-        assert records.read_result(tmp_path / "result.json") is None
+        with pytest.raises(records.ResultsError, match=r"no result\.json that can be read"):
+            records.read_result(tmp_path)
     write_result(tmp_path, metrics={"eval/x": float("nan")})
-    assert records.read_result(tmp_path / "result.json") is not None
+    assert records.read_result(tmp_path)["headline"] == "eval/x"
 
 
 def test_published_are_the_cells_of_the_suite_of_today(published, tmp_path):
@@ -953,6 +1153,20 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     assert sorted(map(len, lines)) == [3, 6]
     one = records.collect_folders(tmp_path / "runs" / "a")  # one run alone
     assert list(one["cells"]) == ["ppo/T-v0/mine"]
+
+
+def test_runs_without_a_result_are_shown_when_they_have_ended(tmp_path):
+    """Their flags are in their events, and their script is in the name of the folder."""
+    for i, (seed, steps) in enumerate([(1, 300), (2, 300), (3, 900)]):
+        write_log(tmp_path / f"T__ppo__{i}__0", ["charts/episodic_return", "eval/episodic_return", "eval/x"])
+        write_text(tmp_path / f"T__ppo__{i}__0", exp_name="ppo", env_id="T", seed=seed, total_timesteps=steps)
+    write_log(tmp_path / "T__sb3_ppo__1__0", ["eval/x"])
+    write_text(tmp_path / "T__sb3_ppo__1__0", "sb3 1", env_id="T", seed=1, run_dir="x")
+    cells = records.collect_folders(tmp_path)["cells"]
+    assert list(cells) == ["ppo/T/ppo", "sb3_ppo/T/sb3_ppo"]
+    ours, peer = cells.values()
+    assert sorted(found["seed"] for found in ours["runs"]) == [1, 2] and peer["runs"][0]["commit"] == "sb3 1"
+    assert ours["headline"] == "eval/episodic_return" and ours["curve"] == "eval/episodic_return"
 
 
 def test_runs_of_one_name_with_other_flags_are_no_seeds_of_each_other(tmp_path):

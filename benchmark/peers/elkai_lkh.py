@@ -29,14 +29,14 @@ def main() -> None:
     if args.env_id not in stored:
         peer.fail(f"--env-id {args.env_id}: optimal tours are stored for {', '.join(stored)}")
     instances = tsp.read_instances(stored[args.env_id])
-    run = peer.Run(args, Path(__file__).stem)
+    run = peer.Run(args, Path(__file__).stem, peer.get_version("elkai"))
     start = time.perf_counter()
     tours = [tsp.solve_with_elkai(instance) for instance in tqdm(instances, unit="instance")]
     milliseconds = 1e3 * (time.perf_counter() - start) / len(instances)
     found = [tsp.Instance(i.name, i.points, tour) for i, tour in zip(instances, tours, strict=True)]
     metrics = tsp.summarize({"lkh": (tours, tsp.get_reference_lengths(found), milliseconds)}, instances)
     metrics = {name.removeprefix("eval/lkh_"): value for name, value in metrics.items()}
-    run.finish("gap", metrics, len(instances), peer.get_version("elkai"))
+    run.finish(len(instances), metrics)
 
 
 if __name__ == "__main__":

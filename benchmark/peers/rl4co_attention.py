@@ -49,7 +49,7 @@ def main() -> None:
     instances = tsp.make_test_instances(args.env_id, NUM_EVAL_INSTANCES)
     goal = "gap" if instances[0].tour is not None else "length"
     torch.set_num_threads(1)
-    run = peer.Run(args, Path(__file__).stem)
+    run = peer.Run(args, Path(__file__).stem, peer.get_version("rl4co"))
     torch.manual_seed(args.seed)
     env = TSPEnv(generator_params={"num_loc": num_nodes})
     model = AttentionModel(env, baseline="rollout")
@@ -61,18 +61,20 @@ def main() -> None:
     @torch.inference_mode()
     def evaluate() -> dict[str, float]:
         policy.eval()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), run.cpu_seconds
         td = env.reset(TensorDict({"locs": points.float()}, batch_size=[len(points)]))
         tours = policy(td, env, phase="test", decode_type="greedy")["actions"]  # [B, N]
         milliseconds = 1e3 * (time.perf_counter() - start) / len(points)
         assert (tours.sort(1).values == torch.arange(num_nodes)).all()
         lengths = tsp.tour_length(points, tours)
-        return tsp.summarize({"greedy": (list(tours.numpy()), lengths.numpy(), milliseconds)}, instances)
+        found = tsp.summarize({"greedy": (list(tours.numpy()), lengths.numpy(), milliseconds)}, instances)
+        run.evaluation_seconds += run.cpu_seconds - cpu_start
+        return found
 
-    num_instances, train_seconds = args.steps_per_epoch * args.batch_size, 0.0
+    num_instances = args.steps_per_epoch * args.batch_size
     bar = tqdm(total=args.num_epochs * num_instances, unit="instance")
     options = {"batch_size": ROLLOUT_BATCH_SIZE, "device": "cpu", "dataset_size": NUM_BASELINE_INSTANCES}
-    start = time.process_time()
+    start = run.cpu_seconds
     baseline.setup(policy, env, **options)
     for epoch in range(args.num_epochs):
         dataset = baseline.wrap_dataset(
@@ -89,14 +91,13 @@ def main() -> None:
             schedule.step()
             bar.update(args.batch_size)
         baseline.epoch_callback(policy, env, epoch=epoch, **options)
-        train_seconds += time.process_time() - start
         greedy = evaluate()
-        run.log((epoch + 1) * num_instances, {f"eval/greedy_{goal}": greedy[f"eval/greedy_{goal}"]})
         bar.set_postfix({goal: f"{greedy[f'eval/greedy_{goal}']:.2f}"})
-        start = time.process_time()
+        if epoch + 1 < args.num_epochs:
+            run.log((epoch + 1) * num_instances, {f"eval/greedy_{goal}": greedy[f"eval/greedy_{goal}"]})
     bar.close()
-    metrics = greedy | {"instances_per_cpu_second": bar.n / train_seconds}
-    run.finish(f"eval/greedy_{goal}", metrics, bar.n, peer.get_version("rl4co"))
+    train_seconds = run.cpu_seconds - run.evaluation_seconds - start
+    run.finish(bar.n, greedy | {"instances_per_cpu_second": bar.n / train_seconds})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 --settings tuned: those of RL Baselines3 Zoo for the task
 (https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo.yml, where LunarLander is still v2).
---settings equal: the defaults of algos/ppo.py. Network, orthogonal weights and normalized advantages are alike already;
-SB3's Adam has eps 1e-5.
+--settings equal: the defaults of algos/ppo.py with --no-norm-reward.
+--settings cleanrl: the defaults of CleanRL's ppo.py.
+With the last two, network, orthogonal weights, normalized advantages and Adam's eps of 1e-5 are SB3's own, and alike
+in all three programs. One difference is left: where the value is clipped, CleanRL takes the larger of the losses with
+and without clipping, and SB3 the one with it.
 
 Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
 """
@@ -62,11 +65,18 @@ TUNED = {
         | {"ent_coef": 0.01},
     ),
 }
-# SB3 leaves out the 1/2 of the value loss, so that its 0.25 is our 0.5
+# SB3 leaves out the 1/2 of the value loss, so that its 0.25 is the 0.5 of the other two
 EQUAL = Settings(
     num_envs=32,
     arguments={"n_steps": 64, "batch_size": 512, "n_epochs": 5, "gamma": 0.98, "gae_lambda": 0.95}
     | {"learning_rate": 4e-3, "clip_range": 0.2, "vf_coef": 0.25},
+    falling=("learning_rate",),
+)
+CLEANRL = Settings(
+    num_envs=4,
+    arguments={"n_steps": 128, "batch_size": 128, "n_epochs": 4, "gamma": 0.99, "gae_lambda": 0.95}
+    | {"learning_rate": 2.5e-4, "clip_range": 0.2, "clip_range_vf": 0.2, "ent_coef": 0.01, "vf_coef": 0.25}
+    | {"max_grad_norm": 0.5, "normalize_advantage": True},
     falling=("learning_rate",),
 )
 
@@ -76,7 +86,7 @@ def make_parser():
     parser = peer.make_parser(__doc__, "CartPole-v1")
     parser.add_argument("--total-timesteps", type=peer.count, default=100_000)
     parser.add_argument("--eval-interval", type=int, default=0, help="rollouts between evaluations")
-    parser.add_argument("--settings", choices=("tuned", "equal"), default="tuned")
+    parser.add_argument("--settings", choices=("tuned", "equal", "cleanrl"), default="tuned")
     return parser
 
 
@@ -107,7 +117,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
             return VecNormalize(envs, is_training, norm_reward=is_training, gamma=settings.arguments["gamma"])
         return envs
 
-    run = peer.Run(args, script)
+    run = peer.Run(args, script, peer.get_version(package))
     falls = {name: lambda left, start=settings.arguments[name]: start * left for name in settings.falling}
     eval_envs = make_envs(NUM_EPISODES_ON_THE_WAY, seed)
     train_envs = make_envs(settings.num_envs, args.seed, is_training=True)
@@ -115,21 +125,27 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
     bar = tqdm(total=args.total_timesteps, unit="step")
 
     def evaluate(model, envs, num_episodes: int) -> dict[str, float]:
+        start = run.cpu_seconds
         if settings.is_normalized:
             envs.obs_rms = train_envs.obs_rms
         episodes = evaluate_policy(model, envs, num_episodes, deterministic=True, return_episode_rewards=True)
+        run.evaluation_seconds += run.cpu_seconds - start
         returns, lengths = map(np.array, episodes)
         names = ("eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length")
         return dict(zip(names, map(float, (returns.mean(), returns.std(), lengths.mean())), strict=True))
 
     class Record(BaseCallback):
-        """Logs the mean return of the last 20 training episodes, and evaluations, after each rollout's update."""
+        """Logs mean returns of training episodes, and evaluations, after each rollout's update.
+
+        Of the episodes that ended in the rollout, of the last 20, and of evaluations but for the one at the end.
+        """
 
         def __init__(self):
             super().__init__()
-            self.num_rollouts = 0
+            self.num_rollouts, self.returns = 0, []
 
         def _on_step(self) -> bool:
+            self.returns += [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
             return True
 
         def _on_rollout_start(self) -> None:
@@ -137,19 +153,20 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
                 self.record()
 
         def _on_training_end(self) -> None:
-            self.record()
+            self.record(is_last=True)
 
-        def record(self) -> None:
+        def record(self, is_last: bool = False) -> None:
             self.num_rollouts += 1
             bar.update(min(self.num_timesteps, args.total_timesteps) - bar.n)
             scalars = {}
+            if self.returns:
+                scalars["charts/episodic_return"] = float(np.mean(self.returns))
+                self.returns = []
             if returns := [episode["r"] for episode in self.model.ep_info_buffer][-20:]:
                 scalars["charts/return_last_20"] = float(np.mean(returns))
                 bar.set_postfix({"return": f"{scalars['charts/return_last_20']:.2f}"}, refresh=False)
-            if args.eval_interval and self.num_rollouts % args.eval_interval == 0:
-                start = run.cpu_seconds
+            if args.eval_interval and self.num_rollouts % args.eval_interval == 0 and not is_last:
                 found = evaluate(self.model, eval_envs, NUM_EPISODES_ON_THE_WAY)
-                run.evaluation_seconds += run.cpu_seconds - start
                 scalars["eval/episodic_return"] = found["eval/episodic_return"]
             if scalars:
                 run.log(self.num_timesteps, scalars)
@@ -157,8 +174,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
     model.learn(args.total_timesteps, callback=Record())
     bar.close()
     final_envs = make_envs(min(settings.num_envs, NUM_EVAL_EPISODES), final_seed)
-    metrics = evaluate(model, final_envs, NUM_EVAL_EPISODES)
-    run.finish(next(iter(metrics)), metrics, model.num_timesteps, peer.get_version(package))
+    run.finish(model.num_timesteps, evaluate(model, final_envs, NUM_EVAL_EPISODES))
 
 
 def main() -> None:
@@ -166,7 +182,7 @@ def main() -> None:
     args = make_parser().parse_args()
     if args.settings == "tuned" and args.env_id not in TUNED:
         peer.fail(f"--env-id {args.env_id}: tuned settings are here for {', '.join(TUNED)}")
-    settings = TUNED[args.env_id] if args.settings == "tuned" else EQUAL
+    settings = {"tuned": TUNED.get(args.env_id), "equal": EQUAL, "cleanrl": CLEANRL}[args.settings]
     from stable_baselines3 import PPO
 
     train(args, Path(__file__).stem, "stable-baselines3", settings, PPO, "MlpPolicy")
