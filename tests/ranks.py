@@ -261,10 +261,11 @@ def update_ppo(ppo, rows):
         batch = ppo.Batch(*(x[index] for x in batch))
         shake(agent)
         metrics.append(ppo.update_minibatch(agent, descend(agent), batch, args))
-        agent.normalize.update(batch.obs)
-        agent.return_stats.update(batch.returns.unsqueeze(-1) * 100 + 5000)
         agents.append(agent)
-    return agents, metrics
+    stats = ppo.RunningMeanStd(4)
+    for shift in (5.0, 0.0):
+        stats.update(batch.obs + shift)
+    return agents, [*metrics, stats.mean, stats.var]
 
 
 def update_r2d2(r2d2, rows):
