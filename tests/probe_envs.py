@@ -5,6 +5,7 @@ from collections import deque
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
@@ -194,6 +195,20 @@ class Broken(Endless):
         return np.full(1, np.nan, np.float32), *super().step(action)[1:]
 
 
+class NotFinite(Fixed):
+    """An observation or a reward that is NaN once, at the third step of each episode."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        is_due = self.steps == 3
+        obs[1] = np.nan if is_due and self.where == "obs" else obs[1]
+        return obs, np.nan if is_due and self.where == "reward" else reward, *rest
+
+
 class GlobalRandom(Fixed):
     """Draws from numpy's and Python's global generators and from its own space."""
 
@@ -204,6 +219,13 @@ class GlobalRandom(Fixed):
     def step(self, action):
         obs, _, *rest = super().step(action)
         return obs, float(obs.sum()), *rest
+
+
+class GlobalNoise(Fixed):
+    """Observations that are drawn from the global generators of Python, numpy and torch."""
+
+    def observe(self):
+        return np.float32([random.uniform(-1, 1), np.random.uniform(-1, 1) + torch.rand(()).item()])
 
 
 class Holder(gym.Env):
@@ -406,9 +428,11 @@ for env_class in (
     Views,
 ):
     register(env_class.__name__, env_class)
-for env_class in (Sums, Quadrants, Recall, Holder, HalfEndless):
+for env_class in (GlobalNoise, Sums, Quadrants, Recall, Holder, HalfEndless):
     register(env_class.__name__, env_class)
 register("EndlessTerminating", Endless, kwargs={"ending": "terminate"})
+for where in ("obs", "reward"):
+    register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
 for layout in ("CHW", "HWC", "HW"):
     register(f"Picture{layout}", Picture, kwargs={"layout": layout})
 register("Counters", Counters)

@@ -9,10 +9,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from probe_envs import Fixed, Odd, Picture
 
 from envs_shared.gym_tasks import scores as gym_scores
 from envs_shared.gym_tasks.columns import EPISODE_LENGTH, NUM_EXTRA
+from envs_shared.gym_tasks.normalization import BoxUnits, RewardScaler, RunningMeanStd
 from envs_shared.gym_tasks.packages import MODULES
 from envs_shared.gym_tasks.scores import play_episodes
 from envs_shared.gym_tasks.vector import make_vec
@@ -355,3 +358,46 @@ def test_vectorizations_agree():
 def test_the_torch_port_refuses_other_tasks():
     with pytest.raises(ValueError, match="CartPole-v1 alone"):
         make_vec("Pendulum-v1", 2, 1, "torch")
+
+
+# Normalization
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_running_statistics_equal_numpys_on_all_rows(sizes, seed):
+    rng = np.random.default_rng(seed)
+    stats = RunningMeanStd((3,))
+    kept = []
+    for n in sizes:
+        x, valid = rng.normal(50, 3, (n, 2, 3)), rng.random((n, 2)) < 0.7
+        stats.update(torch.tensor(x), torch.tensor(valid))
+        kept.append(x[valid])
+    kept = np.concatenate(kept)
+    if len(kept):
+        np.testing.assert_allclose(stats.mean, kept.mean(0), rtol=1e-9)
+        np.testing.assert_allclose(stats.var, kept.var(0), rtol=1e-6, atol=1e-9)
+    assert stats.count == len(kept)
+
+
+def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
+    """The running return restarts after a done and carries over to the next rollout."""
+    rewards, done = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[False], [True], [False]])
+    scaler = RewardScaler(1, 0.5)
+    scaler.running_return.fill_(10.0)
+    scaled = scaler(rewards, done, torch.ones(3, 1))
+    assert scaler.running_return.item() == 4.0
+    returns = [6.0, 5.0, 4.0]
+    np.testing.assert_allclose(scaled.flatten(), [1, 2, 4] / np.std(returns), rtol=1e-5)
+    scaled = scaler(rewards, done, torch.ones(3, 1))
+    np.testing.assert_allclose(scaled.flatten(), [1, 2, 4] / np.std([*returns, 3.0, 3.5, 4.0]), rtol=1e-5)
+    other = RewardScaler(2, 0.5)
+    other.load_state_dict(scaler.state_dict())  # another number of environments: their returns begin anew
+    assert other.stats.mean == scaler.stats.mean and other.running_return.tolist() == [0.0, 0.0]
+
+
+def test_box_actions_are_in_units_of_the_box():
+    units = BoxUnits(gym.spaces.Box(np.float32([2, -np.inf, 0]), np.float32([50, np.inf, np.inf])))
+    actions = torch.tensor([[-1.0, -7.0, 3.0], [0.0, 0.5, -3.0], [1.5, 9.0, 0.0]])
+    expected = torch.tensor([[2.0, -7.0, 3.0], [26.0, 0.5, 0.0], [50.0, 9.0, 0.0]])
+    torch.testing.assert_close(units(actions), expected)
