@@ -1,14 +1,13 @@
-"""Other people's programs, side by side with ours: their flags, the result they leave, and a short real run of each."""
+"""Other people's programs, side by side with ours: their flags, what they log, and a short real run of each."""
 
 import argparse
-import json
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, read_result, read_scalars
+from conftest import ENVIRONMENT, ROOT, read_scalars
 
 from envs_shared.go_tasks.rules import Go
 
@@ -18,34 +17,42 @@ import common
 import gnugo_match
 import go_engine
 import peer
+import records
+import sb3_ppo
 
-SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics, tags
+RETURNS = "eval/episodic_return eval/episodic_return_std eval/episodic_length"
+MATCH = """ours_win_rate ours_win_rate_low ours_win_rate_high ours_win_rate_black ours_win_rate_black_low
+    ours_win_rate_black_high ours_win_rate_white ours_win_rate_white_low ours_win_rate_white_high ours_points
+    ours_elo peer_points mean_margin distinct_games"""
+SCRIPTS = {  # file -> its environment (None: the main one), short runs, final metrics, what is logged before
     "sb3_ppo": (
         "sb3",
         (
             "--total-timesteps 2048 --settings tuned --eval-interval 1",
             "--total-timesteps 4096 --settings equal",
+            "--total-timesteps 1024 --settings cleanrl",
         ),
-        "eval/episodic_return eval/episodic_return_std eval/episodic_length",
-        "charts/return_last_20 charts/cpu_seconds",
+        RETURNS,
+        "charts/episodic_return charts/return_last_20",
     ),
     "cleanrl_ppo": (
         "cleanrl",
         ("--total-timesteps 1024", "--total-timesteps 4096 --settings ours"),
-        "steps_per_cpu_second",
         "",
+        "charts/episodic_return charts/learning_rate charts/SPS losses/value_loss losses/policy_loss losses/entropy "
+        "losses/old_approx_kl losses/approx_kl losses/clipfrac losses/explained_variance charts/episodic_length",
     ),
     "sb3_recurrent_ppo": (
         "sb3",
         ("--total-timesteps 2048 --env-id TMaze10-v0",),
-        "eval/episodic_return eval/episodic_return_std eval/episodic_length",
-        "charts/return_last_20 charts/cpu_seconds",
+        RETURNS,
+        "charts/episodic_return charts/return_last_20",
     ),
     "rl4co_attention": (
         "rl4co",
         ("--num-epochs 2 --steps-per-epoch 2 --batch-size 4",),
-        "eval/greedy_length eval/greedy_gap eval/greedy_gap_std eval/greedy_ms instances_per_cpu_second",
-        "eval/greedy_gap charts/cpu_seconds",
+        "greedy_length greedy_gap greedy_gap_std greedy_ms instances_per_cpu_second",
+        "",
     ),
     "openspiel_mcts": (
         "openspiel",
@@ -57,9 +64,7 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, metrics
     "gnugo_match": (
         None,
         ("--games 2 --simulations-end 8",),
-        "ours_win_rate ours_win_rate_low ours_win_rate_high ours_win_rate_black ours_win_rate_black_low "
-        "ours_win_rate_black_high ours_win_rate_white ours_win_rate_white_low ours_win_rate_white_high ours_points "
-        "ours_elo peer_points mean_margin distinct_games",
+        MATCH,
         "",
     ),
     "elkai_lkh": ("elkai", ("",), "length gap gap_std ms", ""),
@@ -129,80 +134,101 @@ def test_unknown_tasks_are_one_line_and_exit_code_2(script, tmp_path):
 
 
 @pytest.mark.parametrize("script, flags", RUNS)
-def test_a_short_run_leaves_a_result_as_our_scripts_do(script, flags, tmp_path):
+def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(script, flags, tmp_path):
     environment, _, metrics, tags = SCRIPTS[script]
     run = run_peer(script, *flags.split(), "--seed", 3, "--run-dir", tmp_path, python=find_python(script))
     assert run.returncode == 0, run.stderr
-    path, result = read_result(tmp_path)
-    assert re.fullmatch(rf"{result['env_id']}__{script}__3__\d+", path.name)
-    keys = "script env_id seed headline metrics env_steps wall_seconds cpu_seconds device torch commit args".split()
-    assert (
-        list(result) == keys and result["script"] == script and result["args"]["seed"] == result["seed"] == 3
-    )
+    (path,) = tmp_path.iterdir()
+    assert {p.name.split(".")[0] for p in path.iterdir()} == {"events"}
     if script == "openspiel_mcts":
-        metrics = SCRIPTS["gnugo_match"][2] if "match" in flags else "simulations_per_cpu_second"
-    assert result["metrics"].keys() == set(metrics.split())
-    assert all(isinstance(value, (int, float)) for value in result["metrics"].values())
-    assert result["headline"] in result["metrics"] and result["env_steps"] > 0 and result["cpu_seconds"] > 0
+        metrics = MATCH if "match" in flags else "simulations_per_cpu_second"
+    metrics = {f"eval/{name.removeprefix('eval/')}" for name in metrics.split()}
+    scalars = read_scalars(path)
+    assert scalars.keys() == metrics | {"charts/cpu_seconds", *tags.split()}
+    last = scalars["charts/cpu_seconds"][-1][0]
+    assert all(scalars[tag][-1][0] == last for tag in metrics)  # which end the log
+    result = records.read_logged_result(path, None)
+    assert re.fullmatch(rf"{result['env_id']}__{script}__3__\d+", path.name) and result["script"] == script
+    assert result["seed"] == 3 and result["env_steps"] == last > 0 and result["cpu_seconds"] > 0
     if environment:
-        package, number = result["commit"].split()
+        package, number = result["commit"].split()[:2]
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
         assert f"{package}=={number}" in requirements
-    scalars = read_scalars(path) if tags else {}
-    tags += " eval/episodic_return" if "--eval-interval" in flags else ""
-    assert (
-        scalars.keys() == set(tags.split()) and len({tuple(s for s, _ in x) for x in scalars.values()}) <= 1
-    )
-    assert {p.name.split(".")[0] for p in path.iterdir()} == {"result"} | ({"events"} if tags else set())
+    else:
+        assert result["commit"] == "" or script == "gnugo_match"
     assert str(path) in run.stdout.splitlines()[-1] and "%|" in run.stderr  # a line of summary, and tqdm
-    check_values(script, flags, result)
+    check_values(script, flags, result, scalars)
 
 
-def check_values(script, flags, result):
+def check_values(script, flags, result, scalars):
     """What is known of the numbers of a short run."""
-    found = result["metrics"]
+    found = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
     if script == "elkai_lkh":
         assert abs(found["gap"]) < 1e-4 and result["env_steps"] == 100  # LKH finds what Concorde found
     elif script == "rl4co_attention":
-        assert found["eval/greedy_gap"] > 0 and result["env_steps"] == 16
-    elif "win" in result["headline"]:
+        assert found["greedy_gap"] > 0 and result["env_steps"] == 16
+        assert [step for step, _ in scalars["eval/greedy_gap"]] == [8, 16]
+    elif "ours_win_rate" in found:
         assert found["ours_win_rate"] * 2 == found["ours_points"] == 2 - found["peer_points"]
         assert -25.5 <= found["mean_margin"] <= 25.5
     elif script == "cleanrl_ppo":
         assert result["env_steps"] == int(flags.split()[1])
-        assert found["steps_per_cpu_second"] == pytest.approx(
-            result["env_steps"] / result["cpu_seconds"], rel=0.2
-        )
     elif script == "sb3_ppo":
-        assert found["eval/episodic_return"] == found["eval/episodic_length"] >= 8
+        assert found["episodic_return"] == found["episodic_length"] >= 8
         assert result["env_steps"] == int(flags.split()[1])
+        steps = [step for step, _ in scalars["eval/episodic_return"]]
+        assert steps == (
+            [256 * i for i in range(1, 9)] if "eval-interval" in flags else [result["env_steps"]]
+        )
     elif script == "sb3_recurrent_ppo":
-        assert -1 <= found["eval/episodic_return"] <= 1
+        assert -1 <= found["episodic_return"] <= 1
 
 
-def test_a_result_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
+def test_a_peer_names_its_run_folder_and_logs_flags_and_version(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peer.time, "time", lambda: 1e9)
     args = argparse.Namespace(env_id="a/b:c", seed=1, run_dir=str(tmp_path))
-    run = peer.Run(args, "some_peer")
-    assert run.path.name == "a-b-c__some_peer__1__1000000000"
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
-
-        def kill(*paths):
-            raise OSError("killed")
-
-        patch.setattr(peer.os, "replace", kill)
-        run.finish("x", {"x": 1.5}, 1, "p 1")
-    assert not list(tmp_path.glob("*/result.json"))
-    run.finish("x", {"x": 1.5}, 7, "p 1")
-    result = json.loads((run.path / "result.json").read_text())
-    assert result["env_steps"] == 7 and result["metrics"] == {"x": 1.5} and result["commit"] == "p 1"
-    assert [path.name for path in run.path.iterdir()] == ["result.json"]
-    assert "x 1.5" in capsys.readouterr().out
+    run = peer.Run(args, "some_peer", "p 1")
+    assert run.path.name == "a-b-c__some_peer__1__1000000000" and not list(run.path.iterdir())
+    run.finish(7, {"x": 1.5, "best/y": 2.0})
+    assert {tag: x for tag, x in read_scalars(run.path).items() if "charts" not in tag} == {
+        "eval/x": [(7, 1.5)], "best/y": [(7, 2.0)]
+    }  # fmt: skip
+    result = records.read_logged_result(run.path, None)
+    assert result["args"] | {"param": "value"} == {"param": "value"} | {
+        k: str(v) for k, v in vars(args).items()
+    }
+    assert result["commit"] == "p 1" and result["metrics"] == {"eval/x": 1.5, "best/y": 2.0}
+    assert "p 1: x 1.5" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
     args.run_dir = str(tmp_path / "file")
     with pytest.raises(SystemExit) as error:
-        peer.Run(args, "some_peer")
+        peer.Run(args, "some_peer", None)
     assert error.value.code == 2 and "--run-dir" in capsys.readouterr().err
+
+
+def test_settings_of_sb3_are_the_defaults_of_cleanrl():
+    """Against the fields of CleanRL's own Args, with the 1/2 that SB3's value loss lacks."""
+    find_python("cleanrl_ppo")
+    (path,) = (PEERS / ".venv-cleanrl").glob("lib/*/site-packages/cleanrl/ppo.py")
+    text = path.read_text()
+
+    def find(name):
+        return float(re.search(rf'"--{name}".*?default=([\d.e-]+)', text)[1])
+
+    found = sb3_ppo.CLEANRL
+    assert found.num_envs == find("num-envs") and found.falling == ("learning_rate",)
+    names = {
+        "n_steps": "num-steps",
+        "n_epochs": "update-epochs",
+        "gamma": "gamma",
+        "gae_lambda": "gae-lambda",
+    }
+    names |= {"learning_rate": "learning-rate", "clip_range": "clip-coef", "clip_range_vf": "clip-coef"}
+    names |= {"ent_coef": "ent-coef", "max_grad_norm": "max-grad-norm"}
+    for ours, theirs in names.items():
+        assert found.arguments[ours] == find(theirs), ours
+    assert found.arguments["vf_coef"] == find("vf-coef") / 2
+    assert found.arguments["batch_size"] == find("num-envs") * find("num-steps") / find("num-minibatches")
 
 
 def test_a_match_refuses_what_it_cannot_play(tmp_path):
@@ -253,23 +279,33 @@ def test_the_harness_reads_a_peer_as_it_reads_our_scripts(tmp_path):
     path = common.run_command(tmp_path / "a", *command)
     steps, seconds, _, returns = zip(*common.read_points(path, "charts/return_last_20"), strict=True)
     assert steps == (256, 512, 768, 1024) and sorted(seconds) == list(seconds) and min(returns) >= 8
-    result = json.loads((path / "result.json").read_text())
-    assert result["commit"] == "stable-baselines3 2.9.2"
-    path = common.run_command(tmp_path / "b", *command, "--eval-interval", 2)
-    assert [point[0] for point in common.read_points(path, "eval/episodic_return")] == [512, 1024]
+    assert common.read_text(path, "program") == "stable-baselines3 2.9.2"
+    other = common.run_command(tmp_path / "b", *command, "--eval-interval", 2)
+    assert [point[0] for point in common.read_points(other, "eval/episodic_return")] == [512, 1024]
     # evaluation on the way changes nothing in what is learned
-    assert json.loads((path / "result.json").read_text())["metrics"] == result["metrics"]
+    metrics = [records.read_logged_result(folder, None)["metrics"] for folder in (path, other)]
+    assert metrics[0] == metrics[1]
+
+
+def test_returns_of_a_rollout_are_those_of_the_episodes_that_ended_in_it(tmp_path):
+    """Episodes of CartPole are as long as their return: all that ended fit into the steps so far, and fill them."""
+    command = (find_python("sb3_ppo"), PEERS / "sb3_ppo.py", "--seed", 2, "--total-timesteps", 512)
+    path = common.run_command(tmp_path, *command, "--settings", "cleanrl")
+    (step, _, _, mean) = common.read_points(path, "charts/episodic_return")[0]
+    recent = common.read_points(path, "charts/return_last_20")[0][-1]
+    assert step == 512 and 8 <= mean <= 128 and mean != recent  # more than 20 have ended
+    assert 4 * 128 / mean > 20
 
 
 def test_the_clock_of_a_peer_stands_still_in_evaluations(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(peer.time, "process_time", lambda: now[0])
-    run = peer.Run(argparse.Namespace(env_id="a", seed=1, run_dir=str(tmp_path)), "some_peer")
+    run = peer.Run(argparse.Namespace(env_id="a", seed=1, run_dir=str(tmp_path)), "some_peer", None)
     now[0] = 107.0
     run.log(1, {"x": 1.0})
     run.evaluation_seconds += 3.0
     now[0] = 111.0
     run.log(2, {"x": 2.0})
-    run.finish("x", {"x": 1.5}, 1, "p 1")
-    assert read_scalars(run.path)["charts/cpu_seconds"] == [(1, 7.0), (2, 8.0)]
-    assert json.loads((run.path / "result.json").read_text())["cpu_seconds"] == 11.0
+    run.finish(3, {"x": 1.5})
+    assert read_scalars(run.path)["charts/cpu_seconds"] == [(1, 7.0), (2, 8.0), (3, 8.0)]
+    assert common.read_text(run.path, "program") == ""
