@@ -1,8 +1,9 @@
 """The CUDA paths of the scripts on a pretend GPU, end to end, and planted faults that it has to find.
 
-A script joins in with its runs, in RUNS.
+A script of the old form joins in with its runs, in RUNS. PPO records no graphs: its tests are at the end.
 """
 
+import ast
 import contextlib
 import copy
 import functools
@@ -15,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import read_result
+from conftest import read_result, read_scalars
 from pretend_cuda import NAME, is_same, pretend_cuda
 
 from algos import alphazero_go as az
@@ -39,9 +40,15 @@ class Run:
     max_launches: int  # there with graphs, of operations and graphs
 
 
-PPO = "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --checkpoint-interval 0"
-PPO += " --eval-interval 1000 --eval-episodes 4"
-PENDULUM = "--env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss --ent-coef 0.01"
+PPO = (
+    "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --eval-interval 3"
+)
+PPO += " --eval-episodes 2"
+PPO_RUNS = {
+    "cartpole": PPO,
+    "pendulum": f"{PPO} --env-id Pendulum-v1 --norm-obs --clip-vloss --ent-coef 0.01 --eval-episodes 0",
+    "kl": f"{PPO} --kl-coef 1 --target-kl 9",
+}
 TSP = "--env-id tsp6-uniform --num-layers 1 --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
 TSP += " --eval-interval 100 --eval-episodes 2"
 R2D2 = (
@@ -62,10 +69,6 @@ RUNS = {
     "go": Run(
         az, GO, max_waits=400, max_launches=12000
     ),  # its graphs are of the network alone, one for each slot
-    "ppo-cartpole": Run(ppo, PPO, max_waits=14, max_launches=80),
-    "ppo-torch": Run(ppo, f"{PPO} --vectorization torch", max_waits=10, max_launches=60),
-    "ppo-pendulum": Run(ppo, f"{PPO} {PENDULUM}", max_waits=12, max_launches=120),
-    "ppo-kl": Run(ppo, f"{PPO} --kl-coef 1 --target-kl 9", max_waits=16, max_launches=80),
     "change-detection": Run(
         cd, CHANGE, max_waits=12, max_launches=2400
     ),  # its graphs are of the first two stages
@@ -189,16 +192,16 @@ def test_the_host_rarely_waits(played, name):
     assert max(graphs.launches) <= RUNS[name].max_launches
 
 
-@pytest.mark.parametrize("name", ["ppo-pendulum"])
+@pytest.mark.parametrize("name", ["tsp-pomo"])
 def test_a_resumed_run_leaves_the_checkpoint_of_an_uninterrupted_one(played, tmp_path, name):
     with pytest.raises(Interrupted):
-        play(RUNS[name], True, tmp_path, "--checkpoint-interval", "1", last_iteration=4)
+        play(RUNS[name], True, tmp_path, "--checkpoint-interval", "1", last_iteration=8)
     (path,) = tmp_path.glob("*/checkpoint.pt")
     resumed = play(RUNS[name], True, tmp_path, "--resume", str(path))
     assert find_differences(resumed, played(name, False)) == []
 
 
-@pytest.mark.parametrize("name", ["ppo-cartpole"])
+@pytest.mark.parametrize("name", ["r2d2"])
 def test_a_checkpoint_is_evaluated_on_the_device(played, capsys, name):
     outcome = played(name, True)
     with small_runs() as gpu:
@@ -209,14 +212,14 @@ def test_a_checkpoint_is_evaluated_on_the_device(played, capsys, name):
         assert metric.startswith("best/") or f"{metric} {value:.2f}\n" in printed
 
 
-# Faults, planted in ppo.py
+# Faults, planted in r2d2_lstm.py
 
 
 def play_with(name: str, fault, has_graphs: bool, folder: Path) -> Outcome:
-    """A run of ppo.py with `fault(real, *args)` in the place of its function `name`."""
-    real = getattr(ppo, name)
-    with mock.patch.object(ppo, name, lambda *args: fault(real, *args)):
-        return play(RUNS["ppo-cartpole"], has_graphs, folder)
+    """A run of r2d2_lstm.py with `fault(real, *args)` in the place of its function `name`."""
+    real = getattr(r2d2, name)
+    with mock.patch.object(r2d2, name, lambda *args: fault(real, *args)):
+        return play(RUNS["r2d2"], has_graphs, folder)
 
 
 def test_a_wait_in_the_update_is_found(tmp_path):
@@ -226,49 +229,49 @@ def test_a_wait_in_the_update_is_found(tmp_path):
         return metrics
 
     with pytest.raises(RuntimeError, match="capturing: local_scalar_dense at test_cuda"):
-        play_with("update_minibatch", wait, True, tmp_path / "graphs")
-    eager = play_with("update_minibatch", wait, False, tmp_path / "eager")
-    assert max(eager.waits) > RUNS["ppo-cartpole"].max_waits
+        play_with("update_network", wait, True, tmp_path / "graphs")
+    eager = play_with("update_network", wait, False, tmp_path / "eager")
+    assert max(eager.waits) > RUNS["r2d2"].max_waits
 
 
 def test_a_tensor_of_the_host_in_the_loss_is_found(tmp_path):
     def add(real, *args):
-        loss, metrics = real(*args)
-        return (loss + torch.zeros(2)).sum(), metrics
+        loss, *rest = real(*args)
+        return (loss + torch.zeros(2)).sum(), *rest
 
     with pytest.raises(RuntimeError, match="at least two devices"):
-        play_with("ppo_loss", add, False, tmp_path)
+        play_with("r2d2_loss", add, False, tmp_path)
 
 
 def test_a_tensor_that_its_graph_has_lost_is_found(tmp_path):
-    def replace(real, agent, storage, *args):
-        storage.rollout.clear()
-        return real(agent, storage, *args)
+    def replace(real, act, actor, envs, replay, *args):
+        replay.priority = replay.priority.clone()
+        return real(act, actor, envs, replay, *args)
 
     with pytest.raises(RuntimeError, match="memory has been freed"):
-        play_with("compute_targets", replace, True, tmp_path)
+        play_with("collect_steps", replace, True, tmp_path)
 
 
 def test_a_tensor_that_its_graph_alone_goes_on_with_is_found(played, tmp_path):
     old = []
 
-    def replace(real, agent, storage, *args):
-        old.append(dict(storage.rollout))
-        storage.rollout.clear()
-        return real(agent, storage, *args)
+    def replace(real, act, actor, envs, replay, *args):
+        old.append(replay.priority)
+        replay.priority = replay.priority.clone()
+        return real(act, actor, envs, replay, *args)
 
-    graphs = play_with("compute_targets", replace, True, tmp_path)  # without graphs the fault changes nothing
-    assert "/agent/actor.0.weight" in find_differences(graphs, played("ppo-cartpole", False))
+    graphs = play_with("collect_steps", replace, True, tmp_path)  # without graphs the fault changes nothing
+    assert any(name.startswith("/agent/") for name in find_differences(graphs, played("r2d2", False)))
 
 
 def test_a_number_frozen_into_a_graph_is_found(tmp_path):
-    def set_rate(real, agent, optimizer, *args):
+    def set_rate(real, agent, target, optimizer, *args):
         optimizer.num_calls = getattr(optimizer, "num_calls", 0) + 1
         optimizer.param_groups[0]["lr"] = 0.01 / optimizer.num_calls
-        return real(agent, optimizer, *args)
+        return real(agent, target, optimizer, *args)
 
-    graphs, eager = (play_with("update_minibatch", set_rate, x, tmp_path / str(x)) for x in (True, False))
-    assert "/agent/actor.0.weight" in find_differences(graphs, eager)
+    graphs, eager = (play_with("update_network", set_rate, x, tmp_path / str(x)) for x in (True, False))
+    assert any(name.startswith("/agent/") for name in find_differences(graphs, eager))
 
 
 def test_a_pinned_buffer_written_before_its_copy_was_waited_for_is_found(tmp_path):
@@ -279,7 +282,91 @@ def test_a_pinned_buffer_written_before_its_copy_was_waited_for_is_found(tmp_pat
         return real(self, actions)
 
     with mock.patch.object(GymVec, "step", step), pytest.raises(RuntimeError, match="pinned buffer"):
-        play(RUNS["ppo-cartpole"], True, tmp_path)
+        play(RUNS["r2d2"], True, tmp_path)
+
+
+# PPO, without graphs
+
+
+def play_ppo(flags: str, folder: Path, **patches) -> tuple[Path, list[int], int]:
+    """Run ppo.py on the pretend GPU: its folder, the host's waits in each update, and all waits in an iteration."""
+    waits, marks, update = [], [], patches.pop("update_minibatch", ppo.update_minibatch)
+
+    class Bar(ppo.tqdm):
+        def update(self, n=1):
+            marks.append(gpu.waits.total())
+            return super().update(n)
+
+    def count(*args):
+        before = gpu.waits.total()
+        metrics = update(*args)
+        waits.append(gpu.waits.total() - before)
+        return metrics
+
+    with mock.patch.multiple(ppo, tqdm=Bar, update_minibatch=count, **patches), pretend_cuda() as gpu:
+        ppo.main([*flags.split(), "--run-dir", str(folder)])
+        assert gpu.launches > 1000 and gpu.replays == 0
+    (path,) = folder.iterdir()
+    return path, waits, max(np.diff(marks))
+
+
+@pytest.mark.parametrize("name", PPO_RUNS)
+def test_ppo_gives_on_the_device_what_it_gives_on_the_host(tmp_path, name):
+    path, waits, _ = play_ppo(PPO_RUNS[name], tmp_path / "device")
+    ppo.main([*PPO_RUNS[name].split(), "--no-cuda", "--run-dir", str(tmp_path / "host")])
+    (host,) = (tmp_path / "host").iterdir()
+    theirs, ours = (
+        dict(named_tensors(torch.load(x / "checkpoint.pt", weights_only=True))) for x in (host, path)
+    )
+    assert (
+        ours.keys() == theirs.keys()
+        and len(waits) == 4 * torch.load(path / "checkpoint.pt", weights_only=True)["progress"][0]
+    )
+    for tensor, value in ours.items():
+        torch.testing.assert_close(value, theirs[tensor], rtol=1e-4, atol=1e-6, msg=tensor)
+    losses, expected = (
+        {tag: x for tag, x in read_scalars(folder).items() if "SPS" not in tag and "seconds" not in tag}
+        for folder in (path, host)
+    )
+    assert losses.keys() == expected.keys()
+    for tag in losses:
+        np.testing.assert_allclose(losses[tag], expected[tag], rtol=1e-3, atol=1e-5, err_msg=tag)
+
+
+def test_the_host_never_waits_in_an_update_of_ppo(tmp_path):
+    """In a step of the environments it does so twice, and 26 times in making the batch and reading the metrics."""
+    _, waits, most = play_ppo(f"{PPO_RUNS['pendulum']} --eval-interval 1000", tmp_path)
+    assert set(waits) == {0}
+    assert most <= 2 * 4 + 26
+
+
+def test_a_wait_and_a_tensor_of_the_host_in_ppos_update_are_found(tmp_path):
+    def wait(*args):
+        metrics = update(*args)
+        metrics.sum().item()
+        return metrics
+
+    def add(*args):
+        losses, metrics = ppo_loss(*args)
+        return losses + torch.zeros(len(losses)), metrics
+
+    update, ppo_loss = ppo.update_minibatch, ppo.ppo_loss
+    _, waits, _ = play_ppo(PPO, tmp_path / "wait", update_minibatch=wait)
+    assert set(waits) == {1}
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        play_ppo(PPO, tmp_path / "add", ppo_loss=add)
+
+
+def test_a_checkpoint_of_ppo_is_evaluated_on_the_device(tmp_path, capsys):
+    path, *_ = play_ppo(PPO, tmp_path)
+    printed = []
+    for flag in ("--cuda", "--no-cuda"):
+        capsys.readouterr()
+        with pretend_cuda() as gpu:
+            ppo.main(["--evaluate", str(path / "best.pt"), flag])
+        assert (gpu.launches > 0) == (flag == "--cuda")
+        printed.append(ast.literal_eval(capsys.readouterr().out))
+    assert printed[0] == pytest.approx(printed[1]) and printed[0]["eval/episodic_length"] > 1
 
 
 # The pretend GPU itself
