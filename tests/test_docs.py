@@ -12,11 +12,11 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -24,7 +24,10 @@ import tyro
 from conftest import ENVIRONMENT, ROOT
 from mkdocs.exceptions import PluginError
 from PIL import Image
-from test_contract import CASES, SCRIPTS, SECTIONS, SHARED, each_script
+from test_contract import CASES as MOVED_CASES
+from test_contract import MOVED, SECTIONS
+from test_old_contract import CASES
+from test_old_contract import SCRIPTS as OLD_SCRIPTS
 from torch.distributed.run import get_args_parser
 
 sys.path += [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "benchmark" / "peers"), str(ROOT / "docs")]
@@ -32,6 +35,8 @@ import go_engine
 import hooks
 import peer
 
+SCRIPTS = [*MOVED, *OLD_SCRIPTS]
+each_script = pytest.mark.parametrize("script", SCRIPTS, indirect=True, scope="module")
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -255,14 +260,14 @@ def test_the_formatter_before_commits_is_the_one_of_the_project():
 def test_pages_of_scripts_have_the_same_headings():
     for script in SCRIPTS:
         text = FENCE.sub("", (ROOT / "docs" / f"{script}.md").read_text())
-        assert re.findall(r"^## (.+)$", text, re.M) == HEADINGS, script
+        headings = [x for x in HEADINGS if x != "Speed" or script not in MOVED]
+        assert [x for x in re.findall(r"^## (.+)$", text, re.M) if x in headings] == headings, script
 
 
 def test_the_layout_described_is_that_of_the_scripts():
-    layout, same = (ROOT / "docs" / "reading.md").read_text().split("\n## ")[1:3]
+    layout = (ROOT / "docs" / "reading.md").read_text().split("\n## ")[1]
     parts = re.findall(r"^\| (.+?) \|", layout, re.M)
     assert parts[-6:] == [title or "the algorithm, by its name" for title in SECTIONS]
-    assert set(CODE.findall(FENCE.sub("", same))) - {"Args"} == set(SHARED)
 
 
 def find_formulas(text: str) -> list[str]:
@@ -342,11 +347,13 @@ def test_sources_stand_beneath_the_formulas_of_their_paragraph():
     before, after = hooks.add_sources(text).split("??? source")
     assert before == "a [`compute_gae`](#compute_gae) b\n\n```math\nx\n```\n\n"
     assert after.endswith("c [`f`](#compute_gae)") and "    def compute_gae(" in after
-    start, source = hooks.find_source("algos/ppo.py", "Agent.get_action")
-    assert source.splitlines()[0] == "    @torch.no_grad()" and source.splitlines()[-1].startswith(
-        "        return"
+    start, source = hooks.find_source("algos/ppo.py", "compute_batch")
+    assert source.splitlines()[0] == "@torch.no_grad()" and source.splitlines()[-1].startswith(
+        "    return Batch"
     )
-    assert (ROOT / "algos" / "ppo.py").read_text().splitlines()[start - 1] == "    @torch.no_grad()"
+    assert (ROOT / "algos" / "ppo.py").read_text().splitlines()[start - 1] == "@torch.no_grad()"
+    start, source = hooks.find_source("algos/ppo.py", "Agent.to_env")
+    assert source.splitlines()[0] == "    def to_env(self, actions):"
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +408,7 @@ def test_the_search_of_the_site_works_from_a_folder(site):
     """Its index is a script, as pages of a folder may load no data, and so is what stands in for a worker."""
     index = (site / "search" / "search_index.js").read_text()
     assert index.startswith("var __index = {") and "Truncation bootstraps" in index
-    assert "last = delta[t] + decay[t] * last" not in index  # no sources of functions
+    assert "advantages[t] = delta[t] + decay[t] * advantages[t + 1]" not in index  # no sources of functions
     assert "assets/iframe-worker.js" in (site / "index.html").read_text()
     assert (site / "assets" / "iframe-worker.js").exists()
 
@@ -419,7 +426,24 @@ def find_needed(path: Path) -> set[Path]:
     return {path for path in files if path.exists()}
 
 
-@each_script
+@pytest.mark.parametrize("script", MOVED)
+def test_a_script_that_has_moved_is_copied_as_the_docs_say(script, tmp_path):
+    """What is copied then runs: test_contract.py shows it."""
+    (copying,) = re.findall(
+        rf"^cp algos/{script}\.py my_project\n", (ROOT / "docs" / "reading.md").read_text(), re.M
+    )
+    folder = tmp_path / "my_project"
+    folder.mkdir()
+    copying = copying.replace("my_project", shlex.quote(str(folder)))
+    subprocess.run(["bash", "-ec", copying], cwd=ROOT, check=True)
+    sibling = MOVED_CASES[script].sibling
+    assert {x.relative_to(folder).as_posix() for x in folder.rglob("*") if x.is_file()} == {
+        f"{script}.py",
+        *([f"envs_shared/{sibling}"] if sibling else []),
+    }
+
+
+@pytest.mark.parametrize("script", OLD_SCRIPTS)
 def test_a_script_copied_as_the_docs_say_runs(script, tmp_path):
     page = (ROOT / "docs" / "reading.md").read_text()
     (named,) = re.findall(rf"^\| `algos/{script}\.py` \| `envs_shared/(\w+)` \|$", page, re.M)
@@ -463,14 +487,14 @@ def save_policy(script: str, folder: Path) -> Path:
         agent = module.Agent(args)
         torch.nn.init.normal_(agent.policy_head[-1].weight)  # looks at some queries
     else:
-        envs = module.make_envs(args, 1, 0)
-        agent = (
-            module.QNetwork(envs, args)
-            if script == "r2d2_lstm"
-            else module.Agent(4, envs.single_action_space)
-        )
+        envs = module.make_envs(args, 1, *([] if script in MOVED else [0]))
+        agent = module.Agent(envs, args.norm_obs) if script == "ppo" else module.QNetwork(envs, args)
         for weights in agent.parameters():  # so large that actions differ from step to step
             torch.nn.init.normal_(weights)
+    if script in MOVED:
+        checkpoint = {"args": asdict(args), "progress": (0, 0), "agent": agent.state_dict(), "optimizer": {}}
+        torch.save(checkpoint, folder / "best.pt")
+        return folder / "best.pt"
     module.save_checkpoint(folder / "best.pt", args, {"threshold": 0.45}, {"agent": agent})
     return folder / "best.pt"
 
@@ -485,11 +509,15 @@ SMALL = {"ppo_change_detection": {"image_size": 32}, "r2d2_lstm": {"hidden_size"
 def load_policy(script: str, path: Path):
     """Module, settings and loaded network, as `main` of the script makes them for --evaluate."""
     module = importlib.import_module(f"algos.{script}")
-    checkpoint = module.load_checkpoint(str(path))
-    args = checkpoint["args"]
+    if script in MOVED:
+        checkpoint = torch.load(path, weights_only=True)
+        args = module.Args(**checkpoint["args"])
+    else:
+        checkpoint = module.load_checkpoint(str(path))
+        args = checkpoint["args"]
     make = {
         "alphazero_go": lambda: module.Agent(5, args),
-        "ppo": lambda: module.Agent(4, gymnasium.make(args.env_id).action_space),
+        "ppo": lambda: module.Agent(module.make_envs(args, 1), args.norm_obs),
         "ppo_change_detection": lambda: module.Agent(args),
         "r2d2_lstm": lambda: module.QNetwork(module.make_envs(args, 1, 0), args),
         "reinforce_tsp_attention": lambda: module.AttentionModel(args.num_layers),
@@ -500,13 +528,19 @@ def load_policy(script: str, path: Path):
 
 
 def check_ppo(names, module, args, agent, monkeypatch):
-    """The action is that of the script's own evaluation at the same observation, where both are possible."""
-    obs = torch.from_numpy(names["obs"])
-    monkeypatch.setattr(module, "play_episodes", lambda envs, act, num_episodes: act(obs))
-    assert names["action"].tolist() == module.evaluate(agent, args, "cpu", 1, 0, None).tolist()
+    """The first action is that of the script's own evaluation at the same observation, and others are as well."""
+    taken, to_env = [], module.Agent.to_env
+    envs = module.make_envs(args, 1)
+    reset = envs.reset
+    monkeypatch.setattr(envs, "reset", lambda seed: reset(seed=7))
+    monkeypatch.setattr(module, "make_envs", lambda *args: envs)
+    monkeypatch.setattr(module.Agent, "to_env", lambda *args: taken.append(to_env(*args)) or taken[-1])
+    args.eval_episodes = 1
+    module.evaluate(agent, args, "cpu", 2, Path())
+    assert names["actions"].tolist() == taken[0].tolist()
     several = torch.randn(100, 4)
-    assert 0 < names["agent"].get_action(several).sum() < 100
-    assert torch.equal(names["agent"].get_action(several), agent.get_action(several))
+    params = [x.get_policy_params(several) for x in (names["agent"], agent)]
+    assert torch.equal(*params) and 0 < params[0].argmax(-1).sum() < 100
 
 
 def check_r2d2_lstm(names, module, args, agent, monkeypatch):
@@ -571,7 +605,7 @@ def test_the_lines_that_use_a_saved_policy(script, tmp_path, monkeypatch):
     page = (ROOT / "docs" / f"{script}.md").read_text()
     (code,) = re.findall(r"### In your own code\n\n```python\n(.*?)```", page, re.S)
     path = save_policy(script, tmp_path)
-    (named,) = re.findall(r'load_checkpoint\("(.+?)"\)', code)
+    (named,) = re.findall(r'(?:load_checkpoint|torch\.load)\("(.+?)"', code)
     assert named in ("runs/.../best.pt", TRAINED.get(script))
     rng = np.random.default_rng(1)
     for name in ("before.png", "after.png"):
