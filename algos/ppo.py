@@ -7,12 +7,12 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO), and 2016, arXiv:1506.02438
     torchrun --nproc-per-node 2 ppo.py               # two GPUs, or with --no-cuda two CPU processes
     python ppo.py --evaluate runs/NAME/best.pt --eval-episodes 100
 
-Equations, numbered as in the first paper:
+Equations, numbered after the first paper:
     (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t)
     (7)   L^CLIP  = E[ min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t) ]
     (8)   L^KLPEN = E[ ratio_t A_t - beta KL(pi_old, pi) ]
     (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ]
-    (11)  A_t     = delta_t + (gamma lambda) delta_{t+1} + ... until the episode or the rollout ends
+    (11)  A_t     = delta_t + (gamma lambda) delta_{t+1} + ... to the end of the episode; R_t = A_t + V(s_t)
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) = 0 if s_{t+1} is terminal
 
 Shapes: T steps, B environments, N rows of training data, D observations, A actions, P policy parameters.
@@ -58,12 +58,12 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    capture_video: bool = False  # film one episode of each evaluation, into the run folder
+    capture_video: bool = False  # film the first environment of each evaluation, into the run folder
     run_dir: str = "runs"  # folder of the run folders
     resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations (0: up to ten, in at most a fifth of the steps)
-    eval_episodes: int = 10  # episodes of an evaluation (0: no evaluation)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
+    eval_episodes: int = 10  # episodes of an evaluation (0: none)
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector form, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
@@ -73,7 +73,7 @@ class Args:
     num_steps: int = 64  # steps T of a rollout in each environment
     gamma: float = 0.98  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 11
-    num_minibatches: int = 4  # minibatches of an epoch
+    num_minibatches: int = 4  # minibatches that the rollout is split into in an epoch
     update_epochs: int = 5  # epochs K over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     norm_obs: bool = False  # normalize observations by their running mean and standard deviation
@@ -84,14 +84,14 @@ class Args:
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
     max_grad_norm: float = 0.5  # largest norm of the gradient
     target_kl: float | None = None  # stop the epochs of a rollout when approx_kl exceeds this
-    kl_coef: float = 0.0  # penalty beta of eq. 8; above zero, eq. 8 replaces eq. 7
+    kl_coef: float = 0.0  # fixed penalty beta of eq. 8; unless zero, eq. 8 replaces eq. 7
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-def make_mlp(num_inputs: int, num_outputs: int, std: float) -> nn.Sequential:
-    """Make two hidden tanh layers of 64 with orthogonal weights, of gain `std` in the last layer."""
+def make_mlp(num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequential:
+    """Make two hidden tanh layers of 64 with orthogonal weights, of gain `last_gain` in the last layer."""
     layers = nn.Linear(num_inputs, 64), nn.Linear(64, 64), nn.Linear(64, num_outputs)
-    for layer, gain in zip(layers, (2**0.5, 2**0.5, std), strict=True):
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
@@ -106,7 +106,7 @@ class RunningMeanStd(nn.Module):
             self.register_buffer(name, torch.full((size,), value, dtype=torch.float64))
 
     def update(self, x):
-        """Merge rows [N, size]; differences from the old mean keep all digits (Chan et al. 1979)."""
+        """Merge rows [N, size]; measuring from the old mean avoids rounding errors (Chan et al. 1979)."""
         delta = x.double() - self.mean
         rows = torch.stack((torch.ones_like(delta), delta, delta.square()))  # [3, N, size]
         num_rows, delta_sum, square_sum = average(rows.sum(1))
@@ -116,7 +116,7 @@ class RunningMeanStd(nn.Module):
         self.mean += shift
 
     def forward(self, x, center: bool = True):
-        """Measure x [..., size] in standard deviations, from the mean or from zero, and cut it at 10."""
+        """Measure x [..., size] in standard deviations, from the mean or zero, and clip to [-10, 10]."""
         return ((x - center * self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
 
@@ -152,14 +152,14 @@ class Agent(nn.Module):
         if not self.is_continuous:
             return actions + space.start
         if space.is_bounded():
-            actions = (space.high + space.low + (space.high - space.low) * actions) / 2
+            actions = space.low + (space.high - space.low) * (actions + 1) / 2
         return actions.clip(space.low, space.high)
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
-    """Make environments, the first one filmed if there is a folder for it; exits if they do not fit."""
-    wrappers = []  # add your own, for example [gym.wrappers.TimeAwareObservation]
+    """Make environments, the first one filmed if there is a folder for it; exits if not supported."""
+    wrappers = []  # add your own, for example [gym.wrappers.TimeAwareObservation]; their state is not saved
     auto_mode = "sync" if wrappers else None  # None: the task's own vector form, if it has one
     mode = auto_mode if args.vectorization == "auto" else args.vectorization
     render = {"render_mode": "rgb_array"} if video_folder else {}
@@ -169,12 +169,12 @@ def make_envs(args, num_envs: int, video_folder: Path | None = None) -> gym.vect
             envs = gym.wrappers.vector.RecordVideo(envs, str(video_folder), record_first_only=True)
     except (gym.error.Error, ImportError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
-    space, actions, reset = envs.single_observation_space, envs.single_action_space, gym.vector.AutoresetMode
-    if not space.is_np_flattenable or gym.spaces.flatdim(space) > 10_000:  # these are images
-        fail(f"--env-id {args.env_id}: observations must be at most 10,000 numbers, not {space}")
+    space, actions, modes = envs.single_observation_space, envs.single_action_space, gym.vector.AutoresetMode
+    if not space.is_np_flattenable or gym.spaces.flatdim(space) > 10_000:  # excludes images
+        fail(f"--env-id {args.env_id}: observations must flatten to at most 10,000 numbers, not {space}")
     if not isinstance(actions, gym.spaces.Box | gym.spaces.Discrete):
         fail(f"--env-id {args.env_id}: actions must be Box or Discrete, not {actions}")
-    if envs.metadata.get("autoreset_mode", reset.NEXT_STEP) != reset.NEXT_STEP:
+    if envs.metadata.get("autoreset_mode", modes.NEXT_STEP) != modes.NEXT_STEP:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP, gymnasium's default")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete ones become one-hot
@@ -183,31 +183,30 @@ def make_envs(args, num_envs: int, video_folder: Path | None = None) -> gym.vect
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 class RolloutStorage:
-    """T steps in B environments: row t + 1 answers the action of step t, row 0 precedes the first step."""
+    """T steps in B environments: row t has obs and action of step t, row t + 1 its outcome."""
 
     def __init__(self, envs, num_steps: int):
         shape, action_dim = (num_steps + 1, envs.num_envs), int(np.prod(envs.single_action_space.shape))
         self.obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)  # [T + 1, B, D]
         self.actions = np.zeros((*shape, action_dim), np.float32)  # [T + 1, B, A]
         self.terminated, self.truncated = np.zeros((2, *shape), bool)  # [T + 1, B], as all below
-        # The last three are of the episode so far: its steps, return, and return discounted towards the start
+        # The last three, of the episode so far: steps, return, and return with older rewards discounted
         self.rewards, self.lengths, self.returns, self.discounted = np.zeros((4, *shape), np.float32)
 
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def collect_rollout(agent, envs, s: RolloutStorage, gamma: float, device):
-    """Fill the storage with T steps of the current policy."""
+    """Fill the storage with T steps of the current policy, after the last row of the rollout before."""
     for x in vars(s).values():
         x[0] = x[-1]
     for t in range(len(s.obs) - 1):
         params = agent.get_policy_params(agent.normalize(torch.as_tensor(s.obs[t], device=device)))
         if agent.is_continuous:
             actions = agent.get_distribution(params).sample()
-        else:  # Gumbel noise samples softmax(logits), and the rollout takes a fifth less time
+        else:  # Gumbel noise samples softmax(logits), and saves a fifth of the rollout's time
             actions = (params - torch.empty_like(params).exponential_().log()).argmax(-1, keepdim=True)
-        s.actions[t] = actions = actions.cpu()
-        answer = envs.step(agent.to_env(actions))
+        s.actions[t], answer = actions.cpu(), envs.step(agent.to_env(actions))
         s.obs[t + 1], s.rewards[t + 1], s.terminated[t + 1], s.truncated[t + 1], _ = answer
         goes_on = ~(s.terminated[t] | s.truncated[t])
         s.lengths[t + 1] = goes_on * (s.lengths[t] + 1)
@@ -253,7 +252,7 @@ def ppo_loss(agent, batch, args):
     ratio = log_ratio.exp()  # eq. 6
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * batch.advantages, clipped_ratio * batch.advantages)  # eq. 7
-    if args.kl_coef > 0:
+    if args.kl_coef:
         kl = kl_divergence(agent.get_distribution(batch.policy_params), pi).sum(-1)
         policy_loss = args.kl_coef * kl - ratio * batch.advantages  # eq. 8
     values = agent.critic(batch.obs).squeeze(-1)
@@ -262,7 +261,7 @@ def ppo_loss(agent, batch, args):
         near_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (near_values - batch.returns).square())
     loss, entropy = policy_loss + args.vf_coef * value_loss, pi.entropy().sum(-1)
-    if args.ent_coef > 0:  # without its gradient, an update takes 6 % less time
+    if args.ent_coef:  # skipping it at zero saves 6 % of an update
         loss = loss - args.ent_coef * entropy  # minus eq. 9
     is_clipped = ((ratio - 1).abs() > args.clip_coef).float()
     # approx_kl is the low-variance estimate of KL(pi_old, pi) (Schulman 2020, joschu.net/blog/kl-approx.html)
@@ -272,7 +271,7 @@ def ppo_loss(agent, batch, args):
 
 def update_minibatch(agent, optimizer, batch, args):
     """Take one gradient step and return the mean METRICS [6]."""
-    # Sums are divided by the mean number of rows of a process: the average gradient is that of all rows
+    # Divided by the mean number of rows per process, sums average over processes to the mean over all rows
     count = average(torch.full((), float(len(batch.obs)), device=batch.obs.device)).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
         advantages = batch.advantages - average(batch.advantages.sum()) / count
@@ -323,7 +322,7 @@ def average(x):
 
 
 def seed_everything(*stream: int) -> int:
-    """Seed all generators from the numbers of `stream`; returns a seed for environments, below 2^30."""
+    """Seed all generators from the numbers of `stream`; returns a seed below 2^30 for environments."""
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -342,16 +341,19 @@ def train(args: Args, checkpoint: dict | None = None):
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(envs, args.norm_obs).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    iteration, step, eval_steps, cpu_seconds, best_return = 0, 0, 0, 0.0, -np.inf
+    progress = checkpoint["progress"] if checkpoint else (0, 0, 0, 0.0, -np.inf, np.nan)
+    iteration, step, eval_steps, cpu_seconds, best_return, last_return = progress
     if checkpoint:
-        iteration, step, eval_steps, cpu_seconds, best_return = checkpoint["progress"]
-        agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        except Exception as error:
+            fail(f"{args.evaluate or args.resume}: does not fit --env-id or --norm-obs ({error})")
     if args.evaluate:  # on other episodes than those that chose best.pt
         return print(evaluate(agent, args, device, 3, Path(args.evaluate).parent / "videos_evaluate"))
 
     def save(name: str):
-        progress = (iteration, step, eval_steps, cpu_seconds, best_return)
+        progress = (iteration, step, eval_steps, cpu_seconds, best_return, last_return)
         states = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
         os.replace(run_path / f"{name}.tmp", run_path / name)  # a kill leaves the old file or the new one
@@ -371,7 +373,7 @@ def train(args: Args, checkpoint: dict | None = None):
         save("checkpoint.pt")
     storage = RolloutStorage(envs, args.num_steps)
     storage.obs[-1], _ = envs.reset(seed=seed_everything(args.seed, 1, iteration, RANK))
-    longest_episode, last_return = 0, np.nan
+    longest_episode = 0
     eval_interval = args.eval_interval or args.total_timesteps // (10 * args.num_envs * args.num_steps) + 1
     seconds_per_line = 0.1 if sys.stderr.isatty() else 30
     bar = tqdm(total=args.total_timesteps, initial=step, mininterval=seconds_per_line, disable=RANK > 0)
@@ -393,7 +395,7 @@ def train(args: Args, checkpoint: dict | None = None):
                 break
         num_rows = average(torch.tensor(float(len(batch.obs)), device=device)).item() * WORLD_SIZE
         step += round(num_rows)
-        if RANK > 0:
+        if RANK > 0:  # the log shows the environments of process 0
             continue
 
         cpu_seconds += time.process_time() - cpu_start
