@@ -6,8 +6,8 @@
 
 With --out, the page shows all suites in RUNS or RUNS/benchmark and the runs that have ended in RUNS. Without it, new
 runs of suites that are in benchmark/suites go into benchmark/results, and what there is goes into the pages, between
-<!-- NAME --> and <!-- /NAME -->, and into docs/figures. Nothing is lost: a suite whose committed results have runs that
-its folder lacks is refused, and so are runs of a tree with changes that no commit holds.
+<!-- NAME --> and <!-- /NAME -->, and into docs/figures. Nothing is lost: committed runs that a folder has not run yet
+are kept, and runs of a tree with changes that no commit holds are refused.
 """
 
 import argparse
@@ -443,12 +443,25 @@ def check_nothing_is_lost(old: dict | None, new: dict, folder: Path) -> None:
         raise ResultsError(f"{first}: commit and run them anew, or use --out")
 
 
+def keep_committed(old: dict | None, new: dict) -> None:
+    """Add to `new` the runs that it has not run yet and `old` has, of cells whose command is the same."""
+    for name, cell in new["cells"].items():
+        before = (old or {"cells": {}})["cells"].get(name, {"runs": []})
+        not_run = {missing["seed"] for missing in cell["missing"] if missing["error"] == records.NOT_RUN}
+        kept = [run for run in before["runs"] if run["seed"] in not_run]
+        seeds = [run["seed"] for run in kept]
+        cell["runs"] += kept
+        cell["missing"] = [missing for missing in cell["missing"] if missing["seed"] not in seeds]
+        cell["headline"] = cell["headline"] or before.get("headline")
+
+
 def take_in(folders: list[Path]) -> None:
     """Put the runs of suites into benchmark/results; ResultsError where one of them loses or hides something."""
     suites = {folder: records.collect(folder) for folder in folders if folder.name not in UNPUBLISHED}
     suites = {folder: suite for folder, suite in suites.items() if has_runs(suite)}
     published = records.load_published()
     for folder, suite in suites.items():
+        keep_committed(published.get(suite["suite"]), suite)
         check_nothing_is_lost(published.get(suite["suite"]), suite, folder)
     for suite in suites.values():
         common.save_results(suite["suite"], suite)

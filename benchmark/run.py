@@ -342,6 +342,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", metavar="PATTERN", help="cells whose SCRIPT/TASK/SETTING fits, as in 'ppo/*'"
     )
+    parser.add_argument(
+        "--missing", action="store_true", help="skip cells that benchmark/results has already"
+    )
     parser.add_argument("--address", help="Ray cluster to run on, instead of this machine alone")
     return parser
 
@@ -354,6 +357,10 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         names = ", ".join(sorted({cell.name for cell in suite.cells}))
         raise SuiteError(f"--only {args.only}: no such cell in {args.suite} (there are: {names})")
+    if args.missing:
+        published = records.load_published().get(args.suite.stem, {"cells": {}})["cells"]
+        have = {(name, run["seed"]) for name, cell in published.items() for run in cell["runs"]}
+        chosen = [cell for cell in chosen if (cell.name, cell.seed) not in have]
     missing = [cell for cell in chosen if not suite.is_done(cell)]
     print(
         f"{args.suite.stem}: {len(chosen)} cells, {len(chosen) - len(missing)} done before", file=sys.stderr

@@ -1025,6 +1025,27 @@ def published(tmp_path, monkeypatch):
     return report_runs
 
 
+def test_a_report_keeps_committed_runs_that_a_folder_has_not_run_yet(published):
+    """But not where the folder's own run has failed; and `run.py --missing` leaves them out."""
+    not_run = {"seed": 2, "error": records.NOT_RUN}
+    assert [run["value"] for run in published(make_cell([5.0], missing=[not_run]))] == [5.0, 2.0]
+    with pytest.raises(records.ResultsError, match="lacks 1 runs"):
+        published(make_cell([5.0], missing=[not_run | {"error": "exit code 1"}]))
+
+
+def test_cells_with_committed_runs_can_be_left_out(published, tmp_path, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(run, "connect", lambda address: None)
+    monkeypatch.setattr(run, "check_resources", lambda cells: chosen.extend(cell.seed for cell in cells))
+    monkeypatch.setattr(run, "run_on_ray", lambda *args: None)
+    monkeypatch.setattr(run, "read_suite", lambda path: records.read_suite(path, check=lambda *args: None))
+    suite = str(tmp_path / "suites" / "a.toml")
+    for flags, seeds in (([], [1, 2, 3]), (["--missing"], [3])):
+        chosen.clear()
+        run.main([suite, "--runs", str(tmp_path / "other"), *flags])
+        assert chosen == seeds
+
+
 def test_a_report_loses_no_committed_run(published, tmp_path, monkeypatch):
     with pytest.raises(records.ResultsError, match="lacks 1 runs"):
         published(make_cell([1.0]))
