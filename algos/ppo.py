@@ -20,7 +20,7 @@ Shapes: T steps, B environments, N rows of training data, D observations, A acti
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "gymnasium[classic-control]>=1.4", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch", "numpy", "gymnasium[classic-control]>=1.4", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import os
 import random
