@@ -459,6 +459,27 @@ def test_there_is_a_checkpoint_before_any_training(script, tmp_path):
     assert checkpoint["progress"][:2] == (0, 0) and checkpoint["optimizer"]["state"] == {}
 
 
+@each_script
+def test_what_was_logged_after_the_checkpoint_is_not_shown_twice(script, tmp_path):
+    """Of a run that was killed between the writing of its log and that of its checkpoint, and resumed."""
+    flags = [*CASES[script].quick.split(), "--run-dir", str(tmp_path / "runs")]
+    process = start_process(tmp_path / "log", {}, "kill_at", script, 4, "written", *flags)
+    assert wait_for([process]) == [-signal.SIGKILL], (tmp_path / "log").read_text()
+    path, tag = find_run(tmp_path / "runs"), CASES[script].tags[1]
+    done = load(path / "checkpoint.pt")["progress"][0]
+    logged = read_scalars(path)[tag]
+    assert len(logged) == done + 2
+    time.sleep(1.1)  # TensorBoard orders event files by the second they were made in
+    with contextlib.redirect_stdout(io.StringIO()):
+        importlib.import_module(f"algos.{script}").main(["--resume", str(path / "checkpoint.pt")])
+    scalars = read_scalars(path)
+    assert len(scalars[tag]) == load(path / "checkpoint.pt")["progress"][0] > done + 2
+    assert scalars[tag][:done] == logged[:done]
+    for tag, values in scalars.items():
+        steps = [step for step, _ in values]
+        assert steps == sorted(set(steps)), tag
+
+
 # Weights & Biases
 
 
