@@ -203,10 +203,10 @@ def collect_rollout(agent, envs, s: RolloutStorage, gamma: float, device):
     for t in range(len(s.obs) - 1):
         params = agent.get_policy_params(agent.normalize(torch.as_tensor(s.obs[t], device=device)))
         if agent.is_continuous:
-            actions = agent.get_distribution(params).sample()
+            actions = agent.get_distribution(params).sample().cpu()
         else:  # Gumbel noise samples softmax(logits), and saves a fifth of the rollout's time
-            actions = (params - torch.empty_like(params).exponential_().log()).argmax(-1, keepdim=True)
-        s.actions[t], answer = actions.cpu(), envs.step(agent.to_env(actions))
+            actions = (params - torch.empty_like(params).exponential_().log()).argmax(-1, keepdim=True).cpu()
+        s.actions[t], answer = actions, envs.step(agent.to_env(actions))
         s.obs[t + 1], s.rewards[t + 1], s.terminated[t + 1], s.truncated[t + 1], _ = answer
         goes_on = ~(s.terminated[t] | s.truncated[t])
         s.lengths[t + 1] = goes_on * (s.lengths[t] + 1)
