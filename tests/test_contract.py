@@ -87,13 +87,16 @@ CASES = {
         bad={
             "--env-id NoSuch-v0": "--env-id NoSuch-v0: Environment `NoSuch` doesn't exist",
             "--env-id no_such_module:Task-v0": "--env-id no_such_module:Task-v0: No module named 'no_such_module'",
-            "--env-id bad_envs:Image-v0": "observations must be at most 10,000 numbers, not Box(0, 255, (84, 84, 3)",
-            "--env-id bad_envs:DictOfImages-v0": "observations must be at most 10,000 numbers, not Dict('camera': Box(",
-            "--env-id bad_envs:Sequence-v0": "observations must be at most 10,000 numbers, not Sequence(",
+            "--env-id bad_envs:Image-v0": "must flatten to at most 10,000 numbers, not Box(0, 255, (84, 84, 3)",
+            "--env-id bad_envs:DictOfImages-v0": "must flatten to at most 10,000 numbers, not Dict('camera': Box(",
+            "--env-id bad_envs:Sequence-v0": "must flatten to at most 10,000 numbers, not Sequence(",
             "--env-id bad_envs:MultiBinary-v0": "actions must be Box or Discrete, not MultiBinary(3)",
             "--env-id bad_envs:MultiDiscrete-v0": "actions must be Box or Discrete, not MultiDiscrete([2 3])",
             "--env-id bad_envs:SameStep-v0": "the autoreset mode must be NEXT_STEP",
-            "--env-id bad_envs:Image-v0 --evaluate good.pt": "observations must be",
+            "--env-id Acrobot-v1 --resume good.pt": "good.pt: does not fit --env-id or --norm-obs",
+            "--env-id Acrobot-v1 --evaluate good.pt": "good.pt: does not fit --env-id or --norm-obs",
+            "--norm-obs --evaluate good.pt": "good.pt: does not fit --env-id or --norm-obs",
+            "--env-id bad_envs:Image-v0 --evaluate good.pt": "observations must",
         },
     )
 }

@@ -634,7 +634,8 @@ def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch)
     flags = "--num-envs 16 --num-steps 32 --total-timesteps 2048 --eval-episodes 2 --eval-interval 1"
     done = run(tmp_path, flags)
     best, last = (load(done.path / f"{name}.pt") for name in ("best", "checkpoint"))
-    assert (best["progress"][0], last["progress"][0]) == (3, 5) and best["progress"][-1] == 3.0
+    assert (best["progress"][0], last["progress"][0]) == (3, 5) and best["progress"][4:] == (3.0, 3.0)
+    assert last["progress"][4:] == (3.0, 2.0)
     assert done.out.splitlines()[-1].endswith("return of best.pt 3.0, of the last policy 2.0")
     assert streams == [2] * 5
 
@@ -798,7 +799,7 @@ def test_cartpole_ends_with_what_it_learned(tmp_path):
         found.append(
             (
                 read_scalars(done.path)["eval/episodic_return"][-1][1],
-                load(done.path / "best.pt")["progress"][-1],
+                load(done.path / "best.pt")["progress"][4],
             )
         )
     assert min(found) >= (475.0, 475.0), found
