@@ -100,9 +100,8 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = (
-        0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
-    )
+    # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    eval_interval: int = 0
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
@@ -112,9 +111,8 @@ class Args:
     # Environment
     env_id: str = "Go-5x5"  # board, Go-2x2 to Go-19x19: area scoring, no suicide, positional superko
     komi: float = 0.5  # points for white; whole numbers allow draws
-    score_weight: float = (
-        0.5  # share of the score in z: 0 counts won games alone, else also by how much they are won
-    )
+    # share of the score in z: 0 counts won games alone, else also by how much they are won
+    score_weight: float = 0.5
     num_games: int = 128  # games of self-play side by side G, over all processes
 
     # Network
@@ -126,32 +124,28 @@ class Args:
     simulations_start: int = 32  # simulations per move in the first epoch
     simulations_end: int = 48  # simulations per move in the last epoch, and in evaluation and play
     num_slots: Literal[1, 2] = 1  # batches in flight; two pay where the network takes as long as the tree
-    pseudo_limit: float = (
-        0.1  # with two, largest share k of pseudo visits in N(root); beyond it a request fails
-    )
+    # with two, largest share k of pseudo visits in N(root); beyond it a request fails
+    pseudo_limit: float = 0.1
     c_puct: float = 0.5  # exploration c, eq. 1
     root_selection: Literal["gumbel", "puct"] = "gumbel"  # in self-play: eq. 8, or eq. 1 with noise
     gumbel_moves: int = 16  # moves that are searched side by side in the first round, eq. 8
     noise: Literal["additive", "convex"] = "convex"  # on the prior of puct roots, eq. 3
     noise_weight: float = 0.25  # weight eta of that noise
-    dirichlet_alpha: float = (
-        0.03  # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
-    )
+    # concentration of that noise on 19x19, scaled up by 361 / n^2 on smaller boards
+    dirichlet_alpha: float = 0.03
     epsilon_start: float = 0.0  # share of random moves in the first epoch; the others are then the best ones
     epsilon_end: float = 0.0  # share of random moves in the last epoch
 
     # Algorithm
     num_epochs: int = 30  # epochs of self-play and training, those of pretraining included
-    pretrain_value_epochs: int = (
-        2  # first epochs that learn the value of random games with a frozen policy head
-    )
+    # first epochs that learn the value of random games with a frozen policy head
+    pretrain_value_epochs: int = 2
     pretrain_search_epochs: int = 2  # epochs after those, of search by classic UCB with c_puct for its c
     pool_size: int = 100_000  # records in the replay pool, over all processes; a position makes eight of them
     generate_fraction: float = 0.05  # new records of an epoch, as a share of the pool's size
     train_fraction: float = 0.15  # records trained on in an epoch, as a share of the pool's size
-    replay_order: Literal["loss", "mix", "uniform"] = (
-        "mix"  # largest losses of eq. 7, half drawn by them, or at random
-    )
+    # largest losses of eq. 7, half drawn by them, or at random
+    replay_order: Literal["loss", "mix", "uniform"] = "mix"
     loss_clamp: float = 0.5  # largest loss of eq. 7 that counts where records are drawn
     max_reuse: int = 12  # times a record is trained on, at most, while there are batches of others
     max_age: int = 30  # epochs after which a record is evicted first
@@ -161,9 +155,8 @@ class Args:
     weight_decay: float = 1e-2  # of AdamW
     value_coef: float = 0.2  # share g of the value in the loss, eq. 6
     owner_coef: float = 0.3  # weight h of the owners of the points in the loss, eq. 6
-    q_weight_start: float = (
-        0.05  # weight alpha of the search's Q in the value target in the first epoch, eq. 5
-    )
+    # weight alpha of the search's Q in the value target in the first epoch, eq. 5
+    q_weight_start: float = 0.05
     q_weight_end: float = 0.5  # weight alpha in the last epoch
 
 

@@ -97,9 +97,8 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = (
-        0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
-    )
+    # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    eval_interval: int = 0
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
@@ -107,11 +106,8 @@ class Args:
     # Environment
     env_id: str = "buildings"  # synthetic pairs: buildings, buildings-cloudy, or prints
     data_dir: str | None = None  # folder of a real set, in place of --env-id
-    dir_names: tuple[str, str, str] = (
-        "A",
-        "B",
-        "label",
-    )  # its folders of the first date, the second and the labels
+    # its folders of the first date, the second and the labels
+    dir_names: tuple[str, str, str] = ("A", "B", "label")
     data_seed: int = 1  # seed of the synthetic pairs
     num_train_pairs: int = 2048  # synthetic pairs to train on; val and test have 5 times --eval-episodes each
     image_size: int = 64  # side S of a picture in pixels; those of --data-dir are cut into crops of this size
@@ -119,9 +115,8 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels, which has a class of its own
     coarse_size: int = 4  # side in pixels of what is averaged into a pixel of the coarse pictures
     num_classes: int = 2  # classes C: unchanged and changed; synthetic with 3: unchanged, appeared, vanished
-    look_at: Literal["pair", "dates"] = (
-        "pair"  # a look shows both dates; or the first one the first date, then both
-    )
+    # a look shows both dates; or the first one the first date, then both
+    look_at: Literal["pair", "dates"] = "pair"
     jitter: float = 0.05  # brightness and contrast of each date change by up to this in training
 
     # Algorithm
@@ -149,9 +144,8 @@ class Args:
     max_grad_norm: float = 1.0  # largest global norm of the gradient (inf: no limit)
 
     # Prediction
-    predict: tuple[str, str] | None = (
-        None  # with --evaluate: two pictures of one place, or two folders of them
-    )
+    # with --evaluate: two pictures of one place, or two folders of them
+    predict: tuple[str, str] | None = None
     output: str = "change_maps"  # --predict: folder for a mask and a map of probability of each pair
 
 

@@ -95,25 +95,22 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = (
-        0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
-    )
+    # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    eval_interval: int = 0
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
 
     # Environment
     env_id: str = "RepeatPreviousEasy-v0"  # gymnasium id; `module:Name-v0` imports the module first
-    vectorization: Literal["auto", "sync", "async"] = (
-        "auto"  # auto: the environment's own vector form, else sync
-    )
+    # auto: the environment's own vector form, else sync
+    vectorization: Literal["auto", "sync", "async"] = "auto"
     num_envs: int = 32  # parallel environments B, over all processes
 
     # Network
     recurrent: bool = True  # an LSTM; --no-recurrent puts a feed-forward layer of equal width in its place
-    last_action_reward: bool = (
-        True  # the network reads the last action and reward too, which is memory of one step
-    )
+    # the network reads the last action and reward too, which is memory of one step
+    last_action_reward: bool = True
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
     memory_span: float = 50.0  # steps that the LSTM's slowest units keep their content for at first
 
@@ -126,13 +123,11 @@ class Args:
     norm_reward: bool = True  # learn from rewards over the root mean square of all that are not zero
     burn_in: int = 8  # steps at the start of a window that only bring the LSTM's state up to date
     learn_length: int = 16  # steps m of a window that are learned, and distance between two windows
-    last_window: Literal["mask", "overlap", "null"] = (
-        "mask"  # past the end: no weight, moved back, or null steps
-    )
+    # past the end: no weight, moved back, or null steps
+    last_window: Literal["mask", "overlap", "null"] = "mask"
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
-    state_init: Literal["stored", "zero"] = (
-        "stored"  # LSTM's state where a window starts: that of acting, or zero
-    )
+    # LSTM's state where a window starts: that of acting, or zero
+    state_init: Literal["stored", "zero"] = "stored"
     buffer_size: int = 20_000  # windows R in the replay, of each process
     learning_starts: int = 2_000  # environment steps before the first update
     replay_ratio: float = 8.0  # how often a step is learned on average

@@ -96,49 +96,38 @@ class Args:
     resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
     checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    eval_interval: int = (
-        0  # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
-    )
+    # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
+    eval_interval: int = 0
     eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
     compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
     cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
 
     # Environment
-    env_id: str = (
-        "tsp20-uniform"  # tspN-uniform (in the unit square) or tspN-gaussian (standard normal), with N nodes
-    )
-    train_path: str | None = (
-        None  # train on the instances of this file and choose best.pt by them, not by fresh ones
-    )
-    data: tuple[
-        str, ...
-    ] = ()  # files to evaluate on: .tsp (TSPLIB), else ml4co text; none: --eval-episodes of env_id
-    decoding: tuple[Decoding, ...] = (
-        "greedy",
-        "multistart",
-        "multistart_x8",
-    )  # ways to choose tours in evaluations
-    solve: str | None = (
-        None  # with --evaluate and --data: new folder for the best tours, a file for each of the data
-    )
+    # tspN-uniform (in the unit square) or tspN-gaussian (standard normal), with N nodes
+    env_id: str = "tsp20-uniform"
+    # train on the instances of this file and choose best.pt by them, not by fresh ones
+    train_path: str | None = None
+    # files to evaluate on: .tsp (TSPLIB), else ml4co text; none: --eval-episodes of env_id
+    data: tuple[str, ...] = ()
+    # ways to choose tours in evaluations
+    decoding: tuple[Decoding, ...] = ("greedy", "multistart", "multistart_x8")
+    # with --evaluate and --data: new folder for the best tours, a file for each of the data
+    solve: str | None = None
 
     # Algorithm
     num_epochs: int = 35  # epochs, which are the iterations here; after each the rollout baseline may change
     steps_per_epoch: int = 100  # gradient steps of an epoch
     batch_size: int = 32  # instances B of a gradient step, over all processes
-    optimizer: Literal["muon", "adam"] = (
-        "muon"  # of the matrices that map embeddings; Adam has all other parameters
-    )
+    # of the matrices that map embeddings; Adam has all other parameters
+    optimizer: Literal["muon", "adam"] = "muon"
     learning_rate: float = 1e-3  # of Adam
     muon_learning_rate: float = 2e-3  # of Muon
     anneal_lr: bool = True  # lower the learning rates to zero along half a cosine
     max_grad_norm: float = 1.0  # largest global norm of the gradient (inf: no limit)
-    baseline: Literal["pomo", "rollout", "exponential"] = (
-        "pomo"  # b(s): mean over all starts, greedy, or running mean
-    )
-    baseline_instances: int = (
-        10_000  # rollout: instances on which policy and baseline are compared after an epoch
-    )
+    # b(s): mean over all starts, greedy, or running mean
+    baseline: Literal["pomo", "rollout", "exponential"] = "pomo"
+    # rollout: instances on which policy and baseline are compared after an epoch
+    baseline_instances: int = 10_000
     num_layers: int = 3  # layers of the encoder
 
 

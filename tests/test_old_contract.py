@@ -552,15 +552,18 @@ def test_settings_that_a_checkpoint_lacks_take_their_defaults(script, whole, tmp
 
 
 def read_fields(script):
-    """Fields of Args, [(name, annotation, default, comment), ...], one line each."""
+    """Fields of Args, [(name, annotation, default, comment), ...], one line each, with a comment there or above."""
     text = source(script)
     (args,) = (n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "Args")
     lines, found = text.splitlines(), []
     for field in args.body[1:]:  # without the docstring
         assert isinstance(field, ast.AnnAssign) and field.lineno == field.end_lineno, ast.unparse(field)
-        comment = lines[field.lineno - 1][field.end_col_offset :]
+        comment = lines[field.lineno - 1][field.end_col_offset :] or lines[field.lineno - 2].replace(
+            "    ", "  "
+        )
         assert re.fullmatch(r"  # \S.*", comment), f"{field.target.id}: {comment}"
-        found.append((field.target.id, ast.unparse(field.annotation), ast.unparse(field.value), comment[4:]))
+        comment = comment[4:]
+        found.append((field.target.id, ast.unparse(field.annotation), ast.unparse(field.value), comment))
     return found
 
 
