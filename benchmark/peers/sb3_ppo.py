@@ -112,7 +112,8 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
     final_seed, seed = (int(np.random.SeedSequence([args.seed, i]).generate_state(1)[0]) for i in (1, 2))
 
     def make_envs(num_envs: int, seed: int, is_training: bool = False):
-        envs = make_vec_env(args.env_id, n_envs=num_envs, seed=seed)
+        # Without its default, frames to render, for which LunarLander moves particles: half of the time of a step
+        envs = make_vec_env(args.env_id, n_envs=num_envs, seed=seed, env_kwargs={"render_mode": None})
         if settings.is_normalized:
             return VecNormalize(envs, is_training, norm_reward=is_training, gamma=settings.arguments["gamma"])
         return envs
