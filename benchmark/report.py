@@ -353,8 +353,13 @@ def make_results(published: dict[str, dict]) -> dict[str, str]:
 
 
 def list_drawn(published: dict[str, dict]) -> list[str]:
-    """Suites with a table on a page and with learning curves, but those of speed alone."""
+    """Suites with a table on a page and with learning curves of ours, but those of speed alone."""
     drawn = [name for name, results in published.items() if results["tables"] and list_curves(results)]
+    drawn = [
+        name
+        for name in drawn
+        if any(c["runs"] and records.is_ours(c) for c in published[name]["cells"].values())
+    ]
     return [name for name in drawn if not name.endswith("_speed")]
 
 
