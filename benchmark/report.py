@@ -29,6 +29,7 @@ UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
 SCRIPTS = ("ppo", "reinforce_tsp_attention", "r2d2_lstm", "ppo_change_detection", "alphazero_go")
 METRICS = {  # in words
     "eval/episodic_return": "return",
+    "charts/episodic_return": "return of training episodes, at the end",
     "eval/greedy_gap": "gap of greedy tours, %",
     "eval/ppo_f1": "F1",
     "eval/win_rate_mcts": "games won against plain MCTS",
