@@ -127,7 +127,7 @@ class Agent(nn.Module):
         super().__init__()
         self.space, (obs_dim,) = envs.single_action_space, envs.single_observation_space.shape
         self.is_continuous = isinstance(self.space, gym.spaces.Box)
-        num_outputs = int(np.prod(self.space.shape)) if self.is_continuous else self.space.n
+        num_outputs = self.space.low.size if self.is_continuous else self.space.n
         self.actor, self.critic = make_mlp(obs_dim, num_outputs, 0.01), make_mlp(obs_dim, 1, 1.0)
         if self.is_continuous:
             self.actor_logstd = nn.Parameter(torch.zeros(num_outputs))
@@ -166,7 +166,7 @@ def make_envs(args, num_envs: int, video_folder: Path | None = None) -> gym.vect
     try:
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **render)
         if video_folder:
-            envs = gym.wrappers.vector.RecordVideo(envs, str(video_folder), record_first_only=True)
+            envs = gym.wrappers.vector.RecordVideo(envs, video_folder, record_first_only=True)
     except (gym.error.Error, ImportError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     space, actions, modes = envs.single_observation_space, envs.single_action_space, gym.vector.AutoresetMode
@@ -280,8 +280,8 @@ def update_minibatch(agent, optimizer, batch, args):
     loss, metrics = ppo_loss(agent, batch, args)
     optimizer.zero_grad()
     (loss.sum() / count).backward()
-    for parameter in agent.parameters():
-        average(parameter.grad)
+    gradients = [parameter.grad for parameter in agent.parameters()]  # sent as one vector
+    nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
     return average(metrics.sum(1) / count)
