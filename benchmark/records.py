@@ -22,7 +22,6 @@ OF_A_RUN = (
     "exp_name seed run_dir resume track wandb_project_name wandb_entity".split()
 )  # options that change no result
 CURVES = {  # in words; the first one that was logged is the learning curve
-    "charts/return_last_20": "return, last 20 episodes",
     "eval/episodic_return": "return of the greedy policy",
     "eval/greedy_gap": "gap of greedy tours, %",
     "charts/episodic_return": "return of training episodes",

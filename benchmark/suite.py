@@ -80,7 +80,11 @@ class Cell:
     def hash(self) -> str:
         """Of the command and of all files it uses, as they are now: what has to stay for a result to count."""
         files = {*find_used_files(common.ROOT / self.path)}
-        files |= {common.ROOT / word for word in self.flags if "/" in word and (common.ROOT / word).is_file()}
+        modules = [
+            f"{word.split(':')[0].replace('.', '/')}.py" for word in self.flags if ":" in word
+        ]  # of --env-id
+        paths = [common.ROOT / word for word in [*self.flags, *modules] if "/" in word]
+        files |= {path for path in paths if path.is_file()}
         if self.environment:
             files.add(common.PEERS / f"requirements-{self.environment}.txt")
         digest = hashlib.sha256(self.command.encode())

@@ -96,24 +96,29 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
     import numpy as np
     import torch
     import torch._dynamo  # what torch.optim imports on first use: kept out of the timing, as in ours
+    from gymnasium import spaces
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize
     from tqdm import tqdm
 
-    import envs_shared.gym_tasks.memory  # noqa: F401  # registers our tasks
+    def make_env():  # no frames to render, for which LunarLander moves particles: half of the time of a step
+        env = gymnasium.make(args.env_id)
+        needs_flattening = isinstance(
+            env.observation_space, (spaces.Tuple, spaces.MultiDiscrete)
+        )  # for an LSTM
+        return gymnasium.wrappers.FlattenObservation(env) if needs_flattening else env
 
     try:
-        gymnasium.make(args.env_id).close()
+        make_env().close()
     except (gymnasium.error.Error, ImportError) as error:
         peer.fail(f"--env-id {args.env_id}: {error}")
     torch.set_num_threads(1)
     final_seed, seed = (int(np.random.SeedSequence([args.seed, i]).generate_state(1)[0]) for i in (1, 2))
 
     def make_envs(num_envs: int, seed: int, is_training: bool = False):
-        # Without its default, frames to render, for which LunarLander moves particles: half of the time of a step
-        envs = make_vec_env(args.env_id, n_envs=num_envs, seed=seed, env_kwargs={"render_mode": None})
+        envs = make_vec_env(make_env, n_envs=num_envs, seed=seed)
         if settings.is_normalized:
             return VecNormalize(envs, is_training, norm_reward=is_training, gamma=settings.arguments["gamma"])
         return envs
@@ -136,10 +141,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
         return dict(zip(names, map(float, (returns.mean(), returns.std(), lengths.mean())), strict=True))
 
     class Record(BaseCallback):
-        """Logs mean returns of training episodes, and evaluations, after each rollout's update.
-
-        Of the episodes that ended in the rollout, of the last 20, and of evaluations but for the one at the end.
-        """
+        """Log the mean return of the episodes that ended in a rollout, after its update, and evaluations on the way."""
 
         def __init__(self):
             super().__init__()
@@ -162,10 +164,8 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
             scalars = {}
             if self.returns:
                 scalars["charts/episodic_return"] = float(np.mean(self.returns))
+                bar.set_postfix({"return": f"{scalars['charts/episodic_return']:.2f}"}, refresh=False)
                 self.returns = []
-            if returns := [episode["r"] for episode in self.model.ep_info_buffer][-20:]:
-                scalars["charts/return_last_20"] = float(np.mean(returns))
-                bar.set_postfix({"return": f"{scalars['charts/return_last_20']:.2f}"}, refresh=False)
             if args.eval_interval and self.num_rollouts % args.eval_interval == 0 and not is_last:
                 found = evaluate(self.model, eval_envs, NUM_EPISODES_ON_THE_WAY)
                 scalars["eval/episodic_return"] = found["eval/episodic_return"]
