@@ -35,7 +35,9 @@ from unittest import mock
 
 import torch
 import torch._dynamo  # looks at what is patched here when it is imported
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _foreach_utils
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
@@ -381,10 +383,19 @@ def move(tensor, *args, **kwargs):
     return TO(tensor, CUDA, dtype, non_blocking)
 
 
+def is_inside_with_cuda() -> bool:
+    """Whether new tensors are made on the GPU by default, as in `with torch.device("cuda"):`."""
+    contexts = [x for x in _get_current_function_mode_stack() if isinstance(x, DeviceContext)]
+    return bool(contexts) and contexts[-1].device.type == "cuda"
+
+
 def make_and_send(make):
     """torch.tensor or torch.as_tensor, in two steps, as they look for a real GPU themselves."""
 
     def make_here(*args, device=None, **kwargs):
+        if device is None and is_inside_with_cuda():
+            with torch.device("cpu"):
+                return make(*args, **kwargs).to(CUDA)
         made = make(*args, **kwargs)
         return made if device is None else made.detach().to(device).requires_grad_(made.requires_grad)
 

@@ -1,7 +1,7 @@
 """Tiny environments with known optima, registered as `probe_envs:Name-v0`."""
 
 import random
-from collections import deque
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -68,20 +68,6 @@ class OneStep(gym.Env):
     def step(self, action):
         assert self.action_space.contains(action), action
         return self.obs, self.score(action), True, False, {}
-
-
-class Digits(OneStep):
-    """MultiDiscrete([2, 5]): 1 for each component that names the digit shown; optimum 2."""
-
-    observation_space = gym.spaces.Box(0, 1, (2, 5))
-    action_space = gym.spaces.MultiDiscrete([2, 5])
-
-    def draw(self):
-        self.digits = self.np_random.integers([2, 5])
-        return np.eye(5, dtype=np.float32)[self.digits]
-
-    def score(self, action):
-        return float((action == self.digits).sum())
 
 
 class Shifted(OneStep):
@@ -172,14 +158,6 @@ class Fixed(gym.Env):
         return self.observe(), float(self.rank), self.steps >= self.length, False, {}
 
 
-class Opaque(Fixed):
-    """Holds an object that is no plain data, so that its state cannot be saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.simulator = object()
-
-
 class NoLimit(Endless):
     """Reward 1 for ever, and nothing that ends an episode."""
 
@@ -188,15 +166,8 @@ class NoLimit(Endless):
         self.limit = np.inf
 
 
-class Broken(Endless):
-    """Observations that turn into NaN."""
-
-    def step(self, action):
-        return np.full(1, np.nan, np.float32), *super().step(action)[1:]
-
-
 class NotFinite(Fixed):
-    """An observation or a reward that is NaN once, at the third step of each episode."""
+    """In every second environment, an observation or a reward is NaN at the third step of each episode."""
 
     def __init__(self, where):
         super().__init__()
@@ -204,21 +175,9 @@ class NotFinite(Fixed):
 
     def step(self, action):
         obs, reward, *rest = super().step(action)
-        is_due = self.steps == 3
+        is_due = self.steps == 3 and self.rank % 2 == 1
         obs[1] = np.nan if is_due and self.where == "obs" else obs[1]
         return obs, np.nan if is_due and self.where == "reward" else reward, *rest
-
-
-class GlobalRandom(Fixed):
-    """Draws from numpy's and Python's global generators and from its own space."""
-
-    def observe(self):
-        noise = np.random.uniform(-0.3, 0.3) + random.uniform(-0.3, 0.3)
-        return 0.3 * self.observation_space.sample() + np.float32(noise)
-
-    def step(self, action):
-        obs, _, *rest = super().step(action)
-        return obs, float(obs.sum()), *rest
 
 
 class GlobalNoise(Fixed):
@@ -226,52 +185,6 @@ class GlobalNoise(Fixed):
 
     def observe(self):
         return np.float32([random.uniform(-1, 1), np.random.uniform(-1, 1) + torch.rand(()).item()])
-
-
-class Holder(gym.Env):
-    """Holds what people's environments hold, and shows all of it: one array under two names, sums by key, and so on."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (5,))
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self):
-        self.array = np.zeros(2)
-        self.same_array = self.array
-        self.list = [0]
-        self.lists = {"same": self.list, ("a", 1): (0, deque([1], 3))}
-        self.goals = gym.spaces.Dict(a=gym.spaces.Tuple([gym.spaces.Discrete(9)] * 2))
-        self.generator = None  # made when it is first used
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.goals.seed(seed)
-        self.steps = 0
-        return np.zeros(5, np.float32), {}
-
-    def step(self, action):
-        self.steps += 1
-        self.generator = self.generator or np.random.default_rng(self.np_random.integers(99))
-        self.array += self.generator.random(2)
-        self.list[0] += self.steps
-        self.lists["a", 1][1].append(int(action))
-        sums = [self.same_array.sum(), self.lists["same"][0], sum(self.lists["a", 1][1])]
-        obs = np.array([*sums, *self.goals.sample()["a"]], np.float32)
-        return (
-            obs,
-            0.0,
-            self.steps == 7,
-            False,
-            {"episode": {"r": 1e9, "l": 1}},
-        )  # a name that others use, too
-
-
-class Odd(Fixed):
-    """Holds a value that plain data cannot tell from another."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
 
 
 class HalfEndless(gym.Env):
@@ -292,15 +205,6 @@ class HalfEndless(gym.Env):
         return np.ones(1, np.float32), 1.0, self.steps >= self.length, False, {}
 
 
-class Views(Fixed):
-    """Two views of one array: copies of them would part."""
-
-    def __init__(self):
-        super().__init__()
-        self.buffer = np.zeros(4, np.float32)
-        self.position = self.buffer[:2]
-
-
 class Clock(gym.Env):
     """Episodes of 3 steps whose observations are known from the number of the step: see the subclasses."""
 
@@ -317,20 +221,35 @@ class Clock(gym.Env):
 
 
 class Picture(Clock):
-    """Images of bytes, 3 channels of 16 x 20 pixels (one in layout HW), all values different from step to step."""
+    """Images of bytes with 3 channels (one in layout HW), all values different from step to step."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, height=36, width=40):
         self.order = {"CHW": (0, 1, 2), "HWC": (1, 2, 0), "HW": (1, 2, 0)}[layout]
-        self.index = (..., 0) if layout == "HW" else ...
+        self.index, self.size = (..., 0) if layout == "HW" else ..., (3, height, width)
         self.observation_space = gym.spaces.Box(0, 255, self.observe(0).shape, np.uint8)
 
-    @staticmethod
-    def pixels(step):
-        """The image [3, 16, 20] after `step` steps."""
-        return (np.arange(3 * 16 * 20).reshape(3, 16, 20) * 7 + 31 * step).astype(np.uint8)
+    def pixels(self, step):
+        """The image [3, height, width] after `step` steps."""
+        return (np.arange(np.prod(self.size)).reshape(self.size) * 7 + 31 * step).astype(np.uint8)
 
     def observe(self, step):
         return self.pixels(step).transpose(self.order)[self.index]
+
+
+class Pair(Clock):
+    """A number of 0 to 3 and a vector: observations of several parts, in a Tuple."""
+
+    observation_space = gym.spaces.Tuple((gym.spaces.Discrete(4), gym.spaces.Box(-9, 9, (2,))))
+
+    def observe(self, step):
+        return step, np.float32([-step, 0.5])
+
+
+class DictOfBox(gym.Env):
+    """Only its spaces are looked at."""
+
+    observation_space = gym.spaces.Dict(a=gym.spaces.Box(-1, 1, (2,)))
+    action_space = gym.spaces.Discrete(2)
 
 
 class Recall(gym.Env):
@@ -351,102 +270,38 @@ class Recall(gym.Env):
         return np.array([0, self.steps == 4], np.float32), reward, is_last, False, {}
 
 
-class Counters(Clock):
-    """MultiDiscrete observations, flat or [2, 2], whose components count the steps from their own starts."""
-
-    def __init__(self, shape=(4,)):
-        self.sizes, self.starts = (np.array(x).reshape(shape) for x in ([2, 5, 3, 4], [0, -1, 4, 0]))
-        self.observation_space = gym.spaces.MultiDiscrete(self.sizes, start=self.starts)
-
-    def observe(self, step):
-        return self.starts + step % self.sizes
-
-
-class BabyAIMissionSpace(gym.spaces.Text):
-    """Named like BabyAI's, by which its missions are known."""
-
-
-class Grid(Clock):
-    """Observations like MiniGrid's, with a text: the same in all episodes, or marked as one that varies."""
-
-    def __init__(self, mission=None):
-        text = (BabyAIMissionSpace if mission == "BabyAIMissionSpace" else gym.spaces.Text)(20)
-        text.ordered_placeholders = [["red", "blue"]] if mission == "ordered_placeholders" else None
-        self.observation_space = gym.spaces.Dict(
-            direction=gym.spaces.Discrete(4),
-            image=gym.spaces.Box(0, 255, (3, 2, 3), np.uint8),
-            mission=text,
-        )
-
-    def observe(self, step):
-        image = np.random.default_rng(step).integers((11, 6, 3), size=(3, 2, 3)).astype(np.uint8)
-        return {"direction": (step + 1) % 4, "image": image, "mission": "go"}
-
-
-class Unsupported(gym.Env):
-    """Spaces given by name, to be refused."""
-
-    def __init__(self, spaces):
-        box, discrete = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
-        self.observation_space, self.action_space = {
-            "dict": (gym.spaces.Dict(a=box), discrete),
-            "image": (gym.spaces.Box(0, 255, (84, 84, 3), np.uint8), discrete),
-            "floatimage": (gym.spaces.Box(0, 1, (84, 84, 3)), discrete),
-            "smallimage": (gym.spaces.Box(0, 255, (16, 15, 3), np.uint8), discrete),
-            "manychannels": (gym.spaces.Box(0, 255, (16, 16, 5), np.uint8), discrete),
-            "volume": (gym.spaces.Box(0, 255, (1, 16, 16, 3), np.uint8), discrete),
-            "multibinary": (box, gym.spaces.MultiBinary(3)),
-        }[spaces]
-
-    def reset(self, seed=None, options=None):
-        return self.observation_space.sample(), {}
+def make_vec(env_id, num_envs, options, **_):
+    return SyncVectorEnv([lambda: gym.make(env_id) for _ in range(num_envs)], **options)
 
 
 def register(name, entry_point, **kwargs):
-    """Register `name` as it is and, with SAME_STEP autoreset, as `SameStep<name>`."""
+    """Register `name` as it is, as `SameStep<name>`, and as `Reused<name>`, which has one array for all steps."""
     gym.register(f"{name}-v0", entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
-    gym.register(
-        f"SameStep{name}-v0",
-        vector_entry_point=lambda num_envs, **_: SyncVectorEnv(
-            [lambda: gym.make(f"{name}-v0") for _ in range(num_envs)], autoreset_mode=AutoresetMode.SAME_STEP
-        ),
-    )
+    forms = {"SameStep": {"autoreset_mode": AutoresetMode.SAME_STEP}, "Reused": {"copy": False}}
+    for form, options in forms.items():
+        make = partial(make_vec, f"{name}-v0", options=options)
+        gym.register(f"{form}{name}-v0", vector_entry_point=make)
 
 
-for env_class in (
+ENVIRONMENTS = (
     Endless,
     Ledger,
-    Digits,
     Shifted,
+    Sums,
+    Quadrants,
     Aim,
     FarAim,
     Fixed,
-    Opaque,
     NoLimit,
-    Broken,
-    GlobalRandom,
-    Views,
-):
-    register(env_class.__name__, env_class)
-for env_class in (GlobalNoise, Sums, Quadrants, Recall, Holder, HalfEndless):
+    GlobalNoise,
+    HalfEndless,
+)
+for env_class in (*ENVIRONMENTS, Recall, Pair):
     register(env_class.__name__, env_class)
 register("EndlessTerminating", Endless, kwargs={"ending": "terminate"})
+register("Unsupporteddict", DictOfBox)
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
 for layout in ("CHW", "HWC", "HW"):
     register(f"Picture{layout}", Picture, kwargs={"layout": layout})
-register("Counters", Counters)
-register("CountersSquare", Counters, kwargs={"shape": (2, 2)})
-register("Grid", Grid)
-register("MiniGrid-Probe", Grid)
-register("BabyAI-Probe", Grid, kwargs={"mission": "BabyAIMissionSpace"})
-register("MiniGrid-NoGrid", Unsupported, kwargs={"spaces": "dict"})
-for spaces in ("dict", "image", "floatimage", "smallimage", "manychannels", "volume", "multibinary"):
-    register(f"Unsupported{spaces}", Unsupported, kwargs={"spaces": spaces})
-gym.register("NeedsMissing-v0", "a_package_that_is_missing.envs:Env")
-gym.register(
-    "DisabledAutoreset-v0",
-    vector_entry_point=lambda num_envs, **_: SyncVectorEnv(
-        [Endless for _ in range(num_envs)], autoreset_mode=AutoresetMode.DISABLED
-    ),
-)
+    register(f"SmallPicture{layout}", Picture, kwargs={"layout": layout, "height": 35})

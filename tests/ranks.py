@@ -25,8 +25,10 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import ROOT
@@ -96,7 +98,8 @@ def share(script, out, flags, resume_flags):
     module = importlib.util.module_from_spec(spec)  # again, as it reads the number of processes at import
     sys.modules[script] = module
     spec.loader.exec_module(module)
-    made, make = [], module.Agent.__init__
+    network = module.QNetwork if script == "r2d2_lstm" else module.Agent
+    made, make = [], network.__init__
 
     def record(agent, *args, **kwargs):
         made.append(agent)
@@ -107,7 +110,7 @@ def share(script, out, flags, resume_flags):
         group = {"store": dist.PrefixStore(name, store), "rank": get_rank(), "world_size": 2}
         with (
             patch.object(dist, "init_process_group", partial(join, **group)),
-            patch.object(module.Agent, "__init__", record),
+            patch.object(network, "__init__", record),
         ):
             module.main([*flags, "--no-cuda"])
         torch.save(
@@ -268,24 +271,52 @@ def update_ppo(ppo, rows):
     return agents, [*metrics, stats.mean, stats.var]
 
 
+class FixedPlayer:
+    """Steps with rewards [T, B] that are known, in those environments that this process has; no episode ends."""
+
+    def __init__(self, agent, rewards):
+        self.agent, self.steps, self.obs = agent, iter(rewards), torch.zeros(1)
+        self.is_over, self.read = np.zeros(rewards.shape[1], bool), []
+
+    def step(self, act):
+        self.rewards = self.returns = next(self.steps)
+        self.lengths = np.ones(len(self.rewards), int)
+
+
 def update_r2d2(r2d2, rows):
-    """Of windows of several lengths, so that the two halves hold unequally many real steps."""
-    args = r2d2.Args(env_id="CartPole-v1", num_envs=4, batch_size=64, hidden_size=8, max_grad_norm=0.1)
-    args.burn_in, args.learn_length, args.n_step = 2, 8, 2
-    device, stats = torch.device("cpu"), r2d2.RunningMeanStd()
-    envs = r2d2.make_envs(args, 4, 1)
-    agent, target = (r2d2.QNetwork(envs, args) for _ in range(2))
-    actor, replay = r2d2.Actor(envs, args, device), r2d2.SequenceReplay(envs, args, device)
-    r2d2.collect_steps(partial(actor.act, agent, torch.full((4,), 0.5)), actor, envs, replay, 100)
-    stats.update(torch.full((2,), 3.0)[rows], torch.ones(2)[rows])  # of each process, one
-    index, weights = replay.sample(8)
-    weights = weights * torch.linspace(0.3, 1.0, 8)
-    replay.sample = lambda num_windows: (index[rows], weights[rows])
-    assert len(replay.read_windows(index)["end"].unique()) > 1
-    shake(agent)
-    metrics = r2d2.update_network(agent, target, descend(agent), replay, stats, r2d2.r2d2_loss, args)
-    priorities = assemble(r2d2, replay.priority[index[rows]], rows, 8)
-    return [agent], [r2d2.sum_over_ranks(metrics), priorities]
+    """Of windows of several lengths, so that two processes have unequally many trained steps; and of rewards."""
+    args = r2d2.Args(env_id="CartPole-v1", num_envs=4, hidden_size=8, num_steps=100, buffer_size=60)
+    args.burn_in, args.learn_length, args.n_step, args.learning_starts = 2, 8, 2, 0
+    envs, agents, numbers = r2d2.make_envs(args, 4), [], []
+    for args.max_grad_norm in (0.01, 1e9):  # which clips everything and nothing
+        agent, target = (r2d2.QNetwork(envs, args) for _ in range(2))
+        replay = r2d2.SequenceReplay(envs, args, torch.device("cpu"))
+        player = r2d2.Player(agent, envs, args, torch.full((4,), 0.5), torch.device("cpu"), 1)
+        with patch.multiple(r2d2, average=lambda x: x):  # the same in every process
+            r2d2.collect_steps(player, player.act, replay, args)
+        index = torch.randperm(replay.num_added)[:8]
+        weights = torch.linspace(0.3, 1.0, 8)
+        ends = replay.data["end"][index].clamp(max=10)
+        assert ends[::2].sum() != ends[1::2].sum()
+        replay.sample = lambda index=index, weights=weights: (index[rows], weights[rows])
+        shake(agent)
+        metrics = r2d2.update_network(agent, target, descend(agent), replay, args)
+        priorities = torch.zeros(8)
+        priorities[rows] = replay.data["priority"][index[rows]]
+        numbers += [metrics, r2d2.average(priorities) * r2d2.WORLD_SIZE]
+        agents.append(agent)
+    rewards = torch.randn(args.num_steps, 4, dtype=torch.float64).numpy()
+    rewards[:, 0], agent = (
+        0.0,
+        r2d2.QNetwork(envs, args),
+    )  # so the processes have unequally many that are not zero
+    replay = SimpleNamespace(num_added=0)
+    replay.add = lambda player: vars(replay).update(num_added=replay.num_added + len(player.is_over))
+    player = FixedPlayer(agent, rewards[:, rows])
+    _, num_steps, num_windows = r2d2.collect_steps(player, None, replay, args)
+    count, squares = agent.reward_sums
+    numbers.append(torch.tensor([squares / count, num_steps, num_windows * r2d2.WORLD_SIZE]))
+    return agents, numbers
 
 
 def update_tsp(am, rows):

@@ -28,7 +28,7 @@ import torch
 from conftest import ENVIRONMENT, ROOT, read_scalars, start_process, wait_for
 from packaging.requirements import Requirement
 
-MOVED = ["ppo"]
+MOVED = ["ppo", "r2d2_lstm"]
 COMMON_FLAGS = (
     "exp_name seed torch_deterministic cuda track wandb_project_name wandb_entity capture_video run_dir resume "
     "evaluate eval_interval eval_episodes"
@@ -63,6 +63,9 @@ class Case:
     sibling: str | None = None  # the file of envs_shared/ that a copy takes along
     max_sibling_tokens: int = 0
     has_environments: bool = True  # a section of them
+    states: frozenset[str] = frozenset()  # what checkpoint.pt and best.pt hold beside what all scripts have
+    training_states: frozenset[str] = frozenset()  # and what is in checkpoint.pt alone
+    optional: frozenset[str] = frozenset()  # packages that are needed and imported for some tasks only
 
 
 BAD_FILES = {
@@ -98,7 +101,36 @@ CASES = {
             "--norm-obs --evaluate good.pt": "good.pt: does not fit --env-id or --norm-obs",
             "--env-id bad_envs:Image-v0 --evaluate good.pt": "observations must",
         },
-    )
+    ),
+    "r2d2_lstm": Case(
+        quick="--num-envs 8 --num-steps 32 --total-timesteps 2048 --eval-episodes 4 --eval-interval 2"
+        " --learning-starts 0 --learn-length 8 --batch-size 128 --buffer-size 100 --replay-ratio 1 --hidden-size 16",
+        length="--total-timesteps",
+        more=1024,
+        counter=1,
+        even=("--env-id probe_envs:Fixed-v0 --total-timesteps 8192 --eval-episodes 80", 400),
+        resume="--total-timesteps 2048",
+        tags=("eval/episodic_return", "losses/q_loss"),
+        max_tokens=5800,
+        max_lines=600,
+        total="--num-envs",
+        bad={
+            "--env-id NoSuch-v0": "--env-id NoSuch-v0: Environment `NoSuch` doesn't exist",
+            "--env-id no_such_module:Task-v0": "--env-id no_such_module:Task-v0: No module named 'no_such_module'",
+            "--env-id bad_envs:Sequence-v0": "needs arrays to observe and Discrete actions, not Sequence(",
+            "--env-id bad_envs:MultiBinary-v0": "needs arrays to observe and Discrete actions, not Box(-1.0, 1.0,",
+            "--env-id bad_envs:MultiDiscrete-v0": "MultiDiscrete([2 3])",
+            "--env-id Pendulum-v1": "float32), Box(-2.0, 2.0, (1,), float32)",
+            "--env-id bad_envs:SameStepDiscrete-v0": "Expected autoreset_mode to be NEXT_STEP or DISABLED",
+            "--env-id Acrobot-v1 --resume good.pt": "good.pt: does not fit the environment or flags",
+            "--hidden-size 9 --evaluate good.pt": "good.pt: does not fit the environment or flags",
+            "--no-recurrent --evaluate good.pt": "good.pt: does not fit the environment or flags",
+            "--env-id Pendulum-v1 --evaluate good.pt": "needs arrays to observe and Discrete actions",
+        },
+        states=frozenset({"target"}),
+        training_states=frozenset({"replay", "num_added"}),
+        optional=frozenset({"ale_py", "minigrid"}),
+    ),
 }
 assert list(CASES) == MOVED
 
@@ -127,12 +159,15 @@ register("MultiBinary", flat, MultiBinary(3))
 register("MultiDiscrete", flat, MultiDiscrete([2, 3]))
 
 
-def make_same_step(num_envs, **kwargs):
-    make = lambda: gym.make("CartPole-v1")
-    return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+def register_same_step(name, env_id):
+    def make(num_envs, **kwargs):
+        return SyncVectorEnv([lambda: gym.make(env_id)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    gym.register(f"{name}-v0", vector_entry_point=make)
 
 
-gym.register("SameStep-v0", vector_entry_point=make_same_step)
+register_same_step("SameStep", "CartPole-v1")
+register_same_step("SameStepDiscrete", "FrozenLake-v1")
 """
 
 # Run a test for each of the scripts, with what is made once for all tests of a script
@@ -407,7 +442,8 @@ def test_a_checkpoint_has_one_content(script, whole):
     """All of it is plain data and tensors, so that torch loads it without unpickling classes."""
     checkpoint, best = load(whole.path / "checkpoint.pt"), load(whole.path / "best.pt")
     module = importlib.import_module(f"algos.{script}")
-    assert checkpoint.keys() == best.keys() == {"args", "progress", "agent", "optimizer"}
+    common = {"args", "progress", "agent", "optimizer"} | CASES[script].states
+    assert best.keys() == common and checkpoint.keys() == common | CASES[script].training_states
     assert module.Args(**checkpoint["args"]).run_dir == str(whole.path.parent)
     assert not list(whole.path.glob("*.tmp"))
     assert best["agent"].keys() == checkpoint["agent"].keys()
@@ -568,7 +604,7 @@ def find_imports(nodes) -> set[str]:
 
 @each_script
 def test_pep723_block_has_the_packages_that_are_imported(script):
-    """And numpy, which gymnasium and torch bring along, may be left out."""
+    """And what the default task is made of. Numpy, which gymnasium and torch bring along, may be left out."""
     (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", source(script), re.M)
     metadata = tomllib.loads(
         "".join(line.removeprefix("#").removeprefix(" ") for line in block.splitlines(True))
@@ -579,9 +615,15 @@ def test_pep723_block_has_the_packages_that_are_imported(script):
     modules = find_imports(ast.walk(tree))
     brought = {x.split(".")[-1] for x in modules} & {"tensorboard"}  # torch.utils.tensorboard needs it
     packages = {x.split(".")[0] for x in modules} - set(sys.stdlib_module_names) - {"envs_shared"}
-    packages = {PACKAGES.get(x, x) for x in packages} | brought
-    assert packages - {"numpy"} == ranges.keys() - {"numpy"}
-    assert "wandb" not in find_imports(tree.body)  # imported where --track is given
+    packages, optional = {PACKAGES.get(x, x) for x in packages} | brought, CASES[script].optional
+    module, *_ = getattr(importlib.import_module(f"algos.{script}").Args, "env_id", "").split(":")[:-1] or [
+        ""
+    ]
+    packages |= {module} - {""}
+    assert optional <= packages
+    assert packages - optional - {"numpy"} == ranges.keys() - {"numpy"}
+    at_once = {x.split(".")[0] for x in find_imports(tree.body)}
+    assert not at_once & {"wandb", *optional}  # imported where --track is given, and for their tasks
     pins = {r.name: r.specifier for r in map(Requirement, (ROOT / "requirements.txt").read_text().split())}
     for name, specifier in ranges.items():
         (pin,) = pins[name]

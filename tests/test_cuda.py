@@ -1,6 +1,7 @@
 """The CUDA paths of the scripts on a pretend GPU, end to end, and planted faults that it has to find.
 
-A script of the old form joins in with its runs, in RUNS. PPO records no graphs: its tests are at the end.
+A script of the old form joins in with its runs, in RUNS. Then come R2D2, whose constant CUDA_GRAPHS switches its
+graphs, and PPO, which records none.
 """
 
 import ast
@@ -8,9 +9,10 @@ import contextlib
 import copy
 import functools
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -18,14 +20,13 @@ import pytest
 import torch
 from conftest import read_result, read_scalars
 from pretend_cuda import NAME, is_same, pretend_cuda
+from test_contract import load
 
 from algos import alphazero_go as az
 from algos import ppo
 from algos import ppo_change_detection as cd
 from algos import r2d2_lstm as r2d2
 from algos import reinforce_tsp_attention as tsp
-from envs_shared.gym_tasks import scores
-from envs_shared.gym_tasks.vector import GymVec
 
 
 @dataclass
@@ -54,10 +55,14 @@ TSP += " --eval-interval 100 --eval-episodes 2"
 R2D2 = (
     "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40 --hidden-size 8"
 )
-R2D2 += (
-    " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --checkpoint-interval 0"
-)
-R2D2 += " --eval-interval 1000 --eval-episodes 2"
+R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --eval-interval 1000"
+R2D2 += " --eval-episodes 2"
+R2D2_RUNS = {
+    "vectors": R2D2,
+    "same-step": f"{R2D2} --env-id probe_envs:SameStepLedger-v0 --n-step 3",
+    "images": f"{R2D2} --env-id probe_envs:PictureHWC-v0 --last-window overlap",
+    "no-memory": f"{R2D2} --no-recurrent --last-window null --state-init zero",
+}
 ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
 CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
 CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 4 --num-minibatches 2 --checkpoint-interval 0"
@@ -72,10 +77,6 @@ RUNS = {
     "change-detection": Run(
         cd, CHANGE, max_waits=12, max_launches=2400
     ),  # its graphs are of the first two stages
-    "r2d2": Run(r2d2, R2D2, max_waits=34, max_launches=280),
-    "r2d2-same-step": Run(
-        r2d2, f"{R2D2} --env-id probe_envs:SameStepLedger-v0", max_waits=64, max_launches=340
-    ),
     "tsp-pomo": Run(tsp, TSP, max_waits=4, max_launches=70),
     "tsp-rollout": Run(tsp, f"{TSP} {ROLLOUT}", max_waits=6, max_launches=300),
 }
@@ -109,10 +110,9 @@ class QuickOpponent:
 
 @contextlib.contextmanager
 def small_runs():
-    """A pretend GPU, evaluations of few steps, and where no flag says how wide a network is, a narrow one."""
+    """A pretend GPU, and where no flag says how wide a network is, a narrow one."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(tsp.AttentionModel.__init__, "__defaults__", (3, 16, 8, 32)))
-        stack.enter_context(mock.patch.object(scores, "MAX_STEPS", 5))
         stack.enter_context(mock.patch.object(az, "RolloutEvaluator", QuickOpponent))
         stack.enter_context(mock.patch.object(az, "MAX_TREE", 8))
         yield stack.enter_context(pretend_cuda())
@@ -201,88 +201,179 @@ def test_a_resumed_run_leaves_the_checkpoint_of_an_uninterrupted_one(played, tmp
     assert find_differences(resumed, played(name, False)) == []
 
 
-@pytest.mark.parametrize("name", ["r2d2"])
-def test_a_checkpoint_is_evaluated_on_the_device(played, capsys, name):
-    outcome = played(name, True)
-    with small_runs() as gpu:
-        RUNS[name].script.main(["--evaluate", str(outcome.path / "checkpoint.pt")])
-    assert gpu.launches > 0
-    printed = capsys.readouterr().out
-    for metric, value in outcome.result["metrics"].items():
-        assert metric.startswith("best/") or f"{metric} {value:.2f}\n" in printed
+# R2D2
 
 
-# Faults, planted in r2d2_lstm.py
+@dataclass
+class Iterations:
+    """What a run of r2d2_lstm.py has left, and counted in each of its iterations but the first."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]  # of checkpoint.pt
+    waits: list[int]
+    windows: list[int]  # that were stored
+    update_waits: list[int]  # in each update that no graph does
+    replays: int
 
 
-def play_with(name: str, fault, has_graphs: bool, folder: Path) -> Outcome:
-    """A run of r2d2_lstm.py with `fault(real, *args)` in the place of its function `name`."""
-    real = getattr(r2d2, name)
-    with mock.patch.object(r2d2, name, lambda *args: fault(real, *args)):
-        return play(RUNS["r2d2"], has_graphs, folder)
+def play_r2d2(flags: str, has_graphs: bool, folder: Path, **patches) -> Iterations:
+    """Run r2d2_lstm.py on the pretend GPU."""
+    marks, update_waits, stored = [], [], []
+    update, store = patches.pop("update_network", r2d2.update_network), r2d2.SequenceReplay.store
+
+    class Bar(r2d2.tqdm):
+        def update(self, n=1):
+            marks.append((gpu.waits.total(), len(stored)))
+            return super().update(n)
+
+    def count(*args):
+        before = gpu.waits.total()
+        metrics = update(*args)
+        update_waits.append(gpu.waits.total() - before)
+        return metrics
+
+    patches |= {"tqdm": Bar, "update_network": count, "CUDA_GRAPHS": has_graphs}
+    with (
+        mock.patch.multiple(r2d2, **patches),
+        mock.patch.object(r2d2.SequenceReplay, "store", lambda *args: stored.append(store(*args))),
+        pretend_cuda() as gpu,
+    ):
+        r2d2.main([*flags.split(), "--run-dir", str(folder)])
+        assert gpu.launches > 1000
+    (path,) = folder.iterdir()
+    tensors = dict(named_tensors(torch.load(path / "checkpoint.pt", weights_only=True)))
+    return Iterations(path, tensors, *np.diff(marks, axis=0).T.tolist(), update_waits, gpu.replays)
 
 
-def test_a_wait_in_the_update_is_found(tmp_path):
-    def wait(real, *args):
-        metrics = real(*args)
+@pytest.fixture(scope="module")
+def r2d2_runs(tmp_path_factory):
+    """r2d2_runs(name, has_graphs): a run that is done once for all tests."""
+    return functools.cache(
+        lambda name, has_graphs: play_r2d2(R2D2_RUNS[name], has_graphs, tmp_path_factory.mktemp(name))
+    )
+
+
+@pytest.mark.parametrize("name", R2D2_RUNS)
+def test_r2d2_leaves_the_same_checkpoint_with_graphs_and_without(r2d2_runs, name):
+    """The first updates are done without graphs, in which numbers are found that later ones need."""
+    graphs, eager = r2d2_runs(name, True), r2d2_runs(name, False)
+    num_updates = len(eager.update_waits)
+    assert num_updates > 12 and graphs.replays > num_updates and eager.replays == 0
+    assert 3 <= len(graphs.update_waits) < num_updates / 2
+    assert any(name.startswith("/replay/") for name in eager.tensors)
+    assert find_differences(graphs, eager) == []
+
+
+@pytest.mark.parametrize("name", R2D2_RUNS)
+def test_the_host_never_waits_in_an_update_of_r2d2_and_thrice_in_a_step(r2d2_runs, name):
+    """And six times for a window that is stored, five times for what is counted and logged, once for a recording."""
+    for has_graphs in (True, False):
+        found = r2d2_runs(name, has_graphs)
+        assert set(found.update_waits) == {0} and sum(found.windows) > 10
+        limits = [3 * 8 + 6 * num_windows + 5 for num_windows in found.windows]
+        over = sorted(waits - limit for waits, limit in zip(found.waits, limits, strict=True))
+        assert over[-1] <= 2 * has_graphs and over[-2] <= 0, over
+
+
+def test_r2d2_gives_on_the_device_what_it_gives_on_the_host(r2d2_runs, tmp_path):
+    """As far as both round alike."""
+    r2d2.main([*R2D2_RUNS["same-step"].split(), "--no-cuda", "--run-dir", str(tmp_path)])
+    (host,) = tmp_path.iterdir()
+    device = r2d2_runs("same-step", True)
+    expected = dict(named_tensors(torch.load(host / "checkpoint.pt", weights_only=True)))
+    assert expected.keys() == device.tensors.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(device.tensors[name], x, rtol=1e-3, atol=1e-4, msg=name)
+    losses, others = (read_scalars(path)["losses/q_loss"] for path in (host, device.path))
+    np.testing.assert_allclose(losses, others, rtol=1e-3)
+
+
+def test_a_checkpoint_of_r2d2_is_evaluated_and_resumed_on_the_device(r2d2_runs, tmp_path, capsys):
+    """In a resumed run the optimizer's counts are on the device, too, so that its step can be recorded."""
+    path = shutil.copytree(r2d2_runs("same-step", True).path, tmp_path / "run")
+    printed = []
+    for flag in ("--cuda", "--no-cuda"):
+        capsys.readouterr()
+        with pretend_cuda() as gpu:
+            r2d2.main(["--evaluate", str(path / "best.pt"), flag])
+        assert (gpu.launches > 0) == (flag == "--cuda")
+        printed.append(ast.literal_eval(capsys.readouterr().out))
+    assert printed[0] == pytest.approx(printed[1], rel=1e-4)
+    finished = []
+    for has_graphs in (True, False):
+        copied = shutil.copytree(path, tmp_path / str(has_graphs))
+        with mock.patch.object(r2d2, "CUDA_GRAPHS", has_graphs), pretend_cuda() as gpu:
+            r2d2.main(["--resume", str(copied / "checkpoint.pt"), "--total-timesteps", "192"])
+        assert (gpu.replays > 10) == has_graphs
+        finished.append(SimpleNamespace(tensors=dict(named_tensors(load(copied / "checkpoint.pt")))))
+    assert find_differences(*finished) == []
+
+
+def test_a_wait_in_the_update_of_r2d2_is_found(tmp_path):
+    def wait(*args):
+        metrics = update(*args)
         metrics.sum().item()
         return metrics
 
+    update = r2d2.update_network
     with pytest.raises(RuntimeError, match="capturing: local_scalar_dense at test_cuda"):
-        play_with("update_network", wait, True, tmp_path / "graphs")
-    eager = play_with("update_network", wait, False, tmp_path / "eager")
-    assert max(eager.waits) > RUNS["r2d2"].max_waits
+        play_r2d2(R2D2, True, tmp_path / "graphs", update_network=wait)
+    assert set(play_r2d2(R2D2, False, tmp_path / "eager", update_network=wait).update_waits) == {1}
 
 
-def test_a_tensor_of_the_host_in_the_loss_is_found(tmp_path):
-    def add(real, *args):
-        loss, *rest = real(*args)
+def test_a_tensor_of_the_host_in_the_loss_of_r2d2_is_found(tmp_path):
+    def add(*args):
+        loss, *rest = r2d2_loss(*args)
         return (loss + torch.zeros(2)).sum(), *rest
 
+    r2d2_loss = r2d2.r2d2_loss
     with pytest.raises(RuntimeError, match="at least two devices"):
-        play_with("r2d2_loss", add, False, tmp_path)
+        play_r2d2(R2D2, False, tmp_path, r2d2_loss=add)
 
 
 def test_a_tensor_that_its_graph_has_lost_is_found(tmp_path):
-    def replace(real, act, actor, envs, replay, *args):
-        replay.priority = replay.priority.clone()
-        return real(act, actor, envs, replay, *args)
+    def replace(player, act, replay, args):
+        replay.data["priority"] = replay.data["priority"].clone()
+        return collect_steps(player, act, replay, args)
 
+    collect_steps = r2d2.collect_steps
     with pytest.raises(RuntimeError, match="memory has been freed"):
-        play_with("collect_steps", replace, True, tmp_path)
+        play_r2d2(R2D2, True, tmp_path, collect_steps=replace)
 
 
-def test_a_tensor_that_its_graph_alone_goes_on_with_is_found(played, tmp_path):
-    old = []
+def test_a_tensor_that_its_graph_alone_goes_on_with_is_found(r2d2_runs, tmp_path):
+    def replace(player, act, replay, args):
+        old.append(replay.data["priority"])
+        replay.data["priority"] = replay.data["priority"].clone()
+        return collect_steps(player, act, replay, args)
 
-    def replace(real, act, actor, envs, replay, *args):
-        old.append(replay.priority)
-        replay.priority = replay.priority.clone()
-        return real(act, actor, envs, replay, *args)
-
-    graphs = play_with("collect_steps", replace, True, tmp_path)  # without graphs the fault changes nothing
-    assert any(name.startswith("/agent/") for name in find_differences(graphs, played("r2d2", False)))
+    old, collect_steps = [], r2d2.collect_steps  # without graphs the fault changes nothing
+    graphs = play_r2d2(R2D2, True, tmp_path, collect_steps=replace)
+    assert any(name.startswith("/agent/") for name in find_differences(graphs, r2d2_runs("vectors", False)))
 
 
 def test_a_number_frozen_into_a_graph_is_found(tmp_path):
-    def set_rate(real, agent, target, optimizer, *args):
+    def set_rate(agent, target, optimizer, *args):
         optimizer.num_calls = getattr(optimizer, "num_calls", 0) + 1
         optimizer.param_groups[0]["lr"] = 0.01 / optimizer.num_calls
-        return real(agent, target, optimizer, *args)
+        return update(agent, target, optimizer, *args)
 
-    graphs, eager = (play_with("update_network", set_rate, x, tmp_path / str(x)) for x in (True, False))
+    update = r2d2.update_network
+    graphs, eager = (play_r2d2(R2D2, x, tmp_path / str(x), update_network=set_rate) for x in (True, False))
     assert any(name.startswith("/agent/") for name in find_differences(graphs, eager))
 
 
-def test_a_pinned_buffer_written_before_its_copy_was_waited_for_is_found(tmp_path):
-    real = GymVec.step
-
-    def step(self, actions):
-        self.rows[:] = 0.0
-        return real(self, actions)
-
-    with mock.patch.object(GymVec, "step", step), pytest.raises(RuntimeError, match="pinned buffer"):
-        play(RUNS["r2d2"], True, tmp_path)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", R2D2_RUNS)
+def test_graphs_of_r2d2_equal_eager_on_a_real_gpu(tmp_path, name):
+    found = []
+    for has_graphs in (True, False):
+        with mock.patch.object(r2d2, "CUDA_GRAPHS", has_graphs):
+            r2d2.main([*R2D2_RUNS[name].split(), "--run-dir", str(tmp_path / str(has_graphs))])
+        (path,) = (tmp_path / str(has_graphs)).iterdir()
+        found.append(torch.load(path / "checkpoint.pt", weights_only=True, map_location="cpu")["agent"])
+    for tensor, x in found[0].items():
+        torch.testing.assert_close(x, found[1][tensor], rtol=1e-3, atol=1e-4, msg=tensor)
 
 
 # PPO, without graphs

@@ -127,7 +127,7 @@ PEER = (
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --no-such-flag 1"), "no-such-flag"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma high"), "--gamma"),
         (
-            "seeds = [1]\n" + CELL.replace("ppo.py", "r2d2_lstm.py --gamma 1.5"),
+            "seeds = [1]\n" + CELL.replace("ppo.py", "ppo_change_detection.py --gamma 1.5"),
             "--gamma 1.5: has to be from 0 to 1",
         ),
         (
@@ -325,8 +325,8 @@ def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
             {"curve": "charts/nothing", "threshold": None, "headline": "eval/episodic_return"}, result
         )
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no curve charts/return_last_20 in .* \(there are: none\)"):
-        common.read_points(tmp_path / "empty", "charts/return_last_20")
+    with pytest.raises(ValueError, match=r"no curve charts/episodic_return in .* \(there are: none\)"):
+        common.read_points(tmp_path / "empty", "charts/episodic_return")
 
 
 def write_text(folder, program="", **args):
@@ -677,7 +677,10 @@ def test_a_cell_that_is_killed_before_it_starts_is_one_that_was_killed(cell, mon
 
 
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
-    """Of what the script imports in turn, with its data, not of its neighbours; of files that it names, of packages."""
+    """Of what the script imports in turn, with its data, not of its neighbours; of files that it names, of packages.
+
+    And of the module of an environment that a flag names.
+    """
     files = {
         "algos/ppo.py": "from envs_shared.tasks import a\nimport numpy\n",
         "envs_shared/__init__.py": "",
@@ -686,6 +689,7 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
         "envs_shared/tasks/c.py": "c = 1\n",
         "envs_shared/tasks/reference/r.txt": "3.85\n",
         "envs_shared/others/r.txt": "3.85\n",
+        "envs_shared/own.py": "c = 1\n",
         "benchmark/peers/match.py": "import shared\nENGINE = 'algos/ppo.py'\n",
         "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
         "benchmark/peers/requirements-x.txt": "x==1\n",
@@ -708,6 +712,10 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
         (tmp_path / name).write_text(f"{text}#")
         changed[name] = tuple(a != b for a, b in zip(before, (ours.hash(), match.hash()), strict=True))
         (tmp_path / name).write_text(text)
+    named = suites.Cell("T", "s", "python algos/ppo.py --env-id envs_shared.own:T-v0", 1)
+    before = named.hash()
+    (tmp_path / "envs_shared" / "own.py").write_text("c = 2\n")
+    assert named.hash() != before
     both = {"algos/ppo.py", *(f"envs_shared/tasks/{name}" for name in ("a.py", "b.py", "reference/r.txt"))}
     peers = {"benchmark/peers/match.py", "benchmark/peers/shared.py", "benchmark/peers/requirements-x.txt"}
     assert {name for name, found in changed.items() if found == (True, True)} == both
@@ -716,15 +724,16 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
 
 def test_what_a_script_uses_is_what_it_imports():
     """Those of the real ones, against a list by hand."""
-    found = {str(path.relative_to(ROOT)) for path in suites.find_used_files(ROOT / "algos" / "r2d2_lstm.py")}
+    script = ROOT / "algos" / "ppo_change_detection.py"
+    found = {str(path.relative_to(ROOT)) for path in suites.find_used_files(script)}
     assert found > {
-        "algos/r2d2_lstm.py",
-        "envs_shared/gym_tasks/memory.py",
-        "envs_shared/gym_tasks/vector.py",
+        "algos/ppo_change_detection.py",
+        "envs_shared/change_tasks/data.py",
+        "envs_shared/change_tasks/pairs.py",
     }
-    assert all(
-        name.startswith(("algos/r2d2", "envs_shared/gym_tasks/", "envs_shared/__init__")) for name in found
-    )
+    assert all(name.startswith(("algos/ppo_change", "envs_shared/change_tasks/")) for name in found)
+    alone = ROOT / "algos" / "r2d2_lstm.py"
+    assert suites.find_used_files(alone) == {alone}
     found = {
         str(p.relative_to(ROOT))
         for p in suites.find_used_files(ROOT / "benchmark" / "peers" / "gnugo_match.py")
@@ -1129,12 +1138,12 @@ def test_runs_of_a_tree_with_changes_are_not_published(published, tmp_path):
 
 def make_run_folders(runs):
     """Two seeds of a script, one not done, one of another script by that name, one without a curve, a suite."""
-    tags = "charts/episodic_return", "charts/return_last_20", "eval/episodic_return"
+    tags = "charts/episodic_return", "eval/episodic_return"
     mine = {"env_id": "T-v0", "args": {"exp_name": "mine"}}
     write_log(runs / "a", tags, num_points=6)
-    write_result(runs / "a", headline=tags[2], metrics={"best/a": 7.0, tags[2]: 123.4}, commit="x", **mine)
-    write_log(runs / "b", tags[:2])
-    write_result(runs / "b", seed=2, headline=tags[2], metrics={tags[2]: 123.4}, **mine)
+    write_result(runs / "a", headline=tags[1], metrics={"best/a": 7.0, tags[1]: 123.4}, commit="x", **mine)
+    write_log(runs / "b", tags)
+    write_result(runs / "b", seed=2, headline=tags[1], metrics={tags[1]: 123.4}, **mine)
     write_log(runs / "c", tags)
     write_log(runs / "a" / "wandb" / "files", tags)
     write_log(runs / "d", ["eval/elo"])
@@ -1165,7 +1174,7 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     assert "| T-v0, mine | x | 2.50 |" in page and "| Go, gnugo | x | 2.50 |" in page
     assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"runs.png"} == drawn.keys()
     labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawn["runs.png"].axes]
-    elo, returns = "Elo, from matches with itself before", "return, last 20 episodes"
+    elo, returns = "Elo, from matches with itself before", "return of the greedy policy"
     steps = drawn["runs.png"].axes[labels.index(("environment steps", returns))]
     assert set(labels) - {("environment steps", returns)} == {
         ("CPU-seconds", returns), ("moves of self-play", elo), ("CPU-seconds", elo)
