@@ -67,15 +67,11 @@ class Args:
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
     eval_episodes: int = 10  # episodes of an evaluation (0: none)
-    env_id: str = (
-        "popgym:popgym-RepeatPreviousEasy-v0"  # gymnasium id; `module:Name-v0` imports the module first
-    )
+    env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # gymnasium id, `module:Name-v0` to import a module
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector form, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
     recurrent: bool = True  # False: a feed-forward layer of equal width in place of the LSTM
-    last_action_reward: bool = (
-        True  # the network reads the last action and reward, which is memory of one step
-    )
+    last_action_reward: bool = True  # the network reads the last action and reward: memory of one step
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
     memory_span: float = 50.0  # steps for which the LSTM's slowest units keep their content at first
     total_timesteps: int = 100_000  # environment steps, in total across environments
@@ -86,13 +82,9 @@ class Args:
     norm_reward: bool = True  # learn from rewards divided by the root mean square of all nonzero ones
     burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
     learn_length: int = 16  # trained steps m of a window, and the distance of two windows
-    last_window: Literal["mask", "overlap", "null"] = (
-        "mask"  # at an episode's end: masked, moved back, null steps
-    )
+    last_window: Literal["mask", "overlap", "null"] = "mask"  # at an end: masked, moved back, null steps
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
-    state_init: Literal["stored", "zero"] = (
-        "stored"  # LSTM state at a window's start: that of acting, or zero
-    )
+    state_init: Literal["stored", "zero"] = "stored"  # LSTM state at a window's start: that of acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
     checkpoint_replay: bool = True  # save the replay in checkpoints
     learning_starts: int = 2_000  # steps in the replay before the first update, in total across processes
@@ -113,7 +105,7 @@ class QNetwork(nn.Module):
         self.args, self.num_actions = args, int(envs.single_action_space.n)
         self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())  # nonzero rewards, their squares
         self.obs_scale = float(space.high.max()) if space.dtype == np.uint8 else 1.0
-        self.is_image = space.dtype == np.uint8 and len(space.shape) > 1 and sorted(space.shape)[-2] >= 36
+        self.is_image = self.obs_scale > 1 and len(space.shape) > 1 and sorted(space.shape)[-2] >= 36
         layers = []
         if self.is_image:  # convolutions of Mnih et al. 2015: output channels, kernel, stride
             for size in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
@@ -136,7 +128,8 @@ class QNetwork(nn.Module):
         """Encode observations [N, L, *D] to [N, L, H]; images may have channels first, last or not at all."""
         x = obs.flatten(0, 1).float() / self.obs_scale
         if self.is_image:
-            x = x.movedim(-1, 1) if x.shape[-1] <= 4 else x.reshape(len(x), -1, *x.shape[-2:])
+            is_last = x.dim() == 4 and x.shape[-1] < x.shape[1]  # where the channels are
+            x = x.movedim(-1, 1) if is_last else x.reshape(len(x), -1, *x.shape[-2:])
         return self.encoder(x).unflatten(0, obs.shape[:2])
 
     def forward(self, obs, last_action, last_reward, state):
@@ -180,7 +173,7 @@ def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **kwargs)
         if not isinstance(envs.single_observation_space, gym.spaces.Box):
             envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete ones become one-hot
-    except (gym.error.Error, ImportError, ValueError, NotImplementedError) as error:
+    except (gym.error.Error, ImportError, TypeError, ValueError, NotImplementedError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     space, actions = envs.single_observation_space, envs.single_action_space
     if not isinstance(space, gym.spaces.Box) or not isinstance(actions, gym.spaces.Discrete):
@@ -242,7 +235,7 @@ class Player:
             for i, *_ in np.argwhere(~np.isfinite(x)):
                 fail(f"{self.args.env_id}: {name} of environment {i} is not finite in step {self.lengths[i]}")
         for i in np.flatnonzero(self.is_over & self.same_step):  # obs has the next episode's first already
-            self.read.append((i, (infos["final_obs"][i], actions[i], self.rewards[i], self.state[i].clone())))
+            self.read += [(i, (infos["final_obs"][i], actions[i], self.rewards[i], self.state[i].clone()))]
         self.show(obs, actions, self.rewards, self.is_over if self.same_step else was_over)
 
 
@@ -305,8 +298,9 @@ class SequenceReplay:
         """Draw windows [N] by eq. 4, stratified (Schaul et al. 2016), with weights w [N] of eq. 3."""
         cumulative = self.data["priority"].pow(alpha).double().cumsum(0)
         places = torch.arange(self.batch_windows, device=cumulative.device)  # [N]
-        places = (places + torch.rand(places.shape, device=places.device)) / len(places) * cumulative[-1]
-        index = torch.searchsorted(cumulative, places.clamp(min=1e-300)).clamp(max=len(cumulative) - 1)
+        places = places + torch.rand_like(places, dtype=torch.float64)  # float32 would round up to the end
+        index = torch.searchsorted(cumulative, places / len(places) * cumulative[-1])
+        index = index.clamp(max=len(cumulative) - 1)  # beyond the end only if a priority is not finite
         weights = self.data["priority"][index].pow(-alpha * beta)  # the sum in P cancels
         return index, weights / weights.max()
 
@@ -418,8 +412,8 @@ def collect_steps(player, act, replay, args):
     is_filled = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
     sums = torch.tensor([*sums, replay.num_added - num_added, is_filled], device=player.obs.device)
     player.agent.reward_sums += average(sums)[1:3] * args.norm_reward
-    num_steps, _, _, num_windows, num_filled = (sums * WORLD_SIZE).tolist()
-    return episodes, round(num_steps), num_windows / WORLD_SIZE * (round(num_filled) == WORLD_SIZE)
+    num_steps, _, _, num_windows, num_filled = sums.tolist()
+    return episodes, round(num_steps * WORLD_SIZE), num_windows * (num_filled > 0.99)
 
 
 def capture(function):
@@ -561,7 +555,7 @@ def train(args: Args, checkpoint: dict | None = None):
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, 0)
             bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.2f}", refresh=False)
         bar.update(min(step, args.total_timesteps) - bar.n)
-        longest_episode = max(longest_episode, player.lengths.max())
+        longest_episode = max(longest_episode, player.lengths.max(), *(length for _, length in episodes))
         is_last = step >= args.total_timesteps
         is_due = is_last or iteration % eval_interval == 0
         is_affordable = eval_steps + args.eval_episodes * longest_episode <= step / 5

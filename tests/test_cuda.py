@@ -206,13 +206,13 @@ def test_a_resumed_run_leaves_the_checkpoint_of_an_uninterrupted_one(played, tmp
 
 @dataclass
 class Iterations:
-    """What a run of r2d2_lstm.py has left, and counted in each of its iterations but the first."""
+    """What a run of r2d2_lstm.py leaves, and what is counted in each iteration after the first."""
 
     path: Path
     tensors: dict[str, torch.Tensor]  # of checkpoint.pt
     waits: list[int]
-    windows: list[int]  # that were stored
-    update_waits: list[int]  # in each update that no graph does
+    windows: list[int]  # stored in the replay
+    update_waits: list[int]  # in each update that is not a replayed graph
     replays: int
 
 
@@ -255,7 +255,7 @@ def r2d2_runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", R2D2_RUNS)
 def test_r2d2_leaves_the_same_checkpoint_with_graphs_and_without(r2d2_runs, name):
-    """The first updates are done without graphs, in which numbers are found that later ones need."""
+    """The first updates run without graphs, since they make the optimizer's state."""
     graphs, eager = r2d2_runs(name, True), r2d2_runs(name, False)
     num_updates = len(eager.update_waits)
     assert num_updates > 12 and graphs.replays > num_updates and eager.replays == 0
@@ -276,7 +276,7 @@ def test_the_host_never_waits_in_an_update_of_r2d2_and_thrice_in_a_step(r2d2_run
 
 
 def test_r2d2_gives_on_the_device_what_it_gives_on_the_host(r2d2_runs, tmp_path):
-    """As far as both round alike."""
+    """Up to rounding."""
     r2d2.main([*R2D2_RUNS["same-step"].split(), "--no-cuda", "--run-dir", str(tmp_path)])
     (host,) = tmp_path.iterdir()
     device = r2d2_runs("same-step", True)
@@ -289,7 +289,7 @@ def test_r2d2_gives_on_the_device_what_it_gives_on_the_host(r2d2_runs, tmp_path)
 
 
 def test_a_checkpoint_of_r2d2_is_evaluated_and_resumed_on_the_device(r2d2_runs, tmp_path, capsys):
-    """In a resumed run the optimizer's counts are on the device, too, so that its step can be recorded."""
+    """A resumed run has the optimizer's step counts on the device, so that its step can be recorded."""
     path = shutil.copytree(r2d2_runs("same-step", True).path, tmp_path / "run")
     printed = []
     for flag in ("--cuda", "--no-cuda"):
@@ -331,7 +331,7 @@ def test_a_tensor_of_the_host_in_the_loss_of_r2d2_is_found(tmp_path):
         play_r2d2(R2D2, False, tmp_path, r2d2_loss=add)
 
 
-def test_a_tensor_that_its_graph_has_lost_is_found(tmp_path):
+def test_a_graph_whose_tensor_was_freed_is_found(tmp_path):
     def replace(player, act, replay, args):
         replay.data["priority"] = replay.data["priority"].clone()
         return collect_steps(player, act, replay, args)
@@ -341,7 +341,7 @@ def test_a_tensor_that_its_graph_has_lost_is_found(tmp_path):
         play_r2d2(R2D2, True, tmp_path, collect_steps=replace)
 
 
-def test_a_tensor_that_its_graph_alone_goes_on_with_is_found(r2d2_runs, tmp_path):
+def test_a_tensor_that_only_a_graph_still_uses_is_found(r2d2_runs, tmp_path):
     def replace(player, act, replay, args):
         old.append(replay.data["priority"])
         replay.data["priority"] = replay.data["priority"].clone()

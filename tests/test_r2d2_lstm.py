@@ -249,7 +249,7 @@ def check_windows(replay, ledgers, args):
 def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
     env_id, last_window, p_ends, burn_in, learn_length, n_step, num_steps, buffer_size, seed
 ):
-    """Also if the replay is so small that most windows have been overwritten: the newest are there."""
+    """A replay that is too small for all windows holds the newest ones."""
     lengths = {"burn_in": burn_in, "learn_length": learn_length, "n_step": n_step, "num_steps": num_steps}
     args = Args(env_id=f"probe_envs:{env_id}", num_envs=len(p_ends), hidden_size=2, **lengths)
     args.last_window, args.buffer_size = last_window, buffer_size
@@ -570,16 +570,23 @@ def test_samples_follow_the_priorities(monkeypatch, alpha):
     torch.manual_seed(0)
     index, weights = replay.sample(**exponents)
     counts = torch.bincount(index, minlength=7)
-    assert ((counts - 1000 * p).abs() < 2).all()  # stratified: no other chance
+    assert ((counts - 1000 * p).abs() < 2).all()  # stratified sampling allows no more
     assert not counts[[0, 3, 6]].any()
     expected = p[index] ** -0.6
     torch.testing.assert_close(weights.double(), expected / expected.max(), rtol=1e-5, atol=0.0)
     replay.batch_windows = 1
     singles = torch.cat([replay.sample(**exponents)[0] for _ in range(4000)])
     np.testing.assert_allclose(torch.bincount(singles, minlength=7) / 4000, p, atol=0.03)
-    monkeypatch.setattr(torch, "rand", lambda shape, **like: torch.zeros(shape, **like))  # the lowest point
-    assert replay.sample(**exponents)[0].item() == 1
-    for broken in (math.nan, math.inf):  # a window still, whose loss says what is wrong
+    priority[0] = 0.25  # a replay is filled from its first place on
+    for noise, drawn in (
+        (0.0, 0),
+        (1 - 2**-53, 5),
+    ):  # the lowest and the highest point; the last place is empty
+        monkeypatch.setattr(torch, "rand_like", lambda x, dtype, n=noise: torch.full(x.shape, n, dtype=dtype))
+        replay.batch_windows = 64
+        index, _ = replay.sample(**exponents)
+        assert index[-1 if noise else 0] == drawn
+    for broken in (math.nan, math.inf):  # the sample is still one of windows, and its weights show the fault
         priority[1], replay.batch_windows = broken, 3
         index, weights = replay.sample(**exponents)
         assert ((index >= 0) & (index < 7)).all() and not weights.isfinite().all()
@@ -665,7 +672,7 @@ def test_exploration_follows_the_ladder():
 
 
 def test_a_run_gives_each_environment_its_epsilon(tmp_path, monkeypatch):
-    """In each of two processes every second one, and none in evaluations."""
+    """The ladder in training, of which the second of two processes has every second; and 0 in evaluations."""
     given = []
 
     class Watched(Player):
@@ -678,6 +685,15 @@ def test_a_run_gives_each_environment_its_epsilon(tmp_path, monkeypatch):
     run(tmp_path, f"{flags} --num-envs 4 --epsilon 0.5 --total-timesteps 8")
     ladder = [0.5 ** (1 + 7 * i / 3) for i in range(4)]
     assert given == [pytest.approx(ladder), [0.0] * 3]
+    given.clear()
+    for name, value in (("RANK", 1), ("WORLD_SIZE", 2)):
+        monkeypatch.setattr(r2d2, name, value)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.mul_(2))  # the other has the same
+    r2d2.main(
+        [*f"{flags} --num-envs 4 --epsilon 0.5 --total-timesteps 8".split(), "--run-dir", str(tmp_path)]
+    )
+    assert given == [pytest.approx(ladder[1::2])] and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("env_id", LEDGERS)
@@ -853,9 +869,10 @@ def test_minigrids_cells_are_ones_and_zeros_of_a_byte_each():
     ("env_id", "package"), [("MiniGrid-MemoryS7-v0", "minigrid"), ("ALE/Pong-v5", "ale_py")]
 )
 def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch, capsys, env_id, package):
-    monkeypatch.setitem(sys.modules, package, None)
+    for name in (package, f"{package}.wrappers"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SystemExit) as stop:
-        r2d2.main(["--env-id", env_id])
+        r2d2.make_envs(Args(env_id=env_id), 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and line.startswith(f"r2d2_lstm.py: error: --env-id {env_id}: ")
     assert package in line
@@ -865,7 +882,7 @@ def test_atari_in_single_environments_is_refused_in_one_line(capsys):
     """They have neither small images nor a stack of one."""
     pytest.importorskip("ale_py")
     with pytest.raises(SystemExit) as stop:
-        r2d2.main(["--env-id", "ALE/Pong-v5", "--vectorization", "sync"])
+        r2d2.make_envs(Args(env_id="ALE/Pong-v5", vectorization="sync"), 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and line.startswith("r2d2_lstm.py: error: --env-id ALE/Pong-v5: ")
 
@@ -937,11 +954,10 @@ def test_value_of_an_endless_task_with_a_time_limit(tmp_path, env_id):
         ("--seed 11", 0.98, 1.0),
         pytest.param("--seed 12", 0.98, 1.0, marks=pytest.mark.slow),
         ("--no-recurrent --total-timesteps 4000", -0.4, 0.4),
-        ("--state-init zero --total-timesteps 4000", -0.4, 0.4),
     ],
 )
 def test_the_lstm_remembers_what_only_the_stored_states_hold(tmp_path, flags, low, high):
-    """The cue, at step 0, is in no window that holds the step it is asked for at, 4."""
+    """No window holds both the cue, shown at step 0, and step 4, at which it is asked for."""
     base = f"--env-id probe_envs:Recall-v0 {QUICK} --total-timesteps 16000 --batch-size 96 --burn-in 2"
     base += " --learn-length 3 --n-step 2 --buffer-size 2000 --replay-ratio 4 --eval-episodes 100"
     scores = read_scalars(run(tmp_path, base, *flags.split()).path)["eval/episodic_return"]
@@ -998,7 +1014,7 @@ def test_no_update_before_learning_starts(tmp_path):
 
 
 def test_logged_returns_are_those_of_the_less_exploring_half(tmp_path):
-    """And the steps that only reset count nowhere; rewards of 0 are not part of their root mean square."""
+    """Steps that only reset count nowhere, and rewards of 0 do not count in the root mean square."""
     probe_envs.Fixed.made = 0
     flags = "--env-id probe_envs:Fixed-v0 --num-envs 4 --num-steps 6 --total-timesteps 40 --eval-episodes 1"
     flags += " --learning-starts 20 --buffer-size 9 --batch-size 2 --learn-length 3 --learning-rate 4e-3"
@@ -1043,7 +1059,7 @@ def test_the_reward_scale_is_the_root_mean_square_of_nonzero_rewards(norm_reward
 @pytest.mark.parametrize("where", ["obs", "reward"])
 @pytest.mark.parametrize("prefix", ["", "SameStep"])
 def test_what_is_not_finite_ends_the_run_with_one_line(tmp_path, capsys, prefix, where):
-    """The line names the environment and the step. The checkpoint of before stays."""
+    """The line names the environment and the step. The earlier checkpoint stays."""
     probe_envs.Fixed.made = 0
     env_id = f"probe_envs:{prefix}NotFinite{where}-v0"
     with pytest.raises(SystemExit) as stop:
@@ -1107,7 +1123,7 @@ def test_a_resumed_run_trains_at_once_or_fills_its_replay_first(tmp_path, has_re
 
 
 def test_windows_stay_true_when_a_run_is_resumed(tmp_path):
-    """Those of before are kept, and no window joins two episodes."""
+    """Earlier windows are kept, and no window joins two episodes."""
     args = Args(env_id="probe_envs:Ledger-v0", num_envs=2, hidden_size=2, num_steps=20, buffer_size=300)
     args.burn_in, args.learn_length, args.n_step = 2, 4, 2
     parts = make_parts(args, Recorder(), seed=1)
