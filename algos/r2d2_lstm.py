@@ -7,17 +7,17 @@ Paper: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed Rein
     torchrun --nproc-per-node 2 r2d2_lstm.py        # two GPUs, or with --no-cuda two CPU processes
     python r2d2_lstm.py --evaluate runs/NAME/best.pt --eval-episodes 100
 
-Equations of section 2.3 of the paper; the numbers are ours:
+Equations of the paper and of those it builds on; the numbers are ours:
     (1)  h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, the value rescaling
     (2)  y_t  = h( r_t + ... + gamma^(k-t-1) r_{k-1} + gamma^(k-t) h^-1( Q'(s_k, argmax_a Q(s_k, a)) ) ) with
-         k = min(t + n, end of the episode) and the target network Q', which is left out if s_k is terminal
-    (3)  L    = E[ w (y_t - Q(s_t, a_t))^2 / 2 ] over the trained steps, where w = P^-beta / max P^-beta
+         k = min(t + n, end of the episode) and target network Q'; its term is left out if s_k is terminal
+    (3)  L    = E[ w (y_t - Q(s_t, a_t))^2 / 2 ] over the trained steps, w = P^-beta / max P^-beta in a batch
     (4)  P    = p^alpha / sum p^alpha, where p = eta max_t |y_t - Q_t| + (1 - eta) mean_t |y_t - Q_t|
     (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)) explores in environment i
 
 A window has burn_in steps, which only update the LSTM's state, learn_length trained steps, and n_step steps
-that only provide targets. Windows begin learn_length steps apart, so each step is trained in one of them.
-Unlike in the paper, rewards are divided by their root mean square, and gradients are clipped.
+that only provide targets. Windows begin learn_length steps apart, so each step is trained once (but see
+last_window). Unlike in the paper, targets use rewards over their root mean square, and gradients are clipped.
 
 Shapes: B environments, N windows of a batch, L steps of a window, m of them trained, n steps of a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay.
@@ -82,12 +82,12 @@ class Args:
     norm_reward: bool = True  # learn from rewards divided by the root mean square of all nonzero ones
     burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
     learn_length: int = 16  # trained steps m of a window, and the distance of two windows
-    last_window: Literal["mask", "overlap", "null"] = "mask"  # at an end: masked, moved back, null steps
+    last_window: Literal["mask", "overlap", "null"] = "mask"  # past an end: masked, none, trained to 0
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
-    state_init: Literal["stored", "zero"] = "stored"  # LSTM state at a window's start: that of acting, or 0
+    state_init: Literal["stored", "zero"] = "stored"  # LSTM state of a window: that of acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
-    checkpoint_replay: bool = True  # save the replay in checkpoints
-    learning_starts: int = 2_000  # steps in the replay before the first update, in total across processes
+    checkpoint_replay: bool = True  # save the replay in checkpoints; of images it takes gigabytes
+    learning_starts: int = 2_000  # steps added to the replay before the first update, in total
     replay_ratio: float = 8.0  # how often each step is trained on average
     batch_size: int = 1024  # trained steps of an update: windows N times m, in total across processes
     target_interval: int = 50  # updates between copies of the network to the target network
@@ -103,7 +103,7 @@ class QNetwork(nn.Module):
         super().__init__()
         space, width = envs.single_observation_space, args.hidden_size
         self.args, self.num_actions = args, int(envs.single_action_space.n)
-        self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())  # nonzero rewards, their squares
+        self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())  # number of nonzero, squares
         self.obs_scale = float(space.high.max()) if space.dtype == np.uint8 else 1.0
         self.is_image = self.obs_scale > 1 and len(space.shape) > 1 and sorted(space.shape)[-2] >= 36
         layers = []
@@ -154,7 +154,7 @@ class QNetwork(nn.Module):
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
     """Make environments whose observations are arrays of numbers; exits if they are not supported."""
-    wrappers, kwargs = [], {}  # add your own wrappers, for example gym.wrappers.TimeAwareObservation
+    wrappers, kwargs = [], {}  # your own, such as partial(gym.wrappers.TransformReward, func=np.sign)
     try:
         if "MiniGrid-" in args.env_id:  # one-hot cells and the direction, without the text of the mission
             from minigrid.wrappers import OneHotPartialObsWrapper
@@ -163,7 +163,7 @@ def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
             bits = gym.spaces.Box(0, 1, (984,), np.uint8)  # 20 for each of 7 x 7 cells, and the direction's 4
             to_bits = partial(gym.wrappers.TransformObservation, func=np.uint8, observation_space=bits)
             wrappers += [OneHotPartialObsWrapper, numbers, gym.wrappers.FlattenObservation, to_bits]
-        if "ALE/" in args.env_id:  # a grey image of 84 x 84 pixels for every four frames
+        if "ALE/" in args.env_id:  # a grey 84 x 84 image for four frames; not with wrappers
             import ale_py
 
             gym.register_envs(ale_py)
@@ -184,8 +184,8 @@ def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
 class Player:
     """Plays in B environments, and holds what the network reads there next.
 
-    After each step, `read` lists (environment, reading), where a reading is (obs, last_action, last_reward,
-    state). In the first reading of an episode, last_action is -1, and last_reward and state are zero.
+    After each step, `read` lists (environment, reading). A reading is (obs, last_action, last_reward, state),
+    the state being the one before it. An episode's first one has last_action -1, last_reward and state zero.
     """
 
     def __init__(self, agent, envs, args, epsilons, device, seed: int):
@@ -202,7 +202,7 @@ class Player:
         self.show(obs, self.returns, self.returns, ~self.is_over)
 
     def show(self, obs, actions, rewards, is_first):
-        """Set what the network reads next from arrays [B, ...]; the first of an episode is an obs alone."""
+        """Set what the network reads next from arrays [B, ...]; an episode's first reading is its obs."""
         obs = np.array(obs, self.dtype)  # a copy, since some environments reuse their arrays
         last_action, last_reward = np.where(is_first, -1, actions), np.where(is_first, 0, rewards)
         rows = torch.as_tensor(np.float32((last_action, last_reward, ~is_first))).to(self.obs.device)
@@ -230,11 +230,11 @@ class Player:
         obs, self.rewards, self.terminated, truncated, infos = answer
         self.is_over = self.terminated | truncated
         self.returns = self.returns * ~was_over + self.rewards
-        self.lengths = self.lengths * ~was_over + (~was_over | self.same_step)  # resetting takes no step
+        self.lengths = self.lengths * ~was_over + (~was_over | self.same_step)  # a NEXT_STEP reset is no step
         for name, x in (("observation", obs), ("reward", self.rewards)):
             for i, *_ in np.argwhere(~np.isfinite(x)):
                 fail(f"{self.args.env_id}: {name} of environment {i} is not finite in step {self.lengths[i]}")
-        for i in np.flatnonzero(self.is_over & self.same_step):  # obs has the next episode's first already
+        for i in np.flatnonzero(self.is_over & self.same_step):  # here obs is of the next episode already
             self.read += [(i, (infos["final_obs"][i], actions[i], self.rewards[i], self.state[i].clone()))]
         self.show(obs, actions, self.rewards, self.is_over if self.same_step else was_over)
 
@@ -243,7 +243,7 @@ class Player:
 class SequenceReplay:
     """Prioritized replay of whole windows of L steps, in `data` {name: [R, L, ...] or [R, ...]}.
 
-    The steps of a window are readings of Player: what follows a step stands in the next one.
+    A window consists of readings of Player: the action and reward of a step stand in the next reading.
     """
 
     def __init__(self, envs, args, device):
@@ -259,9 +259,9 @@ class SequenceReplay:
                 "last_action": torch.zeros(size).long(),  # [R, L]
                 "last_reward": torch.zeros(size),  # [R, L]
                 "state": torch.zeros(size[0], 2, args.hidden_size),  # before the first step that is unrolled
-                "end": torch.zeros(size[0]).long(),  # index of the last step, which fills up the window
+                "end": torch.zeros(size[0]).long(),  # index of the last step; copies of it follow
                 "is_terminated": torch.zeros(size[0]).bool(),  # whether the episode terminated at `end`
-                "is_warm": torch.zeros(size[0]).bool(),  # whether the episode has all steps of the burn-in
+                "is_warm": torch.zeros(size[0]).bool(),  # whether all burn-in steps are of the episode
                 "priority": torch.zeros(size[0]),  # p of eq. 4
             }
 
@@ -272,7 +272,7 @@ class SequenceReplay:
         for i, reading in player.read:
             steps, start, is_over = self.steps[i], self.starts[i], player.is_over[i]
             steps.append(reading)
-            if reading[1] == -1:  # an episode begins
+            if reading[1] == -1:  # an episode begins; is_over is of the last one
                 steps[:], start, is_over = [reading] * (burn_in + 1), 0, False
             while len(steps) >= start + self.length or (is_over and len(steps) > start + burn_in + 1):
                 if is_over and num_kept:  # move the last window back until all of it is trained
@@ -283,9 +283,9 @@ class SequenceReplay:
             self.starts[i] = start
 
     def store(self, window, is_terminated):
-        """Store a window in place of the oldest, with the largest priority; its last reading fills it up."""
+        """Store a window, filled up with copies of its last reading, in place of the oldest; top priority."""
         obs, actions, rewards, states = zip(*window, *window[-1:] * (self.length - len(window)), strict=True)
-        is_warm = window[0] is not window[1]  # before the first reading of an episode stand copies of it
+        is_warm = window[0] is not window[1]  # copies of it stand before an episode's first reading
         largest = self.data["priority"].max()
         state = states[0 if is_warm else self.args.burn_in]
         values = (np.stack(obs), actions, np.float32(rewards), state, len(window) - 1, is_terminated)
@@ -326,7 +326,7 @@ def epsilon_ladder(num_envs: int, epsilon: float):
 def unroll(agent, windows, args):
     """Return Q [N, m + n, A] of the steps after burn_in, which updates the state without gradient."""
     steps = [windows[name] for name in ("obs", "last_action", "last_reward")]
-    state = windows["state"] * (args.state_init == "stored")  # before the first trained step if not is_warm
+    state = windows["state"] * (args.state_init == "stored")  # of the first trained step unless is_warm
     if args.burn_in and args.recurrent:
         with torch.no_grad():
             _, burned_in = agent(*(x[:, : args.burn_in] for x in steps), state)
@@ -345,10 +345,10 @@ def compute_targets(q, target_q, rewards, end, is_terminated, gamma: float, n_st
     rewards = rewards * (t[:-1] < end)
     returns = rewards.unfold(1, n_step, 1) @ gamma ** torch.arange(n_step, device=q.device)  # [N, m]
     t = t[: returns.shape[1]]  # [m]
-    bootstrap = (t + n_step).minimum(end)  # k [N, m]
+    k = (t + n_step).minimum(end)  # [N, m]
     values = inverse_value_rescale(target_q.gather(2, q.argmax(2, keepdim=True)).squeeze(2))  # [N, m + n]
-    values = values.gather(1, bootstrap) * ~(is_terminated.unsqueeze(1) & (bootstrap == end))  # [N, m]
-    discount = gamma ** (bootstrap - t).clamp(min=0)
+    values = values.gather(1, k) * ~(is_terminated.unsqueeze(1) & (k == end))  # [N, m], no value of the end
+    discount = gamma ** (k - t).clamp(min=0)
     return value_rescale(returns + discount * values) * (t < end)
 
 
@@ -363,7 +363,7 @@ def r2d2_loss(agent, target, windows, weights, args):
     end = windows["end"] - args.burn_in  # [N]
     is_trained = torch.arange(args.learn_length, device=end.device) < end.unsqueeze(1)  # [N, m]
     is_trained |= args.last_window == "null"  # which trains on steps after the end, without reward or future
-    taken = slice(args.burn_in + 1, args.burn_in + 1 + args.learn_length)  # read one step later
+    taken = slice(args.burn_in + 1, args.burn_in + 1 + args.learn_length)  # actions are read one step later
     actions = windows["last_action"][:, taken]  # [N, m]
     count, squares = agent.reward_sums
     rewards = windows["last_reward"][:, args.burn_in + 1 :] / (squares / count).sqrt()  # [N, m + n - 1]
@@ -385,7 +385,7 @@ def update_network(agent, target, optimizer, replay, args):
     index, weights = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
     loss, metrics, num_steps, priorities = r2d2_loss(agent, target, windows, weights, args)
-    num_steps = average(num_steps.float())  # sums over this average over processes to the mean over all steps
+    num_steps = average(num_steps.float())  # the average of sums over it is the mean over all steps
     optimizer.zero_grad()
     (loss / num_steps).backward()
     gradients = [parameter.grad for parameter in agent.parameters()]  # sent as one vector
@@ -490,7 +490,7 @@ def train(args: Args, checkpoint: dict | None = None):
             for name, part in parts.items():
                 part.load_state_dict(checkpoint[name])
             optimizer.param_groups[0] |= {"lr": lr, "capturable": use_graphs}
-            if args.resume and "replay" in checkpoint:
+            if replay and "replay" in checkpoint:
                 replay.num_added = checkpoint["num_added"]
                 for name, x in replay.data.items():
                     x.copy_(checkpoint["replay"][name])
@@ -541,7 +541,7 @@ def train(args: Args, checkpoint: dict | None = None):
             num_updates += 1
             if num_updates % args.target_interval == 0:
                 target.load_state_dict(agent.state_dict())
-        if use_graphs and num_updates > 2:  # after calls that warm up
+        if use_graphs and num_now and num_updates > 2:  # after calls that warm up
             act, update, use_graphs = capture(player.act), capture(update), False
         if RANK > 0:  # the log shows the environments of process 0
             continue

@@ -294,11 +294,12 @@ def test_what_a_copy_leaves(script, killed):
 
 
 @each_script
-def test_a_copy_evaluates_its_best_policy(script, killed):
+@pytest.mark.parametrize("name", ["best.pt", "checkpoint.pt"])
+def test_a_copy_evaluates_a_policy_of_a_resumed_run(script, killed, name):
     folder, _ = killed
     path = find_run(folder / "runs")
     files = {x: x.read_bytes() for x in path.rglob("*") if x.is_file()}
-    out, err = run_copy(folder, "evaluated", script, "--evaluate", path / "best.pt", "--eval-episodes", 3)
+    out, err = run_copy(folder, "evaluated", script, "--evaluate", path / name, "--eval-episodes", 3)
     scores = ast.literal_eval(out)
     assert (
         err == ""
