@@ -163,17 +163,18 @@ def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
             bits = gym.spaces.Box(0, 1, (984,), np.uint8)  # 20 for each of 7 x 7 cells, and the direction's 4
             to_bits = partial(gym.wrappers.TransformObservation, func=np.uint8, observation_space=bits)
             wrappers += [OneHotPartialObsWrapper, numbers, gym.wrappers.FlattenObservation, to_bits]
-        if "ALE/" in args.env_id:  # a grey 84 x 84 image for four frames; not with wrappers
+        if "ALE/" in args.env_id:
             import ale_py
 
             gym.register_envs(ale_py)
-            kwargs = {"stack_num": 1, "reward_clipping": False}
+            if args.vectorization == "auto":  # a grey 84 x 84 image for four frames; not with wrappers
+                kwargs = {"stack_num": 1, "reward_clipping": False}
         auto_mode = "sync" if wrappers else None  # None: the task's own vector form, if it has one
         mode = auto_mode if args.vectorization == "auto" else args.vectorization
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **kwargs)
         if not isinstance(envs.single_observation_space, gym.spaces.Box):
             envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete ones become one-hot
-    except (gym.error.Error, ImportError, TypeError, ValueError, NotImplementedError) as error:
+    except (gym.error.Error, ImportError, ValueError, NotImplementedError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     space, actions = envs.single_observation_space, envs.single_action_space
     if not isinstance(space, gym.spaces.Box) or not isinstance(actions, gym.spaces.Discrete):
@@ -550,7 +551,7 @@ def train(args: Args, checkpoint: dict | None = None):
             fail(f"{args.env_id}: losses are not finite at step {step}")
         scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist(), strict=True) if num_now}
         scalars |= {"charts/cpu_seconds": cpu_seconds, "charts/SPS": num_steps / (time.time() - start)}
-        scalars |= {"charts/num_updates": num_updates, "charts/learning_rate": lr.item()}
+        scalars |= {"charts/num_updates": num_updates, "charts/learning_rate": lr}
         if episodes:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, 0)
             bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.2f}", refresh=False)

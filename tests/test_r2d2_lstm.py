@@ -878,13 +878,15 @@ def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch, capsys, env
     assert package in line
 
 
-def test_atari_in_single_environments_is_refused_in_one_line(capsys):
-    """They have neither small images nor a stack of one."""
+def test_atari_in_single_environments_keeps_its_colours():
+    """Only Atari's own vector form makes small grey images."""
     pytest.importorskip("ale_py")
-    with pytest.raises(SystemExit) as stop:
-        r2d2.make_envs(Args(env_id="ALE/Pong-v5", vectorization="sync"), 1)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line.startswith("r2d2_lstm.py: error: --env-id ALE/Pong-v5: ")
+    args = Args(env_id="ALE/Pong-v5", vectorization="sync")
+    envs = r2d2.make_envs(args, 1)
+    assert envs.single_observation_space.shape == (210, 160, 3)
+    network = r2d2.QNetwork(envs, args)
+    envs.close()
+    assert network.is_image and network.encode(torch.zeros(1, 2, 210, 160, 3)).shape == (1, 2, 64)
 
 
 @pytest.mark.slow
