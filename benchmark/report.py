@@ -24,7 +24,7 @@ from common import ResultsError, show
 from suite import SUMMARY_NUMBER
 
 sys.path.append(str(common.BENCHMARK / "studies"))
-STUDIES = ("change_detection", "go_search")  # each by its own program
+STUDIES = ("change_detection", "go_search", "tsp_networks")  # each by its own program
 UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
 SCRIPTS = ("ppo", "reinforce_tsp_attention", "r2d2_lstm", "ppo_change_detection", "alphazero_go")
 METRICS = {  # in words
@@ -326,7 +326,7 @@ def draw_curves(axes, cells: list[dict], kind: str) -> None:
 
 
 def load_studies() -> list[tuple]:
-    """The modules of the studies, each with its results."""
+    """The modules of the studies, each with its results, None if it has not run yet."""
     return [(importlib.import_module(name), common.load_results(name)) for name in STUDIES]
 
 

@@ -121,10 +121,6 @@ def find_used_files(script: Path) -> set[Path]:
             for name in names
             for end in ("", ".py", "/__init__.py")
         ]
-        if (
-            path.parent.parent == common.ROOT / "envs_shared"
-        ):  # a folder of helpers, with the data that they read
-            used += path.parent.rglob("*.txt")
         todo += [path for path in used if path.is_file() and path not in found]
     return found
 

@@ -79,6 +79,9 @@ class CudaTensor(torch.Tensor):
     def tolist(self) -> list:
         return self.cpu().tolist()
 
+    def new_tensor(self, data, dtype=None, **_) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=CUDA)
+
     def numpy(self, **_):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
 

@@ -98,7 +98,8 @@ def share(script, out, flags, resume_flags):
     module = importlib.util.module_from_spec(spec)  # again, as it reads the number of processes at import
     sys.modules[script] = module
     spec.loader.exec_module(module)
-    network = module.QNetwork if script == "r2d2_lstm" else module.Agent
+    names = {"r2d2_lstm": "QNetwork", "reinforce_tsp_attention": "AttentionModel"}
+    network = getattr(module, names.get(script, "Agent"))
     made, make = [], network.__init__
 
     def record(agent, *args, **kwargs):
@@ -321,25 +322,24 @@ def update_r2d2(r2d2, rows):
 
 def update_tsp(am, rows):
     """With each baseline. With frozen batch norms, as in training each process normalizes by its own instances."""
-    agents, numbers = [], []
+    agents, numbers, uniform = [], [], torch.Tensor.uniform_
 
-    def draw_for_those_rows(logits):
-        whole = torch.empty(6, *logits.shape[1:]).exponential_().log()
-        return (logits - whole[rows]).argmax(-1)
+    def draw_for_those_rows(x, *limits):
+        return x.copy_(uniform(torch.empty(6, *x.shape[1:]), *limits)[rows])
 
-    for baseline in ("pomo", "rollout", "exponential"):
-        args = am.Args(baseline=baseline, max_grad_norm=0.1)
-        agent, points, held = am.AttentionModel().eval(), torch.rand(6, 5, 2), torch.rand(600, 5, 2)
-        frozen = am.Baseline(am.AttentionModel())
-        frozen.running_mean.fill_(3.0)
-        frozen.is_warmup.zero_()
-        loss_fn = partial(am.compute_loss, agent, am.score_tours, frozen)
-        with patch.object(am, "sample_nodes", draw_for_those_rows):
-            metrics = am.update_weights(agent, [descend(agent)], loss_fn, args, points[rows])
+    for has_best_policy in (False, True):
+        agent, points = am.AttentionModel().eval(), torch.rand(6, 5, 2)
+        best_policy = am.AttentionModel().eval() if has_best_policy else None
+        args = am.Args(max_grad_norm=0.1)
+        with patch.object(torch.Tensor, "uniform_", draw_for_those_rows):
+            numbers.append(am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]))
         agents.append(agent)
-        numbers += [am.sum_over_ranks(metrics) / am.WORLD_SIZE, frozen.running_mean]
-        numbers.append(am.get_greedy_lengths(frozen.policy, held))
-    return agents, numbers
+    points, (agent, best) = torch.rand(600, 5, 2)[rows], agents
+    numbers.append(
+        torch.stack([am.is_better(agent, best, points, 0.5), am.is_better(best, agent, points, 0.5)])
+    )
+    assert numbers[-1].sum() == 1
+    return agents, [x.float() for x in numbers]
 
 
 def update_change_detection(cd, rows):

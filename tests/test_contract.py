@@ -28,7 +28,7 @@ import torch
 from conftest import ENVIRONMENT, ROOT, read_scalars, start_process, wait_for
 from packaging.requirements import Requirement
 
-MOVED = ["ppo", "r2d2_lstm"]
+MOVED = ["ppo", "r2d2_lstm", "reinforce_tsp_attention"]
 COMMON_FLAGS = (
     "exp_name seed torch_deterministic cuda track wandb_project_name wandb_entity capture_video run_dir resume "
     "evaluate eval_interval eval_episodes"
@@ -54,7 +54,7 @@ class Case:
     more: int  # and by how much of it the tests extend a run
     counter: int  # where the checkpoint's `progress` counts in that unit
     even: tuple[str, int]  # more flags, with which an evaluation has a known number of steps: this one
-    resume: str  # flags that make a finished quick run of 1,024 of that unit go on
+    resume: str  # flags that make a run of half that length go on
     tags: tuple[str, str]  # of a score and a loss
     max_tokens: int
     max_lines: int
@@ -62,6 +62,8 @@ class Case:
     bad: dict[str, str]  # bad input: flags, and words of the one line that answers them
     sibling: str | None = None  # the file of envs_shared/ that a copy takes along
     max_sibling_tokens: int = 0
+    reader: str | None = None  # and one that it imports if a flag names a file in a rarer format
+    max_reader_tokens: int = 0
     has_environments: bool = True  # a section of them
     states: frozenset[str] = frozenset()  # what checkpoint.pt and best.pt hold beside what all scripts have
     training_states: frozenset[str] = frozenset()  # and what is in checkpoint.pt alone
@@ -130,6 +132,30 @@ CASES = {
         states=frozenset({"target"}),
         training_states=frozenset({"replay", "num_added"}),
         optional=frozenset({"ale_py", "minigrid"}),
+    ),
+    "reinforce_tsp_attention": Case(
+        quick="--env-id tsp5-uniform --num-epochs 8 --steps-per-epoch 2 --batch-size 8 --eval-episodes 4"
+        " --eval-interval 2",
+        length="--num-epochs",
+        more=8,
+        counter=0,
+        even=("--num-epochs 40 --eval-episodes 30", 30),
+        resume="--num-epochs 8",
+        tags=("eval/greedy_length", "losses/policy_loss"),
+        max_tokens=4800,
+        max_lines=500,
+        total="--batch-size",
+        bad={
+            "--env-id tsp20": "--env-id tsp20: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes",
+            "--env-id tsp2-uniform --evaluate good.pt": "--env-id tsp2-uniform: must be",
+            "--optimizer adam --resume good.pt": "good.pt: does not fit --baseline or --optimizer",
+            "--data missing.txt --evaluate good.pt": "missing.txt: ",
+            "--train-path garbage.pt": "garbage.pt: could not convert",
+            "--solve tours --evaluate good.pt": "--solve tours: must be a new folder",
+        },
+        reader="tsplib.py",
+        max_reader_tokens=1200,
+        states=frozenset({"best_policy", "muon"}),
     ),
 }
 assert list(CASES) == MOVED
@@ -568,8 +594,8 @@ def test_a_script_is_within_its_budget(script):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
             assert length <= (110 if node.name == "train" else 70), node.name
-    if case.sibling:
-        assert count_tokens((ROOT / "envs_shared" / case.sibling).read_text()) <= case.max_sibling_tokens
+    for name, most in ((case.sibling, case.max_sibling_tokens), (case.reader, case.max_reader_tokens)):
+        assert name is None or count_tokens((ROOT / "envs_shared" / name).read_text()) <= most
 
 
 @each_script
@@ -634,12 +660,20 @@ def test_pep723_block_has_the_packages_that_are_imported(script):
 
 @each_script
 def test_a_script_imports_no_other_and_at_most_its_sibling(script):
-    modules = find_imports(ast.walk(ast.parse(source(script))))
+    """At its top, that is; in a function also the reader of a rarer format. Neither imports others in turn."""
+    tree, case = ast.parse(source(script)), CASES[script]
+    modules = find_imports(ast.walk(tree))
     scripts = {x.stem for x in (ROOT / "algos").glob("*.py")}
     assert not {x.split(".")[0] for x in modules} & {"algos", "tests", "benchmark", *scripts}
-    sibling = CASES[script].sibling
-    ours = {x for x in modules if x.split(".")[0] == "envs_shared"}
-    assert ours <= ({f"envs_shared.{sibling.removesuffix('.py')}", "envs_shared"} if sibling else set())
+    sibling, reader = (
+        f"envs_shared.{x.removesuffix('.py')}" if x else None for x in (case.sibling, case.reader)
+    )
+    allowed = {sibling, "envs_shared"} if sibling else set()
+    for nodes, more in ((tree.body, set()), (ast.walk(tree), {reader})):
+        assert {x for x in find_imports(nodes) if x.split(".")[0] == "envs_shared"} <= allowed | more
+    for name in filter(None, (case.sibling, case.reader)):
+        imported = find_imports(ast.walk(ast.parse((ROOT / "envs_shared" / name).read_text())))
+        assert not {x.split(".")[0] for x in imported} & {"algos", "envs_shared", "tests", "benchmark"}
 
 
 def read_fields(script: str) -> list[tuple[str, str, str, str]]:

@@ -1,7 +1,7 @@
 """The CUDA paths of the scripts on a pretend GPU, end to end, and planted faults that it has to find.
 
 A script of the old form joins in with its runs, in RUNS. Then come R2D2, whose constant CUDA_GRAPHS switches its
-graphs, and PPO, which records none.
+graphs, and PPO and the TSP script, which record none.
 """
 
 import ast
@@ -50,8 +50,11 @@ PPO_RUNS = {
     "pendulum": f"{PPO} --env-id Pendulum-v1 --norm-obs --clip-vloss --ent-coef 0.01 --eval-episodes 0",
     "kl": f"{PPO} --kl-coef 1 --target-kl 9",
 }
-TSP = "--env-id tsp6-uniform --num-layers 1 --num-epochs 4 --steps-per-epoch 3 --batch-size 2 --checkpoint-interval 0"
-TSP += " --eval-interval 100 --eval-episodes 2"
+TSP = "--env-id tsp5-uniform --num-epochs 3 --steps-per-epoch 2 --batch-size 2 --eval-interval 3 --eval-episodes 2"
+TSP_RUNS = {
+    "pomo": TSP,
+    "rollout": f"{TSP} --baseline rollout --baseline-instances 8 --baseline-level 0.5 --optimizer adam",
+}
 R2D2 = (
     "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40 --hidden-size 8"
 )
@@ -63,7 +66,6 @@ R2D2_RUNS = {
     "images": f"{R2D2} --env-id probe_envs:PictureHWC-v0 --last-window overlap",
     "no-memory": f"{R2D2} --no-recurrent --last-window null --state-init zero",
 }
-ROLLOUT = "--baseline rollout --baseline-instances 8 --optimizer adam"
 CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
 CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 4 --num-minibatches 2 --checkpoint-interval 0"
 CHANGE += " --eval-interval 100 --eval-episodes 1"
@@ -77,8 +79,6 @@ RUNS = {
     "change-detection": Run(
         cd, CHANGE, max_waits=12, max_launches=2400
     ),  # its graphs are of the first two stages
-    "tsp-pomo": Run(tsp, TSP, max_waits=4, max_launches=70),
-    "tsp-rollout": Run(tsp, f"{TSP} {ROLLOUT}", max_waits=6, max_launches=300),
 }
 
 
@@ -110,9 +110,8 @@ class QuickOpponent:
 
 @contextlib.contextmanager
 def small_runs():
-    """A pretend GPU, and where no flag says how wide a network is, a narrow one."""
+    """A pretend GPU, and a cheap opponent in Go."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(tsp.AttentionModel.__init__, "__defaults__", (3, 16, 8, 32)))
         stack.enter_context(mock.patch.object(az, "RolloutEvaluator", QuickOpponent))
         stack.enter_context(mock.patch.object(az, "MAX_TREE", 8))
         yield stack.enter_context(pretend_cuda())
@@ -192,10 +191,10 @@ def test_the_host_rarely_waits(played, name):
     assert max(graphs.launches) <= RUNS[name].max_launches
 
 
-@pytest.mark.parametrize("name", ["tsp-pomo"])
+@pytest.mark.parametrize("name", ["go", "change-detection"])
 def test_a_resumed_run_leaves_the_checkpoint_of_an_uninterrupted_one(played, tmp_path, name):
     with pytest.raises(Interrupted):
-        play(RUNS[name], True, tmp_path, "--checkpoint-interval", "1", last_iteration=8)
+        play(RUNS[name], True, tmp_path, "--checkpoint-interval", "1", last_iteration=3)
     (path,) = tmp_path.glob("*/checkpoint.pt")
     resumed = play(RUNS[name], True, tmp_path, "--resume", str(path))
     assert find_differences(resumed, played(name, False)) == []
@@ -460,6 +459,109 @@ def test_a_checkpoint_of_ppo_is_evaluated_on_the_device(tmp_path, capsys):
     assert printed[0] == pytest.approx(printed[1]) and printed[0]["eval/episodic_length"] > 1
 
 
+# The TSP, without graphs
+
+
+def play_tsp(flags: str, folder: Path, last_update: int | None = None, **patches) -> tuple[Path, list, list]:
+    """Run reinforce_tsp_attention.py on the pretend GPU: its folder, the host's waits in updates and between them."""
+    waits, marks, update = [], [], patches.pop("update_weights", tsp.update_weights)
+
+    def count(*args):
+        before = gpu.waits.total()
+        marks.append(before - sum(waits))
+        if len(marks) == last_update:
+            raise Interrupted
+        metrics = update(*args)
+        waits.append(gpu.waits.total() - before)
+        return metrics
+
+    with mock.patch.multiple(tsp, update_weights=count, **patches), pretend_cuda() as gpu:
+        tsp.main([*flags.split(), "--run-dir", str(folder)])
+        assert gpu.launches > 1000 and gpu.replays == 0
+    (path,) = folder.iterdir()
+    return path, waits, np.diff(marks).tolist()
+
+
+@pytest.mark.parametrize("name", TSP_RUNS)
+def test_the_tsp_gives_on_the_device_what_it_gives_on_the_host(tmp_path, name):
+    """Up to rounding, if Muon does not round to bfloat16. The host waits in no update, and between two for points."""
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x):
+        path, waits, between = play_tsp(TSP_RUNS[name], tmp_path / "device")
+        tsp.main([*TSP_RUNS[name].split(), "--no-cuda", "--run-dir", str(tmp_path / "host")])
+    (host,) = (tmp_path / "host").iterdir()
+    theirs, ours = (dict(named_tensors(load(x / "checkpoint.pt"))) for x in (host, path))
+    assert ours.keys() == theirs.keys() and len(waits) == 6
+    for tensor, value in ours.items():
+        torch.testing.assert_close(value, theirs[tensor], rtol=1e-4, atol=1e-5, msg=tensor)
+    found, expected = (
+        {tag: x for tag, x in read_scalars(folder).items() if "SPS" not in tag and "seconds" not in tag}
+        for folder in (path, host)
+    )
+    assert found.keys() == expected.keys()
+    for tag in found:
+        np.testing.assert_allclose(found[tag], expected[tag], rtol=1e-4, atol=1e-5, err_msg=tag)
+    assert set(waits) == {0}
+    assert between[::2] == [1] * 3 and max(between[1::2]) <= (3 if name == "pomo" else 5), between
+
+
+def test_a_run_of_the_tsp_is_resumed_and_evaluated_on_the_device(tmp_path, capsys):
+    """With bfloat16 in Muon. It ends with the checkpoint of an uninterrupted run."""
+    flags = f"{TSP} --num-epochs 2 --eval-interval 1 --eval-episodes 0"
+    whole, *_ = play_tsp(flags, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        play_tsp(flags, tmp_path / "cut", last_update=4)
+    (path,) = tmp_path.glob("cut/*/checkpoint.pt")
+    play_tsp(f"--resume {path}", tmp_path / "cut")
+    ends = [SimpleNamespace(tensors=dict(named_tensors(load(x)))) for x in (path, whole / "checkpoint.pt")]
+    assert find_differences(*ends) == [] and len(ends[0].tensors) > 200
+    printed = []
+    for flag in ("--cuda", "--no-cuda"):
+        capsys.readouterr()
+        with pretend_cuda() as gpu:
+            tsp.main(["--evaluate", str(path), "--eval-episodes", "2", flag])
+        assert (gpu.launches > 0) == (flag == "--cuda")
+        printed.append(ast.literal_eval(capsys.readouterr().out))
+    assert printed[0] == pytest.approx(printed[1], rel=1e-6)
+
+
+def test_a_wait_and_a_tensor_of_the_host_in_an_update_of_the_tsp_are_found(tmp_path):
+    def wait(*args):
+        metrics = update(*args)
+        metrics.sum().item()
+        return metrics
+
+    def add(*args):
+        loss, length = compute_loss(*args)
+        return (loss + torch.zeros(2)).sum(), length
+
+    update, compute_loss = tsp.update_weights, tsp.compute_loss
+    flags = f"{TSP} --num-epochs 2 --steps-per-epoch 1 --eval-episodes 0"
+    _, waits, _ = play_tsp(flags, tmp_path / "wait", update_weights=wait)
+    assert set(waits) == {1}
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        play_tsp(flags, tmp_path / "add", compute_loss=add)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_of_the_tsp_on_a_real_gpu_is_that_of_the_host():
+    """With tours that both score; sampled tours are permutations."""
+    torch.manual_seed(0)
+    agent, points = tsp.AttentionModel().eval(), torch.rand(64, 50, 2)
+    tours = torch.rand(64, 4, 50).argsort(-1)
+    on_gpu = copy.deepcopy(agent).cuda()
+    found = []
+    for model, device in ((agent, "cpu"), (on_gpu, "cuda")):
+        log_likelihood, start = tsp.score_tours(model(points.to(device)), tours.to(device))
+        (log_likelihood.mean() + start[:, 0].mean()).backward()
+        found.append([p.grad.cpu() for p in model.parameters()] + [log_likelihood.detach().cpu()])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-2, atol=1e-3 * x.abs().max().item())
+    with torch.no_grad():
+        points = torch.rand(512, 200, 2, device="cuda")
+        tours, _ = tsp.construct_tours(points, on_gpu(points), sample=True)
+    assert torch.equal(tours.sort(-1).values, torch.arange(200, device="cuda").expand_as(tours))
+
+
 # The pretend GPU itself
 
 
@@ -470,6 +572,7 @@ WAITS = {
     "cpu": lambda x: x.cpu(),
     "to": lambda x: x.to("cpu", non_blocking=False),
     "tensor": lambda x: torch.tensor([1.0], device=x.device),
+    "new": lambda x: x.new_tensor([1.0]),
     "copy": lambda x: x.copy_(torch.ones(3)),
     "mask": lambda x: x[x > 0],
     "put": lambda x: x.index_put_((x > 0,), x + 1),

@@ -677,7 +677,7 @@ def test_a_cell_that_is_killed_before_it_starts_is_one_that_was_killed(cell, mon
 
 
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
-    """Of what the script imports in turn, with its data, not of its neighbours; of files that it names, of packages.
+    """Of what the script imports in turn, not of its neighbours; of files that it names, of packages.
 
     And of the module of an environment that a flag names.
     """
@@ -687,10 +687,10 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
         "envs_shared/tasks/a.py": "import envs_shared.tasks.b as b\n",
         "envs_shared/tasks/b.py": "b = 1\n",
         "envs_shared/tasks/c.py": "c = 1\n",
-        "envs_shared/tasks/reference/r.txt": "3.85\n",
-        "envs_shared/others/r.txt": "3.85\n",
         "envs_shared/own.py": "c = 1\n",
-        "benchmark/peers/match.py": "import shared\nENGINE = 'algos/ppo.py'\n",
+        "benchmark/peers/match.py": "import shared\nENGINE = 'algos/ppo.py'\nDATA = 'benchmark/data/r.txt'\n",
+        "benchmark/data/r.txt": "3.85\n",
+        "benchmark/data/s.txt": "3.85\n",
         "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
         "benchmark/peers/requirements-x.txt": "x==1\n",
         "net.pt": "weights",
@@ -716,8 +716,9 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
     before = named.hash()
     (tmp_path / "envs_shared" / "own.py").write_text("c = 2\n")
     assert named.hash() != before
-    both = {"algos/ppo.py", *(f"envs_shared/tasks/{name}" for name in ("a.py", "b.py", "reference/r.txt"))}
+    both = {"algos/ppo.py", "envs_shared/tasks/a.py", "envs_shared/tasks/b.py"}
     peers = {"benchmark/peers/match.py", "benchmark/peers/shared.py", "benchmark/peers/requirements-x.txt"}
+    peers.add("benchmark/data/r.txt")
     assert {name for name, found in changed.items() if found == (True, True)} == both
     assert {name for name, found in changed.items() if found == (False, True)} == peers | {"algos/net.pt"}
 
@@ -741,7 +742,9 @@ def test_what_a_script_uses_is_what_it_imports():
     assert found > {"benchmark/peers/go_engine.py", "benchmark/peers/peer.py", "algos/alphazero_go.py"}
     assert {"benchmark/checkpoints/go5x5.pt", "envs_shared/go_tasks/gtp.py"} < found
     found = suites.find_used_files(ROOT / "benchmark" / "peers" / "elkai_lkh.py")
-    assert ROOT / "envs_shared" / "tsp_tasks" / "reference" / "tsp20-uniform.txt" in found
+    assert ROOT / "benchmark" / "data" / "tsp" / "tsp20_uniform_500.txt" in found
+    attention = ROOT / "algos" / "reinforce_tsp_attention.py"
+    assert suites.find_used_files(attention) >= {attention, ROOT / "envs_shared" / "tsplib.py"}
 
 
 # ---- Runs on Ray -----------------------------------------------------------------------------------------------------

@@ -68,13 +68,6 @@ CASES = {
         tags=("charts/episodic_return", "losses/value_loss"),
         score=("eval/val_score", 1),
     ),
-    "reinforce_tsp_attention": Case(
-        "--num-epochs 8 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
-        *("--eval-interval 0 --checkpoint-interval 0", "--num-epochs", 9),
-        progress=("gap=", "instance/s"),
-        tags=("eval/greedy_gap", "losses/policy_loss"),
-        score=("eval/validation_length", -1),
-    ),
 }
 TIMES = re.compile(r"SPS|per_second|_seconds|_ms$|_idle$")  # metrics that no two runs have in common
 # What the section Run holds, the same to the letter in every script

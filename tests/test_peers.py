@@ -1,10 +1,12 @@
 """Other people's programs, side by side with ours: their flags, what they log, and a short real run of each."""
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, read_scalars
@@ -53,8 +55,8 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, final m
     ),
     "rl4co_attention": (
         "rl4co",
-        ("--num-epochs 2 --steps-per-epoch 2 --batch-size 4",),
-        "greedy_length greedy_gap greedy_gap_std greedy_ms instances_per_cpu_second",
+        ("--num-epochs 2 --steps-per-epoch 2 --batch-size 4 --baseline-instances 20",),
+        "greedy_length greedy_gap greedy_gap_std instances_per_cpu_second",
         "",
     ),
     "openspiel_mcts": (
@@ -70,7 +72,7 @@ SCRIPTS = {  # file -> its environment (None: the main one), short runs, final m
         MATCH,
         "",
     ),
-    "elkai_lkh": ("elkai", ("",), "length gap gap_std ms", ""),
+    "elkai_lkh": ("elkai", ("",), "length gap gap_std ms cpu_ms", ""),
 }
 RUNS = [(script, flags) for script, (_, runs, _, _) in SCRIPTS.items() for flags in runs]
 
@@ -168,7 +170,7 @@ def check_values(script, flags, result, scalars):
     """What is known of the numbers of a short run."""
     found = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
     if script == "elkai_lkh":
-        assert abs(found["gap"]) < 1e-4 and result["env_steps"] == 100  # LKH finds what Concorde found
+        assert abs(found["gap"]) < 1e-4 and result["env_steps"] == 500  # LKH finds what Concorde found
     elif script == "rl4co_attention":
         assert found["greedy_gap"] > 0 and result["env_steps"] == 16
         assert [step for step, _ in scalars["eval/greedy_gap"]] == [8, 16]
@@ -233,6 +235,52 @@ def test_settings_of_sb3_are_the_defaults_of_cleanrl():
         assert found.arguments[ours] == find(theirs), ours
     assert found.arguments["vf_coef"] == find("vf-coef") / 2
     assert found.arguments["batch_size"] == find("num-envs") * find("num-steps") / find("num-minibatches")
+
+
+def test_tours_are_read_and_scored(tmp_path, capsys):
+    """The square and its two diagonals: a tour that crosses is longer by 2 (sqrt(2) - 1) of 4."""
+    (tmp_path / "a.txt").write_text("0 0 1 0 1 1 0 1 output 1 2 3 4 1\n0 0 3 0 3 3 0 3 output 1 2 3 4 1\n")
+    points, references = peer.read_ml4co(str(tmp_path / "a.txt"), 4)
+    assert points.tolist()[1] == [[0, 0], [3, 0], [3, 3], [0, 3]] and references.tolist() == 2 * [
+        [0, 1, 2, 3]
+    ]
+    tours = np.array([[0, 1, 2, 3], [0, 2, 1, 3]])
+    scores = peer.score_tours(points, tours, references)
+    crossing = 50 * (2**0.5 - 1)
+    assert scores["length"] == pytest.approx((4 + 6 + 6 * 2**0.5) / 2)
+    assert [scores["gap"], scores["gap_std"]] == pytest.approx([crossing / 2] * 2)
+    assert peer.score_tours(points, tours).keys() == {"length"}
+    (tmp_path / "b.txt").write_text("0 0 1 0 1 1\n")
+    points, references = peer.read_ml4co(str(tmp_path / "b.txt"), 3)
+    assert points.shape == (1, 3, 2) and references is None
+    (tmp_path / "c.txt").write_text("0 0 1 0 1 1 output 1 2 2 1\n")
+    for name, num_nodes, message in (
+        ("none.txt", 3, "No such file"),
+        ("b.txt", 4, "a line has 6 numbers"),
+        ("c.txt", 3, "a tour does not visit each node once"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            peer.read_ml4co(str(tmp_path / name), num_nodes)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert error.value.code == 2 and f"--data {tmp_path / name}: " in line and message in line
+
+
+def test_lkh_makes_tours_where_a_file_has_none(tmp_path):
+    """And never writes over a file."""
+    rng = np.random.default_rng(1)
+    rows = rng.random((3, 16))
+    (tmp_path / "a.txt").write_text("".join(" ".join(map(str, row)) + "\n" for row in rows.tolist()))
+    flags = ("--env-id", "tsp8-uniform", "--data", tmp_path / "a.txt", "--output", tmp_path / "b.txt")
+    run = run_peer("elkai_lkh", *flags, "--run-dir", tmp_path / "runs", python=find_python("elkai_lkh"))
+    assert run.returncode == 0, run.stderr
+    points, tours = peer.read_ml4co(str(tmp_path / "b.txt"), 8)
+    assert points.reshape(3, 16).tolist() == rows.tolist()
+    others = [np.array([0, *order]) for order in itertools.permutations(range(1, 8))]
+    for x, tour in zip(points, tours, strict=True):
+        best = min(peer.score_tours(x[None], other[None])["length"] for other in others)
+        assert peer.score_tours(x[None], tour[None])["length"] == pytest.approx(best, rel=1e-6)
+    again = run_peer("elkai_lkh", *flags, "--run-dir", tmp_path / "runs", python=find_python("elkai_lkh"))
+    assert again.returncode == 2 and "--output" in again.stderr
 
 
 def test_a_match_refuses_what_it_cannot_play(tmp_path):

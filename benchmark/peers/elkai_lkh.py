@@ -1,9 +1,11 @@
-"""LKH (Helsgaun 2000) through elkai on the stored instances, whose optimal tours are by Concorde.
+"""LKH (Helsgaun 2000) through elkai on the instances of a file: checks the file's tours, or makes them.
 
-Each instance is solved by itself, with elkai's ten runs; whole-number distances are millionths of the largest.
-LKH may be used for academic and non-commercial purposes only.
+Each instance is solved by itself, with elkai's ten runs; whole-number distances are millionths of the largest. With
+--output, the instances are written with LKH's tours, which turns a file without tours into one that gaps can be
+measured against. LKH may be used for academic and non-commercial purposes only.
 """
 
+import re
 import time
 from pathlib import Path
 
@@ -12,31 +14,48 @@ import peer
 
 def make_parser():
     """Flags."""
-    return peer.make_parser(__doc__, "tsp20-uniform")
+    parser = peer.make_parser(__doc__, "tsp20-uniform")
+    data = peer.ROOT / "benchmark/data/tsp/tsp20_uniform_500.txt"
+    parser.add_argument("--data", default=data, help="instances in ML4CO text, with or without tours")
+    parser.add_argument("--output", help="new file for the instances with LKH's tours")
+    return parser
+
+
+def solve(points):
+    """Return the tour [N] that LKH finds through points [N, 2]."""
+    import elkai
+    import numpy as np
+
+    if len(points) <= 3:
+        return list(range(len(points)))
+    distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    whole = (1e6 * distances / distances.max()).round().astype(int)
+    return elkai.DistanceMatrix(whole.tolist()).solve_tsp(runs=10)[:-1]
 
 
 def main() -> None:
     """Command line."""
     args = make_parser().parse_args()
-    import elkai  # noqa: F401  # used by envs_shared.tsp_tasks; its import is no part of the solver's time
-    import torch
+    match = re.fullmatch(r"tsp(\d+)-\w+", args.env_id)
+    if not match:
+        peer.fail(f"--env-id {args.env_id}: must be tspN- and the kind of the instances, with N nodes")
+    if args.output and Path(args.output).exists():
+        peer.fail(f"--output {args.output}: must be a new file")
+    points, references = peer.read_ml4co(args.data, int(match[1]))
+    import elkai  # noqa: F401  # its import is no part of the solver's time
+    import numpy as np
     from tqdm import tqdm
 
-    from envs_shared.tsp_tasks import instances as tsp
-
-    torch.set_num_threads(1)
-    stored = {path.stem: path for path in sorted(tsp.REFERENCE_FOLDER.glob("*.txt"))}
-    if args.env_id not in stored:
-        peer.fail(f"--env-id {args.env_id}: optimal tours are stored for {', '.join(stored)}")
-    instances = tsp.read_instances(stored[args.env_id])
     run = peer.Run(args, Path(__file__).stem, peer.get_version("elkai"))
-    start = time.perf_counter()
-    tours = [tsp.solve_with_elkai(instance) for instance in tqdm(instances, unit="instance")]
-    milliseconds = 1e3 * (time.perf_counter() - start) / len(instances)
-    found = [tsp.Instance(i.name, i.points, tour) for i, tour in zip(instances, tours, strict=True)]
-    metrics = tsp.summarize({"lkh": (tours, tsp.get_reference_lengths(found), milliseconds)}, instances)
-    metrics = {name.removeprefix("eval/lkh_"): value for name, value in metrics.items()}
-    run.finish(len(instances), metrics)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    tours = np.array([solve(instance) for instance in tqdm(points, unit="instance")])
+    seconds = {"ms": time.perf_counter() - start, "cpu_ms": time.process_time() - cpu_start}
+    scores = peer.score_tours(points, tours, references)
+    if args.output:
+        rows = zip(points.reshape(len(points), -1).tolist(), (tours + 1).tolist(), strict=True)
+        lines = [f"{' '.join(map(str, xy))} output {' '.join(map(str, [*t, t[0]]))}\n" for xy, t in rows]
+        Path(args.output).write_text("".join(lines))
+    run.finish(len(points), scores | {name: 1e3 * x / len(points) for name, x in seconds.items()})
 
 
 if __name__ == "__main__":

@@ -44,6 +44,39 @@ def make_parser(description: str, env_id: str | None) -> Parser:
     return parser
 
 
+def read_ml4co(path: str, num_nodes: int):
+    """Read points [M, N, 2], and tours [M, N] from 0 or None, of ML4CO text: `x y x y ... output 1 4 ... 1` a line."""
+    import numpy as np
+
+    try:
+        text = Path(path).read_text()
+        rows = np.loadtxt(text.replace("output", "").splitlines(), ndmin=2)
+        if rows.shape[1] != (3 * num_nodes + 1 if "output" in text else 2 * num_nodes):
+            raise ValueError(f"a line has {rows.shape[1]} numbers")
+        points, tours = rows[:, : 2 * num_nodes], rows[:, 2 * num_nodes : -1].astype(int) - 1
+        if "output" in text and not (np.sort(tours) == np.arange(num_nodes)).all():
+            raise ValueError("a tour does not visit each node once")
+    except (OSError, ValueError) as error:
+        fail(f"--data {path}: not instances of {num_nodes} nodes in ML4CO text ({error})")
+    return points.reshape(-1, num_nodes, 2), tours if "output" in text else None
+
+
+def score_tours(points, tours, references=None) -> dict[str, float]:
+    """Return the mean length of tours [M, N] and, with `references`, their gap in percent and its deviation."""
+    import numpy as np
+
+    def measure(tours):
+        stops = np.take_along_axis(points, tours[..., None], 1)
+        return np.linalg.norm(stops - np.roll(stops, -1, 1), axis=-1).sum(1)
+
+    assert (np.sort(tours) == np.arange(points.shape[1])).all()
+    scores = {"length": measure(tours).mean().item()}
+    if references is not None:
+        gaps = 100 * (measure(tours) / measure(references) - 1)
+        scores |= {"gap": gaps.mean().item(), "gap_std": gaps.std().item()}
+    return scores
+
+
 def get_version(package: str) -> str:
     """Name and version of an installed package."""
     return f"{package} {version(package)}"

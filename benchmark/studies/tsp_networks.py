@@ -1,0 +1,144 @@
+"""Gaps and times of the trained networks of algos/reinforce_tsp_attention.py on stored instances, and those of LKH.
+
+    python benchmark/studies/tsp_networks.py      # three minutes on one free core
+
+Each network of benchmark/checkpoints is scored on the instances of its size in benchmark/data/tsp, whose tours are
+optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are those of one thread, an instance.
+The published gaps are copied from the papers, table 1 of Kool et al. 2019 (arXiv:1803.08475) and table 2 of Kwon et al.
+2020 (arXiv:2010.16011), with the numbers of instances that their sections 5 state.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
+import common
+import records
+
+from algos import reinforce_tsp_attention as am
+
+PAGE = "reinforce_tsp_attention"
+DATA = {20: "tsp20_uniform_500", 50: "tsp50_uniform_500", 100: "tsp100_uniform_100"}
+# Network, tours of an instance, instances it was trained on, gaps in percent for 20, 50 and 100 nodes
+PUBLISHED = (
+    ("Kool et al. 2019", "one, greedy", "128 million", "0.34", "1.76", "4.53"),
+    ("Kool et al. 2019", "1,280, sampled", "128 million", "0.08", "0.52", "2.26"),
+    ("Kool et al. 2019, trained again by Kwon et al.", "one, greedy", "not stated", "0.19", "1.21", "3.51"),
+    ("POMO, Kwon et al. 2020", "one, greedy", "up to 200 million", "0.12", "0.64", "1.07"),
+    ("POMO, Kwon et al. 2020", "N, greedy", "up to 200 million", "0.04", "0.21", "0.46"),
+    ("POMO, Kwon et al. 2020", "8 N, greedy", "up to 200 million", "0.00", "0.03", "0.14"),
+)
+TRAINED_ON = "1.12, 0.50 and 0.52 million"  # benchmark/checkpoints/README.md says how
+WAYS = {"greedy": "one, greedy", "multistart": "N, greedy", "multistart_x8": "8 N, greedy", "lkh": "LKH"}
+
+
+def measure_network(size: int, path: Path) -> list[dict]:
+    """Score each decoding of the network for `size` nodes on the file `path`."""
+    agent, instances, rows = am.AttentionModel(), am.read_instances(str(path)), []
+    weights = torch.load(common.BENCHMARK / "checkpoints" / f"tsp{size}.pt", weights_only=True)["agent"]
+    agent.load_state_dict(weights)
+    for decoding in am.DECODINGS:
+        start = time.process_time()
+        scores, tours = am.evaluate(agent, instances, torch.device("cpu"), (decoding,))
+        row = {"cpu_ms": 1e3 * (time.process_time() - start) / len(tours), "first_tour": tours[0].tolist()}
+        row |= {name: scores[f"eval/{decoding}_{name}"] for name in ("gap", "gap_std")}
+        rows.append(row | {"size": size, "way": decoding, "num_instances": len(tours)})
+    return rows
+
+
+def measure_lkh(size: int, path: Path) -> dict:
+    """Score LKH on the file `path`."""
+    command = [common.make_peer_environment("elkai"), common.PEERS / "elkai_lkh.py", "--data", path]
+    folder = common.run_command(tempfile.mkdtemp(), *command, "--env-id", f"tsp{size}-uniform")
+    result = records.read_logged_result(folder, "eval/gap")
+    row = {name: result["metrics"][f"eval/{name}"] for name in ("gap", "gap_std", "cpu_ms")}
+    return row | {"size": size, "way": "lkh", "num_instances": result["env_steps"]}
+
+
+def measure() -> list[dict]:
+    """A row for each network and decoding, and for LKH on each file."""
+    torch.set_num_threads(1)
+    rows = []
+    for size, name in DATA.items():
+        path = common.BENCHMARK / "data" / "tsp" / f"{name}.txt"
+        rows += [*measure_network(size, path), measure_lkh(size, path)]
+    return rows
+
+
+def find_cell(results: dict | None, way: str, size: int) -> dict | None:
+    """The row of a way to make tours for `size` nodes, if it has been measured."""
+    rows = results["rows"] if results else []
+    return next((row for row in rows if (row["way"], row["size"]) == (way, size)), None)
+
+
+def show_gap(gap: float) -> str:
+    """A gap in percent with as many digits as the papers give."""
+    return f"{gap:z.2f}"
+
+
+def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
+    """What the page shows: published gaps and ours, and the times; what was not measured yet says so."""
+    gaps, times = [list(line) for line in PUBLISHED], []
+    for way, title in WAYS.items():
+        cells = [find_cell(results, way, size) for size in DATA]
+        network = ("LKH, a local search", "one", "-") if way == "lkh" else ("ours", title, TRAINED_ON)
+        gaps.append([*network, *(show_gap(cell["gap"]) if cell else records.NOT_RUN for cell in cells)])
+        what = "LKH" if way == "lkh" else f"ours, {title}"
+        times.append([what, *(common.show(cell["cpu_ms"]) if cell else records.NOT_RUN for cell in cells)])
+    head = "gap, % | tours of an instance | training instances | TSP20: | TSP50: | TSP100:"
+    text = common.make_table(head, gaps) + "\n\n"
+    text += common.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
+    if results:
+        text += "\n\n" + common.machine_line([row["machine"] for row in results["rows"]])
+    return {(PAGE, "tsp_networks"): f"\n{text}\n"}
+
+
+def list_lines(results: dict | None) -> list[list]:
+    """Lines of the short table of the script in docs/results.md."""
+    lines = []
+    for size in DATA:
+        cells = [find_cell(results, way, size) for way in am.DECODINGS]
+        if all(cells):
+            one, *more = (show_gap(cell["gap"]) for cell in cells)
+            metric = "gap of greedy tours, % (multi-start, x8 multi-start)"
+            lines.append(
+                [f"tsp{size}-uniform, trained network", metric, f"{one} ({', '.join(more)})", "-", 1]
+            )
+    return lines
+
+
+def draw(results: dict | None, path: Path) -> None:
+    """The greedy tour of the first instance of each file, over the optimal one."""
+    from matplotlib.figure import Figure
+
+    if not results:
+        return
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for axes, (size, name) in zip(figure.subplots(1, 3), DATA.items(), strict=True):
+        instances = am.read_instances(str(common.BENCHMARK / "data" / "tsp" / f"{name}.txt"))
+        points, optimum = instances.points[0], instances.tours[0]
+        tour = torch.tensor(find_cell(results, "greedy", size)["first_tour"])
+        lengths = am.tour_length(points[None], torch.stack((tour, optimum))[None])[0]
+        for nodes, style in ((optimum, {"color": "0.75", "lw": 4}), (tour, {"color": "C0", "lw": 1.2})):
+            axes.plot(*points[torch.cat((nodes, nodes[:1]))].T, **style)
+        axes.plot(*points.T, "k.", ms=4)
+        axes.set_title(
+            f"{size} nodes, {100 * (lengths[0] / lengths[1] - 1).item():z.2f} % longer", fontsize=10
+        )
+        axes.set(aspect="equal", xticks=[], yticks=[], xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+    figure.savefig(path, dpi=100)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line, which has no flags."""
+    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+if __name__ == "__main__":
+    make_parser().parse_args()
+    common.save_rows("tsp_networks", measure(), ("size", "way"))
