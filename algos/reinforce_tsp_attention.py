@@ -164,7 +164,7 @@ def tour_length(points, tours):
 class TspEnv:
     """Builds P tours of each instance; the reward is minus the length of the closed tour, at its end."""
 
-    def reset(self, points, num_tours: int):
+    def reset(self, points, num_tours):
         """Begin empty tours of points [B, N, 2]."""
         self.points, self.nodes, (num_instances, num_nodes, _) = points, [], points.shape
         with points.device:
@@ -182,10 +182,10 @@ class TspEnv:
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-def draw_points(env_id: str, num_instances: int, file_points=None):
+def draw_points(env_id, num_instances, stored=None):
     """Draw points [B, N, 2], fresh ones or those of a file's instances [M, N, 2]."""
-    if file_points is not None:
-        return file_points[torch.randint(len(file_points), (num_instances,))]
+    if stored is not None:
+        return stored[torch.randint(len(stored), (num_instances,))]
     match = re.fullmatch(r"tsp([3-9]|[1-9]\d+)-(uniform|gaussian)", env_id)
     if not match:
         fail(f"--env-id {env_id}: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes")
@@ -202,10 +202,10 @@ def read_instances(path: str):
         text = Path(path).read_text("utf-8-sig").strip() or path  # so that an empty file is refused
         has_tours = "output" in text
         rows = np.loadtxt(text.replace("output", "").splitlines(), ndmin=2)  # [M, 2 N], or [M, 3 N + 1]
-        num_nodes = (rows.shape[1] - has_tours) // (2 + has_tours)
+        num_nodes, rest = divmod(rows.shape[1] - has_tours, 2 + has_tours)
         points, tours = np.split(rows, [2 * num_nodes], 1)  # [M, 2 N], [M, N + 1] or [M, 0]
         is_tour = (np.sort(tours[:, :-1]) == np.arange(1, 1 + num_nodes * has_tours)).all(1)
-        is_right = is_tour & (np.abs(points) < 1e100).all(1) & (num_nodes >= 3)
+        is_right = is_tour & (np.abs(points) < 1e100).all(1) & (num_nodes >= 3 and not rest)
         if not is_right.all():
             raise ValueError(f"instance {is_right.argmin() + 1} has fewer than 3 points or no tour of them")
     except (ImportError, OSError, ValueError) as error:
@@ -273,7 +273,7 @@ def update_weights(agent, best_policy, optimizers, args, points):
 
 
 @torch.no_grad()
-def is_better(agent, best, points, level: float):
+def is_better(agent, best, points, level):
     """Tell by a one-sided paired t-test whether the policy's greedy tours of points [n, N, 2] are shorter."""
     agent.eval()
     parts = points.split(1000)
@@ -383,7 +383,7 @@ def train(args: Args, checkpoint: dict | None = None):
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
-    file_points = read_instances(args.train_path).points.float() if args.train_path else None
+    stored = read_instances(args.train_path).points.float() if args.train_path and not args.evaluate else None
     seed_everything(args.seed, 3 if args.evaluate else 2)  # other instances than those that chose best.pt
     instances = Instances(draw_points(args.env_id, args.eval_episodes).double(), None, tour_length)
     instances = read_instances(args.data) if args.data else instances
@@ -440,13 +440,13 @@ def train(args: Args, checkpoint: dict | None = None):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = lr
         for _ in range(args.steps_per_epoch):
-            points = draw_points(args.env_id, size, file_points).to(device)
+            points = draw_points(args.env_id, size, stored).to(device)
             metrics += update_weights(agent, baseline, optimizers, args, points) / args.steps_per_epoch
             bar.update(args.batch_size)
         for buffer in agent.buffers():  # statistics of the norms
             buffer.copy_(average(buffer.double()))
         if baseline:
-            points = draw_points(args.env_id, args.baseline_instances // WORLD_SIZE, file_points).to(device)
+            points = draw_points(args.env_id, args.baseline_instances // WORLD_SIZE, stored).to(device)
             if is_better(agent, best_policy, points, args.baseline_level):
                 best_policy.load_state_dict(agent.state_dict())
         iteration, step = iteration + 1, step + epoch_size

@@ -3,7 +3,6 @@
 `python tests/test_checkpoints.py` writes that file, with what the networks give now.
 """
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -19,36 +18,36 @@ STORED = ROOT / "tests" / "data" / "checkpoints.json"
 MOVES = {5: [12, 7, 6, 8, 17], 7: [24, 17, 16, 18, 31, 9, 40], 9: [40, 22, 24, 56, 58]}
 
 
-def load(path):
-    """Module of the script that trained a network, its settings, and its weights."""
-    module = importlib.import_module(f"algos.{torch.load(path, weights_only=True)['script']}")
-    checkpoint = module.load_checkpoint(str(path))
-    args = checkpoint["args"]
-    return module, args if isinstance(args, module.Args) else module.Args(**args), checkpoint["agent"]
-
-
 def describe(path):
     """A few numbers that a trained network gives; of AlphaZero, policy and value, of the others, tour lengths."""
-    module, args, weights = load(path)
-    return (describe_go if module.SCRIPT == "alphazero_go" else describe_tsp)(module, args, weights)
+    return describe_tsp(path) if path.stem.startswith("tsp") else describe_go(path)
 
 
 @torch.no_grad()
-def describe_tsp(am, args, weights):
+def describe_tsp(path):
     """Greedy lengths of tours through three sets of as many points as it was trained on."""
-    agent, num_points = am.AttentionModel(args.num_layers), int(args.env_id.removeprefix("tsp").split("-")[0])
-    agent.load_state_dict(weights)
+    from algos import reinforce_tsp_attention as am
+
+    checkpoint = torch.load(path, weights_only=True)
+    agent = am.AttentionModel().eval()
+    agent.load_state_dict(checkpoint["agent"])
+    num_points = am.draw_points(am.Args(**checkpoint["args"]).env_id, 1).shape[1]
     steps = torch.arange(1, 3 * num_points + 1, dtype=torch.float64)
     points = torch.stack((steps * 2**0.5 % 1, steps * 3**0.5 % 1), -1).view(3, num_points, 2).float()
-    return {"greedy_lengths": am.get_greedy_lengths(agent, points).tolist()}
+    _, lengths = am.construct_tours(points, agent(points))
+    return {"greedy_lengths": lengths.squeeze(1).tolist()}
 
 
 @torch.no_grad()
-def describe_go(az, args, weights):
+def describe_go(path):
     """Its policy over all moves and its value for the side to move, after MOVES, in float32."""
+    from algos import alphazero_go as az
+
+    checkpoint = az.load_checkpoint(str(path))
+    args = checkpoint["args"]
     size, args.bf16 = az.get_size(args), False
     agent, go = az.Agent(size, args), az.Go(size)
-    agent.load_state_dict(weights)
+    agent.load_state_dict(checkpoint["agent"])
     boards = go.new(1)
     for move in MOVES[size]:
         boards = go.play(boards, torch.tensor([move]))

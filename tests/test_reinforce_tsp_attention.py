@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_scalars
+from conftest import ENVIRONMENT, ROOT, read_scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import load, run_main
@@ -434,14 +435,15 @@ def test_equal_tours_are_not_better(columns):
 
 
 def test_the_t_test_is_that_of_all_processes(columns, monkeypatch):
-    """Four processes with the statistic t each have 2 t together."""
+    """Four processes with the statistic t each have 2 t together; if two of them have 0 instead, it is t."""
     difference = torch.randn(500, dtype=torch.float64)
     difference = (difference - difference.mean()) / difference.std()
     points = torch.stack((difference - 0.05, torch.zeros(500).double()), -1)[:, None]  # t = -1.118
     assert not am.is_better(*columns, points, 0.1) and am.is_better(*columns, points, 0.14)
     monkeypatch.setattr(am, "WORLD_SIZE", 4)
-    monkeypatch.setattr(am, "average", lambda x: x)  # the same in each
-    assert am.is_better(*columns, points, 0.014) and not am.is_better(*columns, points, 0.012)
+    for mean, low, high in ((1.0, 0.012, 0.014), (0.5, 0.1, 0.14)):
+        monkeypatch.setattr(am, "average", lambda x, mean=mean: x * mean)
+        assert not am.is_better(*columns, points, low) and am.is_better(*columns, points, high)
 
 
 def test_policies_are_compared_by_their_greedy_tours_with_frozen_statistics():
@@ -725,6 +727,13 @@ def test_training_on_a_file_draws_only_its_instances(tmp_path, monkeypatch, upda
         assert rows.sum(1).eq(1).all() and len(rows) == size and rows.sum(0).min() >= 1
 
 
+def test_an_evaluation_needs_no_training_file(tmp_path, capsys):
+    path = Path(shutil.copy(DATA / "tsp" / "tsp20-gaussian.txt", tmp_path / "train.txt"))
+    done = run(tmp_path / "runs", f"{SHORT} --num-epochs 1", "--train-path", path)
+    path.unlink()
+    assert "eval/greedy_length" in evaluate_file(capsys, done.path / "best.pt")
+
+
 def test_evaluations_are_of_the_same_instances_and_evaluate_has_others(tmp_path, monkeypatch, capsys):
     """Those of an evaluation are neither trained on nor are those that the best policy was chosen by."""
     seen, evaluate = [], am.evaluate
@@ -778,6 +787,16 @@ def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch):
     assert (
         load(done.path / "checkpoint.pt")["progress"][4:] == (3.0, 3.5) and "best.pt" not in resumed.written
     )
+
+
+def test_a_checkpoint_that_was_moved_alone_gets_a_best_policy(tmp_path):
+    """Even if none after it is as good as the one that stayed behind."""
+    checkpoint = load(run(tmp_path / "first").path / "checkpoint.pt")
+    (tmp_path / "alone").mkdir()
+    progress = *checkpoint["progress"][:4], 0.0, 0.0
+    torch.save(checkpoint | {"progress": progress}, tmp_path / "alone" / "checkpoint.pt")
+    am.main(["--resume", str(tmp_path / "alone" / "checkpoint.pt"), "--num-epochs", "5"])
+    assert load(tmp_path / "alone" / "best.pt")["progress"][4] > 1
 
 
 def test_where_references_are_known_the_gap_chooses_the_best(tmp_path):
@@ -1031,6 +1050,33 @@ def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, capsys):
         assert scores[f"eval/{decoding}_gap"] == pytest.approx(gap, abs=1e-9)
 
 
+def test_tsplib_from_the_command_line_in_this_repository(tmp_path):
+    """The script in algos/ finds its reader in the folder that it is started from; a copy has it beside it."""
+    data = DATA / "tsplib" / "berlin52.tsp"
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    command = [
+        sys.executable,
+        "algos/reinforce_tsp_attention.py",
+        "--evaluate",
+        str(TSP20),
+        "--data",
+        str(data),
+    ]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert found.returncode == 0, found.stderr
+    assert 0 <= ast.literal_eval(found.stdout)["eval/multistart_x8_gap"] < 13
+
+
+@pytest.mark.parametrize("folder", ["tours", "tours/", "no/tours"])
+def test_the_folder_of_tours_is_made(tmp_path, monkeypatch, capsys, folder):
+    """Also if its name ends with a slash, as after completion by a shell, or its parent is not there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("0 0 1 0 1 1\n")
+    evaluate_file(capsys, TSP20, "--data", "x.txt", "--solve", folder)
+    assert [x.name for x in (tmp_path / folder).iterdir()] == ["x.txt"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_death_while_solving_leaves_no_folder(tmp_path, monkeypatch, capsys):
     """The folder gets its name when all is written, so that a retry meets nothing."""
     (tmp_path / "x.txt").write_text("0 0 1 0 1 1\n")
@@ -1067,6 +1113,21 @@ def test_instances_and_tours_are_read_back_to_the_last_bit(tmp_path_factory, dra
     am.write_tours(args, am.Instances(points, None, None), tours)
     again = am.read_instances(str(folder / "tours" / "x.txt"))
     assert again.points.numpy().tobytes() == points.numpy().tobytes() and torch.equal(again.tours, tours)
+
+
+@pytest.mark.parametrize("path", sorted((DATA / "tsp").glob("*.txt")), ids=lambda path: path.stem)
+def test_stored_instances_have_optimal_tours(path):
+    """No exchange of two edges shortens any of them, and they are of the distribution they are named after."""
+    instances = am.read_instances(str(path))
+    points, n = instances.points.numpy(), int(path.stem[3:].split("-")[0])
+    assert points.shape[1:] == (n, 2) and instances.tours.shape == points.shape[:2]
+    assert abs(points.mean() - 0.5 * path.stem.endswith("uniform")) < 0.06
+    following = np.roll(np.arange(n), -1)
+    for p, tour in zip(points, instances.tours.numpy(), strict=True):
+        stops = p[tour]
+        d = np.linalg.norm(stops[:, None] - stops[None], axis=-1)
+        edges, exchanged = d[np.arange(n), following], d + d[np.ix_(following, following)]
+        assert (exchanged - edges[:, None] - edges[None] + np.diag(np.full(n, np.inf)) > -1e-9).all()
 
 
 def read(tmp_path, text):
@@ -1122,13 +1183,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("text", REFUSED, ids=range(len(REFUSED)))
+# A number before the coordinates of each line, as in tables with a first column of names
+NUMBERED = "1 0 0 1 0 1 1\n2 0 0 1 0 1 1\n"
+
+
+@pytest.mark.parametrize("text", [*REFUSED, NUMBERED], ids=range(len(REFUSED) + 1))
 def test_files_that_hold_no_instances_are_one_line(tmp_path, capsys, text):
     """Which says what the lines of a file must look like."""
     with pytest.raises(SystemExit) as stop:
         read(tmp_path, text)
     (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and REFUSED[text] in line
+    assert stop.value.code == 2 and REFUSED.get(text, "") in line
     assert line.startswith(f"reinforce_tsp_attention.py: error: {tmp_path / 'x.txt'}: ")
     assert "lines must be like `x y x y x y output 1 3 2 1`" in line
 
@@ -1157,6 +1222,18 @@ def test_the_reader_of_tsplib_is_imported_for_its_files_alone(tmp_path, monkeypa
     with pytest.raises(SystemExit):
         am.read_instances(str(DATA / "tsplib" / "berlin52.tsp"))
     assert "berlin52.tsp: import of envs_shared.tsplib halted" in capsys.readouterr().err
+
+
+def test_a_checkpoint_with_anything_but_data_is_not_opened(tmp_path, capsys):
+    """Loading must not run what a pickle says."""
+    checkpoint = load(TSP20)
+    torch.save(checkpoint | {"more": Path("x")}, tmp_path / "pickle.pt")
+    for flag in ("--evaluate", "--resume"):
+        with pytest.raises(SystemExit):
+            am.main([flag, str(tmp_path / "pickle.pt")])
+        assert (
+            "pickle.pt: not a checkpoint of this script (Weights only load failed" in capsys.readouterr().err
+        )
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
