@@ -32,7 +32,7 @@ METRICS = {  # in words
     "charts/episodic_return": "return of training episodes, at the end",
     "eval/greedy_gap": "gap of greedy tours, %",
     "eval/ppo_f1": "F1",
-    "eval/win_rate_mcts": "games won against plain MCTS",
+    "eval/win_rate": "games won against plain MCTS",
 }
 STEPS = {
     "reinforce_tsp_attention": "instances",

@@ -370,14 +370,17 @@ def update_change_detection(cd, rows):
 
 def update_alphazero(az, rows):
     """With frozen batch norms, as in training each process normalizes by its own rows; with and without the policy."""
-    args, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8, pretrain_value_epochs=1), [], []
-    records = az.SelfPlay(az.Go(3), 8, args).play([], 5, 0, 0.0, 0)[0].pick(slice(40))
+    args, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), [], []
+    go, stage = az.Go(3), az.get_stage(0, 10, args)
+    images, _ = az.collect_images(az.Games(go, 8), go, None, 5, 0, stage, args)
     for value_coef in (args.value_coef, 1.0):
         agent = az.Agent(3, args).eval()
         shake(agent)
-        metrics = az.update_network(agent, descend(agent), records.pick(rows), args, 0.1, value_coef)
+        records, stage = images.pick(slice(40)).pick(rows), stage._replace(value_coef=value_coef)
+        numbers.append(az.average(az.update_network(agent, descend(agent), records, stage)))
+        for p in agent.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         agents.append(agent)
-        numbers.append(az.sum_over_ranks(metrics) / az.WORLD_SIZE)
     return agents, numbers
 
 

@@ -43,15 +43,14 @@ def describe_go(path):
     """Its policy over all moves and its value for the side to move, after MOVES, in float32."""
     from algos import alphazero_go as az
 
-    checkpoint = az.load_checkpoint(str(path))
-    args = checkpoint["args"]
-    size, args.bf16 = az.get_size(args), False
-    agent, go = az.Agent(size, args), az.Go(size)
+    checkpoint = torch.load(path, weights_only=True)
+    args = az.Args(**checkpoint["args"])
+    go, args.bf16 = az.Go(int(args.env_id.split("x")[1])), False
+    agent, boards = az.Agent(go.size, args), go.new(1)
     agent.load_state_dict(checkpoint["agent"])
-    boards = go.new(1)
-    for move in MOVES[size]:
+    for move in MOVES[go.size]:
         boards = go.play(boards, torch.tensor([move]))
-    logits, value, _ = agent.eval()(go.planes(boards, go.legal_moves(boards)))
+    logits, value = agent.eval()(go.planes(boards, go.legal_moves(boards)))
     return {"policy": logits.softmax(-1)[0].tolist(), "value": value.item()}
 
 

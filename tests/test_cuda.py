@@ -1,11 +1,10 @@
 """The CUDA paths of the scripts on a pretend GPU, end to end, and planted faults that it has to find.
 
 A script of the old form joins in with its runs, in RUNS. Then come R2D2, whose constant CUDA_GRAPHS switches its
-graphs, and PPO and the TSP script, which record none.
+graphs, and PPO, the TSP script and AlphaZero, which record none.
 """
 
 import ast
-import contextlib
 import copy
 import functools
 import math
@@ -69,13 +68,10 @@ R2D2_RUNS = {
 CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
 CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 4 --num-minibatches 2 --checkpoint-interval 0"
 CHANGE += " --eval-interval 100 --eval-episodes 1"
-GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 2 --simulations-end 2 --num-slots 2"
-GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --checkpoint-interval 0 --eval-interval 100"
-GO += " --eval-episodes 1 --pretrain-value-epochs 0 --pretrain-search-epochs 1"
+GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 4 --simulations-end 4 --num-workers 2"
+GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --eval-interval 1 --eval-episodes 2"
+GO += " --pretrain-value-epochs 1 --pretrain-search-epochs 1 --komi 1"
 RUNS = {
-    "go": Run(
-        az, GO, max_waits=400, max_launches=12000
-    ),  # its graphs are of the network alone, one for each slot
     "change-detection": Run(
         cd, CHANGE, max_waits=12, max_launches=2400
     ),  # its graphs are of the first two stages
@@ -98,25 +94,6 @@ class Interrupted(Exception):
     """A run was to end before its time."""
 
 
-class QuickOpponent:
-    """Values that depend on the number of moves alone, in the place of whole random games."""
-
-    def __init__(self, go, komi, seed):
-        pass
-
-    def __call__(self, boards, legal):
-        return torch.zeros_like(legal, dtype=torch.float32), boards.num_moves % 3 / 2
-
-
-@contextlib.contextmanager
-def small_runs():
-    """A pretend GPU, and a cheap opponent in Go."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(az, "RolloutEvaluator", QuickOpponent))
-        stack.enter_context(mock.patch.object(az, "MAX_TREE", 8))
-        yield stack.enter_context(pretend_cuda())
-
-
 def play(run: Run, has_graphs: bool, folder: Path, *flags: str, last_iteration: int | None = None) -> Outcome:
     """Do `run` below `folder`, to its end or to the progress bar of its `last_iteration`."""
     marks = []
@@ -131,7 +108,7 @@ def play(run: Run, has_graphs: bool, folder: Path, *flags: str, last_iteration: 
             return super().update(n)
 
     mode = "--cuda-graphs" if has_graphs else "--no-cuda-graphs"
-    with mock.patch.object(run.script, "tqdm", Bar), small_runs() as gpu:
+    with mock.patch.object(run.script, "tqdm", Bar), pretend_cuda() as gpu:
         run.script.main([*run.flags.split(), mode, "--run-dir", str(folder), *flags])
     path, result = read_result(folder)
     tensors = dict(named_tensors(torch.load(path / "checkpoint.pt", weights_only=True)))
@@ -191,7 +168,7 @@ def test_the_host_rarely_waits(played, name):
     assert max(graphs.launches) <= RUNS[name].max_launches
 
 
-@pytest.mark.parametrize("name", ["go", "change-detection"])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_leaves_the_checkpoint_of_an_uninterrupted_one(played, tmp_path, name):
     with pytest.raises(Interrupted):
         play(RUNS[name], True, tmp_path, "--checkpoint-interval", "1", last_iteration=3)
@@ -560,6 +537,77 @@ def test_a_step_of_the_tsp_on_a_real_gpu_is_that_of_the_host():
         points = torch.rand(512, 200, 2, device="cuda")
         tours, _ = tsp.construct_tours(points, on_gpu(points), sample=True)
     assert torch.equal(tours.sort(-1).values, torch.arange(200, device="cuda").expand_as(tours))
+
+
+# AlphaZero, without graphs; its workers are no threads here, as the pretend GPU is seen by one thread alone
+
+
+class AtOnce:
+    """In the place of a thread: what it is to do is done when it is submitted."""
+
+    def __init__(self, num_threads, initializer, initargs):
+        pass
+
+    def submit(self, function, *args):
+        output = function(*args)
+        return SimpleNamespace(result=lambda: output)
+
+
+def play_go(flags: str, folder: Path, last_epoch: int | None = None, **patches) -> tuple[Path, list[int]]:
+    """Run alphazero_go.py on the pretend GPU: its folder, and how often the host waits in each epoch's training."""
+    waits, train_epoch = [], az.train_epoch
+
+    def count(*args):
+        if len(waits) == last_epoch:
+            raise Interrupted
+        before = gpu.waits.total()
+        metrics = train_epoch(*args)
+        waits.append(gpu.waits.total() - before)
+        return metrics
+
+    patches = {"train_epoch": count, "ThreadPoolExecutor": AtOnce} | patches
+    with mock.patch.multiple(az, **patches), pretend_cuda() as gpu:
+        az.main([*flags.split(), "--run-dir", str(folder)])
+        assert gpu.launches > 1000 and gpu.replays == 0
+    (path,) = folder.iterdir()
+    return path, waits
+
+
+def test_go_gives_on_the_device_what_it_gives_on_the_host(tmp_path):
+    """Up to rounding, from two workers. In a minibatch the host waits for the rows that are due alone."""
+    path, waits = play_go(GO, tmp_path / "device")
+    with mock.patch.object(az, "ThreadPoolExecutor", AtOnce):
+        az.main([*GO.split(), "--no-cuda", "--run-dir", str(tmp_path / "host")])
+    (host,) = (tmp_path / "host").iterdir()
+    outputs = []  # some weights have no effect before a norm, and gradients that are mere rounding
+    for folder in (host, path):
+        checkpoint = load(folder / "checkpoint.pt")
+        agent = az.Agent(2, az.Args(**checkpoint["args"])).eval()
+        agent.load_state_dict(checkpoint["agent"])
+        outputs.append(agent(torch.rand(64, 9, 2, 2, generator=torch.Generator().manual_seed(0)) > 0.5))
+    torch.testing.assert_close(*outputs, rtol=1e-2, atol=1e-2)
+    found, expected = (read_scalars(folder) for folder in (path, host))
+    for tag in [x for x in expected if x.split("/")[0] in ("losses", "pool", "eval")]:
+        np.testing.assert_allclose(found[tag], expected[tag], rtol=1e-3, atol=1e-4, err_msg=tag)
+    assert waits == [2] * 3  # of two minibatches
+
+
+def test_a_run_of_go_is_resumed_and_evaluated_on_the_device(tmp_path, capsys):
+    whole, _ = play_go(GO, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        play_go(GO, tmp_path / "cut", last_epoch=2)
+    (path,) = tmp_path.glob("cut/*/checkpoint.pt")
+    play_go(f"--resume {path}", tmp_path / "cut")
+    ends = [SimpleNamespace(tensors=dict(named_tensors(load(x)))) for x in (path, whole / "checkpoint.pt")]
+    assert find_differences(*ends) == [] and len(ends[0].tensors) > 100
+    printed = []
+    for flag in ("--cuda", "--no-cuda"):
+        capsys.readouterr()
+        with mock.patch.object(az, "ThreadPoolExecutor", AtOnce), pretend_cuda() as gpu:
+            az.main(["--evaluate", str(path), "--eval-episodes", "2", flag])
+        assert (gpu.launches > 0) == (flag == "--cuda")
+        printed.append(ast.literal_eval(capsys.readouterr().out))
+    assert printed[0] == printed[1]
 
 
 # The pretend GPU itself

@@ -432,10 +432,10 @@ def find_needed(path: Path) -> set[Path]:
 def test_a_script_that_has_moved_is_copied_as_the_docs_say(script, tmp_path):
     """What is copied then runs: test_contract.py shows it."""
     (copying,) = re.findall(
-        rf"^cp algos/{script}\.py my_project\n", (ROOT / "docs" / "reading.md").read_text(), re.M
+        rf"^cp algos/{script}\.py my_project\n(?:cp .+\n)*", (ROOT / "docs" / "reading.md").read_text(), re.M
     )
     folder = tmp_path / "my_project"
-    folder.mkdir()
+    (folder / "envs_shared").mkdir(parents=True)
     copying = copying.replace("my_project", shlex.quote(str(folder)))
     subprocess.run(["bash", "-ec", copying], cwd=ROOT, check=True)
     sibling = MOVED_CASES[script].sibling
@@ -580,11 +580,10 @@ def check_ppo_change_detection(names, module, args, agent, monkeypatch):
 
 
 def check_alphazero_go(names, module, args, agent, monkeypatch):
-    """The move is that of the network as the script's own matches have it, with folded norms: the board's middle."""
-    network = module.make_network(agent, args)
+    """The move is that of the script's own matches: the board's middle."""
     go = module.Go(5)
-    player = module.make_player(go, module.make_evaluators(network, go, 1, args), args)
-    assert names["move"].tolist() == player(go.new(1)).tolist() == [12]
+    player = module.make_player(go, module.make_workers(go, agent, args), args.simulations_end, args)
+    assert names["moves"].tolist() == player(go.new(1)).tolist() == [12]
 
 
 CHECKS = {

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from envs_shared.go_tasks.rules import Go
+from envs_shared.go import Go
+from envs_shared.go_gtp import set_up
 
 DATA = Path(__file__).parent / "data" / "go"
 
@@ -32,11 +33,9 @@ def test_openspiel_games(size):
         legal = go.legal_moves(part)
         assert legal.sum(1).tolist() == [games[j]["legal_counts"][i] for j in index]
         assert legal[torch.arange(len(index)), moves].all()
-        after = go.play(part, moves)
-        boards.replace_rows(torch.tensor(index), after)
+        boards.put(torch.tensor(index), go.play(part, moves))
     assert get_points(go, boards).tolist() == [game["final_board"] for game in games]
     assert go.score(boards).tolist() == [game["score"] for game in games]
-    assert go.legal_moves(boards).sum() == 0 or not boards.is_over.all()
 
 
 def test_gnugo_games_with_superko():
@@ -44,10 +43,8 @@ def test_gnugo_games_with_superko():
         go = Go(game["n"])
         boards = go.new(1)
         for move, count in zip(game["moves"], game["legal_counts_no_pass"], strict=True):
-            boards = boards._replace(
-                num_passes=torch.zeros_like(boards.num_passes)
-            )  # they go on after two passes
-            if int(boards.num_moves) >= go.max_moves:
+            boards.num_passes.zero_()  # they go on after two passes
+            if int(boards.num_moves) >= 2 * go.num_points:
                 break
             legal = go.legal_moves(boards)[0]
             assert legal[:-1].sum() == count and legal[move]
@@ -74,7 +71,7 @@ def find_owner(points, size, p):
     return border.pop() if len(border) == 1 else 0
 
 
-def test_owners_of_points():
+def test_scores_are_the_owned_points():
     """Against a search from each point, on positions of all stages of games."""
     num_open = 0
     for game in [game for game in read_games("openspiel.jsonl") if game["size"] == 9][:5]:
@@ -84,9 +81,9 @@ def test_owners_of_points():
             boards = go.play(boards, torch.tensor([move]))
             if i % 10 == 0:
                 points = get_points(go, boards)[0].tolist()
-                expected = [find_owner(points, 9, p) for p in range(81)]
-                assert go.owner(boards)[0].tolist() == expected
-                num_open += any(expected[p] and not points[p] for p in range(81))
+                owners = [find_owner(points, 9, p) for p in range(81)]
+                assert go.score(boards).item() == sum(owners)
+                num_open += any(owners[p] and not points[p] for p in range(81))
     assert num_open > 5
 
 
@@ -104,35 +101,33 @@ def test_number_of_sequences(size):
 
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 57), (3, 12675)])
 def test_number_of_legal_positions(size, count):
-    """Tromp and Farneback 2007, "Combinatorics of Go": positions in which every group has a liberty."""
+    """Tromp and Farneback 2007, "Combinatorics of Go": those that stones make which are put down one by one."""
     go = Go(size)
     points = torch.tensor(list(itertools.product((-1, 0, 1), repeat=size * size)), dtype=torch.int8)
-    boards = go.set_up(points, torch.ones(len(points)))
-    is_free = torch.zeros_like(boards.stones, dtype=torch.bool)
-    is_free[:, go.inner] = torch.stack(go.neighbours(boards.stones == 0)).any(0)
-    has_liberty = (
-        torch.zeros_like(boards.groups)
-        .scatter_add_(1, boards.groups, is_free.long())
-        .gather(1, boards.groups)
-    )
-    is_stone = boards.stones.abs() == 1
-    assert ((has_liberty > 0) | ~is_stone).all(1).sum() == count
+    boards, is_legal = go.new(len(points)), torch.ones(len(points), dtype=torch.bool)
+    for move in range(size * size):
+        rows = (points[:, move] != 0).nonzero()[:, 0]
+        part = boards.pick(rows)._replace(to_play=points[rows, move])
+        is_legal[rows] &= go.legal_moves(part)[:, move]
+        boards.put(rows, go.play(part, torch.full_like(rows, move)))
+    assert (is_legal & (get_points(go, boards) == points).all(1)).sum() == count
 
 
 @pytest.mark.parametrize("size", [3, 7])
-def test_groups_and_hashes_grow_as_they_are_set_up(size):
+def test_groups_atari_and_hashes_grow_as_they_are_set_up(size):
     go = Go(size)
-    boards = go.new(32)
+    boards = go.new(6)
     torch.manual_seed(0)
-    for _ in range(min(60, go.max_moves - 2)):
-        weights = go.legal_moves(boards).double()
-        weights[:, -1] = 1e-9 + boards.is_over.double()
-        boards = go.play(boards, torch.multinomial(weights, 1)[:, 0])
-        again = go.set_up(get_points(go, boards), boards.to_play)
-        same = [x.groups.unsqueeze(1) == x.groups.unsqueeze(2) for x in (boards, again)]
-        assert torch.equal(*same)
-        now = boards.history.gather(1, boards.num_moves.unsqueeze(1))
-        assert torch.equal(now, again.history[:, :1])
+    for i in range(min(56, 2 * size * size - 2)):
+        boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards)))
+        boards.put(boards.is_over, go.new(int(boards.is_over.sum())))
+        for row in range(6) if i % 8 == 0 else ():
+            now = boards.pick(slice(row, row + 1))
+            again = set_up(go, get_points(go, now)[0].tolist(), int(now.to_play))
+            same = [x.groups.unsqueeze(1) == x.groups.unsqueeze(2) for x in (now, again)]
+            assert torch.equal(*same) and torch.equal(now.in_atari, again.in_atari)
+            assert now.history[0, now.num_moves] == again.history[0, 0]
+            assert now.to_play == again.to_play and again.num_moves == 0
 
 
 def test_games_end():
@@ -143,16 +138,13 @@ def test_games_end():
         boards = go.play(boards, torch.tensor([9, 9]))
     assert boards.is_over.all() and not go.legal_moves(boards).any()
     boards = go.new(1)
-    for i in range(go.max_moves):
+    for i in range(18):
         assert not boards.is_over.any()
         legal = go.legal_moves(boards)[0, :-1].nonzero().flatten().tolist()
         move = legal[0] if (legal and i % 2 == 0) or (boards.num_passes[0] == 1 and legal) else 9
         boards = go.play(boards, torch.tensor([move]))
         boards = boards._replace(num_passes=boards.num_passes.clamp(max=1))
     assert boards.is_over.all()  # the cap of moves
-    for size in (0, 20):
-        with pytest.raises(ValueError, match="1 to 19 lines"):
-            Go(size)
 
 
 def test_planes_are_what_the_side_to_move_sees():
@@ -171,18 +163,25 @@ def test_planes_are_what_the_side_to_move_sees():
     assert planes[0] == other and planes[5] == [0] * 9 and planes[6] == planes[7] == [1] * 9
 
 
-def test_eyes():
+def test_moves_are_drawn_among_the_legal_ones_and_fill_no_eyes():
+    """A side that could fill eyes alone passes; with `fill_eyes` all legal moves are equally likely."""
     go = Go(4)
-    points = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, -1, -1, 0, -1]], dtype=torch.int8)
-    for colour, expected in ((1, [0, 3, 6]), (-1, [])):
-        boards = go.set_up(points, torch.tensor([colour]))
-        assert go.find_eyes(boards)[0].nonzero()[:, 0].tolist() == expected
+    points = [0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, -1, -1, 0, -1]
+    boards = set_up(go, points, 1).pick(torch.zeros(2000, dtype=torch.int64))
+    legal = go.legal_moves(boards)
+    torch.manual_seed(0)
+    assert legal[0].nonzero()[:, 0].tolist() == [0, 3, 6, 14, 16]
+    assert go.draw_moves(boards, legal).unique().tolist() == [14]
+    counts = torch.bincount(go.draw_moves(boards, legal, fill_eyes=True), minlength=17)[[0, 3, 6, 14, 16]]
+    assert ((counts - 400) ** 2 / 400).sum() < 18.5  # chi-squared, four degrees of freedom, 0.1 %
+    boards = boards._replace(to_play=-boards.to_play)  # these are no eyes of white
+    assert go.draw_moves(boards, go.legal_moves(boards)).unique().tolist() == [16]  # nor can white live at 14
 
 
 def test_boards_do_not_share_memory():
     go = Go(3)
     boards, moves = go.new(2), torch.tensor([4, 0])
-    after = go.play(boards, moves)
     before = [x.clone() for x in boards]
-    after.replace_rows(torch.tensor([True, False]), go.new(1))
+    after = go.play(boards, moves)
+    after.put(torch.tensor([True, False]), go.new(1))
     assert moves.tolist() == [4, 0] and all(torch.equal(x, y) for x, y in zip(boards, before, strict=True))

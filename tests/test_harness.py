@@ -740,7 +740,7 @@ def test_what_a_script_uses_is_what_it_imports():
         for p in suites.find_used_files(ROOT / "benchmark" / "peers" / "gnugo_match.py")
     }
     assert found > {"benchmark/peers/go_engine.py", "benchmark/peers/peer.py", "algos/alphazero_go.py"}
-    assert {"benchmark/checkpoints/go5x5.pt", "envs_shared/go_tasks/gtp.py"} < found
+    assert {"benchmark/checkpoints/go5x5.pt", "envs_shared/go.py", "envs_shared/go_gtp.py"} < found
     found = suites.find_used_files(ROOT / "benchmark" / "peers" / "elkai_lkh.py")
     assert ROOT / "benchmark" / "data" / "tsp" / "tsp20_uniform_500.txt" in found
     attention = ROOT / "algos" / "reinforce_tsp_attention.py"
@@ -1149,7 +1149,7 @@ def make_run_folders(runs):
     write_result(runs / "b", seed=2, headline=tags[1], metrics={tags[1]: 123.4}, **mine)
     write_log(runs / "c", tags)
     write_log(runs / "a" / "wandb" / "files", tags)
-    write_log(runs / "d", ["eval/elo"])
+    write_log(runs / "d", ["eval/win_rate_best"])
     write_result(runs / "d", **mine | {"script": "alphazero_go"})
     write_result(runs / "e", env_id="Go", script="gnugo")
     (runs / "benchmark" / "a").mkdir(parents=True)
@@ -1177,10 +1177,10 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     assert "| T-v0, mine | x | 2.50 |" in page and "| Go, gnugo | x | 2.50 |" in page
     assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"runs.png"} == drawn.keys()
     labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawn["runs.png"].axes]
-    elo, returns = "Elo, from matches with itself before", "return of the greedy policy"
+    won, returns = "games won against the best network before", "return of the greedy policy"
     steps = drawn["runs.png"].axes[labels.index(("environment steps", returns))]
     assert set(labels) - {("environment steps", returns)} == {
-        ("CPU-seconds", returns), ("moves of self-play", elo), ("CPU-seconds", elo)
+        ("CPU-seconds", returns), ("moves of self-play", won), ("CPU-seconds", won)
     }  # fmt: skip
     lines = [line.get_xdata() for line in steps.lines if line.get_alpha()]  # thin: a seed each
     assert sorted(map(len, lines)) == [3, 6]

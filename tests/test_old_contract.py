@@ -51,15 +51,6 @@ class Case:
 
 
 CASES = {
-    "alphazero_go": Case(
-        "--env-id Go-2x2 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
-        " --num-epochs 8 --pool-size 256 --batch-size 16 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",
-        *("--eval-interval 100 --checkpoint-interval 0", "--num-epochs", 9),
-        progress=("elo=", "epoch"),
-        tags=("eval/elo", "losses/value_loss"),
-        score=("eval/elo", 1),
-        groups=("pool",),
-    ),
     "ppo_change_detection": Case(
         "--num-train-pairs 16 --image-size 32 --batch-size 4 --num-envs 8 --coarse-iterations 1 --refine-iterations 1"
         " --ppo-iterations 6 --eval-episodes 4 --checkpoint-interval 1 --eval-interval 2",

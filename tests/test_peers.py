@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, read_scalars
 
-from envs_shared.go_tasks.rules import Go
+from envs_shared.go import Go
 
 PEERS = ROOT / "benchmark" / "peers"
 sys.path += [str(ROOT / "benchmark"), str(PEERS)]
@@ -25,7 +25,7 @@ import sb3_ppo
 RETURNS = "eval/episodic_return eval/episodic_return_std eval/episodic_length"
 MATCH = """ours_win_rate ours_win_rate_low ours_win_rate_high ours_win_rate_black ours_win_rate_black_low
     ours_win_rate_black_high ours_win_rate_white ours_win_rate_white_low ours_win_rate_white_high ours_points
-    ours_elo peer_points mean_margin distinct_games"""
+    peer_points mean_margin distinct_games"""
 SCRIPTS = {  # file -> its environment (None: the main one), short runs, final metrics, what is logged before
     "sb3_ppo": (
         "sb3",
@@ -310,9 +310,8 @@ def test_colours_and_openings_of_a_match_are_balanced():
         return int(player(boards)[0])
 
     def player(boards):
-        legal = go.legal_moves(boards)
-        legal[:, :-1] &= ~go.find_eyes(boards) & (boards.to_play == 1).unsqueeze(1)
-        return legal.int().argmax(1)
+        moves = go.draw_moves(boards, go.legal_moves(boards))
+        return torch.where(boards.to_play == 1, moves, go.num_points)
 
     games, scores, is_black = go_engine.play(go, player, [choose_move] * 8, seed=1)
     assert is_black == 4 * [True] + 4 * [False] and set(scores) == {25.0}
@@ -323,6 +322,36 @@ def test_colours_and_openings_of_a_match_are_balanced():
     assert summary["ours_win_rate_black"] == 1 and summary["ours_win_rate_white"] == 0
     with pytest.raises(ValueError, match="the last move is illegal"):
         go_engine.play(go, player, [lambda moves: moves[0]] * 2, seed=1)
+
+
+def test_openings_of_a_match_are_no_images_of_each_other():
+    """Turned and mirrored by numpy. If there are not so many, openings differ in their moves."""
+
+    def count(size, num_openings):
+        """Return how many openings differ, as images and as moves."""
+        boards, openings = go_engine.draw_openings(Go(size), num_openings, 2)
+        images = set()
+        for game in openings:
+            order = np.zeros((size, size), int)
+            for number, move in enumerate(game):
+                order[divmod(move, size)] = number + 1
+            turned = [np.rot90(x, k) for x in (order, order.T) for k in range(4)]
+            images.add(min(tuple(x.flatten()) for x in turned))
+        stones = torch.stack([boards.stones[:, cell] for cell in Go(size).cells], 1)
+        assert all((stones[i, game] != 0).all() for i, game in enumerate(openings))
+        return len(images), len(set(map(tuple, openings)))
+
+    torch.manual_seed(1)
+    assert count(5, 30) == (30, 30) and count(3, 40) == (12, 40)  # there are 12 and 72 on 3x3
+
+
+def test_intervals_of_win_rates_are_wilsons():
+    """They hold the rates p at which (rate - p)^2 is at most 1.96^2 p (1 - p) / n."""
+    for rate, n in ((0.5, 100), (1.0, 50), (0.0, 7), (0.73, 100)):
+        for p in go_engine.compute_interval(rate, n):
+            assert (rate - p) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n, abs=1e-12)
+    low, high = go_engine.compute_interval(0.5, 100)
+    assert low == pytest.approx(0.4038, abs=1e-4) and high == pytest.approx(0.5962, abs=1e-4)
 
 
 def test_the_harness_reads_a_peer_as_it_reads_our_scripts(tmp_path):

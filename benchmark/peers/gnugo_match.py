@@ -26,7 +26,7 @@ def make_parser():
 
 
 def find_gnugo() -> str | None:
-    """Path of GNU Go, where it is installed."""
+    """Return the path of GNU Go if it is installed."""
     return shutil.which("gnugo") or shutil.which("/usr/games/gnugo")
 
 
@@ -42,7 +42,7 @@ class GnuGo:
 
     def __call__(self, moves: list[int]) -> int:
         """Tell it what is new, and ask for its move."""
-        from envs_shared.go_tasks.files import format_vertex, parse_vertex
+        from envs_shared.go_gtp import format_vertex, parse_vertex
 
         for i in range(self.num_known, len(moves)):
             self.client.send(f"play {'bw'[i % 2]} {format_vertex(moves[i], self.size)}")
@@ -55,7 +55,7 @@ def main() -> None:
     args = make_parser().parse_args()
     if (gnugo := find_gnugo()) is None:
         peer.fail("GNU Go is not installed: apt-get install gnugo")
-    from envs_shared.go_tasks.gtp_client import Client
+    from envs_shared.go_gtp import Client
 
     go, player = go_engine.load_engine(args)
     output = subprocess.run([gnugo, "--version"], capture_output=True, text=True, check=True).stdout

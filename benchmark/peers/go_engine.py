@@ -1,8 +1,13 @@
-"""What the peers that play Go share: board sizes, and a match against our engine, algos/alphazero_go.py."""
+"""What the peers that play Go share: board sizes, and a match against our engine, algos/alphazero_go.py.
+
+Openings differ and are played from both sides, games with the same moves count once, and rates have intervals.
+"""
 
 import argparse
+import math
 import os
 import re
+import statistics
 from pathlib import Path
 
 import peer
@@ -11,15 +16,15 @@ CHECKPOINT = "benchmark/checkpoints/go5x5.pt"
 
 
 def parse_size(env_id: str) -> int:
-    """Lines of the board of Go-NxN; exits with code 2 where it is none from 9x9, as smaller ones are full too soon."""
+    """Return N of Go-NxN; exits with code 2 if it is less than 9, as small boards are full after a few moves."""
     match = re.fullmatch(r"Go-(9|1[0-9])x\1", env_id)
     if not match:
-        peer.fail(f"--env-id {env_id}: Go-9x9 to Go-19x19")
+        peer.fail(f"--env-id {env_id}: must be Go-9x9 to Go-19x19")
     return int(match[1])
 
 
 def add_match_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a match against our engine."""
+    """Add the flags of a match against our engine."""
     checkpoint = os.path.relpath(peer.ROOT / CHECKPOINT)
     parser.add_argument("--checkpoint", default=checkpoint, help="of our engine, for the board of --env-id")
     parser.add_argument("--simulations-end", type=peer.count, default=100, help="of our engine, for a move")
@@ -28,59 +33,84 @@ def add_match_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def set_up_torch(seed: int) -> None:
-    """One thread, and the settings of alphazero_go.py."""
+    """Use one thread, and seed what is drawn."""
     import torch
 
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")
-    torch.set_grad_enabled(False)
     torch.manual_seed(seed)
 
 
 def load_network(path: str | Path):
-    """The script's module, a checkpoint's settings, without bfloat16, and its network."""
+    """Return the rules, a checkpoint's settings, without bfloat16, which few CPUs have, and its network."""
+    import torch
+
     from algos import alphazero_go as az
 
-    checkpoint = az.load_checkpoint(path)
-    args = checkpoint["args"]
-    args.bf16 = False
-    agent = az.Agent(az.get_size(args), args)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    settings = az.Args(**checkpoint["args"] | {"bf16": False})
+    go = az.Go(int(settings.env_id.split("x")[1]))
+    agent = az.Agent(go.size, settings)
     agent.load_state_dict(checkpoint["agent"])
-    return az, args, az.make_network(agent, args)
+    return go, settings, agent
 
 
 def load_engine(args: argparse.Namespace):
-    """Go on the board of --env-id, and a function from boards [R] to the moves [R] of the network of --checkpoint."""
+    """Return the rules for --env-id, and a function from boards [R] to the moves [R] of the network of --checkpoint."""
     if not Path(args.checkpoint).is_file():
         peer.fail(f"--checkpoint {args.checkpoint}: no such file")
+    from algos import alphazero_go as az
+
     set_up_torch(args.seed)
-    az, settings, network = load_network(args.checkpoint)
+    go, settings, agent = load_network(args.checkpoint)
     if settings.env_id != args.env_id:
         peer.fail(f"--env-id {args.env_id}: {args.checkpoint} plays {settings.env_id}")
-    settings.simulations_end = args.simulations_end
     settings.komi = args.komi
-    go = az.Go(az.get_size(settings))
-    return go, az.make_player(go, az.make_evaluators(network, go, args.games, settings), settings)
+    return go, az.make_player(go, az.make_workers(go, agent, settings), args.simulations_end, settings)
+
+
+def play_random_moves(go, num_boards: int, num_moves: int):
+    """Return boards after random moves that fill no eyes, and these moves [num_boards, num_moves]."""
+    import torch
+
+    boards, moves = go.new(num_boards), torch.zeros(num_boards, 0).long()
+    for _ in range(num_moves):
+        drawn = go.draw_moves(boards, go.legal_moves(boards))
+        boards, moves = go.play(boards, drawn), torch.cat((moves, drawn.cpu().unsqueeze(1)), 1)
+    return boards, moves
+
+
+def draw_openings(go, num_openings: int, num_moves: int):
+    """Return boards after random moves, and a list of these moves for each of them.
+
+    No two openings are images of each other as long as there are others; after that, no two have the same moves.
+    """
+    boards, moves = play_random_moves(go, 4 * num_openings, num_moves)
+    symmetries = go.symmetries.tolist()
+    by_image, by_moves = {}, {}  # the first row of each kind
+    for row, game in enumerate(moves.tolist()):
+        by_image.setdefault(min(tuple(image[move] for move in game) for image in symmetries), row)
+        by_moves.setdefault(tuple(game), row)
+    rows = list(dict.fromkeys([*by_image.values(), *by_moves.values()]))[:num_openings]
+    rows = [rows[i % len(rows)] for i in range(num_openings)]
+    return boards.pick(rows), moves[rows].tolist()
 
 
 def play(go, player, others: list, seed: int) -> tuple[list[list[int]], list[float], list[bool]]:
-    """A game of `player` with each of `others`, side by side: moves, black's margins on the board, if we were black.
+    """Play `player` against each of `others`; returns moves, black's margins on the board, and if we were black.
 
-    `player` is a function from boards [R] to moves [R], black in the first half of the games; each of the others is one
-    from all moves of its game so far to the next. The second half begins with the same pairs of random moves as the
-    first. Raises ValueError where a program plays an illegal move.
+    `player` is a function from boards [R] to moves [R]. It is black in the first half of the games, and the second
+    half has the same openings of two moves. Each of the others is a function from all moves of its game to the next
+    one. Raises ValueError if a program plays an illegal move.
     """
     import torch
     from tqdm import tqdm
 
-    from envs_shared.go_tasks import match
-
+    torch.manual_seed(seed)
     num_games = len(others)
     num_pairs = (num_games + 1) // 2
-    boards, opening = match.draw_openings(go, num_pairs, 2, torch.Generator().manual_seed(seed))
+    boards, openings = draw_openings(go, num_pairs, 2)
     pair = torch.arange(num_games) % num_pairs
-    boards = boards.pick(pair)
-    games = torch.stack(opening, 1)[pair].tolist()
+    boards, games = boards.pick(pair), [[*openings[i]] for i in pair.tolist()]
     is_black = torch.arange(num_games) < num_pairs
     with tqdm(total=num_games, unit="game") as bar:
         while not boards.is_over.all():
@@ -98,38 +128,40 @@ def play(go, player, others: list, seed: int) -> tuple[list[list[int]], list[flo
                 is_legal = go.legal_moves(at_turn)[torch.arange(len(rows)), moves]
                 if not is_legal.all():
                     raise ValueError(f"the last move is illegal: {games[rows[~is_legal][0]]}")
-                boards.replace_rows(rows, go.play(at_turn, moves))
+                boards.put(rows, go.play(at_turn, moves))
             bar.update(int(boards.is_over.sum()) - bar.n)
     return games, go.score(boards).tolist(), is_black.tolist()
 
 
+def compute_interval(win_rate: float, num_games: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a win rate."""
+    z2 = 1.96**2 / num_games
+    center = win_rate + z2 / 2
+    half = 1.96 * math.sqrt(win_rate * (1 - win_rate) / num_games + z2 / 4 / num_games)
+    return (center - half) / (1 + z2), (center + half) / (1 + z2)
+
+
 def summarize(games: list[list[int]], scores: list[float], is_black: list[bool], komi: float) -> dict:
-    """Metrics of a match over distinct games, from what `play` gives: points are won games, a draw is half a point.
+    """Return the metrics of a match over distinct games, from what `play` returns.
 
-    Elo is above the other program's; margins are points over komi, from our side; rates have Wilson's intervals, and
-    stand for each colour too.
+    Points are games won, and a draw is half a point; margins are points over komi, from our side. Rates have
+    intervals, also those for one colour.
     """
-    from envs_shared.go_tasks.match import compute_elo, score_match
-
-    margins = [score - komi for score in scores]
-    metrics = {}
+    rows = zip(games, scores, is_black, strict=True)
+    margins = {(tuple(game), black): (score - komi) * (1 if black else -1) for game, score, black in rows}
+    metrics = {"mean_margin": statistics.mean(margins.values()), "distinct_games": len(margins)}
     for end, colours in (("_black", (True,)), ("_white", (False,)), ("", (True, False))):
-        chosen = [row for row in zip(games, margins, is_black, strict=True) if row[2] in colours]
-        if chosen:
-            found = score_match(*zip(*chosen, strict=True))
-            metrics |= {
-                f"ours_win_rate{end}{limit}": found[f"win_rate{limit}"] for limit in ("", "_low", "_high")
-            }
-    num_games = found["distinct_games"]
-    metrics |= {"mean_margin": found["margin"], "distinct_games": num_games}
-    metrics["ours_elo"] = compute_elo(found["win_rate"], num_games)
-    metrics["ours_points"] = found["win_rate"] * num_games
-    return metrics | {"peer_points": num_games - metrics["ours_points"]}
+        points = [((x > 0) + (x >= 0)) / 2 for (_, black), x in margins.items() if black in colours]
+        if points:
+            rate = statistics.mean(points)
+            low, high = compute_interval(rate, len(points))
+            limits = {"": rate, "_low": low, "_high": high}
+            metrics |= {f"ours_win_rate{end}{limit}": x for limit, x in limits.items()}
+    return metrics | {"ours_points": sum(points), "peer_points": len(points) - sum(points)}
 
 
 def play_match(args: argparse.Namespace, script: str, program: str, go, player, others: list) -> None:
     """Play `player` against `others`, which are `program`, and log the result."""
     run = peer.Run(args, script, program)
     games, scores, is_black = play(go, player, others, args.seed)
-    metrics = summarize(games, scores, is_black, args.komi)
-    run.finish(sum(map(len, games)), metrics)
+    run.finish(sum(map(len, games)), summarize(games, scores, is_black, args.komi))

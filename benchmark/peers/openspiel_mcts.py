@@ -3,7 +3,7 @@
 --work search: simulations per CPU-second on one position, of the Python search by PUCT with a network that does
 nothing, the counterpart of our_go_search.py.
 --work match: the C++ search with random rollouts, so many --simulations for a move, against algos/alphazero_go.py.
-Rules and score are those of envs_shared/go_tasks/rules.py.
+Rules and score of the match are those of envs_shared/go.py.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The search of algos/alphazero_go.py with a network that does nothing.
 
-Simulations per CPU-second of 256 games side by side, from positions after 20 random moves; the counterpart of
-openspiel_mcts.py, which searches one game.
+Simulations per CPU-second of 256 games side by side, from positions after 20 random moves, the making of the trees
+included; the counterpart of openspiel_mcts.py, which searches one game.
 """
 
 import statistics
@@ -23,23 +23,21 @@ def make_parser():
 
 
 def evaluate_nothing(boards, legal, sharpness: float = 0.0):
-    """Normal logits of deviation `sharpness`, equal ones for 0, and values near 1/2."""
+    """Return normal logits with a standard deviation of `sharpness`, and values near 1/2."""
     import torch
 
     noise = torch.rand(len(legal), device=legal.device)
     return sharpness * torch.randn(legal.shape, device=legal.device), 0.49 + 0.02 * noise
 
 
-def measure_search(go, boards, evaluators: list, num_simulations: int) -> tuple[float, float]:
-    """Simulations per CPU-second and per second of the clock of a search of all `boards`, a slot an evaluator."""
+def measure_search(go, boards, workers: list, num_simulations: int) -> tuple[float, float]:
+    """Return simulations per CPU-second and per second of the clock of one search of all `boards`."""
     import torch
 
     from algos import alphazero_go as az
 
-    tree = az.Search(go, evaluators, len(boards.to_play), num_simulations, az.Args(komi=7.5))
-    tree.reset(boards)
     start = time.process_time(), time.perf_counter()
-    tree.run(num_simulations)
+    az.Search(go, workers, boards, num_simulations, az.Args(komi=7.5)).run(num_simulations)
     if go.device.type == "cuda":
         torch.cuda.synchronize()
     total = len(boards.to_play) * num_simulations
@@ -53,15 +51,14 @@ def main() -> None:
     from tqdm import tqdm
 
     from algos import alphazero_go as az
-    from envs_shared.go_tasks.match import play_random_moves
 
     run = peer.Run(args, Path(__file__).stem, None)
     go_engine.set_up_torch(args.seed)
     go = az.Go(size)
-    boards, _ = play_random_moves(go, NUM_GAMES, 20)
-    rates = []
+    boards, _ = go_engine.play_random_moves(go, NUM_GAMES, 20)
+    workers, rates = [az.Worker(evaluate_nothing, go.device)], []
     for _ in tqdm(range(args.repeats), unit="repeat"):
-        rates.append(measure_search(go, boards, [evaluate_nothing], args.simulations)[0])
+        rates.append(measure_search(go, boards, workers, args.simulations)[0])
     num_simulations = NUM_GAMES * args.simulations * args.repeats
     run.finish(num_simulations, {"simulations_per_cpu_second": statistics.median(rates)})
 

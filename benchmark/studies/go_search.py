@@ -3,14 +3,16 @@
     python benchmark/studies/go_search.py           # minutes on two free cores
     python benchmark/studies/go_search.py --cuda    # on a GPU
 
-Medians over the repeats, one slot and two in turn. CPU-seconds, of all threads, say what a simulation costs; on the
-clock a second slot is faster only where a second core, or the GPU, is idle. The suite `cpu` has OpenSpiel's search.
+Medians over the repeats, by turns with one worker and with two. CPU-seconds, of all threads, say what a simulation
+costs. A second worker saves time on the clock only if a second core, or the GPU, is idle. The suite `cpu` has
+OpenSpiel's search.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,49 +22,51 @@ sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
 
 sys.path.append(str(common.PEERS))
-from go_engine import load_network, set_up_torch
+from go_engine import load_network, play_random_moves, set_up_torch
 from our_go_search import evaluate_nothing, measure_search
 
 from algos import alphazero_go as az
-from envs_shared.go_tasks.match import choose_random_moves, play_random_moves
 
 NETWORKS = ("go5x5", "go7x7", "go9x9")  # of benchmark/checkpoints
-COLUMNS = [f"{slots}, {clock}" for slots in ("one slot", "two slots") for clock in ("of CPU", "on the clock")]
+COLUMNS = [
+    f"{workers}, {clock}" for workers in ("one worker", "two workers") for clock in ("of CPU", "on the clock")
+]
 
 
 def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
-    """Moves at random per CPU-second and per second of the clock, legal moves of all positions included."""
+    """Return random moves per CPU-second and per second of the clock, legal moves of all positions included."""
     go = az.Go(size, device)
     boards = go.new(num_games)
     start = time.process_time(), time.perf_counter()
     for _ in range(30):
-        boards = go.play(boards, choose_random_moves(go, boards, go.legal_moves(boards)))
+        boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards), fill_eyes=True))
         if (over := boards.is_over).any():  # which waits for a GPU, too
-            boards.replace_rows(over, go.new(int(over.sum())))
+            boards.put(over, go.new(int(over.sum())))
     return 30 * num_games / (time.process_time() - start[0]), 30 * num_games / (
         time.perf_counter() - start[1]
     )
 
 
 def list_searches(num_games: int, device):
-    """Yield what is searched, its rules, positions, an evaluator for each slot and the simulations."""
+    """Yield what is searched, its rules, positions, two workers and the number of simulations."""
     go = az.Go(9, device)
     boards, _ = play_random_moves(go, num_games, 20)
     for num_simulations in (64, 800):
         for kind, sharpness in (("", 0.0), (", peaked prior", 3.0)):
-            evaluators = [partial(evaluate_nothing, sharpness=sharpness)] * 2
-            yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, evaluators, num_simulations
+            evaluate = partial(evaluate_nothing, sharpness=sharpness)
+            workers = [az.Worker(evaluate, go.device) for _ in range(2)]
+            yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, workers, num_simulations
     for name in NETWORKS:
-        _, args, network = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
-        args.num_slots = 2
-        go = az.Go(az.get_size(args), device)
+        go, args, agent = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
+        go = az.Go(go.size, device)
         boards, _ = play_random_moves(go, num_games, go.num_points // 4)
+        workers = az.make_workers(go, agent.to(device), replace(args, num_workers=2))
         what = f"tree and network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
-        yield what, go, boards, az.make_evaluators(network.to(device), go, num_games, args), 64
+        yield what, go, boards, workers, 64
 
 
 def measure(num_repeats: int, cuda: bool) -> list[dict]:
-    """Moves and simulations per second of the rules and of the search."""
+    """Return rows of moves and simulations per second of the rules and of the search."""
     set_up_torch(0)
     device, num_games, rates = torch.device("cuda" if cuda else "cpu"), (4096 if cuda else 256), {}
     searches = list(list_searches(num_games, device))
@@ -71,8 +75,8 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
             rates.setdefault(f"moves of the rules, {size}x{size}", []).append(
                 measure_rules(size, num_games, device)
             )
-        for what, go, boards, evaluators, num_simulations in searches:
-            one, two = (measure_search(go, boards, evaluators[:n], num_simulations) for n in (1, 2))
+        for what, go, boards, workers, num_simulations in searches:
+            one, two = (measure_search(go, boards, workers[:n], num_simulations) for n in (1, 2))
             rates.setdefault(what, []).append((*one, *two))
     name = f", {torch.cuda.get_device_name()}" if cuda else ""
     return [
@@ -82,8 +86,10 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
     ]
 
 
-def make_sections(results: dict) -> dict[tuple[str, str], str]:
-    """What the pages show of the results: a line for what is measured, a column for each way."""
+def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
+    """Return what the page shows: a line for what is measured, a column for each way; or that nothing was yet."""
+    if not results:
+        return {("alphazero_go", "go_search"): "\nNot run yet.\n"}
     rows = results["rows"]
     columns = list(dict.fromkeys(row["column"] for row in rows))
     lines = []

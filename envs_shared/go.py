@@ -1,0 +1,197 @@
+"""Go on many boards at once: area scoring, no suicide, positional superko, in tensors on a CPU or GPU.
+
+A board of n x n points is a row of S = (n + 2) (n + 1) + 1 cells. Two rows and one column of them are walls,
+so that the neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also at the sides of the board.
+Moves are numbered row * n + column from the top left. The pass is n * n, so there are A = n^2 + 1 moves.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+WALL = 2  # in `stones`
+NUM_PLANES = 9  # of a network's input
+LEGAL_PLANE = 4  # the one that shows the legal moves
+
+
+class Boards(NamedTuple):
+    """B positions and how they came about. A game ends after two passes in a row or 2 n^2 moves."""
+
+    stones: torch.Tensor  # int8 [B, S]: 1 black, -1 white, 0 empty, 2 wall
+    groups: torch.Tensor  # int64 [B, S]: one number for all stones of a group; S - 1 where no stone is
+    in_atari: torch.Tensor  # bool [B, S]: stones of groups with one liberty
+    to_play: torch.Tensor  # int8 [B]: 1 black, -1 white
+    num_moves: torch.Tensor  # int64 [B], passes included
+    num_passes: torch.Tensor  # int64 [B]: last moves that were passes
+    last_move: torch.Tensor  # int64 [B], -1 before the first one
+    history: torch.Tensor  # int64 [B, 2 n^2 + 1]: hash of the position after each move; 0 if empty or unused
+
+    @property
+    def is_over(self):
+        """Tell which games are over, bool [B]."""
+        return (self.num_passes >= 2) | (self.num_moves >= self.history.shape[-1] - 1)
+
+    def pick(self, index) -> "Boards":
+        """Return copies of the boards at an index."""
+        return Boards(*(x[index] for x in self))
+
+    def put(self, index, boards: "Boards"):
+        """Replace the boards at an index, in place."""
+        for x, new in zip(self, boards, strict=True):
+            x[index] = new
+
+
+class Go:
+    """The rules on boards of one size."""
+
+    def __init__(self, size: int, device="cpu"):
+        self.size, self.num_points, self.num_actions = size, size**2, size**2 + 1
+        self.num_cells, self.device = (size + 2) * (size + 1) + 1, torch.device(device)
+        rows, columns = np.divmod(np.arange(size**2), size)
+        self.cells = torch.from_numpy((rows + 1) * (size + 1) + columns + 1).to(device)  # [n^2] of the points
+        self.inner = slice(size + 1, self.num_cells - size - 1)  # cells with four neighbours
+        self.inner_points = self.cells - size - 1  # [n^2] where the points are among them
+        self.offsets = (-1, 1, -size - 1, size + 1)  # of the neighbours
+        # A position's hash is the sum of the keys of its stones, modulo 2^64
+        keys = np.random.default_rng(0).integers(-(2**63), 2**63, (2, self.num_cells), np.int64)
+        self.black_keys, self.white_keys = torch.from_numpy(keys).to(device)  # [S]
+        # A liberty as one number: 1, its cell and the square of that. In the sums over the liberties that the
+        # stones of a group see, count * squares = sum^2 if and only if all of them are the same cell.
+        cell = torch.arange(self.num_cells, device=device)
+        self.liberties = 1 + (cell << 13) + (cell**2 << 34)  # [S]
+        points = np.arange(size**2).reshape(size, size)
+        images = [np.rot90(x, k).flatten() for x in (points, points.T) for k in range(4)]
+        # [8, A]: x[..., symmetries[k]] is image k of x [..., A] under the symmetries of the square; 0 is x
+        self.symmetries = torch.tensor(np.array([[*x, size**2] for x in images]), device=device)
+
+    def new(self, num_boards: int) -> Boards:
+        """Return empty boards [B], black to play."""
+        with self.device:
+            stones = torch.full((num_boards, self.num_cells), WALL, dtype=torch.int8)
+            stones[:, self.cells] = 0
+            groups = torch.full(stones.shape, self.num_cells - 1)
+            num_moves, num_passes = torch.zeros(2, num_boards).long()
+            history = torch.zeros(num_boards, 2 * self.num_points + 1).long()
+            to_play = torch.ones(num_boards, dtype=torch.int8)
+            return Boards(stones, groups, stones == 1, to_play, num_moves, num_passes, num_moves - 1, history)
+
+    def neighbours(self, x):
+        """Return x [B, S] at the left, right, upper and lower neighbour of each inner cell: four views."""
+        return [x[:, self.inner.start + k : self.inner.stop + k] for k in self.offsets]
+
+    def find_atari(self, stones, groups):
+        """Find the stones whose group has one liberty, bool [B, S]."""
+        left, right, upper, lower = self.neighbours(self.liberties * (stones == 0))
+        seen = torch.zeros_like(groups)
+        seen[:, self.inner] = left + right + upper + lower
+        total = torch.zeros_like(groups).scatter_add_(1, groups, seen.masked_fill_(stones.abs() != 1, 0))
+        count, cells, squares = total & 8191, (total >> 13) & (2**21 - 1), total >> 34
+        return ((count * squares == cells * cells) & (count > 0)).gather(1, groups)
+
+    def legal_moves(self, boards: Boards):
+        """Find the legal moves, bool [B, A]; there are none if the game is over."""
+        keys = torch.where(boards.stones == 1, self.black_keys, self.white_keys)
+        keys = keys.masked_fill_(boards.stones.abs() != 1, 0)
+        group_keys = torch.zeros_like(keys).scatter_add_(1, boards.groups, keys).gather(1, boards.groups)
+        stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
+        can_live = torch.zeros_like(stones[:, self.inner], dtype=torch.bool)
+        captured_keys, seen = torch.zeros_like(keys[:, self.inner]), []
+        views = (self.neighbours(x) for x in (stones, boards.in_atari, boards.groups, group_keys))
+        for stone, in_atari, group, group_key in zip(*views, strict=True):
+            is_captured = (stone == -1) & in_atari
+            can_live |= (stone == 0) | is_captured | ((stone == 1) & ~in_atari)
+            for other in seen:  # a group that is a neighbour twice counts once
+                is_captured &= group != other
+            seen.append(group)
+            captured_keys += group_key * is_captured
+        is_black = (boards.to_play == 1).unsqueeze(1)
+        own_keys = torch.where(is_black, self.black_keys, self.white_keys)[:, self.inner]
+        position = boards.history.gather(1, boards.num_moves.unsqueeze(1))
+        after = (position + own_keys - captured_keys)[:, self.inner_points]  # hashes after each move
+        legal = (can_live & (boards.stones[:, self.inner] == 0))[:, self.inner_points]
+        legal &= ~self.was_before(boards, after)
+        return torch.cat((legal, torch.ones_like(legal[:, :1])), 1) & ~boards.is_over.unsqueeze(1)
+
+    def was_before(self, boards: Boards, hashes):
+        """Tell which positions of hashes [B, n^2] have been on their board."""
+        past = boards.history[:, : int(boards.num_moves.max()) + 1]
+        # Few hashes share their low bits with one of the past; only those are compared in full
+        table = torch.zeros(len(past), 4096, dtype=torch.bool, device=self.device)
+        found = table.scatter_(1, past & 4095, True).gather(1, hashes & 4095)
+        board, point = found.nonzero(as_tuple=True)
+        found[board, point] = (hashes[board, point].unsqueeze(1) == past[board]).any(1)
+        return found
+
+    def play(self, boards: Boards, moves) -> Boards:
+        """Return the boards after legal moves [B]."""
+        is_pass = (moves == self.num_points).unsqueeze(1)  # [B, 1]
+        cell = self.cells[moves.clamp(max=self.num_points - 1)].unsqueeze(1)
+        around = torch.cat([cell + k for k in self.offsets], 1)  # [B, 4]
+        near, groups, own = (
+            boards.stones.gather(1, around),
+            boards.groups.gather(1, around),
+            boards.to_play[:, None],
+        )
+        captured = (near == -own) & boards.in_atari.gather(1, around) & ~is_pass
+        captured = groups.masked_fill(~captured, -1)
+        joined = groups.masked_fill((near != own) | is_pass, -1)
+        is_captured, is_joined = torch.zeros(2, *boards.stones.shape, dtype=torch.bool, device=self.device)
+        for k in range(4):
+            is_captured |= boards.groups == captured[:, k : k + 1]
+            is_joined |= boards.groups == joined[:, k : k + 1]
+        stones = boards.stones.masked_fill(is_captured, 0)
+        groups = boards.groups.masked_fill(is_captured, self.num_cells - 1)
+        groups = torch.where(is_joined, cell, groups)
+        stones.scatter_(1, cell, torch.where(is_pass, stones.gather(1, cell), own))
+        groups.scatter_(1, cell, torch.where(is_pass, groups.gather(1, cell), cell))
+        own_keys, other_keys = self.black_keys, self.white_keys
+        is_black = own == 1
+        key = torch.where(is_black, own_keys[cell], other_keys[cell]).masked_fill(is_pass, 0)
+        captured_keys = torch.where(is_black, other_keys, own_keys) * is_captured
+        position = boards.history.gather(1, boards.num_moves.unsqueeze(1))
+        position += key - captured_keys.sum(1, keepdim=True)
+        num_moves = boards.num_moves + 1
+        history = boards.history.scatter(1, num_moves.unsqueeze(1), position)
+        num_passes = (boards.num_passes + 1) * is_pass[:, 0]
+        in_atari = self.find_atari(stones, groups)
+        return Boards(
+            stones, groups, in_atari, -boards.to_play, num_moves, num_passes, moves.clone(), history
+        )
+
+    def draw_moves(self, boards: Boards, legal, fill_eyes: bool = False):
+        """Draw moves [B] among the legal ones [B, A]. A side that fills no eyes passes only if it has to."""
+        weights = legal.float()
+        if not fill_eyes:
+            stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
+            left, right, upper, lower = self.neighbours((stones == 1) | (stones.abs() == WALL))
+            weights[:, :-1] *= ~(left & right & upper & lower)[:, self.inner_points]
+            weights[:, -1] = 1e-6
+        return torch.multinomial(weights, 1).squeeze(1)
+
+    def score(self, boards: Boards):
+        """Return the area of black less that of white, int64 [B], without komi."""
+        areas = []
+        for colour in (1, -1):
+            reached, count = boards.stones == colour, -1
+            while count != (count := int(reached.sum())):
+                left, right, upper, lower = self.neighbours(reached)
+                spread = (boards.stones[:, self.inner] == 0) & (left | right | upper | lower)
+                reached = reached.clone()
+                reached[:, self.inner] |= spread
+            areas.append(reached.sum(1))
+        return areas[0] - areas[1]
+
+    def planes(self, boards: Boards, legal):
+        """Return a network's input, bool [B, NUM_PLANES, n, n], as the side to move sees it.
+
+        Own stones, the other's stones, those of both in atari, legal moves, last move, whether it was a pass,
+        whether black is to move, and ones, which show where the board ends.
+        """
+        stones = boards.stones[:, self.cells] * boards.to_play.unsqueeze(1)
+        own, other, in_atari = stones == 1, stones == -1, boards.in_atari[:, self.cells]
+        last = torch.arange(self.num_points, device=self.device) == boards.last_move.unsqueeze(1)
+        flags = torch.stack((boards.num_passes > 0, boards.to_play == 1, boards.num_passes >= 0), 1)
+        points = torch.stack((own, other, own & in_atari, other & in_atari, legal[:, :-1], last), 1)
+        planes = torch.cat((points, flags.unsqueeze(2).expand(-1, -1, self.num_points)), 1)
+        return planes.unflatten(2, (self.size, self.size))
