@@ -122,8 +122,8 @@ def share(script, out, flags, resume_flags):
 
     run_main("whole", *shlex.split(flags), "--run-dir", str(out / "whole"))
     (path,) = (out / "whole").iterdir()
-    if get_rank() == 0:
-        shutil.copytree(path, out / "resumed")
+    if get_rank() == 0:  # the other process must not see half of a copy
+        shutil.copytree(path, out / "copied").rename(out / "resumed")
     while not (out / "resumed" / "checkpoint.pt").exists():
         time.sleep(0.02)
     run_main("resumed", "--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags))
