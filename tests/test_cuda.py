@@ -461,7 +461,7 @@ def play_tsp(flags: str, folder: Path, last_update: int | None = None, **patches
 
 @pytest.mark.parametrize("name", TSP_RUNS)
 def test_the_tsp_gives_on_the_device_what_it_gives_on_the_host(tmp_path, name):
-    """Up to rounding, if Muon does not round to bfloat16. The host waits in no update, and between two for points."""
+    """They agree up to rounding without bfloat16. The host waits in no update, but once for new points."""
     with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x):
         path, waits, between = play_tsp(TSP_RUNS[name], tmp_path / "device")
         tsp.main([*TSP_RUNS[name].split(), "--no-cuda", "--run-dir", str(tmp_path / "host")])
@@ -482,7 +482,7 @@ def test_the_tsp_gives_on_the_device_what_it_gives_on_the_host(tmp_path, name):
 
 
 def test_a_run_of_the_tsp_is_resumed_and_evaluated_on_the_device(tmp_path, capsys):
-    """With bfloat16 in Muon. It ends with the checkpoint of an uninterrupted run."""
+    """The resumed run ends with the checkpoint of an uninterrupted one."""
     flags = f"{TSP} --num-epochs 2 --eval-interval 1 --eval-episodes 0"
     whole, *_ = play_tsp(flags, tmp_path / "whole")
     with pytest.raises(Interrupted):
@@ -521,7 +521,7 @@ def test_a_wait_and_a_tensor_of_the_host_in_an_update_of_the_tsp_are_found(tmp_p
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_of_the_tsp_on_a_real_gpu_is_that_of_the_host():
-    """With tours that both score; sampled tours are permutations."""
+    """Both score the same tours. Tours that the GPU samples are permutations."""
     torch.manual_seed(0)
     agent, points = tsp.AttentionModel().eval(), torch.rand(64, 50, 2)
     tours = torch.rand(64, 4, 50).argsort(-1)

@@ -1,4 +1,4 @@
-"""The TSP script against the papers' formulas step by step, exact optima, scipy, numpy and torch's Muon."""
+"""Check the TSP script against the papers' formulas, exact optima, scipy, numpy and torch's Muon."""
 
 import ast
 import copy
@@ -33,7 +33,7 @@ TSP20 = ROOT / "benchmark" / "checkpoints" / "tsp20.pt"
 
 
 def make_agent(seed=0, dtype=torch.float32):
-    """A network with weights and statistics that are nothing special."""
+    """Return a network whose weights and statistics are far from their initial values."""
     torch.manual_seed(seed)
     agent = am.AttentionModel()
     for p in agent.parameters():
@@ -45,41 +45,41 @@ def make_agent(seed=0, dtype=torch.float32):
 
 
 def draw(num_instances, num_nodes, seed=0, dtype=torch.float32):
-    """Points [B, N, 2] in the unit square."""
+    """Draw points [B, N, 2] in the unit square."""
     return torch.rand(num_instances, num_nodes, 2, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def draw_tours(num_instances, num_tours, num_nodes, seed=0):
-    """Random tours [B, P, N]."""
+    """Draw random tours [B, P, N]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(num_instances, num_tours, num_nodes, generator=generator).argsort(-1)
 
 
 def make_instances(points, tours=None):
-    """Instances of points [M, N, 2], without references or with tours [M, N]."""
+    """Return instances of points [M, N, 2], with reference tours [M, N] if there are any."""
     return am.Instances(points.double(), tours, am.tour_length)
 
 
 def get_tours(agent, instances, decoding):
-    """The tours [M, N] that one decoding finds, and their lengths [M] by numpy."""
+    """Return the tours [M, N] that one decoding finds, and their lengths [M] by numpy."""
     _, tours = am.evaluate(agent, instances, CPU, (decoding,))
     return tours, measure(instances.points, tours)
 
 
 def measure(points, tours):
-    """Lengths of closed tours [M, N] through points [M, N, 2] in float64, by numpy."""
+    """Return the lengths of closed tours [M, N] through points [M, N, 2] in float64, by numpy."""
     stops = np.take_along_axis(np.asarray(points, np.float64), np.asarray(tours)[:, :, None], 1)
     return np.linalg.norm(stops - np.roll(stops, 1, 1), axis=-1).sum(1)
 
 
 def run(folder, flags=SHORT, *more):
-    """A whole run of the script in `folder`."""
+    """Run the whole script in `folder`."""
     return run_main(am, folder, *flags.split(), *more)
 
 
 @pytest.fixture
 def float64(monkeypatch):
-    """The script computes in double precision where it else does in single."""
+    """Let the script compute in double precision."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
@@ -110,7 +110,7 @@ def reference_encode(agent, points):
 
 
 def reference_step(agent, h, nodes):
-    """log p of the next node [B, N], eq. 4 to 8, for tours whose first t nodes are `nodes` [B, t]."""
+    """Return log p of the next node [B, N], eq. 4 to 8, for tours whose first t nodes are `nodes` [B, t]."""
     b, (v_first, v_last) = torch.arange(len(h)), agent.placeholders
     visited = torch.zeros(h.shape[:2], dtype=torch.bool).scatter(1, nodes, True)
     last, first = (h[b, nodes[:, -1]], h[b, nodes[:, 0]]) if nodes.shape[1] else (v_last, v_first)
@@ -131,7 +131,7 @@ def reference_step(agent, h, nodes):
 
 
 def reference_log_likelihood(agent, points, tours, from_start):
-    """log p of tours [B, P, N] by walking along them; without the first step unless `from_start`."""
+    """Return log p of tours [B, P, N] by walking along them, without the first step unless `from_start`."""
     h, columns = reference_encode(agent, points), []
     for p in range(tours.shape[1]):
         total = 0.0
@@ -143,7 +143,7 @@ def reference_log_likelihood(agent, points, tours, from_start):
 
 
 def reference_greedy(agent, points):
-    """Tours [B, N] of the most likely node at each step."""
+    """Return the tours [B, N] that take the most likely node at each step."""
     h, tours = reference_encode(agent, points), torch.zeros(len(points), 0, dtype=torch.int64)
     for _ in range(points.shape[1]):
         tours = torch.cat((tours, reference_step(agent, h, tours).argmax(-1, keepdim=True)), 1)
@@ -170,7 +170,7 @@ def test_log_likelihood_in_one_pass_is_that_of_single_steps(float64, training):
 
 
 def test_the_tanh_cuts_logits_at_ten():
-    """With keys of any size; the reference computes the same, but no network here gets there by itself."""
+    """Keys are made large, since no network of these tests comes near the limit by itself."""
     agent, points = make_agent().eval(), draw(2, 5)
     with torch.no_grad():
         agent.project_logit_k.weight *= 1e4
@@ -180,7 +180,7 @@ def test_the_tanh_cuts_logits_at_ten():
 
 @pytest.mark.parametrize("baseline", ["pomo", "rollout"])
 def test_gradients_of_the_loss_are_those_of_single_steps(float64, monkeypatch, baseline):
-    """In float64, for the weights of every layer, with sampled tours and the baseline's own."""
+    """Tours are sampled, both sides compute in float64, and the weights of every layer are compared."""
     points, found = draw(4, 7, dtype=torch.float64), []
     agent, best_policy = make_agent(dtype=torch.float64), None
     if baseline == "rollout":
@@ -233,7 +233,7 @@ def test_probabilities_of_all_tours_sum_to_one():
 
 @pytest.mark.parametrize("multistart", [False, True])
 def test_samples_follow_the_policy(multistart):
-    """Frequencies of 20,000 tours of 4 nodes against their probabilities, of the whole or given the first node."""
+    """Frequencies of 20,000 tours of 4 nodes agree with their probabilities, given the first node or not."""
     agent, points, size = make_agent(), draw(1, 4), 20_000
     every = torch.tensor(list(itertools.permutations(range(4))))
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_samples_follow_the_policy(multistart):
 
 @pytest.mark.parametrize("multistart", [False, True])
 def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart):
-    """Even if the random number is the smallest or the largest there is: then it is the first or last open node."""
+    """With the smallest and the largest random number it is the first and the last open node."""
     points = draw(3, 6)
     encoded = make_agent().eval()(points)
     for fraction in (0.0, 1.0):
@@ -311,7 +311,7 @@ def test_symmetries_keep_lengths_and_are_eight():
 @given(scale=st.floats(1e-6, 1e6), x=st.floats(-1e4, 1e4), y=st.floats(-1e4, 1e4))
 @settings(max_examples=20, deadline=None)
 def test_units_and_position_of_the_points_do_not_matter(scale, x, y):
-    """Even if the float32 of the network would not tell the points apart any more."""
+    """Points are moved in float64 first, since float32 would not tell distant ones apart."""
     agent, points = make_agent().eval(), draw(2, 9, dtype=torch.float64)
     moved = (points + torch.tensor([x, y])) * scale
     with torch.no_grad():
@@ -320,7 +320,7 @@ def test_units_and_position_of_the_points_do_not_matter(scale, x, y):
 
 
 def test_one_factor_scales_both_axes_and_each_instance_by_itself(monkeypatch):
-    """Onto the unit square, its lower left corner, with the ratio of width and height kept."""
+    """Points are moved into the lower left corner of the unit square, and width and height keep their ratio."""
     agent, seen = make_agent().eval(), []
     agent.embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     points = torch.tensor(
@@ -379,7 +379,7 @@ def test_instances_are_uniform_or_gaussian():
 
 
 def test_pomo_advantages_sum_to_zero_and_the_start_is_exact(monkeypatch):
-    """The gradient that the policy gets of lengths that are known, in closed form."""
+    """Gradients for known lengths are compared with their closed forms."""
     lengths = torch.rand(3, 6, dtype=torch.float64)
     log_likelihood = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     logits = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
@@ -395,7 +395,7 @@ def test_pomo_advantages_sum_to_zero_and_the_start_is_exact(monkeypatch):
 
 
 class Column(torch.nn.Module):
-    """An agent whose tours of points [n, N, 2] have the lengths [n, 1] that stand in one column of them."""
+    """An agent whose tours have the lengths [n, 1] that are in one column of the points [n, 1, 2]."""
 
     def __init__(self, column):
         super().__init__()
@@ -407,14 +407,14 @@ class Column(torch.nn.Module):
 
 @pytest.fixture
 def columns(monkeypatch):
-    """Two such agents: the policy and the best policy."""
+    """Return two such agents, as the policy and the best policy."""
     monkeypatch.setattr(am, "construct_tours", lambda points, encoded: (None, encoded))
     return Column(0), Column(1)
 
 
 @pytest.mark.parametrize("shift", [-3.0, -1.65, -1.0, 0.0, 0.5])
 def test_the_t_test_agrees_with_scipy(columns, shift, size=10_000):
-    """By levels a little above and below the p-value of pairs whose lengths are correlated."""
+    """Levels a little above and below the p-value of correlated pairs give different answers."""
     from scipy.stats import ttest_rel
 
     rng = np.random.default_rng([size, int(100 * shift) % 7])
@@ -435,7 +435,7 @@ def test_equal_tours_are_not_better(columns):
 
 
 def test_the_t_test_is_that_of_all_processes(columns, monkeypatch):
-    """Four processes with the statistic t each have 2 t together; if two of them have 0 instead, it is t."""
+    """Four processes with the same statistic t have 2 t together, and t if the statistic of two of them is 0."""
     difference = torch.randn(500, dtype=torch.float64)
     difference = (difference - difference.mean()) / difference.std()
     points = torch.stack((difference - 0.05, torch.zeros(500).double()), -1)[:, None]  # t = -1.118
@@ -456,7 +456,7 @@ def test_policies_are_compared_by_their_greedy_tours_with_frozen_statistics():
 
 
 def test_an_update_is_a_step_along_the_clipped_gradient():
-    """By the metrics: loss, mean length, and the norm of the gradient before it is cut; none is left of the last."""
+    """Metrics are loss, mean length and the norm before clipping; no gradient remains from the last update."""
     args, points, found = am.Args(), draw(4, 6), []
     for args.max_grad_norm in (1e9, 0.01):
         agent = make_agent()
@@ -479,7 +479,7 @@ def test_an_update_is_a_step_along_the_clipped_gradient():
 
 
 def test_gradients_and_metrics_are_averaged_over_processes_before_the_clipping(monkeypatch):
-    """The gradients as one vector; here the other process has none of either."""
+    """Gradients are sent as one vector. Averages with a process that has only zeros halve everything."""
     sizes, steps, metrics = [], [], []
 
     def halve(x):
@@ -500,7 +500,7 @@ def test_gradients_and_metrics_are_averaged_over_processes_before_the_clipping(m
 
 
 class Counter(TorchDispatchMode):
-    """Counts dispatched operations: those that launch work, and views, which do not."""
+    """Count dispatched operations: those that launch work, and views, which do not."""
 
     def __init__(self):
         super().__init__()
@@ -516,7 +516,7 @@ class Counter(TorchDispatchMode):
 
 
 def make_adam_and_muon(agent, has_muon):
-    """The optimizers of `train`, of which Muon has all matrices or none."""
+    """Return the optimizers of `train`; Muon has all matrices or none."""
     maps = [p for p in agent.parameters() if p.ndim == 2 and min(p.shape) > 2] if has_muon else []
     rest = [p for p in agent.parameters() if all(p is not q for q in maps)]
     adam, muon = torch.optim.Adam(rest, fused=True), am.Muon([{"params": maps}], {})
@@ -526,7 +526,7 @@ def make_adam_and_muon(agent, has_muon):
 
 @pytest.mark.parametrize(("baseline", "most", "most_views"), [("pomo", 950, 1020), ("rollout", 1370, 1530)])
 def test_a_training_step_is_few_operations_and_never_waits(baseline, most, most_views):
-    """Sampled and greedy tours, loss, backward, clipping and Adam on TSP20 (rl4co 0.7: 2,869, and 2,298 views)."""
+    """A step on TSP20 has tours, loss, backward pass, clipping and Adam (rl4co 0.7: 2,869 and 2,298 views)."""
     counts = {}
     for optimizer in ("adam", "muon"):
         agent, args = am.AttentionModel(), am.Args()
@@ -544,7 +544,7 @@ def test_a_training_step_is_few_operations_and_never_waits(baseline, most, most_
 
 
 def test_scoring_in_one_pass_takes_fewer_operations_and_less_memory():
-    """Against walking along the tours: a third of the operations, and half of the memory of the decoder."""
+    """Walking along the tours takes three times the operations and twice the memory of the decoder."""
     agent, points, tours = make_agent(), draw(16, 20), draw_tours(16, 1, 20)
 
     def count(fn):
@@ -572,7 +572,7 @@ def test_scoring_in_one_pass_takes_fewer_operations_and_less_memory():
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloat16):
-    """Some steps of matrices of every shape, with a rate that falls; to the rounding of torch's bfloat16."""
+    """Three steps of matrices of every shape, at falling rates, agree to the rounding of torch's bfloat16."""
     monkeypatch.setattr(am, "CPU_HAS_BFLOAT16", has_bfloat16)
     torch.manual_seed(0)
     shapes = (8, 8), (8, 8), (32, 8), (8, 32)
@@ -613,7 +613,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one(monkeypatch, has_
 
 @pytest.fixture
 def updates(monkeypatch):
-    """What each update of the test's runs is called with, and the weights that it starts from."""
+    """Record what each update of the test's runs is called with, and the weights that it starts from."""
     calls, update = [], am.update_weights
 
     def spy(agent, best_policy, optimizers, args, points):
@@ -639,14 +639,14 @@ def updates(monkeypatch):
 
 
 def flatten(state):
-    """The parameters of a network, from its state in a checkpoint, as `updates` has them."""
+    """Return the parameters of a network, from its state in a checkpoint, as `updates` has them."""
     agent = am.AttentionModel()
     agent.load_state_dict(state)
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach()
 
 
 def test_the_best_policy_follows_the_t_test(tmp_path, monkeypatch, updates):
-    """It begins as the policy, and is the policy of the last time that this was better."""
+    """The best policy begins as the policy, and becomes a copy of it when the test says so."""
     asked, drawn = [], []
 
     def is_better(agent, best, points, level):
@@ -704,7 +704,7 @@ def test_learning_rates_fall_along_half_a_cosine(tmp_path, updates):
 
 
 def test_every_update_has_instances_of_its_own(tmp_path, updates):
-    """Of the random environment; another seed has others. All updates are by the statistics of their batch."""
+    """Another seed draws other instances. Updates normalize by the statistics of their batch."""
     for seed in (1, 2):
         run(tmp_path / str(seed), SHORT, "--seed", seed)
     points = torch.cat([x.points for x in updates])
@@ -735,7 +735,7 @@ def test_an_evaluation_needs_no_training_file(tmp_path, capsys):
 
 
 def test_evaluations_are_of_the_same_instances_and_evaluate_has_others(tmp_path, monkeypatch, capsys):
-    """Those of an evaluation are neither trained on nor are those that the best policy was chosen by."""
+    """Scores of --evaluate are unbiased, since no policy was chosen by its instances."""
     seen, evaluate = [], am.evaluate
 
     def spy(agent, instances, device, *decodings):
@@ -761,7 +761,7 @@ def test_losses_are_means_over_an_epoch(tmp_path, monkeypatch):
 
 
 def test_losses_that_are_not_finite_end_the_run_with_one_line(tmp_path, monkeypatch, capsys):
-    """The checkpoint of before stays."""
+    """The last checkpoint before that is left unchanged."""
     rows = iter([1.0] * 5 + [math.nan] * 3)
     monkeypatch.setattr(am, "update_weights", lambda *args: torch.full((3,), next(rows)))
     with pytest.raises(SystemExit) as stop:
@@ -774,7 +774,7 @@ def test_losses_that_are_not_finite_end_the_run_with_one_line(tmp_path, monkeypa
 
 
 def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch):
-    """The one with the shortest tours; the later one of two that are equal. A resumed run knows what it was."""
+    """It has the shortest tours, and is the later of two that are equal. A resumed run knows its score."""
     lengths = iter([5.0, 3.0, 4.0, 3.0, 6.0, 3.5])
     monkeypatch.setattr(am, "evaluate", lambda *args: ({"eval/greedy_length": next(lengths)}, None))
     flags = f"{SHORT} --steps-per-epoch 1 --num-epochs"
@@ -790,7 +790,7 @@ def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_was_moved_alone_gets_a_best_policy(tmp_path):
-    """Even if none after it is as good as the one that stayed behind."""
+    """Its first evaluation writes one, even if the score is worse than one that stayed behind."""
     checkpoint = load(run(tmp_path / "first").path / "checkpoint.pt")
     (tmp_path / "alone").mkdir()
     progress = *checkpoint["progress"][:4], 0.0, 0.0
@@ -831,7 +831,7 @@ def test_seconds_of_evaluations_are_not_trainings(tmp_path, monkeypatch):
 
 
 def is_same(a, b):
-    """Whether two parts of checkpoints are equal to the last bit."""
+    """Tell whether two parts of checkpoints are equal to the last bit."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(is_same(x, b[name]) for name, x in a.items())
     if isinstance(a, (list, tuple)):
@@ -841,7 +841,7 @@ def is_same(a, b):
 
 @pytest.mark.parametrize("baseline", ["pomo", "rollout"])
 def test_a_run_that_is_killed_twice_and_resumed_is_the_uninterrupted_one(tmp_path, monkeypatch, baseline):
-    """To the last bit, where epochs differ in their learning rate and in whether the best policy is replaced."""
+    """Checkpoints are equal to the last bit; epochs differ in learning rate and in whether the best policy changes."""
     flags = (
         "--env-id tsp7-uniform --num-epochs 6 --steps-per-epoch 3 --batch-size 8 --eval-episodes 8 --seed 3"
     )
@@ -879,7 +879,7 @@ def test_a_run_that_is_killed_twice_and_resumed_is_the_uninterrupted_one(tmp_pat
 
 
 def test_gaps_are_means_of_ratios_and_of_the_shortest_proposal(monkeypatch):
-    """Of two squares of unlike size, where only one of the images lets the network find the way around."""
+    """On two squares of unlike size, only one of the eight images lets the network find the way around."""
     square = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
     instances = make_instances(torch.stack((square, 10 * square)), torch.arange(4).expand(2, -1))
     crossed, around, calls = torch.tensor([0, 2, 1, 3]), torch.tensor([1, 2, 3, 0]), []
@@ -916,7 +916,7 @@ def test_gaps_are_means_of_ratios_and_of_the_shortest_proposal(monkeypatch):
 
 
 def test_lengths_are_those_of_the_tours_in_float64_and_more_decoding_is_never_worse():
-    """For many instances at once, in several parts."""
+    """Instances are so many that they are evaluated in several parts."""
     agent, instances = make_agent(), make_instances(torch.randn(12, 100, 2) * 3 - 2)
     lengths = []
     for decoding in am.DECODINGS[:2]:
@@ -931,7 +931,7 @@ def test_lengths_are_those_of_the_tours_in_float64_and_more_decoding_is_never_wo
 
 
 def test_evaluation_has_frozen_statistics_and_leaves_no_trace():
-    """What an instance gets does not depend on those beside it."""
+    """The tour of an instance does not depend on the instances beside it."""
     agent, instances = make_agent().train(), make_instances(draw(6, 9))
     state = copy.deepcopy(agent.state_dict())
     tours, _ = get_tours(agent, instances, "greedy")
@@ -943,7 +943,7 @@ def test_evaluation_has_frozen_statistics_and_leaves_no_trace():
 
 @pytest.mark.parametrize("num_nodes", [20, 100, 1000])
 def test_the_size_of_the_parts_is_bounded(monkeypatch, num_nodes):
-    """Of multi-start, which has N numbers for each of N tours; small instances are not taken one by one."""
+    """Multi-start has N numbers for each of N tours. Small instances are not evaluated one by one."""
     sizes, num_instances = [], 2 * 2**18 // num_nodes**2 + 2
 
     def construct(points, encoded, multistart):
@@ -957,7 +957,7 @@ def test_the_size_of_the_parts_is_bounded(monkeypatch, num_nodes):
 
 
 def test_a_thousand_nodes_take_a_quarter_of_a_gigabyte_however_many_instances():
-    """In a process of its own whose memory is limited beyond what it has at the start."""
+    """A process of its own may take no more than that beyond what it has at the start."""
     agent, instances = make_agent(), make_instances(draw(3, 1000))
     if pid := os.fork():
         assert os.waitpid(pid, 0)[1] == 0
@@ -972,7 +972,7 @@ def test_a_thousand_nodes_take_a_quarter_of_a_gigabyte_however_many_instances():
 
 
 def evaluate_file(capsys, checkpoint, *flags):
-    """What --evaluate prints."""
+    """Return the scores that --evaluate prints."""
     capsys.readouterr()
     am.main(["--evaluate", str(checkpoint), *map(str, flags)])
     return ast.literal_eval(capsys.readouterr().out)
@@ -988,7 +988,7 @@ def evaluate_file(capsys, checkpoint, *flags):
     ],
 )
 def test_the_networks_that_come_with_the_repository(tmp_path, capsys, network, name, limits):
-    """Gaps on instances with optimal tours: greedy, multi-start, and multi-start of the symmetric images."""
+    """Gaps to optimal tours are small: greedy, multi-start, and multi-start of the symmetric images."""
     lines = (DATA / "tsp" / f"{name}.txt").read_text().splitlines(True)
     (tmp_path / "few.txt").write_text("".join(lines[:25] if network == "tsp20" else lines[:4]))
     checkpoint = ROOT / "benchmark" / "checkpoints" / f"{network}.pt"
@@ -999,7 +999,7 @@ def test_the_networks_that_come_with_the_repository(tmp_path, capsys, network, n
 
 @pytest.mark.parametrize("baseline", ["pomo", "rollout"])
 def test_training_goes_on_from_a_network_of_the_repository(tmp_path, updates, baseline):
-    """It has weights and settings but no state of optimizers, nor a best policy."""
+    """Its file has weights and settings, but no state of optimizers and no best policy."""
     path = shutil.copy(TSP20, tmp_path)
     before = load(path)
     assert before.keys() == {"args", "progress", "agent"}
@@ -1012,7 +1012,7 @@ def test_training_goes_on_from_a_network_of_the_repository(tmp_path, updates, ba
 
 
 def test_solved_tours_are_those_of_the_printed_gaps(tmp_path, capsys):
-    """On a file by another program: what --solve writes and --evaluate prints, recomputed with numpy."""
+    """What --solve writes for a file by another program is measured again by numpy."""
     data = DATA / "tsp" / "tsp20-gaussian.txt"
     scores = evaluate_file(capsys, TSP20, "--data", data, "--solve", tmp_path / "tours")
     assert [x.name for x in tmp_path.iterdir()] == ["tours"]
@@ -1037,7 +1037,7 @@ def test_solved_tours_are_those_of_the_printed_gaps(tmp_path, capsys):
 
 
 def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, capsys):
-    """Whole numbers, of which the optimum is known; the tour is read back and measured."""
+    """Lengths are whole numbers, and the optimum is known; the tour is read back and measured."""
     data = DATA / "tsplib" / "berlin52.tsp"
     scores = evaluate_file(capsys, TSP20, "--data", data, "--solve", tmp_path / "tours")
     assert [x.name for x in (tmp_path / "tours").iterdir()] == ["berlin52.tour"]
@@ -1051,7 +1051,7 @@ def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, capsys):
 
 
 def test_tsplib_from_the_command_line_in_this_repository(tmp_path):
-    """The script in algos/ finds its reader in the folder that it is started from; a copy has it beside it."""
+    """The script in algos/ finds its reader in the folder that it is started from."""
     data = DATA / "tsplib" / "berlin52.tsp"
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
     command = [
@@ -1069,7 +1069,7 @@ def test_tsplib_from_the_command_line_in_this_repository(tmp_path):
 
 @pytest.mark.parametrize("folder", ["tours", "tours/", "no/tours"])
 def test_the_folder_of_tours_is_made(tmp_path, monkeypatch, capsys, folder):
-    """Also if its name ends with a slash, as after completion by a shell, or its parent is not there."""
+    """Its name may end with a slash, as after completion by a shell, and its parent may be missing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("0 0 1 0 1 1\n")
     evaluate_file(capsys, TSP20, "--data", "x.txt", "--solve", folder)
@@ -1078,7 +1078,7 @@ def test_the_folder_of_tours_is_made(tmp_path, monkeypatch, capsys, folder):
 
 
 def test_a_death_while_solving_leaves_no_folder(tmp_path, monkeypatch, capsys):
-    """The folder gets its name when all is written, so that a retry meets nothing."""
+    """The folder gets its name when all is written, so that the command can be repeated."""
     (tmp_path / "x.txt").write_text("0 0 1 0 1 1\n")
     flags = "--data", tmp_path / "x.txt", "--solve", tmp_path / "tours"
     for name in ("write_text", "rename"):
@@ -1117,7 +1117,7 @@ def test_instances_and_tours_are_read_back_to_the_last_bit(tmp_path_factory, dra
 
 @pytest.mark.parametrize("path", sorted((DATA / "tsp").glob("*.txt")), ids=lambda path: path.stem)
 def test_stored_instances_have_optimal_tours(path):
-    """No exchange of two edges shortens any of them, and they are of the distribution they are named after."""
+    """No exchange of two edges shortens a tour, and points have the distribution of the file's name."""
     instances = am.read_instances(str(path))
     points, n = instances.points.numpy(), int(path.stem[3:].split("-")[0])
     assert points.shape[1:] == (n, 2) and instances.tours.shape == points.shape[:2]
@@ -1146,7 +1146,7 @@ def test_text_of_instances_is_one_based_and_closed(tmp_path):
 
 
 def test_odd_texts_of_instances(tmp_path):
-    """Blank lines, a byte order mark, line ends of other systems; tours are optional."""
+    """Blank lines, a byte order mark and line ends of other systems are read; tours are optional."""
     instances = read(tmp_path, b"\xef\xbb\xbf0 0 1 0 1 1\r\n\r\n-2e1 0 1 0 1 1\r\n\n")
     assert instances.points[:, 0].tolist() == [[0, 0], [-20, 0]] and instances.tours is None
     assert instances.points.dtype == torch.float64 and instances.measure is am.tour_length
@@ -1189,7 +1189,7 @@ NUMBERED = "1 0 0 1 0 1 1\n2 0 0 1 0 1 1\n"
 
 @pytest.mark.parametrize("text", [*REFUSED, NUMBERED], ids=range(len(REFUSED) + 1))
 def test_files_that_hold_no_instances_are_one_line(tmp_path, capsys, text):
-    """Which says what the lines of a file must look like."""
+    """The line says what the lines of a file must look like."""
     with pytest.raises(SystemExit) as stop:
         read(tmp_path, text)
     (line,) = capsys.readouterr().err.splitlines()
@@ -1225,7 +1225,7 @@ def test_the_reader_of_tsplib_is_imported_for_its_files_alone(tmp_path, monkeypa
 
 
 def test_a_checkpoint_with_anything_but_data_is_not_opened(tmp_path, capsys):
-    """Loading must not run what a pickle says."""
+    """Loading never runs code from a pickle."""
     checkpoint = load(TSP20)
     torch.save(checkpoint | {"more": Path("x")}, tmp_path / "pickle.pt")
     for flag in ("--evaluate", "--resume"):
@@ -1237,7 +1237,7 @@ def test_a_checkpoint_with_anything_but_data_is_not_opened(tmp_path, capsys):
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
-    """And nothing is written, neither a run folder nor one of tours."""
+    """Nothing is written, neither a run folder nor one of tours."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(TSP20, "good.pt")
     checkpoint = load("good.pt") | {"muon": am.Muon([{"params": []}], {}).state_dict()}
@@ -1289,7 +1289,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, size, seed, baseline, limits):
-    """By exact dynamic programming, after seconds; untrained networks are 20 to 40, 5 to 18 and up to 6 % above."""
+    """The optimum is exact. Untrained networks are 20 to 40, 5 to 18 and up to 6 % above it."""
     flags = f"--env-id tsp{num_nodes}-uniform --seed {seed} --num-epochs {size} --steps-per-epoch 25"
     flags += f" --batch-size 16 --baseline {baseline} --baseline-instances 200 --eval-episodes 0"
     checkpoint = load(run(tmp_path, flags).path / "checkpoint.pt")
@@ -1304,7 +1304,7 @@ def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, size, se
 @pytest.mark.slow
 @pytest.mark.release
 def test_default_run(tmp_path):
-    """The gaps that docs/reinforce_tsp_attention.md promises, on instances that come with optimal tours."""
+    """The default settings reach the gaps of docs/reinforce_tsp_attention.md on instances with optimal tours."""
     data = DATA / "tsp" / "tsp20-uniform.txt"
     scores = {tag: x[-1][1] for tag, x in read_scalars(run(tmp_path, "", "--data", data).path).items()}
     assert scores["eval/greedy_gap"] < 2.2 and scores["eval/multistart_gap"] < 0.6

@@ -1,4 +1,4 @@
-"""Files of TSPLIB: distances against known optima, odd and bad files, tours."""
+"""Check the reader of TSPLIB: distances by known optima, odd and bad files, tours."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ HEADER = "NAME: x\nTYPE: TSP\nDIMENSION: 3\nEDGE_WEIGHT_TYPE: EUC_2D\nNODE_COORD
 
 
 def solve_exactly(points, distance=tsplib.euclidean):
-    """Length of the shortest tour of points [N, 2] by dynamic programming over subsets (Held and Karp 1962)."""
+    """Return the length of the shortest tour of points [N, 2] by dynamic programming (Held and Karp 1962)."""
     points = torch.as_tensor(points, dtype=torch.float64)
     d = distance(points[:, None], points[None]).numpy()
     m = len(points) - 1  # nodes but the one that tours begin with
@@ -35,7 +35,7 @@ def solve_exactly(points, distance=tsplib.euclidean):
 
 
 def measure(distance, points, tours):
-    """Lengths of closed tours [[...]] through points [[x, y], ...], as a list."""
+    """Return the lengths of closed tours [[...]] through points [[x, y], ...], as a list."""
     points, tours = torch.tensor(points, dtype=torch.float64), torch.tensor(tours)
     return tsplib.measure_tours(tsplib.DISTANCES[distance], points[None], tours[None])[0].tolist()
 
