@@ -5,7 +5,6 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO), and 2016, arXiv:1506.02438
     python ppo.py                                    # learns CartPole-v1 in seconds on one CPU core
     python ppo.py --env-id Pendulum-v1 --norm-obs --total-timesteps 200000   # continuous actions
     torchrun --nproc-per-node 2 ppo.py               # two GPUs, or with --no-cuda two CPU processes
-    python ppo.py --evaluate runs/NAME/best.pt --eval-episodes 100
 
 Equations, numbered after the first paper:
     (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t)
@@ -270,8 +269,7 @@ def ppo_loss(agent, batch, args):
 
 
 def update_minibatch(agent, optimizer, batch, args):
-    """Take one gradient step and return the mean METRICS [6]."""
-    # Divided by the mean number of rows per process, sums average over processes to the mean over all rows
+    """Take one gradient step with the mean over the rows of all processes, and return the mean METRICS [6]."""
     count = average(torch.full((), float(len(batch.obs)), device=batch.obs.device)).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
         advantages = batch.advantages - average(batch.advantages.sum()) / count
@@ -329,7 +327,7 @@ def seed_everything(*stream: int) -> int:
     return seed
 
 
-def train(args: Args, checkpoint: dict | None = None):
+def train(args, checkpoint=None):
     """Train, from `checkpoint` if there is one, or with --evaluate only score that."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -432,7 +430,7 @@ def train(args: Args, checkpoint: dict | None = None):
         print(f"{run_path}: {scores if args.eval_episodes else 'not evaluated'}")
 
 
-def main(argv: list[str] | None = None):
+def main(argv=None):
     """Read the command line; flags override the settings of a checkpoint."""
     args, checkpoint = tyro.cli(Args, args=argv), None
     if path := args.evaluate or args.resume:
@@ -448,3 +446,5 @@ def main(argv: list[str] | None = None):
 
 if __name__ == "__main__":
     main()
+    if WORLD_SIZE > 1:
+        torch.distributed.destroy_process_group()  # without it, threads of gloo may abort the process

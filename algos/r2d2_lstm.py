@@ -465,7 +465,7 @@ def seed_everything(*stream: int) -> int:
     return seed
 
 
-def train(args: Args, checkpoint: dict | None = None):
+def train(args, checkpoint=None):
     """Train, from `checkpoint` if there is one, or with --evaluate only score that."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -577,7 +577,7 @@ def train(args: Args, checkpoint: dict | None = None):
         print(f"{run_path}: {scores if args.eval_episodes else 'not evaluated'}")
 
 
-def main(argv: list[str] | None = None):
+def main(argv=None):
     """Read the command line; flags override the settings of a checkpoint."""
     args, checkpoint = tyro.cli(Args, args=argv), None
     if path := args.evaluate or args.resume:
@@ -593,3 +593,5 @@ def main(argv: list[str] | None = None):
 
 if __name__ == "__main__":
     main()
+    if WORLD_SIZE > 1:
+        torch.distributed.destroy_process_group()  # without it, threads of gloo may abort the process

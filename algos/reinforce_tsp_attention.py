@@ -17,9 +17,8 @@ Equations, numbered as by Kool et al.:
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
     (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ]
 
-A training step samples tours node by node without gradient. Then it computes eq. 1 of whole tours in one pass
-with gradient, since a finished tour tells the contexts and masks of all its steps. Unlike in the papers, the
-network scales points into the unit square, learning rates fall to zero, and Muon trains the matrices.
+A training step samples tours without gradient, and then computes eq. 1 of whole tours in one pass with it.
+Unlike in the papers, the network scales points into the unit square, learning rates fall, and Muon is used.
 Shapes: B instances, N nodes, P tours of an instance, T steps, Q = P T, D embedding, H heads, d = D / H.
 """
 
@@ -251,8 +250,7 @@ def compute_loss(agent, best_policy, points):
     log_likelihood, start_log_probs = score_tours(encoded, tours)  # [B, P], [B, N]
     if is_pomo:
         advantages = lengths - lengths.mean(1, True)  # Kwon et al., eq. 3
-        # What a single tour should begin with is learned from its expected length, the sum of p_j L_j
-        log_likelihood = log_likelihood + lengths.shape[1] * start_log_probs.exp()
+        log_likelihood = log_likelihood + lengths.shape[1] * start_log_probs.exp()  # mean length over starts
     else:
         advantages = lengths - construct_tours(points, best_policy(points))[1]
         log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
@@ -375,7 +373,7 @@ def seed_everything(*stream: int) -> int:
     return seed
 
 
-def train(args: Args, checkpoint: dict | None = None):
+def train(args, checkpoint=None):
     """Train, from `checkpoint` if there is one, or with --evaluate only score that."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -480,7 +478,7 @@ def train(args: Args, checkpoint: dict | None = None):
         print(f"{run_path}: {scores if args.eval_episodes else 'not evaluated'}")
 
 
-def main(argv: list[str] | None = None):
+def main(argv=None):
     """Read the command line; flags override the settings of a checkpoint."""
     args, checkpoint = tyro.cli(Args, args=argv), None
     if path := args.evaluate or args.resume:
@@ -498,3 +496,5 @@ def main(argv: list[str] | None = None):
 
 if __name__ == "__main__":
     main()
+    if WORLD_SIZE > 1:
+        torch.distributed.destroy_process_group()  # without it, threads of gloo may abort the process
