@@ -743,4 +743,4 @@ def main(argv: list[str] | None = None):
 if __name__ == "__main__":
     main()
     if WORLD_SIZE > 1:
-        torch.distributed.destroy_process_group()  # without it, threads of gloo may abort the process
+        torch.distributed.barrier()  # gloo aborts a process that ends while its threads still hold tensors

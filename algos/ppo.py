@@ -269,7 +269,7 @@ def ppo_loss(agent, batch, args):
 
 
 def update_minibatch(agent, optimizer, batch, args):
-    """Take one gradient step with the mean over the rows of all processes, and return the mean METRICS [6]."""
+    """Take one gradient step with the mean over the rows of all processes; returns mean METRICS [6]."""
     count = average(torch.full((), float(len(batch.obs)), device=batch.obs.device)).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
         advantages = batch.advantages - average(batch.advantages.sum()) / count
@@ -447,4 +447,4 @@ def main(argv=None):
 if __name__ == "__main__":
     main()
     if WORLD_SIZE > 1:
-        torch.distributed.destroy_process_group()  # without it, threads of gloo may abort the process
+        torch.distributed.barrier()  # gloo aborts a process that ends while its threads still hold tensors
