@@ -233,7 +233,10 @@ def test_probabilities_of_all_tours_sum_to_one():
 
 @pytest.mark.parametrize("multistart", [False, True])
 def test_samples_follow_the_policy(multistart):
-    """Frequencies of 20,000 tours of 4 nodes agree with their probabilities, given the first node or not."""
+    """Frequencies of 20,000 tours of 4 nodes agree with their probabilities, given the first node or not.
+
+    Tours of an instance are drawn independently of each other.
+    """
     agent, points, size = make_agent(), draw(1, 4), 20_000
     every = torch.tensor(list(itertools.permutations(range(4))))
     with torch.no_grad():
@@ -248,13 +251,20 @@ def test_samples_follow_the_policy(multistart):
     assert frequency.sum().item() == pytest.approx(tours.shape[1])
     assert ((frequency - p).abs() < 5 * (p * (1 - p) / size).sqrt() + 1e-4).all()
     assert (p.max() - p.min()) > 0.01
+    if multistart:
+        is_lowest = tours[:, :, 1] == torch.tensor([1, 0, 0, 0])
+        assert np.abs(np.corrcoef(is_lowest.T) - np.eye(4)).max() < 0.05
 
 
 @pytest.mark.parametrize("multistart", [False, True])
 def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart):
-    """With the smallest and the largest random number it is the first and the last open node."""
-    points = draw(3, 6)
+    """With the smallest and the largest random number it is the first and the last open node.
+
+    Rounding may leave the sum of the probabilities below that number.
+    """
+    points, cumsum = draw(3, 6), torch.Tensor.cumsum
     encoded = make_agent().eval()(points)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) * (1 - 1e-5))
     for fraction in (0.0, 1.0):
 
         def draw_extreme(x, low, high, fraction=fraction):
@@ -667,6 +677,20 @@ def test_the_best_policy_follows_the_t_test(tmp_path, monkeypatch, updates):
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
     best_policy = updates[0].best_policy
     assert not best_policy.training and not any(p.requires_grad for p in best_policy.parameters())
+
+
+def test_processes_share_a_batch_and_the_instances_that_policies_are_compared_by(
+    tmp_path, monkeypatch, updates
+):
+    """Steps and batches are counted in total."""
+    drawn = []
+    monkeypatch.setattr(am, "WORLD_SIZE", 2)
+    monkeypatch.setattr(am, "average", lambda x: x)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(am, "is_better", lambda agent, best, points, level: drawn.append(points))
+    path = run(tmp_path, f"{SHORT} --baseline rollout --baseline-instances 30 --eval-episodes 0").path
+    assert {len(x.points) for x in updates} == {2} and {len(points) for points in drawn} == {15}
+    assert load(path / "checkpoint.pt")["progress"][:2] == (4, 4 * 2 * 4)
 
 
 def test_pomo_compares_nothing(tmp_path, monkeypatch, updates):

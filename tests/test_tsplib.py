@@ -71,6 +71,14 @@ def test_geo_gives_the_known_optimum(text, optimum):
     assert solve_exactly(np.array(text.split(), float).reshape(-1, 2), tsplib.geographical) == optimum
 
 
+def test_geo_has_the_constants_of_tsplib():
+    """With a more exact pi these distances would be 9459 and 2132; angles are in degrees and minutes."""
+    a, b = torch.tensor(
+        [[[6.15, 137.46], [79.48, 75.11]], [[17.52, 51.04], [69.37, 6.10]]], dtype=torch.float64
+    )
+    assert tsplib.geographical(a, b).tolist() == [9458, 2133]
+
+
 def test_each_step_of_a_closed_tour_is_rounded():
     """Three steps of 2.4 and one of 7.2 are 2 + 2 + 2 + 7; the order of the nodes counts."""
     points = [[0, 0], [2.4, 0], [4.8, 0], [7.2, 0]]
@@ -94,7 +102,7 @@ def test_instances_have_their_known_optimum(name, optimum):
 
 
 def test_nodes_in_any_order_and_spaced_headers(tmp_path):
-    text = "NAME : x\nTYPE : TSP (M.~Hofmeister)\nCOMMENT : Caf\xe9: a: b\nDIMENSION : 3\n"
+    text = "DIMENSION : 3\nNAME : x\nTYPE : TSP (M.~Hofmeister)\nCOMMENT : Caf\xe9: a: b\n"
     text += "EDGE_WEIGHT_TYPE : CEIL_2D\n\nNODE_COORD_SECTION :\n2 1.5e1 2\n\n 1 0 0\n3 4 4\nEOF\n4 5 5\n"
     (tmp_path / "x.y.tsp").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode("latin-1"))
     write(
