@@ -302,7 +302,7 @@ class Search:
         """Search so many times in each game that is not over and has room for new nodes."""
         room = self.status.shape[1] - 1 - self.num_nodes
         left = room.clamp(max=num_simulations) * (self.status[:, 0] == OPEN)
-        while left.any() or any(worker.job for worker in self.workers):
+        while left.any() or any(worker.job or worker.pseudo_edges for worker in self.workers):
             for worker in self.workers:
                 self.finish(worker)
                 games = left.nonzero().squeeze(1)

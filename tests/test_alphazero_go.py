@@ -248,6 +248,20 @@ def test_two_workers_leave_no_pseudo_visits_and_hardly_fail_once_under_way():
     assert (1 - q[game, child] - search.Q[game, node, move])[is_open].abs().max() < 1e-4
 
 
+def test_a_search_of_two_workers_leaves_nothing_for_the_next_one():
+    """Near the ends of games a worker may only collide while the other one finds the last leaf, which is an end."""
+    go, args = Go(2), Args(komi=0.5, pseudo_limit=0.5)
+    workers = [az.Worker(HashEvaluator(go), CPU) for _ in range(2)]
+    torch.manual_seed(3)
+    for num_moves in range(60):
+        boards = go.new(20)
+        for _ in range(num_moves % 6):
+            boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards)))
+        search = az.Search(go, workers, boards, 20, args)
+        search.run(20)
+        assert not any(w.job or w.pseudo_edges for w in workers) and not search.pseudo.any()
+
+
 def test_pseudo_visits_stay_until_the_batch_that_collided_is_backed_up():
     """On a path of passes, which the second worker comes upon; N(root) is 20, so that there may be two."""
     go = Go(5)
