@@ -33,7 +33,7 @@ PUBLISHED = (
     ("POMO, Kwon et al. 2020", "N, greedy", "up to 200 million", "0.04", "0.21", "0.46"),
     ("POMO, Kwon et al. 2020", "8 N, greedy", "up to 200 million", "0.00", "0.03", "0.14"),
 )
-TRAINED_ON = "1.12, 0.50 and 0.52 million"  # benchmark/checkpoints/README.md says how
+TRAINED_ON = "1.12, 2.90 and 0.52 million"  # benchmark/checkpoints/README.md says how
 WAYS = {"greedy": "one, greedy", "multistart": "N, greedy", "multistart_x8": "8 N, greedy", "lkh": "LKH"}
 
 
@@ -81,13 +81,18 @@ def show_gap(gap: float) -> str:
     return f"{gap:z.2f}"
 
 
+def show_with_error(row: dict) -> str:
+    """The gap, and in brackets its standard error over the instances."""
+    return f"{show_gap(row['gap'])} ({row['gap_std'] / row['num_instances'] ** 0.5:.2f})"
+
+
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     """What the page shows: published gaps and ours, and the times; what was not measured yet says so."""
     gaps, times = [list(line) for line in PUBLISHED], []
     for way, title in WAYS.items():
         cells = [find_cell(results, way, size) for size in DATA]
         network = ("LKH, a local search", "one", "-") if way == "lkh" else ("ours", title, TRAINED_ON)
-        gaps.append([*network, *(show_gap(cell["gap"]) if cell else records.NOT_RUN for cell in cells)])
+        gaps.append([*network, *(show_with_error(cell) if cell else records.NOT_RUN for cell in cells)])
         what = "LKH" if way == "lkh" else f"ours, {title}"
         times.append([what, *(common.show(cell["cpu_ms"]) if cell else records.NOT_RUN for cell in cells)])
     head = "gap, % | tours of an instance | training instances | TSP20: | TSP50: | TSP100:"
