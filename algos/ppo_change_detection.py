@@ -1,956 +1,560 @@
-"""PPO that decides where a change detector looks closely, in one file.
+"""PPO that decides where a change detector looks closely, in one file with one sibling.
 
-Two pictures of one place are classified from coarse copies. Each patch of them is a query: an embedding, from which the
-classes of its cells (squares of a few pixels) are read. Then it stops, or pays for a look at its own window at full
-resolution, which gives a correction, one number a cell, that is mapped and added to the embedding. PPO learns which of
-the two. The looks of a query are an episode.
-Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347).
+Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:1903.01344 (a ratio a factor).
 
-    python algos/ppo_change_detection.py                   # first run: synthetic pairs, minutes on one core
-    python algos/ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --coarse-iterations 200 \
-        --refine-iterations 800 --ppo-iterations 400 --num-envs 64       # full size: a folder of real pairs
-    python algos/ppo_change_detection.py --pretrained runs/.../checkpoint.pt --cost 0.1   # PPO alone, at another price
-    python algos/ppo_change_detection.py --evaluate runs/.../best.pt --predict A B --output maps   # of files or folders
-    torchrun --nproc-per-node 2 algos/ppo_change_detection.py   # several GPUs (CPU processes: --no-cuda)
+    python ppo_change_detection.py                       # learns the task haze in a minute on one CPU core
+    python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --num-steps 1        # real pairs
+    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --cost 0.1           # PPO alone
+    python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps  # files, folders
+    torchrun --nproc-per-node 2 ppo_change_detection.py  # two GPUs, or with --no-cuda two CPU processes
 
-Three stages, one after the other:
+Two pictures of one place are divided into patches. Each patch is a query, an embedding of coarse pictures.
+Its cells (squares of a few pixels) are classified from it as changed or not. At each step a query stops, or
+pays for a look: its window at full resolution gives a correction, one number for each cell, that is mapped to
+the embedding and added. The last look shows all dates, the look before it all but the last date, and so on.
+The detector is trained first, by cross entropy with looks at random. Then PPO learns where to look.
 
-    coarse   cross entropy trains backbone and class head on the coarse pictures; nobody looks
-    refine   cross entropy trains the refiner (it makes a look) and the class head; every query looks; from here on the
-             backbone is fixed
-    ppo      eq. 5 trains policy and value head, refiner and class head; --pretrained begins here
+Equations for a query, whose cells have labels y and probabilities of change p; the numbers are ours:
+    (1) r_t = w(p_{t+1}) - w(p_t) - cost if the query looks at step t; else it stops for good, and r_t = 0
+    (2) w(p) = mean over its cells of beta max(log p(y), -7) + 1[p > F/2] (2 y - F), the worth of its map;
+        F is a running F1 = 2 TP / (predicted + true), which one more prediction alters by ~ 2 y - F
+    (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), until the query stops
+    (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
+    (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
+        + c3 cross entropy; the sum is over the two factors of eq. 4, each of which has its own ratio
 
-What PPO computes for each query, whose cells have the classes y (one step by default, where eq. 3 is A = r - V):
-
-    (1) r_t = w(p_{t+1}) - w(p_t) - cost, where a query goes on at step t; it stops for good otherwise, at no cost
-    (2) w(p) = mean over its cells of beta max(log p(y), -7) + 1[p(no change) < 1/2] (2 [y is change] - F), the worth of
-        a classification. F is a running F1 = 2 TP / (predicted + true) of the last maps: one more prediction of change
-        alters it in proportion to 2 [y is change] - F1
-    (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), without t + 1 after a stop
-    (4) pi(a | s) = pi(stop | s), or pi(go on | s) N(correction | mean(s, window), sigma)
-    (5) L = E[-sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - return)^2 / 2 - c2 H(go on)] + c3 cross
-        entropy. The sum is over the two factors of eq. 4, each with a ratio of its own (Fan et al. 2019,
-        arXiv:1903.01344); A has mean 0 and deviation 1 in each minibatch
-
-Shapes: T steps, B pairs, N queries, G cells of a query, C classes, D embedding, E features, K queries that go on;
-S side of a picture, P of a patch, c of a cell, in pixels.
+Shapes: T steps, B pairs, V dates, h x w queries of a pair, G cells of a query, D embedding, E features of all
+dates but the last, K queries that look, n rows; S side of a picture, P of a patch, c of a cell, in pixels.
 """
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch>=2.11", "numpy>=1.26", "tyro>=0.9", "tensorboard>=2.18", "wandb>=0.19", "tqdm>=4.66", "matplotlib>=3.9",
-#     "pillow>=10.0",
-# ]
+# dependencies = ["torch", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
-
-import json
-import math
 import os
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-import torch._dynamo  # what torch.optim imports on first use: a second, kept out of the timings
-import torch.distributed as dist
 import tyro
+from PIL import Image
 from torch import nn
-from torch.distributions import Bernoulli, Normal
+from torch.distributions import Normal
+from torch.nn import Conv2d
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path += [
-    str(Path(__file__).resolve().parents[1]),
-    os.getcwd(),
-]  # for envs_shared, and for your own environments
-from envs_shared.change_tasks import data as change_data
-from envs_shared.change_tasks import scores as change_scores
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # in this repository, envs_shared is there
+from envs_shared import change_pairs
 
-SCRIPT = "ppo_change_detection"
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-SUPERVISED_STEPS = 20  # gradient steps of an iteration of the first two stages
+METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()  # of an update
+DETECTOR_STEPS = 20  # gradient steps of an iteration that trains the detector
 
 
 @dataclass
 class Args:
-    """Change detection that looks closely only where that pays: a detector, then PPO."""
+    """Change detection that looks closely only where it pays: a detector, then PPO."""
 
-    # Experiment, logging and checkpoints
-    exp_name: str = SCRIPT  # name of this experiment, part of the run folder's name
+    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of every source of randomness
-    torch_deterministic: bool = True  # deterministic cuDNN kernels
-    cuda: bool = True  # train on CUDA where there is a GPU
-    torch_threads: int = 1  # CPU threads of torch; more than the free cores is far slower
-    run_dir: str = "runs"  # folder that holds the run folders; a resumed run stays in its own
-    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = True  # train on a GPU if there is one
+    track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    resume: str | None = None  # checkpoint.pt to go on from, with its settings; flags override most of them
-    evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate, without training
-    checkpoint_interval: int = 10  # iterations between checkpoints (0: only at the start and the end)
-    # iterations between evaluations (0: up to ten a run, in at most a fifth of all steps)
-    eval_interval: int = 0
-    eval_episodes: int = 100  # episodes of the evaluation at the end; those on the way are fewer or simpler
-    compile: bool = False  # compile the hot functions with torch.compile (pays on long runs)
-    cuda_graphs: bool = True  # on one GPU, record the steps of fixed shape as CUDA graphs and replay them
-
-    # Environment
-    env_id: str = "buildings"  # synthetic pairs: buildings, buildings-cloudy, or prints
-    data_dir: str | None = None  # folder of a real set, in place of --env-id
-    # its folders of the first date, the second and the labels
-    dir_names: tuple[str, str, str] = ("A", "B", "label")
-    data_seed: int = 1  # seed of the synthetic pairs
-    num_train_pairs: int = 2048  # synthetic pairs to train on; val and test have 5 times --eval-episodes each
-    image_size: int = 64  # side S of a picture in pixels; those of --data-dir are cut into crops of this size
+    run_dir: str = "runs"  # folder of the run folders
+    resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
+    evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on test instead of training
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
+    eval_episodes: int = 500  # pairs of val, or of test, in an evaluation (0: none)
+    predict: tuple[str, str] | None = None  # with --evaluate: two pictures, or two folders, to map changes of
+    output: str = "change_maps"  # new folder for a mask and a map of probability of each pair of --predict
+    env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
+    data_dir: str | None = None  # folder {train,val,test}/{A,B,label}/x.png of real pairs instead
+    num_train_pairs: int = 1024  # synthetic pairs to train on
+    image_size: int = 32  # side S of the random crops that are trained on, in pixels
     patch_size: int = 8  # side P of a query's patch in pixels
-    cell_size: int = 2  # side c of a cell in pixels, which has a class of its own
-    coarse_size: int = 4  # side in pixels of what is averaged into a pixel of the coarse pictures
-    num_classes: int = 2  # classes C: unchanged and changed; synthetic with 3: unchanged, appeared, vanished
-    # a look shows both dates; or the first one the first date, then both
-    look_at: Literal["pair", "dates"] = "pair"
-    jitter: float = 0.05  # brightness and contrast of each date change by up to this in training
-
-    # Algorithm
-    refiner_dim: int = 64  # channels of the refiner, which takes most of a look's time
-    pretrained: str | None = None  # checkpoint whose detector is taken, with its pairs; PPO begins at once
-    coarse_iterations: int = 50  # iterations of the first stage, of 20 gradient steps
-    refine_iterations: int = 40  # iterations of the second stage, of 20 gradient steps
-    ppo_iterations: int = 60  # iterations of the third stage, of a rollout each
-    batch_size: int = 16  # pairs of a gradient step of the first two stages, over all processes
-    supervised_lr: float = 3e-3  # of Adam in the first two stages
-    learning_rate: float = 1e-3  # of Adam in the third stage
-    anneal_lr: bool = True  # hold the learning rate for a third of each stage, then lower it linearly to zero
-    num_envs: int = 128  # pairs B of a rollout, over all processes
-    num_steps: int = 1  # steps T of an episode, the most looks that a query can take
-    cost: float = 0.015  # price of a look, in the units of eq. 2
-    beta: float = 0.1  # weight of the log-likelihood in eq. 2
+    cell_size: int = 2  # side c of a cell in pixels
+    coarse_size: int = 4  # side in pixels of what is averaged into a pixel of the coarse copy
+    num_steps: int = 2  # steps T of an episode: the most looks of a query
+    pretrained: str | None = None  # checkpoint of the same shapes (of --ppo-iterations 0); PPO begins at once
+    detector_iterations: int = 24  # iterations that train the detector
+    ppo_iterations: int = 84  # iterations of PPO
+    batch_size: int = 16  # pairs of a gradient step of the detector, in total across processes
+    detector_lr: float = 3e-3  # Adam learning rate of the detector
+    learning_rate: float = 3e-3  # Adam learning rate of PPO
+    anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
+    num_envs: int = 256  # pairs B of a rollout, in total across processes
+    cost: float = 0.08  # price of a look, eq. 1
+    beta: float = 0.1  # weight beta of the log-likelihood, eq. 2
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
-    num_minibatches: int = 4  # minibatches of an epoch
+    num_minibatches: int = 8  # minibatches that the rollout is split into in an epoch
     update_epochs: int = 1  # epochs over each rollout
-    clip_coef: float = 0.2  # clipping range epsilon of the surrogate, eq. 5
+    clip_coef: float = 0.2  # clipping range eps of the ratios, eq. 5
     vf_coef: float = 0.5  # value coefficient c1, eq. 5
-    ent_coef: float = 0.003  # entropy coefficient c2, eq. 5
-    joint_coef: float = 50.0  # coefficient c3 of the cross entropy, eq. 5
-    max_grad_norm: float = 1.0  # largest global norm of the gradient (inf: no limit)
-
-    # Prediction
-    # with --evaluate: two pictures of one place, or two folders of them
-    predict: tuple[str, str] | None = None
-    output: str = "change_maps"  # --predict: folder for a mask and a map of probability of each pair
+    ent_coef: float = 0.1  # entropy coefficient c2, eq. 5
+    joint_coef: float = 50.0  # cross entropy coefficient c3, eq. 5
+    log_std: float = -3.0  # log of the standard deviation sigma of corrections at first, eq. 4
+    max_grad_norm: float = 1.0  # largest norm of the gradient
 
 
-# ---- Networks --------------------------------------------------------------------------------------------------------
-
-
-def make_head(dim_in: int, dim_out: int) -> nn.Sequential:
-    """A perceptron with one hidden layer of 64 units."""
-    return nn.Sequential(nn.LayerNorm(dim_in), nn.Linear(dim_in, 64), nn.GELU(), nn.Linear(64, dim_out))
-
-
-class Backbone(nn.Module):
-    """Coarse pairs [B, 6, h, w] in [-0.5, 0.5] to queries [B, N, D], one a patch; the same for pictures of any size."""
-
-    def __init__(self, args: Args, embed_dim: int, dim: int = 32):
-        super().__init__()
-        patch = args.patch_size // args.coarse_size
-        self.stem = nn.Conv2d(6, dim, 3, padding=1)
-        self.to_patches = nn.Conv2d(dim, embed_dim, patch, patch)
-        self.mix = nn.ModuleList([nn.Conv2d(embed_dim, embed_dim, 3, padding=1) for _ in range(2)])
-        self.norm = nn.LayerNorm(embed_dim)
-
-    def forward(self, coarse: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.to_patches(F.gelu(self.stem(coarse))))  # [B, D, S / P, S / P]
-        for mix in self.mix:
-            x = x + F.gelu(mix(x))
-        return self.norm(x.flatten(2).transpose(1, 2))
-
-
-class Refiner(nn.Module):
-    """What is paid for: convolutions at full resolution, and the correction that a query gets from them."""
-
-    def __init__(self, args: Args, embed_dim: int, date_dim: int = 16, num_blocks: int = 2):
-        super().__init__()
-        dim = args.refiner_dim
-        self.side = args.patch_size // args.cell_size
-        self.sees_pair = args.look_at == "pair"
-        self.read_date = nn.Conv2d(3, date_dim, 2 * args.cell_size, args.cell_size)
-        self.compare = nn.Conv2d(3 * date_dim, dim, 2)
-        self.from_query = nn.Linear(embed_dim, dim)
-        self.from_step = nn.Embedding(args.num_steps, dim)
-        self.blocks = nn.ModuleList([nn.Conv2d(dim, dim, 3, padding=1) for _ in range(num_blocks)])
-        self.mean = nn.Conv2d(dim, 1, 1)
-
-    def read(self, pixels: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Features [K, E, h / c - 2, w / c - 2] of the cells of windows or whole pictures [K, 6, h, w].
-
-        They lose a cell on each side. The step [K] matters with --look-at dates alone.
-        """
-        dates = F.relu(self.read_date(pixels.unflatten(1, (2, 3)).flatten(0, 1)))
-        dates = dates.unflatten(0, (-1, 2))  # [K, 2, E', y, x]
-        if not self.sees_pair:
-            is_seen = step.unsqueeze(1) >= torch.arange(2, device=step.device)  # [K, 2]
-            dates = dates * is_seen[:, :, None, None, None]
-        difference = (dates[:, :1] - dates[:, 1:]).abs()
-        return F.relu(self.compare(torch.cat((dates, difference), 1).flatten(1, 2)))
-
-    def correct(self, query: torch.Tensor, features: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Mean corrections [K, G], one number a cell, of queries [K, D] with features [K, E, side, side]."""
-        x = features + (self.from_query(query) + self.from_step(step))[:, :, None, None]
-        for block in self.blocks:
-            x = x + F.relu(block(x))
-        return self.mean(x).flatten(1)
-
-
+# ---- Networks ----------------------------------------------------------------------------------------------
 class Agent(nn.Module):
-    """The detector (backbone, refiner, class head), policy and value head."""
+    """The detector (backbone, refiner, class head), the policy head and the value head."""
 
-    def __init__(self, args: Args, embed_dim: int = 64):
+    def __init__(self, args, embed_dim=64, date_dim=16, width=32):
         super().__init__()
-        self.coarse_size = args.coarse_size
-        self.patch_size = args.patch_size
-        self.margin = args.cell_size  # which the refiner reads around a window, and loses
-        self.num_steps = args.num_steps
-        self.num_cells = (args.patch_size // args.cell_size) ** 2
-        self.backbone = Backbone(args, embed_dim)
-        self.refiner = Refiner(args, embed_dim)
-        self.up = nn.Linear(self.num_cells, embed_dim, bias=False)  # correction to query
+        self.args, self.num_dates = args, change_pairs.ENV_IDS.get(args.env_id, 2)
+        cell, patch, num_dates = args.cell_size, args.patch_size // args.coarse_size, self.num_dates
+        coarse = Conv2d(3 * num_dates, width, 3, padding=1), nn.GELU(), Conv2d(width, embed_dim, patch, patch)
+        self.backbone = nn.Sequential(*coarse, nn.GELU(), Conv2d(embed_dim, embed_dim, 3, padding=1))
+        num_cells = (args.patch_size // cell) ** 2
+        self.class_head = Conv2d(embed_dim, num_cells, 1)
+        self.read_date = Conv2d(3, date_dim, 2 * cell, cell)
+        compare = Conv2d(2 * num_dates * date_dim, width, 2), nn.ReLU(), Conv2d(width, width, 3, padding=1)
+        self.refiner = nn.Sequential(*compare, nn.ReLU(), Conv2d(width, 1, 1))
+        self.up = Conv2d(num_cells, embed_dim, 1, bias=False)  # correction to embedding
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
-        self.log_std = nn.Parameter(torch.full((self.num_cells,), -2.0))
-        self.class_head = nn.Linear(embed_dim, self.num_cells * args.num_classes)
-        self.policy_head = make_head(embed_dim + args.num_steps, 1)
-        nn.init.zeros_(self.policy_head[-1].weight)
-        nn.init.constant_(
-            self.policy_head[-1].bias, 1e-3
-        )  # likelier to look, so that the detector alone is complete
-        self.value_head = make_head(embed_dim + args.num_steps, 1)
+        self.log_std = nn.Parameter(torch.full((num_cells, 1, 1), args.log_std))
+        self.seen_dim = (num_dates - 1) * date_dim  # E of all dates but the last
+        hidden, last = Conv2d(embed_dim + self.seen_dim, 128, 1), Conv2d(128, 2, 1, groups=2)
+        self.heads = nn.Sequential(hidden, nn.Tanh(), last)  # of policy and value, with half of `hidden` each
+        nn.init.zeros_(last.weight)
+        nn.init.constant_(last.bias, 1e-3)  # so the detector alone looks everywhere
         self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
 
-    def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Queries [B, N, D] of pictures [B, 6, S + 2 c, S + 2 c], which are averaged first."""
-        inner = images[:, :, self.margin : -self.margin, self.margin : -self.margin]
-        return self.backbone(F.avg_pool2d(inner, self.coarse_size))
+    def decide(self, obs):
+        """Return the logits of a look and the values V, [B, h, w] each."""
+        return self.heads(torch.cat((obs["query"], obs["seen"]), 1)).unbind(1)
 
-    def classify(self, query: torch.Tensor) -> torch.Tensor:
-        """Logits [..., G, C] of queries [..., D]."""
-        return self.class_head(query).unflatten(-1, (self.num_cells, -1))
+    def look(self, images, obs, looks):
+        """Read the windows of the queries `looks` [B, h, w], and no others, in pictures [B, 3 V, S, S].
 
-    def decide(self, query: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of going on and values V, [B, N] each, of queries [B, N, D] at step [B]."""
-        one_hot = (step.unsqueeze(1) == torch.arange(self.num_steps, device=step.device)).to(
-            query.dtype
-        )  # [B, T]
-        state = torch.cat((query, one_hot.unsqueeze(1).expand(-1, query.shape[1], -1)), -1)
-        return self.policy_head(state).squeeze(-1), self.value_head(state).squeeze(-1)
-
-    def look(self, images: torch.Tensor, query: torch.Tensor, step: torch.Tensor, index=None) -> torch.Tensor:
-        """Mean corrections [K, G] of the queries `index` [K] of all B N, which read their own windows and no others.
-
-        Of pictures [B, 6, S + 2 c, S + 2 c], queries [B, N, D] and step [B]. Where all look (None), the pictures are
-        read as wholes, which saves what neighbouring windows share. On a CPU, in parts that fit its cache.
+        Returns mean corrections [B, G, h, w] and what was shown [B, E, h, w], the range in the window of each
+        feature of each date but the last. Both are zero where no query looks.
         """
-        num_queries = query.shape[1]
-        chunk = 256 if images.device.type == "cpu" else len(images) * num_queries
-        means = []
-        if index is None:
-            step = step.unsqueeze(1).expand(-1, num_queries)
-            num_pairs = max(chunk // num_queries, 1)
-            for start in range(0, len(images), num_pairs):
-                part = slice(start, start + num_pairs)
-                features = self.refiner.read(images[part], step[part, 0])  # [b, E, S / c, S / c]
-                for axis in (2, 3):
-                    features = features.unfold(axis, self.refiner.side, self.refiner.side)
-                features = features.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)  # [b N, E, side, side]
-                means.append(self.refiner.correct(query[part].flatten(0, 1), features, step[part].flatten()))
-            return torch.cat(means)
-
-        size = self.patch_size + 2 * self.margin
-        windows = images.unfold(2, size, self.patch_size).unfold(3, size, self.patch_size)  # a view
-        padded = F.pad(index, (0, -len(index) % 64))  # few sizes, as torch prepares kernels for each
-        for part in padded.split(chunk):
-            pair = part // num_queries
-            place = part % num_queries
-            row = place // windows.shape[3]
-            features = self.refiner.read(windows[pair, :, row, place % windows.shape[3]], step[pair])
-            means.append(self.refiner.correct(query[pair, place], features, step[pair]))
-        return torch.cat(means)[: len(index)]
+        cell, patch, num_dates = self.args.cell_size, self.args.patch_size, self.num_dates
+        x, size = F.pad(images, (cell,) * 4, mode="reflect"), patch + 2 * cell
+        x = x.unfold(2, size, patch).unfold(3, size, patch)  # [B, 3 V, h, w, size, size], a view
+        x = x.permute(0, 2, 3, 1, 4, 5)[looks].unflatten(1, (num_dates, 3))  # [K, V, 3, size, size]
+        dates = self.read_date(x.flatten(0, 1)).relu().unflatten(0, (-1, num_dates))  # [K, V, E, y, x]
+        last_date = (obs["step_indices"] + num_dates - self.args.num_steps).clamp(min=0).view(-1, 1, 1)
+        is_shown = torch.arange(num_dates, device=x.device) <= last_date.expand_as(looks)[looks].unsqueeze(1)
+        dates = dates * is_shown[:, :, None, None, None]
+        x = torch.cat((dates, (dates - dates[:, :1]).abs()), 1).flatten(1, 2)
+        ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]
+        rows = torch.cat((self.refiner(x).flatten(1), ranges.flatten(1)), 1)  # [K, G + E]
+        grid = rows.new_zeros(*looks.shape, rows.shape[1]).masked_scatter(looks.unsqueeze(-1), rows)
+        correction, shown = grid.movedim(-1, 1).tensor_split((len(self.log_std),), 1)
+        return {"correction": correction, "shown": shown}
 
 
-# ---- Storage ---------------------------------------------------------------------------------------------------------
+# ---- Environments ------------------------------------------------------------------------------------------
+def load_pairs(args, device):
+    """Return train, val and test pairs as described in envs_shared/change_pairs.py; exits if that fails."""
+    try:
+        try:
+            splits = change_pairs.load_pairs(args)
+        except LookupError:
+            from envs_shared import change_folders
+
+            splits = change_folders.read_folder(args.data_dir, args.patch_size, args.image_size)
+    except (ValueError, OSError, ImportError) as error:
+        fail(f"{error.__context__ or ''} {error}")
+    return [torch.from_numpy(x).to(device) for x in splits.values()]
 
 
-class Rollout(NamedTuple):
-    """An episode of each query of B pairs: T steps, until nobody is active any more."""
+class ChangeEnv:
+    """B pairs, where each query is an episode: it looks until it stops, at most T times."""
 
-    images: torch.Tensor  # [B, 6, S + 2 c, S + 2 c], of all steps
-    labels: torch.Tensor  # [B, N, G], of all steps
-    query: torch.Tensor  # [T, B, N, D] before the step
-    after: torch.Tensor  # [T, B, N, D] after it
-    active: torch.Tensor  # [T, B, N] had not stopped before; what the others have does not count
-    goes_on: torch.Tensor  # [T, B, N] decided to look
-    correction: torch.Tensor  # [T, B, N, G], zero where there was no look
-    log_probs: torch.Tensor  # [T, B, N, 2] of decision and correction
-    values: torch.Tensor  # [T, B, N], as are the next
-    rewards: torch.Tensor
-    advantages: torch.Tensor
+    def __init__(self, agent):
+        self.agent, self.args = agent, agent.args
 
-    def read_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The rows [n] of T B, for a minibatch."""
-        pair = rows % len(self.images)
-        minibatch = {
-            "images": self.images[pair],
-            "labels": self.labels[pair],
-            "step": rows // len(self.images),
-        }
-        return minibatch | {name: getattr(self, name).flatten(0, 1)[rows] for name in self._fields[2:]}
+    def reset(self, images, labels):
+        """Begin with pictures [B, 3 V, S, S] and labels [B, G, h, w], and return the first observation."""
+        query = self.agent.backbone(F.avg_pool2d(images, self.args.coarse_size))  # [B, D, h, w]
+        self.labels, self.final_logits = labels, self.agent.class_head(query)
+        zeros = torch.zeros_like(query[:, :1])
+        self.is_active = zeros.squeeze(1) == 0  # [B, h, w] has not stopped yet
+        seen, step = zeros.expand(-1, self.agent.seen_dim, -1, -1), zeros[:, 0, 0, 0].long()
+        self.obs = {"query": query, "seen": seen, "step_indices": step}
+        return self.obs
+
+    def step(self, action):
+        """Apply `correction` [B, G, h, w], `shown` [B, E, h, w] and `stop` [B, h, w] to all queries."""
+        last_logits, mask, stop = self.final_logits, self.is_active, action["stop"]
+        query = self.obs["query"] + self.agent.up(action["correction"])
+        seen, step = self.obs["seen"] + action["shown"], self.obs["step_indices"] + 1
+        self.obs = {"query": query, "seen": seen, "step_indices": step}
+        self.is_active, self.final_logits = mask & ~stop, self.agent.class_head(query)
+        rewards, info = compute_reward(
+            self.final_logits, last_logits, self.labels, stop, mask, self.agent.running_f1, self.args
+        )
+        return self.obs, rewards, ~self.is_active, info | {"pre_action_mask": mask, "cls_query": query}
 
 
-# ---- PPO -------------------------------------------------------------------------------------------------------------
+# ---- Storage -----------------------------------------------------------------------------------------------
+class RolloutBuffer(list):
+    """A list of the steps of a rollout: dictionaries of an observation, an action and its outcome."""
+
+    def compute_returns_and_advantage(self, last_value, args):
+        """Stack the steps to `data` [T, B, ...], and add advantages of eq. 3 and returns."""
+        self.data = data = {name: torch.stack([step[name] for step in self]) for name in self[0]}
+        gae = data["rewards"], data["values"], data["dones"], last_value, args.gamma, args.gae_lambda
+        data["advantages"] = compute_gae(*gae)
+        data["returns"] = data["advantages"] + data["values"]
+
+    def get_minibatches(self, images, labels, args):
+        """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
+        for _ in range(args.update_epochs):
+            rows = torch.randperm(len(self) * len(images), device=images.device)
+            for part in rows.tensor_split(args.num_minibatches):
+                pairs = part % len(images)
+                minibatch = {name: x.flatten(0, 1)[part] for name, x in self.data.items()}
+                yield minibatch | {"images": images[pairs], "labels": labels[pairs]}
 
 
-def get_worth(logits: torch.Tensor, labels: torch.Tensor, f1: torch.Tensor, beta: float) -> torch.Tensor:
-    """w of eq. 2, [B, N] of logits [B, N, G, C] and labels [B, N, G], where -1 does not count."""
-    log_probs = logits.log_softmax(-1)
+# ---- PPO ---------------------------------------------------------------------------------------------------
+def compute_worth(logits, labels, f1, beta):
+    """Compute w [B, h, w] of eq. 2 from logits and labels [B, G, h, w]."""
+    log_likelihood = F.logsigmoid(logits * (2 * labels - 1)).clamp(min=-7)
+    worth = beta * log_likelihood + (logits.sigmoid() > f1 / 2) * (2 * labels - f1)
     is_counted = labels >= 0
-    log_likelihood = log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).clamp(min=-7.0)
-    says_change = log_probs[..., 0] < math.log(0.5)
-    worth = beta * log_likelihood + says_change * (2.0 * (labels > 0) - f1)  # [B, N, G]
-    return (worth * is_counted).sum(-1) / is_counted.sum(-1).clamp(min=1)
+    return (worth * is_counted).sum(1) / is_counted.sum(1).clamp(min=1)
 
 
-def compute_gae(rewards, values, goes_on, gamma: float, gae_lambda: float) -> torch.Tensor:
-    """Advantages [T, ...], eq. 3; an episode is over where it does not go on, and after the last step."""
-    advantages = torch.empty_like(rewards)
-    advantage = torch.zeros_like(rewards[0])
-    next_value = torch.zeros_like(rewards[0])  # nothing follows the last step
+def compute_reward(logits, last_logits, labels, stop, pre_action_mask, f1, args):
+    """Compute r_t [B, h, w] of eq. 1, and the accuracy of the cells of each query that has stopped."""
+    looks = pre_action_mask & ~stop
+    worth, last_worth = (compute_worth(x, labels, f1, args.beta) for x in (logits, last_logits))
+    accuracy = ((logits > 0) == (labels > 0)).float().mean(1)
+    return (worth - last_worth - args.cost) * looks, {"settled_acc": torch.where(looks, torch.nan, accuracy)}
+
+
+def compute_gae(rewards, values, dones, last_value, gamma, gae_lambda):
+    """Compute advantages [T, ...] from rewards, values, dones [T, ...] and the value after the last step."""
+    advantages, advantage = torch.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * next_value * goes_on[t] - values[t]
-        advantage = delta + gamma * gae_lambda * advantage * goes_on[t]
-        advantages[t] = advantage
-        next_value = values[t]
+        delta = rewards[t] + gamma * last_value * ~dones[t] - values[t]
+        advantages[t] = advantage = delta + gamma * gae_lambda * advantage * ~dones[t]  # eq. 3
+        last_value = values[t]
     return advantages
 
 
-def get_log_probs(go_logits, normal: Normal, goes_on, index, correction) -> torch.Tensor:
-    """Log of the two factors of eq. 4, [B, N, 2], of decisions [B, N] and corrections [K, G] of the queries `index`.
+def compute_log_probs(agent, logits, looks, means, correction):
+    """Compute the logs [B, 2, h, w] of the two factors of eq. 4; that of no correction is 0."""
+    drawn = Normal(means, agent.log_std.exp(), validate_args=False).log_prob(correction).sum(1)
+    return torch.stack((F.logsigmoid(torch.where(looks, logits, -logits)), drawn * looks), 1)
 
-    That of a correction is 0 where there is none.
+
+def play(agent, images, labels, args, rule=None, std=0.0):
+    """Play an episode of each query of pictures [B, 3 V, S, S] with labels [B, G, h, w].
+
+    A query looks if the policy prefers it, or if `rule(env, logits)` [B, h, w] is given and true. Corrections
+    have noise of standard deviation `std`. Returns the environment at the end, and a RolloutBuffer.
     """
-    decision = Bernoulli(logits=go_logits, validate_args=False).log_prob(goes_on.float())
-    drawn = torch.zeros_like(decision).flatten().index_add(0, index, normal.log_prob(correction).sum(-1))
-    return torch.stack((decision, drawn.view_as(decision)), -1)
+    env, buffer = ChangeEnv(agent), RolloutBuffer()
+    obs = env.reset(images, labels)
+    for _ in range(args.num_steps):
+        logits, values = agent.decide(obs)
+        looks = env.is_active & (rule(env, logits) if rule else logits > 0)
+        action = agent.look(images, obs, looks) | {"stop": ~looks}
+        means = action["correction"]
+        action["correction"] = means + torch.randn_like(means) * std * looks.unsqueeze(1)
+        log_probs = compute_log_probs(agent, logits, looks, means, action["correction"])
+        next_obs, rewards, dones, info = env.step(action)
+        action |= {"log_probs": log_probs, "values": values, "rewards": rewards, "dones": dones}
+        buffer.append(obs | action | info)
+        obs = next_obs
+    buffer.compute_returns_and_advantage(torch.zeros_like(values), args)  # no query goes on after T looks
+    return env, buffer
 
 
 @torch.no_grad()
-def collect_rollout(agent: Agent, images, labels, args: Args) -> tuple[Rollout, dict[str, float]]:
-    """An episode of each query of pictures [B, 6, S + 2 c, S + 2 c] and labels [B, N, G]; means over all processes."""
-    steps = []
-    query = agent.encode(images)  # [B, N, D]
-    active = torch.ones_like(query[..., 0], dtype=torch.bool)  # [B, N]
-    worth = get_worth(agent.classify(query), labels, agent.running_f1, args.beta)  # [B, N]
-    for t in range(args.num_steps):
-        step = torch.full((len(images),), t, device=images.device)
-        go_logits, values = agent.decide(query, step)
-        goes_on = active & (torch.rand_like(go_logits) < go_logits.sigmoid())
-        index = goes_on.flatten().nonzero().squeeze(1)  # [K]
-        normal = Normal(agent.look(images, query, step, index), agent.log_std.exp(), validate_args=False)
-        drawn = normal.sample()  # [K, G]
-        correction = drawn.new_zeros(goes_on.numel(), agent.num_cells).index_copy(0, index, drawn)
-        after = query.flatten(0, 1).index_add(0, index, agent.up(drawn)).view_as(query)
-        logits = agent.classify(after)
-        new_worth = get_worth(logits, labels, agent.running_f1, args.beta)
-        row = {"query": query, "after": after, "active": active, "goes_on": goes_on, "values": values}
-        row["correction"] = correction.view(*goes_on.shape, -1)
-        row["log_probs"] = get_log_probs(go_logits, normal, goes_on, index, drawn)
-        row["rewards"] = (new_worth - worth - args.cost) * goes_on  # eq. 1
-        steps.append(row)
-        query = after
-        active = goes_on
-        worth = new_worth
-        if len(index) == 0:
-            break
-    row = {name: torch.stack([step[name] for step in steps]) for name in row}  # [T, B, N, ...]
-    advantages = compute_gae(row["rewards"], row["values"], row["goes_on"], args.gamma, args.gae_lambda)
-    rollout = Rollout(images, labels, advantages=advantages, **row)
-
-    # F of eq. 2 follows the F1 of the last classifications
-    is_counted = labels >= 0
-    is_changed = labels > 0
-    says_change = (logits.softmax(-1)[..., 0] < 0.5) & is_counted
-    counts = sum_over_ranks(
-        torch.stack(((says_change & is_changed).sum(), says_change.sum() + is_changed.sum()))
-    )
-    agent.running_f1.lerp_(2 * counts[0] / counts[1].clamp(min=1), 0.05)
-
-    # Accuracy of the cells that no look was paid for
-    settled = ~rollout.goes_on[0].unsqueeze(-1) & is_counted
-    is_right = settled & (logits.argmax(-1) == labels)
-    totals = torch.stack((rollout.rewards.sum(), rollout.goes_on.sum(), is_right.sum(), settled.sum()))
-    total_return, num_looks, num_right, num_settled = sum_over_ranks(totals).tolist()
-    num_queries = active.numel() * WORLD_SIZE
-    scalars = {"charts/episodic_return": total_return / num_queries, "charts/looks": num_looks / num_queries}
-    if num_settled > 0:
-        scalars["charts/settled_acc"] = num_right / num_settled
-    return rollout, scalars | {"charts/running_f1": agent.running_f1.item()}
+def collect_rollout(agent, images, labels, args):
+    """Play episodes with sampled decisions and corrections; return a RolloutBuffer and what to log."""
+    rule, std = lambda env, logits: torch.rand_like(logits) < logits.sigmoid(), agent.log_std.exp()
+    env, buffer = play(agent, images, labels, args, rule, std)
+    says_change = (env.final_logits.sigmoid() > agent.running_f1 / 2) * (labels >= 0)
+    counts = torch.stack((2 * says_change * labels, says_change + labels.clamp(min=0)))  # [2, B, G, h, w]
+    hits, total = average(counts.sum((1, 2, 3, 4)))
+    agent.running_f1.lerp_(hits / (total + 1e-9), 0.2)
+    data, scores = buffer.data, {"charts/running_f1": agent.running_f1}
+    scores |= {"charts/looks": (~data["stop"]).float().sum(0), "charts/settled_acc": data["settled_acc"][-1]}
+    scores["charts/episodic_return"] = data["rewards"].sum(0)
+    return buffer, {name: average(x.nanmean()).item() for name, x in scores.items()}
 
 
-# In the order of what `update_minibatch` returns
-METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "cross_entropy", "grad_norm")
+def cross_entropy(logits, labels):
+    """Compute this process's part of the mean over all labels that count, which are not -1."""
+    is_counted = (labels >= 0).float()
+    loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
+    return loss / average(is_counted.sum()).clamp(min=1)
 
 
-def get_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """This process's part of the mean over the labels [...] of all processes that count, of logits [..., C]."""
-    count = sum_over_ranks((labels >= 0).sum()).clamp(min=1)
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-1, reduction="sum") / count
-
-
-def normalize_advantages(advantages: torch.Tensor, active: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Advantages [n, N] to mean 0 and deviation 1 over the `count` active queries of all processes."""
-    mean = sum_over_ranks((advantages * active).sum()) / count
-    variance = sum_over_ranks(((advantages - mean).square() * active).sum()) / count
-    return (advantages - mean) / (variance.sqrt() + 1e-8)
-
-
-def ppo_loss(
-    agent: Agent, minibatch: dict[str, torch.Tensor], args: Args
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eq. 5 as the mean over the active queries of all processes, and this process's part of the METRICS [:6].
-
-    `minibatch` has rows [n, ...] as `Rollout.read_rows` gives them.
-    """
-    query, active, goes_on = (minibatch[name] for name in ("query", "active", "goes_on"))
-    count = sum_over_ranks(active.sum()).clamp(min=1)
-    index = goes_on.flatten().nonzero().squeeze(1)  # [K]
-    go_logits, values = agent.decide(query, minibatch["step"])
-    mean = agent.look(minibatch["images"], query, minibatch["step"], index)  # [K, G]
-    normal = Normal(mean, agent.log_std.exp(), validate_args=False)
-    correction = minibatch["correction"].flatten(0, 1)[index]
-    log_probs = get_log_probs(go_logits, normal, goes_on, index, correction)  # [n, N, 2]
-    log_ratio = log_probs - minibatch["log_probs"]
-    log_ratio = log_ratio * torch.stack(
-        (active, goes_on), -1
-    )  # ratio 1 where there is no decision, or no correction
+def ppo_loss(agent, batch, args):
+    """Compute eq. 5 as the mean over active queries, and METRICS, of a minibatch of a RolloutBuffer."""
+    is_active, looks = batch["pre_action_mask"], ~batch["stop"]  # [n, h, w]
+    logits, values = agent.decide(batch)
+    means = agent.look(batch["images"], batch, looks)["correction"]
+    log_probs = compute_log_probs(agent, logits, looks, means, batch["correction"])  # [n, 2, h, w]
+    is_taken = torch.stack((is_active, looks), 1)
+    log_ratio = (log_probs - batch["log_probs"]) * is_taken  # masked before exp, as inf * 0 is not a number
     ratio = log_ratio.exp()
-    advantages = normalize_advantages(minibatch["advantages"], active, count).unsqueeze(-1)  # [n, N, 1]
+
+    count, mean = average(is_active.sum().float()).clamp(min=1), lambda x: (x * is_active).sum() / count
+    advantages = batch["advantages"] - average(mean(batch["advantages"]))
+    advantages = (advantages / (average(mean(advantages.square())).sqrt() + 1e-8)).unsqueeze(1)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
-    policy_loss = policy_loss[..., 0] + policy_loss[..., 1] * goes_on
-    returns = minibatch["advantages"] + minibatch["values"]
-    value_loss = 0.5 * (values - returns).square()
-    entropy = Bernoulli(logits=go_logits, validate_args=False).entropy()
-
-    # Joint loss: what is stored has no gradient and trains the class head alone; a mean anew trains the refiner as well
-    labels = minibatch["labels"]
-    cross_entropy = get_cross_entropy(
-        agent.classify(minibatch["after"]), labels.masked_fill(~active.unsqueeze(-1), -1)
-    )
-    refined = query.flatten(0, 1)[index] + agent.up(mean)
-    cross_entropy = cross_entropy + get_cross_entropy(agent.classify(refined), labels.flatten(0, 1)[index])
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # [n, N]
-    loss = (loss * active).sum() / count + args.joint_coef * cross_entropy  # eq. 5
-    is_clipped = (ratio - 1.0).abs() > args.clip_coef  # approx_kl and clipfrac are those of the decisions
-    approx_kl = ratio - 1.0 - log_ratio
-    metrics = torch.stack((policy_loss, value_loss, entropy, approx_kl[..., 0], is_clipped[..., 0].float()))
-    metrics = (metrics.detach() * active).sum((1, 2)) / count
-    return loss, torch.cat((metrics, cross_entropy.detach().unsqueeze(0)))
+    policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
+    value_loss = 0.5 * (values - batch["returns"]).square()
+    entropy = F.softplus(logits) - logits * logits.sigmoid()
+    # The stored embedding trains the class head; the mean correction, taken again, trains the refiner too
+    query = batch["cls_query"] + agent.up(means - batch["correction"])
+    labels = torch.where(is_active.unsqueeze(1), batch["labels"], -1.0)
+    joint_loss = cross_entropy(agent.class_head(query), labels)
+    loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
+    is_clipped = (ratio - 1).abs() > args.clip_coef  # it and approx_kl are of decisions
+    metrics = (policy_loss, value_loss, entropy, (ratio - 1 - log_ratio)[:, 0], is_clipped[:, 0])
+    return loss + args.joint_coef * joint_loss, torch.stack((*map(mean, metrics), joint_loss)).detach()
 
 
-def detector_loss(agent: Agent, images: torch.Tensor, labels: torch.Tensor, num_looks: int) -> torch.Tensor:
-    """Cross entropy of the coarse classification (no looks), or the mean of those after each look of all queries."""
-    if num_looks == 0:
-        return get_cross_entropy(agent.classify(agent.encode(images)), labels)
-    with torch.no_grad():  # the backbone is fixed from here on
-        query = agent.encode(images)  # [B, N, D]
-    losses = []
-    for t in range(num_looks):
-        step = torch.full((len(images),), t, device=images.device)
-        query = query + agent.up(agent.look(images, query, step)).view_as(query)
-        losses.append(get_cross_entropy(agent.classify(query), labels))
-    return sum(losses) / num_looks
+def detector_loss(agent, images, labels, args):
+    """Compute the mean cross entropy before and after T steps; each pair has its own share of looks."""
+    share = torch.rand(len(images), 1, 1, device=images.device)
+    _, buffer = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < share)
+    queries = buffer.data["query"][0], *buffer.data["cls_query"]
+    loss = sum(cross_entropy(agent.class_head(x), labels) for x in queries) / len(queries)
+    return loss, loss.detach()[None]
 
 
-def take_step(agent: Agent, optimizer, args: Args, loss: torch.Tensor) -> torch.Tensor:
-    """One gradient step; returns an equal share of the gradient's norm for each process, since metrics are summed."""
+def take_step(agent, optimizer, loss, metrics, args):
+    """Take one gradient step and return the mean metrics of all processes."""
     optimizer.zero_grad()
     loss.backward()
-    sum_gradients(agent.parameters())
-    grad_norm = clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    gradients = [x.grad for x in agent.parameters() if x.grad is not None]  # sent as one vector
+    nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
-    return grad_norm.unsqueeze(0) / WORLD_SIZE
+    return average(metrics)
 
 
-def update_detector(agent: Agent, optimizer, num_looks: int, args: Args, images, labels) -> torch.Tensor:
-    """One gradient step of the first stage (no looks) or of the second; returns loss and norm of the gradient [2]."""
-    loss = detector_loss(agent, images, labels, num_looks)
-    return torch.cat((loss.detach().unsqueeze(0), take_step(agent, optimizer, args, loss)))
-
-
-def update_minibatch(
-    agent: Agent, optimizer, rollout: Rollout, args: Args, rows: torch.Tensor
-) -> torch.Tensor:
-    """One gradient step of the third stage on the rows [n] of T B; returns this process's part of the METRICS [7]."""
-    loss, metrics = ppo_loss(agent, rollout.read_rows(rows), args)
-    return torch.cat((metrics, take_step(agent, optimizer, args, loss)))
-
-
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
-
-
+# ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
-def classify(agent: Agent, args: Args, images: torch.Tensor, rule=None, chunk: int = 32) -> tuple:
-    """Logits [M, N, G, C], looks [M, N] and milliseconds per pair of pictures uint8 [M, S + 2 c, S + 2 c, 6].
-
-    Who goes on is said by the likelier decision of the policy, or by `rule(query, logits, step)`; corrections are the
-    means. Time is that of the CPU where that computes.
-    """
-    device = agent.log_std.device
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    start = clock()
+def classify(agent, args, pairs, rule=None):
+    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, 3 V + 1, H, W]."""
     found = []
-    for part in images.split(chunk):
-        part = change_data.to_float(part.to(device))
-        query = agent.encode(part)
-        active = torch.ones_like(query[..., 0], dtype=torch.bool)
-        looks = torch.zeros_like(active, dtype=torch.int64)
-        for t in range(args.num_steps):
-            step = torch.full((len(part),), t, device=device)
-            goes_on = (
-                agent.decide(query, step)[0] > 0 if rule is None else rule(query, agent.classify(query), t)
-            )
-            active = active & goes_on
-            index = active.flatten().nonzero().squeeze(1)  # [K]
-            if len(index) == 0:
-                break
-            mean = agent.look(part, query, step, None if len(index) == active.numel() else index)
-            query = query.flatten(0, 1).index_add(0, index, agent.up(mean)).view_as(query)
-            looks += active
-        found.append((agent.classify(query).cpu(), looks.cpu()))
-    logits, looks = (torch.cat(x) for x in zip(*found, strict=True))
-    return logits, looks, 1e3 * (clock() - start) / len(images)
+    for part in pairs.split(max(1, 2**17 // pairs[0, 0].numel())):
+        env, buffer = play(agent, *change_pairs.split_labels(part, args), args, rule)
+        cells = F.pixel_shuffle(env.final_logits.sigmoid(), args.patch_size // args.cell_size)
+        pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear").squeeze(1)
+        found.append((pixels, (~buffer.data["stop"]).float().sum(0), buffer.data["rewards"].sum(0)))
+    return map(torch.cat, zip(*found, strict=True))
 
 
-# ---- Run (the same in all scripts) -----------------------------------------------------------------------------------
+def evaluate(agent, args, pairs, threshold=None, rule=None):
+    """Score maps of pairs by pixel; without a threshold of probabilities, take the one of the largest F1."""
+    probability, looks, returns = classify(agent, args, pairs, rule)
+    is_counted, is_changed = pairs[:, -1] < 255, pairs[:, -1] == 1
+
+    def score(threshold):
+        """Compute the F1 of all pixels that count."""
+        says_change = (probability >= threshold) & is_counted
+        total = says_change.sum() + is_changed.sum() + 1e-9
+        return (2 * (says_change & is_changed).sum() / total).item()
+
+    if threshold is None:
+        threshold = max(np.linspace(0, 1, 101).tolist(), key=score)
+    scores = {"eval/f1": score(threshold), "eval/threshold": threshold}
+    return scores | {"eval/looks": looks.mean().item(), "eval/episodic_return": returns.mean().item()}
 
 
-def fail(message: str) -> NoReturn:
+def print_rules(agent, args, val, test):
+    """Print F1 on test of the policy and of rules tuned on val, where `threshold` looks as often as it."""
+    coarse, (_, looks, _) = [], classify(agent, args, val)
+
+    def rule(env, logits, level=1):
+        """Look T times, or not at all if the coarse map has less change than the level."""
+        coarse.append(env.final_logits.sigmoid().mean(1))  # [B, h, w]
+        return (coarse[-1] > level) | (env.obs["step_indices"].view(-1, 1, 1) > 0)
+
+    classify(agent, args, val, rule)
+    level = torch.cat(coarse).quantile(1 - looks.mean() / args.num_steps)
+    everywhere, tuned = partial(rule, level=-1), partial(rule, level=level)
+    for name, chosen in {"nowhere": rule, "everywhere": everywhere, "threshold": tuned, "PPO": None}.items():
+        threshold = evaluate(agent, args, val, None, chosen)["eval/threshold"]
+        scores = evaluate(agent, args, test, threshold, chosen)
+        print(f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query")
+
+
+def write_predictions(agent, args, threshold, device):
+    """Write a mask and a map of the probability of change for each pair of --predict."""
+    try:
+        pairs = change_pairs.read_pairs(*args.predict, args.patch_size)
+        Path(args.output).mkdir(parents=True)
+    except (ValueError, OSError) as error:
+        fail(f"--predict, --output: {error}")
+    for name, (pair, height, width) in pairs.items():
+        (probability,), looks, _ = classify(agent, args, torch.from_numpy(pair).to(device))
+        probability = probability[:height, :width].cpu().numpy()
+        for kind, x in (("mask", probability >= threshold), ("probability", probability)):
+            Image.fromarray(np.uint8(255 * x)).save(Path(args.output, f"{name}_{kind}.png"))
+        print(f"{name}: {(probability >= threshold).mean():.3f} changed, {looks.mean():.2f} looks a query")
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
+def fail(message: str):
     """Print one line for the user and exit with code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
+    tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def setup_device(args: Args) -> torch.device:
-    """Threads, device and, under torchrun, process group of this process."""
-    torch.set_num_threads(args.torch_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    use_cuda = args.cuda and torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if use_cuda and local_rank >= torch.cuda.device_count():
-        fail(
-            f"--nproc-per-node: more than {torch.cuda.device_count()} GPU(s); --no-cuda trains on CPU processes"
-        )
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded as a CUDA graph
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=2))
-    return device
-
-
-def seed_everything(seed: int, *stream: int) -> int:
-    """Seed the generators of Python, numpy and torch from (seed, *stream); returns the number used."""
-    derived = int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0])
-    random.seed(derived)
-    np.random.seed(derived)
-    torch.manual_seed(derived)
-    return derived
-
-
-def read_clock() -> np.ndarray:
-    """Wall and CPU seconds."""
-    return np.array([time.time(), time.process_time()])
-
-
-def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
-    """Sum `x` over all processes, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
+def average(x):
+    """Average a tensor over all processes, in place."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(x.div_(WORLD_SIZE))
     return x
 
 
-def sum_gradients(parameters) -> None:
-    """Sum the gradients over all processes, in one message."""
-    if dist.is_initialized():
-        grads = [p.grad for p in parameters if p.grad is not None]
-        vector_to_parameters(sum_over_ranks(parameters_to_vector(grads)), grads)
+def seed_everything(*stream: int) -> int:
+    """Seed all generators from the numbers of `stream`; returns a seed below 2^30 for environments."""
+    seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
+    return seed
 
 
-def save_checkpoint(path: Path, args: Args, progress: dict, parts: dict) -> None:
-    """Write settings, counters and states of `parts`, so that a kill at any moment leaves the old file or the new."""
-    content = {"script": SCRIPT, "args": asdict(args) | {"resume": None}, "torch_rng": torch.get_rng_state()}
-    states = {name: part.state_dict() for name, part in parts.items()}
-    torch.save(content | progress | states, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
-
-
-def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint of this script without unpickling code; exits with code 2 where the file is none."""
+def train(args, checkpoint=None):
+    """Train, from `checkpoint` if there is one; with --evaluate score it, or use it for --predict."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    use_cuda = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
+    seed_everything(args.seed, 0)  # the same weights in every process
+    agent = Agent(args).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), fused=True)
+    progress = checkpoint["progress"] if checkpoint else (0, 0, 0, 0.0, -np.inf, np.nan, 0.5)
+    iteration, step, eval_steps, cpu_seconds, best_return, last_return, threshold = progress
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        known = {field.name for field in fields(Args)}  # those that are missing have their defaults
-        checkpoint["args"] = Args(
-            **{name: value for name, value in checkpoint["args"].items() if name in known}
-        )
-    except FileNotFoundError:
-        fail(f"{path or repr(path)}: no such checkpoint")
+        if checkpoint:
+            agent.load_state_dict(checkpoint["agent"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        elif args.pretrained:
+            agent.load_state_dict(torch.load(args.pretrained, map_location="cpu", weights_only=True)["agent"])
+            iteration = args.detector_iterations
     except Exception as error:
-        fail(f"{path}: not a readable checkpoint ({type(error).__name__})")
-    if checkpoint.get("script") != SCRIPT:
-        fail(f"{path}: a checkpoint of {checkpoint.get('script')}.py, not of {SCRIPT}.py")
-    return checkpoint
+        fail(f"{args.evaluate or args.resume or args.pretrained}: does not fit the flags ({error})")
+    if args.predict:
+        return write_predictions(agent, args, threshold, device)
+    train_pairs, val, test = load_pairs(args, device)
+    if args.evaluate:  # on other pairs than those that chose best.pt and its threshold
+        return print(evaluate(agent, args, test[: args.eval_episodes], threshold))
 
+    def save(name: str):
+        progress = (iteration, step, eval_steps, cpu_seconds, best_return, last_return, threshold)
+        states = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
+        os.replace(run_path / f"{name}.tmp", run_path / name)  # a kill leaves the old file or the new one
 
-def open_run(args: Args, start_step: int) -> tuple[Path, SummaryWriter]:
-    """The run folder, new or that of --resume, where an older result steps aside, and its log, also at W&B."""
-    if args.track:
-        try:
+    if RANK == 0:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+        run_path = Path(args.resume).parent if args.resume else Path(args.run_dir, name)
+        print(f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, step {step}")
+        if args.track:
             import wandb
 
-            wandb.login()
-        except Exception as error:
-            fail(f"--track: {error} (pip install wandb; wandb login, or WANDB_MODE=offline)")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(
-        args.run_dir, name.translate(str.maketrans("/:;,#?'", "-------"))
-    )  # what W&B refuses in an id
-    if args.resume is not None:
-        run_path = Path(args.resume).resolve().parent
-    try:
-        run_path.mkdir(parents=True, exist_ok=True)
-        if (run_path / "result.json").exists():
-            (run_path / "result.json").rename(run_path / f"result_{start_step}.json")
-    except OSError as error:
-        fail(f"--run-dir {args.run_dir}: cannot make or write {run_path} ({error.strerror})")
-    print(f"run folder {run_path}")
-    if args.track:
-        identity = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        identity |= {"id": run_path.name, "name": run_path.name}
-        wandb.init(**identity, resume="allow", dir=run_path, config=asdict(args), sync_tensorboard=True)
-    return run_path, SummaryWriter(str(run_path), purge_step=None if args.resume is None else start_step + 1)
-
-
-class CudaGraph:
-    """Calls `fn` three times as it is, records the fourth call as a CUDA graph and replays that from then on.
-
-    `fn` takes tensors of fixed shapes, which are copied to the same memory in each call, reads and writes other tensors
-    where they are, and never waits for the host. What it returns is overwritten by the next call.
-    """
-
-    def __init__(self, fn):
-        self.fn = fn
-        self.num_calls = 0
-        self.graph = torch.cuda.CUDAGraph()
-
-    def __call__(self, *inputs: torch.Tensor):
-        self.num_calls += 1
-        if self.num_calls < 4:
-            return self.fn(*inputs)
-        if self.num_calls == 4:
-            self.inputs = [x.clone() for x in inputs]
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-                self.outputs = self.fn(*self.inputs)
-        for buffer, x in zip(self.inputs, inputs, strict=True):
-            buffer.copy_(x)
-        self.graph.replay()
-        return self.outputs
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
-
-
-def check_args(args: Args) -> None:
-    """Exit with code 2 and one line for settings that cannot work."""
-    may_be_zero = (
-        "seed data_seed checkpoint_interval eval_interval coarse_iterations refine_iterations ppo_iterations"
-    )
-    may_be_zero = (
-        f"{may_be_zero} jitter cost beta gamma gae_lambda clip_coef vf_coef ent_coef joint_coef".split()
-    )
-    for name, value in vars(args).items():
-        is_number = type(value) in (int, float)
-        if is_number and not (value > 0 or (value == 0 and name in may_be_zero)):
-            fail(
-                f"--{name.replace('_', '-')} {value}: has to be {'at least' if name in may_be_zero else 'above'} 0"
-            )
-        if name in ("gamma", "gae_lambda") and value > 1:
-            fail(f"--{name.replace('_', '-')} {value}: has to be from 0 to 1")
-    for whole, part in (
-        ("image_size", "patch_size"),
-        ("patch_size", "cell_size"),
-        ("patch_size", "coarse_size"),
-    ):
-        if getattr(args, whole) % getattr(args, part) or getattr(args, whole) == getattr(args, part):
-            fail(
-                f"--{whole.replace('_', '-')} has to be a multiple, by 2 or more, of --{part.replace('_', '-')}"
-            )
-    if args.data_dir is None and args.env_id not in change_data.ENV_IDS:
-        fail(f"--env-id {args.env_id}: unknown pairs (known: {', '.join(change_data.ENV_IDS)})")
-    most_classes = 3 if args.data_dir is None else 255
-    if not 2 <= args.num_classes <= most_classes:
-        fail(f"--num-classes {args.num_classes}: has to be from 2 to {most_classes}")
-    if args.data_dir is None and args.env_id == "prints" and args.image_size % 8:
-        fail(f"--image-size {args.image_size}: has to be a multiple of 8 for --env-id prints")
-    if args.look_at == "dates" and args.num_steps < 2:
-        fail("--look-at dates needs --num-steps 2 or more, to see both dates")
-    for name in ("num_envs", "batch_size"):
-        if getattr(args, name) % WORLD_SIZE:
-            fail(
-                f"--{name.replace('_', '-')} {getattr(args, name)} does not divide among {WORLD_SIZE} processes"
-            )
-    if args.num_minibatches > args.num_steps * args.num_envs // WORLD_SIZE:
-        fail(
-            f"--num-minibatches {args.num_minibatches}: a process has fewer rows, --num-steps times --num-envs"
-        )
-    if args.predict is not None and args.evaluate is None:
-        fail("--predict needs --evaluate")
-
-
-def load_detector(agent: Agent, args: Args) -> None:
-    """Take the detector of --pretrained, all but its policy and value head."""
-    heads = {
-        name: x for name, x in agent.state_dict().items() if name.startswith(("policy_head", "value_head"))
-    }
-    agent.load_state_dict(load_checkpoint(args.pretrained)["agent"] | heads)
-
-
-# What a network is made for, the pairs it learns from, and what else a run that goes on keeps
-SHAPES = "patch_size cell_size coarse_size num_classes look_at num_steps refiner_dim".split()
-PAIRS = "env_id data_seed num_train_pairs image_size eval_episodes".split()
-RUN = "coarse_iterations refine_iterations num_envs cost seed".split()
-
-
-def check_same(args: Args, saved: Args, path: str, names: list[str]) -> None:
-    """Exit with code 2 where a setting is not that of the checkpoint."""
-    for name in names:
-        if getattr(args, name) != getattr(saved, name):
-            fail(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: {path} was trained with {getattr(saved, name)}"
-            )
-
-
-def train(args: Args, checkpoint: dict | None = None) -> None:
-    """Train as `args` say, from `checkpoint` if there is one, and leave a run folder with result.json."""
-    progress = {
-        "iteration": 0,
-        "global_step": 0,
-        "eval_steps": 0,
-        "seconds": [0.0, 0.0],
-        "eval_seconds": [0.0, 0.0],
-    }
-    progress |= {"best": [0, 0.0], "threshold": 0.5}  # stage and score of the best, threshold of the last
-    if checkpoint is not None:
-        progress = {name: checkpoint[name] for name in progress}
-    start = read_clock() - progress["seconds"]
-    step = progress["global_step"]
-    device = setup_device(args)
-
-    # Streams of the seed: 1 weights; 2 pairs and samples, of each process
-    seed_everything(args.seed, 1)
-    agent = Agent(args).to(device)
-    if args.pretrained is not None and checkpoint is None:
-        load_detector(agent, args)
-    pairs = None
-    if args.data_dir is not None:  # which tells what is wrong with it before there is a run folder
-        pairs = change_data.load_pairs(args, fail)
-    seed_everything(args.seed, 2, RANK, step)
-    use_graphs = args.cuda_graphs and device.type == "cuda" and WORLD_SIZE == 1
-    lr = torch.tensor(args.supervised_lr, device=device)  # a tensor, so that CUDA graphs see it change
-    optimizer = torch.optim.Adam(
-        agent.parameters(), lr, fused=True, capturable=use_graphs
-    )  # skips what is fixed
-
-    parts = {"agent": agent, "optimizer": optimizer}
-    if checkpoint is not None:
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-        optimizer.param_groups[0] |= {"lr": lr, "capturable": use_graphs}
-        if WORLD_SIZE == 1:
-            torch.set_rng_state(checkpoint["torch_rng"])
-    if RANK == 0:
-        run_path, writer = open_run(args, step)
-        best_path = run_path / "best.pt"
-        if checkpoint is None:
-            save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
-    train_pairs, val, test = (pairs or change_data.load_pairs(args, fail)).values()
-
-    # The steps of the stages; those of the detector have fixed shapes, and are CUDA graphs where that can be
-    if args.compile:
-        agent.backbone.compile()
-        agent.refiner.correct = torch.compile(agent.refiner.correct, dynamic=True)  # of any number of queries
-    graph = CudaGraph if use_graphs else lambda fn: fn
-    update_coarse = graph(partial(update_detector, agent, optimizer, 0, args))
-    update_refiner = graph(partial(update_detector, agent, optimizer, args.num_steps, args))
-
-    draw_batch = partial(change_data.draw_batch, train_pairs, args, device)
-    num_envs = args.num_envs // WORLD_SIZE
-    sizes = [args.coarse_iterations, args.refine_iterations, args.ppo_iterations]  # of the stages
-    ends = np.cumsum(sizes)
-    num_iterations = int(ends[-1])
-    rules = [
-        change_scores.make_rule("coarse"),
-        change_scores.make_rule("everywhere", num_looks=args.num_steps),
-        None,
-    ]
-    eval_interval = args.eval_interval or math.ceil(num_iterations / 10)
-    bar = tqdm(total=num_iterations, initial=progress["iteration"], unit="iteration", disable=RANK > 0)
-    while progress["iteration"] < num_iterations:
-        stage = int((progress["iteration"] >= ends).sum())  # 0: coarse, 1: refine, 2: ppo
-        share_left = (ends[stage] - progress["iteration"]) / sizes[stage]
-        lr.fill_(args.learning_rate if stage == 2 else args.supervised_lr)
-        if args.anneal_lr:
-            lr.mul_(min(1.0, 1.5 * share_left))
-        scalars = {"charts/learning_rate": lr.item(), "charts/stage": stage}
-
-        # Train the detector, or collect a rollout and optimize eq. 5 in epochs of minibatches
-        metrics = []  # of each gradient step; cloned, as a graph writes over what it gave before
-        if stage < 2:
-            update = update_refiner if stage == 1 else update_coarse
-            for _ in range(SUPERVISED_STEPS):
-                metrics.append(update(*draw_batch(args.batch_size // WORLD_SIZE)).clone())
-            step += SUPERVISED_STEPS * args.batch_size
+            config = {"config": asdict(args), "sync_tensorboard": True, "resume": "allow"}
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, id=run_path.name, **config)
+        writer = SummaryWriter(str(run_path), purge_step=step + 1)
+        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
+        save("checkpoint.pt")
+    num_iterations, val = args.detector_iterations + args.ppo_iterations, val[: args.eval_episodes]
+    eval_interval = args.eval_interval or num_iterations // 10 + 1
+    seconds_per_line = 0.1 if sys.stderr.isatty() else 30
+    bar = tqdm(total=num_iterations, initial=iteration, mininterval=seconds_per_line, disable=RANK > 0)
+    while iteration < num_iterations:
+        start, cpu_start = time.time(), time.process_time()
+        is_ppo, lr = iteration >= args.detector_iterations, 1 - iteration / num_iterations * args.anneal_lr
+        lr *= args.learning_rate if is_ppo else args.detector_lr
+        optimizer.param_groups[0]["lr"] = lr
+        iteration += 1
+        seed_everything(args.seed, 1, iteration, RANK)
+        if is_ppo:
+            batch = change_pairs.draw_batch(train_pairs, args.num_envs // WORLD_SIZE, args)
+            buffer, scalars = collect_rollout(agent, *batch, args)
+            losses = (ppo_loss(agent, x, args) for x in buffer.get_minibatches(*batch, args))
         else:
-            rollout, found = collect_rollout(agent, *draw_batch(num_envs), args)
-            scalars |= found
-            for _ in range(args.update_epochs):
-                rows = torch.randperm(len(rollout.values) * num_envs, device=device)
-                for part in rows.tensor_split(args.num_minibatches):
-                    metrics.append(update_minibatch(agent, optimizer, rollout, args, part))
-            step += args.num_envs
-        progress |= {"iteration": progress["iteration"] + 1, "global_step": step}
-
-        # Measure what is new
-        means = sum_over_ranks(torch.stack(metrics).mean(0)).tolist()
-        scalars |= {f"losses/{name}": mean for name, mean in zip(METRICS[-len(means) :], means, strict=True)}
-        if not all(map(math.isfinite, means)):
-            raise SystemExit(f"{SCRIPT}.py: the losses are no longer finite at step {step}: {scalars}")
-        if RANK > 0:
+            sizes, scalars = [args.batch_size // WORLD_SIZE] * DETECTOR_STEPS, {}
+            batches = (change_pairs.draw_batch(train_pairs, size, args) for size in sizes)
+            losses = (detector_loss(agent, *batch, args) for batch in batches)
+        metrics = [take_step(agent, optimizer, *loss, args) for loss in losses]
+        num_pairs = args.num_envs if is_ppo else DETECTOR_STEPS * args.batch_size
+        step += num_pairs
+        if RANK > 0:  # the log is written by process 0
             continue
-        seconds = read_clock() - start - progress["eval_seconds"]
-        scalars |= {"charts/wall_seconds": seconds[0], "charts/cpu_seconds": seconds[1]}
-        scalars |= {"charts/pairs_per_second": step / seconds[0]}
-        goal = "charts/episodic_return" if stage == 2 else "losses/cross_entropy"
-        bar.set_postfix({goal.split("/")[-1]: f"{scalars[goal]:.3f}"}, refresh=False)
+        cpu_seconds += time.process_time() - cpu_start
+        metrics = torch.stack(metrics).mean(0).tolist()
+        if not np.isfinite(metrics).all():
+            fail(f"{args.env_id}: losses are not finite at step {step}")
+        scalars |= zip((f"losses/{name}" for name in METRICS[-len(metrics) :]), metrics, strict=True)
+        scalars |= {"charts/cpu_seconds": cpu_seconds, "charts/learning_rate": lr}
+        scalars["charts/SPS"] = num_pairs / (time.time() - start)
         bar.update()
-
-        # Evaluate on val, keep what scored best, log and save
-        is_last = progress["iteration"] == num_iterations
-        is_allowed = args.eval_interval > 0 or progress["eval_steps"] <= step / 4  # by pairs
-        if is_last or (is_allowed and progress["iteration"] % eval_interval == 0):
-            eval_start = read_clock()
-            validated = change_scores.validate(partial(classify, agent, args), args, val, rules[stage])
-            scalars |= {f"eval/val_{name}": value for name, value in validated.items()}
-            progress["threshold"] = validated["threshold"]
-            score = [stage, validated["score" if stage == 2 else "f1"]]  # a later stage is better
-            if not best_path.exists() or score >= progress["best"]:
-                progress["best"] = score
-                save_checkpoint(best_path, args, progress, {"agent": agent})
-            progress["eval_steps"] += len(val.pixels)
-            progress["eval_seconds"] = (read_clock() - eval_start + progress["eval_seconds"]).tolist()
+        is_last = iteration == num_iterations
+        is_due = is_last or iteration % eval_interval == 0
+        is_affordable = eval_steps + len(val) <= step / 5
+        if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
+            scalars |= evaluate(agent, args, val)
+            eval_steps, threshold = eval_steps + len(val), scalars["eval/threshold"]
+            bar.set_postfix_str(f"F1 {scalars['eval/f1']:.3f}", refresh=False)
+            if (last_return := scalars["eval/episodic_return"]) >= best_return:
+                best_return = last_return
+                save("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, step)
-        if is_last or (args.checkpoint_interval and progress["iteration"] % args.checkpoint_interval == 0):
-            progress["seconds"] = (read_clock() - start).tolist()
-            writer.flush()  # so that the log never lacks what the checkpoint has
-            save_checkpoint(run_path / "checkpoint.pt", args, progress, parts)
-    bar.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if RANK > 0:
-        return
-
-    # Score the final policy and the best one on test pairs, which chose neither
-    metrics, found = change_scores.evaluate(partial(classify, agent, args), args, val, test)
-    best = metrics
-    figure = change_scores.draw_pairs(test, found["coarse"][0], *found["ppo"], args)
-    if figure is not None:
-        writer.add_figure("eval/changes", figure, step)
-    print(change_scores.format_table(metrics))
-    if best_path.exists() and load_checkpoint(best_path)["global_step"] != step:
-        agent.load_state_dict(load_checkpoint(best_path)["agent"])
-        best, _ = change_scores.evaluate(partial(classify, agent, args), args, val, test)
-    metrics = metrics | {name.replace("eval/", "best/"): value for name, value in best.items()}
-    writer.close()
-    seconds = read_clock() - start
-    result = {"script": SCRIPT, "env_id": args.env_id, "seed": args.seed, "headline": "eval/ppo_f1"}
-    result |= {"metrics": metrics, "env_steps": step, "wall_seconds": seconds[0], "cpu_seconds": seconds[1]}
-    result |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
-    result |= {"torch": torch.__version__, "args": asdict(args)}
-    (run_path / "result.json.tmp").write_text(json.dumps(result, indent=2))
-    os.replace(run_path / "result.json.tmp", run_path / "result.json")
-    scores = "F1 {:.3f} at {:.2f} looks a query, everywhere {:.3f}, nowhere {:.3f}"
-    names = ("ppo_f1", "ppo_looks", "everywhere_f1", "coarse_f1")
-    scores = scores.format(*(metrics[f"eval/{name}"] for name in names))
-    print(f"{args.env_id}: {scores}, after {step:,} pairs in {seconds[0]:.1f} s; run folder {run_path}")
+        if is_due:
+            writer.flush()
+            save("checkpoint.pt")
+    if RANK == 0:
+        bar.close()
+        if args.eval_episodes:
+            agent.load_state_dict(torch.load(run_path / "best.pt", weights_only=True)["agent"])
+            print_rules(agent, args, val, test)
+        scores = f"return of best.pt {best_return:.4f}, of the last policy {last_return:.4f}"
+        print(f"{run_path}: {scores if args.eval_episodes else 'not evaluated'}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line: train, go on with a run, evaluate a checkpoint, or predict with it."""
-    args = tyro.cli(Args, args=argv)
-    torch.set_float32_matmul_precision("medium")  # on CPUs oneDNN instead of MKL, on CUDA TF32
-    checkpoint = None
-    paths = [path for path in (args.resume, args.evaluate, args.pretrained) if path is not None]
-    if len(paths) > 1 or (args.evaluate is not None and WORLD_SIZE > 1):
-        fail("--resume and --evaluate and --pretrained exclude each other, and --evaluate is for one process")
-    if paths:
-        (path,) = paths
-        checkpoint = load_checkpoint(path)
-        saved = checkpoint["args"]
-        if args.pretrained is not None:  # the rest is of a new run
-            kept = (*SHAPES, *PAIRS, "data_dir", "dir_names")
-            saved = replace(Args(), **{name: getattr(saved, name) for name in kept})
-        args = tyro.cli(Args, args=argv, default=saved)  # flags given now override the saved ones
-    if args.pretrained is not None:
-        args.coarse_iterations = 0
-        args.refine_iterations = 0
-    if args.data_dir is not None:
-        args.env_id = Path(args.data_dir).resolve().name
-    if paths:
-        check_same(args, saved, path, SHAPES if args.resume is None else [*SHAPES, *PAIRS, *RUN])
-    if args.resume is not None:
-        if "optimizer" not in checkpoint:
-            fail(f"--resume {path}: has no optimizer state; give the checkpoint.pt beside it")
-        num_iterations = args.coarse_iterations + args.refine_iterations + args.ppo_iterations
-        is_done = checkpoint["iteration"] >= num_iterations
-        if is_done and Path(path).with_name("result.json").exists():
-            fail(
-                f"--resume {path}: its {checkpoint['iteration']} iterations are done; raise --ppo-iterations"
-            )
-    check_args(args)
-    if args.evaluate is None:
-        return train(args, checkpoint if args.resume is not None else None)
-
-    device = setup_device(args)
-    agent = Agent(args).to(device)
-    agent.load_state_dict(checkpoint["agent"])
-    if args.predict is not None:
-        threshold = checkpoint["threshold"]
-        return change_data.write_predictions(args, partial(classify, agent, args), threshold, fail)
-    _, val, test = change_data.load_pairs(args, fail).values()
-    for name, value in change_scores.evaluate(partial(classify, agent, args), args, val, test)[0].items():
-        print(f"{name} {value:.4f}")
+def main(argv=None):
+    """Read the command line; flags override the settings of a checkpoint."""
+    args, checkpoint = tyro.cli(Args, args=argv), None
+    if path := args.evaluate or args.resume:
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"]))
+        except Exception as error:
+            fail(f"{path}: not a checkpoint of this script ({error})")
+    if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
+        fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
+    patch = args.patch_size
+    if args.image_size % patch or patch % args.cell_size or patch % args.coarse_size:
+        fail("--image-size must be divisible by --patch-size, and that by --cell-size and --coarse-size")
+    if args.predict and not args.evaluate:
+        fail("--predict needs --evaluate")
+    train(args, checkpoint)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted: a training goes on with --resume and the checkpoint.pt in its run folder")
+    main()
+    if WORLD_SIZE > 1:
+        torch.distributed.barrier()  # gloo aborts a process that ends while its threads still hold tensors

@@ -1,6 +1,5 @@
 """What the tests of all scripts share."""
 
-import json
 import multiprocessing
 import os
 import subprocess
@@ -78,12 +77,6 @@ def wait_for(processes):
         process.kill()
     assert not late, "took longer than four minutes"
     return [process.exitcode for process in processes]
-
-
-def read_result(run_dir):
-    """The one run folder below `run_dir` and its result.json."""
-    (path,) = Path(run_dir).glob("*/result.json")
-    return path.parent, json.loads(path.read_text())
 
 
 def read_scalars(run_path):

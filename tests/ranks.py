@@ -5,8 +5,6 @@ It is named by `torchrun ... ranks.py NAME ...`, or by `start_process` of confte
 run_copy PATH FLAGS...              the script at PATH, in its folder and without this repository
 kill_at SCRIPT NUMBER MOMENT FLAGS  the script, which dies as it writes its checkpoint.pt of that number
 share SCRIPT OUT FLAGS RESUME       the script, again from its end with RESUME, and its update
-kill SCRIPT NUMBER FLAGS...         a script of the old form, which dies as it writes its checkpoint of that number
-train SCRIPT OUT FLAGS RESUME       a script of the old form as it is, again from half-way, and its update
 meet OUT                            the number of ranks
 
 Each rank writes what it holds in OUT: whole_RANK.pt, resumed_RANK.pt, update_RANK.pt; meet_RANK.pt.
@@ -32,8 +30,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-
-HALF = 5  # the number of the checkpoint that the second run goes on from; the first one is of before the training
 
 
 def get_rank():
@@ -133,63 +129,6 @@ def share(script, out, flags, resume_flags):
     update(script, out)
 
 
-def kill(script, number, *flags):
-    """Run the script, and kill -9 this process when its checkpoint `number` is written, but not yet in its place."""
-    replace, written = os.replace, itertools.count(1)
-
-    def replace_or_die(source, target):
-        if Path(target).name == "checkpoint.pt" and next(written) == int(number):
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(source, target)
-
-    os.replace = replace_or_die
-    run(script, flags)
-
-
-def train(script, out, flags, resume_flags):
-    """Run the script, keeping the folder of half-way in OUT/half; go on from there in OUT/resumed; make its update."""
-    out, replace, leave, written = Path(out), os.replace, dist.destroy_process_group, itertools.count(1)
-    join, store = (
-        dist.init_process_group,
-        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-    )
-
-    def replace_and_keep(source, target):
-        replace(source, target)
-        if Path(target).name == "checkpoint.pt" and next(written) == HALF:
-            for name in ("half", "resumed"):
-                shutil.copytree(Path(target).parent, out / name)
-
-    def write_and_leave(name):
-        held = sys._getframe(1).f_locals
-        held = {
-            key: getattr(x, "network", x) for key, x in held.items()
-        }  # the networks of agents that are none
-        kinds = torch.nn.Module, torch.optim.Optimizer
-        held = {key: x.state_dict() for key, x in held.items() if isinstance(x, kinds)}
-        held.get("reward_scaler", {}).pop(
-            "running_return", None
-        )  # of the environments of this process, as are these
-        # Nor a loop's last `part`: in AlphaZero's the network of the last match, which one process alone plays
-        held = {key: x for key, x in held.items() if key not in ("actor", "replay", "part")}
-        torch.save({"held": held, "torch_rng": torch.get_rng_state()}, out / f"{name}_{get_rank()}.pt")
-        leave()
-
-    def join_again(name, *args, **kwargs):
-        """Another process group at the same meeting place, where the addresses of the last one still are."""
-        join(*args, store=dist.PrefixStore(name, store), rank=get_rank(), world_size=2, **kwargs)
-
-    with patch.object(os, "replace", replace_and_keep):
-        dist.destroy_process_group = partial(write_and_leave, "whole")
-        run(script, [*shlex.split(flags), "--run-dir", str(out / "whole")])
-    dist.destroy_process_group = partial(write_and_leave, "resumed")
-    dist.init_process_group = partial(join_again, "resumed")
-    run(script, ["--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags)])
-    dist.destroy_process_group = leave
-    dist.init_process_group = partial(join_again, "update")
-    update(script, out)
-
-
 def meet(out):
     dist.init_process_group("gloo")
     total = torch.ones(())
@@ -202,27 +141,17 @@ def update(script, out):
     """Let the script make and apply its update twice from the same state: alone on all rows, and shared by two.
 
     One of CASES gets the script's module and the rows of this process, and gives the networks after the update and
-    numbers that must not depend on how many processes there are. In scripts of the old form the gradients are those
-    that `sum_gradients` leaves.
+    numbers that must not depend on how many processes there are.
     """
     module, found = importlib.import_module(f"algos.{script}"), []
     for size in (1, 2):
         if size == 2:
             dist.init_process_group("gloo")
-        grads, rank = [], get_rank() if size == 2 else 0
-        module_patch = {"RANK": rank, "WORLD_SIZE": size}
-        if hasattr(module, "sum_gradients"):
-
-            def record(parameters, grads=grads, sum_gradients=module.sum_gradients):
-                parameters = list(parameters)
-                sum_gradients(parameters)
-                grads += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
-
-            module_patch["sum_gradients"] = record
+        rank = get_rank() if size == 2 else 0
         torch.manual_seed(0)
-        with patch.multiple(module, **module_patch):
+        with patch.multiple(module, RANK=rank, WORLD_SIZE=size):
             agents, numbers = CASES[script](module, slice(rank, None, size))
-        grads = grads or [p.grad for agent in agents for p in agent.parameters()]
+        grads = [p.grad for agent in agents for p in agent.parameters()]
         weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
         found.append({"gradients": grads, "weights": weights, "numbers": numbers})
     torch.save(found, out / f"update_{get_rank()}.pt")
@@ -239,13 +168,6 @@ def shake(agent):
 def descend(agent):
     """An optimizer whose step is the gradient, clipped after the sum, itself."""
     return torch.optim.SGD(agent.parameters(), 1.0)
-
-
-def assemble(module, x, rows, num_rows):
-    """All [num_rows] of what each process has for its own `rows`."""
-    whole = torch.zeros(num_rows)
-    whole[rows] = x
-    return module.sum_over_ranks(whole)
 
 
 def update_ppo(ppo, rows):
@@ -343,29 +265,37 @@ def update_tsp(am, rows):
 
 
 def update_change_detection(cd, rows):
-    """Of PPO and of both stages of the detector, with cells that do not count, and other queries in each process."""
-    args = cd.Args(num_train_pairs=24, image_size=32, num_steps=2, max_grad_norm=0.1, num_envs=16)
-    device, numbers, agents = torch.device("cpu"), [], []
-    drawn = cd.change_data.change_pairs.make_pairs("buildings", 24, 32, 2, 1)
-    pairs = cd.change_data.to_pairs(*drawn, args.cell_size)
-    images, labels = cd.change_data.draw_batch(pairs, args, device, 16)
+    """Of PPO and of the detector, with cells that do not count, and other numbers of active queries; and of F."""
+    args = cd.Args(image_size=16, num_minibatches=1, max_grad_norm=0.1, num_envs=8)
+    pairs = torch.from_numpy(cd.change_pairs.draw_haze(8, 16, 2, 1)[0])
+    images, labels = cd.change_pairs.split_labels(pairs, args)
     labels[:3] = -1
-    agent = cd.Agent(args)
-    with patch.multiple(cd, WORLD_SIZE=1, sum_over_ranks=lambda x: x):  # the same in every process
-        rollout, _ = cd.collect_rollout(agent, images, labels, args)
+    agent, numbers, agents = cd.Agent(args), [], []
+    with patch.multiple(cd, WORLD_SIZE=1):  # the same in every process
+        buffer, _ = cd.collect_rollout(agent, images, labels, args)
+    whole = {name: x.flatten(0, 1) for name, x in buffer.data.items()}
+    whole |= {"images": images.repeat(2, 1, 1, 1), "labels": labels.repeat(2, 1, 1, 1)}
     shake(agent)
-    metrics = cd.update_minibatch(agent, descend(agent), rollout, args, torch.arange(32)[rows])
+    loss = cd.ppo_loss(agent, {name: x[rows] for name, x in whole.items()}, args)
+    numbers.append(cd.take_step(agent, descend(agent), *loss, args))
     agents.append(agent)
-    numbers.append(cd.sum_over_ranks(metrics))
-    for num_looks in (0, 2):
-        agent = cd.Agent(args)
-        metrics = cd.update_detector(agent, descend(agent), num_looks, args, images[rows], labels[rows])
+    agent = cd.Agent(args)
+    halves = {
+        "rand_like": lambda x: torch.full_like(x, 0.5),
+        "rand": lambda *size, **_: torch.full(size, 0.7),
+    }
+    with patch.multiple(torch, **halves):
+        loss = cd.detector_loss(agent, images[rows], labels[rows], args)
+        numbers.append(cd.take_step(agent, descend(agent), *loss, args))
         agents.append(agent)
-        numbers.append(cd.sum_over_ranks(metrics))
-    f1 = agents[0].running_f1
-    with patch.multiple(torch, rand_like=lambda x: torch.full_like(x, 0.5), normal=lambda mean, std: mean):
-        _, scalars = cd.collect_rollout(agents[0], images[rows], labels[rows], args)
-    return agents, [*numbers, f1, torch.tensor([scalars[name] for name in sorted(scalars)])]
+        with patch.object(torch, "randn_like", torch.zeros_like):
+            _, scalars = cd.collect_rollout(agent, images[rows], labels[rows], args)
+    scalars.pop("charts/settled_acc")  # a mean of means
+    for parameter in (x for trained in agents for x in trained.parameters() if x.grad is None):
+        parameter.grad = torch.zeros_like(
+            parameter
+        )  # PPO does not train the backbone, nor the detector's part the heads
+    return agents, [*numbers, agent.running_f1, torch.tensor([scalars[name] for name in sorted(scalars)])]
 
 
 def update_alphazero(az, rows):
@@ -392,7 +322,7 @@ CASES = {
     "reinforce_tsp_attention": update_tsp,
 }
 
-ACTIONS = {x.__name__: x for x in (run_copy, kill_at, share, kill, train, meet)}
+ACTIONS = {x.__name__: x for x in (run_copy, kill_at, share, meet)}
 
 if __name__ == "__main__":
     ACTIONS[sys.argv[1]](*sys.argv[2:])

@@ -1,24 +1,22 @@
 """The CUDA paths of the scripts on a pretend GPU, end to end, and planted faults that it has to find.
 
-A script of the old form joins in with its runs, in RUNS. Then come R2D2, whose constant CUDA_GRAPHS switches its
-graphs, and PPO, the TSP script and AlphaZero, which record none.
+The constant CUDA_GRAPHS of R2D2 switches its graphs. The other scripts record none.
 """
 
 import ast
 import copy
 import functools
-import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import read_result, read_scalars
-from pretend_cuda import NAME, is_same, pretend_cuda
+from conftest import read_scalars
+from pretend_cuda import is_same, pretend_cuda
 from test_contract import load
 
 from algos import alphazero_go as az
@@ -26,19 +24,6 @@ from algos import ppo
 from algos import ppo_change_detection as cd
 from algos import r2d2_lstm as r2d2
 from algos import reinforce_tsp_attention as tsp
-
-
-@dataclass
-class Run:
-    """A small run of three iterations or more, of which the later ones replay, evaluated at the end alone."""
-
-    script: ModuleType
-    flags: str
-    max_waits: (
-        int  # between two moves of its bar, of the host for the device; one more in each update is too many
-    )
-    max_launches: int  # there with graphs, of operations and graphs
-
 
 PPO = (
     "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --eval-interval 3"
@@ -65,55 +50,15 @@ R2D2_RUNS = {
     "images": f"{R2D2} --env-id probe_envs:PictureHWC-v0 --last-window overlap",
     "no-memory": f"{R2D2} --no-recurrent --last-window null --state-init zero",
 }
-CHANGE = "--num-train-pairs 8 --image-size 16 --num-steps 2 --look-at dates --batch-size 2 --num-envs 2"
-CHANGE += " --coarse-iterations 1 --refine-iterations 1 --ppo-iterations 4 --num-minibatches 2 --checkpoint-interval 0"
-CHANGE += " --eval-interval 100 --eval-episodes 1"
+CHANGE = "--num-train-pairs 8 --image-size 16 --batch-size 2 --num-envs 4 --num-minibatches 2 --detector-iterations 2"
+CHANGE += " --ppo-iterations 3 --eval-episodes 2 --eval-interval 5"
 GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 4 --simulations-end 4 --num-workers 2"
 GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --eval-interval 1 --eval-episodes 2"
 GO += " --pretrain-value-epochs 1 --pretrain-search-epochs 1 --komi 1"
-RUNS = {
-    "change-detection": Run(
-        cd, CHANGE, max_waits=12, max_launches=2400
-    ),  # its graphs are of the first two stages
-}
-
-
-@dataclass
-class Outcome:
-    """What a run has left, and counted in each of its later iterations."""
-
-    path: Path
-    result: dict
-    tensors: dict[str, torch.Tensor]  # of checkpoint.pt
-    launches: list[int]
-    waits: list[int]
-    replays: int
 
 
 class Interrupted(Exception):
     """A run was to end before its time."""
-
-
-def play(run: Run, has_graphs: bool, folder: Path, *flags: str, last_iteration: int | None = None) -> Outcome:
-    """Do `run` below `folder`, to its end or to the progress bar of its `last_iteration`."""
-    marks = []
-
-    class Bar(run.script.tqdm):
-        """A progress bar, which moves once in each iteration."""
-
-        def update(self, n=1):
-            marks.append((gpu.launches, gpu.waits.total()))
-            if len(marks) == last_iteration:
-                raise Interrupted
-            return super().update(n)
-
-    mode = "--cuda-graphs" if has_graphs else "--no-cuda-graphs"
-    with mock.patch.object(run.script, "tqdm", Bar), pretend_cuda() as gpu:
-        run.script.main([*run.flags.split(), mode, "--run-dir", str(folder), *flags])
-    path, result = read_result(folder)
-    tensors = dict(named_tensors(torch.load(path / "checkpoint.pt", weights_only=True)))
-    launches, waits = np.diff(marks, axis=0)[len(marks) // 2 :].T.tolist()
-    return Outcome(path, result, tensors, launches, waits, gpu.replays)
 
 
 def named_tensors(x, name=""):
@@ -127,54 +72,11 @@ def named_tensors(x, name=""):
             yield from named_tensors(item, f"{name}/{key}")
 
 
-def find_differences(first: Outcome, second: Outcome) -> list[str]:
+def find_differences(first, second) -> list[str]:
     """Names of the tensors of two checkpoints that are not equal to the last bit."""
     x, y = first.tensors, second.tensors
     names = {name for name in x.keys() | y.keys() if "time" not in name}  # seconds of gymnasium's episodes
     return [name for name in names if name not in x or name not in y or not is_same(x[name], y[name])]
-
-
-@pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    """played(name, has_graphs): the outcome of a run, which is done once for all tests."""
-    return functools.cache(
-        lambda name, has_graphs: play(RUNS[name], has_graphs, tmp_path_factory.mktemp(name))
-    )
-
-
-# The scripts
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_graphs_and_none_leave_the_same_checkpoint(played, name):
-    graphs, eager = played(name, True), played(name, False)
-    for outcome in (graphs, eager):
-        assert outcome.result["device"] == NAME
-        assert math.isfinite(outcome.result["metrics"][outcome.result["headline"]])
-    assert graphs.replays > 0 and eager.replays == 0
-    assert find_differences(graphs, eager) == []
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_the_host_rarely_waits(played, name):
-    graphs, eager = played(name, True), played(name, False)
-    print(
-        f"\n{name}: an iteration launches {max(graphs.launches)} with graphs and {max(eager.launches)} without;",
-        end="",
-    )
-    print(f" the host waits {max(graphs.waits)} and {max(eager.waits)} times")
-    assert max(graphs.waits) <= RUNS[name].max_waits
-    assert max(eager.waits) <= RUNS[name].max_waits
-    assert max(graphs.launches) <= RUNS[name].max_launches
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_leaves_the_checkpoint_of_an_uninterrupted_one(played, tmp_path, name):
-    with pytest.raises(Interrupted):
-        play(RUNS[name], True, tmp_path, "--checkpoint-interval", "1", last_iteration=3)
-    (path,) = tmp_path.glob("*/checkpoint.pt")
-    resumed = play(RUNS[name], True, tmp_path, "--resume", str(path))
-    assert find_differences(resumed, played(name, False)) == []
 
 
 # R2D2
@@ -608,6 +510,83 @@ def test_a_run_of_go_is_resumed_and_evaluated_on_the_device(tmp_path, capsys):
         assert (gpu.launches > 0) == (flag == "--cuda")
         printed.append(ast.literal_eval(capsys.readouterr().out))
     assert printed[0] == printed[1]
+
+
+# Change detection, without graphs
+
+
+def play_change(flags: str, folder: Path, **patches) -> tuple[Path, list[int], list[int]]:
+    """Run ppo_change_detection.py on the pretend GPU: its folder, the host's waits in losses, and in gradient steps."""
+    loss_waits, step_waits = [], []
+
+    def count(function, waits):
+        def counted(*args):
+            before = gpu.waits.total()
+            found = function(*args)
+            waits.append(gpu.waits.total() - before)
+            return found
+
+        return counted
+
+    functions = {
+        "ppo_loss": cd.ppo_loss,
+        "detector_loss": cd.detector_loss,
+        "take_step": cd.take_step,
+    } | patches
+    counted = {
+        name: count(function, step_waits if name == "take_step" else loss_waits)
+        for name, function in functions.items()
+    }
+    with mock.patch.multiple(cd, **counted), pretend_cuda() as gpu:
+        cd.main([*flags.split(), "--run-dir", str(folder)])
+        assert gpu.launches > 1000 and gpu.replays == 0
+    (path,) = folder.iterdir()
+    return path, loss_waits, step_waits
+
+
+def test_change_detection_gives_on_the_device_what_it_gives_on_the_host(tmp_path, capsys):
+    """Also in an evaluation. The host waits in a loss alone, once or twice a step for the queries that look."""
+    path, loss_waits, step_waits = play_change(CHANGE, tmp_path / "device")
+    cd.main([*CHANGE.split(), "--no-cuda", "--run-dir", str(tmp_path / "host")])
+    (host,) = (tmp_path / "host").iterdir()
+    theirs, ours = (dict(named_tensors(load(x / "checkpoint.pt"))) for x in (host, path))
+    assert ours.keys() == theirs.keys() and len(step_waits) == 2 * cd.DETECTOR_STEPS + 3 * 2
+    for tensor, value in ours.items():
+        torch.testing.assert_close(value, theirs[tensor], rtol=1e-3, atol=1e-4, msg=tensor)
+    found, expected = (
+        {tag: x for tag, x in read_scalars(folder).items() if "SPS" not in tag and "seconds" not in tag}
+        for folder in (path, host)
+    )
+    assert found.keys() == expected.keys()
+    for tag in found:
+        np.testing.assert_allclose(found[tag], expected[tag], rtol=1e-3, atol=1e-4, err_msg=tag)
+    print(set(loss_waits), set(step_waits))
+    assert set(step_waits) == {0} and max(loss_waits) <= 4
+    printed = []
+    for flag in ("--cuda", "--no-cuda"):
+        capsys.readouterr()
+        with pretend_cuda() as gpu:
+            cd.main(["--evaluate", str(path / "best.pt"), flag])
+        assert (gpu.launches > 0) == (flag == "--cuda")
+        printed.append(ast.literal_eval(capsys.readouterr().out))
+    assert printed[0] == pytest.approx(printed[1], rel=1e-4)
+
+
+def test_a_wait_and_a_tensor_of_the_host_in_an_update_of_change_detection_are_found(tmp_path):
+    def wait(*args):
+        metrics = take_step(*args)
+        metrics.sum().item()
+        return metrics
+
+    def add(*args):
+        loss, metrics = ppo_loss(*args)
+        return (loss + torch.zeros(2)).sum(), metrics
+
+    take_step, ppo_loss = cd.take_step, cd.ppo_loss
+    _, _, step_waits = play_change(CHANGE, tmp_path / "wait", take_step=wait)
+    assert set(step_waits) == {1}
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        play_change(CHANGE, tmp_path / "add", ppo_loss=add)
 
 
 # The pretend GPU itself

@@ -5,7 +5,6 @@ import ast
 import functools
 import html
 import importlib.util
-import json
 import re
 import shlex
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,13 +19,10 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from conftest import ENVIRONMENT, ROOT
+from conftest import ROOT
 from mkdocs.exceptions import PluginError
 from PIL import Image
-from test_contract import CASES as MOVED_CASES
-from test_contract import MOVED, SECTIONS
-from test_old_contract import CASES
-from test_old_contract import SCRIPTS as OLD_SCRIPTS
+from test_contract import CASES, SCRIPTS, SECTIONS, each_script
 from torch.distributed.run import get_args_parser
 
 sys.path += [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "benchmark" / "peers"), str(ROOT / "docs")]
@@ -35,8 +30,6 @@ import go_engine
 import hooks
 import peer
 
-SCRIPTS = [*MOVED, *OLD_SCRIPTS]
-each_script = pytest.mark.parametrize("script", SCRIPTS, indirect=True, scope="module")
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -261,9 +254,7 @@ def test_pages_of_scripts_have_the_same_headings():
     for script in SCRIPTS:
         text = FENCE.sub("", (ROOT / "docs" / f"{script}.md").read_text())
         headings = re.findall(r"^## (.+)$", text, re.M)
-        assert headings in (HEADINGS, HEADINGS[:-1] if script in MOVED else HEADINGS), (
-            script
-        )  # Speed is optional
+        assert headings in (HEADINGS, HEADINGS[:-1]), script  # Speed is optional
 
 
 def test_the_layout_described_is_that_of_the_scripts():
@@ -415,21 +406,8 @@ def test_the_search_of_the_site_works_from_a_folder(site):
     assert (site / "assets" / "iframe-worker.js").exists()
 
 
-def find_needed(path: Path) -> set[Path]:
-    """Files of envs_shared/ that a file imports; a folder counts as its __init__.py."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    parts = [ROOT / name.replace(".", "/") for name in names if name.split(".")[0] == "envs_shared"]
-    files = [path for part in parts for path in (part / "__init__.py", part.with_suffix(".py"))]
-    return {path for path in files if path.exists()}
-
-
-@pytest.mark.parametrize("script", MOVED)
-def test_a_script_that_has_moved_is_copied_as_the_docs_say(script, tmp_path):
+@each_script
+def test_a_script_is_copied_as_the_docs_say(script, tmp_path):
     """What is copied then runs: test_contract.py shows it."""
     (copying,) = re.findall(
         rf"^cp algos/{script}\.py my_project\n(?:cp .+\n)*", (ROOT / "docs" / "reading.md").read_text(), re.M
@@ -438,40 +416,11 @@ def test_a_script_that_has_moved_is_copied_as_the_docs_say(script, tmp_path):
     (folder / "envs_shared").mkdir(parents=True)
     copying = copying.replace("my_project", shlex.quote(str(folder)))
     subprocess.run(["bash", "-ec", copying], cwd=ROOT, check=True)
-    sibling = MOVED_CASES[script].sibling
+    sibling = CASES[script].sibling
     assert {x.relative_to(folder).as_posix() for x in folder.rglob("*") if x.is_file()} == {
         f"{script}.py",
         *([f"envs_shared/{sibling}"] if sibling else []),
     }
-
-
-@pytest.mark.parametrize("script", OLD_SCRIPTS)
-def test_a_script_copied_as_the_docs_say_runs(script, tmp_path):
-    page = (ROOT / "docs" / "reading.md").read_text()
-    (named,) = re.findall(rf"^\| `algos/{script}\.py` \| `envs_shared/(\w+)` \|$", page, re.M)
-    needed, todo = set(), {ROOT / "algos" / f"{script}.py"}
-    while todo:
-        new = find_needed(todo.pop()) - needed
-        needed |= new
-        todo |= new
-    folder = ROOT / "envs_shared"
-    assert {path.parent for path in needed} - {folder} == {folder / named}
-    assert {path for path in needed if path.parent == folder} <= {folder / "__init__.py"}
-    (copying,) = re.findall(rf"^cp algos/{script}\.py my_project\ncp .+$", page, re.M)
-    folder = tmp_path / "my_project"
-    (folder / "envs_shared").mkdir(parents=True)
-    subprocess.run(
-        ["bash", "-ec", copying.replace("my_project", shlex.quote(str(folder)))], cwd=ROOT, check=True
-    )
-    assert {path.name for path in (folder / "envs_shared").iterdir()} == {"__init__.py", named}
-    assert {path.name for path in folder.iterdir()} == {"envs_shared", f"{script}.py"}
-    case = CASES[script]
-    command = [sys.executable, f"{script}.py", *case.short.split(), case.length, "1"]
-    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    (result,) = folder.glob("runs/*/result.json")
-    assert json.loads(result.read_text())["script"] == script
 
 
 # Lines that use a saved policy
@@ -486,17 +435,15 @@ def save_policy(script: str, folder: Path) -> Path:
     args = module.Args(**SMALL.get(script, {}))
     if script == "ppo_change_detection":
         agent = module.Agent(args)
-        torch.nn.init.normal_(agent.policy_head[-1].weight)  # looks at some queries
+        torch.nn.init.normal_(agent.heads[-1].weight)  # looks at some queries
     else:
         envs = module.make_envs(args, 1)
         agent = module.Agent(envs, args.norm_obs) if script == "ppo" else module.QNetwork(envs, args)
         for weights in agent.parameters():  # so large that actions differ from step to step
             torch.nn.init.normal_(weights)
-    if script in MOVED:
-        checkpoint = {"args": asdict(args), "progress": (0, 0), "agent": agent.state_dict(), "optimizer": {}}
-        torch.save(checkpoint, folder / "best.pt")
-        return folder / "best.pt"
-    module.save_checkpoint(folder / "best.pt", args, {"threshold": 0.45}, {"agent": agent})
+    progress = (0, 0, 0, 0.0, 0.0, 0.0, 0.45)  # the last is the threshold of change detection
+    checkpoint = {"args": asdict(args), "progress": progress, "agent": agent.state_dict(), "optimizer": {}}
+    torch.save(checkpoint, folder / "best.pt")
     return folder / "best.pt"
 
 
@@ -510,12 +457,8 @@ SMALL = {"ppo_change_detection": {"image_size": 32}, "r2d2_lstm": {"hidden_size"
 def load_policy(script: str, path: Path):
     """Module, settings and loaded network, as `main` of the script makes them for --evaluate."""
     module = importlib.import_module(f"algos.{script}")
-    if script in MOVED:
-        checkpoint = torch.load(path, weights_only=True)
-        args = module.Args(**checkpoint["args"])
-    else:
-        checkpoint = module.load_checkpoint(str(path))
-        args = checkpoint["args"]
+    checkpoint = torch.load(path, weights_only=True)
+    args = module.Args(**checkpoint["args"])
     make = {
         "alphazero_go": lambda: module.Agent(5, args),
         "ppo": lambda: module.Agent(module.make_envs(args, 1), args.norm_obs),
@@ -567,9 +510,9 @@ def check_reinforce_tsp_attention(names, module, args, agent, monkeypatch):
 
 
 def check_ppo_change_detection(names, module, args, agent, monkeypatch):
-    """The mask is that of --predict, of pictures in one window."""
+    """The mask is that of --predict."""
     monkeypatch.setattr(args, "predict", ("before.png", "after.png"))
-    module.change_data.write_predictions(args, partial(module.classify, agent, args), 0.45, module.fail)
+    module.write_predictions(agent, args, 0.45, torch.device("cpu"))
     mask = np.array(Image.open(Path(args.output) / "before_mask.png")) > 0
     assert (
         mask.shape == (32, 32)
@@ -601,7 +544,7 @@ def test_the_lines_that_use_a_saved_policy(script, tmp_path, monkeypatch):
     page = (ROOT / "docs" / f"{script}.md").read_text()
     (code,) = re.findall(r"### In your own code\n\n```python\n(.*?)```", page, re.S)
     path = save_policy(script, tmp_path)
-    (named,) = re.findall(r'(?:load_checkpoint|torch\.load)\("(.+?)"', code)
+    (named,) = re.findall(r'torch\.load\("(.+?)"', code)
     assert named in ("runs/.../best.pt", TRAINED.get(script))
     rng = np.random.default_rng(1)
     for name in ("before.png", "after.png"):

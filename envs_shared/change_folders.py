@@ -1,0 +1,127 @@
+"""Folders of real pairs in other layouts than {train,val,test}/{A,B,label}/x.png, and other forms of labels.
+
+    train/time1/x.png  train/time2/x.jpg  train/mask/x.tif     other names, and suffixes that differ in a pair
+    A/x.png  B/x.png  label/x.png  list/train.txt              a list for each split, one name a line
+    A/train_x.png  B/train_x.png  label/train_x.png            names that begin with the split
+
+Folders of the two dates and of the labels have names of NAMES, in any case of letters. Errors are ValueErrors of one
+line that name the file or the folder.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from envs_shared.change_pairs import DIRECTORIES, SPLITS, read_pair, read_picture, stack_pairs
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
+NAMES = (
+    ("a", "t1", "time1", "im1", "image1", "img1", "before", "pre", "date1"),
+    ("b", "t2", "time2", "im2", "image2", "img2", "after", "post", "date2"),
+    ("label", "labels", "gt", "mask", "masks", "change", "out", "cd"),
+)
+LAYOUTS = "needed are train/A/x.png, or A/x.png and list/train.txt, or A/train_x.png, for val and test too, with B and "
+LAYOUTS += "label beside A (or time1, time2 and mask, and others of NAMES in envs_shared/change_folders.py)"
+
+
+def read_label(path) -> np.ndarray:
+    """Read a label uint8 [H, W] of 0 and 1; raises ValueError if it is coloured or transparent, or has other values.
+
+    0 and 255, or 0 and 1, are unchanged and changed; in a JPEG, these are the values below 128 and the others. A
+    palette of greys stands for its greys, and any other palette for its indices.
+    """
+    read_picture(path, None)  # tells why it cannot be read
+    with Image.open(path) as image:
+        image.load()
+    if image.has_transparency_data and (np.array(image.convert("RGBA"))[..., 3] < 255).any():
+        raise ValueError(f"{path}: a label with transparency, which would be lost; save it with one channel")
+    values = np.array(image)
+    if image.mode == "P":
+        palette = np.array(image.getpalette("RGB")).reshape(-1, 3)
+        values = np.array(image.convert("RGB"))[..., 0] if (palette == palette[:, :1]).all() else values
+    elif values.ndim == 3:
+        colours = np.array(image.convert("RGB"))
+        values = colours[..., 0]
+        if (colours != values[..., None]).any():
+            raise ValueError(f"{path}: a label in colour; save it with one channel of 0 and 255")
+    if image.format in ("JPEG", "MPO"):
+        if 0 < values.max() < 8:  # 0 and 1, which would all be below 128
+            raise ValueError(f"{path}: JPEG does not keep 0 and 1; save labels as PNG")
+        values = values >= 128
+    unknown = sorted(set(np.unique(values).tolist()) - {0, 255})
+    if unknown not in ([], [1]) or (unknown and values.max() == 255):
+        raise ValueError(f"{path}: value {unknown[-1]:g} in a label, which has either 0 and 255 or 0 and 1")
+    return (values > 0).astype(np.uint8)
+
+
+def list_pictures(folder: Path) -> dict[str, Path]:
+    """List the pictures in a folder by name without suffix; raises ValueError if two have one name."""
+    pictures = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
+            if file.stem in pictures:
+                raise ValueError(f"{file}: same name as {pictures[file.stem].name}; remove one of them")
+            pictures[file.stem] = file
+    return pictures
+
+
+def find_folders(root: Path) -> list[dict[str, Path]]:
+    """List the pictures of the first date, the second and the labels in folders below `root`."""
+    if not root.is_dir():
+        raise ValueError(f"{root}: no such folder; {LAYOUTS}")
+    folders = {x.name.lower(): x for x in sorted(root.iterdir()) if x.is_dir()}
+    found = [next((folders[name] for name in names if name in folders), None) for names in NAMES]
+    if None in found:
+        raise ValueError(f"{root}: no folder {NAMES[found.index(None)][0]}; {LAYOUTS}")
+    return [list_pictures(folder) for folder in found]
+
+
+def read_list(path: Path, known: dict[str, Path]) -> list[str]:
+    """Read the names in a list: of each line all of it, or its first word if that is no picture."""
+    names = []
+    for i, line in enumerate(path.read_text("utf-8-sig", errors="replace").splitlines(), 1):
+        words = [line.strip(), *line.split()[:1]]
+        files = [Path(word.replace("\\", "/")) for word in words if word]
+        stems = [x.stem if x.suffix.lower() in SUFFIXES else x.name for x in files]
+        if stems:
+            name = next((stem for stem in stems if stem in known), None)
+            if name is None or name in names:
+                reason = "is not among the pictures" if name is None else "is listed twice"
+                raise ValueError(f"{path}:{i}: {name or stems[0]} {reason}")
+            names.append(name)
+    return names
+
+
+def find_pairs(path: Path) -> dict[str, list[list[Path]]]:
+    """Find the files [first date, second date, label] of the pairs of each split."""
+    if any((path / split).is_dir() for split in SPLITS):
+        pictures = {split: find_folders(path / split) for split in SPLITS}
+        names = {split: set().union(*pictures[split]) for split in SPLITS}
+    else:
+        pictures = dict.fromkeys(SPLITS, find_folders(path))
+        known = {name: file for part in pictures["train"] for name, file in part.items()}
+        if (path / "list").is_dir():
+            names = {split: read_list(path / "list" / f"{split}.txt", known) for split in SPLITS}
+        else:
+            starts = {name: re.match("(train|val|test)(?![a-z])", name, re.IGNORECASE) for name in known}
+            if others := [name for name, start in starts.items() if not start]:
+                raise ValueError(f"{path}: {others[0]} does not begin with a split; {LAYOUTS}")
+            names = {split: [x for x in known if starts[x][1].lower() == split] for split in SPLITS}
+    for split in SPLITS:
+        if not names[split]:
+            raise ValueError(f"{path}: no {split} pictures; {LAYOUTS}")
+        for kind, files in zip(DIRECTORIES, pictures[split], strict=True):
+            if missing := sorted(set(names[split]) - files.keys()):
+                raise ValueError(f"{path}: {split} has no picture {missing[0]} in its folder {kind}")
+    return {split: [[x[name] for x in pictures[split]] for name in sorted(names[split])] for split in SPLITS}
+
+
+def read_folder(path, multiple: int, least: int) -> dict[str, np.ndarray]:
+    """Read a folder as {split: pairs uint8 [M, 7, H, W]}, as change_pairs.read_folder does; raises ValueError."""
+    splits = {}
+    for split, files in find_pairs(Path(path)).items():
+        pairs = [read_pair(a, b, read_label(label)) for a, b, label in files]
+        splits[split] = stack_pairs(pairs, multiple, least)
+    return splits
