@@ -92,7 +92,7 @@ class Args:
     learning_rate: float = 3e-3  # Adam learning rate of PPO
     anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
     num_envs: int = 256  # pairs B of a rollout, in total across processes
-    cost: float = 0.08  # price of a look, eq. 1
+    cost: float = 0.09  # price of a look, eq. 1
     beta: float = 0.1  # weight beta of the log-likelihood, eq. 2
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3

@@ -25,6 +25,7 @@ CURVES = {  # in words; the first one that was logged is the learning curve
     "eval/episodic_return": "return of the greedy policy",
     "eval/greedy_gap": "gap of greedy tours, %",
     "charts/episodic_return": "return of training episodes",
+    "eval/f1": "F1 of changed pixels, on val",
     "eval/win_rate_best": "games won against the best network before",
     "eval/greedy_length": "length of greedy tours",
 }

@@ -31,13 +31,13 @@ METRICS = {  # in words
     "eval/episodic_return": "return",
     "charts/episodic_return": "return of training episodes, at the end",
     "eval/greedy_gap": "gap of greedy tours, %",
-    "eval/ppo_f1": "F1",
+    "eval/f1": "F1 of changed pixels, on val",
     "eval/win_rate": "games won against plain MCTS",
 }
 STEPS = {
     "reinforce_tsp_attention": "instances",
     "rl4co_attention": "instances",
-    "ppo_change_detection": "pairs of all stages",
+    "ppo_change_detection": "pairs",
     "alphazero_go": "moves of self-play",
 }
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 from conftest import ROOT
 
+from algos import ppo_change_detection as cd
+from envs_shared import change_pairs
+
 sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(ROOT / "benchmark" / "peers")]
 import change_detection
 import common
@@ -172,10 +175,84 @@ def test_a_missing_section_is_an_error_not_a_silent_no_op():
 
 def test_leads_of_ppo_are_paired():
     values = ((0.8, 0.7), (0.7, 0.72), (0.9, 0.8), (0.8, 0.75))
-    rows = [{"metrics": {"ppo_f1": a, "threshold_f1": b}} for a, b in values]
+    rows = [
+        {"best": {"ppo_f1": a, "threshold_f1": b}, "control": {"threshold_f1": b - 0.1}} for a, b in values
+    ]
     lead, interval, wins = change_detection.compare(rows, "threshold")
     assert lead == pytest.approx(0.0575) and wins == 3
     assert interval == pytest.approx(3.182 * statistics.stdev((0.1, -0.02, 0.1, 0.05)) / 2, rel=1e-3)
+    assert change_detection.compare(rows, "threshold", "control")[0] == pytest.approx(0.1575)
+
+
+def make_change_rows(num_seeds, study="haze", cost=0.09):
+    """Rows of the study of change detection, where best.pt is 0.01 i and the last policy 0.02 i below the oracle."""
+    rows = []
+    for i in range(num_seeds):
+        names = [name for name in change_detection.METHODS if name not in ("ppo", "last")]
+        scores = {f"{name}_{key}": 0.5 for name in names for key in ("f1", "looks", "return")}
+        row = {"study": study, "seed": i, "cost": cost, "seconds": 40.0 + i, "detector_seconds": 30.0}
+        row["best"] = scores | {"ppo_f1": 0.5 - 0.01 * i, "ppo_looks": 0.6, "all_seconds": 2.0}
+        row["last"] = {"oracle_f1": 0.5, "ppo_f1": 0.5 - 0.02 * i, "ppo_looks": 0.6}
+        rows.append(row | {"control": scores | {"all_seconds": 3.0}, "machine": common.describe_machine()})
+    return rows
+
+
+def test_the_criterion_of_change_detection_counts_seeds():
+    """And the tables have a line for each method, with its time."""
+    found = change_detection.judge(make_change_rows(5))
+    assert found == {"best": 4, "last": 2, "seconds": 44.0}
+    rows = make_change_rows(5) + make_change_rows(2, "five prices", 0.07)
+    sections = change_detection.make_sections({"rows": rows})
+    page = sections["ppo_change_detection", "change_detection"]
+    assert "**haze**, a look costs 0.09, mean of the seeds 0, 1, 2, 3, 4" in page
+    line = "| predicted gain of all looks | 0.500 | 0.500 | 44.0 | -0.020 ± 0.020 (0 of 5) | 0.500 | 0.500 | 33.0 |"
+    assert line in page and "best.pt on 4 of 5 seeds, the last policy on 2" in page
+    prices = sections["ppo_change_detection", "change_prices"]
+    assert prices.count("not run yet") == 4 and "| 0.07 | 0.0140 | 0.495 | 0.500 |" in prices
+    assert [line[0] for line in change_detection.list_lines({"rows": rows})] == ["haze"]
+    assert change_detection.make_sections(None)["README", "change_detection_cell"] == "not run yet"
+
+
+@pytest.mark.parametrize("num_dates", [2, 3, 4])
+def test_returns_by_calculation_are_those_of_drawn_pairs(num_dates):
+    """An ideal detector plays on haze as it is drawn; its first looks of a roof earn nothing."""
+    cost, share = 0.02, 0.25
+    pairs, is_roof, is_hazy = change_pairs.draw_haze(20_000, 32, num_dates, 1)
+    is_changed = pairs[:, -1, ::8, ::8] == 1
+    is_clear = is_roof & ~is_hazy.any(0)
+    hits, total = (is_changed & is_clear).sum(), is_changed.sum()
+    quiet, loud = 2 * hits / (hits + total), 2 * total / (hits + (is_roof & ~is_clear).sum() + total)
+    f1 = max(quiet, loud)
+    before = 0.1 * np.where(is_changed, np.log(share), np.log(1 - share)) + (share > f1 / 2) * (
+        2 * is_changed - f1
+    )
+    gain = np.where(is_clear, is_changed * (2 - f1) - before, 0)
+    looks = is_roof * (1 + (~is_hazy).cumprod(0).sum(0))
+    found = change_detection.calculate_returns(cost, num_dates)
+    assert found["f1"] == pytest.approx(f1, rel=0.02)
+    assert found["all"] == pytest.approx((gain - num_dates * cost * is_roof).mean(), abs=0.002)
+    assert found["best"] == pytest.approx(max(0, (gain - cost * looks).mean()), abs=0.002)
+
+
+def test_the_lead_is_widest_where_the_page_says():
+    prices = np.linspace(0, 0.15, 301)
+    leads = [change_detection.calculate_lead(cost) for cost in prices]
+    assert prices[np.argmax(leads)] == pytest.approx(0.0975)
+    assert change_detection.calculate_lead(cd.Args.cost) == pytest.approx(0.92 * max(leads), rel=0.01)
+    for study in ("haze-3", "haze-4"):
+        (price,), num_dates = change_detection.STUDIES[study][1], int(study[-1])
+        widest = max(change_detection.calculate_lead(cost, num_dates) for cost in prices)
+        assert change_detection.calculate_lead(price, num_dates) > 0.98 * widest
+
+
+@pytest.mark.slow
+def test_the_study_of_change_detection_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    tiny = "--num-train-pairs 16 --batch-size 4 --num-envs 8 --num-minibatches 2 --detector-iterations 1"
+    change_detection.measure(["haze-3"], [1], f"{tiny} --ppo-iterations 2 --eval-episodes 4")
+    (row,) = common.load_results("change_detection")["rows"]
+    assert {"ppo_f1", "oracle_f1", "threshold_f1", "next_seconds"} <= row["best"].keys()
+    assert change_detection.make_sections({"rows": [row]})
 
 
 def test_rules_look_as_often_as_the_policy(monkeypatch):
@@ -203,6 +280,8 @@ def test_the_oracle_looks_at_roofs_until_there_is_haze():
                 env = SimpleNamespace(obs={"step_indices": torch.full((part.stop - part.start,), step)})
                 found = oracle(env, torch.zeros(part.stop - part.start, 2, 2)).numpy()
                 assert (found == (roofs[part] & ~haze[:step, part].any(0))).all()
+    few = change_detection.Oracle(np.ones((500, 4, 4), bool), np.zeros((1, 500, 4, 4), bool), num_looks=0.5)
+    assert few.is_roof.float().mean() == pytest.approx(0.25, abs=0.01)  # as each roof takes two looks
 
 
 def test_matches_count_draws():
