@@ -194,12 +194,12 @@ def test_what_does_not_exist_is_a_problem(code):
 
 def test_parsers_of_benchmarks_and_peers_take_their_flags():
     for line in (
-        "python benchmark/studies/change_detection.py --studies buildings",
+        "python benchmark/studies/change_detection.py --studies haze-3 --seeds 1 2",
         "python benchmark/studies/go_search.py --repeats 3 --cuda",
         "python benchmark/peers/sb3_ppo.py --seed 1",
     ):
         assert not find_problems(f"`{line}`", None)
-    assert not find_problems("`--repeats 3` and `--studies buildings`", None)
+    assert not find_problems("`--repeats 3` and `--studies haze`", None)
     assert find_problems("`--report-none`", None) and find_problems("`--studies short`", None)
     for line in ("pip install -r none.txt", "cp algos/none.py x", "make all"):
         assert find_problems(f"```bash\n{line}\n```\n", None)
@@ -515,11 +515,9 @@ def check_ppo_change_detection(names, module, args, agent, monkeypatch):
     module.write_predictions(agent, args, 0.45, torch.device("cpu"))
     mask = np.array(Image.open(Path(args.output) / "before_mask.png")) > 0
     assert (
-        mask.shape == (32, 32)
-        and 0 < mask.sum() < mask.size
-        and (names["is_changed"][0].numpy() == mask).all()
+        mask.shape == (32, 32) and 0 < mask.sum() < mask.size and (names["is_changed"].numpy() == mask).all()
     )
-    assert 0 < names["looks"].float().mean() < 1
+    assert 0 < names["looks"].mean() < args.num_steps
 
 
 def check_alphazero_go(names, module, args, agent, monkeypatch):
