@@ -40,26 +40,10 @@ def read_process(path: Path) -> dict:
 
 
 def read_result(path: Path, headline: str | None = None) -> dict:
-    """Read what the run in the folder `path` has found; ResultsError if it has not ended or lacks its `headline`.
+    """Read what the run in the folder `path` has found: of tags of evaluations, the last values.
 
-    Scripts that write a result.json say it there, and name a headline themselves. Of all others the events say it.
+    Raises ResultsError if it has not logged its `headline`.
     """
-    if not (path / "result.json").exists():
-        return read_logged_result(path, headline)
-    try:
-        result = json.loads((path / "result.json").read_text())
-        result["headline"] = headline or result["headline"]
-        is_number = isinstance(result["metrics"][result["headline"]], (int, float))
-        is_whole = is_number and all(key in result for key in RESULT_KEYS)
-    except (ValueError, LookupError, TypeError):
-        is_whole = False
-    if not is_whole:
-        raise ResultsError(f"{path} has no result.json that can be read")
-    return result
-
-
-def read_logged_result(path: Path, headline: str | None) -> dict:
-    """Read what a run without a result.json has found: of tags of evaluations, the last values."""
     tags = common.read_events(path).Tags()["scalars"]
     headline = headline or next((tag for tag in tags if tag.startswith("eval/")), "charts/episodic_return")
     common.read_points(path, headline, "headline")
@@ -94,7 +78,7 @@ def find_run(folder: Path, cell: dict) -> dict | None:
 def read_run(cell: dict, path: Path) -> dict:
     """What is kept of the run in the folder `path`; ResultsError if it has not ended, or lacks what the cell needs."""
     process = read_process(path)
-    if not (path / "result.json").exists() and process.get("exit_code") != 0:
+    if process.get("exit_code") != 0:
         raise ResultsError(f"{path} has not ended")
     if cell.get("score_best") and not process.get("best"):
         raise ResultsError(f"no score of best.pt of {path}")
@@ -105,7 +89,7 @@ def make_run(cell: dict, path: Path, result: dict, process: dict) -> dict:
     """What is kept of a run, by its result, its events and what run.py has seen of its process."""
     run = {key: result[key] for key in RESULT_KEYS} | {"value": result["metrics"][result["headline"]]}
     run["metrics"] = run["metrics"] | process.get("best", {})
-    if not (path / "result.json").exists() and cell.get("gpus"):
+    if cell.get("gpus"):
         run["device"] = "gpu"
     run["machine"] = process.get("machine")
     # peers say their version themselves
@@ -157,7 +141,7 @@ def collect_folders(folder: Path) -> dict:
     results, cells = {}, {}
     for path in common.find_run_folders(folder, ".") + common.find_run_folders(folder):
         with contextlib.suppress(ResultsError):
-            if (path / "result.json").exists() or common.read_text(path, "hyperparameters"):
+            if common.read_text(path, "hyperparameters"):
                 result = read_result(path)
                 # CleanRL leaves out a last rollout that is not whole
                 if result["env_steps"] >= 0.95 * int(result.get("args", {}).get("total_timesteps", 0)):

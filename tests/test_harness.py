@@ -127,10 +127,6 @@ PEER = (
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --no-such-flag 1"), "no-such-flag"),
         ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --gamma high"), "--gamma"),
         (
-            "seeds = [1]\n" + CELL.replace("ppo.py", "ppo_change_detection.py --gamma 1.5"),
-            "--gamma 1.5: has to be from 0 to 1",
-        ),
-        (
             "seeds = [1]\n" + CELL.replace("headline", "# "),
             "no headline, the tag that algos/ppo.py is judged by",
         ),
@@ -286,33 +282,25 @@ def write_log(folder, tags, num_points=3, **clocks):
                 writer.add_scalar(f"charts/{name}", step * seconds, step)
 
 
-def write_result(folder, **changes):
-    """A result.json as our scripts write it."""
-    result = {"script": "ppo", "env_id": "T", "seed": 1, "headline": "eval/x", "metrics": {"eval/x": 2.5}}
-    result |= {
-        "env_steps": 300,
-        "wall_seconds": 8.0,
-        "cpu_seconds": 7.0,
-        "device": "cpu",
-        "torch": "2",
-        "args": {},
-    }
-    if not common.find_run_folders(folder, "."):
-        write_log(folder, [])
-    (folder / "result.json").write_text(json.dumps(result | changes))
+def write_run(folder, tags, num_points=3, program="", **args):
+    """What a run of the script that the name of `folder` has leaves when it has ended."""
+    write_log(folder, tags, num_points)
+    write_text(folder, program, **args)
 
 
 def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
     """One line names the tag and those there are; with one of them in the suite, the same run counts."""
     import dataclasses
 
-    write_log(tmp_path / "run", ["charts/other"])
-    write_result(tmp_path / "run", metrics={"eval/episodic_return": 2.5})
+    write_log(tmp_path / "run", ["charts/other", "eval/episodic_return"])
     code = f"import shutil, sys; shutil.copytree({str(tmp_path / 'run')!r}, sys.argv[1] + '/try_1/run')"
     absent = dataclasses.replace(cell[0], curve="charts/nothing")
     error = run_python((absent, cell[1]), code)
     assert error.startswith("no curve charts/nothing in ") and error.startswith(run.NO_RETRY)
-    assert error.endswith("(there are: charts/other, charts/cpu_seconds)") and "\n" not in error
+    assert (
+        error.endswith("(there are: charts/other, eval/episodic_return, charts/cpu_seconds)")
+        and "\n" not in error
+    )
     result = cell[1] / "try_1" / "run"
     other = dataclasses.replace(cell[0], curve="charts/other")
     assert records.find_run(cell[1], dataclasses.asdict(absent)) is None
@@ -330,7 +318,7 @@ def test_a_cell_that_has_not_logged_its_curve_has_failed(cell, tmp_path):
 
 
 def write_text(folder, program="", **args):
-    """The flags of a run and the version of its program, as scripts and peers log them that write no result.json."""
+    """The flags of a run and the version of its program, as scripts and peers log them."""
     from torch.utils.tensorboard import SummaryWriter
 
     rows = "".join(f"|{name}|{value}|\n" for name, value in args.items())
@@ -345,7 +333,7 @@ def copy_run(folder, end=""):
     return f"import shutil, sys; shutil.copytree({str(folder)!r}, sys.argv[1] + '/try_1/run'); {end}"
 
 
-def test_a_run_without_a_result_is_read_from_its_events(cell, tmp_path):
+def test_a_run_is_read_from_its_events(cell, tmp_path):
     """Its metrics are the last values of evaluations; it is done when its process has ended well."""
     import dataclasses
 
@@ -446,16 +434,14 @@ def test_best_is_scored_after_the_run_where_the_cell_asks_for_it(tmp_path, monke
     assert found["cpu_seconds"] < time.process_time() - start
 
 
-def test_both_forms_stand_side_by_side_in_a_suite(tmp_path):
-    """A result.json says its own headline where the suite names none; a peer's version is in its events."""
+def test_ours_and_peers_stand_side_by_side_in_a_suite(tmp_path):
+    """A peer's version is in its events."""
     cells = []
-    for name, headline in (("old", None), ("named", "eval/y"), ("new", "eval/x"), ("peer", "eval/x")):
+    for name in ("ours", "peer"):
         path = tmp_path / name / "try_1"
-        write_log(path / "run", ["eval/x", "charts/episodic_return"])
-        if name in ("old", "named"):
-            write_result(path / "run", metrics={"eval/x": 2.5, "eval/y": 3.5})
-        else:
-            write_text(path / "run", "elkai 2.0.1" if name == "peer" else "", seed=1)
+        write_run(
+            path / "run", ["eval/x", "charts/episodic_return"], 3, "elkai 2.0.1" * (name == "peer"), seed=1
+        )
         (path / "process.json").write_text(
             json.dumps({"exit_code": 0, "machine": {"commit": "abc", "torch": "2"}})
         )
@@ -467,19 +453,17 @@ def test_both_forms_stand_side_by_side_in_a_suite(tmp_path):
             "threshold": None,
             "task": "T",
         }
-        cells.append(
-            cell
-            | {"setting": name, "script": "ppo", "command": "c", "better": "higher", "headline": headline}
-        )
+        cell |= {"setting": name, "script": "ppo", "command": "c", "better": "higher", "headline": "eval/x"}
+        cells.append(cell)
     content = {"suite": "a", "cells": cells, "errors": []}
     (tmp_path / "suite.json").write_text(json.dumps(content))
     found = records.collect(tmp_path)["cells"].values()
     assert not any(cell["missing"] for cell in found)
-    assert [cell["headline"] for cell in found] == ["eval/x", "eval/y", "eval/x", "eval/x"]
-    assert [cell["runs"][0]["value"] for cell in found] == [2.5, 3.5, 30.0, 30.0]
-    assert [cell["runs"][0]["commit"] for cell in found] == ["abc", "abc", "abc", "elkai 2.0.1"]
-    assert [cell["runs"][0]["final_return"] for cell in found] == [30.0] * 4
-    assert [cell["runs"][0]["cpu_seconds"] for cell in found] == [7.0, 7.0, 6.0, 6.0]
+    assert [cell["headline"] for cell in found] == ["eval/x"] * 2
+    assert [cell["runs"][0]["value"] for cell in found] == [30.0] * 2
+    assert [cell["runs"][0]["commit"] for cell in found] == ["abc", "elkai 2.0.1"]
+    assert [cell["runs"][0]["final_return"] for cell in found] == [30.0] * 2
+    assert [cell["runs"][0]["cpu_seconds"] for cell in found] == [6.0] * 2
 
 
 def test_a_suite_names_headlines_by_script(tmp_path):
@@ -563,21 +547,6 @@ def test_a_peer_that_cannot_be_installed_is_told_with_the_reason(tmp_path, monke
     assert peer["missing"] == [{"seed": 1, "error": error}]
 
 
-@pytest.mark.parametrize("broken", ["", "{}", "[]", '"metrics"', None])
-def test_a_result_that_cannot_be_read_is_none(tmp_path, broken):
-    folder = tmp_path / "try_1" / "run"
-    write_log(folder, [])
-    cell = {"curve": None, "threshold": None}
-    whole = dict.fromkeys(records.RESULT_KEYS, 1) | {"headline": "a", "metrics": {"a": 1.0}}
-    text = json.dumps(whole | {"metrics": {"a": None}}) if broken is None else broken
-    (folder / "result.json").write_text(text)
-    assert records.find_run(tmp_path, cell) is None
-    with pytest.raises(records.ResultsError, match=r"no result\.json that can be read"):
-        records.read_run(cell, folder)
-    (folder / "result.json").write_text(json.dumps(whole))
-    assert records.find_run(tmp_path, cell)["value"] == 1.0
-
-
 def test_a_run_is_read_from_its_folder(tmp_path):
     """Steps, CPU-seconds and clock of each point, the threshold, and speed up to the last point."""
     from torch.utils.tensorboard import SummaryWriter
@@ -587,12 +556,10 @@ def test_a_run_is_read_from_its_folder(tmp_path):
         for step, value in ((100, 1.0), (200, 3.0), (400, 2.0)):
             writer.add_scalar("charts/cpu_seconds", step / 50, step)
             writer.add_scalar("curve", value, step)
-    result = {"seed": 3, "headline": "m", "metrics": {"m": 2.5}, "env_steps": 400, "wall_seconds": 500.0}
-    result |= {"cpu_seconds": 20.0, "device": "cpu", "torch": "2"}
-    (folder / "result.json").write_text(json.dumps(result))
-    process = {"error": None, "machine": {"cpu": "x", "commit": "abc-dirty"}}
+        writer.add_scalar("m", 2.5, 400)
+    process = {"exit_code": 0, "machine": {"cpu": "x", "commit": "abc-dirty"}}
     (tmp_path / "try_1" / "process.json").write_text(json.dumps(process))
-    cell = {"curve": "curve", "threshold": 2.5, "better": "higher"}
+    cell = {"curve": "curve", "threshold": 2.5, "better": "higher", "headline": "m"}
     found = records.read_run(cell, folder)
     assert found["curve"] == [[100, 2.0, 1.0], [200, 4.0, 3.0], [400, 8.0, 2.0]] and found["value"] == 2.5
     assert (found["steps_to_threshold"], found["seconds_to_threshold"], found["steps_per_second"]) == (
@@ -602,11 +569,7 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     )
     assert found["machine"] == process["machine"]
     assert found["commit"] == "abc-dirty"  # the harness knows that of our scripts, peers say their version
-    (folder / "result.json").write_text(json.dumps(result | {"commit": "elkai 2.0.1"}))
-    assert records.read_run(cell, folder)["commit"] == "elkai 2.0.1"
-    (tmp_path / "try_1" / "process.json").write_text("")
-    assert records.read_run(cell, folder)["commit"] == "elkai 2.0.1"
-    (folder / "result.json").write_text(json.dumps(result))
+    (tmp_path / "try_1" / "process.json").write_text('{"exit_code": 0}')
     assert records.read_run(cell, folder)["commit"] == "unknown"
     assert records.read_run(cell | {"in_a_row": 2}, folder)["steps_to_threshold"] is None
     without = cell | {"curve": None, "threshold": None}
@@ -615,8 +578,9 @@ def test_a_run_is_read_from_its_folder(tmp_path):
 
 def test_seconds_on_a_gpu_are_those_of_training_where_a_run_logs_them(tmp_path):
     write_log(tmp_path / "run", ["curve"], wall_seconds=0.5)
-    write_result(tmp_path / "run", device="NVIDIA")
-    found = records.read_run({"curve": "curve", "threshold": 20, "better": "higher"}, tmp_path / "run")
+    (tmp_path / "process.json").write_text('{"exit_code": 0}')
+    cell = {"curve": "curve", "threshold": 20, "better": "higher", "headline": "curve", "gpus": 1}
+    found = records.read_run(cell, tmp_path / "run")
     assert (found["steps_to_threshold"], found["seconds_to_threshold"]) == (200, 100.0)
     assert found["steps_per_second"] == 2.0 and found["curve"][-1] == [300, 150.0, 30.0]
     assert common.read_points(tmp_path / "run", "curve")[0] == pytest.approx([100, 2.0, 50.0, 10.0])
@@ -1081,18 +1045,12 @@ def test_a_report_loses_no_committed_run(published, tmp_path, monkeypatch):
 
 
 def test_results_of_other_forms_are_told(tmp_path):
-    """The list of cells of a run folder, and a headline that is no number."""
+    """The list of cells of a run folder."""
     (tmp_path / "suite.json").write_text(json.dumps({"suite": "a", "cells": [], "errors": []}))
     with pytest.raises(
         records.ResultsError, match=r"suite.json: not the results of a suite; give the folder"
     ):
         records.load(tmp_path / "suite.json")
-    for value in ("high", None, [1.0]):
-        write_result(tmp_path, metrics={"eval/x": value})
-        with pytest.raises(records.ResultsError, match=r"no result\.json that can be read"):
-            records.read_result(tmp_path)
-    write_result(tmp_path, metrics={"eval/x": float("nan")})
-    assert records.read_result(tmp_path)["headline"] == "eval/x"
 
 
 def test_published_are_the_cells_of_the_suite_of_today(published, tmp_path):
@@ -1141,21 +1099,19 @@ def test_runs_of_a_tree_with_changes_are_not_published(published, tmp_path):
 def make_run_folders(runs):
     """Two seeds of a script, one not done, one of another script by that name, one without a curve, a suite."""
     tags = "charts/episodic_return", "eval/episodic_return"
-    mine = {"env_id": "T-v0", "args": {"exp_name": "mine"}}
-    write_log(runs / "a", tags, num_points=6)
-    write_result(runs / "a", headline=tags[1], metrics={"best/a": 7.0, tags[1]: 123.4}, commit="x", **mine)
-    write_log(runs / "b", tags)
-    write_result(runs / "b", seed=2, headline=tags[1], metrics={tags[1]: 123.4}, **mine)
-    write_log(runs / "c", tags)
-    write_log(runs / "a" / "wandb" / "files", tags)
-    write_log(runs / "d", ["eval/win_rate_best"])
-    write_result(runs / "d", **mine | {"script": "alphazero_go"})
-    write_result(runs / "e", env_id="Go", script="gnugo")
-    (runs / "benchmark" / "a").mkdir(parents=True)
-    write_result(runs / "benchmark" / "a" / "cell" / "try_1" / "run", seed=3)
+    mine = {"env_id": "T-v0", "exp_name": "mine", "total_timesteps": 300}
+    write_run(runs / "a__ppo__1__0", tags, 6, "x", seed=1, **mine)
+    write_run(runs / "b__ppo__2__0", tags, 3, seed=2, **mine)
+    write_log(runs / "c__ppo__3__0", tags)
+    write_log(runs / "a__ppo__1__0" / "wandb" / "files", tags)
+    write_run(runs / "d__alphazero_go__1__0", ["eval/win_rate_best"], **mine)
+    write_run(runs / "e__gnugo__1__0", ["eval/x"], env_id="Go")
+    attempt = runs / "benchmark" / "a" / "cell" / "try_1"
+    write_run(attempt / "run", ["eval/x"], seed=3)
+    (attempt / "process.json").write_text('{"exit_code": 0}')
     cell = {"name": "ppo/T/s", "folder": "cell", "seed": 3, "curve": None, "threshold": None, "task": "T"}
     cell |= {"setting": "s", "script": "ppo", "command": "python algos/ppo.py", "better": "higher"}
-    content = {"suite": "a", "cells": [cell], "ratios": [], "errors": []}
+    content = {"suite": "a", "cells": [cell | {"headline": "eval/x"}], "ratios": [], "errors": []}
     (runs / "benchmark" / "a" / "suite.json").write_text(json.dumps(content))
 
 
@@ -1171,9 +1127,9 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     make_run_folders(tmp_path / "runs")
     report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "results.md").read_text()
-    assert "## Suite `a`" in page and "| T, s | x | 2.50 | 7.00 | 1 |" in page
-    assert "| T-v0, mine | return | 123 (123 to 123) | 7.00 | 2 |" in page
-    assert "| T-v0, mine | x | 2.50 |" in page and "| Go, gnugo | x | 2.50 |" in page
+    assert "## Suite `a`" in page and "| T, s | x | 30.0 | 6.00 | 1 |" in page
+    assert "| T-v0, mine | return | 45.0 (30.0 to 60.0) | 9.00 | 2 |" in page
+    assert "| T-v0, mine | win rate best | 30.0 |" in page and "| Go, gnugo | x | 30.0 |" in page
     assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"runs.png"} == drawn.keys()
     labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawn["runs.png"].axes]
     won, returns = "games won against the best network before", "return of the greedy policy"
@@ -1183,11 +1139,11 @@ def test_any_folder_of_runs_has_its_curves_drawn(tmp_path, monkeypatch):
     }  # fmt: skip
     lines = [line.get_xdata() for line in steps.lines if line.get_alpha()]  # thin: a seed each
     assert sorted(map(len, lines)) == [3, 6]
-    one = records.collect_folders(tmp_path / "runs" / "a")  # one run alone
+    one = records.collect_folders(tmp_path / "runs" / "a__ppo__1__0")  # one run alone
     assert list(one["cells"]) == ["ppo/T-v0/mine"]
 
 
-def test_runs_without_a_result_are_shown_when_they_have_ended(tmp_path):
+def test_runs_are_shown_when_they_have_ended(tmp_path):
     """Their flags are in their events, and their script is in the name of the folder."""
     for i, (seed, steps) in enumerate([(1, 300), (2, 300), (3, 900)]):
         write_log(tmp_path / f"T__ppo__{i}__0", ["charts/episodic_return", "eval/episodic_return", "eval/x"])
@@ -1205,8 +1161,8 @@ def test_runs_of_one_name_with_other_flags_are_no_seeds_of_each_other(tmp_path):
     """Each set of flags is a row of its own, named by what differs; seeds and folders do not count."""
     for i, (seed, lr) in enumerate([(1, 0.1), (2, 0.1), (1, 0.2)]):
         args = {"exp_name": "mine", "seed": seed, "learning_rate": lr, "gamma": 0.9, "run_dir": f"runs{i}"}
-        write_result(tmp_path / str(i), seed=seed, args=args)
-    write_result(tmp_path / "3", args={"exp_name": "other", "seed": 1, "learning_rate": 0.3})
+        write_run(tmp_path / f"T__ppo__{seed}__{i}", ["eval/x"], **args)
+    write_run(tmp_path / "T__ppo__1__3", ["eval/x"], exp_name="other", seed=1, learning_rate=0.3)
     cells = records.collect_folders(tmp_path)["cells"].values()
     found = {cell["setting"]: sorted(run["seed"] for run in cell["runs"]) for cell in cells}
     assert found == {"mine learning_rate=0.1": [1, 2], "mine learning_rate=0.2": [1], "other": [1]}

@@ -152,7 +152,7 @@ def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(script, fl
     assert scalars.keys() == metrics | {"charts/cpu_seconds", *tags.split()}
     last = scalars["charts/cpu_seconds"][-1][0]
     assert all(scalars[tag][-1][0] == last for tag in metrics)  # which end the log
-    result = records.read_logged_result(path, None)
+    result = records.read_result(path)
     name = result["env_id"].replace(":", "-")
     assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name) and result["script"] == script
     assert result["seed"] == 3 and result["env_steps"] == last > 0 and result["cpu_seconds"] > 0
@@ -199,7 +199,7 @@ def test_a_peer_names_its_run_folder_and_logs_flags_and_version(tmp_path, monkey
     assert {tag: x for tag, x in read_scalars(run.path).items() if "charts" not in tag} == {
         "eval/x": [(7, 1.5)], "best/y": [(7, 2.0)]
     }  # fmt: skip
-    result = records.read_logged_result(run.path, None)
+    result = records.read_result(run.path)
     assert result["args"] | {"param": "value"} == {"param": "value"} | {
         k: str(v) for k, v in vars(args).items()
     }
@@ -364,7 +364,7 @@ def test_the_harness_reads_a_peer_as_it_reads_our_scripts(tmp_path):
     other = common.run_command(tmp_path / "b", *command, "--eval-interval", 2)
     assert [point[0] for point in common.read_points(other, "eval/episodic_return")] == [512, 1024]
     # evaluation on the way changes nothing in what is learned
-    metrics = [records.read_logged_result(folder, None)["metrics"] for folder in (path, other)]
+    metrics = [records.read_result(folder)["metrics"] for folder in (path, other)]
     assert metrics[0] == metrics[1]
 
 

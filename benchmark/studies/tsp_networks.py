@@ -55,7 +55,7 @@ def measure_lkh(size: int, path: Path) -> dict:
     """Score LKH on the file `path`."""
     command = [common.make_peer_environment("elkai"), common.PEERS / "elkai_lkh.py", "--data", path]
     folder = common.run_command(tempfile.mkdtemp(), *command, "--env-id", f"tsp{size}-uniform")
-    result = records.read_logged_result(folder, "eval/gap")
+    result = records.read_result(folder, "eval/gap")
     row = {name: result["metrics"][f"eval/{name}"] for name in ("gap", "gap_std", "cpu_ms")}
     return row | {"size": size, "way": "lkh", "num_instances": result["env_steps"]}
 
