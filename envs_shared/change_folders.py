@@ -4,8 +4,8 @@
     A/x.png  B/x.png  label/x.png  list/train.txt              a list for each split, one name a line
     A/train_x.png  B/train_x.png  label/train_x.png            names that begin with the split
 
-Folders of the two dates and of the labels have names of NAMES, in any case of letters. Errors are ValueErrors of one
-line that name the file or the folder.
+Folders of the two dates and of the labels have names of NAMES, in any case of letters. Errors are ValueErrors
+of one line that name the file or the folder.
 """
 
 import re
@@ -22,15 +22,15 @@ NAMES = (
     ("b", "t2", "time2", "im2", "image2", "img2", "after", "post", "date2"),
     ("label", "labels", "gt", "mask", "masks", "change", "out", "cd"),
 )
-LAYOUTS = "needed are train/A/x.png, or A/x.png and list/train.txt, or A/train_x.png, for val and test too, with B and "
-LAYOUTS += "label beside A (or time1, time2 and mask, and others of NAMES in envs_shared/change_folders.py)"
+LAYOUTS = "needed are train/A/x.png, or A/x.png and list/train.txt, or A/train_x.png, for val and test "
+LAYOUTS += "too, with B and label beside A (or others of NAMES in envs_shared/change_folders.py: time1, mask)"
 
 
 def read_label(path) -> np.ndarray:
-    """Read a label uint8 [H, W] of 0 and 1; raises ValueError if it is coloured or transparent, or has other values.
+    """Read a label uint8 [H, W] of 0 and 1; raises ValueError for colour, transparency and other values.
 
-    0 and 255, or 0 and 1, are unchanged and changed; in a JPEG, these are the values below 128 and the others. A
-    palette of greys stands for its greys, and any other palette for its indices.
+    0 and 255, or 0 and 1, are unchanged and changed; in a JPEG, values below 128 and all others are.
+    A palette of greys stands for its greys, and any other palette for its indices.
     """
     read_picture(path, None)  # tells why it cannot be read
     with Image.open(path) as image:
@@ -119,7 +119,7 @@ def find_pairs(path: Path) -> dict[str, list[list[Path]]]:
 
 
 def read_folder(path, multiple: int, least: int) -> dict[str, np.ndarray]:
-    """Read a folder as {split: pairs uint8 [M, 7, H, W]}, as change_pairs.read_folder does; raises ValueError."""
+    """Read {split: pairs uint8 [M, 7, H, W]}, like change_pairs.read_folder; raises ValueError."""
     splits = {}
     for split, files in find_pairs(Path(path)).items():
         pairs = [read_pair(a, b, read_label(label)) for a, b, label in files]

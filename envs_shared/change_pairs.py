@@ -1,4 +1,4 @@
-"""Pairs of pictures for change detection: the synthetic task haze, and folders {train,val,test}/{A,B,label}/x.png
+"""Pairs of pictures for change detection: the task haze, and folders {train,val,test}/{A,B,label}/x.png.
 
 Pairs are uint8 [M, 3 V + 1, H, W]: the colours of V dates, then the label of each pixel. The label is 0 for
 unchanged, 1 for changed, and 255 where it does not count. There are two dates, but more in haze-3 and haze-4.
@@ -25,11 +25,11 @@ GROUND, DARK, LIGHT = (90, 100, 60), (70, 40, 40), (230, 150, 130)  # colours
 def draw_haze(num_pairs: int, size: int, num_dates: int, *seed: int):
     """Draw pairs uint8 [M, 3 V + 1, S, S]; return also where roofs [M, h, w] and haze [V - 1, M, h, w] are.
 
-    Four patches in ten are roofs, whose stripes run along or across. Those of the last date follow from those of
-    all earlier dates (with two dates, they are the same), except on the quarter of the roofs that has changed.
-    Haze hides the stripes of a roof, at each earlier date with probability 1/2, whether the roof changes or not.
-    So earlier dates alone say nothing about a change, but they say whether the next date is worth a look. The
-    mean colour of a roof is always the same.
+    Four patches in ten are roofs, whose stripes run along or across. The stripes of the last date follow
+    from those of all earlier dates (with two dates, they are the same), but not on the quarter of the roofs
+    that has changed. Haze hides the stripes of a roof, at each earlier date with probability 1/2, changed or
+    not. So earlier dates alone say nothing about a change, but they say whether the next date is worth a
+    look. The mean colour of a roof is always the same.
     """
     rng = np.random.default_rng(seed)
     shape = num_pairs, -(-size // PATCH), -(-size // PATCH)  # [M, h, w]
@@ -67,7 +67,7 @@ def draw_batch(pairs, num_pairs: int, args):
 
 
 def split_labels(pairs, args):
-    """Split pairs [B, 3 V + 1, S, S] into pictures from -2 to 2, and labels [B, G, h, w] of the patches' cells.
+    """Split pairs [B, 3 V + 1, S, S] into pictures from -2 to 2, and labels [B, G, h, w] of cells.
 
     A cell is changed if at least half of its pixels that count are changed; its label is -1 if none counts.
     """
@@ -92,7 +92,7 @@ def read_picture(path, mode: str | None = "RGB") -> np.ndarray:
 
 
 def read_label(path) -> np.ndarray:
-    """Read a label [H, W] of one channel with 0 and 255, or 0 and 1; raises LookupError if it is different."""
+    """Read a label [H, W] of one channel with 0 and 255, or 0 and 1; raises LookupError for all others."""
     values = read_picture(path, None)
     found = set(np.unique(values).tolist())
     with Image.open(path) as image:

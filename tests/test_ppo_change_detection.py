@@ -555,6 +555,19 @@ def test_training_on_a_folder_and_predicting(folder, tmp_path, capsys):
     assert stop.value.code == 2 and "maps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stage", ["detector", "PPO"])
+def test_losses_that_are_not_finite_end_a_run_with_one_line(tmp_path, capsys, stage):
+    """The checkpoint is the last one with finite losses, and its weights are as well."""
+    rate = "--detector-lr 1e30" if stage == "detector" else "--learning-rate 1e30"
+    flags = f"{rate} --detector-iterations 2 --ppo-iterations 4 --eval-interval 1 --run-dir {tmp_path}"
+    with pytest.raises(SystemExit) as stop:
+        cd.main([*TINY.split(), *flags.split()])
+    assert stop.value.code == 2
+    assert "ppo_change_detection.py: error: haze: losses are not finite at step" in capsys.readouterr().err
+    (path,) = tmp_path.glob("*/checkpoint.pt")
+    assert (torch.load(path, weights_only=True)["progress"][0] > 1) == (stage == "PPO")
+
+
 @pytest.mark.parametrize("spoil", ["text", "list"])
 def test_a_folder_that_cannot_be_used_is_one_line(folder, tmp_path, capsys, spoil):
     if spoil == "text":
@@ -575,6 +588,6 @@ def test_the_default_run_finds_where_looks_pay(tmp_path):
     study = importlib.import_module("benchmark.studies.change_detection")
     path, _ = run(tmp_path, "--seed 201")
     agent, args = study.load_agent(path / "best.pt")
-    found = study.measure_methods(agent, args, None)
+    found = study.measure_methods(agent, args, ["ppo", "oracle", "threshold"])
     assert found["ppo_f1"] > max(found["oracle_f1"] - 0.03, found["threshold_f1"] + 0.03)
     assert found["ppo_looks"] < 0.75
