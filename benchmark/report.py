@@ -24,7 +24,7 @@ from common import ResultsError, show
 from suite import SUMMARY_NUMBER
 
 sys.path.append(str(common.BENCHMARK / "studies"))
-STUDIES = ("change_detection", "go_search", "tsp_networks")  # each by its own program
+STUDIES = ("change_detection", "go_search", "on_gpu", "tsp_networks")  # each by its own program
 UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
 SCRIPTS = ("ppo", "reinforce_tsp_attention", "r2d2_lstm", "ppo_change_detection", "alphazero_go")
 METRICS = {  # in words

@@ -137,14 +137,25 @@ def test_gaps_of_networks_stand_beside_published_ones():
     (text,) = tsp_networks.make_sections(None).values()
     assert "| POMO, Kwon et al. 2020 | N, greedy | up to 200 million | 0.04 | 0.21 | 0.46 |" in text
     assert (
-        "| ours | N, greedy | 1.12, 0.50 and 0.52 million | not run yet | not run yet | not run yet |" in text
+        "| ours | N, greedy | 1.12, 2.90 and 0.52 million | not run yet | not run yet | not run yet |" in text
     )
     rows = [
-        {"size": 20, "way": way, "gap": gap, "cpu_ms": 2.5, "machine": common.describe_machine()}
+        {
+            "size": 20,
+            "way": way,
+            "gap": gap,
+            "gap_std": 0.5,
+            "num_instances": 25,
+            "cpu_ms": 2.5,
+            "machine": common.describe_machine(),
+        }
         for way, gap in (("greedy", 0.7), ("multistart", 0.14), ("multistart_x8", -1e-9))
     ]
     (text,) = tsp_networks.make_sections({"rows": rows}).values()
-    assert "| ours | 8 N, greedy | 1.12, 0.50 and 0.52 million | 0.00 | not run yet | not run yet |" in text
+    assert (
+        "| ours | 8 N, greedy | 1.12, 2.90 and 0.52 million | 0.00 (0.10) | not run yet | not run yet |"
+        in text
+    )
     assert "| ours, one, greedy | 2.50 | not run yet | not run yet |" in text
     assert not tsp_networks.list_lines(None)
     (line,) = tsp_networks.list_lines({"rows": rows})

@@ -1,0 +1,167 @@
+"""What the five scripts do on a GPU, and on one CPU core of the same machine: speed first, then whole default runs.
+
+    python benchmark/studies/on_gpu.py              # eight minutes on a machine with one GPU; pip install ale-py too
+
+Rows of speed run one after another on the GPU, and beside them on one CPU core. Their figure is the median speed of
+the last iterations of a short run, in the script's own steps a second. Rows of learning run side by side on the GPU,
+so that their seconds say little; they hold the score at the end. A row that fails keeps the last line that it printed.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
+import records
+
+R2D2 = "r2d2_lstm --total-timesteps 24000 --eval-episodes 0"
+PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-length 40 --n-step 5 --gamma 0.997
+    --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560 --no-checkpoint-replay --eval-episodes 0
+    --total-timesteps 24000"""
+TSP = "reinforce_tsp_attention --eval-episodes 0 --num-epochs 4"
+GO9 = """alphazero_go --env-id Go-9x9 --komi 7.5 --blocks 6 --channels 64 --pool-size 100000 --eval-episodes 0
+    --simulations-start 16 --simulations-end 16 --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4
+    --dirichlet-alpha 0.12"""
+CHANGE = "ppo_change_detection --eval-episodes 0 --detector-iterations 8 --ppo-iterations 12"
+# Name, command; with "cpu" it runs on the CPU too
+SPEED = (
+    ("CartPole, default", "ppo --total-timesteps 40000 --eval-episodes 0", "cpu"),
+    ("RepeatPreviousEasy, default", R2D2, "cpu"),
+    ("RepeatPreviousEasy, without CUDA graphs", R2D2, "no graphs"),
+    ("Pong, hidden 512, batch of 2,560 steps", PONG, ""),
+    ("Pong, without CUDA graphs", PONG, "no graphs"),
+    ("TSP20, batch 32, default", f"{TSP} --steps-per-epoch 50", "cpu"),
+    ("TSP50, batch 512", f"{TSP} --env-id tsp50-uniform --batch-size 512 --steps-per-epoch 10", ""),
+    ("TSP100, batch 128", f"{TSP} --env-id tsp100-uniform --batch-size 128 --steps-per-epoch 5", ""),
+    ("TSP100, batch 512", f"{TSP} --env-id tsp100-uniform --batch-size 512 --steps-per-epoch 2", ""),
+    ("Go 5x5, default", "alphazero_go --num-epochs 8 --eval-episodes 0", "cpu"),
+    ("Go 5x5, two workers", "alphazero_go --num-epochs 8 --eval-episodes 0 --num-workers 2", ""),
+    ("Go 9x9, 1,024 games", f"{GO9} --num-games 1024", ""),
+    ("Go 9x9, 1,024 games, bf16", f"{GO9} --num-games 1024 --bf16", ""),
+    ("Go 9x9, 1,024 games, bf16, two workers", f"{GO9} --num-games 1024 --bf16 --num-workers 2", ""),
+    ("haze, default", CHANGE, "cpu"),
+)
+LEARNING = (
+    ("CartPole, default", "ppo"),
+    ("RepeatPreviousEasy, default", "r2d2_lstm"),
+    ("TSP20, default", "reinforce_tsp_attention --data benchmark/data/tsp/tsp20_uniform_500.txt"),
+    ("Go 5x5, default", "alphazero_go"),
+    ("haze, default", "ppo_change_detection"),
+)
+SCORES = {
+    "eval/episodic_return": "return",
+    "eval/greedy_gap": "gap of greedy tours, %",
+    "eval/multistart_gap": "multi-start, %",
+    "eval/win_rate": "win rate",
+    "eval/f1": "F1",
+    "eval/looks": "looks a query",
+}
+WITHOUT_GRAPHS = "import r2d2_lstm; r2d2_lstm.CUDA_GRAPHS = False; r2d2_lstm.main()"
+
+
+def run(command: str, kind: str, timeout: float) -> dict:
+    """Run a script; `kind` is "cpu", "no graphs" or "". Returns its seconds, speed and last values, or an error."""
+    script, *flags = shlex.split(command)
+    folder, start = tempfile.mkdtemp(), time.time()
+    program = ["-c", WITHOUT_GRAPHS] if kind == "no graphs" else [f"algos/{script}.py"]
+    flags += ["--run-dir", folder] + ["--no-cuda"] * (kind == "cpu")
+    path = os.pathsep.join([str(common.ROOT / "algos"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    try:
+        options = {"cwd": common.ROOT, "env": env, "capture_output": True, "text": True, "timeout": timeout}
+        done = subprocess.run([sys.executable, *program, *flags], **options)
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {timeout} seconds"}
+    if done.returncode:
+        return {"error": (done.stderr.strip() or str(done.returncode)).splitlines()[-1]}
+    events = common.read_events(common.find_run_folders(folder)[0])
+    last = {name: events.Scalars(name)[-1].value for name in events.Tags()["scalars"]}
+    points = events.Scalars("charts/cpu_seconds")[-10:]
+    speeds = [(b.step - a.step) / (b.wall_time - a.wall_time) for a, b in itertools.pairwise(points)]
+    speed = statistics.median(speeds[len(speeds) // 2 :])
+    last = {name: last[name] for name in SCORES if name in last}
+    return {"seconds": time.time() - start, "sps": speed, "last": last}
+
+
+def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
+    """The section of docs/results.md: speed on the GPU and on one core, and scores of default runs."""
+    if not results:
+        return {("results", "on_gpu"): f"\n{records.NOT_RUN}\n"}
+    rows = {(row["kind"], row["name"]): row for row in results["rows"]}
+    speeds, scores = [], []
+    for name, _, _ in SPEED:
+        gpu, cpu = (rows.get((f"speed on the {device}", name), {}) for device in ("GPU", "CPU"))
+        shown = [row.get("error") or common.show(row.get("sps")) for row in (gpu, cpu)]
+        has_both = "sps" in gpu and "sps" in cpu
+        speeds.append([name, *shown, common.show(gpu["sps"] / cpu["sps"]) if has_both else "-"])
+    for name, _ in LEARNING:
+        row = rows.get(("learning on the GPU", name), {"error": records.NOT_RUN})
+        last = row.get("last", {})
+        found = [f"{SCORES[tag]} {common.show(last[tag])}" for tag in SCORES if tag in last]
+        scores.append([name, row.get("error") or ", ".join(found), common.show(row.get("seconds"))])
+    head = "training steps a second | one GPU: | one CPU core: | ratio:"
+    text = common.make_table(head, speeds) + "\n\n"
+    text += common.make_table("default run on the GPU, one seed | at its end | seconds:", scores) + "\n\n"
+    gpus = {row["gpu"] for row in results["rows"]}
+    text += common.machine_line([row["machine"] for row in results["rows"]], gpus)
+    return {("results", "on_gpu"): f"\n{text}\n"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--timeout", type=float, default=300, help="seconds after which a row is stopped")
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--learning", action=argparse.BooleanOptionalAction, default=True)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure all rows, and write each one as soon as it is there."""
+    args = make_parser().parse_args(argv)
+    lock = threading.Lock()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+    def publish(kind: str, name: str, command: str, row: dict) -> None:
+        with lock:
+            save(kind, name, command, row)
+
+    def save(kind: str, name: str, command: str, row: dict) -> None:
+        print(f"{kind}, {name}: {row.get('error') or round(row['sps'], 1)}", flush=True)
+        row |= {"kind": kind, "name": name, "command": " ".join(command.split()), "gpu": gpu}
+        common.save_rows("on_gpu", [row], ("kind", "name"))
+
+    def measure_speed(device: str) -> None:
+        for name, command, kind in SPEED:
+            if args.only in name and (device == "GPU" or kind == "cpu"):
+                row = run(command, "cpu" if device == "CPU" else kind.replace("cpu", ""), args.timeout)
+                publish(f"speed on the {device}", name, command, row)
+
+    if args.speed:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(measure_speed, ("GPU", "CPU")))
+    if args.learning:
+        rows = [row for row in LEARNING if args.only in row[0]]
+        with concurrent.futures.ThreadPoolExecutor(len(LEARNING)) as pool:
+            futures = {pool.submit(run, command, "", args.timeout): (name, command) for name, command in rows}
+            for future in concurrent.futures.as_completed(futures):
+                publish("learning on the GPU", *futures[future], future.result())
+
+
+if __name__ == "__main__":
+    main()
