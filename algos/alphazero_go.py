@@ -1,24 +1,28 @@
 """AlphaZero for Go: a network learns from its own tree search and a replay pool ranked by loss, in one file.
 
-Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (Nature 550), and 2018, "A
-general reinforcement learning algorithm that masters chess, shogi, and Go through self-play" (Science 362).
+Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (Nature 550), and Silver et al.
+2018, "A general reinforcement learning algorithm that masters chess, shogi, and Go through self-play"
+(Science 362).
 
     python alphazero_go.py                                # learns 5x5 in minutes on one CPU core
     torchrun --nproc-per-node 2 alphazero_go.py           # two GPUs, or with --no-cuda two CPU processes
     python alphazero_go.py --gtp runs/NAME/best.pt        # plays in Sabaki or GoGui
     python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
-        --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # plain AlphaZero
+        --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # strict
 
-Values are from 0 to 1 for the side to move: v for one side is 1 - v for the other. The numbers are ours:
+"strict" ranks the pool by loss alone, plays the best move or a random one, and ignores the score of a game.
+
+Values are from 0 to 1 for the side to move: v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
     (2) N(s, a) += 1, Q(s, a) += (v - Q(s, a)) / N(s, a), from Q(s, a) = V(s)
     (3) pi(a) = N(root, a) / sum_b N(root, b); P(a | root) = p(a | root) + eta d(a), d ~ Dirichlet(alpha)
     (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)): the cross entropy less its minimum
-    (5) L_value = (V(s) - (alpha Q(root) + (1 - alpha) z))^2, where the result z is 1 if won and 0 if lost
+    (5) L_value = (V(s) - (beta Q(root) + (1 - beta) z))^2, where the result z is 1 if the game was won and 0
+        if it was lost, mixed with its score by --score-weight
     (6) L = g L_value / 0.25 + (1 - g) L_policy / log A, both about 1 for a network that knows nothing
 
-A search follows eq. 1 from the root to a new position s', and counts v = V(s') into each edge on its way.
-Each epoch plays until enough records are new. They replace those of the lowest loss, eq. 6, in the pool.
+A search follows eq. 1 from the root to a new position s', and counts v = V(s') into each edge of its path.
+Each epoch plays until enough records are new. Of old and new ones, the pool keeps those of the largest loss.
 Then the network trains on those of the largest loss and on some at random. The first epochs learn V from
 random games, and the next ones search by classic UCB.
 
@@ -38,7 +42,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from math import ceil, log
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -75,8 +81,8 @@ class Args:
     run_dir: str = "runs"  # folder of the run folders
     resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between matches and checkpoints (0: a tenth of the run)
-    eval_episodes: int = 100  # games against plain MCTS at the end; up to 40 of them against the best network
+    eval_interval: int = 0  # epochs between matches and checkpoints (0: a tenth of the run, fewer matches)
+    eval_episodes: int = 100  # games against plain MCTS at the end; of other matches at most 40
     gtp: str | None = None  # checkpoint.pt or best.pt to play with by the Go Text Protocol
     resign_below: float = 0.0  # with --gtp, resign if the value is lower
     env_id: str = "Go-5x5"  # board, Go-2x2 to Go-19x19: area scoring, no suicide, positional superko
@@ -87,7 +93,7 @@ class Args:
     channels: int = 32  # channels of the network
     bf16: bool = False  # run the network in bfloat16
     simulations_start: int = 32  # simulations per move in the first epoch
-    simulations_end: int = 48  # simulations per move in the last epoch, in matches and with --gtp
+    simulations_end: int = 48  # simulations per move in the last epoch, in the last match and with --gtp
     num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; two pay if a core or GPU is idle
     pseudo_limit: float = 0.1  # with two workers, largest pseudo visits k as a share of N(root)
     c_puct: float = 0.5  # exploration c, eq. 1 and classic UCB
@@ -96,7 +102,7 @@ class Args:
     dirichlet_alpha: float = 0.4  # concentration of the noise, eq. 3; about 10 / A
     epsilon_start: float = 0.0  # share of random moves in the first epoch
     epsilon_end: float = 0.0  # share of random moves in the last epoch
-    draw_moves: float = 0.33  # first moves of a game, over n^2, that are drawn from pi; others are the best
+    draw_moves: float = 0.33  # first moves, over n^2, that are drawn from pi; later ones are the best
     num_epochs: int = 30  # epochs, those of pretraining included
     pretrain_value_epochs: int = 2  # first epochs, which learn the value of random games, the policy frozen
     pretrain_search_epochs: int = 2  # epochs after those, of search by classic UCB
@@ -110,8 +116,8 @@ class Args:
     anneal_lr: bool = True  # lower the learning rate linearly, to a hundredth
     weight_decay: float = 1e-2  # AdamW weight decay
     value_coef: float = 0.2  # share g of the value in the loss, eq. 6
-    q_weight_start: float = 0.05  # weight alpha of Q(root) in the first epoch, eq. 5
-    q_weight_end: float = 0.5  # weight alpha of Q(root) in the last epoch, eq. 5
+    q_weight_start: float = 0.05  # weight beta of Q(root) in the first epoch, eq. 5
+    q_weight_end: float = 0.5  # weight beta of Q(root) in the last epoch, eq. 5
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ class Records(NamedTuple):
     z: torch.Tensor  # [B], result of the game
     loss: torch.Tensor  # [B], eq. 6 as last computed
     epoch: torch.Tensor  # [B], in which it was made
-    turn: torch.Tensor  # [B], minibatches that may have it, modulo 8; it differs between a position's images
+    turn: torch.Tensor  # [B], number modulo 8 of minibatches that may draw it; images of a position differ
 
     def pick(self, index) -> "Records":
         """Return the records at an index."""
@@ -224,15 +230,15 @@ def compute_result(score, args, num_points: int):
 class Stage(NamedTuple):
     """What changes from epoch to epoch."""
 
-    scores: Callable | None  # of a search, which follows the best one; None plays at random
+    scores: Callable | None  # of the moves in a search, which follows the best one; None: random games
     num_simulations: int
     epsilon: float  # share of random moves
-    q_weight: float  # alpha of eq. 5
+    q_weight: float  # beta of eq. 5
     value_coef: float  # g of eq. 6
 
 
 def get_stage(epoch: int, num_actions: int, args) -> Stage:
-    """Return what the epochs of both pretrainings and those of self-play are played and trained with."""
+    """Return the settings of an epoch, which belongs to the first or second pretraining or to self-play."""
     t = epoch / max(1, args.num_epochs - 1)  # from 0 to 1
     starts = args.simulations_start, args.epsilon_start, args.q_weight_start
     ends = args.simulations_end, args.epsilon_end, args.q_weight_end
@@ -259,7 +265,7 @@ class Worker:
         """Start to evaluate boards [R] with legal moves [R, A], which are the last two of `batch`."""
         self.batch = batch  # so that its memory is not used for something else
         if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         self.job = self.thread.submit(self.work, *batch[-2:])
 
     @torch.no_grad()
@@ -273,12 +279,12 @@ class Worker:
         job, self.job = self.job, None
         output = job.result()
         if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         return output
 
 
 class Search:
-    """Trees of G games. Node 0 of M is the root; no tree uses the last one, which -1 names: there is no node.
+    """Trees of G games. Node 0 of M is the root. The last node is in no tree: child -1 means that one.
 
     All values are for the side to move at the node that they belong to.
     """
@@ -299,7 +305,7 @@ class Search:
 
     @torch.no_grad()
     def run(self, num_simulations: int):
-        """Search so many times in each game that is not over and has room for new nodes."""
+        """Search num_simulations times in each game that is not over, if its tree has room for them."""
         room = self.status.shape[1] - 1 - self.num_nodes
         left = room.clamp(max=num_simulations) * (self.status[:, 0] == OPEN)
         while left.any() or any(worker.job or worker.pseudo_edges for worker in self.workers):
@@ -314,7 +320,7 @@ class Search:
         node, edges = torch.zeros_like(games), []
         while len(games):
             visits = self.N[games, node]  # [R, A]
-            parent_visits = 1 + visits.sum(1, keepdim=True)
+            parent_visits = 1 + visits.sum(1, keepdim=True)  # without the pseudo visits
             if len(self.workers) > 1:
                 visits = visits + self.pseudo[games, node]
             statistics = self.Q[games, node], visits, self.P[games, node]
@@ -452,7 +458,7 @@ def make_images(records: Records, symmetries, epoch: int) -> Records:
 
 
 def collect_images(games: Games, go: Go, workers, num_positions: int, epoch: int, stage: Stage, args):
-    """Play until games with enough positions ended; returns all their images, and the number of moves."""
+    """Play until the games that have ended hold enough positions; returns their images and all moves made."""
     records, num_moves = [], 0
     while sum(len(x.z) for x in records) < num_positions:
         records.append(play_moves(games, go, workers, stage, args))
@@ -507,7 +513,7 @@ def train_epoch(agent, optimizer, pool: Records, stage: Stage, args):
         pool.loss[index] = rank_records(agent, records, stage)
         sampled = torch.stack((records.loss.mean(), pool.loss[index].mean()))  # before and after the step
         metrics.append(torch.cat((losses, sampled)))
-    optimizer.zero_grad()  # so that copies of the network do without gradients
+    optimizer.zero_grad()  # so that copies of the network have none
     for statistics in agent.buffers():  # of the batch normalizations
         if statistics.is_floating_point():
             average(statistics)
@@ -524,7 +530,7 @@ def evaluate_network(go: Go, network, boards: Boards, legal):
 
 
 def evaluate_rollouts(go: Go, komi: float, boards: Boards, legal):
-    """Return random logits [R, A], and values [R] by a game of random moves each: with UCB, plain MCTS."""
+    """Return random logits [R, A], and the values [R] of one random game each. With UCB: plain MCTS."""
     logits, rows = torch.rand(legal.shape, device=go.device), torch.arange(len(legal), device=go.device)
     won, to_play = torch.zeros(len(legal), device=go.device), boards.to_play  # by black
     while len(rows):
@@ -576,7 +582,7 @@ def play_match(go: Go, players, num_games: int, komi: float):
 
 
 def evaluate(go: Go, agent, best, args, *stream: int) -> dict[str, float]:
-    """Play the network `best` with a quarter of the simulations, or if there is none, plain MCTS with all."""
+    """Play `best` with a quarter of the simulations each, or plain MCTS with all if `best` is None."""
     seed_everything(args.seed, *stream)
     num_games, num_simulations = args.eval_episodes, args.simulations_end
     if best:
@@ -613,23 +619,23 @@ def seed_everything(*stream: int) -> int:
 
 
 def train(args: Args, checkpoint: dict | None = None):
-    """Train, from `checkpoint` if there is one, or with --evaluate or --gtp only use that."""
+    """Train, from `checkpoint` if there is one. With --evaluate or --gtp, only use its network."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
+        torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     go, num_games = Go(int(args.env_id.split("x")[1]), device), args.num_games // WORLD_SIZE
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(go.size, args).to(device)
     optimizer = torch.optim.AdamW(agent.parameters(), weight_decay=args.weight_decay, fused=True)
     parts = {"agent": agent, "best": deepcopy(agent), "optimizer": optimizer}
     pool, games = None, Games(go, num_games)
-    progress = checkpoint["progress"] if checkpoint else (0, 0, 0, 0.0, np.nan)
-    iteration, step, eval_steps, cpu_seconds, win_rate = progress
+    iteration, step, eval_steps, cpu_seconds, win_rate = 0, 0, 0, 0.0, np.nan
     if checkpoint:
         try:
+            iteration, step, eval_steps, cpu_seconds, win_rate = checkpoint["progress"]
             for name in parts if args.resume else ["agent"]:
                 parts[name].load_state_dict(checkpoint[name])
             if args.resume and "games" in checkpoint and WORLD_SIZE == 1:
@@ -638,7 +644,8 @@ def train(args: Args, checkpoint: dict | None = None):
                 if checkpoint["pool"]:
                     pool = Records(**{name: x.to(device) for name, x in checkpoint["pool"].items()})
         except Exception as error:
-            fail(f"{args.evaluate or args.resume or args.gtp}: does not fit the board or network ({error})")
+            path = args.evaluate or args.resume or args.gtp
+            fail(f"{path}: does not fit the board, network or number of games ({str(error)[:200]})")
     if args.evaluate:
         return print(evaluate(go, agent, None, args, 3))
     if args.gtp:
@@ -649,7 +656,7 @@ def train(args: Args, checkpoint: dict | None = None):
     def save(name: str):
         progress = (iteration, step, eval_steps, cpu_seconds, win_rate)
         states = {name: part.state_dict() for name, part in parts.items()}
-        if name == "checkpoint.pt" and WORLD_SIZE == 1:
+        if name == "checkpoint.pt" and WORLD_SIZE == 1:  # of several processes, all but one would be lost
             states |= {"games": games.state_dict(), "pool": pool._asdict() if pool else None}
         torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
         os.replace(run_path / f"{name}.tmp", run_path / name)  # a kill leaves the old file or the new one
@@ -666,7 +673,8 @@ def train(args: Args, checkpoint: dict | None = None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        save("checkpoint.pt")
+        if not checkpoint:
+            save("checkpoint.pt")
     capacity = args.pool_size // WORLD_SIZE
     num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones of an epoch
     match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # of a match with the best network, at most
@@ -681,7 +689,6 @@ def train(args: Args, checkpoint: dict | None = None):
         optimizer.param_groups[0]["lr"] = lr
         if stage.scores != get_stage(epoch - 1, go.num_actions, args).scores:  # another kind of games begins
             pool, games = None, Games(go, num_games)
-
         workers = make_workers(go, agent, args)
         images, num_moves = collect_images(games, go, workers, num_positions, epoch, stage, args)
         images = images._replace(loss=rank_records(agent, images, stage))
@@ -691,7 +698,6 @@ def train(args: Args, checkpoint: dict | None = None):
         step += num_moves
         if RANK > 0:
             continue
-
         cpu_seconds += time.process_time() - cpu_start
         if not metrics.isfinite().all():
             fail(f"{args.env_id}: losses are not finite at step {step}")
@@ -730,11 +736,13 @@ def main(argv: list[str] | None = None):
     if path := args.evaluate or args.resume or args.gtp:
         try:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"]))
+            args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"] | {"resume": None}))
         except Exception as error:
-            fail(f"{path}: not a checkpoint of this script ({error})")
+            fail(f"{path}: not a checkpoint of this script ({error!r})")
     if not re.fullmatch(r"Go-([2-9]|1\d)x\1", args.env_id):
         fail(f"--env-id {args.env_id}: must be Go-2x2 to Go-19x19")
+    if args.gtp and not find_spec("envs_shared.go_gtp"):
+        fail("--gtp needs envs_shared/go_gtp.py beside envs_shared/go.py")
     if args.num_games % WORLD_SIZE:
         fail(f"--num-games ({args.num_games}) must be divisible by the number of processes ({WORLD_SIZE})")
     train(args, checkpoint)

@@ -128,11 +128,8 @@ class Go:
         is_pass = (moves == self.num_points).unsqueeze(1)  # [B, 1]
         cell = self.cells[moves.clamp(max=self.num_points - 1)].unsqueeze(1)
         around = torch.cat([cell + k for k in self.offsets], 1)  # [B, 4]
-        near, groups, own = (
-            boards.stones.gather(1, around),
-            boards.groups.gather(1, around),
-            boards.to_play[:, None],
-        )
+        near, groups = boards.stones.gather(1, around), boards.groups.gather(1, around)
+        own = boards.to_play[:, None]
         captured = (near == -own) & boards.in_atari.gather(1, around) & ~is_pass
         captured = groups.masked_fill(~captured, -1)
         joined = groups.masked_fill((near != own) | is_pass, -1)
@@ -145,19 +142,17 @@ class Go:
         groups = torch.where(is_joined, cell, groups)
         stones.scatter_(1, cell, torch.where(is_pass, stones.gather(1, cell), own))
         groups.scatter_(1, cell, torch.where(is_pass, groups.gather(1, cell), cell))
-        own_keys, other_keys = self.black_keys, self.white_keys
         is_black = own == 1
-        key = torch.where(is_black, own_keys[cell], other_keys[cell]).masked_fill(is_pass, 0)
-        captured_keys = torch.where(is_black, other_keys, own_keys) * is_captured
+        key = torch.where(is_black, self.black_keys[cell], self.white_keys[cell]).masked_fill(is_pass, 0)
+        captured_keys = torch.where(is_black, self.white_keys, self.black_keys) * is_captured
         position = boards.history.gather(1, boards.num_moves.unsqueeze(1))
         position += key - captured_keys.sum(1, keepdim=True)
         num_moves = boards.num_moves + 1
         history = boards.history.scatter(1, num_moves.unsqueeze(1), position)
         num_passes = (boards.num_passes + 1) * is_pass[:, 0]
         in_atari = self.find_atari(stones, groups)
-        return Boards(
-            stones, groups, in_atari, -boards.to_play, num_moves, num_passes, moves.clone(), history
-        )
+        counts = num_moves, num_passes
+        return Boards(stones, groups, in_atari, -boards.to_play, *counts, moves.clone(), history)
 
     def draw_moves(self, boards: Boards, legal, fill_eyes: bool = False):
         """Draw moves [B] among the legal ones [B, A]. A side that fills no eyes passes only if it has to."""

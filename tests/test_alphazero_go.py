@@ -731,6 +731,22 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
     assert [s.scores for s in trained] == [None, az.ucb_scores, *[az.puct_scores] * 3]
 
 
+def test_a_resume_without_work_keeps_the_checkpoint(tmp_path):
+    """What is in the file stays until there is something newer."""
+    az.main([*TINY.split(), "--run-dir", str(tmp_path)])
+    (path,) = tmp_path.glob("*/checkpoint.pt")
+    before = path.read_bytes()
+    az.main(["--resume", str(path), "--komi", "3.5"])
+    assert path.read_bytes() == before
+
+
+def test_gtp_needs_its_file(monkeypatch, capsys):
+    monkeypatch.setattr(az, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        az.main(["--gtp", "benchmark/checkpoints/go5x5.pt"])
+    assert "error: --gtp needs envs_shared/go_gtp.py" in capsys.readouterr().err
+
+
 def test_a_resumed_run_is_the_whole_run(tmp_path, monkeypatch):
     """To the last bit: weights, pool, boards and records, also in the middle of games."""
     flags = f"{TINY} --pretrain-value-epochs 1 --pretrain-search-epochs 1 --pool-size 512".split()
