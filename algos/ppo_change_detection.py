@@ -1,6 +1,6 @@
 """PPO that decides where a change detector looks closely, in one file with one sibling.
 
-Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:1903.01344 (a ratio a factor).
+Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:1903.01344 (two ratios).
 
     python ppo_change_detection.py                       # learns the task haze in a minute on one CPU core
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --num-steps 1        # real pairs
@@ -14,14 +14,14 @@ pays for a look: its window at full resolution gives a correction, one number fo
 the embedding and added. The last look shows all dates, the look before it all but the last date, and so on.
 The detector is trained first, by cross entropy with looks at random. Then PPO learns where to look.
 
-Equations for a query, whose cells have labels y and probabilities of change p; the numbers are ours:
+Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
     (1) r_t = w(p_{t+1}) - w(p_t) - cost if the query looks at step t; else it stops for good, and r_t = 0
-    (2) w(p) = mean over its cells of beta max(log p(y), -7) + 1[p > F/2] (2 y - F), the worth of its map;
-        F is a running F1 = 2 TP / (predicted + true), which one more prediction alters by ~ 2 y - F
-    (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), until the query stops
+    (2) w(p) = mean over cells with a label of beta max(log likelihood of y, -7) + 1[p > F/2] (2 y - F), the
+        worth of its map; one more prediction alters F, a running F1 = 2 TP / (predicted + true), like 2 y - F
+    (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
-        + c3 cross entropy; the sum is over the two factors of eq. 4, each of which has its own ratio
+        + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
 Shapes: T steps, B pairs, V dates, h x w queries of a pair, G cells of a query, D embedding, E features of all
 dates but the last, K queries that look, n rows; S side of a picture, P of a patch, c of a cell, in pixels.
@@ -54,7 +54,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # in this repository,
 from envs_shared import change_pairs
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()  # of an update
+METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()  # of a gradient step
 DETECTOR_STEPS = 20  # gradient steps of an iteration that trains the detector
 
 
@@ -73,7 +73,7 @@ class Args:
     resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on test instead of training
     eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
-    eval_episodes: int = 500  # pairs of val, or of test, in an evaluation (0: none)
+    eval_episodes: int = 500  # pairs of val in an evaluation, and synthetic pairs of test (0: no evaluations)
     predict: tuple[str, str] | None = None  # with --evaluate: two pictures, or two folders, to map changes of
     output: str = "change_maps"  # new folder for a mask and a map of probability of each pair of --predict
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
@@ -84,7 +84,7 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels
     coarse_size: int = 4  # side in pixels of what is averaged into a pixel of the coarse copy
     num_steps: int = 2  # steps T of an episode: the most looks of a query
-    pretrained: str | None = None  # checkpoint of the same shapes (of --ppo-iterations 0); PPO begins at once
+    pretrained: str | None = None  # checkpoint of a detector (--ppo-iterations 0) to begin PPO with at once
     detector_iterations: int = 24  # iterations that train the detector
     ppo_iterations: int = 84  # iterations of PPO
     batch_size: int = 16  # pairs of a gradient step of the detector, in total across processes
@@ -132,7 +132,7 @@ class Agent(nn.Module):
         self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
 
     def decide(self, obs):
-        """Return the logits of a look and the values V, [B, h, w] each."""
+        """Return the logits of a look and the values V, [B, h, w] each; neither knows the step."""
         return self.heads(torch.cat((obs["query"], obs["seen"]), 1)).unbind(1)
 
     def look(self, images, obs, looks):
@@ -145,7 +145,7 @@ class Agent(nn.Module):
         x, size = F.pad(images, (cell,) * 4, mode="reflect"), patch + 2 * cell
         x = x.unfold(2, size, patch).unfold(3, size, patch)  # [B, 3 V, h, w, size, size], a view
         x = x.permute(0, 2, 3, 1, 4, 5)[looks].unflatten(1, (num_dates, 3))  # [K, V, 3, size, size]
-        dates = self.read_date(x.flatten(0, 1)).relu().unflatten(0, (-1, num_dates))  # [K, V, E, y, x]
+        dates = self.read_date(x.flatten(0, 1)).relu().unflatten(0, (-1, num_dates))  # [K, V, 16, y, x]
         last_date = (obs["step_indices"] + num_dates - self.args.num_steps).clamp(min=0).view(-1, 1, 1)
         is_shown = torch.arange(num_dates, device=x.device) <= last_date.expand_as(looks)[looks].unsqueeze(1)
         dates = dates * is_shown[:, :, None, None, None]
@@ -309,7 +309,6 @@ def ppo_loss(agent, batch, args):
     is_taken = torch.stack((is_active, looks), 1)
     log_ratio = (log_probs - batch["log_probs"]) * is_taken  # masked before exp, as inf * 0 is not a number
     ratio = log_ratio.exp()
-
     count, mean = average(is_active.sum().float()).clamp(min=1), lambda x: (x * is_active).sum() / count
     advantages = batch["advantages"] - average(mean(batch["advantages"]))
     advantages = (advantages / (average(mean(advantages.square())).sqrt() + 1e-8)).unsqueeze(1)
@@ -317,7 +316,7 @@ def ppo_loss(agent, batch, args):
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()
-    # The stored embedding trains the class head; the mean correction, taken again, trains the refiner too
+    # The stored embedding trains the class head; the mean correction, taken again, trains the refiner
     query = batch["cls_query"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], -1.0)
     joint_loss = cross_entropy(agent.class_head(query), labels)
@@ -328,7 +327,7 @@ def ppo_loss(agent, batch, args):
 
 
 def detector_loss(agent, images, labels, args):
-    """Compute the mean cross entropy before and after T steps; each pair has its own share of looks."""
+    """Compute the mean cross entropy before the first and after each step; each pair has a share of looks."""
     share = torch.rand(len(images), 1, 1, device=images.device)
     _, buffer = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < share)
     queries = buffer.data["query"][0], *buffer.data["cls_query"]
@@ -378,7 +377,7 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
 
 
 def print_rules(agent, args, val, test):
-    """Print F1 on test of the policy and of rules tuned on val, where `threshold` looks as often as it."""
+    """Print F1 on test of the policy and of rules tuned on val, where `threshold` looks as often."""
     coarse, (_, looks, _) = [], classify(agent, args, val)
 
     def rule(env, logits, level=1):
@@ -388,8 +387,8 @@ def print_rules(agent, args, val, test):
 
     classify(agent, args, val, rule)
     level = torch.cat(coarse).quantile(1 - looks.mean() / args.num_steps)
-    everywhere, tuned = partial(rule, level=-1), partial(rule, level=level)
-    for name, chosen in {"nowhere": rule, "everywhere": everywhere, "threshold": tuned, "PPO": None}.items():
+    tuned = {"everywhere": partial(rule, level=-1), "threshold": partial(rule, level=level)}
+    for name, chosen in ({"nowhere": rule} | tuned | {"PPO": None}).items():
         threshold = evaluate(agent, args, val, None, chosen)["eval/threshold"]
         scores = evaluate(agent, args, test, threshold, chosen)
         print(f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query")
@@ -458,7 +457,7 @@ def train(args, checkpoint=None):
         return write_predictions(agent, args, threshold, device)
     train_pairs, val, test = load_pairs(args, device)
     if args.evaluate:  # on other pairs than those that chose best.pt and its threshold
-        return print(evaluate(agent, args, test[: args.eval_episodes], threshold))
+        return print(evaluate(agent, args, test, threshold))
 
     def save(name: str):
         progress = (iteration, step, eval_steps, cpu_seconds, best_return, last_return, threshold)
@@ -478,7 +477,8 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        save("checkpoint.pt")
+        if not checkpoint:
+            save("checkpoint.pt")
     num_iterations, val = args.detector_iterations + args.ppo_iterations, val[: args.eval_episodes]
     eval_interval = args.eval_interval or num_iterations // 10 + 1
     seconds_per_line = 0.1 if sys.stderr.isatty() else 30
@@ -513,7 +513,7 @@ def train(args, checkpoint=None):
         bar.update()
         is_last = iteration == num_iterations
         is_due = is_last or iteration % eval_interval == 0
-        is_affordable = eval_steps + len(val) <= step / 5
+        is_affordable = eval_steps + len(val) <= step / 5  # a fifth of the pairs trained on
         if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
             scalars |= evaluate(agent, args, val)
             eval_steps, threshold = eval_steps + len(val), scalars["eval/threshold"]

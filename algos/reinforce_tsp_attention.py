@@ -17,9 +17,9 @@ Equations, numbered as by Kool et al.:
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
     (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ]
 
-A training step samples tours without gradient, and then computes eq. 1 of whole tours in one pass with it.
+A training step samples tours without gradient. One pass with gradient then gives eq. 1 for whole tours.
 Unlike in the papers, the network scales points into the unit square, learning rates fall, and Muon is used.
-Shapes: B instances, N nodes, P tours of an instance, T steps, Q = P T, D embedding, H heads, d = D / H.
+Shapes: B instances (M in a file), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
 """
 
 # /// script
@@ -54,8 +54,8 @@ EMBED_DIM, NUM_HEADS = 128, 8  # D and H, so that sqrt(d) = 4
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 CPU_HAS_BFLOAT16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")  # what the decoder needs
-State = namedtuple("State", "first last log_mask")  # nodes [B, P, 1], N before there are any; [B, P, 1, N]
-Instances = namedtuple("Instances", "points tours measure")  # [M, N, 2], [M, N] or None, length's function
+State = namedtuple("State", "first last log_mask")  # nodes [B, P, 1], N for none; 0 or -inf [B, P, 1, N]
+Instances = namedtuple("Instances", "points tours measure")  # [M, N, 2], [M, N] or None, tour_length
 
 
 @dataclass
@@ -72,20 +72,20 @@ class Args:
     run_dir: str = "runs"  # folder of the run folders
     resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: a tenth of the run)
-    eval_episodes: int = 1000  # random instances of an evaluation without --data (0: none)
+    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: a tenth of the run, or fewer)
+    eval_episodes: int = 1000  # random instances of an evaluation without --data (0: never evaluate)
     env_id: str = "tsp20-uniform"  # tspN-uniform (in the unit square) or tspN-gaussian, with N nodes
     train_path: str | None = None  # train on the instances of this file, in ML4CO text
-    data: str | None = None  # evaluate on the instances of this file: ML4CO text, or .tsp (TSPLIB)
+    data: str | None = None  # evaluate on this file: ML4CO text, or .tsp with envs_shared/tsplib.py
     solve: str | None = None  # with --evaluate and --data: new folder for the shortest tours
     num_epochs: int = 35  # epochs; after each of them the rollout baseline may change
     steps_per_epoch: int = 100  # gradient steps of an epoch
     batch_size: int = 32  # instances B of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or the best policy's greedy tour
-    baseline_instances: int = 10_000  # rollout: instances that compare the policy with the best one, in total
+    baseline_instances: int = 10_000  # rollout: instances that compare the policy with the best, thousands
     baseline_level: float = 0.05  # rollout: level of the t-test for a new best policy (0.5: if better at all)
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
-    learning_rate: float = 1e-3  # Adam learning rate; steps of Muon are twice as long
+    learning_rate: float = 1e-3  # Adam learning rate; Muon's steps are 0.4 of it (root mean square)
     anneal_lr: bool = True  # lower the learning rates to zero along half a cosine
     max_grad_norm: float = 1.0  # largest norm of the gradient
 
@@ -204,11 +204,11 @@ def read_instances(path: str):
         num_nodes, rest = divmod(rows.shape[1] - has_tours, 2 + has_tours)
         points, tours = np.split(rows, [2 * num_nodes], 1)  # [M, 2 N], [M, N + 1] or [M, 0]
         is_tour = (np.sort(tours[:, :-1]) == np.arange(1, 1 + num_nodes * has_tours)).all(1)
-        is_right = is_tour & (np.abs(points) < 1e100).all(1) & (num_nodes >= 3 and not rest)
+        is_right = is_tour & (np.abs(points) < 1e15).all(1) & (num_nodes >= 3 and not rest)
         if not is_right.all():
             raise ValueError(f"instance {is_right.argmin() + 1} has fewer than 3 points or no tour of them")
     except (ImportError, OSError, ValueError) as error:
-        fail(f"{path}: {error}; lines must be like `x y x y x y output 1 3 2 1`; pickles are not opened")
+        fail(f"{path}: {error}; ML4CO text has equal lines `x y x y x y output 1 3 2 1`; pickles stay shut")
     tours = torch.tensor(tours[:, :-1] - 1).long() if has_tours else None
     return Instances(torch.tensor(points.reshape(-1, num_nodes, 2)), tours, tour_length)
 
@@ -224,7 +224,7 @@ def construct_tours(points, encoded, multistart=False, sample=False):
     while reward is None:
         logits = decode(encoded, *state)  # [B, P, 1, N]
         node = logits.argmax(-1)
-        if sample:  # from eq. 8, by a number below the last of the cumulated probabilities
+        if sample:  # from eq. 8: the first node whose cumulated probability exceeds a random number
             cumulated = logits.softmax(-1).cumsum(-1)
             noise = torch.empty_like(cumulated[..., :1]).uniform_(0, 0.999999)
             node = (cumulated <= noise * cumulated[..., -1:]).sum(-1)
@@ -235,22 +235,22 @@ def construct_tours(points, encoded, multistart=False, sample=False):
 def score_tours(encoded, tours):
     """Return log p of tours [B, P, N] after their first nodes [B, P], and of each node as first [B, N]."""
     steps = torch.arange(1, tours.shape[2] - 1, device=tours.device)  # [T]; T = N - 2, the last has no choice
-    is_open = tours.argsort(-1).unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]; argsort: when visited
+    is_open = tours.argsort(-1).unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]; argsort: visited when
     log_mask = torch.where(is_open, 0.0, -torch.inf)
     log_probs = decode(encoded, tours[:, :, :1], tours[:, :, :-2], log_mask).log_softmax(-1)  # eq. 8
     log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1
-    start_logits = decode(encoded, *TspEnv().reset(encoded.logit_k, 1))  # [B, 1, 1, N]
+    start_logits = decode(encoded, *TspEnv().reset(encoded.logit_k, 1))  # [B, 1, 1, N], of empty tours
     return log_likelihood, start_logits.flatten(1).log_softmax(-1)
 
 
 def compute_loss(agent, best_policy, points):
-    """Return the loss whose gradient is eq. 9 of tours sampled at points [B, N, 2], and their mean length."""
+    """Return the loss whose gradient is eq. 9, with POMO of a tour from each node, and the mean length."""
     encoded, is_pomo = agent(points), best_policy is None
     tours, lengths = construct_tours(points, encoded, is_pomo, sample=True)  # [B, P, N], [B, P]
     log_likelihood, start_log_probs = score_tours(encoded, tours)  # [B, P], [B, N]
     if is_pomo:
         advantages = lengths - lengths.mean(1, True)  # Kwon et al., eq. 3
-        log_likelihood = log_likelihood + lengths.shape[1] * start_log_probs.exp()  # mean length over starts
+        log_likelihood = log_likelihood + lengths.shape[1] * start_log_probs.exp()  # trains the first node
     else:
         advantages = lengths - construct_tours(points, best_policy(points))[1]
         log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
@@ -303,7 +303,7 @@ class Muon(torch.optim.Optimizer):
             for p in params:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov's
-            length = group["lr"] * 0.4 * max(shape) ** 0.5  # twice that of torch.optim.Muon
+            length = group["lr"] * 0.4 * max(shape) ** 0.5  # twice torch's match_rms_adamw
             for p, update in zip(params, orthogonalize(torch.stack(updates)), strict=True):
                 p.sub_(update, alpha=length)
 
@@ -346,7 +346,7 @@ def write_tours(args, instances, tours):
         from envs_shared.tsplib import format_tour
 
         path, text = path.with_suffix(".tour"), format_tour(path.stem, tours[0])
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True)
     path.write_text(text)
     path.parent.rename(args.solve)
 
@@ -390,22 +390,21 @@ def train(args, checkpoint=None):
     maps = [p for p in agent.parameters() if p.numel() > 512] * (args.optimizer == "muon")
     others = [p for p in agent.parameters() if p not in set(maps)]
     optimizers = torch.optim.Adam(others, fused=True), Muon([{"params": maps}], {})
-    best_policy = deepcopy(agent).eval().requires_grad_(False)
+    best_policy = deepcopy(agent).eval().requires_grad_(False)  # of the rollout baseline, not that of best.pt
     baseline = best_policy if args.baseline == "rollout" else None
     parts = {"agent": agent, "best_policy": best_policy, "optimizer": optimizers[0], "muon": optimizers[1]}
     progress = checkpoint["progress"] if checkpoint else (0, 0, 0, 0.0, np.inf, np.nan)
     iteration, step, eval_steps, cpu_seconds, best_score, last_score = progress
     if checkpoint:
         try:
-            for name in parts.keys() & checkpoint.keys():
+            for name in checkpoint.keys() & parts | {"agent"}:
                 parts[name].load_state_dict(checkpoint[name])
         except Exception as error:
-            fail(f"{args.evaluate or args.resume}: does not fit --baseline or --optimizer ({error})")
+            fail(f"{args.evaluate or args.resume}: does not fit --optimizer ({error})")
     if args.evaluate:
         scores, tours = evaluate(agent, instances, device)
-        if args.solve:
-            write_tours(args, instances, tours)
-        return print(scores)
+        print(scores)
+        return args.solve and write_tours(args, instances, tours)
 
     def save(name: str):
         progress = (iteration, step, eval_steps, cpu_seconds, best_score, last_score)
@@ -425,7 +424,8 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        save("checkpoint.pt")
+        if not checkpoint:
+            save("checkpoint.pt")
     size, epoch_size = args.batch_size // WORLD_SIZE, args.batch_size * args.steps_per_epoch
     eval_interval = args.eval_interval or args.num_epochs // 10 + 1
     seconds = 0.1 if sys.stderr.isatty() else 30
@@ -458,7 +458,7 @@ def train(args, checkpoint=None):
         scalars["charts/learning_rate"] = lr
         is_last = iteration >= args.num_epochs
         is_due = is_last or iteration % eval_interval == 0
-        is_affordable = eval_steps + len(instances.points) <= step / 5
+        is_affordable = eval_steps + len(instances.points) <= step / 5  # a fifth of the instances trained on
         if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
             scalars |= evaluate(agent, instances, device, DECODINGS if is_last else DECODINGS[:1])[0]
             eval_steps += len(instances.points)

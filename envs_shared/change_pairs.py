@@ -88,7 +88,8 @@ def read_picture(path, mode: str | None = "RGB") -> np.ndarray:
                 raise ValueError("more than 8 bits a colour; convert it to 8")
             return np.array(image.convert(mode) if mode else image)
     except Exception as error:  # decoders raise errors of many types on broken files
-        raise ValueError(f"{path}: cannot be read as a picture: {error}") from None
+        reason = error
+    raise ValueError(f"{path}: cannot be read as a picture: {reason}")
 
 
 def read_label(path) -> np.ndarray:
@@ -142,8 +143,9 @@ def read_folder(path, multiple: int, least: int) -> dict[str, np.ndarray]:
     for split in SPLITS:
         folders = [Path(path, split, name) for name in DIRECTORIES]
         names = [{x.name for x in folder.glob("[!.]*")} for folder in folders]
-        if not names[0] or names[0] != names[1] or names[0] != names[2]:
-            raise LookupError(f"{path}: no pictures {split}/A/x.png, {split}/B/x.png and {split}/label/x.png")
+        odd = set.union(*names) - set.intersection(*names)
+        if odd or not names[0]:
+            raise LookupError(f"{path}: {split}/A, B and label need equal names; alone: {sorted(odd)[:3]}")
         files = [[folder / name for folder in folders] for name in sorted(names[0])]
         splits[split] = [read_pair(a, b, read_label(label)) for a, b, label in files]
     return {split: stack_pairs(pairs, multiple, least) for split, pairs in splits.items()}

@@ -148,7 +148,7 @@ CASES = {
         bad={
             "--env-id tsp20": "--env-id tsp20: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes",
             "--env-id tsp2-uniform --evaluate good.pt": "--env-id tsp2-uniform: must be",
-            "--optimizer adam --resume good.pt": "good.pt: does not fit --baseline or --optimizer",
+            "--optimizer adam --resume good.pt": "good.pt: does not fit --optimizer",
             "--data missing.txt --evaluate good.pt": "missing.txt: ",
             "--train-path garbage.pt": "garbage.pt: could not convert",
             "--solve tours --evaluate good.pt": "--solve tours: must be a new folder",
@@ -203,7 +203,7 @@ CASES = {
         total="--num-envs",
         bad={
             "--env-id fog": "--env-id fog: must be one of haze, haze-3, haze-4",
-            "--data-dir nothing": "nothing: no pictures train/A/x.png, train/B/x.png and train/label/x.png",
+            "--data-dir nothing": "train/A, B and label need equal names",
             "--patch-size 6": "--image-size must be divisible by --patch-size",
             "--predict a.png b.png": "--predict needs --evaluate",
             "--predict a.png b.png --evaluate good.pt": "a.png: cannot be read as a picture",

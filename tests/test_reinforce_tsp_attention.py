@@ -1219,7 +1219,7 @@ def test_files_that_hold_no_instances_are_one_line(tmp_path, capsys, text):
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and REFUSED.get(text, "") in line
     assert line.startswith(f"reinforce_tsp_attention.py: error: {tmp_path / 'x.txt'}: ")
-    assert "lines must be like `x y x y x y output 1 3 2 1`" in line
+    assert "ML4CO text has equal lines `x y x y x y output 1 3 2 1`" in line
 
 
 def test_files_that_cannot_be_read_are_one_line(tmp_path, capsys):
@@ -1286,7 +1286,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
         ("--solve new --evaluate good.pt", "--solve new: must be"),
         ("--solve new --data good.txt", "--solve new: must be"),
         ("--solve good.txt --data good.txt --evaluate good.pt", "--solve good.txt: must be a new folder"),
-        ("--resume adam.pt --optimizer muon", "adam.pt: does not fit --baseline or --optimizer"),
+        ("--resume adam.pt --optimizer muon", "adam.pt: does not fit --optimizer"),
     ):
         with pytest.raises(SystemExit) as stop:
             am.main(flags.split())
