@@ -368,7 +368,8 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        save("checkpoint.pt")
+        if not checkpoint:
+            save("checkpoint.pt")
     storage = RolloutStorage(envs, args.num_steps)
     storage.obs[-1], _ = envs.reset(seed=seed_everything(args.seed, 1, iteration, RANK))
     longest_episode = 0
@@ -395,13 +396,12 @@ def train(args, checkpoint=None):
         step += round(num_rows)
         if RANK > 0:  # the log shows the environments of process 0
             continue
-
         cpu_seconds += time.process_time() - cpu_start
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
         if not np.isfinite([*scalars.values(), storage.obs.sum(), storage.rewards.sum()]).all():
             fail(f"{args.env_id}: observations, rewards or losses are not finite at step {step}")
         unexplained = (batch.returns - batch.values).var() / batch.returns.var()
-        scalars |= {"losses/explained_variance": 1 - unexplained.item(), "charts/cpu_seconds": cpu_seconds}
+        scalars |= {"losses/explained_variance": 1 - unexplained, "charts/cpu_seconds": cpu_seconds}
         scalars |= {"charts/learning_rate": lr, "charts/SPS": num_rows / (time.time() - start)}
         done = (storage.terminated | storage.truncated)[1:]
         if done.any():
