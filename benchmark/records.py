@@ -2,289 +2,238 @@
 
 import contextlib
 import json
+import math
 import re
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 
 import common
 import numpy as np
-from common import ResultsError
+from common import ResultsError, require
 from scipy import stats
-from suite import Cell, read_suite
+from suite import SHOWN, read_suite
 
 NUM_POINTS = 60  # of a learning curve, in the JSON file
-RESAMPLES = 9999
-RESULT_KEYS = "seed headline metrics env_steps wall_seconds cpu_seconds device torch".split()
-SHOWN_KEYS = {"ratios": [], "tables": [], "summary": ""}  # of a suite: what the pages say of its results
 NOT_RUN = "not run yet"
 OF_A_RUN = (
     "exp_name seed run_dir resume track wandb_project_name wandb_entity".split()
-)  # options that change no result
-CURVES = {  # in words; the first one that was logged is the learning curve
-    "eval/episodic_return": "return of the greedy policy",
-    "eval/greedy_gap": "gap of greedy tours, %",
-    "charts/episodic_return": "return of training episodes",
-    "eval/f1": "F1 of changed pixels, on val",
-    "eval/win_rate_best": "games won against the best network before",
-    "eval/greedy_length": "length of greedy tours",
-}
+)  # flags that change no result
 
 
-def read_process(path: Path) -> dict:
-    """What run.py has seen of the process of the run in the folder `path`; nothing if it was not run.py's."""
-    try:
-        return json.loads((path.parent / "process.json").read_text())
-    except (OSError, ValueError):  # also if the harness was killed right after the run
-        return {}
+# ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def read_result(path: Path, headline: str | None = None) -> dict:
-    """Read what the run in the folder `path` has found: of tags of evaluations, the last values.
-
-    Raises ResultsError if it has not logged its `headline`.
-    """
-    tags = common.read_events(path).Tags()["scalars"]
-    headline = headline or next((tag for tag in tags if tag.startswith("eval/")), "charts/episodic_return")
-    common.read_points(path, headline, "headline")
-    shown = {headline, *(tag for tag in tags if tag.startswith(("eval/", "best/")))}
-    step, cpu_seconds, wall_seconds, _ = common.read_points(path, "charts/cpu_seconds")[-1]
-    args = dict(re.findall(r"^\|(\w+)\|(.*)\|$", common.read_text(path, "hyperparameters"), re.M))
-    process = read_process(path)
-    return {
-        "seed": int(args.get("seed", 0)),
-        "headline": headline,
-        "metrics": {tag: common.read_points(path, tag)[-1][-1] for tag in sorted(shown)},
-        "env_steps": step,
-        "wall_seconds": wall_seconds,
-        "cpu_seconds": process.get("cpu_seconds", cpu_seconds),
-        "device": "cpu",
-        "torch": process.get("machine", {}).get("torch"),
-        "commit": common.read_text(path, "program"),
-        "args": args,
-        "env_id": args.get("env_id"),
-        "script": path.name.split("__")[-3:][0],
-    }
+def read_args(path: Path) -> dict[str, str]:
+    """Read the flags that the run in the folder `path` has logged."""
+    return dict(re.findall(r"^\|(\w+)\|(.*)\|$", common.read_text(path, "hyperparameters"), re.M))
 
 
-def find_run(folder: Path, cell: dict) -> dict | None:
-    """What is kept of the first attempt at a cell that is done; None if there is none."""
-    for path in common.find_run_folders(folder, "try_*/*"):
-        with contextlib.suppress(ResultsError):
-            return read_run(cell, path)
+def find_threshold(curve: list[list[float]], threshold: float, better: str = "higher", in_a_row: int = 1):
+    """Return the point of a curve that ends the first `in_a_row` at the threshold or beyond; None if none does."""
+    sign, num_beyond = 1 if better == "higher" else -1, 0
+    for point in curve:
+        num_beyond = num_beyond + 1 if sign * point[-1] >= sign * threshold else 0
+        if num_beyond == in_a_row:
+            return point
     return None
 
 
-def read_run(cell: dict, path: Path) -> dict:
-    """What is kept of the run in the folder `path`; ResultsError if it has not ended, or lacks what the cell needs."""
-    process = read_process(path)
-    if process.get("exit_code") != 0:
-        raise ResultsError(f"{path} has not ended")
-    if cell.get("score_best") and not process.get("best"):
-        raise ResultsError(f"no score of best.pt of {path}")
-    return make_run(cell, path, read_result(path, cell.get("headline")), process)
+def read_run(path: Path, cell: dict, process: dict) -> dict:
+    """Read what is kept of the run in the folder `path`; ResultsError if it lacks the cell's headline or curve.
 
-
-def make_run(cell: dict, path: Path, result: dict, process: dict) -> dict:
-    """What is kept of a run, by its result, its events and what run.py has seen of its process."""
-    run = {key: result[key] for key in RESULT_KEYS} | {"value": result["metrics"][result["headline"]]}
-    run["metrics"] = run["metrics"] | process.get("best", {})
-    if cell.get("gpus"):
-        run["device"] = "gpu"
-    run["machine"] = process.get("machine")
-    # peers say their version themselves
-    run["commit"] = result.get("commit") or (run["machine"] or {}).get("commit", "unknown")
-    clock = 1 if run["device"] == "cpu" else 2  # CPU-seconds, which others on the machine disturb less
+    `process` is what run.py has seen of it, if it was run.py's.
+    """
+    tags = common.read_events(path).Tags()["scalars"]
+    shown = [tag for tag in tags if tag.startswith(("eval/", "best/"))]
+    headline = cell.get("headline") or [*shown, "charts/episodic_return"][0]
+    values = {tag: common.read_points(path, tag)[-1][-1] for tag in sorted({headline, *shown})}
     last = common.read_points(path, "charts/cpu_seconds")[-1]
-    run["steps_per_second"] = last[0] / last[clock] if last[clock] else None
-    with contextlib.suppress(ResultsError):
+    machine, clock = process.get("machine"), 2 if cell.get("gpus") else 1
+    version = common.read_text(path, "program")  # which peers log
+    run = {
+        "seed": int(read_args(path).get("seed", 0)),
+        "headline": headline,
+        "value": values[headline],
+        "metrics": values | process.get("best", {}),
+        "env_steps": last[0],
+        "wall_seconds": last[2],
+        "cpu_seconds": process.get("cpu_seconds", last[1]),
+        "device": ("", "cpu", "gpu")[clock],
+        "machine": machine,
+        "commit": version or (machine or {}).get("commit", "unknown"),
+        "steps_per_second": last[0] / max(last[clock], 1e-9),
+    }
+    if "charts/episodic_return" in tags:
         returns = common.read_points(path, "charts/episodic_return")
         if late := [point[-1] for point in returns if point[0] > 0.9 * last[0]]:
             run["final_return"] = float(np.mean(late))
-    curve = common.read_points(path, cell["curve"]) if cell["curve"] else []
-    if cell["threshold"] is not None:
-        point = common.find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
+    curve = common.read_points(path, cell["curve"]) if cell.get("curve") else []
+    if cell.get("threshold") is not None:
+        point = find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
-    chosen = sorted({round(i) for i in np.linspace(0, len(curve) - 1, NUM_POINTS)}) if curve else []
-    points = [[curve[i][0], *(float(f"{x:.5g}") for x in (curve[i][clock], curve[i][3]))] for i in chosen]
+    rare = curve[:: -math.ceil(len(curve) / NUM_POINTS) or 1][::-1]  # with the last point
+    points = [[point[0], float(f"{point[clock]:.5g}"), float(f"{point[3]:.5g}")] for point in rare]
     return run | {"curve": points}
 
 
-def read_json(path: Path) -> dict:
-    """A file that run.py or report.py has made of a suite; ResultsError for anything else."""
+def read_end(log: Path) -> str:
+    """Read the last line of a log, of a progress bar the last state."""
+    text = log.read_bytes().decode(errors="replace") if log.exists() else ""
+    return re.split("[\r\n]", text.strip())[-1].strip()
+
+
+def read_attempt(attempt: Path, cell: dict) -> dict:
+    """Read the run in the folder of an attempt at a cell; ResultsError if it is no result, with the reason."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        raise ResultsError(f"{path}: no JSON file that can be read") from None
-    if not isinstance(content, dict) or not {"suite", "cells"} <= content.keys():
-        raise ResultsError(f"{path}: not the results of a suite")
-    return SHOWN_KEYS | content
+        process = json.loads((attempt / "process.json").read_text())
+    except (OSError, ValueError):  # it runs, or the harness was killed
+        raise ResultsError(NOT_RUN) from None
+    code = process["exit_code"]
+    require(code is not None, f"not done after {cell.get('hours', 0):g} hours")
+    require(code == 0, f"exit code {code}: {read_end(attempt / 'log.txt')}")
+    has_best = process.get("best") or not cell.get("score_best")
+    require(has_best, f"no scores of best.pt: {read_end(attempt / 'best.txt')}")
+    for path in common.find_run_folders(attempt):
+        return read_run(path, cell, process)
+    raise ResultsError("no run folder")
 
 
-def collect(suite_folder: Path) -> dict:
-    """Results of the suite whose runs are in `suite_folder`, which benchmark/run.py has made."""
-    suite, cells = read_json(suite_folder / "suite.json"), {}
-    errors = {(e["name"], e["seed"]): e["error"] for e in suite["errors"]}
+def find_run(folder: Path, cell: dict) -> tuple[dict | None, str]:
+    """Return what is kept of the first attempt at a cell that is done, None if there is none, and what failed last."""
+    error = NOT_RUN
+    for attempt in sorted(folder.glob("try_*")):
+        try:
+            return read_attempt(attempt, cell), ""
+        except ResultsError as failure:
+            error = str(failure)
+    return None, error
+
+
+# ---- Suites ----------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict:
+    """Read a file that run.py or report.py has made of a suite; ResultsError for anything else."""
+    try:
+        content = SHOWN | json.loads(path.read_text())
+        content["suite"], content["cells"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise ResultsError(f"{path}: no results of a suite") from None
+    return content
+
+
+def add_run(cells: dict, name: str, cell: dict, run: dict | None, missing: dict) -> None:
+    """Add a run, or what is missing, to the cell that has the name."""
+    entry = cells.setdefault(name, {"headline": None} | cell | {"runs": [], "missing": []})
+    if run:
+        entry["headline"] = run.pop("headline")
+    entry["runs" if run else "missing"].append(run or missing)
+
+
+def collect(folder: Path) -> dict:
+    """Read the results of the suite whose runs are in `folder`, which benchmark/run.py has made."""
+    suite, cells = read_json(folder / "suite.json"), {}
     for cell in suite["cells"]:
-        name, folder, seed = (cell.pop(key) for key in ("name", "folder", "seed"))
-        entry = cells.setdefault(name, {"headline": None} | cell | {"runs": [], "missing": []})
-        if run := find_run(suite_folder / folder, cell):
-            entry["headline"] = run.pop("headline")
-            entry["runs"].append(run)
-        else:
-            entry["missing"].append({"seed": seed, "error": errors.get((name, seed), NOT_RUN)})
-    return {"suite": suite["suite"], "cells": cells} | {key: suite[key] for key in SHOWN_KEYS}
+        name, path, seed = (cell.pop(key) for key in ("name", "folder", "seed"))
+        run, error = find_run(folder / path, cell)
+        add_run(cells, name, cell, run, {"seed": seed, "error": error})
+    return {key: suite[key] for key in ("suite", *SHOWN)} | {"cells": cells}
 
 
 def collect_folders(folder: Path) -> dict:
-    """Runs that have ended, in the folders that the scripts leave below `folder`, as a suite `runs`."""
-    results, cells = {}, {}
+    """Read the runs that have ended, in the folders that the scripts leave below `folder`, as a suite `runs`.
+
+    Runs with equal flags but their seeds are one cell; each set of flags has a number.
+    """
+    known, cells = [], {}
     for path in common.find_run_folders(folder, ".") + common.find_run_folders(folder):
+        args = read_args(path)
         with contextlib.suppress(ResultsError):
-            if common.read_text(path, "hyperparameters"):
-                result = read_result(path)
-                # CleanRL leaves out a last rollout that is not whole
-                if result["env_steps"] >= 0.95 * int(result.get("args", {}).get("total_timesteps", 0)):
-                    results[path] = result
-    for path, result in results.items():
-        script, task, name = describe_run(result)
-        alike = [other for other in results.values() if describe_run(other) == (script, task, name)]
-        setting = " ".join([name, *list_differences(result, alike)])
-        tags = common.read_events(path).Tags()["scalars"]
-        cell = {"task": task, "setting": setting, "script": script, "command": "", "threshold": None}
-        cell["curve"] = next((tag for tag in CURVES if tag in tags), None)
-        entry = cells.setdefault(
-            f"{script}/{task}/{setting}", cell | {"better": "higher", "runs": [], "missing": []}
-        )
-        run = make_run(cell, path, result, {})
-        entry["headline"] = run.pop("headline")
-        entry["runs"].append(run)
-    return {"suite": "runs", "cells": cells} | SHOWN_KEYS
-
-
-def describe_run(result: dict) -> tuple[str, str, str]:
-    """Script, task and the name of the run."""
-    return result["script"], result["env_id"], result.get("args", {}).get("exp_name", result["script"])
-
-
-def list_differences(result: dict, others: list[dict]) -> list[str]:
-    """The options of a run in which not all `others` are as it is, seeds and folders aside."""
-    args = {name: value for name, value in result.get("args", {}).items() if name not in OF_A_RUN}
-    theirs = [other.get("args", {}) for other in others]
-    return [
-        f"{name}={value}" for name, value in args.items() if any(x.get(name, value) != value for x in theirs)
-    ]
+            run = read_run(path, {}, {})
+            # CleanRL leaves out a last rollout that is not whole
+            if args and run["env_steps"] >= 0.95 * int(args.get("total_timesteps", 0)):
+                flags = [item for item in args.items() if item[0] not in OF_A_RUN]
+                known += [flags] * (flags not in known)
+                cell = {"script": path.name.split("__")[-3:][0], "task": args.get("env_id")}
+                cell["setting"] = f"{args.get('exp_name', 'flags')}, flags {1 + known.index(flags)}"
+                cell |= {"command": "", "curve": run["headline"], "threshold": None}
+                add_run(cells, str([*cell.values()]), cell, read_run(path, cell, {}), {})
+    return SHOWN | {"suite": "runs", "cells": cells}
 
 
 def load(path: Path) -> dict:
-    """Results of a suite from its run folder or its JSON file."""
-    if path.is_dir():
-        return collect(path)
-    results = read_json(path)
-    if not isinstance(results["cells"], dict):
-        raise ResultsError(f"{path}: not the results of a suite; give the folder it is in")
+    """Read the results of a suite from its run folder or its JSON file."""
+    results = collect(path) if path.is_dir() else read_json(path)
+    require(
+        isinstance(results["cells"], dict), f"{path}: no results of a suite; give the folder that it is in"
+    )
     return results
 
 
 def load_published() -> dict[str, dict]:
-    """Results of suites in benchmark/results, by name: of the cells and as the suites of today have them."""
+    """Read benchmark/results by suite, with the cells, tables and ratios that the suite has now.
+
+    A cell that is new in the suite, or has another command there, has not run yet.
+    """
     found = {}
     for path in sorted(common.SUITES.glob("*.toml")):
         if results := common.load_results(path.stem):
-            cells, shown = read_suite(path, check=lambda cell, where: None)
-            found[path.stem] = results | shown | {"cells": list_cells_of_today(results["cells"], cells)}
-    return found
-
-
-def list_cells_of_today(old: dict[str, dict], cells: list[Cell]) -> dict[str, dict]:
-    """The results of `cells` among those of before, or that the command was not run yet."""
-    found = {}
-    for cell in cells:
-        if cell.name in old and old[cell.name]["command"].split() == cell.command.split():
-            found[cell.name] = old[cell.name]
-        else:
-            empty = asdict(cell) | {"script": cell.script, "runs": [], "missing": []}
-            found.setdefault(cell.name, empty)["missing"].append({"seed": cell.seed, "error": NOT_RUN})
+            new, shown = read_suite(path)
+            cells = {}
+            for cell in new:
+                old = results["cells"].get(cell.name, {"command": ""})
+                if old["command"].split() == cell.command.split():
+                    cells[cell.name] = old
+                else:
+                    missing = {"seed": cell.seed, "error": NOT_RUN}
+                    add_run(cells, cell.name, vars(cell), None, missing)
+            found[path.stem] = results | shown | {"cells": cells}
     return found
 
 
 def is_ours(cell: dict) -> bool:
-    """Whether the cell runs one of our scripts, and not a peer."""
+    """Return whether the cell runs one of our scripts, and not a peer."""
     return "benchmark/peers/" not in cell["command"]
-
-
-def list_dirty(results: dict) -> list[str]:
-    """Runs of a tree that was not that of a commit."""
-    return [
-        f"{name}, seed {run['seed']}"
-        for name, cell in results["cells"].items()
-        for run in cell["runs"]
-        if str((run["machine"] or {}).get("commit")).endswith("-dirty")
-    ]
 
 
 # ---- Over seeds ------------------------------------------------------------------------------------------------------
 
 
 def get_values(cell: dict, quantity: str) -> list[float]:
-    """A quantity of each run of a cell, by seed: infinite where a threshold was not reached, nan if it has none.
+    """Return a quantity of each run of a cell, by seed: infinite if a threshold was not reached, nan if unknown.
 
-    The names of metrics count with and without `eval/`, which older results of peers lack.
+    The names of metrics count with and without `eval/`.
     """
-    values = []
+    values, name = [], quantity.removeprefix("eval/")
     for run in sorted(cell["runs"], key=lambda run: run["seed"]):
         known = run | run["metrics"] | {"headline": run["value"]}
-        known = {name.removeprefix("eval/"): value for name, value in known.items()}
-        value = known.get(quantity.removeprefix("eval/"), float("nan"))
-        values.append(float("inf") if value is None else float(value))
+        value = known.get(name, known.get(f"eval/{name}", math.nan))
+        values.append(math.inf if value is None else value)
     return values
 
 
-def find_interval(
-    samples: tuple[list[float], ...], statistic, paired: bool = False
-) -> tuple[float, float] | None:
-    """95 % bootstrap interval of a statistic of one or more samples; None for samples of one value or infinite ones."""
-    if any(len(sample) < 2 or not np.isfinite(sample).all() for sample in samples):
-        return None
-    options = {"n_resamples": RESAMPLES, "method": "percentile", "vectorized": True, "paired": paired}
-    found = stats.bootstrap(samples, statistic, rng=np.random.default_rng(0), **options)
-    return tuple(map(float, found.confidence_interval))
+def find_interval(*samples) -> tuple[float, float] | None:
+    """Return Student's 95 % interval of a mean, or Welch's of the first mean minus the second.
 
-
-def compare_means(base: list[float], new: list[float], better: str) -> dict:
-    """NEW - BASE of the means with Welch's 95 % interval, and the probability that a run of NEW is the better one."""
-    sign = 1.0 if better == "higher" else -1.0
-    wins = stats.mannwhitneyu(sign * np.array(new), sign * np.array(base)).statistic  # ties half
-    found = {"difference": float(np.mean(new)) - float(np.mean(base)), "interval": None}
-    found["improvement"] = float(wins) / (len(base) * len(new))
-    if min(len(base), len(new)) < 2 or not np.isfinite([*base, *new]).all():
-        return found
-    if (
-        np.isclose(base, base[0]).all() and np.isclose(new, new[0]).all()
-    ):  # no noise: Welch's would divide by zero
-        return found | {"interval": (found["difference"],) * 2}
-    with (
-        warnings.catch_warnings()
-    ):  # scipy's, where one of the two is constant: its variance of zero is right
-        warnings.filterwarnings("ignore", "Precision loss")
-        test = stats.ttest_ind(new, base, equal_var=False)
-    return found | {"interval": tuple(map(float, test.confidence_interval(0.95)))}
-
-
-def find_ratio(ours: list[float], peer: list[float], paired: bool = False):
-    """Ratio of the medians and its interval (`paired`: of values of the same runs); None where it means nothing.
-
-    That is where values are not positive, or a median is infinite or not known.
+    None if a sample has one value, or infinite or unknown ones; not numbers if there is no noise.
     """
-    if (
-        not ours
-        or not peer
-        or not min(*ours, *peer) > 0
-        or not np.isfinite(np.median(peer) + np.median(ours))
-    ):
+    if min(map(len, samples)) < 2 or not np.isfinite(np.concatenate(samples)).all():
         return None
+    with warnings.catch_warnings():  # of samples without noise
+        warnings.simplefilter("ignore", RuntimeWarning)
+        one = len(samples) == 1
+        test = stats.ttest_1samp(*samples, 0) if one else stats.ttest_ind(*samples, equal_var=False)
+        return tuple(map(float, test.confidence_interval()))
 
-    def ratio(a, b, axis=-1):
-        return np.median(a, axis=axis) / np.median(b, axis=axis)
 
-    return float(ratio(ours, peer)), find_interval((ours, peer), ratio, paired)
+def find_ratio(ours: list[float], peer: list[float], paired: bool = False) -> tuple:
+    """Return the ratio of the medians, and the 95 % interval of the ratio by the logarithms of both samples.
+
+    The interval is that of the geometric means; with `paired`, of values of the same runs. nan and None are what means
+    nothing, as some values are not positive, infinite or unknown.
+    """
+    if not min(*ours, *peer) > 0:
+        return math.nan, None
+    a, b = np.log(ours), np.log(peer)
+    interval = find_interval(a - b) if paired else find_interval(a, b)
+    return float(np.median(ours) / np.median(peer)) or math.nan, interval and tuple(map(math.exp, interval))

@@ -1,6 +1,7 @@
 """The pages follow from the committed results, and the arithmetic of the studies is right."""
 
 import json
+import re
 import statistics
 import sys
 from types import SimpleNamespace
@@ -19,24 +20,27 @@ import common
 import compare
 import go_engine
 import go_search
+import helpers
 import records
 import report
 import tsp_networks
 
 
 def test_the_pages_follow_from_the_committed_results():
-    """Writing the report anew changes nothing in the pages and README.md, and each picture that they show is there."""
+    """Writing the report again changes nothing in the pages and README.md, and each picture that they show is there."""
     published = records.load_published()
-    for path, text in report.make_pages(published).items():
+    written = report.make_pages(published)
+    for path, text in written.items():
         assert path.read_text() == text, path.name
-    sections = report.make_sections(published)
-    assert {page for page, _ in sections} == {*report.SCRIPTS, "README", "scaling", "results"} and len(
-        sections
-    ) >= 23
-    names = {*report.list_drawn(published), "tsp_networks"}
-    assert names == {"ppo_equal", "ppo_mujoco", "ppo_tasks", "r2d2_memory", "tsp_networks"}
-    for name in names:
+    assert {path.stem for path in written} == {*report.SCRIPTS, "README", "scaling", "results"}
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    shown = {name for page in pages for name in re.findall(r"figures/(\w+)\.png", page.read_text())}
+    assert shown == {"ppo_equal", "ppo_mujoco", "ppo_tasks", "r2d2_memory", "tsp_networks"}
+    for name in shown:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (
+            name in report.choose_shown(published) or name in report.STUDIES
+        )  # which the report draws again
 
 
 def test_every_file_of_results_is_shown():
@@ -46,22 +50,28 @@ def test_every_file_of_results_is_shown():
     assert published.keys() <= names <= published.keys() | set(report.STUDIES)
     for name, results in published.items():
         assert results["tables"] or results["ratios"] or name == "ablations"
-        assert not records.list_dirty(results)
+        for run in (run for cell in results["cells"].values() for run in cell["runs"]):
+            assert "dirty" not in str(run["machine"])
     for name in names & set(report.STUDIES):
         assert not any("dirty" in row["machine"]["commit"] for row in common.load_results(name)["rows"])
 
 
-def test_how_many_deviations_three_times_the_steps_are():
-    """What benchmark/README.md says of the committed cells whose runs all got to the threshold, not all at once."""
-    found = []
+def test_how_many_deviations_slower_learning_is():
+    """What benchmark/README.md says of the committed cells: of steps to a threshold, and of speed."""
+    steps, speed = [], []
     for cell in (cell for results in records.load_published().values() for cell in results["cells"].values()):
-        if cell["threshold"] is not None and len(cell["runs"]) > 1:
-            deviation = np.std(np.log(records.get_values(cell, "steps_to_threshold")), ddof=1)
-            found += [np.log(3) / deviation] if deviation > 0 and np.isfinite(deviation) else []
+        if len(cell["runs"]) > 2:
+            speed.append(np.std(compare.find_losses(cell)["speed"], ddof=1))
+            values = records.get_values(cell, "steps_to_threshold")
+            if np.isfinite(values).all():
+                steps.append(np.std(np.log(values), ddof=1))
+    text = " ".join((ROOT / "benchmark" / "README.md").read_text().split())
+    found = np.log(3) / np.array([x for x in steps if x > 0])
     low, median, high = np.quantile(found, [0.1, 0.5, 0.9])
-    text = (ROOT / "benchmark" / "README.md").read_text().replace("\n", " ")
-    assert f"are {low:.1f} to {high:.1f} standard deviations in four of five" in text
+    assert f"{low:.1f} to {high:.1f} standard deviations in four of five" in text
     assert f"in the median {median:.1f}." in text
+    low, median = np.log(2 / compare.SLOWER) / np.quantile(speed, [0.9, 0.5])
+    assert f"at least {low:.1f} in nine of ten cells, in the median {median:.1f}" in text
 
 
 def make_cell(setting, steps, **changes):
@@ -89,32 +99,32 @@ def make_cell(setting, steps, **changes):
 def test_ratios_count_runs_that_never_got_there():
     cells = {"a": make_cell("ours", [100, 300, None]), "b": make_cell("b", [None, 600, None])}
     cells |= {"c": make_cell("c", [200, 300, 400]), "d": make_cell("d", [1000, 1100, 1200])}
-    base = {"title": "t", "quantity": "steps_to_threshold", "better": "lower", "ours": "a"}
-    lines = [report.make_ratio_line(base | {"peer": peer}, cells) for peer in "bc"]
-    assert lines[0] == ["t", "abc", "300 (2 of 3)", "over 400 (1 of 3)", "-"]
-    assert lines[1] == ["t", "abc", "300 (2 of 3)", "300", "1.00 (-)"]
-    ours = base | {"ours": "c", "peer": "d"}
-    assert report.make_ratio_line(ours, cells)[-1].startswith(
-        "**0.273** (0.1"
-    )  # ours is better, whatever the draw
-    assert report.make_ratio_line(ours | {"better": "higher"}, cells)[-1].startswith("*0.273* (0.1")
+    base = {"title": "t", "quantity": "steps_to_threshold", "better": "lower"}
+    pairs = [("a", "b"), ("a", "c"), ("c", "d")]
+    ratios = [base | {"ours": ours, "peer": peer} for ours, peer in pairs]
+    lines = report.make_ratio_table({"cells": cells, "ratios": ratios}).splitlines()[2:]
+    assert lines[0] == "| t | abc | 300 (2 of 3) | - (1 of 3) | - |"
+    assert lines[1] == "| t | abc | 300 (2 of 3) | 300 | 1.00 |"
+    assert lines[2].startswith("| t | abc | 300 | 1,100 | **0.273** (0.")
 
 
 def test_a_run_that_never_got_there_counts_as_twice_what_it_was_given():
     cell = make_cell("ours", [100, None])
-    assert compare.find_losses(cell, "steps_to_threshold").tolist() == pytest.approx(np.log([100, 800]))
-    assert compare.find_losses(cell, "seconds_to_threshold").tolist() == pytest.approx(np.log([1, 8]))
-    assert compare.find_losses(cell | {"threshold": None}, "steps_to_threshold") is None
-    assert compare.find_losses(cell, "area").tolist() == [-250.0, -250.0]
+    assert compare.find_losses(cell)["steps"].tolist() == pytest.approx(np.log([100, 800]))
+    assert compare.find_losses(cell)["curve"].tolist() == pytest.approx([-250.0, -250.0])
+    assert compare.find_losses(cell)["speed"].tolist() == pytest.approx(-np.log([100, 101]))
+    cell["runs"][1]["curve"] = []
+    assert compare.find_losses(cell).keys() == {"headline", "speed"}
 
 
-def test_tables_of_metrics_show_mean_and_range_or_the_interval_of_the_only_run():
-    results = {"cells": {"a": make_cell("a", [1, 2]), "b": make_cell("b", [1], task="other")}}
-    results["cells"]["b"]["runs"][0]["metrics"] |= {"a_low": 0.5, "a_high": 1.5}
-    table = report.make_column_table(results, {"A": "a"})
-    assert "| CartPole-v1, a | 1.50 (1.00 to 2.00) | 60.0 | 2 |" in table
+def test_tables_of_metrics_show_single_values_or_the_interval_of_the_only_run():
+    cells = [make_cell("a", [1, 2]), make_cell("b", [1], task="other")]
+    cells[1]["runs"][0]["metrics"] |= {"a_low": 0.5, "a_high": 1.5}
+    table = report.make_cell_table(cells, {"A": "a"})
+    assert "| CartPole-v1, a | 1.50 (1.00, 2.00) | 60.0 | 2 |" in table
     assert "| other, b | 1.00 (0.500 to 1.50) | 60.0 | 1 |" in table
-    assert table.endswith("- CartPole-v1, a: `python a.py --a 1`\n- other, b: `python b.py --a 1`")
+    commands = report.list_commands(cells)
+    assert commands == "- CartPole-v1, a: `python a.py --a 1`\n- other, b: `python b.py --a 1`"
 
 
 def test_summaries_take_medians_of_times_and_means_of_metrics():
@@ -165,10 +175,10 @@ def test_gaps_of_networks_stand_beside_published_ones():
 def test_rows_replace_those_of_the_same_keys(tmp_path, monkeypatch):
     """And those of a program are all of the commit it began with, though the first results have changed the tree."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    common.describe_machine_once.cache_clear()
-    common.save_rows("x", [{"a": 1, "b": 1}, {"a": 2, "b": 1}], ("a",))
+    helpers.describe_machine_once.cache_clear()
+    helpers.save_rows("x", [{"a": 1, "b": 1}, {"a": 2, "b": 1}], ("a",))
     monkeypatch.setattr(common.subprocess, "run", lambda *_, **__: pytest.fail("git is asked again"))
-    common.save_rows("x", [{"a": 2, "b": 7}], ("a",))
+    helpers.save_rows("x", [{"a": 2, "b": 7}], ("a",))
     monkeypatch.undo()
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [(row["a"], row["b"]) for row in rows] == [(1, 1), (2, 7)]

@@ -55,11 +55,20 @@ def forbid_abbreviations(parser: argparse.ArgumentParser):
 
 
 @functools.cache
+def load_args(path: Path):
+    """The dataclass of a program's flags, None for those that have a parser of argparse."""
+    if path.parent.name == "algos":
+        return importlib.import_module(f"algos.{path.stem}").Args
+    return (
+        getattr(importlib.import_module(path.stem), "Args", None) if path.parent.name == "benchmark" else None
+    )
+
+
+@functools.cache
 def load_parser(path: Path):
     """A function from arguments to nothing, or to SystemExit where the program at `path` would not take them."""
-    if path.parent.name == "algos":
-        module = importlib.import_module(f"algos.{path.stem}")
-        return lambda flags: tyro.cli(module.Args, args=flags)
+    if args := load_args(path):
+        return lambda flags: tyro.cli(args, args=flags)
     if path.parent.name == "peers":  # what they import is in environments of their own
         (function,) = (n for n in ast.parse(path.read_text()).body if getattr(n, "name", "") == "make_parser")
         names = {"argparse": argparse, "peer": peer, "go_engine": go_engine, "__doc__": ""}
@@ -82,9 +91,10 @@ def takes(path: Path, flags: list[str]) -> bool:
 
 
 def get_flags(path: Path) -> set[str]:
-    if path.parent.name != "algos":
+    args = load_args(path)
+    if args is None:
         return set(load_parser(path).__self__._option_string_actions)
-    names = importlib.import_module(f"algos.{path.stem}").Args.__dataclass_fields__
+    names = args.__dataclass_fields__
     return {f"--{no}{name.replace('_', '-')}" for name in names for no in ("", "no-")} | {"--help"}
 
 

@@ -14,10 +14,11 @@ from conftest import ENVIRONMENT, ROOT, read_scalars
 from envs_shared.go import Go
 
 PEERS = ROOT / "benchmark" / "peers"
-sys.path += [str(ROOT / "benchmark"), str(PEERS)]
+sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(PEERS)]
 import common
 import gnugo_match
 import go_engine
+import helpers
 import peer
 import records
 import sb3_ppo
@@ -152,16 +153,16 @@ def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(script, fl
     assert scalars.keys() == metrics | {"charts/cpu_seconds", *tags.split()}
     last = scalars["charts/cpu_seconds"][-1][0]
     assert all(scalars[tag][-1][0] == last for tag in metrics)  # which end the log
-    result = records.read_result(path)
-    name = result["env_id"].replace(":", "-")
-    assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name) and result["script"] == script
+    result = records.read_run(path, {}, {})
+    name = records.read_args(path)["env_id"].replace(":", "-")
+    assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name)
     assert result["seed"] == 3 and result["env_steps"] == last > 0 and result["cpu_seconds"] > 0
     if environment:
         package, number = result["commit"].split()[:2]
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
         assert f"{package}=={number}" in requirements
     else:
-        assert result["commit"] == "" or script == "gnugo_match"
+        assert result["commit"] == "unknown" or script == "gnugo_match"
     assert str(path) in run.stdout.splitlines()[-1] and "%|" in run.stderr  # a line of summary, and tqdm
     check_values(script, flags, result, scalars)
 
@@ -199,10 +200,8 @@ def test_a_peer_names_its_run_folder_and_logs_flags_and_version(tmp_path, monkey
     assert {tag: x for tag, x in read_scalars(run.path).items() if "charts" not in tag} == {
         "eval/x": [(7, 1.5)], "best/y": [(7, 2.0)]
     }  # fmt: skip
-    result = records.read_result(run.path)
-    assert result["args"] | {"param": "value"} == {"param": "value"} | {
-        k: str(v) for k, v in vars(args).items()
-    }
+    result, args_read = records.read_run(run.path, {}, {}), records.read_args(run.path)
+    assert args_read | {"param": "value"} == {"param": "value"} | {k: str(v) for k, v in vars(args).items()}
     assert result["commit"] == "p 1" and result["metrics"] == {"eval/x": 1.5, "best/y": 2.0}
     assert "p 1: x 1.5" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
@@ -357,21 +356,21 @@ def test_intervals_of_win_rates_are_wilsons():
 def test_the_harness_reads_a_peer_as_it_reads_our_scripts(tmp_path):
     python = find_python("sb3_ppo")
     command = (python, PEERS / "sb3_ppo.py", "--seed", 2, "--total-timesteps", 1024)
-    path = common.run_command(tmp_path / "a", *command)
+    path = helpers.run_command(tmp_path / "a", *command)
     steps, seconds, _, returns = zip(*common.read_points(path, "charts/episodic_return"), strict=True)
     assert steps == (256, 512, 768, 1024) and sorted(seconds) == list(seconds) and min(returns) >= 8
     assert common.read_text(path, "program") == "stable-baselines3 2.9.2"
-    other = common.run_command(tmp_path / "b", *command, "--eval-interval", 2)
+    other = helpers.run_command(tmp_path / "b", *command, "--eval-interval", 2)
     assert [point[0] for point in common.read_points(other, "eval/episodic_return")] == [512, 1024]
     # evaluation on the way changes nothing in what is learned
-    metrics = [records.read_result(folder)["metrics"] for folder in (path, other)]
+    metrics = [records.read_run(folder, {}, {})["metrics"] for folder in (path, other)]
     assert metrics[0] == metrics[1]
 
 
 def test_returns_of_a_rollout_are_those_of_the_episodes_that_ended_in_it(tmp_path):
     """Episodes of CartPole are as long as their return: all that ended fit into the steps so far, and fill them."""
     command = (find_python("sb3_ppo"), PEERS / "sb3_ppo.py", "--seed", 2, "--total-timesteps", 512)
-    path = common.run_command(tmp_path, *command, "--settings", "cleanrl")
+    path = helpers.run_command(tmp_path, *command, "--settings", "cleanrl")
     (step, _, _, mean) = common.read_points(path, "charts/episodic_return")[0]
     assert step == 512 and 8 <= mean <= 128
 

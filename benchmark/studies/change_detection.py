@@ -47,6 +47,7 @@ from torch import nn
 
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
+import helpers
 
 from algos import ppo_change_detection as cd
 from envs_shared import change_pairs
@@ -78,7 +79,7 @@ def run_script(*flags) -> tuple[Path, float]:
     """Run the script; returns its folder and the CPU-seconds of the whole process."""
     start = resource.getrusage(resource.RUSAGE_CHILDREN)
     words = " ".join(map(str, flags)).split()
-    path = common.run_command(tempfile.mkdtemp(), sys.executable, cd.__file__, *words)
+    path = helpers.run_command(tempfile.mkdtemp(), sys.executable, cd.__file__, *words)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
     return path, end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
 
@@ -237,7 +238,7 @@ def measure(studies: list[str], seeds: list[int], more: str) -> None:
         detector, seconds = run_script(flags, DETECTOR, more, "--seed", seed)
         for cost in prices:
             row = measure_seed(study, seed, cost, detector, more) | {"detector_seconds": round(seconds, 1)}
-            common.save_rows("change_detection", [row], ("study", "seed", "cost"))
+            helpers.save_rows("change_detection", [row], ("study", "seed", "cost"))
             print(row, flush=True)
 
 

@@ -20,6 +20,7 @@ import torch
 
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
+import helpers
 
 sys.path.append(str(common.PEERS))
 from go_engine import load_network, play_random_moves, set_up_torch
@@ -113,4 +114,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     args = make_parser().parse_args()
-    common.save_rows("go_search", measure(args.repeats, args.cuda), ("what", "column"))
+    helpers.save_rows("go_search", measure(args.repeats, args.cuda), ("what", "column"))

@@ -24,6 +24,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common
+import helpers
 import records
 
 R2D2 = "r2d2_lstm --total-timesteps 24000 --eval-episodes 0"
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     def save(kind: str, name: str, command: str, row: dict) -> None:
         print(f"{kind}, {name}: {row.get('error') or round(row['sps'], 1)}", flush=True)
         row |= {"kind": kind, "name": name, "command": " ".join(command.split()), "gpu": gpu}
-        common.save_rows("on_gpu", [row], ("kind", "name"))
+        helpers.save_rows("on_gpu", [row], ("kind", "name"))
 
     def measure_speed(device: str) -> None:
         for name, command, kind in SPEED:

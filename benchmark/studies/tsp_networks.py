@@ -18,7 +18,11 @@ import torch
 
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
+import helpers
 import records
+
+sys.path.append(str(common.PEERS))
+import environment
 
 from algos import reinforce_tsp_attention as am
 
@@ -53,9 +57,9 @@ def measure_network(size: int, path: Path) -> list[dict]:
 
 def measure_lkh(size: int, path: Path) -> dict:
     """Score LKH on the file `path`."""
-    command = [common.make_peer_environment("elkai"), common.PEERS / "elkai_lkh.py", "--data", path]
-    folder = common.run_command(tempfile.mkdtemp(), *command, "--env-id", f"tsp{size}-uniform")
-    result = records.read_result(folder, "eval/gap")
+    command = [environment.make_environment("elkai"), common.PEERS / "elkai_lkh.py", "--data", path]
+    folder = helpers.run_command(tempfile.mkdtemp(), *command, "--env-id", f"tsp{size}-uniform")
+    result = records.read_run(folder, {"headline": "eval/gap"}, {})
     row = {name: result["metrics"][f"eval/{name}"] for name in ("gap", "gap_std", "cpu_ms")}
     return row | {"size": size, "way": "lkh", "num_instances": result["env_steps"]}
 
@@ -146,4 +150,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     make_parser().parse_args()
-    common.save_rows("tsp_networks", measure(), ("size", "way"))
+    helpers.save_rows("tsp_networks", measure(), ("size", "way"))
