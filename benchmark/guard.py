@@ -29,7 +29,7 @@ def end_all(leader: int) -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     with contextlib.suppress(ChildProcessError):  # there are none left
         while True:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 if IS_LINUX:
                     for pid in children.read_text().split():
                         os.kill(int(pid), signal.SIGKILL)

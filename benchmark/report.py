@@ -301,6 +301,7 @@ def merge(old: dict, new: dict) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Write the pages, their figures and the results."""
     args = tyro.cli(Args, args=argv, description=__doc__)
+    require(args.runs.is_dir() or args.runs == Args.runs, f"--runs {args.runs}: no such folder")
     paths = sorted([*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")])
     suites = [records.collect(path.parent) for path in paths]
     suites = [suite for suite in suites if any(cell["runs"] for cell in list_cells(suite))]

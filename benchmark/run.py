@@ -39,7 +39,8 @@ sys.path.append(str(common.PEERS))
 import environment
 
 TRIES = 3  # of a cell that crashes or is lost
-SAME_AGAIN = ("exit code 2", "no ")  # errors of bad flags, and of runs that lack what the suite asks for
+# Errors that would come again: bad flags, no time, and runs that lack what the suite asks for
+SAME_AGAIN = ("exit code 2", "not done", "no ")
 # What a gRPC server answers at once: the start of HTTP/2, and empty settings
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 
@@ -135,10 +136,9 @@ def start_on_ray(address: str):
         with socket.create_connection((host, int(port)), timeout=5) as connection:
             connection.sendall(HELLO)
             connection.recv(1)
-    except (OSError, ValueError) as error:
+        import ray
+    except (OSError, ValueError, ImportError) as error:
         raise ResultsError(f"--address {address}: no Ray cluster answers there ({error})") from None
-    import ray
-
     ray.init(address, log_to_driver=False, logging_level="ERROR")
     remote = ray.remote(max_retries=0)(run_cell)
 

@@ -178,7 +178,7 @@ def test_a_folder_is_read_and_padded(plain):
 def test_a_pair_with_a_gap_is_left_to_the_other_reader(plain, kind):
     path, _ = plain
     (path / "val" / kind / "x 1.png").unlink()
-    with pytest.raises(LookupError, match="val/A, B and label need equal names; alone: .*x 1.png"):
+    with pytest.raises(LookupError, match=r"val/A, B and label need equal names; alone: .*x 1.png"):
         read_folder(path, 8, 8)
 
 

@@ -685,6 +685,7 @@ def test_a_cell_that_needs_gpus_which_are_not_there_is_told(tmp_path, monkeypatc
         ("exit code 1: a crash", 3),
         ("exit code 2: bad flags", 1),
         ("no eval/x", 1),
+        ("not done after 24 hours", 1),
         ("exit code -9: ", 3),
     ],
 )
@@ -1113,10 +1114,10 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks(published, tmp_path):
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path):
-    for name in ("nothing", "missing"):
-        with pytest.raises(ResultsError, match="no runs to report"):
+    (tmp_path / "nothing").mkdir()
+    for name, message in (("nothing", "no runs to report"), ("missing", "missing: no such folder")):
+        with pytest.raises(ResultsError, match=message):
             report.main(["--runs", str(tmp_path / name), "--out", str(tmp_path / "out")])
-        (tmp_path / "missing").mkdir(exist_ok=True)
     assert not (tmp_path / "out").exists()
 
 
