@@ -187,12 +187,15 @@ def draw(results: dict, path: Path) -> bool:
     for row, ((task, tag), cells) in zip(grid, tasks.items(), strict=True):
         for column, axes in enumerate(row):
             seconds = "CPU-seconds" if cells[0]["runs"][0]["device"] == "cpu" else "seconds"
-            axes.set(title=task, xlabel=("steps", seconds)[column], ylabel=METRICS.get(tag, tag))
+            axes.set(xlabel=("steps", seconds)[column], ylabel=METRICS.get(tag, tag))
+            axes.set_title(task, fontsize=10)
+            axes.locator_params(axis="x", nbins=5)
             for i, cell in enumerate(cells):
                 curves = [np.array(run["curve"])[:, [column, 2]].T for run in cell["runs"]]
                 for curve in curves:
-                    axes.plot(*curve, color=f"C{i}", alpha=0.35, lw=0.8)
+                    axes.plot(*curve, color=f"C{i}", alpha=1 / (2 + len(curves)), lw=0.8)
                 x, label = curves[0][0], f"{cell['script']}, {cell['setting']}"
+                x = x[x <= min(curve[0, -1] for curve in curves)]  # where all have values
                 mean = np.mean([np.interp(x, *curve) for curve in curves], axis=0)
                 axes.plot(x, mean, color=f"C{i}", lw=2, label=label)
         row[0].legend(fontsize=7)
