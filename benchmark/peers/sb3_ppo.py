@@ -141,7 +141,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
         return dict(zip(names, map(float, (returns.mean(), returns.std(), lengths.mean())), strict=True))
 
     class Record(BaseCallback):
-        """Log the mean return of the episodes that ended in a rollout, after its update, and evaluations on the way."""
+        """Log the mean return of the episodes that ended in a rollout, after its update, and evaluations during training."""
 
         def __init__(self):
             super().__init__()

@@ -4,7 +4,7 @@
     python benchmark/studies/go_search.py --cuda    # on a GPU
 
 Medians over the repeats, by turns with one worker and with two. CPU-seconds, of all threads, say what a simulation
-costs. A second worker saves time on the clock only if a second core, or the GPU, is idle. The suite `cpu` has
+costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle. The suite `cpu` has
 OpenSpiel's search.
 """
 
@@ -30,7 +30,7 @@ from algos import alphazero_go as az
 
 NETWORKS = ("go5x5", "go7x7", "go9x9")  # of benchmark/checkpoints
 COLUMNS = [
-    f"{workers}, {clock}" for workers in ("one worker", "two workers") for clock in ("of CPU", "on the clock")
+    f"{workers}, {clock}" for workers in ("one worker", "two workers") for clock in ("of CPU", "wall-clock")
 ]
 
 
