@@ -259,13 +259,13 @@ class Worker:
         threads = {"initializer": torch.set_num_threads, "initargs": (torch.get_num_threads(),)}
         self.evaluate, self.thread = evaluate, ThreadPoolExecutor(1, **threads)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.job, self.pseudo_edges = None, []
+        self.device, self.job, self.pseudo_edges = device, None, []
 
     def submit(self, *batch):
         """Start to evaluate boards [R] with legal moves [R, A], which are the last two of `batch`."""
         self.batch = batch  # so that its memory is not used for something else
         if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.job = self.thread.submit(self.work, *batch[-2:])
 
     @torch.no_grad()
@@ -279,7 +279,7 @@ class Worker:
         job, self.job = self.job, None
         output = job.result()
         if self.stream:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return output
 
 
@@ -673,8 +673,7 @@ def train(args: Args, checkpoint: dict | None = None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        if not checkpoint:
-            save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")
     capacity = args.pool_size // WORLD_SIZE
     num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones of an epoch
     match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # of a match with the best network, at most

@@ -368,8 +368,7 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        if not checkpoint:
-            save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")
     storage = RolloutStorage(envs, args.num_steps)
     storage.obs[-1], _ = envs.reset(seed=seed_everything(args.seed, 1, iteration, RANK))
     longest_episode = 0

@@ -477,8 +477,7 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        if not checkpoint:
-            save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")
     num_iterations, val = args.detector_iterations + args.ppo_iterations, val[: args.eval_episodes]
     eval_interval = args.eval_interval or num_iterations // 10 + 1
     seconds_per_line = 0.1 if sys.stderr.isatty() else 30

@@ -520,8 +520,7 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        if not checkpoint:
-            save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")
     epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]
     player = Player(agent, envs, args, epsilons, device, seed_everything(args.seed, 1, iteration, RANK))
     act, update = player.act, partial(update_network, agent, target, optimizer, replay, args)
@@ -550,7 +549,7 @@ def train(args, checkpoint=None):
         cpu_seconds += time.process_time() - cpu_start
         if not metrics.isfinite().all():
             fail(f"{args.env_id}: losses are not finite at step {step}")
-        scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics, strict=True) if num_now}
+        scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist(), strict=True) if num_now}
         scalars |= {"charts/cpu_seconds": cpu_seconds, "charts/SPS": num_steps / (time.time() - start)}
         scalars |= {"charts/num_updates": num_updates, "charts/learning_rate": lr}
         if episodes:

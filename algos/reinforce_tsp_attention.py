@@ -204,7 +204,7 @@ def read_instances(path: str):
         num_nodes, rest = divmod(rows.shape[1] - has_tours, 2 + has_tours)
         points, tours = np.split(rows, [2 * num_nodes], 1)  # [M, 2 N], [M, N + 1] or [M, 0]
         is_tour = (np.sort(tours[:, :-1]) == np.arange(1, 1 + num_nodes * has_tours)).all(1)
-        is_right = is_tour & (np.abs(points) < 1e15).all(1) & (num_nodes >= 3 and not rest)
+        is_right = is_tour & (np.abs(points) < 1e16).all(1) & (num_nodes >= 3 and not rest)
         if not is_right.all():
             raise ValueError(f"instance {is_right.argmin() + 1} has fewer than 3 points or no tour of them")
     except (ImportError, OSError, ValueError) as error:
@@ -346,7 +346,7 @@ def write_tours(args, instances, tours):
         from envs_shared.tsplib import format_tour
 
         path, text = path.with_suffix(".tour"), format_tour(path.stem, tours[0])
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.parent.rename(args.solve)
 
@@ -424,8 +424,7 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        if not checkpoint:
-            save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")
     size, epoch_size = args.batch_size // WORLD_SIZE, args.batch_size * args.steps_per_epoch
     eval_interval = args.eval_interval or args.num_epochs // 10 + 1
     seconds = 0.1 if sys.stderr.isatty() else 30

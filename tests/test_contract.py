@@ -176,7 +176,7 @@ CASES = {
             "--env-id Chess --evaluate good.pt": "--env-id Chess: must be Go-2x2 to Go-19x19",
             "--env-id Go-3x3 --resume good.pt": "good.pt: does not fit the board, network",
             "--blocks 2 --evaluate good.pt": "good.pt: does not fit the board, network",
-            "--channels 4 --gtp good.pt": "good.pt: does not fit the board, network",
+            "--gtp good.pt": "--gtp needs envs_shared/go_gtp.py",
             "--gtp missing.pt": "missing.pt: not a checkpoint",
         },
         sibling="go.py",
