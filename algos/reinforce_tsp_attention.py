@@ -204,7 +204,7 @@ def read_instances(path: str):
         num_nodes, rest = divmod(rows.shape[1] - has_tours, 2 + has_tours)
         points, tours = np.split(rows, [2 * num_nodes], 1)  # [M, 2 N], [M, N + 1] or [M, 0]
         is_tour = (np.sort(tours[:, :-1]) == np.arange(1, 1 + num_nodes * has_tours)).all(1)
-        is_right = is_tour & (np.abs(points) < 1e16).all(1) & (num_nodes >= 3 and not rest)
+        is_right = is_tour & (np.abs(points) < 1e100).all(1) & (num_nodes >= 3 and not rest)
         if not is_right.all():
             raise ValueError(f"instance {is_right.argmin() + 1} has fewer than 3 points or no tour of them")
     except (ImportError, OSError, ValueError) as error:
