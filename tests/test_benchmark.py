@@ -35,7 +35,15 @@ def test_the_pages_follow_from_the_committed_results():
     assert {path.stem for path in written} == {*report.SCRIPTS, "README", "scaling", "results"}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"figures/(\w+)\.png", page.read_text())}
-    assert shown == {"ppo_equal", "ppo_mujoco", "ppo_tasks", "r2d2_memory", "tsp_networks", "change_default"}
+    assert shown == {
+        "ppo_equal",
+        "ppo_mujoco",
+        "ppo_tasks",
+        "r2d2_memory",
+        "tsp_networks",
+        "change_default",
+        "change_detection",
+    }
     for name in shown:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert name in report.STUDIES or published[name]["tables"]  # which the report draws again

@@ -404,7 +404,8 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     """Make what the pages show of the results, by page and section; what was not measured yet says so."""
     page, summary, rows = "Not run yet.", "not run yet", get_studies(results).get("haze")
     if results:
-        page = f"{make_tables(results)}\n\n{common.machine_line([row['machine'] for row in results['rows']])}"
+        tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
+        page = f"{tables}\n\n{common.machine_line([row['machine'] for row in results['rows']])}"
     if rows:
         lead, interval, _ = compare(rows, "threshold")
         summary = (
