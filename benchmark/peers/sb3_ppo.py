@@ -141,7 +141,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
         return dict(zip(names, map(float, (returns.mean(), returns.std(), lengths.mean())), strict=True))
 
     class Record(BaseCallback):
-        """Log the mean return of the episodes that ended in a rollout, after its update, and evaluations during training."""
+        """Log the mean return of the episodes that ended in a rollout, after its update, and evaluations in between."""
 
         def __init__(self):
             super().__init__()
