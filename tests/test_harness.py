@@ -1322,8 +1322,10 @@ def test_peers_and_missing_cells_are_not_compared(tmp_path, capsys):
 
 
 def test_stored_results_are_read(capsys):
+    """Those of other programs alone, such as matches against GNU Go, are not compared."""
     for name, results in records.load_published().items():
-        assert compare.main([str(common.RESULTS / f"{name}.json")] * 2) == 0
+        if any(records.is_ours(cell) for cell in results["cells"].values()):
+            assert compare.main([str(common.RESULTS / f"{name}.json")] * 2) == 0
         assert "unknown" not in report.describe_machines(report.list_cells(results))
 
 
