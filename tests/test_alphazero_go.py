@@ -740,13 +740,6 @@ def test_a_resume_without_work_keeps_the_checkpoint(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_gtp_needs_its_file(monkeypatch, capsys):
-    monkeypatch.setattr(az, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        az.main(["--gtp", "benchmark/checkpoints/go5x5.pt"])
-    assert "error: --gtp needs envs_shared/go_gtp.py" in capsys.readouterr().err
-
-
 def test_a_resumed_run_is_the_whole_run(tmp_path, monkeypatch):
     """To the last bit: weights, pool, boards and records, also in the middle of games."""
     flags = f"{TINY} --pretrain-value-epochs 1 --pretrain-search-epochs 1 --pool-size 512".split()

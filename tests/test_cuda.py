@@ -25,6 +25,19 @@ from algos import ppo_change_detection as cd
 from algos import r2d2_lstm as r2d2
 from algos import reinforce_tsp_attention as tsp
 
+
+def evaluate_on_both(script, capsys, *flags):
+    """What --evaluate with more flags prints, on the pretend GPU and on the CPU."""
+    printed = []
+    for device in ("--cuda", "--no-cuda"):
+        capsys.readouterr()
+        with pretend_cuda() as gpu:
+            script.main(["--evaluate", *map(str, flags), device])
+        assert (gpu.launches > 0) == (device == "--cuda")
+        printed.append(ast.literal_eval(capsys.readouterr().out))
+    return printed
+
+
 PPO = (
     "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --eval-interval 3"
 )
@@ -169,13 +182,7 @@ def test_r2d2_gives_on_the_device_what_it_gives_on_the_host(r2d2_runs, tmp_path)
 def test_a_checkpoint_of_r2d2_is_evaluated_and_resumed_on_the_device(r2d2_runs, tmp_path, capsys):
     """A resumed run has the optimizer's step counts on the device, so that its step can be recorded."""
     path = shutil.copytree(r2d2_runs("same-step", True).path, tmp_path / "run")
-    printed = []
-    for flag in ("--cuda", "--no-cuda"):
-        capsys.readouterr()
-        with pretend_cuda() as gpu:
-            r2d2.main(["--evaluate", str(path / "best.pt"), flag])
-        assert (gpu.launches > 0) == (flag == "--cuda")
-        printed.append(ast.literal_eval(capsys.readouterr().out))
+    printed = evaluate_on_both(r2d2, capsys, str(path / "best.pt"))
     assert printed[0] == pytest.approx(printed[1], rel=1e-4)
     finished = []
     for has_graphs in (True, False):
@@ -328,13 +335,7 @@ def test_a_wait_and_a_tensor_of_the_host_in_ppos_update_are_found(tmp_path):
 
 def test_a_checkpoint_of_ppo_is_evaluated_on_the_device(tmp_path, capsys):
     path, *_ = play_ppo(PPO, tmp_path)
-    printed = []
-    for flag in ("--cuda", "--no-cuda"):
-        capsys.readouterr()
-        with pretend_cuda() as gpu:
-            ppo.main(["--evaluate", str(path / "best.pt"), flag])
-        assert (gpu.launches > 0) == (flag == "--cuda")
-        printed.append(ast.literal_eval(capsys.readouterr().out))
+    printed = evaluate_on_both(ppo, capsys, str(path / "best.pt"))
     assert printed[0] == pytest.approx(printed[1]) and printed[0]["eval/episodic_length"] > 1
 
 
@@ -393,13 +394,7 @@ def test_a_run_of_the_tsp_is_resumed_and_evaluated_on_the_device(tmp_path, capsy
     play_tsp(f"--resume {path}", tmp_path / "cut")
     ends = [SimpleNamespace(tensors=dict(named_tensors(load(x)))) for x in (path, whole / "checkpoint.pt")]
     assert find_differences(*ends) == [] and len(ends[0].tensors) > 200
-    printed = []
-    for flag in ("--cuda", "--no-cuda"):
-        capsys.readouterr()
-        with pretend_cuda() as gpu:
-            tsp.main(["--evaluate", str(path), "--eval-episodes", "2", flag])
-        assert (gpu.launches > 0) == (flag == "--cuda")
-        printed.append(ast.literal_eval(capsys.readouterr().out))
+    printed = evaluate_on_both(tsp, capsys, str(path), "--eval-episodes", "2")
     assert printed[0] == pytest.approx(printed[1], rel=1e-6)
 
 
@@ -502,13 +497,8 @@ def test_a_run_of_go_is_resumed_and_evaluated_on_the_device(tmp_path, capsys):
     play_go(f"--resume {path}", tmp_path / "cut")
     ends = [SimpleNamespace(tensors=dict(named_tensors(load(x)))) for x in (path, whole / "checkpoint.pt")]
     assert find_differences(*ends) == [] and len(ends[0].tensors) > 100
-    printed = []
-    for flag in ("--cuda", "--no-cuda"):
-        capsys.readouterr()
-        with mock.patch.object(az, "ThreadPoolExecutor", AtOnce), pretend_cuda() as gpu:
-            az.main(["--evaluate", str(path), "--eval-episodes", "2", flag])
-        assert (gpu.launches > 0) == (flag == "--cuda")
-        printed.append(ast.literal_eval(capsys.readouterr().out))
+    with mock.patch.object(az, "ThreadPoolExecutor", AtOnce):
+        printed = evaluate_on_both(az, capsys, str(path), "--eval-episodes", "2")
     assert printed[0] == printed[1]
 
 
@@ -560,15 +550,8 @@ def test_change_detection_gives_on_the_device_what_it_gives_on_the_host(tmp_path
     assert found.keys() == expected.keys()
     for tag in found:
         np.testing.assert_allclose(found[tag], expected[tag], rtol=1e-3, atol=1e-4, err_msg=tag)
-    print(set(loss_waits), set(step_waits))
     assert set(step_waits) == {0} and max(loss_waits) <= 4
-    printed = []
-    for flag in ("--cuda", "--no-cuda"):
-        capsys.readouterr()
-        with pretend_cuda() as gpu:
-            cd.main(["--evaluate", str(path / "best.pt"), flag])
-        assert (gpu.launches > 0) == (flag == "--cuda")
-        printed.append(ast.literal_eval(capsys.readouterr().out))
+    printed = evaluate_on_both(cd, capsys, str(path / "best.pt"))
     assert printed[0] == pytest.approx(printed[1], rel=1e-4)
 
 

@@ -75,24 +75,23 @@ WITHOUT_GRAPHS = "import r2d2_lstm; r2d2_lstm.CUDA_GRAPHS = False; r2d2_lstm.mai
 def run(command: str, kind: str, timeout: float) -> dict:
     """Run a script; `kind` is "cpu", "no graphs" or "". Returns its seconds, speed and last values, or an error."""
     script, *flags = shlex.split(command)
-    folder, start = tempfile.mkdtemp(), time.time()
     program = ["-c", WITHOUT_GRAPHS] if kind == "no graphs" else [f"algos/{script}.py"]
-    flags += ["--run-dir", folder] + ["--no-cuda"] * (kind == "cpu")
     path = os.pathsep.join([str(common.ROOT / "algos"), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    try:
+    env, start = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        flags += ["--run-dir", folder] + ["--no-cuda"] * (kind == "cpu")
         options = {"cwd": common.ROOT, "env": env, "capture_output": True, "text": True, "timeout": timeout}
-        done = subprocess.run([sys.executable, *program, *flags], **options)
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {timeout} seconds"}
-    if done.returncode:
-        return {"error": (done.stderr.strip() or str(done.returncode)).splitlines()[-1]}
-    events = common.read_events(common.find_run_folders(folder)[0])
-    last = {name: events.Scalars(name)[-1].value for name in events.Tags()["scalars"]}
+        try:
+            done = subprocess.run([sys.executable, *program, *flags], **options)
+        except subprocess.TimeoutExpired:
+            return {"error": f"stopped after {timeout} seconds"}
+        if done.returncode:
+            return {"error": (done.stderr.strip() or str(done.returncode)).splitlines()[-1]}
+        events = common.read_events(common.find_run_folders(folder)[0])
     points = events.Scalars("charts/cpu_seconds")[-10:]
     speeds = [(b.step - a.step) / (b.wall_time - a.wall_time) for a, b in itertools.pairwise(points)]
     speed = statistics.median(speeds[len(speeds) // 2 :])
-    last = {name: last[name] for name in SCORES if name in last}
+    last = {name: events.Scalars(name)[-1].value for name in SCORES if name in events.Tags()["scalars"]}
     return {"seconds": time.time() - start, "sps": speed, "last": last}
 
 
@@ -102,13 +101,15 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         return {("results", "on_gpu"): f"\n{records.NOT_RUN}\n"}
     rows = {(row["kind"], row["name"]): row for row in results["rows"]}
     speeds, scores = [], []
-    for name, _, _ in SPEED:
-        gpu, cpu = (rows.get((f"speed on the {device}", name), {}) for device in ("GPU", "CPU"))
+    missing = {"error": records.NOT_RUN}
+    for name, _, kind in SPEED:
+        gpu = rows.get(("speed on the GPU", name), missing)
+        cpu = rows.get(("speed on the CPU", name), missing) if kind == "cpu" else {}
         shown = [row.get("error") or common.show(row.get("sps")) for row in (gpu, cpu)]
         has_both = "sps" in gpu and "sps" in cpu
         speeds.append([name, *shown, common.show(gpu["sps"] / cpu["sps"]) if has_both else "-"])
     for name, _ in LEARNING:
-        row = rows.get(("learning on the GPU", name), {"error": records.NOT_RUN})
+        row = rows.get(("learning on the GPU", name), missing)
         last = row.get("last", {})
         found = [f"{SCORES[tag]} {common.show(last[tag])}" for tag in SCORES if tag in last]
         scores.append([name, row.get("error") or ", ".join(found), common.show(row.get("seconds"))])
@@ -139,13 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
     def publish(kind: str, name: str, command: str, row: dict) -> None:
-        with lock:
-            save(kind, name, command, row)
-
-    def save(kind: str, name: str, command: str, row: dict) -> None:
         print(f"{kind}, {name}: {row.get('error') or round(row['sps'], 1)}", flush=True)
         row |= {"kind": kind, "name": name, "command": " ".join(command.split()), "gpu": gpu}
-        helpers.save_rows("on_gpu", [row], ("kind", "name"))
+        with lock:
+            helpers.save_rows("on_gpu", [row], ("kind", "name"))
 
     def measure_speed(device: str) -> None:
         for name, command, kind in SPEED:
