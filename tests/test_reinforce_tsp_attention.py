@@ -1008,7 +1008,7 @@ def evaluate_file(capsys, checkpoint, *flags):
         ("tsp20", "tsp20-uniform", (1.5, 0.3, 0.08)),
         ("tsp20", "tsp20-gaussian", (5.0, 2.0, 1.0)),
         ("tsp50", "tsp50-uniform", (3.5, 1.4, 0.6)),
-        ("tsp100", "tsp100-uniform", (9.0, 4.5, 3.0)),
+        ("tsp100", "tsp100-uniform", (7.0, 3.5, 2.0)),
     ],
 )
 def test_the_networks_that_come_with_the_repository(tmp_path, capsys, network, name, limits):

@@ -37,7 +37,7 @@ PUBLISHED = (
     ("POMO, Kwon et al. 2020", "N, greedy", "up to 200 million", "0.04", "0.21", "0.46"),
     ("POMO, Kwon et al. 2020", "8 N, greedy", "up to 200 million", "0.00", "0.03", "0.14"),
 )
-TRAINED_ON = "1.12, 2.90 and 0.52 million"  # benchmark/checkpoints/README.md says how
+TRAINED_ON = "1.12, 2.90 and 3.50 million"  # benchmark/checkpoints/README.md says how
 WAYS = {"greedy": "one, greedy", "multistart": "N, greedy", "multistart_x8": "8 N, greedy", "lkh": "LKH"}
 
 
