@@ -42,9 +42,9 @@ def run_main(main) -> None:
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def find_run_folders(folder: str | Path, pattern: str = "*") -> list[Path]:
-    """List the folders with TensorBoard events that fit `pattern` below `folder`."""
-    return sorted({path.parent for path in Path(folder).glob(f"{pattern}/events.out.tfevents*")})
+def find_run_folders(folder: str | Path) -> list[Path]:
+    """List the folders with TensorBoard events in `folder`."""
+    return sorted({path.parent for path in Path(folder).glob("*/events.out.tfevents*")})
 
 
 @functools.cache
@@ -100,14 +100,15 @@ def describe_machine() -> dict:
 
 def machine_line(machines: list[dict], gpus=()) -> str:
     """Write one sentence for the docs on what was measured where, when and at which commits."""
-    hardware = {f"{m['cores']} cores of {m['cpu']}, Python {m['python']}" for m in machines}
-    versions = {f"torch {m['torch']}, gymnasium {m['gymnasium']}" for m in machines}
+    hardware = {
+        f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, gymnasium {m['gymnasium']}"
+        for m in machines
+    }
     commits, dates = ({m[key] for m in machines} for key in ("commit", "date"))
     days = " to ".join(sorted({min(dates), max(dates)}))
     parts = [
         *sorted(hardware),
         *sorted(gpus),
-        *sorted(versions),
         f"commit {', '.join(sorted(commits))}",
         days,
     ]

@@ -56,14 +56,7 @@ def find_losses(cell: dict) -> dict[str, np.ndarray]:
     if all(run["curve"] for run in runs):
         given = NEVER * np.array([run["curve"][-1][0] for run in runs])
         losses["steps"] = np.log(np.minimum(records.get_values(cell, "steps_to_threshold"), given))
-        losses["curve"] = sign * np.array([find_area(run["curve"]) for run in runs])
     return losses | {"speed": -np.log(records.get_values(cell, "steps_per_second"))}
-
-
-def find_area(curve: list[list[float]]) -> float:
-    """Return the mean height of a learning curve over its steps."""
-    steps, _, values = np.array(curve).T
-    return float(np.interp(np.linspace(steps[0], steps[-1], 1000), steps, values).mean())
 
 
 def find_p(quantity: str, old: np.ndarray, now: np.ndarray) -> float | None:

@@ -1,6 +1,5 @@
 """Results of suites: read from run folders or from one JSON file, and what is computed over their seeds."""
 
-import contextlib
 import json
 import math
 import re
@@ -15,17 +14,9 @@ from suite import SHOWN, read_suite
 
 NUM_POINTS = 60  # of a learning curve, in the JSON file
 NOT_RUN = "not run yet"
-OF_A_RUN = (
-    "exp_name seed run_dir resume track wandb_project_name wandb_entity".split()
-)  # flags that change no result
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
-
-
-def read_args(path: Path) -> dict[str, str]:
-    """Read the flags that the run in the folder `path` has logged."""
-    return dict(re.findall(r"^\|(\w+)\|(.*)\|$", common.read_text(path, "hyperparameters"), re.M))
 
 
 def find_threshold(curve: list[list[float]], threshold: float, better: str = "higher", in_a_row: int = 1):
@@ -51,7 +42,7 @@ def read_run(path: Path, cell: dict, process: dict) -> dict:
     machine, clock = process.get("machine"), 2 if cell.get("gpus") else 1
     version = common.read_text(path, "program")  # which peers log
     run = {
-        "seed": int(read_args(path).get("seed", 0)),
+        "seed": cell.get("seed", 0),
         "headline": headline,
         "value": values[headline],
         "metrics": values | process.get("best", {}),
@@ -134,39 +125,16 @@ def collect(folder: Path) -> dict:
     """Read the results of the suite whose runs are in `folder`, which benchmark/run.py has made."""
     suite, cells = read_json(folder / "suite.json"), {}
     for cell in suite["cells"]:
-        name, path, seed = (cell.pop(key) for key in ("name", "folder", "seed"))
-        run, error = find_run(folder / path, cell)
+        run, error = find_run(folder / cell.pop("folder"), cell)
+        name, seed = cell.pop("name"), cell.pop("seed")
         add_run(cells, name, cell, run, {"seed": seed, "error": error})
     return {key: suite[key] for key in ("suite", *SHOWN)} | {"cells": cells}
-
-
-def collect_folders(folder: Path) -> dict:
-    """Read the runs that have ended, in the folders that the scripts leave below `folder`, as a suite `runs`.
-
-    Runs with equal flags but their seeds are one cell; each set of flags has a number.
-    """
-    known, cells = [], {}
-    for path in common.find_run_folders(folder, ".") + common.find_run_folders(folder):
-        args = read_args(path)
-        with contextlib.suppress(ResultsError):
-            run = read_run(path, {}, {})
-            # CleanRL leaves out a last rollout that is not whole
-            if args and run["env_steps"] >= 0.95 * int(args.get("total_timesteps", 0)):
-                flags = [item for item in args.items() if item[0] not in OF_A_RUN]
-                known += [flags] * (flags not in known)
-                cell = {"script": path.name.split("__")[-3:][0], "task": args.get("env_id")}
-                cell["setting"] = f"{args.get('exp_name', 'flags')}, flags {1 + known.index(flags)}"
-                cell |= {"command": "", "curve": run["headline"], "threshold": None}
-                add_run(cells, str([*cell.values()]), cell, read_run(path, cell, {}), {})
-    return SHOWN | {"suite": "runs", "cells": cells}
 
 
 def load(path: Path) -> dict:
     """Read the results of a suite from its run folder or its JSON file."""
     results = collect(path) if path.is_dir() else read_json(path)
-    require(
-        isinstance(results["cells"], dict), f"{path}: no results of a suite; give the folder that it is in"
-    )
+    require(isinstance(results["cells"], dict), f"{path}: give the folder that it is in")
     return results
 
 

@@ -1,11 +1,10 @@
 """Tables and learning curves of runs: the pages in docs/ of what benchmark/ has measured, or a page of your own.
 
-    python benchmark/report.py --runs runs --out report   # your own runs: report/results.md, report/figures
-    python benchmark/report.py --out report               # runs of suites: report/results/SUITE.json too
-    python benchmark/report.py                            # docs/results.md, the tables and pictures of all pages
+    python benchmark/report.py --out report   # the suites in RUNS: report/results.md, report/figures, report/results
+    python benchmark/report.py                # docs/results.md, the tables and pictures of all pages
 
-With --out, the page shows all suites in RUNS or RUNS/benchmark and the runs that have ended in RUNS. Without it, new
-runs of suites that are in benchmark/suites go into benchmark/results, and what there is goes into the pages, between
+With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
+benchmark/suites go into benchmark/results, and what there is goes into the pages, between
 <!-- NAME --> and <!-- /NAME -->, and into docs/figures. Nothing is lost: committed runs that a folder has not run yet
 are kept, and runs of a tree with uncommitted changes are refused.
 """
@@ -134,12 +133,6 @@ def make_comparison(cells: list[dict]) -> str:
     return make_cell_table(cells, RESULT | change)
 
 
-def list_commands(cells: list[dict]) -> str:
-    """List the command lines of our cells that have run."""
-    shown = [cell for cell in cells if cell["runs"] and records.is_ours(cell)]
-    return "\n".join(f"- {c['task']}, {c['setting']}: `{' '.join(c['command'].split())}`" for c in shown)
-
-
 def describe_machines(cells: list[dict]) -> str:
     """Say what the runs of cells ran on, and the versions of others."""
     runs = [run for cell in cells for run in cell["runs"] if run["machine"]]
@@ -247,7 +240,7 @@ def make_pages(published: dict[str, dict]) -> dict[Path, str]:
         for table in results["tables"]:
             columns = table.get("columns")
             parts = [make_cell_table(cells, columns), LEGEND] if columns else [make_ratio_table(results)]
-            add(table["page"], table["section"], cells, *parts, list_commands(cells))
+            add(table["page"], table["section"], cells, *parts)
         if results["summary"]:
             put("README", f"{name}_cell", fill_summary(results))
     for module, results in studies:
@@ -280,7 +273,6 @@ def write_own(suites: list[dict], out: Path) -> None:
             describe_machines(cells),
             picture,
             make_comparison(cells),
-            list_commands(cells),
         ]
     common.write_atomically(out / "results.md", "\n\n".join(filter(None, parts)) + "\n")
 
@@ -305,12 +297,9 @@ def main(argv: list[str] | None = None) -> None:
     """Write the pages, their figures and the results."""
     args = tyro.cli(Args, args=argv, description=__doc__)
     require(args.runs.is_dir() or args.runs == Args.runs, f"--runs {args.runs}: no such folder")
-    paths = sorted([*args.runs.glob("*/suite.json"), *args.runs.glob("benchmark/*/suite.json")])
-    suites = [records.collect(path.parent) for path in paths]
+    suites = [records.collect(path.parent) for path in sorted(args.runs.glob("*/suite.json"))]
     suites = [suite for suite in suites if any(cell["runs"] for cell in list_cells(suite))]
     if args.out:
-        own = records.collect_folders(args.runs)
-        suites += [own] * bool(own["cells"])
         require(suites, f"--runs {args.runs}: no runs to report")
         write_own(suites, args.out)
         return

@@ -17,7 +17,6 @@ all machines share.
 import ast
 import fnmatch
 import json
-import math
 import os
 import signal
 import socket
@@ -52,7 +51,6 @@ class Args:
     suite: Positional[Path]  # TOML file
     runs: Path = Path("runs/benchmark")  # folder of all results
     only: str = "*"  # cells whose SCRIPT/TASK/SETTING fits, as in 'ppo/*'
-    missing: bool = False  # skip cells that benchmark/results has already
     address: str | None = None  # Ray cluster to run on, instead of this machine
 
 
@@ -113,11 +111,9 @@ def start_here(cells: list[Cell]):
         gpus = [name for name in ids.split(",") if name]
 
     def submit(cell: Cell, *args):
-        busy = [taken for future, taken in running.items() if not future.done()]
-        used = Counter()
-        for other, names in busy:
-            used.update(dict.fromkeys(names, min(other.gpus, 1)))
-        free = [gpu for gpu in gpus if used[gpu] + min(cell.gpus, 1) < 1.001][: math.ceil(cell.gpus)]
+        busy = [held for future, held in running.items() if not future.done()]
+        taken = {name for _, names in busy for name in names}
+        free = [gpu for gpu in gpus if gpu not in taken][: cell.gpus]
         has_cores = not busy or sum(other.cpus for other, _ in busy) + cell.cpus <= cores
         if has_cores and len(free) >= cell.gpus:
             future = pool.submit(run_cell, cell, *args, ",".join(free))
@@ -184,12 +180,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run a suite; returns the exit code."""
     args = tyro.cli(Args, args=argv, description=__doc__)
     cells, shown = read_suite(args.suite)
-    root, have = args.runs.resolve() / args.suite.stem, set()
-    if args.missing and (results := records.load_published().get(root.name)):
-        have = {(name, run["seed"]) for name, cell in results["cells"].items() for run in cell["runs"]}
+    root = args.runs.resolve() / args.suite.stem
     folders = {cell: root / cell.name / f"seed{cell.seed}-{cell.hash()}" for cell in cells}
-    chosen = [c for c in cells if fnmatch.fnmatch(c.name, args.only) and (c.name, c.seed) not in have]
-    require(chosen or have, f"--only {args.only}: no such cell in {args.suite}")
+    chosen = [cell for cell in cells if fnmatch.fnmatch(cell.name, args.only)]
+    require(chosen, f"--only {args.only}: no such cell in {args.suite}")
     missing = {cell: folders[cell] for cell in chosen if not records.find_run(folders[cell], vars(cell))[0]}
     print(f"{root}: {len(chosen)} cells, {len(chosen) - len(missing)} done before", file=sys.stderr)
     if common.describe_machine()["commit"].endswith("-dirty"):

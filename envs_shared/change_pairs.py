@@ -16,7 +16,9 @@ SPLITS = ("train", "val", "test")
 DIRECTORIES = ("A", "B", "label")  # pictures of the first date, of the second, and what changed
 UNCOUNTED = 255
 PATCH = 8  # side of a roof in pixels
-GROUND, DARK, LIGHT = (90, 100, 60), (70, 40, 40), (230, 150, 130)  # colours
+COLOURS = np.array(
+    [[90, 100, 60], [70, 40, 40], [230, 150, 130]], np.float32
+)  # ground; roof, dark and bright
 
 
 # ---- Synthetic pairs ----
@@ -25,19 +27,20 @@ GROUND, DARK, LIGHT = (90, 100, 60), (70, 40, 40), (230, 150, 130)  # colours
 def draw_haze(num_pairs: int, size: int, num_dates: int, *seed: int):
     """Draw pairs uint8 [M, 3 V + 1, S, S]; return also where roofs [M, h, w] and haze [V - 1, M, h, w] are.
 
-    Four patches in ten are roofs, whose stripes run along or across. The stripes of the last date follow
-    from those of all earlier dates (with two dates, they are the same), but not on the quarter of the roofs
-    that has changed. Haze hides the stripes of a roof, at each earlier date with probability 1/2, changed or
-    not. So earlier dates alone say nothing about a change, but they say whether the next date is worth a
-    look. The mean colour of a roof is always the same.
+    Four patches in ten are roofs, whose stripes run along or across. Those of the first and of the last date
+    are the same, but for the quarter of the roofs that has changed. Haze hides the stripes of a roof at each
+    date but the last, with a probability that leaves half of the roofs without haze, changed or not. Haze
+    after the first date hides the last date too. So earlier dates alone say nothing about a change, but they
+    say whether the next date is worth a look. The mean colour of a roof is always the same.
     """
     rng = np.random.default_rng(seed)
-    shape = num_pairs, -(-size // PATCH), -(-size // PATCH)  # [M, h, w]
+    num_patches = -(-size // PATCH)
+    shape = num_pairs, num_patches, num_patches  # [M, h, w]
     is_roof = rng.random(shape) < 0.4
     is_changed = is_roof & (rng.random(shape) < 0.25)
-    is_hazy = is_roof & (rng.random((num_dates - 1, *shape)) < 0.5)
+    is_hazy = is_roof & (rng.random((num_dates - 1, *shape)) < 1 - 0.5 ** (1 / (num_dates - 1)))
     is_along = rng.random((num_dates, *shape)) < 0.5
-    is_along[-1] = np.logical_xor.reduce(is_along[:-1]) ^ is_changed
+    is_along[-1] = is_along[0] ^ is_changed
 
     def enlarge(x):
         return x.repeat(PATCH, -1).repeat(PATCH, -2)[..., :size, :size]
@@ -45,13 +48,13 @@ def draw_haze(num_pairs: int, size: int, num_dates: int, *seed: int):
     bars = (np.arange(size) // 2 % 2).astype(np.float32)
     light = np.where(enlarge(is_along), bars, bars[:, None])  # [V, M, S, S]
     light[:-1][enlarge(is_hazy)] = 0.5
-    dark, bright, ground = (np.array(x, np.float32)[:, None, None] for x in (DARK, LIGHT, GROUND))
+    light[-1][enlarge(is_hazy[1:].any(0))] = 0.5
+    ground, dark, bright = COLOURS[..., None, None]
     roofs = dark + (bright - dark) * light[:, :, None]  # [V, M, 3, S, S]
     images = np.where(enlarge(is_roof)[:, None], roofs, ground)
     images += rng.integers(-12, 13, images.shape, np.int8)  # noise
-    images = np.moveaxis(images, 0, 1).reshape(num_pairs, -1, size, size)
-    labels = enlarge(is_changed)[:, None]
-    return np.concatenate((images, labels), 1).astype(np.uint8), is_roof, is_hazy
+    images = images.swapaxes(0, 1).reshape(num_pairs, -1, size, size)
+    return np.concatenate((images, enlarge(is_changed)[:, None]), 1).astype(np.uint8), is_roof, is_hazy
 
 
 # ---- Batches ----

@@ -145,18 +145,14 @@ PEER = (
     [
         ("seeds = [1", "cannot be read as TOML"),
         ("seeds = [1]\n", "no cells"),
-        ("seeds = [1]\ncells = [1, 2]\n", r"cell 1 has to be a table, \[\[cells\]\]"),
         (CELL, r"cell 1: seeds = \[\]: write seeds = "),
-        ("seeds = [1.5]\n" + CELL, r"cell 1: seeds = \[1.5\]: write seeds = "),
+        ("seeds = 5\n" + CELL, r"cell 1: seeds = 5: write seeds = "),
         ("seeds = [1, 1]\n" + CELL, "two cells .*ppo/T/s', 1"),
         ("seeds = [1]\n" + CELL + CELL, "two cells .*ppo/T/s', 1"),
         ("seeds = [1]\n" + CELL.replace("algos/ppo", "algos/dqn"), "command = 'python algos/dqn.py' has to"),
         ("seeds = [1]\n" + CELL.replace("headline", "# "), "cell 1: headline = None has to be str"),
         ("seeds = [1]\nheadline = { ppo = 3 }\n" + CELL.replace("headline", "# "), "headline = 3 has to be"),
         ("seeds = [1]\n" + CELL + "score_best = 'x'\n", "score_best = 'x' has to be bool"),
-        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --seed 4"), "--seed is not for a suite"),
-        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run-dir=x"), "the harness sets seeds"),
-        ("seeds = [1]\n" + CELL.replace("ppo.py", "ppo.py --run_dir x"), "the harness sets seeds"),
         ("seeds = [1]\n" + CELL.replace("python algos/ppo.py", "rm -rf x"), "has to be python or torchrun"),
         ("seeds = [1]\n" + CELL.replace('"T"', '"../T"'), "'../T' is not a name"),
         ("seeds = [1]\n" + CELL.replace("python", "python -m pdb"), "has to be python or torchrun"),
@@ -644,22 +640,17 @@ def test_cells_take_the_cores_that_they_ask_for(started):
     finish(started, last, "d")
 
 
-def test_cells_share_gpus_as_they_ask_for(started, monkeypatch):
+def test_cells_take_the_gpus_that_they_ask_for(started, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr(run.os, "cpu_count", lambda: 16)
-    shares = {"half": 0.5, "whole": 1, "other": 0.5, "third": 0.5, "both": 2, "none": 0}
-    cells = {name: make_cell_of(name, gpus=gpus) for name, gpus in shares.items()}
+    wanted = {"one": 1, "other": 1, "third": 1, "both": 2, "none": 0}
+    cells = {name: make_cell_of(name, gpus=gpus) for name, gpus in wanted.items()}
     submit = run.start_here([*cells.values()])
     futures = {name: submit(cell, Path(), []) for name, cell in cells.items()}
     given = {name for name, future in futures.items() if future}
-    assert given == {"half", "whole", "other", "none"}
+    assert given == {"one", "other", "none"}
     wait_until(lambda: started.keys() == given)
-    assert {name: gpus for name, (_, gpus) in started.items()} == {
-        "half": "4",
-        "whole": "7",
-        "other": "4",
-        "none": "",
-    }
+    assert {name: gpus for name, (_, gpus) in started.items()} == {"one": "4", "other": "7", "none": ""}
     for name in given:
         finish(started, futures[name], name)
     both = submit(cells["both"], Path(), [])
@@ -1121,24 +1112,10 @@ def test_a_folder_without_runs_is_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_cells_with_committed_runs_can_be_left_out(published, tmp_path, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(
-        run, "run_cells", lambda folders, submit: chosen.extend(c.seed for c in folders) or {}
-    )
-    suite = str(tmp_path / "suites" / "a.toml")
-    for flags, seeds in (([], [1, 2, 3]), (["--missing"], [3])):
-        chosen.clear()
-        run.main([suite, "--runs", str(tmp_path / "other"), *flags])
-        assert chosen == seeds
-    content = json.loads((tmp_path / "other" / "a" / "suite.json").read_text())
-    assert [cell["seed"] for cell in content["cells"]] == [1, 2, 3] and content["tables"]
-
-
 def test_results_of_other_forms_are_told(tmp_path):
     """The list of cells of a run folder."""
     (tmp_path / "suite.json").write_text(json.dumps({"suite": "a", "cells": [], "errors": []}))
-    with pytest.raises(ResultsError, match=r"suite.json: no results of a suite; give the folder"):
+    with pytest.raises(ResultsError, match=r"suite.json: give the folder that it is in"):
         records.load(tmp_path / "suite.json")
 
 
@@ -1173,49 +1150,34 @@ def test_runs_of_a_tree_with_changes_are_not_published(published):
     assert len(published(cell)["runs"]) == 3
 
 
-def test_any_folder_of_runs_is_shown_with_its_curves(tmp_path, monkeypatch):
-    """By script, task, name and flags, when they have ended, beside suites."""
+def test_suites_that_have_run_are_shown_with_their_curves(tmp_path, monkeypatch):
+    """A line for each seed and their mean, by steps and by seconds; a folder that is no suite is left out."""
     from matplotlib.figure import Figure
 
     drawn, save, runs = {}, Figure.savefig, tmp_path / "runs"
     monkeypatch.setattr(
         Figure, "savefig", lambda self, path, dpi: (drawn.update({path.name: self}), save(self, path))
     )
-    tags = "charts/episodic_return", "eval/episodic_return"
-    mine = {"env_id": "T-v0", "exp_name": "mine", "total_timesteps": 300}
-    write_run(runs / "a__ppo__1__0", tags, 6, "x", seed=1, run_dir="a", **mine)
-    write_run(runs / "b__ppo__2__0", tags, 3, seed=2, run_dir="b", **mine)
-    write_run(runs / "b__ppo__3__0", tags, 3, seed=3, gamma=0.5, **mine)  # no seed of the others
-    write_run(
-        runs / "b__ppo__4__0", tags, 3, seed=4, **mine | {"total_timesteps": 900}
-    )  # which has not ended
-    write_log(runs / "c__ppo__3__0", tags)
-    write_log(runs / "a__ppo__1__0" / "wandb" / "files", tags)
-    write_run(runs / "d__alphazero_go__1__0", ["eval/win_rate_best"], **mine)
-    attempt = runs / "benchmark" / "a" / "cell" / "try_1"
-    write_run(attempt / "run", ["eval/x"], seed=3)
-    (attempt / "process.json").write_text('{"exit_code": 0}')
-    cell = {"name": "ppo/T/s", "folder": "cell", "seed": 3, "curve": None, "threshold": None, "task": "T"}
-    cell |= {"setting": "s", "script": "ppo", "command": "python algos/ppo.py", "better": "higher"}
-    content = {"suite": "a", "cells": [cell | {"headline": "eval/x"}], "ratios": []}
-    (runs / "benchmark" / "a" / "suite.json").write_text(json.dumps(content))
+    shared = {"curve": "c", "threshold": None, "better": "higher", "task": "T", "headline": "eval/x"}
+    shared |= {"setting": "s", "script": "ppo", "command": "python algos/ppo.py", "name": "ppo/T/s"}
+    cells = []
+    for seed, num_points in ((1, 6), (2, 3), (3, 3)):
+        attempt = runs / "a" / f"cell{seed}" / "try_1"
+        write_run(attempt / "run", ["eval/x", "c"], num_points)
+        (attempt / "process.json").write_text('{"exit_code": 0}')
+        cells.append(shared | {"folder": f"cell{seed}", "seed": seed})
+    write_run(runs / "own" / "run", ["eval/x"])
+    (runs / "a" / "suite.json").write_text(json.dumps({"suite": "a", "cells": cells}))
     report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "results.md").read_text()
-    assert (
-        "## a" in page and "| T, s | eval/x | 30.0 |  | 6.00 | 1 |" in page and "python algos/ppo.py" in page
-    )
-    assert "| T-v0, mine, flags 1 | return | 45.0 (60.0, 30.0) |  | 9.00 | 2 |" in page
-    assert "| T-v0, mine, flags 2 | return | 30.0 | -15.0 | 6.00 | 1 |" in page
-    assert "| T-v0, mine, flags 1 | eval/win_rate_best | 30.0 |" in page and "seeds 4" not in page
-    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"runs.png"} == drawn.keys()
-    axes = drawn["runs.png"].axes
-    labels = [(x.get_xlabel(), x.get_ylabel()) for x in axes]
-    assert labels == [(x, y) for y in ("return", "eval/win_rate_best") for x in ("steps", "CPU-seconds")]
+    assert "## a" in page and "| T, s | eval/x | 40.0 (60.0, 30.0, 30.0) |  | 6.00 | 3 |" in page
+    assert page.count("## ") == 1 and json.loads((tmp_path / "out" / "results" / "a.json").read_text())
+    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"a.png"} == drawn.keys()
+    axes = drawn["a.png"].axes
+    assert [(x.get_xlabel(), x.get_ylabel()) for x in axes] == [("steps", "c"), ("CPU-seconds", "c")]
     lines = [line for line in axes[0].lines if line.get_alpha()]  # thin: a seed each
     assert sorted(len(line.get_xdata()) for line in lines) == [3, 3, 6]
     assert axes[1].lines[0].get_xdata()[-1] == pytest.approx(12)
-    one = records.collect_folders(runs / "a__ppo__1__0")  # one run alone
-    assert [cell["setting"] for cell in one["cells"].values()] == ["mine, flags 1"]
 
 
 def run_compare(tmp_path, base, new):
@@ -1264,7 +1226,7 @@ def test_comparison_fails_where_learning_takes_longer(tmp_path, capsys):
     assert run_compare(tmp_path, [base], [make_solved([3 * x for x in steps], speeds)]) == 1
     found = capsys.readouterr().out
     assert "| headline | 500 | 500 |  |" in found and "| speed | 997 | 997 |  |" in found
-    assert "| steps | 1,091 | 3,272 | **worse** |" in found and "| curve | 260 | 260 |  |" in found
+    assert "| steps | 1,091 | 3,272 | **worse** |" in found and "curve" not in found
     assert run_compare(tmp_path, [base], [make_solved(steps, [x / 2 for x in speeds])]) == 1
     assert (
         "| speed | 997 | 499 | **worse** |" in (found := capsys.readouterr().out)
@@ -1277,15 +1239,11 @@ def test_comparison_fails_where_learning_takes_longer(tmp_path, capsys):
     assert run_compare(tmp_path, [base], [make_solved([None] * 5, speeds)]) == 1
     assert run_compare(tmp_path, [make_solved([None] * 5, speeds)], [base]) == 0
     assert run_compare(tmp_path, [base], [make_solved([*steps[:4], None], speeds)]) == 0  # one is luck
-    flat = make_solved(steps, speeds)
-    for i, run_ in enumerate(flat["runs"]):
-        run_["curve"] = [[0, 0, 20.0], [8000, 80, 30.0 + i], [9000, 90, 500.0]]
-    assert run_compare(tmp_path, [base], [flat]) == 1
-    assert "| curve | 260 | 52.9 | **worse** |" in capsys.readouterr().out
-    assert (
-        run_compare(tmp_path, [base], [flat | {"threshold": 400}]) == 1
-    )  # what does not hang on it is compared
-    assert "| steps |" not in capsys.readouterr().out
+    capsys.readouterr()
+    other = make_solved([3 * x for x in steps], [x / 2 for x in speeds], threshold=400)
+    assert run_compare(tmp_path, [base], [other]) == 1  # what does not depend on the threshold is compared
+    found = capsys.readouterr().out
+    assert "| steps |" not in found and "| speed | 997 | 499 | **worse** |" in found
 
 
 def test_a_speed_that_halves_is_found_in_every_published_cell():
@@ -1382,18 +1340,18 @@ def test_run_folders_of_earlier_versions_are_read(tmp_path):
 def simulate(num, drop, slow, speed, draw):
     """Shares of `num` comparisons of twenty cells, five seeds each, that find something, and that find cell 0.
 
-    Steps and curve of a run go together, its end hardly with them, its speed not at all. NEW is worse in cell 0, by so
-    many standard deviations of the seeds.
+    The end of a run hardly goes with its steps, its speed not at all. NEW is worse in cell 0, by so many standard
+    deviations of the seeds.
     """
     found = np.zeros(2)
     for _ in range(num):
         sides = []
         for shift in (0.0, 1.0):
-            steps, end, curve, own = draw((4, 20, 5))
-            losses = np.stack([0.3 * steps + 0.95 * end, steps, 0.8 * steps + 0.6 * curve, own])
-            losses[:, 0] += shift * np.array([drop, slow, 0.8 * slow, speed])[:, None]
+            steps, end, own = draw((3, 20, 5))
+            losses = np.stack([0.3 * steps + 0.95 * end, steps, own])
+            losses[:, 0] += shift * np.array([drop, slow, speed])[:, None]
             sides.append(losses)
-        worse = compare.find_worse(compare.find_p_worse(*sides).ravel()).reshape(4, 20).any(0)
+        worse = compare.find_worse(compare.find_p_worse(*sides).ravel()).reshape(3, 20).any(0)
         found += [worse.any(), worse[0]]
     return found / num
 

@@ -153,10 +153,10 @@ def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(script, fl
     assert scalars.keys() == metrics | {"charts/cpu_seconds", *tags.split()}
     last = scalars["charts/cpu_seconds"][-1][0]
     assert all(scalars[tag][-1][0] == last for tag in metrics)  # which end the log
-    result = records.read_run(path, {}, {})
-    name = records.read_args(path)["env_id"].replace(":", "-")
-    assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name)
-    assert result["seed"] == 3 and result["env_steps"] == last > 0 and result["cpu_seconds"] > 0
+    result, flags_logged = records.read_run(path, {}, {}), common.read_text(path, "hyperparameters")
+    name = re.search(r"^\|env_id\|(.*)\|$", flags_logged, re.M)[1].replace(":", "-")
+    assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name) and "|seed|3|" in flags_logged
+    assert result["env_steps"] == last > 0 and result["cpu_seconds"] > 0
     if environment:
         package, number = result["commit"].split()[:2]
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
@@ -200,8 +200,8 @@ def test_a_peer_names_its_run_folder_and_logs_flags_and_version(tmp_path, monkey
     assert {tag: x for tag, x in read_scalars(run.path).items() if "charts" not in tag} == {
         "eval/x": [(7, 1.5)], "best/y": [(7, 2.0)]
     }  # fmt: skip
-    result, args_read = records.read_run(run.path, {}, {}), records.read_args(run.path)
-    assert args_read | {"param": "value"} == {"param": "value"} | {k: str(v) for k, v in vars(args).items()}
+    result, flags_logged = records.read_run(run.path, {}, {}), common.read_text(run.path, "hyperparameters")
+    assert all(f"|{name}|{value}|" in flags_logged for name, value in vars(args).items())
     assert result["commit"] == "p 1" and result["metrics"] == {"eval/x": 1.5, "best/y": 2.0}
     assert "p 1: x 1.5" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
