@@ -40,6 +40,7 @@ def test_the_pages_follow_from_the_committed_results():
         "ppo_mujoco",
         "ppo_tasks",
         "r2d2_memory",
+        "tsp_gaps",
         "tsp_networks",
         "change_default",
         "change_detection",
