@@ -10,23 +10,23 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
     python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
         --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # strict
 
-"strict" ranks the pool by loss alone, plays the best move or a random one, and ignores the score of a game.
+The "strict" run ranks the pool by loss alone, plays best or uniformly random moves, and ignores the score.
 
-Values are from 0 to 1 for the side to move: v for one side is 1 - v for the other. Equations of this file:
+Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
-    (2) N(s, a) += 1, Q(s, a) += (v - Q(s, a)) / N(s, a), from Q(s, a) = V(s)
+    (2) N(s, a) += 1, Q(s, a) += (v - Q(s, a)) / N(s, a), starting with Q(s, a) = V(s)
     (3) pi(a) = N(root, a) / sum_b N(root, b); P(a | root) = p(a | root) + eta d(a), d ~ Dirichlet(alpha)
-    (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)): the cross entropy less its minimum
+    (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)): the cross entropy minus its minimum
     (5) L_value = (V(s) - (beta Q(root) + (1 - beta) z))^2, where the result z is 1 if the game was won and 0
         if it was lost, mixed with its score by --score-weight
     (6) L = g L_value / 0.25 + (1 - g) L_policy / log A, both about 1 for a network that knows nothing
 
-A search follows eq. 1 from the root to a new position s', and counts v = V(s') into each edge of its path.
-Each epoch plays until enough records are new. Of old and new ones, the pool keeps those of the largest loss.
-Then the network trains on those of the largest loss and on some at random. The first epochs learn V from
-random games, and the next ones search by classic UCB.
+A simulation follows eq. 1 from the root to a new position s'; eq. 2 then updates each edge of its path with
+v = V(s'). An epoch plays until there are enough new records. The pool keeps the old and new records with the
+largest loss, and the network trains on those of largest loss and on random ones. The first epochs learn V
+from random games, and the next ones search by classic UCB.
 
-Shapes: G games side by side, R some of them, M nodes of a tree, A = n^2 + 1 moves, E edges, B records.
+Shapes: G parallel games, R some of them, M nodes of a tree, A = n^2 + 1 moves, E edges, B records.
 """
 
 # /// script
@@ -64,7 +64,7 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 METRICS = ("loss", "policy_loss", "value_loss", "grad_norm", "sampled_loss", "sampled_loss_after")
 OPEN, PENDING, OVER, ABSENT = range(4)  # status of a node: evaluated, being evaluated, end of a game, no node
 ILLEGAL = -1e9  # Q of illegal moves
-MAX_DESCENTS = 8  # tries of a worker to find a leaf that no other one has
+MAX_DESCENTS = 8  # attempts of a worker to find a leaf that no other worker has
 
 
 @dataclass
@@ -78,51 +78,51 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    run_dir: str = "runs"  # folder of the run folders
-    resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
+    run_dir: str = "runs"  # parent folder of all run folders
+    resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # epochs between matches and checkpoints (0: a tenth of the run, fewer matches)
-    eval_episodes: int = 100  # games against plain MCTS at the end; of other matches at most 40
+    eval_episodes: int = 100  # games against plain MCTS at the end; other matches have at most 40
     gtp: str | None = None  # checkpoint.pt or best.pt to play with by the Go Text Protocol
     resign_below: float = 0.0  # with --gtp, resign if the value is lower
     env_id: str = "Go-5x5"  # board, Go-2x2 to Go-19x19: area scoring, no suicide, positional superko
     komi: float = 0.5  # points for white
-    score_weight: float = 0.5  # share of the score, from 0 to 1, in the result z; the rest is who won
-    num_games: int = 128  # games of self-play G, in total across processes
+    score_weight: float = 0.5  # weight of the score, from 0 to 1, in the result z; the rest is who won
+    num_games: int = 128  # parallel games of self-play G, in total across processes
     blocks: int = 3  # residual blocks of the network
     channels: int = 32  # channels of the network
     bf16: bool = False  # run the network in bfloat16
     simulations_start: int = 32  # simulations per move in the first epoch
     simulations_end: int = 48  # simulations per move in the last epoch, in the last match and with --gtp
-    num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; two pay if a core or GPU is idle
-    pseudo_limit: float = 0.1  # with two workers, largest pseudo visits k as a share of N(root)
+    num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; two pay off if a core or GPU is idle
+    pseudo_limit: float = 0.1  # with two workers, limit k: a tree has at most k N(root) pseudo-visits
     c_puct: float = 0.5  # exploration c, eq. 1 and classic UCB
     first_q: Literal["value", "zero"] = "value"  # Q(s, a) before the first visit: V(s), eq. 2, or 0
     noise_weight: float = 0.25  # weight eta of the noise, eq. 3
     dirichlet_alpha: float = 0.4  # concentration of the noise, eq. 3; about 10 / A
     epsilon_start: float = 0.0  # share of random moves in the first epoch
     epsilon_end: float = 0.0  # share of random moves in the last epoch
-    draw_moves: float = 0.33  # first moves, over n^2, that are drawn from pi; later ones are the best
-    num_epochs: int = 30  # epochs, those of pretraining included
-    pretrain_value_epochs: int = 2  # first epochs, which learn the value of random games, the policy frozen
-    pretrain_search_epochs: int = 2  # epochs after those, of search by classic UCB
-    pool_size: int = 100_000  # records in the pool, in total across processes; a position makes eight of them
-    generate_fraction: float = 0.05  # new records of an epoch, as a share of the pool
-    train_fraction: float = 0.15  # records trained on in an epoch, as a share of the pool
+    draw_moves: float = 0.33  # number of first moves drawn from pi, over n^2; later ones are the best
+    num_epochs: int = 30  # epochs, including pretraining
+    pretrain_value_epochs: int = 2  # first epochs, which learn V from random games with a frozen policy
+    pretrain_search_epochs: int = 2  # epochs after those, which search by classic UCB
+    pool_size: int = 100_000  # records in the pool, in total across processes; eight per position
+    generate_fraction: float = 0.05  # new records per epoch, as a share of the pool
+    train_fraction: float = 0.15  # records trained on per epoch, as a share of the pool
     random_fraction: float = 0.75  # share of a minibatch drawn at random; the rest has the largest loss
     max_age: int = 30  # epochs after which a record is replaced first (0: never)
     batch_size: int = 128  # records of a minibatch B, in total across processes
     learning_rate: float = 4e-3  # AdamW learning rate
     anneal_lr: bool = True  # lower the learning rate linearly, to a hundredth
     weight_decay: float = 1e-2  # AdamW weight decay
-    value_coef: float = 0.2  # share g of the value in the loss, eq. 6
+    value_coef: float = 0.2  # weight g of the value loss, eq. 6
     q_weight_start: float = 0.05  # weight beta of Q(root) in the first epoch, eq. 5
     q_weight_end: float = 0.5  # weight beta of Q(root) in the last epoch, eq. 5
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 def conv_norm(num_inputs: int, num_outputs: int, kernel_size: int):
-    """Make a convolution, which keeps the size of the board, and a batch normalization."""
+    """Make a convolution that keeps the size of the board, and a batch normalization."""
     conv = nn.Conv2d(num_inputs, num_outputs, kernel_size, padding=kernel_size // 2, bias=False)
     return conv, nn.BatchNorm2d(num_outputs)
 
@@ -137,7 +137,7 @@ class Agent(nn.Module):
         layers = ((conv_norm(width, width, 3), conv_norm(width, width, 3)) for _ in range(args.blocks))
         blocks = (nn.Sequential(*first, nn.ReLU(inplace=True), *second) for first, second in layers)
         self.blocks = nn.ModuleList(blocks)
-        self.head_conv = nn.Sequential(*conv_norm(width, 8, 1), nn.ReLU(inplace=True))  # of both heads
+        self.head_conv = nn.Sequential(*conv_norm(width, 8, 1), nn.ReLU(inplace=True))  # shared by both heads
         self.policy_head = nn.Linear(num_inputs, size**2 + 1)
         self.value_head = nn.Sequential(nn.Linear(num_inputs, 64), nn.ReLU(), nn.Linear(64, 1))
 
@@ -155,15 +155,15 @@ class Agent(nn.Module):
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 class Records(NamedTuple):
-    """B records: images of positions, as the side to move saw them, with what is learned from them."""
+    """B records: symmetric images of positions, as the side to move saw them, with training targets."""
 
     planes: torch.Tensor  # bool [B, NUM_PLANES, n, n]
     policy: torch.Tensor  # float16 [B, A], pi of eq. 3
     q: torch.Tensor  # [B], Q(root) of eq. 5
     z: torch.Tensor  # [B], result of the game
     loss: torch.Tensor  # [B], eq. 6 as last computed
-    epoch: torch.Tensor  # [B], in which it was made
-    turn: torch.Tensor  # [B], number modulo 8 of minibatches that may draw it; images of a position differ
+    epoch: torch.Tensor  # [B], epoch in which it was made
+    turn: torch.Tensor  # [B], minibatches of this number modulo 8 may draw it; a position's images differ
 
     def pick(self, index) -> "Records":
         """Return the records at an index."""
@@ -171,23 +171,23 @@ class Records(NamedTuple):
 
 
 def refill_pool(pool: Records | None, new: Records, capacity: int, oldest: int) -> Records:
-    """Add records. Beyond the capacity those of epochs before `oldest` leave first, then the least losses."""
+    """Add records; beyond the capacity, drop those of epochs before `oldest`, then those of least loss."""
     pool = Records(*map(torch.cat, zip(pool, new, strict=True))) if pool else new
     rank = pool.loss.masked_fill(pool.epoch < oldest, -1)
     return pool.pick(rank.topk(min(capacity, len(rank))).indices)
 
 
 def sample_pool(pool: Records, turn: int, batch_size: int, random_fraction: float):
-    """Choose records [B] of the largest loss and others at random, no two of them images of one position."""
+    """Choose indices of records [B]: the largest losses, then random; no two are images of one position."""
     rows = (pool.turn == turn % 8).nonzero().squeeze(1)
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
     keys = torch.rand(len(rows), device=rows.device)
-    keys[pool.loss[rows].topk(num_ranked).indices] = 2.0  # ahead of all the others, which come at random
+    keys[pool.loss[rows].topk(num_ranked).indices] = 2.0  # ahead of all others, whose keys are random
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
 
 class Games:
-    """G games of self-play, and what was recorded at each of their T moves at most."""
+    """G games of self-play, and what was recorded at each move; T is the maximum number of moves."""
 
     def __init__(self, go: Go, num_games: int):
         self.boards, shape = go.new(num_games), (num_games, 2 * go.num_points)
@@ -203,12 +203,12 @@ class Games:
 
 # ---- AlphaZero ---------------------------------------------------------------------------------------------
 def puct_scores(q, visits, prior, parent_visits, c: float):
-    """Compute eq. 1 of Q, N(s, a) and P [..., A], and N(s) [..., 1]."""
+    """Compute eq. 1 from Q, N(s, a) and P [..., A], and N(s) [..., 1]."""
     return q + c * prior * parent_visits.sqrt() / (visits + 1)
 
 
 def ucb_scores(q, visits, prior, parent_visits, c: float):
-    """Compute classic UCB (Auer et al. 2002); moves without visits come first, in the order of the prior."""
+    """Compute classic UCB (Auer et al. 2002); unvisited moves come first, by prior."""
     bonus = c * (parent_visits.log() / visits.clamp(min=1)).sqrt()
     return q + torch.where(visits > 0, bonus, 1e6 * (1 + prior))
 
@@ -221,16 +221,16 @@ def dirichlet_noise(prior, alpha: float):
 
 
 def compute_result(score, args, num_points: int):
-    """Compute z of black [B] for its area less that of white [B]; 1/2 is a draw."""
+    """Compute z of black [B] from its area minus that of white [B]; 1/2 is a draw."""
     margin = score - args.komi
     share = (0.5 + margin / (2 * num_points)).clamp(0, 1)  # of the board
     return (1 - args.score_weight) * (margin.sign() + 1) / 2 + args.score_weight * share
 
 
 class Stage(NamedTuple):
-    """What changes from epoch to epoch."""
+    """Settings that change from epoch to epoch."""
 
-    scores: Callable | None  # of the moves in a search, which follows the best one; None: random games
+    scores: Callable | None  # eq. 1 or classic UCB, by which a search chooses; None: random games
     num_simulations: int
     epsilon: float  # share of random moves
     q_weight: float  # beta of eq. 5
@@ -238,7 +238,7 @@ class Stage(NamedTuple):
 
 
 def get_stage(epoch: int, num_actions: int, args) -> Stage:
-    """Return the settings of an epoch, which belongs to the first or second pretraining or to self-play."""
+    """Return the settings of an epoch of value pretraining, search pretraining or self-play."""
     t = epoch / max(1, args.num_epochs - 1)  # from 0 to 1
     starts = args.simulations_start, args.epsilon_start, args.q_weight_start
     ends = args.simulations_end, args.epsilon_end, args.q_weight_end
@@ -246,14 +246,14 @@ def get_stage(epoch: int, num_actions: int, args) -> Stage:
     stage = Stage(puct_scores, round(num_simulations), epsilon, q_weight, args.value_coef)
     if epoch < args.pretrain_value_epochs:
         return stage._replace(scores=None, value_coef=1.0)
-    if epoch < args.pretrain_value_epochs + args.pretrain_search_epochs:  # tries each move before it chooses
+    if epoch < args.pretrain_value_epochs + args.pretrain_search_epochs:  # tries each move first
         num_simulations = max(stage.num_simulations, 5 * num_actions // 4)
         return stage._replace(scores=ucb_scores, num_simulations=num_simulations)
     return stage
 
 
 class Worker:
-    """Evaluates a batch of leaves beside the search: a thread, on a GPU with a stream of its own."""
+    """Evaluates a batch of leaves while the search goes on, in a thread and, on a GPU, its own stream."""
 
     def __init__(self, evaluate, device):
         threads = {"initializer": torch.set_num_threads, "initargs": (torch.get_num_threads(),)}
@@ -262,8 +262,8 @@ class Worker:
         self.device, self.job, self.pseudo_edges = device, None, []
 
     def submit(self, *batch):
-        """Start to evaluate boards [R] with legal moves [R, A], which are the last two of `batch`."""
-        self.batch = batch  # so that its memory is not used for something else
+        """Start to evaluate boards [R] with legal moves [R, A], the last two items of `batch`."""
+        self.batch = batch  # keeps its memory from being reused meanwhile
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.job = self.thread.submit(self.work, *batch[-2:])
@@ -275,7 +275,7 @@ class Worker:
             return self.evaluate(boards, legal)
 
     def wait(self):
-        """Return logits [R, A] and values [R]; on a GPU it is the search's stream that waits."""
+        """Return logits [R, A] and values [R]; on a GPU, the search's stream waits for them."""
         job, self.job = self.job, None
         output = job.result()
         if self.stream:
@@ -284,9 +284,9 @@ class Worker:
 
 
 class Search:
-    """Trees of G games. Node 0 of M is the root. The last node is in no tree: child -1 means that one.
+    """Trees of G games with M nodes each. Node 0 is the root. The last is unused, so that child -1 is none.
 
-    All values are for the side to move at the node that they belong to.
+    All values are for the side to move at their node.
     """
 
     @torch.no_grad()
@@ -305,7 +305,7 @@ class Search:
 
     @torch.no_grad()
     def run(self, num_simulations: int):
-        """Search num_simulations times in each game that is not over, if its tree has room for them."""
+        """Run num_simulations, or as many as the tree has room for, in each game that is not over."""
         room = self.status.shape[1] - 1 - self.num_nodes
         left = room.clamp(max=num_simulations) * (self.status[:, 0] == OPEN)
         while left.any() or any(worker.job or worker.pseudo_edges for worker in self.workers):
@@ -316,11 +316,11 @@ class Search:
                     left[self.request(worker, games)] -= 1
 
     def descend(self, games):
-        """Follow the best scores from the roots of games [R] to where the trees end; returns edges [3, E]."""
+        """Follow the best scores from the roots of games [R] to leaves; returns the paths as edges [3, E]."""
         node, edges = torch.zeros_like(games), []
         while len(games):
             visits = self.N[games, node]  # [R, A]
-            parent_visits = 1 + visits.sum(1, keepdim=True)  # without the pseudo visits
+            parent_visits = 1 + visits.sum(1, keepdim=True)  # without pseudo-visits
             if len(self.workers) > 1:
                 visits = visits + self.pseudo[games, node]
             statistics = self.Q[games, node], visits, self.P[games, node]
@@ -332,10 +332,10 @@ class Search:
         return torch.cat(edges, 1)
 
     def request(self, worker, games):
-        """Send a leaf of each of games [R] to the worker; returns the games where one was found.
+        """Send a leaf of each of the games [R] to the worker; returns the games in which one was found.
 
-        If another worker has the leaf already, its path gets a pseudo visit, and the next descent may lead to
-        another leaf. There are at most k N(root) pseudo visits, and they stay until this batch is backed up.
+        If another worker has the leaf already, its path gets a pseudo-visit, and the next descent may lead to
+        another leaf. A tree has at most k N(root) pseudo-visits; finishing the batch removes its own again.
         """
         found = []
         for _ in range(MAX_DESCENTS):
@@ -361,7 +361,7 @@ class Search:
         return edges[0, is_new | is_over]
 
     def add_nodes(self, worker, edges, games, boards: Boards):
-        """Add a node to each of games [R], at the end of paths `edges`, and back up ends of games at once."""
+        """Add a node to each of games [R], at the end of paths `edges`; back up finished games at once."""
         nodes, over, to_go = self.num_nodes[games], boards.is_over, ~boards.is_over
         self.num_nodes[games] += 1
         self.boards.put((games, nodes), boards)
@@ -389,10 +389,10 @@ class Search:
         worker.pseudo_edges = []
 
     def backup(self, edges, games, leaves):
-        """Count the values of leaves [R] of games [R] into those of the edges [3, E] above them, eq. 2."""
+        """Update the edges [3, E] above leaves [R] of games [R] with the values of the leaves, eq. 2."""
         leaf = torch.full_like(self.num_nodes, -1)  # [G]
         leaf[games] = leaves
-        game, node, move = edges[:, leaf[edges[0]] >= 0]  # no edge is here twice
+        game, node, move = edges[:, leaf[edges[0]] >= 0]  # each edge once, as += requires
         leaf = leaf[game]
         is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, leaf]
         v = torch.where(is_same_side, self.value[game, leaf], 1 - self.value[game, leaf])
@@ -409,11 +409,11 @@ class Search:
         return self.N[:, 0] / self.N[:, 0].sum(1, keepdim=True)
 
     def root_values(self):
-        """Return Q(root) [G], the mean of all values of the tree, that of the root itself included."""
+        """Return Q(root) [G], the mean of all values in the tree, including the root's own."""
         return (self.value[:, 0] + (self.N * self.Q)[:, 0].sum(1)) / (1 + self.N[:, 0].sum(1))
 
     def best_moves(self):
-        """Return the moves [G] of most visits; among equals, those of the largest Q + P / 50."""
+        """Return the most visited moves [G]; ties are broken by the largest Q + P / 50."""
         return (self.N[:, 0] + 0.5 * self.Q[:, 0].clamp(min=0) + 0.01 * self.P[:, 0]).argmax(1)
 
 
@@ -432,7 +432,7 @@ def play_moves(games: Games, go: Go, workers, stage: Stage, args) -> Records:
         moves = torch.where(is_random, go.draw_moves(boards, legal, fill_eyes=True), moves)
     else:
         policy, moves = legal / legal.sum(1, keepdim=True), go.draw_moves(boards, legal)
-        q = torch.full_like(policy[:, 0], torch.nan)  # not known: z takes its place
+        q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z replaces it below
     rows = torch.arange(len(legal), device=go.device), boards.num_moves
     games.planes[rows], games.policy[rows], games.q[rows] = go.planes(boards, legal), policy.half(), q
     games.boards = go.play(boards, moves)
@@ -447,7 +447,7 @@ def play_moves(games: Games, go: Go, workers, stage: Stage, args) -> Records:
 
 
 def make_images(records: Records, symmetries, epoch: int) -> Records:
-    """Make the eight images of records [B] by the symmetries of a square; image k of b is row k B + b."""
+    """Make the eight symmetric images of records [B]; image k of record b is row k B + b."""
     size = records.planes.shape[-1]
     planes = [records.planes.flatten(2)[..., image[:-1]].unflatten(2, (size, size)) for image in symmetries]
     policy = [records.policy[:, image] for image in symmetries]
@@ -458,7 +458,7 @@ def make_images(records: Records, symmetries, epoch: int) -> Records:
 
 
 def collect_images(games: Games, go: Go, workers, num_positions: int, epoch: int, stage: Stage, args):
-    """Play until the games that have ended hold enough positions; returns their images and all moves made."""
+    """Play until finished games have enough positions; returns their images and the number of moves."""
     records, num_moves = [], 0
     while sum(len(x.z) for x in records) < num_positions:
         records.append(play_moves(games, go, workers, stage, args))
@@ -470,7 +470,7 @@ def alphazero_loss(agent, records: Records, stage: Stage):
     """Compute eq. 6, 4 and 5 for each record, [3, B]."""
     logits, values = agent(records.planes)
     points = records.planes[:, LEGAL_PLANE].flatten(1)
-    legal = nn.functional.pad(points, (0, 1), value=True)  # [B, A], the pass always
+    legal = nn.functional.pad(points, (0, 1), value=True)  # [B, A]; a pass is always legal
     log_probs = logits.masked_fill(~legal, -torch.inf).log_softmax(1).masked_fill(~legal, 0)
     policy = records.policy.float()
     policy_loss = (torch.xlogy(policy, policy) - policy * log_probs).sum(1)  # eq. 4
@@ -482,7 +482,7 @@ def alphazero_loss(agent, records: Records, stage: Stage):
 
 @torch.no_grad()
 def rank_records(agent, records: Records, stage: Stage):
-    """Compute eq. 6 for records [B], in parts that stay in the cache of a CPU."""
+    """Compute eq. 6 for records [B], in parts that fit into a CPU's cache."""
     agent.eval()
     parts = zip(*(x.split(512) for x in records), strict=True)
     return torch.cat([alphazero_loss(agent, Records(*x), stage)[0] for x in parts])
@@ -504,7 +504,7 @@ def update_network(agent, optimizer, records: Records, stage: Stage):
 
 
 def train_epoch(agent, optimizer, pool: Records, stage: Stage, args):
-    """Train on minibatches of the pool, and rank their records again after each; returns the mean METRICS."""
+    """Train on minibatches of the pool and update the losses of their records; returns the mean METRICS."""
     metrics = []
     for turn in range(ceil(args.train_fraction * args.pool_size / args.batch_size)):
         index = sample_pool(pool, turn, args.batch_size // WORLD_SIZE, args.random_fraction)
@@ -513,7 +513,7 @@ def train_epoch(agent, optimizer, pool: Records, stage: Stage, args):
         pool.loss[index] = rank_records(agent, records, stage)
         sampled = torch.stack((records.loss.mean(), pool.loss[index].mean()))  # before and after the step
         metrics.append(torch.cat((losses, sampled)))
-    optimizer.zero_grad()  # so that copies of the network have none
+    optimizer.zero_grad()  # so that copies of the network have no gradients
     for statistics in agent.buffers():  # of the batch normalizations
         if statistics.is_floating_point():
             average(statistics)
@@ -530,9 +530,9 @@ def evaluate_network(go: Go, network, boards: Boards, legal):
 
 
 def evaluate_rollouts(go: Go, komi: float, boards: Boards, legal):
-    """Return random logits [R, A], and the values [R] of one random game each. With UCB: plain MCTS."""
+    """Return random logits [R, A], and values [R] of one random game each; with UCB, this is plain MCTS."""
     logits, rows = torch.rand(legal.shape, device=go.device), torch.arange(len(legal), device=go.device)
-    won, to_play = torch.zeros(len(legal), device=go.device), boards.to_play  # by black
+    won, to_play = torch.zeros(len(legal), device=go.device), boards.to_play  # won by black
     while len(rows):
         boards = go.play(boards, go.draw_moves(boards, legal))
         over = boards.is_over
@@ -543,7 +543,7 @@ def evaluate_rollouts(go: Go, komi: float, boards: Boards, legal):
 
 
 def make_workers(go: Go, agent, args):
-    """Make the workers of searches with the network as it is now."""
+    """Make workers that evaluate leaves with a copy of the network as it is now."""
     network = deepcopy(agent).eval().to(memory_format=torch.channels_last)  # saves 3 % of a search on a CPU
     return [Worker(partial(evaluate_network, go, network), go.device) for _ in range(args.num_workers)]
 
@@ -561,7 +561,7 @@ def make_player(go: Go, workers, num_simulations: int, args, scores=puct_scores)
 
 
 def play_match(go: Go, players, num_games: int, komi: float):
-    """Play two functions from boards [R] to moves [R]; returns the first one's win rate, and all moves.
+    """Play two functions from boards [R] to moves [R]; returns the first's win rate and the number of moves.
 
     Each opening of two random moves is played from both sides. A draw is half a win.
     """
@@ -582,7 +582,7 @@ def play_match(go: Go, players, num_games: int, komi: float):
 
 
 def evaluate(go: Go, agent, best, args, *stream: int) -> dict[str, float]:
-    """Play `best` with a quarter of the simulations each, or plain MCTS with all if `best` is None."""
+    """Play against `best` with a quarter of the simulations, or with all against plain MCTS if it is None."""
     seed_everything(args.seed, *stream)
     num_games, num_simulations = args.eval_episodes, args.simulations_end
     if best:
@@ -611,7 +611,7 @@ def average(x):
 
 
 def seed_everything(*stream: int) -> int:
-    """Seed all generators from the numbers of `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -620,7 +620,7 @@ def seed_everything(*stream: int) -> int:
 
 def train(args: Args, checkpoint: dict | None = None):
     """Train, from `checkpoint` if there is one. With --evaluate or --gtp, only use its network."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
@@ -656,10 +656,10 @@ def train(args: Args, checkpoint: dict | None = None):
     def save(name: str):
         progress = (iteration, step, eval_steps, cpu_seconds, win_rate)
         states = {name: part.state_dict() for name, part in parts.items()}
-        if name == "checkpoint.pt" and WORLD_SIZE == 1:  # of several processes, all but one would be lost
+        if name == "checkpoint.pt" and WORLD_SIZE == 1:  # the games of other processes would be lost
             states |= {"games": games.state_dict(), "pool": pool._asdict() if pool else None}
         torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # a kill leaves the old file or the new one
+        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
 
     if RANK == 0:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}".replace(":", "-")
@@ -673,10 +673,10 @@ def train(args: Args, checkpoint: dict | None = None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
     capacity = args.pool_size // WORLD_SIZE
-    num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones of an epoch
-    match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # of a match with the best network, at most
+    num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones per epoch
+    match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # at most, against the best network
     eval_interval = args.eval_interval or ceil(args.num_epochs / 10)
     seconds_per_line = 0.1 if sys.stderr.isatty() else 30
     bar = tqdm(total=args.num_epochs, initial=iteration, mininterval=seconds_per_line, disable=RANK > 0)
@@ -686,7 +686,7 @@ def train(args: Args, checkpoint: dict | None = None):
         seed_everything(args.seed, 1, iteration, RANK)
         lr = args.learning_rate * (1 - 0.99 * epoch / args.num_epochs * args.anneal_lr)
         optimizer.param_groups[0]["lr"] = lr
-        if stage.scores != get_stage(epoch - 1, go.num_actions, args).scores:  # another kind of games begins
+        if stage.scores != get_stage(epoch - 1, go.num_actions, args).scores:  # the kind of games changes
             pool, games = None, Games(go, num_games)
         workers = make_workers(go, agent, args)
         images, num_moves = collect_images(games, go, workers, num_positions, epoch, stage, args)

@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 sys.path.append(os.getcwd())  # --env-id my_module:MyTask-v0 finds my_module.py in the current folder
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # of an update
+METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # per update
 # Training data of a rollout or minibatch: obs [N, D], actions [N, A], policy_params [N, P], the others [N]
 Batch = namedtuple("Batch", "obs actions policy_params log_probs values advantages returns")
 
@@ -57,38 +57,38 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    capture_video: bool = False  # film the first environment of each evaluation, into the run folder
-    run_dir: str = "runs"  # folder of the run folders
-    resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
+    capture_video: bool = False  # record each evaluation's first environment as a video in the run folder
+    run_dir: str = "runs"  # parent folder of all run folders
+    resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
-    eval_episodes: int = 10  # episodes of an evaluation (0: none)
+    eval_episodes: int = 10  # episodes per evaluation (0: never evaluate)
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
-    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector form, else sync
+    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
     total_timesteps: int = 100_000  # environment steps, in total across environments
     learning_rate: float = 4e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
-    num_steps: int = 64  # steps T of a rollout in each environment
+    num_steps: int = 64  # rollout length T: steps in each environment
     gamma: float = 0.98  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 11
-    num_minibatches: int = 4  # minibatches that the rollout is split into in an epoch
+    num_minibatches: int = 4  # minibatches that each epoch splits the rollout into
     update_epochs: int = 5  # epochs K over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     norm_obs: bool = False  # normalize observations by their running mean and standard deviation
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
     clip_coef: float = 0.2  # clipping range eps of the ratio, eq. 7
-    clip_vloss: bool = False  # clip the change of the value by clip_coef too
+    clip_vloss: bool = False  # also clip how far the value moves, by clip_coef
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
-    max_grad_norm: float = 0.5  # largest norm of the gradient
-    target_kl: float | None = None  # stop the epochs of a rollout when approx_kl exceeds this
-    kl_coef: float = 0.0  # fixed penalty beta of eq. 8; unless zero, eq. 8 replaces eq. 7
+    max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm
+    target_kl: float | None = None  # skip a rollout's remaining epochs when approx_kl exceeds this
+    kl_coef: float = 0.0  # fixed KL penalty beta; if it is not zero, eq. 8 replaces eq. 7
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 def make_mlp(num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequential:
-    """Make two hidden tanh layers of 64 with orthogonal weights, of gain `last_gain` in the last layer."""
+    """Make an MLP: two hidden tanh layers of 64, orthogonal weights, gain `last_gain` in the last layer."""
     layers = nn.Linear(num_inputs, 64), nn.Linear(64, 64), nn.Linear(64, num_outputs)
     for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
@@ -97,7 +97,7 @@ def make_mlp(num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequenti
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all rows [N, size] that `update` has seen in any process, in float64."""
+    """Running mean and variance, in float64, of all rows [N, size] that `update` saw in all processes."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -105,7 +105,7 @@ class RunningMeanStd(nn.Module):
             self.register_buffer(name, torch.full((size,), value, dtype=torch.float64))
 
     def update(self, x):
-        """Merge rows [N, size]; measuring from the old mean avoids rounding errors (Chan et al. 1979)."""
+        """Add rows [N, size]; subtracting the old mean first avoids rounding errors (Chan et al. 1979)."""
         delta = x.double() - self.mean
         rows = torch.stack((torch.ones_like(delta), delta, delta.square()))  # [3, N, size]
         num_rows, delta_sum, square_sum = average(rows.sum(1))
@@ -115,7 +115,7 @@ class RunningMeanStd(nn.Module):
         self.mean += shift
 
     def forward(self, x, center: bool = True):
-        """Measure x [..., size] in standard deviations, from the mean or zero, and clip to [-10, 10]."""
+        """Divide x [..., size], less the mean if `center`, by the standard deviation; clip to [-10, 10]."""
         return ((x - center * self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
 
@@ -134,19 +134,19 @@ class Agent(nn.Module):
         self.return_stats = RunningMeanStd(1)
 
     def get_policy_params(self, obs):
-        """Return the logits, or means and log standard deviations, [..., P] at observations [..., D]."""
+        """Return logits, or means and log standard deviations, [..., P] for observations [..., D]."""
         out = self.actor(obs)
         return torch.cat((out, self.actor_logstd.expand_as(out)), -1) if self.is_continuous else out
 
     def get_distribution(self, policy_params):
-        """Return pi(. | s) of parameters [..., P], one factor [..., A] for each component of an action."""
+        """Return pi(. | s) for parameters [..., P]: one distribution [..., A] per component of the action."""
         if self.is_continuous:
             mean, logstd = policy_params.chunk(2, -1)
             return Normal(mean, logstd.exp(), validate_args=False)
         return Categorical(logits=policy_params.unsqueeze(-2), validate_args=False)
 
     def to_env(self, actions):
-        """Convert actions [B, A] for the environments; -1 and 1 are the sides of a finite box."""
+        """Convert actions [B, A] for the environments; -1 and 1 become the bounds of a bounded Box."""
         space, actions = self.space, actions.cpu().numpy().reshape(-1, *self.space.shape)
         if not self.is_continuous:
             return actions + space.start
@@ -157,9 +157,9 @@ class Agent(nn.Module):
 
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
-    """Make environments, the first one filmed if there is a folder for it; exits if not supported."""
+    """Make environments, the first recorded on video if there is a folder for it; exits if unsupported."""
     wrappers = []  # add your own, for example [gym.wrappers.TimeAwareObservation]; their state is not saved
-    auto_mode = "sync" if wrappers else None  # None: the task's own vector form, if it has one
+    auto_mode = "sync" if wrappers else None  # None: the task's own vector environment, if it has one
     mode = auto_mode if args.vectorization == "auto" else args.vectorization
     render = {"render_mode": "rgb_array"} if video_folder else {}
     try:
@@ -176,34 +176,34 @@ def make_envs(args, num_envs: int, video_folder: Path | None = None) -> gym.vect
     if envs.metadata.get("autoreset_mode", modes.NEXT_STEP) != modes.NEXT_STEP:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP, gymnasium's default")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete ones become one-hot
+        envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete observations become one-hot
     return envs
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 class RolloutStorage:
-    """T steps in B environments: row t has obs and action of step t, row t + 1 its outcome."""
+    """T steps of B environments: row t holds the obs and action of step t, row t + 1 its outcome."""
 
     def __init__(self, envs, num_steps: int):
         shape, action_dim = (num_steps + 1, envs.num_envs), int(np.prod(envs.single_action_space.shape))
         self.obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)  # [T + 1, B, D]
         self.actions = np.zeros((*shape, action_dim), np.float32)  # [T + 1, B, A]
         self.terminated, self.truncated = np.zeros((2, *shape), bool)  # [T + 1, B], as all below
-        # The last three, of the episode so far: steps, return, and return with older rewards discounted
+        # The last three cover the episode so far: length, return, and a sum that discounts older rewards
         self.rewards, self.lengths, self.returns, self.discounted = np.zeros((4, *shape), np.float32)
 
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def collect_rollout(agent, envs, s: RolloutStorage, gamma: float, device):
-    """Fill the storage with T steps of the current policy, after the last row of the rollout before."""
+    """Fill the storage with T steps of the current policy; row 0 is the previous rollout's last row."""
     for x in vars(s).values():
         x[0] = x[-1]
     for t in range(len(s.obs) - 1):
         params = agent.get_policy_params(agent.normalize(torch.as_tensor(s.obs[t], device=device)))
         if agent.is_continuous:
             actions = agent.get_distribution(params).sample().cpu()
-        else:  # Gumbel noise samples softmax(logits), and saves a fifth of the rollout's time
+        else:  # adding Gumbel noise samples from softmax(logits); saves a fifth of the rollout's time
             actions = (params - torch.empty_like(params).exponential_().log()).argmax(-1, keepdim=True).cpu()
         s.actions[t], answer = actions, envs.step(agent.to_env(actions))
         s.obs[t + 1], s.rewards[t + 1], s.terminated[t + 1], s.truncated[t + 1], _ = answer
@@ -214,8 +214,8 @@ def collect_rollout(agent, envs, s: RolloutStorage, gamma: float, device):
 
 
 def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float):
-    """Compute advantages and returns [T, B] from rewards and ends [T, B] and all values [T + 1, B]."""
-    delta = rewards + gamma * values[1:] * ~terminated - values[:-1]  # eq. 12; truncation is not the end
+    """Compute advantages and returns [T, B] from rewards and episode ends [T, B] and values [T + 1, B]."""
+    delta = rewards + gamma * values[1:] * ~terminated - values[:-1]  # eq. 12; truncation bootstraps
     decay = gamma * gae_lambda * ~(terminated | truncated)
     advantages = torch.zeros_like(values)  # [T + 1, B]
     for t in reversed(range(len(rewards))):
@@ -225,10 +225,10 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
 
 @torch.no_grad()
 def compute_batch(agent, storage, args, device):
-    """Compute advantages and returns, and keep the steps that are training data."""
+    """Compute advantages and returns, and drop reset steps, which are not training data."""
     data = {name: torch.as_tensor(x, device=device) for name, x in vars(storage).items()}
     rewards = data["rewards"][1:]
-    is_valid = data["lengths"][1:] > 0  # [T, B]; the step after the end of an episode resets, with length 0
+    is_valid = data["lengths"][1:] > 0  # [T, B]; the step after an episode's end only resets: length 0
     if args.norm_reward:
         agent.return_stats.update(data["discounted"][1:][is_valid].unsqueeze(-1))
         rewards = agent.return_stats(rewards, center=False)
@@ -256,12 +256,12 @@ def ppo_loss(agent, batch, args):
         policy_loss = args.kl_coef * kl - ratio * batch.advantages  # eq. 8
     values = agent.critic(batch.obs).squeeze(-1)
     value_loss = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of this loss and that of a value held near the old one
+    if args.clip_vloss:  # the larger of this loss and that of a value clipped to near the old one
         near_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (near_values - batch.returns).square())
     loss, entropy = policy_loss + args.vf_coef * value_loss, pi.entropy().sum(-1)
     if args.ent_coef:  # skipping it at zero saves 6 % of an update
-        loss = loss - args.ent_coef * entropy  # minus eq. 9
+        loss = loss - args.ent_coef * entropy  # the negative of eq. 9
     is_clipped = ((ratio - 1).abs() > args.clip_coef).float()
     # approx_kl is the low-variance estimate of KL(pi_old, pi) (Schulman 2020, joschu.net/blog/kl-approx.html)
     metrics = (value_loss, policy_loss, entropy, -log_ratio, ratio - 1 - log_ratio, is_clipped)
@@ -269,7 +269,7 @@ def ppo_loss(agent, batch, args):
 
 
 def update_minibatch(agent, optimizer, batch, args):
-    """Take one gradient step with the mean over the rows of all processes; returns mean METRICS [6]."""
+    """Take one gradient step on the mean loss over the rows of all processes; returns mean METRICS [6]."""
     count = average(torch.full((), float(len(batch.obs)), device=batch.obs.device)).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
         advantages = batch.advantages - average(batch.advantages.sum()) / count
@@ -288,7 +288,7 @@ def update_minibatch(agent, optimizer, batch, args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(agent, args, device, stream: int, video_folder: Path) -> dict[str, float]:
-    """Score one episode of the most likely actions in each of `eval_episodes` environments."""
+    """Score one episode with the most likely actions in each of `eval_episodes` environments."""
     envs = make_envs(args, args.eval_episodes, video_folder if args.capture_video else None)
     obs, _ = envs.reset(seed=seed_everything(args.seed, stream))
     returns, lengths = np.zeros((2, args.eval_episodes))
@@ -320,7 +320,7 @@ def average(x):
 
 
 def seed_everything(*stream: int) -> int:
-    """Seed all generators from the numbers of `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -328,8 +328,8 @@ def seed_everything(*stream: int) -> int:
 
 
 def train(args, checkpoint=None):
-    """Train, from `checkpoint` if there is one, or with --evaluate only score that."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
+    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
@@ -347,14 +347,14 @@ def train(args, checkpoint=None):
             optimizer.load_state_dict(checkpoint["optimizer"])
         except Exception as error:
             fail(f"{args.evaluate or args.resume}: does not fit --env-id or --norm-obs ({error})")
-    if args.evaluate:  # on other episodes than those that chose best.pt
+    if args.evaluate:  # on episodes other than those that selected best.pt
         return print(evaluate(agent, args, device, 3, Path(args.evaluate).parent / "videos_evaluate"))
 
     def save(name: str):
         progress = (iteration, step, eval_steps, cpu_seconds, best_return, last_return)
         states = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # a kill leaves the old file or the new one
+        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
 
     if RANK == 0:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}".replace(":", "-")
@@ -368,7 +368,7 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
     storage = RolloutStorage(envs, args.num_steps)
     storage.obs[-1], _ = envs.reset(seed=seed_everything(args.seed, 1, iteration, RANK))
     longest_episode = 0
@@ -411,7 +411,7 @@ def train(args, checkpoint=None):
         longest_episode = max(longest_episode, storage.lengths.max())
         is_last = step >= args.total_timesteps
         is_due = is_last or iteration % eval_interval == 0
-        is_affordable = eval_steps + args.eval_episodes * longest_episode <= step / 5
+        is_affordable = eval_steps + args.eval_episodes * longest_episode <= step / 5  # at most a fifth
         if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
             scalars |= evaluate(agent, args, device, 2, run_path / f"videos_{step}")
             eval_steps += args.eval_episodes * scalars["eval/episodic_length"]

@@ -1,4 +1,4 @@
-"""PPO that decides where a change detector looks closely, in one file with one sibling.
+"""PPO that decides where a change detector looks closely, in this file and envs_shared/change_pairs.py.
 
 Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:1903.01344 (two ratios).
 
@@ -8,16 +8,16 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps  # files, folders
     torchrun --nproc-per-node 2 ppo_change_detection.py  # two GPUs, or with --no-cuda two CPU processes
 
-Two pictures of one place are divided into patches. Each patch is a query, an embedding of coarse pictures.
-Its cells (squares of a few pixels) are classified from it as changed or not. At each step a query stops, or
-pays for a look: its window at full resolution gives a correction, one number for each cell, that is mapped to
-the embedding and added. The last look shows all dates, the look before it all but the last date, and so on.
-The detector is trained first, by cross entropy with looks at random. Then PPO learns where to look.
+Two pictures of one place are divided into patches. Each patch is a query: an embedding of coarse pictures,
+from which its cells (squares of a few pixels) are classified as changed or not. At each step a query stops
+or pays for a look: its window at full resolution gives a correction, one number per cell, which is mapped to
+an embedding and added. The last look shows all dates, the look before it all but the last date, and so on.
+The detector is trained first, by cross entropy with random looks. Then PPO learns where to look.
 
 Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
     (1) r_t = w(p_{t+1}) - w(p_t) - cost if the query looks at step t; else it stops for good, and r_t = 0
     (2) w(p) = mean over cells with a label of beta max(log likelihood of y, -7) + 1[p > F/2] (2 y - F), the
-        worth of its map; one more prediction alters F, a running F1 = 2 TP / (predicted + true), like 2 y - F
+        worth of its map; F is a running F1 = 2 TP / (predicted + true); a prediction changes it by ~ 2 y - F
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
@@ -54,8 +54,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # in this repository,
 from envs_shared import change_pairs
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()  # of a gradient step
-DETECTOR_STEPS = 20  # gradient steps of an iteration that trains the detector
+METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()  # per gradient step
+DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
 
 
 @dataclass
@@ -69,25 +69,25 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    run_dir: str = "runs"  # folder of the run folders
-    resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
-    evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on test instead of training
+    run_dir: str = "runs"  # parent folder of all run folders
+    resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
+    evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on the test pairs, without training
     eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
-    eval_episodes: int = 500  # pairs of val in an evaluation, and synthetic pairs of test (0: no evaluations)
-    predict: tuple[str, str] | None = None  # with --evaluate: two pictures, or two folders, to map changes of
-    output: str = "change_maps"  # new folder for a mask and a map of probability of each pair of --predict
+    eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
+    predict: tuple[str, str] | None = None  # with --evaluate: two pictures, or two folders, to compare
+    output: str = "change_maps"  # new folder for the masks and probability maps of --predict
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
-    data_dir: str | None = None  # folder {train,val,test}/{A,B,label}/x.png of real pairs instead
+    data_dir: str | None = None  # real pairs instead: folder with {train,val,test}/{A,B,label}/x.png
     num_train_pairs: int = 1024  # synthetic pairs to train on
     image_size: int = 32  # side S of the random crops that are trained on, in pixels
     patch_size: int = 8  # side P of a query's patch in pixels
     cell_size: int = 2  # side c of a cell in pixels
-    coarse_size: int = 4  # side in pixels of what is averaged into a pixel of the coarse copy
-    num_steps: int = 2  # steps T of an episode: the most looks of a query
-    pretrained: str | None = None  # checkpoint of a detector (--ppo-iterations 0) to begin PPO with at once
+    coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse copy
+    num_steps: int = 2  # steps T of an episode: the maximum number of looks
+    pretrained: str | None = None  # checkpoint of a trained detector (--ppo-iterations 0); skips its training
     detector_iterations: int = 24  # iterations that train the detector
     ppo_iterations: int = 84  # iterations of PPO
-    batch_size: int = 16  # pairs of a gradient step of the detector, in total across processes
+    batch_size: int = 16  # pairs per gradient step of the detector, in total across processes
     detector_lr: float = 3e-3  # Adam learning rate of the detector
     learning_rate: float = 3e-3  # Adam learning rate of PPO
     anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
@@ -96,14 +96,14 @@ class Args:
     beta: float = 0.1  # weight beta of the log-likelihood, eq. 2
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
-    num_minibatches: int = 8  # minibatches that the rollout is split into in an epoch
+    num_minibatches: int = 8  # minibatches that each epoch splits the rollout into
     update_epochs: int = 1  # epochs over each rollout
     clip_coef: float = 0.2  # clipping range eps of the ratios, eq. 5
     vf_coef: float = 0.5  # value coefficient c1, eq. 5
     ent_coef: float = 0.1  # entropy coefficient c2, eq. 5
     joint_coef: float = 50.0  # cross entropy coefficient c3, eq. 5
-    log_std: float = -3.0  # log of the standard deviation sigma of corrections at first, eq. 4
-    max_grad_norm: float = 1.0  # largest norm of the gradient
+    log_std: float = -3.0  # initial log of the standard deviation sigma of corrections, eq. 4
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -121,25 +121,25 @@ class Agent(nn.Module):
         self.read_date = Conv2d(3, date_dim, 2 * cell, cell)
         compare = Conv2d(2 * num_dates * date_dim, width, 2), nn.ReLU(), Conv2d(width, width, 3, padding=1)
         self.refiner = nn.Sequential(*compare, nn.ReLU(), Conv2d(width, 1, 1))
-        self.up = Conv2d(num_cells, embed_dim, 1, bias=False)  # correction to embedding
+        self.up = Conv2d(num_cells, embed_dim, 1, bias=False)  # maps corrections to embeddings
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((num_cells, 1, 1), args.log_std))
-        self.seen_dim = (num_dates - 1) * date_dim  # E of all dates but the last
+        self.seen_dim = (num_dates - 1) * date_dim  # E, for all dates but the last
         hidden, last = Conv2d(embed_dim + self.seen_dim, 128, 1), Conv2d(128, 2, 1, groups=2)
-        self.heads = nn.Sequential(hidden, nn.Tanh(), last)  # of policy and value, with half of `hidden` each
+        self.heads = nn.Sequential(hidden, nn.Tanh(), last)  # policy and value, each with half of `hidden`
         nn.init.zeros_(last.weight)
         nn.init.constant_(last.bias, 1e-3)  # so the detector alone looks everywhere
         self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
 
     def decide(self, obs):
-        """Return the logits of a look and the values V, [B, h, w] each; neither knows the step."""
+        """Return the logits of a look and the values V, [B, h, w] each; neither depends on the step."""
         return self.heads(torch.cat((obs["query"], obs["seen"]), 1)).unbind(1)
 
     def look(self, images, obs, looks):
-        """Read the windows of the queries `looks` [B, h, w], and no others, in pictures [B, 3 V, S, S].
+        """Read the windows of queries with `looks` [B, h, w], and no others, in pictures [B, 3 V, S, S].
 
-        Returns mean corrections [B, G, h, w] and what was shown [B, E, h, w], the range in the window of each
-        feature of each date but the last. Both are zero where no query looks.
+        Returns mean corrections [B, G, h, w] and `shown` [B, E, h, w], the range in the window of each
+        feature of each date but the last. Both are zero for queries that do not look.
         """
         cell, patch, num_dates = self.args.cell_size, self.args.patch_size, self.num_dates
         x, size = F.pad(images, (cell,) * 4, mode="reflect"), patch + 2 * cell
@@ -183,7 +183,7 @@ class ChangeEnv:
         query = self.agent.backbone(F.avg_pool2d(images, self.args.coarse_size))  # [B, D, h, w]
         self.labels, self.final_logits = labels, self.agent.class_head(query)
         zeros = torch.zeros_like(query[:, :1])
-        self.is_active = zeros.squeeze(1) == 0  # [B, h, w] has not stopped yet
+        self.is_active = zeros.squeeze(1) == 0  # [B, h, w], not stopped yet
         seen, step = zeros.expand(-1, self.agent.seen_dim, -1, -1), zeros[:, 0, 0, 0].long()
         self.obs = {"query": query, "seen": seen, "step_indices": step}
         return self.obs
@@ -206,7 +206,7 @@ class RolloutBuffer(list):
     """A list of the steps of a rollout: dictionaries of an observation, an action and its outcome."""
 
     def compute_returns_and_advantage(self, last_value, args):
-        """Stack the steps to `data` [T, B, ...], and add advantages of eq. 3 and returns."""
+        """Stack the steps into `data` [T, B, ...], and add the advantages of eq. 3 and the returns."""
         self.data = data = {name: torch.stack([step[name] for step in self]) for name in self[0]}
         gae = data["rewards"], data["values"], data["dones"], last_value, args.gamma, args.gae_lambda
         data["advantages"] = compute_gae(*gae)
@@ -250,7 +250,7 @@ def compute_gae(rewards, values, dones, last_value, gamma, gae_lambda):
 
 
 def compute_log_probs(agent, logits, looks, means, correction):
-    """Compute the logs [B, 2, h, w] of the two factors of eq. 4; that of no correction is 0."""
+    """Compute the logs [B, 2, h, w] of the two factors of eq. 4; without a look, the second is 0."""
     drawn = Normal(means, agent.log_std.exp(), validate_args=False).log_prob(correction).sum(1)
     return torch.stack((F.logsigmoid(torch.where(looks, logits, -logits)), drawn * looks), 1)
 
@@ -258,8 +258,8 @@ def compute_log_probs(agent, logits, looks, means, correction):
 def play(agent, images, labels, args, rule=None, std=0.0):
     """Play an episode of each query of pictures [B, 3 V, S, S] with labels [B, G, h, w].
 
-    A query looks if the policy prefers it, or if `rule(env, logits)` [B, h, w] is given and true. Corrections
-    have noise of standard deviation `std`. Returns the environment at the end, and a RolloutBuffer.
+    A query looks if `rule(env, logits)` [B, h, w] is true or, without a rule, if the policy prefers to look.
+    Corrections get noise of standard deviation `std`. Returns the final environment and a RolloutBuffer.
     """
     env, buffer = ChangeEnv(agent), RolloutBuffer()
     obs = env.reset(images, labels)
@@ -274,7 +274,7 @@ def play(agent, images, labels, args, rule=None, std=0.0):
         action |= {"log_probs": log_probs, "values": values, "rewards": rewards, "dones": dones}
         buffer.append(obs | action | info)
         obs = next_obs
-    buffer.compute_returns_and_advantage(torch.zeros_like(values), args)  # no query goes on after T looks
+    buffer.compute_returns_and_advantage(torch.zeros_like(values), args)  # no query looks after T steps
     return env, buffer
 
 
@@ -294,14 +294,14 @@ def collect_rollout(agent, images, labels, args):
 
 
 def cross_entropy(logits, labels):
-    """Compute this process's part of the mean over all labels that count, which are not -1."""
+    """Compute this process's share of the mean cross entropy over all labels but those of -1."""
     is_counted = (labels >= 0).float()
     loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
     return loss / average(is_counted.sum()).clamp(min=1)
 
 
 def ppo_loss(agent, batch, args):
-    """Compute eq. 5 as the mean over active queries, and METRICS, of a minibatch of a RolloutBuffer."""
+    """Compute eq. 5, a mean over active queries, and METRICS for a minibatch of a RolloutBuffer."""
     is_active, looks = batch["pre_action_mask"], ~batch["stop"]  # [n, h, w]
     logits, values = agent.decide(batch)
     means = agent.look(batch["images"], batch, looks)["correction"]
@@ -316,18 +316,18 @@ def ppo_loss(agent, batch, args):
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()
-    # The stored embedding trains the class head; the mean correction, taken again, trains the refiner
+    # The stored embedding trains the class head; the mean correction, recomputed, trains the refiner
     query = batch["cls_query"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], -1.0)
     joint_loss = cross_entropy(agent.class_head(query), labels)
     loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
-    is_clipped = (ratio - 1).abs() > args.clip_coef  # it and approx_kl are of decisions
+    is_clipped = (ratio - 1).abs() > args.clip_coef  # clipfrac and approx_kl are those of decisions
     metrics = (policy_loss, value_loss, entropy, (ratio - 1 - log_ratio)[:, 0], is_clipped[:, 0])
     return loss + args.joint_coef * joint_loss, torch.stack((*map(mean, metrics), joint_loss)).detach()
 
 
 def detector_loss(agent, images, labels, args):
-    """Compute the mean cross entropy before the first and after each step; each pair has a share of looks."""
+    """Compute the mean cross entropy before and after each step; each pair looks at its own random rate."""
     share = torch.rand(len(images), 1, 1, device=images.device)
     _, buffer = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < share)
     queries = buffer.data["query"][0], *buffer.data["cls_query"]
@@ -360,7 +360,7 @@ def classify(agent, args, pairs, rule=None):
 
 
 def evaluate(agent, args, pairs, threshold=None, rule=None):
-    """Score maps of pairs by pixel; without a threshold of probabilities, take the one of the largest F1."""
+    """Score maps of pairs by pixel; without a probability threshold, use the one with the largest F1."""
     probability, looks, returns = classify(agent, args, pairs, rule)
     is_counted, is_changed = pairs[:, -1] < 255, pairs[:, -1] == 1
 
@@ -377,7 +377,7 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
 
 
 def print_rules(agent, args, val, test):
-    """Print F1 on test of the policy and of rules tuned on val, where `threshold` looks as often."""
+    """Print test F1 of the policy and of rules tuned on val; `threshold` is tuned to look as often."""
     coarse, (_, looks, _) = [], classify(agent, args, val)
 
     def rule(env, logits, level=1):
@@ -424,7 +424,7 @@ def average(x):
 
 
 def seed_everything(*stream: int) -> int:
-    """Seed all generators from the numbers of `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -433,7 +433,7 @@ def seed_everything(*stream: int) -> int:
 
 def train(args, checkpoint=None):
     """Train, from `checkpoint` if there is one; with --evaluate score it, or use it for --predict."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
@@ -456,14 +456,14 @@ def train(args, checkpoint=None):
     if args.predict:
         return write_predictions(agent, args, threshold, device)
     train_pairs, val, test = load_pairs(args, device)
-    if args.evaluate:  # on other pairs than those that chose best.pt and its threshold
+    if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
         return print(evaluate(agent, args, test, threshold))
 
     def save(name: str):
         progress = (iteration, step, eval_steps, cpu_seconds, best_return, last_return, threshold)
         states = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # a kill leaves the old file or the new one
+        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
 
     if RANK == 0:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
@@ -477,7 +477,7 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
     num_iterations, val = args.detector_iterations + args.ppo_iterations, val[: args.eval_episodes]
     eval_interval = args.eval_interval or num_iterations // 10 + 1
     seconds_per_line = 0.1 if sys.stderr.isatty() else 30
@@ -547,7 +547,7 @@ def main(argv=None):
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     patch = args.patch_size
     if args.image_size % patch or patch % args.cell_size or patch % args.coarse_size:
-        fail("--image-size must be divisible by --patch-size, and that by --cell-size and --coarse-size")
+        fail("--image-size must be divisible by --patch-size, and --patch-size by --cell-size, --coarse-size")
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
     train(args, checkpoint)

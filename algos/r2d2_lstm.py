@@ -7,19 +7,19 @@ Paper: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed Rein
     torchrun --nproc-per-node 2 r2d2_lstm.py        # two GPUs, or with --no-cuda two CPU processes
     python r2d2_lstm.py --evaluate runs/NAME/best.pt --eval-episodes 100
 
-Equations of the paper and of those it builds on; the numbers are ours:
+Equations of the paper and of the papers it builds on; the numbering is ours:
     (1)  h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, the value rescaling
     (2)  y_t  = h( r_t + ... + gamma^(k-t-1) r_{k-1} + gamma^(k-t) h^-1( Q'(s_k, argmax_a Q(s_k, a)) ) ) with
-         k = min(t + n, end of the episode) and target network Q'; its term is left out if s_k is terminal
+         k = min(t + n, end of the episode) and target network Q'; the term with Q' is 0 if s_k is terminal
     (3)  L    = E[ w (y_t - Q(s_t, a_t))^2 / 2 ] over the trained steps, w = P^-beta / max P^-beta in a batch
     (4)  P    = p^alpha / sum p^alpha, where p = eta max_t |y_t - Q_t| + (1 - eta) mean_t |y_t - Q_t|
-    (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)) explores in environment i
+    (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)), the probability of a random action in environment i
 
-A window has burn_in steps, which only update the LSTM's state, learn_length trained steps, and n_step steps
-that only provide targets. Windows begin learn_length steps apart, so each step is trained once (but see
-last_window). Unlike in the paper, targets use rewards over their root mean square, and gradients are clipped.
+A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
+that only provide targets. Windows begin learn_length steps apart, so each step is trained in one window (but
+see last_window). Unlike in the paper, rewards are divided by their root mean square, and gradients clipped.
 
-Shapes: B environments, N windows of a batch, L steps of a window, m of them trained, n steps of a return,
+Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay.
 """
 
@@ -47,8 +47,8 @@ from tqdm import tqdm
 
 sys.path.append(os.getcwd())  # --env-id my_module:MyTask-v0 finds my_module.py in the current folder
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-METRICS = ("q_loss", "td_error", "grad_norm")  # of an update
-CUDA_GRAPHS = True  # on one GPU, record acting and the update, and replay them without the host's overhead
+METRICS = ("q_loss", "td_error", "grad_norm")  # per update
+CUDA_GRAPHS = True  # on one GPU, record acting and the update once; replaying them saves CPU overhead
 
 
 @dataclass
@@ -62,37 +62,37 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    run_dir: str = "runs"  # folder of the run folders
-    resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
+    run_dir: str = "runs"  # parent folder of all run folders
+    resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
-    eval_episodes: int = 10  # episodes of an evaluation (0: none)
-    env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # gymnasium id, `module:Name-v0` to import a module
-    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector form, else sync
+    eval_episodes: int = 10  # episodes per evaluation (0: never evaluate)
+    env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
+    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
-    recurrent: bool = True  # False: a feed-forward layer of equal width in place of the LSTM
-    last_action_reward: bool = True  # the network reads the last action and reward: memory of one step
+    recurrent: bool = True  # use an LSTM; otherwise a feed-forward layer of equal width
+    last_action_reward: bool = True  # also give the network the last action and reward: one-step memory
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
-    memory_span: float = 50.0  # steps for which the LSTM's slowest units keep their content at first
+    memory_span: float = 50.0  # time constant of the LSTM's slowest units at initialization, in steps
     total_timesteps: int = 100_000  # environment steps, in total across environments
     learning_rate: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
-    num_steps: int = 16  # steps in each environment between two rounds of updates
+    num_steps: int = 16  # steps in each environment between rounds of updates
     gamma: float = 0.98  # discount gamma
-    norm_reward: bool = True  # learn from rewards divided by the root mean square of all nonzero ones
+    norm_reward: bool = True  # divide rewards by the root mean square of all nonzero rewards so far
     burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
-    learn_length: int = 16  # trained steps m of a window, and the distance of two windows
-    last_window: Literal["mask", "overlap", "null"] = "mask"  # past an end: masked, none, trained to 0
+    learn_length: int = 16  # trained steps m of a window; the next one begins that many steps later
+    last_window: Literal["mask", "overlap", "null"] = "mask"  # after an episode: masked, avoided, or target 0
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
-    state_init: Literal["stored", "zero"] = "stored"  # LSTM state of a window: that of acting, or 0
+    state_init: Literal["stored", "zero"] = "stored"  # a window's first LSTM state: as when acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
-    checkpoint_replay: bool = True  # save the replay in checkpoints; of images it takes gigabytes
-    learning_starts: int = 2_000  # steps added to the replay before the first update, in total
-    replay_ratio: float = 8.0  # how often each step is trained on average
-    batch_size: int = 1024  # trained steps of an update: windows N times m, in total across processes
+    checkpoint_replay: bool = True  # save the replay in checkpoints (gigabytes if observations are images)
+    learning_starts: int = 2_000  # steps in the replays before the first update, in total across processes
+    replay_ratio: float = 8.0  # mean number of updates that train on each step
+    batch_size: int = 1024  # trained steps per update (N windows of m steps), in total across processes
     target_interval: int = 50  # updates between copies of the network to the target network
-    epsilon: float = 0.4  # exploration of the most exploring environment, eq. 5
-    max_grad_norm: float = 10.0  # largest norm of the gradient
+    epsilon: float = 0.4  # probability of random actions in environment 0, the largest one, eq. 5
+    max_grad_norm: float = 10.0  # larger gradients are scaled down to this norm
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class QNetwork(nn.Module):
         super().__init__()
         space, width = envs.single_observation_space, args.hidden_size
         self.args, self.num_actions = args, int(envs.single_action_space.n)
-        self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())  # number of nonzero, squares
+        self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())  # nonzero rewards, their squares
         self.obs_scale = float(space.high.max()) if space.dtype == np.uint8 else 1.0
         self.is_image = self.obs_scale > 1 and len(space.shape) > 1 and sorted(space.shape)[-2] >= 36
         layers = []
@@ -111,7 +111,7 @@ class QNetwork(nn.Module):
             for size in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
                 layers += [nn.LazyConv2d(*size), nn.ReLU()]
         self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(width), nn.ReLU())
-        self.encode(torch.zeros(1, 1, *space.shape))  # tells the lazy layers how many inputs they have
+        self.encode(torch.zeros(1, 1, *space.shape))  # a dummy pass tells the lazy layers their input sizes
         num_inputs = width + (self.num_actions + 1) * args.last_action_reward
         if args.recurrent:  # forget gates tau / (1 + tau), tau from 1 to memory_span (Tallec & Ollivier 2018)
             self.core = nn.LSTM(num_inputs, width, batch_first=True)
@@ -133,9 +133,9 @@ class QNetwork(nn.Module):
         return self.encoder(x).unflatten(0, obs.shape[:2])
 
     def forward(self, obs, last_action, last_reward, state):
-        """Return Q [N, L, A] and the LSTM's state (h, c) after the last step, each state [N, 2, H].
+        """Return Q [N, L, A] and the LSTM's state after the last step, which is (h, c) as a tensor [N, 2, H].
 
-        The observations [N, L, *D] follow last_action [N, L], which is -1 for none, and last_reward [N, L].
+        Observations [N, L, *D] come after last_action [N, L], -1 if there is none, and last_reward [N, L].
         """
         x = self.encode(obs)
         if self.args.last_action_reward:
@@ -154,7 +154,7 @@ class QNetwork(nn.Module):
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
     """Make environments whose observations are arrays of numbers; exits if they are not supported."""
-    wrappers, kwargs = [], {}  # your own, such as partial(gym.wrappers.TransformReward, func=np.sign)
+    wrappers, kwargs = [], {}  # add your own, such as partial(gym.wrappers.TransformReward, func=np.sign)
     try:
         if "MiniGrid-" in args.env_id:  # one-hot cells and the direction, without the text of the mission
             from minigrid.wrappers import OneHotPartialObsWrapper
@@ -167,13 +167,13 @@ def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
             import ale_py
 
             gym.register_envs(ale_py)
-            if args.vectorization == "auto":  # a grey 84 x 84 image for four frames; not with wrappers
+            if args.vectorization == "auto":  # one grey 84 x 84 image per four frames; takes no wrappers
                 kwargs = {"stack_num": 1, "reward_clipping": False}
-        auto_mode = "sync" if wrappers else None  # None: the task's own vector form, if it has one
+        auto_mode = "sync" if wrappers else None  # None: the task's own vector environment, if it has one
         mode = auto_mode if args.vectorization == "auto" else args.vectorization
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **kwargs)
         if not isinstance(envs.single_observation_space, gym.spaces.Box):
-            envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete ones become one-hot
+            envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete observations become one-hot
     except (gym.error.Error, ImportError, ValueError, NotImplementedError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     space, actions = envs.single_observation_space, envs.single_action_space
@@ -183,17 +183,17 @@ def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
 
 
 class Player:
-    """Plays in B environments, and holds what the network reads there next.
+    """Plays in B environments, and holds the network's next inputs.
 
-    After each step, `read` lists (environment, reading). A reading is (obs, last_action, last_reward, state),
-    the state being the one before it. An episode's first one has last_action -1, last_reward and state zero.
+    After each step, `read` lists pairs (environment, reading). A reading is the network's input at one step:
+    (obs, last_action, last_reward, state). In an episode's first one, the last three are -1, 0 and zeros.
     """
 
     def __init__(self, agent, envs, args, epsilons, device, seed: int):
         self.agent, self.envs, self.args, self.epsilons = agent, envs, args, epsilons.to(device)
         self.same_step = envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.SAME_STEP
         self.is_over, self.read = np.zeros(envs.num_envs, bool), []
-        self.returns = self.lengths = np.zeros(envs.num_envs, int)  # of the episodes so far
+        self.returns = self.lengths = np.zeros(envs.num_envs, int)  # of the current episodes
         self.dtype = np.uint8 if envs.single_observation_space.dtype == np.uint8 else np.float32
         obs, _ = envs.reset(seed=seed)
         with device:
@@ -203,7 +203,7 @@ class Player:
         self.show(obs, self.returns, self.returns, ~self.is_over)
 
     def show(self, obs, actions, rewards, is_first):
-        """Set what the network reads next from arrays [B, ...]; an episode's first reading is its obs."""
+        """Set the network's next inputs from arrays [B, ...]; an episode's first input is only its obs."""
         obs = np.array(obs, self.dtype)  # a copy, since some environments reuse their arrays
         last_action, last_reward = np.where(is_first, -1, actions), np.where(is_first, 0, rewards)
         rows = torch.as_tensor(np.float32((last_action, last_reward, ~is_first))).to(self.obs.device)
@@ -215,7 +215,7 @@ class Player:
 
     @torch.no_grad()
     def act(self):
-        """Choose actions [B], at random with probability epsilon; tensors stay in place for CUDA graphs."""
+        """Choose actions [B], at random with probability epsilon; works in place, as CUDA graphs require."""
         inputs = (x.unsqueeze(1) for x in (self.obs, self.last_action, self.last_reward))  # L = 1
         q, state = self.agent(*inputs, self.state)
         is_random = torch.rand_like(self.epsilons) < self.epsilons
@@ -235,7 +235,7 @@ class Player:
         for name, x in (("observation", obs), ("reward", self.rewards)):
             for i, *_ in np.argwhere(~np.isfinite(x)):
                 fail(f"{self.args.env_id}: {name} of environment {i} is not finite in step {self.lengths[i]}")
-        for i in np.flatnonzero(self.is_over & self.same_step):  # here obs is of the next episode already
+        for i in np.flatnonzero(self.is_over & self.same_step):  # here obs already begins the next episode
             self.read += [(i, (infos["final_obs"][i], actions[i], self.rewards[i], self.state[i].clone()))]
         self.show(obs, actions, self.rewards, self.is_over if self.same_step else was_over)
 
@@ -244,7 +244,7 @@ class Player:
 class SequenceReplay:
     """Prioritized replay of whole windows of L steps, in `data` {name: [R, L, ...] or [R, ...]}.
 
-    A window consists of readings of Player: the action and reward of a step stand in the next reading.
+    A window consists of readings of Player, so a step's action and reward are in the reading after it.
     """
 
     def __init__(self, envs, args, device):
@@ -259,24 +259,24 @@ class SequenceReplay:
                 "obs": torch.zeros(*size, *space.shape, dtype=dtype),  # [R, L, *D]
                 "last_action": torch.zeros(size).long(),  # [R, L]
                 "last_reward": torch.zeros(size),  # [R, L]
-                "state": torch.zeros(size[0], 2, args.hidden_size),  # before the first step that is unrolled
-                "end": torch.zeros(size[0]).long(),  # index of the last step; copies of it follow
+                "state": torch.zeros(size[0], 2, args.hidden_size),  # state before the first unrolled step
+                "end": torch.zeros(size[0]).long(),  # index of the last step; copies of it fill the rest
                 "is_terminated": torch.zeros(size[0]).bool(),  # whether the episode terminated at `end`
-                "is_warm": torch.zeros(size[0]).bool(),  # whether all burn-in steps are of the episode
+                "is_warm": torch.zeros(size[0]).bool(),  # whether all burn-in steps are real, not padding
                 "priority": torch.zeros(size[0]),  # p of eq. 4
             }
 
     def add(self, player):
-        """Add what the player has read, and store the windows that are complete or at an episode's end."""
+        """Add the player's readings, and store the windows that are complete or end with the episode."""
         burn_in, learn_length = self.args.burn_in, self.args.learn_length
         num_kept = learn_length * (self.args.last_window == "overlap")  # steps kept before the next window
         for i, reading in player.read:
             steps, start, is_over = self.steps[i], self.starts[i], player.is_over[i]
             steps.append(reading)
-            if reading[1] == -1:  # an episode begins; is_over is of the last one
+            if reading[1] == -1:  # an episode begins; is_over is that of the previous one
                 steps[:], start, is_over = [reading] * (burn_in + 1), 0, False
             while len(steps) >= start + self.length or (is_over and len(steps) > start + burn_in + 1):
-                if is_over and num_kept:  # move the last window back until all of it is trained
+                if is_over and num_kept:  # move the last window back, so that all of it can be trained
                     start = max(0, min(start, len(steps) - 1 - learn_length - burn_in))
                 self.store(steps[start : start + self.length], player.terminated[i])
                 del steps[: max(0, start + learn_length - num_kept)]
@@ -284,9 +284,9 @@ class SequenceReplay:
             self.starts[i] = start
 
     def store(self, window, is_terminated):
-        """Store a window, filled up with copies of its last reading, in place of the oldest; top priority."""
+        """Replace the oldest window by this one, padded with its last reading; it gets the top priority."""
         obs, actions, rewards, states = zip(*window, *window[-1:] * (self.length - len(window)), strict=True)
-        is_warm = window[0] is not window[1]  # copies of it stand before an episode's first reading
+        is_warm = window[0] is not window[1]  # copies of an episode's first reading pad its burn-in
         largest = self.data["priority"].max()
         state = states[0 if is_warm else self.args.burn_in]
         values = (np.stack(obs), actions, np.float32(rewards), state, len(window) - 1, is_terminated)
@@ -296,7 +296,7 @@ class SequenceReplay:
         self.num_added += 1
 
     def sample(self, alpha: float = 0.9, beta: float = 0.6):
-        """Draw windows [N] by eq. 4, stratified (Schaul et al. 2016), with weights w [N] of eq. 3."""
+        """Draw window indices [N] by eq. 4, stratified (Schaul et al. 2016), and weights w [N] of eq. 3."""
         cumulative = self.data["priority"].pow(alpha).double().cumsum(0)
         places = torch.arange(self.batch_windows, device=cumulative.device)  # [N]
         places = places + torch.rand_like(places, dtype=torch.float64)  # float32 would round up to the end
@@ -308,12 +308,12 @@ class SequenceReplay:
 
 # ---- R2D2 --------------------------------------------------------------------------------------------------
 def value_rescale(x, eps: float = 1e-3):
-    """Return h(x) of eq. 1, without its difference of nearly equal numbers (Pohlen et al. 2018)."""
+    """Return h(x) of eq. 1 (Pohlen et al. 2018), rearranged to avoid subtracting nearly equal numbers."""
     return x / ((x.abs() + 1).sqrt() + 1) + eps * x
 
 
 def inverse_value_rescale(y, eps: float = 1e-3):
-    """Return h^-1(y), also without such a difference, so that small values survive in float32."""
+    """Return h^-1(y), rearranged in the same way, so that small values survive in float32."""
     k = 1 + 2 * eps
     w = 2 * y.abs() / (k + (k * k + 4 * eps * y.abs()).sqrt())
     return y.sign() * w * (w + 2)
@@ -327,7 +327,7 @@ def epsilon_ladder(num_envs: int, epsilon: float):
 def unroll(agent, windows, args):
     """Return Q [N, m + n, A] of the steps after burn_in, which updates the state without gradient."""
     steps = [windows[name] for name in ("obs", "last_action", "last_reward")]
-    state = windows["state"] * (args.state_init == "stored")  # of the first trained step unless is_warm
+    state = windows["state"] * (args.state_init == "stored")  # before the first trained step unless is_warm
     if args.burn_in and args.recurrent:
         with torch.no_grad():
             _, burned_in = agent(*(x[:, : args.burn_in] for x in steps), state)
@@ -338,8 +338,8 @@ def unroll(agent, windows, args):
 def compute_targets(q, target_q, rewards, end, is_terminated, gamma: float, n_step: int):
     """Compute y_t [N, m] of eq. 2 with double Q-learning (van Hasselt et al. 2016).
 
-    q and target_q [N, m + n, A] belong to steps 0 to m + n - 1, and rewards [N, m + n - 1] follow these. Step
-    `end` [N], from 1 to m + n - 1, is the last one of the window or its episode; from there on y_t is zero.
+    q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
+    Step `end` [N], from 1 to m + n - 1, is the last of the window or its episode; from there on y_t is zero.
     """
     t = torch.arange(q.shape[1], device=q.device)  # [m + n]
     end = end.unsqueeze(1)  # [N, 1]
@@ -348,22 +348,22 @@ def compute_targets(q, target_q, rewards, end, is_terminated, gamma: float, n_st
     t = t[: returns.shape[1]]  # [m]
     k = (t + n_step).minimum(end)  # [N, m]
     values = inverse_value_rescale(target_q.gather(2, q.argmax(2, keepdim=True)).squeeze(2))  # [N, m + n]
-    values = values.gather(1, k) * ~(is_terminated.unsqueeze(1) & (k == end))  # [N, m], no value of the end
+    values = values.gather(1, k) * ~(is_terminated.unsqueeze(1) & (k == end))  # [N, m], terminal: no value
     discount = gamma ** (k - t).clamp(min=0)
     return value_rescale(returns + discount * values) * (t < end)
 
 
 def sequence_priority(td_errors, is_trained, eta: float = 0.9):
-    """Compute p [N] of eq. 4 from the errors [N, m] of the trained steps [N, m]."""
+    """Compute p [N] of eq. 4 from the TD errors [N, m] of steps where is_trained [N, m]."""
     errors = td_errors.abs() * is_trained
     return eta * errors.amax(1) + (1 - eta) * errors.sum(1) / is_trained.sum(1)
 
 
 def r2d2_loss(agent, target, windows, weights, args):
-    """Return eq. 3 and two METRICS, summed over the trained steps, their number, and new priorities [N]."""
+    """Return eq. 3 and two METRICS as sums over the trained steps, their number, and new priorities [N]."""
     end = windows["end"] - args.burn_in  # [N]
     is_trained = torch.arange(args.learn_length, device=end.device) < end.unsqueeze(1)  # [N, m]
-    is_trained |= args.last_window == "null"  # which trains on steps after the end, without reward or future
+    is_trained |= args.last_window == "null"  # "null" also trains steps after the end, with target 0
     taken = slice(args.burn_in + 1, args.burn_in + 1 + args.learn_length)  # actions are read one step later
     actions = windows["last_action"][:, taken]  # [N, m]
     count, squares = agent.reward_sums
@@ -386,7 +386,7 @@ def update_network(agent, target, optimizer, replay, args):
     index, weights = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
     loss, metrics, num_steps, priorities = r2d2_loss(agent, target, windows, weights, args)
-    num_steps = average(num_steps.float())  # the average of sums over it is the mean over all steps
+    num_steps = average(num_steps.float())  # averaged sums over this are means over all steps
     optimizer.zero_grad()
     (loss / num_steps).backward()
     gradients = [parameter.grad for parameter in agent.parameters()]  # sent as one vector
@@ -398,10 +398,10 @@ def update_network(agent, target, optimizer, replay, args):
 
 
 def collect_steps(player, act, replay, args):
-    """Take `num_steps` steps in each environment, and add what is read to the replay.
+    """Take `num_steps` steps in each environment, and add the readings to the replay.
 
-    Returns (return, length) of episodes that ended in the less exploring half of the environments, how many
-    steps all processes took, and their mean number of new windows, zero until each replay is filled enough.
+    Returns (return, length) of episodes that ended in the half of the environments that explores less, the
+    steps taken in all processes, and the new windows per process: 0 until learning_starts is reached.
     """
     episodes, sums, half, num_added = [], np.zeros(3), len(player.is_over) // 2, replay.num_added
     for _ in range(args.num_steps):
@@ -418,7 +418,7 @@ def collect_steps(player, act, replay, args):
 
 
 def capture(function):
-    """Record a function of tensors that stay in place as a CUDA graph, and return what replays it."""
+    """Record a function whose tensors stay in place as a CUDA graph; returns a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         output = function()
@@ -427,7 +427,7 @@ def capture(function):
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def evaluate(agent, args, device, stream: int) -> dict[str, float]:
-    """Score one episode of greedy actions in each of `eval_episodes` environments."""
+    """Score one episode with greedy actions in each of `eval_episodes` environments."""
     envs = make_envs(args, args.eval_episodes)
     seed, epsilons = seed_everything(args.seed, stream), torch.zeros(args.eval_episodes)
     player = Player(agent, envs, args, epsilons, device, seed)
@@ -458,7 +458,7 @@ def average(x):
 
 
 def seed_everything(*stream: int) -> int:
-    """Seed all generators from the numbers of `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -466,21 +466,21 @@ def seed_everything(*stream: int) -> int:
 
 
 def train(args, checkpoint=None):
-    """Train, from `checkpoint` if there is one, or with --evaluate only score that."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
+    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     use_graphs = CUDA_GRAPHS and use_cuda and WORLD_SIZE == 1
     if use_graphs:
-        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be recorded
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = QNetwork(envs, args).to(device)
     target = deepcopy(agent)
-    lr = torch.tensor(args.learning_rate, device=device)  # CUDA graphs see changes of a tensor
+    lr = torch.tensor(args.learning_rate, device=device)  # a tensor, so that CUDA graphs see it change
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=use_graphs)
     parts = {"agent": agent, "target": target, "optimizer": optimizer}
     replay = None if args.evaluate else SequenceReplay(envs, args, device)
@@ -497,7 +497,7 @@ def train(args, checkpoint=None):
                     x.copy_(checkpoint["replay"][name])
         except Exception as error:
             fail(f"{args.evaluate or args.resume}: does not fit the environment or flags ({error})")
-    if args.evaluate:  # on other episodes than those that chose best.pt
+    if args.evaluate:  # on episodes other than those that selected best.pt
         return print(evaluate(agent, args, device, 3))
 
     def save(name: str):
@@ -506,7 +506,7 @@ def train(args, checkpoint=None):
         if args.checkpoint_replay and name == "checkpoint.pt":
             states |= {"replay": replay.data, "num_added": replay.num_added}
         torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # a kill leaves the old file or the new one
+        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
 
     if RANK == 0:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}".replace(":", "-")
@@ -520,7 +520,7 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
     epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]
     player = Player(agent, envs, args, epsilons, device, seed_everything(args.seed, 1, iteration, RANK))
     act, update = player.act, partial(update_network, agent, target, optimizer, replay, args)
@@ -542,7 +542,7 @@ def train(args, checkpoint=None):
             num_updates += 1
             if num_updates % args.target_interval == 0:
                 target.load_state_dict(agent.state_dict())
-        if use_graphs and num_now and num_updates > 2:  # after calls that warm up
+        if use_graphs and num_now and num_updates > 2:  # record only after warm-up calls
             act, update, use_graphs = capture(player.act), capture(update), False
         if RANK > 0:  # the log shows the environments of process 0
             continue
@@ -559,7 +559,7 @@ def train(args, checkpoint=None):
         longest_episode = max(longest_episode, player.lengths.max(), *(length for _, length in episodes))
         is_last = step >= args.total_timesteps
         is_due = is_last or iteration % eval_interval == 0
-        is_affordable = eval_steps + args.eval_episodes * longest_episode <= step / 5
+        is_affordable = eval_steps + args.eval_episodes * longest_episode <= step / 5  # at most a fifth
         if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
             scalars |= evaluate(agent, args, device, 2)
             eval_steps += args.eval_episodes * scalars["eval/episodic_length"]

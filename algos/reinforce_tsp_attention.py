@@ -10,7 +10,7 @@ Papers: Kool et al. 2019, arXiv:1803.08475 (model, baseline), and Kwon et al. 20
 Equations, numbered as by Kool et al.:
     (1)  p(pi | s) = prod_t p(pi_t | s, pi_1 ... pi_{t-1})
     (2)  h^_i   = BN(h_i + MHA_i(h_1 ... h_N)), then (3) h_i = BN(h^_i + FF(h^_i)), in each of three layers
-    (4)  h_c    = [mean of h, h of the last node, h of the first node], with v^l and v^f before there are any
+    (4)  h_c    = [mean of h, h of the last node, h of the first node]; v^l and v^f while the tour is empty
     (5)  q      = W^Q h_c,  k_i = W^K h_i,  v_i = W^V h_i, for each head
     (6)  u_j    = q . k_j / sqrt(d), or -inf if j has been visited; the glimpse is g = sum_j softmax(u)_j v_j
     (7)  u_j    = C tanh(W^O g . k_j / sqrt(D)), or -inf if j has been visited, with other keys and C = 10
@@ -18,7 +18,7 @@ Equations, numbered as by Kool et al.:
     (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ]
 
 A training step samples tours without gradient. One pass with gradient then gives eq. 1 for whole tours.
-Unlike in the papers, the network scales points into the unit square, learning rates fall, and Muon is used.
+Unlike in the papers, the network scales points into the unit square, learning rates decay, and Muon is used.
 Shapes: B instances (M in a file), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
 """
 
@@ -48,14 +48,14 @@ from tqdm import tqdm
 
 sys.path.append(os.getcwd())  # for envs_shared/tsplib.py, if --data is a .tsp
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-METRICS = ("policy_loss", "tour_length", "grad_norm")  # of an update
+METRICS = ("policy_loss", "tour_length", "grad_norm")  # per update
 DECODINGS = ("greedy", "multistart", "multistart_x8")
 EMBED_DIM, NUM_HEADS = 128, 8  # D and H, so that sqrt(d) = 4
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 CPU_HAS_BFLOAT16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")  # what the decoder needs
-State = namedtuple("State", "first last log_mask")  # nodes [B, P, 1], N for none; 0 or -inf [B, P, 1, N]
-Instances = namedtuple("Instances", "points tours measure")  # [M, N, 2], [M, N] or None, tour_length
+State = namedtuple("State", "first last log_mask")  # nodes [B, P, 1] (N: none yet), 0 or -inf [B, P, 1, N]
+Instances = namedtuple("Instances", "points tours measure")  # [M, N, 2]; [M, N] or None; like tour_length
 
 
 @dataclass
@@ -69,25 +69,25 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    run_dir: str = "runs"  # folder of the run folders
-    resume: str | None = None  # checkpoint.pt of a run to resume, with its settings unless flags change them
+    run_dir: str = "runs"  # parent folder of all run folders
+    resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: a tenth of the run, or fewer)
-    eval_episodes: int = 1000  # random instances of an evaluation without --data (0: never evaluate)
+    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: a tenth of the run or more)
+    eval_episodes: int = 1000  # random instances per evaluation without --data (0: never evaluate)
     env_id: str = "tsp20-uniform"  # tspN-uniform (in the unit square) or tspN-gaussian, with N nodes
     train_path: str | None = None  # train on the instances of this file, in ML4CO text
     data: str | None = None  # evaluate on this file: ML4CO text, or .tsp with envs_shared/tsplib.py
-    solve: str | None = None  # with --evaluate and --data: new folder for the shortest tours
-    num_epochs: int = 35  # epochs; after each of them the rollout baseline may change
-    steps_per_epoch: int = 100  # gradient steps of an epoch
+    solve: str | None = None  # with --evaluate and --data: new folder to write the shortest tours to
+    num_epochs: int = 35  # epochs; after each one, the rollout baseline may change
+    steps_per_epoch: int = 100  # gradient steps per epoch
     batch_size: int = 32  # instances B of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or the best policy's greedy tour
-    baseline_instances: int = 10_000  # rollout: instances that compare the policy with the best, thousands
-    baseline_level: float = 0.05  # rollout: level of the t-test for a new best policy (0.5: if better at all)
+    baseline_instances: int = 10_000  # rollout: instances to compare the policy with the best (thousands)
+    baseline_level: float = 0.05  # rollout: level of the t-test for a new best policy (0.5: any improvement)
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
-    learning_rate: float = 1e-3  # Adam learning rate; Muon's steps are 0.4 of it (root mean square)
-    anneal_lr: bool = True  # lower the learning rates to zero along half a cosine
-    max_grad_norm: float = 1.0  # largest norm of the gradient
+    learning_rate: float = 1e-3  # Adam learning rate; Muon's steps have a root mean square of 0.4 times it
+    anneal_lr: bool = True  # lower the learning rates to zero along a half cosine
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def attend(q, k, v, log_mask=0.0):
 
 
 class EncoderLayer(nn.Module):
-    """Maps embeddings [B, N, D] by attention and by a feed-forward layer, each with skip and norm."""
+    """Attention, then a feed-forward network, on embeddings [B, N, D], each with skip and batch norm."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ class AttentionModel(nn.Module):
         self.placeholders = nn.Parameter(torch.empty(2, EMBED_DIM).uniform_(-1, 1))  # v^f and v^l
 
     def forward(self, points):
-        """Encode points [B, N, 2] in any unit; each node is projected once instead of at each step."""
+        """Encode points [B, N, 2] in any unit; projects each node once instead of at each decoding step."""
         offset = points - points.amin(1, True)
         unit_points = offset / offset.amax((1, 2), True).clamp(min=1e-30)
         h = self.layers(self.embed(unit_points.float()))  # [B, N, D]
@@ -143,7 +143,7 @@ class AttentionModel(nn.Module):
 
 
 def decode(encoded, first, last, log_mask):
-    """Return u of eq. 7 [B, P, T, N] of first and last nodes [B, P, 1 or T] and log_mask [B, P, T, N]."""
+    """Return u [B, P, T, N] of eq. 7, given first and last nodes [B, P, 1 or T] and log_mask [B, P, T, N]."""
     offset = torch.arange(len(first), device=first.device).view(-1, 1, 1) * encoded.first_queries.shape[1]
     first_query = nn.functional.embedding(first + offset, encoded.first_queries.flatten(0, 1))
     last_query = nn.functional.embedding(last + offset, encoded.last_queries.flatten(0, 1))
@@ -161,10 +161,10 @@ def tour_length(points, tours):
 
 
 class TspEnv:
-    """Builds P tours of each instance; the reward is minus the length of the closed tour, at its end."""
+    """Builds P tours of each instance; the only reward, at the end, is minus the closed tour's length."""
 
     def reset(self, points, num_tours):
-        """Begin empty tours of points [B, N, 2]."""
+        """Begin `num_tours` empty tours of each instance in points [B, N, 2]; returns the state."""
         self.points, self.nodes, (num_instances, num_nodes, _) = points, [], points.shape
         with points.device:
             nowhere = torch.full((num_instances, num_tours, 1), num_nodes)
@@ -172,7 +172,7 @@ class TspEnv:
         return self.state
 
     def step(self, node):
-        """Visit an open node [B, P, 1]; returns state and reward [B, P], which is None before the end."""
+        """Visit an unvisited node [B, P, 1]; returns the state and the reward [B, P] (None until the end)."""
         self.nodes.append(node)
         self.state.log_mask.scatter_(-1, node.unsqueeze(-1), -torch.inf)
         self.state = State(self.nodes[0], node, self.state.log_mask)
@@ -182,7 +182,7 @@ class TspEnv:
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 def draw_points(env_id, num_instances, stored=None):
-    """Draw points [B, N, 2], fresh ones or those of a file's instances [M, N, 2]."""
+    """Draw points [B, N, 2]: new random ones, or random rows of a file's instances [M, N, 2]."""
     if stored is not None:
         return stored[torch.randint(len(stored), (num_instances,))]
     match = re.fullmatch(r"tsp([3-9]|[1-9]\d+)-(uniform|gaussian)", env_id)
@@ -192,7 +192,7 @@ def draw_points(env_id, num_instances, stored=None):
 
 
 def read_instances(path: str):
-    """Read instances of equal size, a line each: `x y x y ... output 1 4 ... 1`; tours are optional."""
+    """Read instances of equal size, one per line: `x y x y ... output 1 4 ... 1`; tours are optional."""
     try:
         if path.endswith(".tsp"):
             from envs_shared.tsplib import read_tsplib
@@ -208,7 +208,7 @@ def read_instances(path: str):
         if not is_right.all():
             raise ValueError(f"instance {is_right.argmin() + 1} has fewer than 3 points or no tour of them")
     except (ImportError, OSError, ValueError) as error:
-        fail(f"{path}: {error}; ML4CO text has equal lines `x y x y x y output 1 3 2 1`; pickles stay shut")
+        fail(f"{path}: {error}; ML4CO text has equal lines `x y x y x y output 1 3 2 1`; no pickles")
     tours = torch.tensor(tours[:, :-1] - 1).long() if has_tours else None
     return Instances(torch.tensor(points.reshape(-1, num_nodes, 2)), tours, tour_length)
 
@@ -216,7 +216,7 @@ def read_instances(path: str):
 # ---- REINFORCE ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def construct_tours(points, encoded, multistart=False, sample=False):
-    """Build a tour of points [B, N, 2], or one from every node; returns tours [B, P, N], lengths [B, P]."""
+    """Build a tour of points [B, N, 2], or one from each node; returns tours [B, P, N], lengths [B, P]."""
     env, n, reward = TspEnv(), points.shape[1], None
     state = env.reset(points, n if multistart else 1)
     if multistart:
@@ -224,7 +224,7 @@ def construct_tours(points, encoded, multistart=False, sample=False):
     while reward is None:
         logits = decode(encoded, *state)  # [B, P, 1, N]
         node = logits.argmax(-1)
-        if sample:  # from eq. 8: the first node whose cumulated probability exceeds a random number
+        if sample:  # from eq. 8: the first node whose cumulative probability exceeds a random number
             cumulated = logits.softmax(-1).cumsum(-1)
             noise = torch.empty_like(cumulated[..., :1]).uniform_(0, 0.999999)
             node = (cumulated <= noise * cumulated[..., -1:]).sum(-1)
@@ -233,9 +233,9 @@ def construct_tours(points, encoded, multistart=False, sample=False):
 
 
 def score_tours(encoded, tours):
-    """Return log p of tours [B, P, N] after their first nodes [B, P], and of each node as first [B, N]."""
-    steps = torch.arange(1, tours.shape[2] - 1, device=tours.device)  # [T]; T = N - 2, the last has no choice
-    is_open = tours.argsort(-1).unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]; argsort: visited when
+    """Return log p [B, P] of tours [B, P, N] given their first nodes, and log p [B, N] of first nodes."""
+    steps = torch.arange(1, tours.shape[2] - 1, device=tours.device)  # [T], T = N - 2: the last is forced
+    is_open = tours.argsort(-1).unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]; argsort: visit time
     log_mask = torch.where(is_open, 0.0, -torch.inf)
     log_probs = decode(encoded, tours[:, :, :1], tours[:, :, :-2], log_mask).log_softmax(-1)  # eq. 8
     log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1
@@ -244,7 +244,7 @@ def score_tours(encoded, tours):
 
 
 def compute_loss(agent, best_policy, points):
-    """Return the loss whose gradient is eq. 9, with POMO of a tour from each node, and the mean length."""
+    """Return a loss whose gradient is eq. 9 (POMO: for a tour from each node), and the mean tour length."""
     encoded, is_pomo = agent(points), best_policy is None
     tours, lengths = construct_tours(points, encoded, is_pomo, sample=True)  # [B, P, N], [B, P]
     log_likelihood, start_log_probs = score_tours(encoded, tours)  # [B, P], [B, N]
@@ -272,16 +272,16 @@ def update_weights(agent, best_policy, optimizers, args, points):
 
 @torch.no_grad()
 def is_better(agent, best, points, level):
-    """Tell by a one-sided paired t-test whether the policy's greedy tours of points [n, N, 2] are shorter."""
+    """Test if the policy's greedy tours of points [n, N, 2] are shorter, by a one-sided paired t-test."""
     agent.eval()
     parts = points.split(1000)
     d = torch.cat([construct_tours(x, agent(x))[1] - construct_tours(x, best(x))[1] for x in parts])
     t = average(d.mean() / d.std() * len(d) ** 0.5) * WORLD_SIZE**0.5
-    return torch.special.ndtr(t) < level  # the normal distribution, since n is in the thousands
+    return torch.special.ndtr(t) < level  # normal instead of t distribution, since n is in the thousands
 
 
 def orthogonalize(x):
-    """Return about U V^T of matrices x = U S V^T [M, m, n] by five Newton-Schulz steps, in fast bfloat16."""
+    """Approximate U V^T of x = U S V^T [M, m, n] by five Newton-Schulz steps, in bfloat16 if it is fast."""
     if x.shape[1] > x.shape[2]:
         return orthogonalize(x.mT).mT
     y = x.bfloat16() if x.is_cuda or CPU_HAS_BFLOAT16 else x
@@ -293,7 +293,7 @@ def orthogonalize(x):
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps along orthogonalized momenta (Jordan et al. 2024), matrices of equal shape together."""
+    """Steps along orthogonalized momentum (Jordan et al. 2024); batches matrices of equal shape."""
 
     @torch.no_grad()
     def step(self):
@@ -302,8 +302,8 @@ class Muon(torch.optim.Optimizer):
             params, updates = [p for p in group["params"] if p.shape == shape], []
             for p in params:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
-                updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov's
-            length = group["lr"] * 0.4 * max(shape) ** 0.5  # twice torch's match_rms_adamw
+                updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum
+            length = group["lr"] * 0.4 * max(shape) ** 0.5  # twice match_rms_adamw of torch
             for p, update in zip(params, orthogonalize(torch.stack(updates)), strict=True):
                 p.sub_(update, alpha=length)
 
@@ -317,7 +317,7 @@ def apply_symmetries(points):
 
 @torch.no_grad()
 def evaluate(agent, instances, device, decodings=DECODINGS):
-    """Score the shortest tours that each decoding proposes, and return those of the last one [M, N]."""
+    """Score the shortest tours that each decoding finds; also returns the last decoding's tours [M, N]."""
     (points, references, measure), scores = instances, {}
     parts = points.to(device).split(2**18 // points.shape[1] ** 2 + 1)
     agent.eval()
@@ -366,7 +366,7 @@ def average(x):
 
 
 def seed_everything(*stream: int) -> int:
-    """Seed all generators from the numbers of `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -374,15 +374,15 @@ def seed_everything(*stream: int) -> int:
 
 
 def train(args, checkpoint=None):
-    """Train, from `checkpoint` if there is one, or with --evaluate only score that."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more are slower with these networks
+    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
     stored = read_instances(args.train_path).points.float() if args.train_path and not args.evaluate else None
-    seed_everything(args.seed, 3 if args.evaluate else 2)  # other instances than those that chose best.pt
+    seed_everything(args.seed, 3 if args.evaluate else 2)  # other instances than those that selected best.pt
     instances = Instances(draw_points(args.env_id, args.eval_episodes).double(), None, tour_length)
     instances = read_instances(args.data) if args.data else instances
     seed_everything(args.seed, 0)  # the same weights in every process
@@ -390,7 +390,7 @@ def train(args, checkpoint=None):
     maps = [p for p in agent.parameters() if p.numel() > 512] * (args.optimizer == "muon")
     others = [p for p in agent.parameters() if p not in set(maps)]
     optimizers = torch.optim.Adam(others, fused=True), Muon([{"params": maps}], {})
-    best_policy = deepcopy(agent).eval().requires_grad_(False)  # of the rollout baseline, not that of best.pt
+    best_policy = deepcopy(agent).eval().requires_grad_(False)  # for the rollout baseline; not best.pt
     baseline = best_policy if args.baseline == "rollout" else None
     parts = {"agent": agent, "best_policy": best_policy, "optimizer": optimizers[0], "muon": optimizers[1]}
     progress = checkpoint["progress"] if checkpoint else (0, 0, 0, 0.0, np.inf, np.nan)
@@ -410,7 +410,7 @@ def train(args, checkpoint=None):
         progress = (iteration, step, eval_steps, cpu_seconds, best_score, last_score)
         states = {name: part.state_dict() for name, part in parts.items()}
         torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # a kill leaves the old file or the new one
+        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
 
     if RANK == 0:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}".replace(":", "-")
@@ -424,7 +424,7 @@ def train(args, checkpoint=None):
         writer = SummaryWriter(str(run_path), purge_step=step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")
+        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
     size, epoch_size = args.batch_size // WORLD_SIZE, args.batch_size * args.steps_per_epoch
     eval_interval = args.eval_interval or args.num_epochs // 10 + 1
     seconds = 0.1 if sys.stderr.isatty() else 30
@@ -440,7 +440,7 @@ def train(args, checkpoint=None):
             points = draw_points(args.env_id, size, stored).to(device)
             metrics += update_weights(agent, baseline, optimizers, args, points) / args.steps_per_epoch
             bar.update(args.batch_size)
-        for buffer in agent.buffers():  # statistics of the norms
+        for buffer in agent.buffers():  # batch norm statistics
             buffer.copy_(average(buffer.double()))
         if baseline:
             points = draw_points(args.env_id, args.baseline_instances // WORLD_SIZE, stored).to(device)

@@ -1,4 +1,4 @@
-"""What the programs of the benchmark share: places, runs, machines, peers' environments, results and pages."""
+"""Shared by the programs of the benchmark: paths, run folders, machines, results and pages."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ PEERS = BENCHMARK / "peers"
 
 
 class ResultsError(ValueError):
-    """Say in one line what is wrong with a suite, its runs or its results."""
+    """One line that says what is wrong with a suite, its runs or its results."""
 
 
 def require(is_right: object, message: str) -> None:
@@ -31,7 +31,7 @@ def require(is_right: object, message: str) -> None:
 
 
 def run_main(main) -> None:
-    """Run a program; what is wrong with its input is one line, with exit code 2."""
+    """Run a program; a ResultsError prints one line and exits with code 2."""
     try:
         sys.exit(main())
     except ResultsError as error:
@@ -49,7 +49,7 @@ def find_run_folders(folder: str | Path) -> list[Path]:
 
 @functools.cache
 def read_events(run_path: Path):
-    """Read everything that a run which has ended has logged."""
+    """Read everything that a finished run has logged."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(run_path), size_guidance={"scalars": 0}).Reload()
@@ -65,7 +65,7 @@ def read_text(run_path: Path, tag: str) -> str:
 def read_points(run_path: Path, tag: str) -> list[list[float]]:
     """Read [[step, CPU-s, seconds, value], ...] of a logged `tag`; ResultsError if it is not there.
 
-    CPU-seconds leave out evaluations; seconds are those since the first event of the run.
+    CPU-seconds leave out evaluations; seconds count from the first event of the run.
     """
     events = read_events(run_path)
     tags = events.Tags()["scalars"]
@@ -143,11 +143,11 @@ def load_results(name: str) -> dict | None:
 
 
 def show(value: float | None, digits: int = 3) -> str:
-    """Write a number as people do."""
+    """Write a number with `digits` significant digits or as a whole number; a dash if it is not finite."""
     if value is None or not math.isfinite(value):
         return "-"
     value = float(f"{value:.{digits - 1}e}") if abs(value) < 1 else value  # 0.00999999 has the digits of 0.01
-    if abs(value) < 1e-9 or abs(value) >= 10 ** (digits - 1):  # rounding aside, the first are zero
+    if abs(value) < 1e-9 or abs(value) >= 10 ** (digits - 1):  # the first are zero but for rounding
         return f"{value:z,.0f}"
     return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}"
 

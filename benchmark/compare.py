@@ -19,8 +19,8 @@ from scipy import stats
 from tyro.conf import Positional
 
 LEVEL = 0.05  # false alarms of a whole comparison, at most
-NEVER = 2.0  # times the steps that a run was given, if it never got to the threshold
-SLOWER = 1.25  # times the CPU-seconds a step: as much may be the machine's
+NEVER = 2.0  # a run that never gets to the threshold counts as this many times its steps
+SLOWER = 1.25  # CPU-seconds per step may grow by this factor, as the machine alone may cause it
 
 
 @dataclass
@@ -32,11 +32,11 @@ class Args:
 
 
 def find_p_worse(base, new) -> np.ndarray:
-    """Return p of NEW having no more losses [..., seeds] than BASE, by Student's t; 0 or 1 if there is no noise."""
+    """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t; 0 or 1 without noise."""
     base, new = np.asarray(base, float), np.asarray(new, float)
     difference = new.mean(-1) - base.mean(-1)
     rounding = 1e-12 + 1e-6 * np.abs(base.mean(-1))
-    with warnings.catch_warnings():  # of samples without noise
+    with warnings.catch_warnings():  # about samples without noise
         warnings.simplefilter("ignore", RuntimeWarning)
         p = stats.ttest_ind(new, base, axis=-1, alternative="greater").pvalue
     has_noise = base.std(-1) + new.std(-1) > rounding
@@ -49,7 +49,7 @@ def find_worse(p: list[float]) -> np.ndarray:
 
 
 def find_losses(cell: dict) -> dict[str, np.ndarray]:
-    """Return quantities of each run, higher is worse; steps and speed by their logarithms."""
+    """Return quantities of each run, where higher is worse; of steps and speed, the logarithms."""
     runs = sorted(cell["runs"], key=lambda run: run["seed"])
     sign = -1.0 if cell["better"] == "higher" else 1.0
     losses = {"headline": sign * np.array(records.get_values(cell, "headline"))}
@@ -60,7 +60,7 @@ def find_losses(cell: dict) -> dict[str, np.ndarray]:
 
 
 def find_p(quantity: str, old: np.ndarray, now: np.ndarray) -> float | None:
-    """Return p of a quantity of a cell being no worse; None for one seed, which cannot tell."""
+    """Return the p value of a quantity being no worse; None for a single seed, which cannot tell."""
     if not np.isfinite(now).all():
         return 0.0
     margin = np.log(SLOWER) if quantity == "speed" else 0.0
@@ -72,7 +72,7 @@ def compare(base: dict, new: dict) -> tuple[list[list], list[str]]:
 
     A row has name, quantity, its mean in BASE and in NEW (geometric for steps and speed), and whether it is worse.
     """
-    rows, failed, signs = [], [], {"steps": 1.0, "speed": -1.0}  # of what has logarithms
+    rows, failed, signs = [], [], {"steps": 1.0, "speed": -1.0}  # of the quantities that are logarithms
     for name, cell in base["cells"].items():
         other = new["cells"].get(name, {"runs": [], "missing": []})
         failed += [

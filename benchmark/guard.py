@@ -1,4 +1,4 @@
-"""Run one command and leave nothing of it running: benchmark/run.py starts a guard for each cell.
+"""Run one command and make sure that nothing of it keeps running; benchmark/run.py starts a guard for each cell.
 
     python guard.py SECONDS COMMAND...      # prints {"exit_code": ..., "cpu_seconds": ...}
 

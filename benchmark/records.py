@@ -1,4 +1,4 @@
-"""Results of suites: read from run folders or from one JSON file, and what is computed over their seeds."""
+"""Read results of suites, from run folders or from one JSON file, and compute statistics over their seeds."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from common import ResultsError, require
 from scipy import stats
 from suite import SHOWN, read_suite
 
-NUM_POINTS = 60  # of a learning curve, in the JSON file
+NUM_POINTS = 60  # kept of a learning curve in the JSON file
 NOT_RUN = "not run yet"
 
 
@@ -20,7 +20,7 @@ NOT_RUN = "not run yet"
 
 
 def find_threshold(curve: list[list[float]], threshold: float, better: str = "higher", in_a_row: int = 1):
-    """Return the point of a curve that ends the first `in_a_row` at the threshold or beyond; None if none does."""
+    """Return the last of the first `in_a_row` successive points at the threshold or beyond; None if there are none."""
     sign, num_beyond = 1 if better == "higher" else -1, 0
     for point in curve:
         num_beyond = num_beyond + 1 if sign * point[-1] >= sign * threshold else 0
@@ -32,7 +32,7 @@ def find_threshold(curve: list[list[float]], threshold: float, better: str = "hi
 def read_run(path: Path, cell: dict, process: dict) -> dict:
     """Read what is kept of the run in the folder `path`; ResultsError if it lacks the cell's headline or curve.
 
-    `process` is what run.py has seen of it, if it was run.py's.
+    `process` is what run.py has recorded of it; empty if something else started the run.
     """
     tags = common.read_events(path).Tags()["scalars"]
     shown = [tag for tag in tags if tag.startswith(("eval/", "best/"))]
@@ -40,7 +40,7 @@ def read_run(path: Path, cell: dict, process: dict) -> dict:
     values = {tag: common.read_points(path, tag)[-1][-1] for tag in sorted({headline, *shown})}
     last = common.read_points(path, "charts/cpu_seconds")[-1]
     machine, clock = process.get("machine"), 2 if cell.get("gpus") else 1
-    version = common.read_text(path, "program")  # which peers log
+    version = common.read_text(path, "program")  # logged by peers
     run = {
         "seed": cell.get("seed", 0),
         "headline": headline,
@@ -62,22 +62,22 @@ def read_run(path: Path, cell: dict, process: dict) -> dict:
     if cell.get("threshold") is not None:
         point = find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
-    rare = curve[:: -math.ceil(len(curve) / NUM_POINTS) or 1][::-1]  # with the last point
+    rare = curve[:: -math.ceil(len(curve) / NUM_POINTS) or 1][::-1]  # keeps the last point
     points = [[point[0], float(f"{point[clock]:.5g}"), float(f"{point[3]:.5g}")] for point in rare]
     return run | {"curve": points}
 
 
 def read_end(log: Path) -> str:
-    """Read the last line of a log, of a progress bar the last state."""
+    """Read the last line of a log, or the last state of a progress bar."""
     text = log.read_bytes().decode(errors="replace") if log.exists() else ""
     return re.split("[\r\n]", text.strip())[-1].strip()
 
 
 def read_attempt(attempt: Path, cell: dict) -> dict:
-    """Read the run in the folder of an attempt at a cell; ResultsError if it is no result, with the reason."""
+    """Read the run in the folder of an attempt at a cell; ResultsError with the reason if it has no result."""
     try:
         process = json.loads((attempt / "process.json").read_text())
-    except (OSError, ValueError):  # it runs, or the harness was killed
+    except (OSError, ValueError):  # it is still running, or the harness was killed
         raise ResultsError(NOT_RUN) from None
     code = process["exit_code"]
     require(code is not None, f"not done after {cell.get('hours', 0):g} hours")
@@ -90,7 +90,7 @@ def read_attempt(attempt: Path, cell: dict) -> dict:
 
 
 def find_run(folder: Path, cell: dict) -> tuple[dict | None, str]:
-    """Return what is kept of the first attempt at a cell that is done, None if there is none, and what failed last."""
+    """Return the run of the first successful attempt at a cell, or None, and the error of the last failed one."""
     error = NOT_RUN
     for attempt in sorted(folder.glob("try_*")):
         try:
@@ -114,7 +114,7 @@ def read_json(path: Path) -> dict:
 
 
 def add_run(cells: dict, name: str, cell: dict, run: dict | None, missing: dict) -> None:
-    """Add a run, or what is missing, to the cell that has the name."""
+    """Add a run, or the entry of a missing one, to the cell with the name."""
     entry = cells.setdefault(name, {"headline": None} | cell | {"runs": [], "missing": []})
     if run:
         entry["headline"] = run.pop("headline")
@@ -141,7 +141,7 @@ def load(path: Path) -> dict:
 def load_published() -> dict[str, dict]:
     """Read benchmark/results by suite, with the cells, tables and ratios that the suite has now.
 
-    A cell that is new in the suite, or has another command there, has not run yet.
+    A cell that is new in the suite, or has another command now, counts as not run yet.
     """
     found = {}
     for path in sorted(common.SUITES.glob("*.toml")):
@@ -170,7 +170,7 @@ def is_ours(cell: dict) -> bool:
 def get_values(cell: dict, quantity: str) -> list[float]:
     """Return a quantity of each run of a cell, by seed: infinite if a threshold was not reached, nan if unknown.
 
-    The names of metrics count with and without `eval/`.
+    Metrics may be named with or without `eval/`.
     """
     values, name = [], quantity.removeprefix("eval/")
     for run in sorted(cell["runs"], key=lambda run: run["seed"]):
@@ -183,11 +183,11 @@ def get_values(cell: dict, quantity: str) -> list[float]:
 def find_interval(*samples) -> tuple[float, float] | None:
     """Return Student's 95 % interval of a mean, or Welch's of the first mean minus the second.
 
-    None if a sample has one value, or infinite or unknown ones; not numbers if there is no noise.
+    None if a sample has one value, or infinite or unknown ones; nan at both ends if there is no noise.
     """
     if min(map(len, samples)) < 2 or not np.isfinite(np.concatenate(samples)).all():
         return None
-    with warnings.catch_warnings():  # of samples without noise
+    with warnings.catch_warnings():  # about samples without noise
         warnings.simplefilter("ignore", RuntimeWarning)
         one = len(samples) == 1
         test = stats.ttest_1samp(*samples, 0) if one else stats.ttest_ind(*samples, equal_var=False)
@@ -195,10 +195,10 @@ def find_interval(*samples) -> tuple[float, float] | None:
 
 
 def find_ratio(ours: list[float], peer: list[float], paired: bool = False) -> tuple:
-    """Return the ratio of the medians, and the 95 % interval of the ratio by the logarithms of both samples.
+    """Return the ratio of the medians, and a 95 % interval of the ratio from the logarithms of both samples.
 
-    The interval is that of the geometric means; with `paired`, of values of the same runs. nan and None are what means
-    nothing, as some values are not positive, infinite or unknown.
+    The interval is for the ratio of the geometric means; with `paired`, both samples are of the same runs. If values
+    are not positive, infinite or unknown, what cannot be computed is nan or None.
     """
     if not min(*ours, *peer) > 0:
         return math.nan, None

@@ -1,12 +1,12 @@
-"""Tables and learning curves of runs: the pages in docs/ of what benchmark/ has measured, or a page of your own.
+"""Write tables and learning curves of runs, into the pages of docs/ or into a page of your own.
 
     python benchmark/report.py --out report   # the suites in RUNS: report/results.md, report/figures, report/results
     python benchmark/report.py                # docs/results.md, the tables and pictures of all pages
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
-benchmark/suites go into benchmark/results, and what there is goes into the pages, between
-<!-- NAME --> and <!-- /NAME -->, and into docs/figures. Nothing is lost: committed runs that a folder has not run yet
-are kept, and runs of a tree with uncommitted changes are refused.
+benchmark/suites are added to benchmark/results, and all results there go into the pages, between
+<!-- NAME --> and <!-- /NAME -->, and into docs/figures. Committed runs that RUNS lacks are kept. Runs that were made
+with uncommitted changes are refused.
 """
 
 import importlib
@@ -36,7 +36,7 @@ METRICS = {  # in words
 SUMMARY_NUMBER = re.compile(
     r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}"
 )  # {CELL QUANTITY FORMAT}; CELL:CELL is a ratio
-MAX_SINGLE = 5  # seeds of which tables show the single values
+MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = """Means over the seeds, in brackets the single values or, from six seeds on, Student's 95 % interval; of a
 match, its own interval. CPU-seconds are medians, of the whole run."""
 
@@ -134,7 +134,7 @@ def make_comparison(cells: list[dict]) -> str:
 
 
 def describe_machines(cells: list[dict]) -> str:
-    """Say what the runs of cells ran on, and the versions of others."""
+    """Say which machines the runs of cells used, and the versions of other programs."""
     runs = [run for cell in cells for run in cell["runs"] if run["machine"]]
     machines = [run["machine"] for run in runs]
     peers = {run["commit"] for run in runs} - {machine["commit"] for machine in machines}
@@ -262,7 +262,7 @@ def publish(published: dict[str, dict]) -> None:
 
 
 def write_own(suites: list[dict], out: Path) -> None:
-    """Write results.md of one's own runs, with figures and results."""
+    """Write results.md for your own runs, with figures and results."""
     parts = ["# Results"]
     for suite in suites:
         name, cells = suite["suite"], list_cells(suite)
@@ -278,7 +278,7 @@ def write_own(suites: list[dict], out: Path) -> None:
 
 
 def merge(old: dict, new: dict) -> None:
-    """Add to `new` the committed runs that it has not; ResultsError for runs of a tree that was no commit's."""
+    """Add to `new` the committed runs that it lacks; ResultsError for runs made with uncommitted changes."""
     for name, cell in new["cells"].items():
         for run in cell["runs"]:
             where = f"{new['suite']}: {name}, seed {run['seed']}"

@@ -5,11 +5,11 @@
     python benchmark/run.py benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
     python benchmark/run.py benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
 
-Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, an attempt each in try_1, try_2, ..., and is done when an
-attempt has ended with exit code 0 and has logged the cell's headline and curve. The hash is that of the command and of
-the script, so that the same call again runs what is missing, and a changed script runs again beside its old results.
+Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, with its attempts in try_1, try_2, ..., and is done when
+an attempt has ended with exit code 0 and has logged the cell's headline and curve. The hash is of the command and the
+files it uses, so that the same call again runs what is missing, and a changed script runs again beside its old results.
 Cells compute with OMP_NUM_THREADS=1, and see no GPU but those they ask for. A cell that crashes or is lost starts over,
-twice at most. Exit code: 0 when all cells are done, 1 when some failed, 2 for what is wrong before anything has run,
+twice at most. Exit code: 0 when all cells are done, 1 when some failed, 2 for errors before anything has run,
 130 after Ctrl-C. On a cluster, RUNS, this repository and the environments in benchmark/peers are on a file system that
 all machines share.
 """
@@ -37,8 +37,8 @@ from tyro.conf import Positional
 sys.path.append(str(common.PEERS))
 import environment
 
-TRIES = 3  # of a cell that crashes or is lost
-# Errors that would come again: bad flags, no time, and runs that lack what the suite asks for
+TRIES = 3  # attempts at a cell that crashes or is lost
+# Errors that another attempt would repeat: bad flags, no time, and runs that lack what the suite asks for
 SAME_AGAIN = ("exit code 2", "not done", "no ")
 # What a gRPC server answers at once: the start of HTTP/2, and empty settings
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
@@ -69,7 +69,7 @@ def run_cell(cell: Cell, path: Path, command: list[str], gpus: str | None = None
     is_same = path.parent.name.endswith(cell.hash())
     require(is_same, f"no run: {cell.path} has changed since the suite was started")
     path.mkdir(parents=True)
-    process = {"machine": common.describe_machine()}  # its commit is that of the script which starts now
+    process = {"machine": common.describe_machine()}  # with the commit of the script that starts now
     process |= execute(command, cell, path / "log.txt", gpus)
     if cell.score_best and process["exit_code"] == 0:
         best = next(path.glob("*/best.pt"), "best.pt")
@@ -126,7 +126,7 @@ def start_here(cells: list[Cell]):
 def start_on_ray(address: str):
     """Return a function that gives a cell to the Ray cluster at `address`, and returns its future."""
     current = Path("/tmp/ray/ray_current_cluster")  # in which Ray keeps the address of this machine's cluster
-    try:  # as ray.init waits for minutes
+    try:  # first, since ray.init waits for minutes
         found = current.read_text() if address == "auto" else address
         host, _, port = found.strip().rpartition("/")[2].rpartition(":")
         with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -145,7 +145,7 @@ def start_on_ray(address: str):
 
 
 def run_cells(folders: dict[Cell, Path], submit) -> dict[Cell, str]:
-    """Run cells as there is room; those that crash or are lost up to TRIES times in all. Returns what failed."""
+    """Run cells when there is room, at most TRIES times each if they crash or are lost. Returns what failed."""
     peers = {cell.environment for cell in folders} - {None}
     pythons = {None: sys.executable} | {peer: str(environment.make_environment(peer)) for peer in peers}
     waiting, running, tries, errors = [*folders], {}, Counter(), {}
@@ -161,7 +161,7 @@ def run_cells(folders: dict[Cell, Path], submit) -> dict[Cell, str]:
             cell = running.pop(future)
             tries[cell] += 1
             result, error = records.find_run(folders[cell], vars(cell))
-            if lost := future.exception():  # Ray's, of a machine that is gone; a full disk
+            if lost := future.exception():  # such as Ray's error when a machine is gone, or a full disk
                 error = str(lost).split("\n")[0]
             end = "failed"
             if result:
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(130)  # and with the process all cells, whose guards see it end
+        os._exit(130)  # this also ends all cells, since their guards see this process end
     print(f"{len(chosen) - len(errors)} of {len(chosen)} cells done")
     for cell, error in errors.items():
         print(f"failed: {cell.name}, seed {cell.seed}: {error}")

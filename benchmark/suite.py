@@ -13,10 +13,10 @@ from pathlib import Path
 import common
 from common import ResultsError, require
 
-SHOWN = {"ratios": [], "tables": [], "summary": ""}  # of a suite: what the pages show of its results
+SHOWN = {"ratios": [], "tables": [], "summary": ""}  # keys of a suite that say how pages show its results
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")
-# What a file uses of this repository: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
+# Files of this repository that a file uses: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
 USED = re.compile(r'^ *(?:import|from) ([\w.]+)(?: import (\w+))?|"((?:algos|benchmark)/[\w./-]+)"', re.M)
 
 
@@ -61,7 +61,7 @@ class Cell:
 
 @functools.cache  # safe: a new import changes the file, and with it the hash
 def find_used_files(script: Path) -> set[Path]:
-    """List a script, its sibling and, for a peer, the scripts, networks and data that it plays or reads."""
+    """List the files a script uses: itself, its sibling and, for a peer, the scripts, networks and data it needs."""
     found, todo = set(), [script]
     while todo:
         found.add(path := todo.pop())
@@ -74,7 +74,7 @@ def find_used_files(script: Path) -> set[Path]:
 
 
 def make_cell(table: dict, headlines: dict, where: str) -> Cell:
-    """Make a cell of a table; ResultsError for what the harness cannot run or judge."""
+    """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
     command = " ".join(str(table.get("command")).split())
     match = COMMAND.fullmatch(command)
     known = "python or torchrun --standalone, and a script of algos/ or benchmark/peers/"
@@ -106,7 +106,7 @@ def make_cell(table: dict, headlines: dict, where: str) -> Cell:
 def read_suite(path: Path) -> tuple[list[Cell], dict]:
     """Read the TOML file at `path`: its cells, seed by seed, and what the pages show; ResultsError for what is wrong.
 
-    As seeds take turns, what is compared runs side by side.
+    Cells are listed seed by seed, so that runs that are compared follow one another.
     """
     try:
         content = SHOWN | {"headline": {}, "seeds": [], "cells": []} | tomllib.loads(path.read_text())

@@ -1,11 +1,11 @@
-"""Folders of real pairs in other layouts than {train,val,test}/{A,B,label}/x.png, and other forms of labels.
+"""Read folders of real pairs in layouts other than {train,val,test}/{A,B,label}/x.png, and other labels.
 
     train/time1/x.png  train/time2/x.jpg  train/mask/x.tif     other names, and suffixes that differ in a pair
     A/x.png  B/x.png  label/x.png  list/train.txt              a list for each split, one name a line
     A/train_x.png  B/train_x.png  label/train_x.png            names that begin with the split
 
-Folders of the two dates and of the labels have names of NAMES, in any case of letters. Errors are ValueErrors
-of one line that name the file or the folder.
+NAMES lists the names that the folders of the two dates and of the labels may have, in upper or lower case.
+Errors are ValueErrors of one line that name the file or the folder.
 """
 
 import re
@@ -29,8 +29,8 @@ LAYOUTS += "too, with B and label beside A (or others of NAMES in envs_shared/ch
 def read_label(path) -> np.ndarray:
     """Read a label uint8 [H, W] of 0 and 1; raises ValueError for colour, transparency and other values.
 
-    0 and 255, or 0 and 1, are unchanged and changed; in a JPEG, values below 128 and all others are.
-    A palette of greys stands for its greys, and any other palette for its indices.
+    0 is unchanged, and 255 or 1 is changed; in a JPEG, values below 128 are unchanged, and all others changed.
+    If all colours of a palette are grey, the greys are the values; for any other palette, the indices are.
     """
     read_picture(path, None)  # tells why it cannot be read
     with Image.open(path) as image:
@@ -79,7 +79,7 @@ def find_folders(root: Path) -> list[dict[str, Path]]:
 
 
 def read_list(path: Path, known: dict[str, Path]) -> list[str]:
-    """Read the names in a list: of each line all of it, or its first word if that is no picture."""
+    """Read the names in a list: each line as a whole or, if no picture has that name, its first word."""
     names = []
     for i, line in enumerate(path.read_text("utf-8-sig", errors="replace").splitlines(), 1):
         words = [line.strip(), *line.split()[:1]]

@@ -1,7 +1,7 @@
 """Pairs of pictures for change detection: the task haze, and folders {train,val,test}/{A,B,label}/x.png.
 
 Pairs are uint8 [M, 3 V + 1, H, W]: the colours of V dates, then the label of each pixel. The label is 0 for
-unchanged, 1 for changed, and 255 where it does not count. There are two dates, but more in haze-3 and haze-4.
+unchanged, 1 for changed, and 255 where it does not count. There are two dates, except in haze-3 and haze-4.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 ENV_IDS = {"haze": 2, "haze-3": 3, "haze-4": 4}  # number of dates V
 SPLITS = ("train", "val", "test")
-DIRECTORIES = ("A", "B", "label")  # pictures of the first date, of the second, and what changed
+DIRECTORIES = ("A", "B", "label")  # folders of the first date, the second date and the labels
 UNCOUNTED = 255
 PATCH = 8  # side of a roof in pixels
 COLOURS = np.array(
@@ -27,8 +27,8 @@ COLOURS = np.array(
 def draw_haze(num_pairs: int, size: int, num_dates: int, *seed: int):
     """Draw pairs uint8 [M, 3 V + 1, S, S]; return also where roofs [M, h, w] and haze [V - 1, M, h, w] are.
 
-    Four patches in ten are roofs, whose stripes run along or across. Those of the first and of the last date
-    are the same, but for the quarter of the roofs that has changed. Haze hides the stripes of a roof at each
+    Four patches in ten are roofs, whose stripes run along or across. A roof's stripes at the first and the last
+    date are the same, except on the quarter of the roofs that has changed. Haze hides the stripes of a roof at each
     date but the last, with a probability that leaves half of the roofs without haze, changed or not. Haze
     after the first date hides the last date too. So earlier dates alone say nothing about a change, but they
     say whether the next date is worth a look. The mean colour of a roof is always the same.
@@ -70,7 +70,7 @@ def draw_batch(pairs, num_pairs: int, args):
 
 
 def split_labels(pairs, args):
-    """Split pairs [B, 3 V + 1, S, S] into pictures from -2 to 2, and labels [B, G, h, w] of cells.
+    """Split pairs [B, 3 V + 1, S, S] into pictures with values from -2 to 2, and labels [B, G, h, w] of cells.
 
     A cell is changed if at least half of its pixels that count are changed; its label is -1 if none counts.
     """
@@ -117,7 +117,7 @@ def read_pair(path_a, path_b, label: np.ndarray | None = None) -> np.ndarray:
 
 
 def read_pairs(path_a, path_b, multiple: int) -> dict:
-    """Read two pictures, or two folders with equal names: {name: (stacked pair, its height, its width)}."""
+    """Read two pictures, or two folders with equal file names: {name: (stacked pair, its height, its width)}."""
     names = sorted(x.name for x in Path(path_a).glob("[!.]*")) or [""]
     pairs = {Path(path_a, name).stem: read_pair(Path(path_a, name), Path(path_b, name)) for name in names}
     return {name: (stack_pairs([pair], multiple), *pair.shape[1:]) for name, pair in pairs.items()}

@@ -23,7 +23,7 @@ class Boards(NamedTuple):
     in_atari: torch.Tensor  # bool [B, S]: stones of groups with one liberty
     to_play: torch.Tensor  # int8 [B]: 1 black, -1 white
     num_moves: torch.Tensor  # int64 [B], passes included
-    num_passes: torch.Tensor  # int64 [B]: last moves that were passes
+    num_passes: torch.Tensor  # int64 [B]: consecutive passes at the end
     last_move: torch.Tensor  # int64 [B], -1 before the first one
     history: torch.Tensor  # int64 [B, 2 n^2 + 1]: hash of the position after each move; 0 if empty or unused
 
@@ -51,8 +51,8 @@ class Go:
         rows, columns = np.divmod(np.arange(size**2), size)
         self.cells = torch.from_numpy((rows + 1) * (size + 1) + columns + 1).to(device)  # [n^2] of the points
         self.inner = slice(size + 1, self.num_cells - size - 1)  # cells with four neighbours
-        self.inner_points = self.cells - size - 1  # [n^2] where the points are among them
-        self.offsets = (-1, 1, -size - 1, size + 1)  # of the neighbours
+        self.inner_points = self.cells - size - 1  # [n^2], indices of the points in them
+        self.offsets = (-1, 1, -size - 1, size + 1)  # from a cell to its neighbours
         # A position's hash is the sum of the keys of its stones, modulo 2^64
         keys = np.random.default_rng(0).integers(-(2**63), 2**63, (2, self.num_cells), np.int64)
         self.black_keys, self.white_keys = torch.from_numpy(keys).to(device)  # [S]
@@ -114,9 +114,9 @@ class Go:
         return torch.cat((legal, torch.ones_like(legal[:, :1])), 1) & ~boards.is_over.unsqueeze(1)
 
     def was_before(self, boards: Boards, hashes):
-        """Tell which positions of hashes [B, n^2] have been on their board."""
+        """Tell which of the hashes [B, n^2] belong to earlier positions of the same board."""
         past = boards.history[:, : int(boards.num_moves.max()) + 1]
-        # Few hashes share their low bits with one of the past; only those are compared in full
+        # Few hashes share their low bits with a past one; only those are compared in full
         table = torch.zeros(len(past), 4096, dtype=torch.bool, device=self.device)
         found = table.scatter_(1, past & 4095, True).gather(1, hashes & 4095)
         board, point = found.nonzero(as_tuple=True)
@@ -155,7 +155,7 @@ class Go:
         return Boards(stones, groups, in_atari, -boards.to_play, *counts, moves.clone(), history)
 
     def draw_moves(self, boards: Boards, legal, fill_eyes: bool = False):
-        """Draw moves [B] among the legal ones [B, A]. A side that fills no eyes passes only if it has to."""
+        """Draw moves [B] among the legal ones [B, A]; without fill_eyes, none fills an own eye or passes needlessly."""
         weights = legal.float()
         if not fill_eyes:
             stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
@@ -165,7 +165,7 @@ class Go:
         return torch.multinomial(weights, 1).squeeze(1)
 
     def score(self, boards: Boards):
-        """Return the area of black less that of white, int64 [B], without komi."""
+        """Return the area of black minus that of white, int64 [B], without komi."""
         areas = []
         for colour in (1, -1):
             reached, count = boards.stones == colour, -1
@@ -180,8 +180,8 @@ class Go:
     def planes(self, boards: Boards, legal):
         """Return a network's input, bool [B, NUM_PLANES, n, n], as the side to move sees it.
 
-        Own stones, the other's stones, those of both in atari, legal moves, last move, whether it was a pass,
-        whether black is to move, and ones, which show where the board ends.
+        Own stones, the other's stones, own and then the other's stones in atari, legal moves, last move, whether
+        that was a pass, whether black is to move, and ones, which show where the board ends.
         """
         stones = boards.stones[:, self.cells] * boards.to_play.unsqueeze(1)
         own, other, in_atari = stones == 1, stones == -1, boards.in_atari[:, self.cells]

@@ -22,11 +22,11 @@ from envs_shared.go import Boards, Go
 
 COLUMNS = "ABCDEFGHJKLMNOPQRST"  # without I
 COLOURS = {"b": 1, "black": 1, "w": -1, "white": -1}
-MAX_TREE = 10_000  # simulations that a tree has room for
+MAX_TREE = 10_000  # a tree has room for at least this many simulations
 
 
 class GtpError(ValueError):
-    """What is answered with `?`."""
+    """An error that is answered with `?`."""
 
 
 # ---- Words -------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def parse_number(text: str, kind: type):
 
 
 def parse_analysis(words) -> tuple[int | None, float]:
-    """Return the colour (None if not said) and seconds between lines of `[colour] [[interval] hundredths]`.
+    """Return the colour (None if not given) and seconds between lines of `[colour] [[interval] hundredths]`.
 
     `minmoves N` and `maxmoves N` are read, but all moves are shown.
     """
@@ -105,7 +105,7 @@ def decode_sgf(data: bytes) -> str:
     if not data.startswith(b"\xef\xbb\xbf"):  # the mark of UTF-8
         with contextlib.suppress(LookupError):  # no such encoding
             text = data.decode(encoding, errors="replace")
-            if "(" in text:  # else it is declared wrongly
+            if "(" in text:  # otherwise the declaration is wrong
                 return text
     return data.decode("utf-8", errors="replace")
 
@@ -115,7 +115,7 @@ VALUE = re.compile(r"\[((?:\\.|[^\\\]])*)\]", re.S)
 
 
 def read_sgf(path: str):
-    """Return size, komi (None if not said) and events of the main line of the first game of an SGF file.
+    """Return size, komi (None if not given) and events of the main line of the first game of an SGF file.
 
     An event is (kind, colour, points): "play" a move, "set" points to 1 black, -1 white or 0 empty, or the
     "turn" of a colour. Raises ValueError if the file holds no game of Go on a square board of up to 19 lines.
@@ -161,9 +161,9 @@ def parse_points(text: str, size: int) -> list[int]:
 
 
 def set_up(go: Go, points: list[int], to_play: int) -> Boards:
-    """Return a position [1] of stones, 1 black and -1 white, without a past; GtpError for dead stones."""
+    """Return a position [1] of stones, 1 black and -1 white, without history; GtpError for dead stones."""
     boards = go.new(1)
-    # In any order, since stones that all live in the end have a liberty each time
+    # In any order: stones that all live in the end have a liberty after each move
     for move, colour in enumerate(points):
         if colour:
             boards = boards._replace(to_play=torch.full_like(boards.to_play, colour))
@@ -184,8 +184,8 @@ def set_up(go: Go, points: list[int], to_play: int) -> Boards:
 class Engine:
     """Answers commands of GTP; nothing else is written to the output.
 
-    `make_search(boards, num_simulations, args)` makes a tree of alphazero_go.py's search, with room for so
-    many simulations. Of `args` it needs komi, simulations_end and resign_below.
+    `make_search(boards, num_simulations, args)` makes a tree of alphazero_go.py's search, with room for
+    that many simulations. Of `args`, it needs komi, simulations_end and resign_below.
     """
 
     def __init__(self, go: Go, make_search, args, out=None):
@@ -195,13 +195,13 @@ class Engine:
         self.turned = self.searched = (
             None,
             None,
-        )  # a position and it with the other side to move; and its tree
+        )  # a position, and the same with the other side to move; a position, and its tree
         names = [name for name in dir(self) if name.startswith("cmd_")]
         self.commands = {name[4:].replace("lz_", "lz-"): getattr(self, name) for name in names}
         self.cmd_clear_board()
 
     def serve(self, lines):
-        """Answer the commands in `lines`, a file or an iterable, until `quit`, the end, or nobody listens."""
+        """Answer the commands in `lines`, a file or an iterable, until `quit`, the last line, or a closed output."""
 
         def read():
             try:
@@ -216,7 +216,7 @@ class Engine:
                 pass
 
     def answer(self, line: str) -> bool:
-        """Answer one line; returns whether more are to come."""
+        """Answer one line; returns False after `quit`."""
         text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", line.split("#")[0]).strip()
         if not text:
             return True
@@ -242,7 +242,7 @@ class Engine:
         return name != "quit"
 
     def write(self, text: str):
-        """Write to whoever listens."""
+        """Write to the output at once."""
         self.out.write(text)
         self.out.flush()
 
@@ -252,7 +252,7 @@ class Engine:
         return self.positions[-1]
 
     def look_from(self, colour: int) -> Boards:
-        """Return the position with a colour to move, though it may not be its turn."""
+        """Return the position with `colour` to move, even if it is not its turn."""
         if int(self.boards.to_play) == colour:
             return self.boards
         if self.turned[0] is not self.boards:  # the same object as before keeps its tree
@@ -260,7 +260,7 @@ class Engine:
         return self.turned[1]
 
     def play_move(self, colour: int, move: int):
-        """Play a legal move, also after the game was over, by passes or by its number of moves."""
+        """Play a legal move, even after passes or the number of moves have ended the game."""
         boards = self.look_from(colour)
         boards = boards._replace(num_passes=boards.num_passes.clamp(max=1))
         if int(boards.num_moves) == boards.history.shape[1] - 1:
@@ -279,13 +279,13 @@ class Engine:
         return max(0.05, 0.8 * (seconds / moves_left + extra) - 0.1)
 
     def start_clocks(self):
-        """Set both clocks as time_settings says; overtime for no stones is no limit, by the protocol."""
+        """Set both clocks as time_settings says; by the protocol, overtime for zero stones means no limit."""
         is_limited = self.byo_stones > 0 if self.byo_time else self.main_time > 0
         first = (self.main_time, 0) if self.main_time else (self.byo_time, self.byo_stones)
         self.time_left = {1: first, -1: first} if is_limited else {}  # seconds, and moves for them (0: all)
 
     def spend(self, colour: int, seconds: float):
-        """Take a move off a clock, which counts if the other program sends no time_left."""
+        """Charge a move to a clock; this matters only if the other program sends no time_left."""
         left, stones = self.time_left.get(colour, (math.inf, 0))
         left -= seconds
         if self.byo_stones and (stones == 1 or (stones == 0 and left <= 0)):  # the next period
@@ -296,11 +296,11 @@ class Engine:
             self.time_left[colour] = max(0.0, left), stones
 
     def can_search(self) -> bool:
-        """Tell whether the game goes on for the search, which ends it after 2 n^2 moves, too."""
+        """Tell whether there is something to search; for the search, a game also ends after 2 n^2 moves."""
         return not self.boards.is_over and int(self.boards.num_moves) < 2 * self.go.num_points
 
     def search(self, colour: int, until: float, num_simulations: int):
-        """Search the position for a colour until a time.monotonic() at most; a known tree grows on."""
+        """Search for `colour`, at most until time.monotonic() is `until`; a known position keeps its tree."""
         boards = self.look_from(colour)
         if self.searched[0] is not boards:
             self.searched = boards, self.make_search(boards, max(MAX_TREE, num_simulations), self.args)
@@ -330,7 +330,7 @@ class Engine:
         return sorted(range(len(prior)), key=lambda move: (-visits[move], -prior[move]))
 
     def show(self, tree):
-        """Write a line of moves by visits in the words of Leela Zero, values and priors in 1/10,000."""
+        """Write moves by visits in a line of Leela Zero's format; values and priors are in 1/10,000."""
         visits, values, prior = (x[0, 0].tolist() for x in (tree.N, tree.Q, tree.P))
         moves, parts = [move for move in self.rank_moves(tree) if visits[move]], []
         for order, move in enumerate(moves):
@@ -345,7 +345,7 @@ class Engine:
         self.write(" ".join(parts) + "\n" * bool(parts))
 
     def analyze(self, colour: int, interval: float):
-        """Write what the search thinks every `interval` seconds, until the next line comes in."""
+        """Write the search's results every `interval` seconds, until the next line comes in."""
         shown = time.monotonic()
         while self.lines.empty():
             now = time.monotonic()
@@ -463,7 +463,7 @@ class Engine:
                     self.play_move(colour, move)
                 elif colour:
                     self.positions[-1] = self.look_from(colour)
-                    if kind == "play":  # the first one that is left out
+                    if kind == "play":  # the first move that is left out
                         break
         except ValueError:
             self.positions = before

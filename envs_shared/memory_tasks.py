@@ -8,7 +8,7 @@
     MiniGrid-MemoryForcedS{7,9,13}-v0   that of MiniGrid-Memory   7 of MiniGrid          below 1  about 0.49
 
 "Without memory" is the mean return of the best policy that sees the current observation alone. For the T-maze it
-follows from symmetry. For CartPole it is the best that a search over tables of the angle has found, which is no bound.
+follows from symmetry. For CartPole it is the best that a search over tables of the angle has found, not a bound.
 In MiniGrid such a policy can only guess.
 """
 
@@ -50,7 +50,7 @@ class TMazeVector(gym.vector.VectorEnv):
         return self.start(~self.is_over), {}
 
     def step(self, actions):
-        """Take actions [B]; where the last step ended an episode, begin the next one instead."""
+        """Take actions [B]; if the last step ended an episode, begin the next one instead."""
         was_over = self.is_over
         self.steps = self.steps + 1
         terminated = (self.position == self.length) & (actions != 0) & ~was_over
@@ -68,7 +68,7 @@ class TMazeVector(gym.vector.VectorEnv):
 
 
 class TMaze(gym.Env):
-    """One corridor of the same kind: with the same seed, the same episodes as in the vector form of one."""
+    """A single corridor; with the same seed, its episodes are those of TMazeVector with one corridor."""
 
     def __init__(self, length: int = 20, render_mode: str | None = None):
         self.envs = TMazeVector(1, length)
@@ -88,14 +88,14 @@ class TMaze(gym.Env):
 
 
 def make_cartpole(**kwargs) -> gym.Env:
-    """Make CartPole of which only the cart's position and the pole's angle are seen."""
+    """Make CartPole that shows only the cart's position and the pole's angle."""
     env = CartPoleEnv(**kwargs)
     space = hide_velocities(env.observation_space)
     return gym.wrappers.TransformObservation(env, lambda obs: obs[[0, 2]], space)
 
 
 def make_cartpole_vector(**kwargs) -> gym.vector.VectorEnv:
-    """Make the vector form of the same task."""
+    """Make the vector environment of the same task."""
     envs = CartPoleVectorEnv(**kwargs)
     space = hide_velocities(envs.single_observation_space)
     transform = gym.wrappers.vector.TransformObservation

@@ -67,7 +67,7 @@ def read_sections(path: Path) -> tuple[dict, dict]:
 
 
 def read_tsplib(path: str):
-    """Read an instance: points [1, N, 2] in float64, its tour [1, N] or None, and how tours are measured."""
+    """Read an instance: points [1, N, 2] in float64, its tour [1, N] or None, and a function that measures tours."""
     header, sections = read_sections(Path(path))
     kind, metric = header.get("TYPE", "TSP"), header.get("EDGE_WEIGHT_TYPE", "missing")
     if kind.split()[:1] != ["TSP"] or "FIXED_EDGES_SECTION" in sections:

@@ -4,7 +4,7 @@ The files are run unchanged. They were written for gym 0.23 and gymnasium 0.28, 
 that they expect: vector environments reset themselves within the step that ends an episode, finished episodes are a
 list of infos, `TransformObservation` needs no space, and the module `gym` is gymnasium with the old return values of
 `reset` and `step`. `distutils.util.strtobool`, which Python 3.12 no longer has, is made here too. CPU-seconds count
-from the first line of the file, its imports being done already, to its last.
+from the first line of the file to its last; its imports are done before.
 
 Everything that CleanRL logs is in the run folder. `charts/episodic_return` is written once a rollout, the mean over
 the episodes that ended in it, as our scripts write it, and so is `charts/cpu_seconds`.
@@ -31,7 +31,7 @@ SETTINGS = {"own": [], "ours": OURS.split()}
 
 
 def make_parser():
-    """Flags."""
+    """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, "CartPole-v1")
     parser.add_argument("--total-timesteps", type=peer.count, default=100_000)
     parser.add_argument("--settings", choices=("own", "ours"), default="own")
@@ -104,7 +104,7 @@ def record_into(run: peer.Run, returns: list[float], bar):
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     args = make_parser().parse_args()
     import gymnasium
     import torch

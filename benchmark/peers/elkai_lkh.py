@@ -1,6 +1,6 @@
 """LKH (Helsgaun 2000) through elkai on the instances of a file: checks the file's tours, or makes them.
 
-Each instance is solved by itself, with elkai's ten runs; whole-number distances are millionths of the largest. With
+Each instance is solved alone, by ten runs of LKH; distances are rounded to millionths of the largest one. With
 --output, the instances are written with LKH's tours, which turns a file without tours into one that gaps can be
 measured against. LKH may be used for academic and non-commercial purposes only.
 """
@@ -13,7 +13,7 @@ import peer
 
 
 def make_parser():
-    """Flags."""
+    """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, "tsp20-uniform")
     data = peer.ROOT / "benchmark/data/tsp/tsp20_uniform_500.txt"
     parser.add_argument("--data", default=data, help="instances in ML4CO text, with or without tours")
@@ -34,7 +34,7 @@ def solve(points):
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     args = make_parser().parse_args()
     match = re.fullmatch(r"tsp(\d+)-\w+", args.env_id)
     if not match:
@@ -42,7 +42,7 @@ def main() -> None:
     if args.output and Path(args.output).exists():
         peer.fail(f"--output {args.output}: must be a new file")
     points, references = peer.read_ml4co(args.data, int(match[1]))
-    import elkai  # noqa: F401  # its import is no part of the solver's time
+    import elkai  # noqa: F401  # its import does not count as the solver's time
     import numpy as np
     from tqdm import tqdm
 

@@ -16,10 +16,10 @@ FLAGS = "--mode gtp --chinese-rules --positional-superko --capture-all-dead --ne
 
 
 def make_parser():
-    """Flags."""
+    """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, "Go-5x5")
     parser.add_argument(
-        "--level", type=int, choices=range(1, 11), default=1, metavar="1..10", help="of GNU Go"
+        "--level", type=int, choices=range(1, 11), default=1, metavar="1..10", help="playing level of GNU Go"
     )
     go_engine.add_match_flags(parser)
     return parser
@@ -31,7 +31,7 @@ def find_gnugo() -> str | None:
 
 
 class GnuGo:
-    """GNU Go in a game of its own: a function from all moves so far to its next one, for `go_engine.play`."""
+    """GNU Go in one game: a function from all moves so far to its next one, for `go_engine.play`."""
 
     def __init__(self, client, size: int, komi: float):
         self.client = client
@@ -41,7 +41,7 @@ class GnuGo:
             client.send(command)
 
     def __call__(self, moves: list[int]) -> int:
-        """Tell it what is new, and ask for its move."""
+        """Send the moves that it does not know yet, and ask for its move."""
         from envs_shared.go_gtp import format_vertex, parse_vertex
 
         for i in range(self.num_known, len(moves)):
@@ -51,7 +51,7 @@ class GnuGo:
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     args = make_parser().parse_args()
     if (gnugo := find_gnugo()) is None:
         peer.fail("GNU Go is not installed: apt-get install gnugo")

@@ -1,4 +1,4 @@
-"""What the peers that play Go share: board sizes, and a match against our engine, algos/alphazero_go.py.
+"""Shared by the peers that play Go: board sizes, and a match against our engine, algos/alphazero_go.py.
 
 Openings differ and are played from both sides, games with the same moves count once, and rates have intervals.
 """
@@ -26,14 +26,14 @@ def parse_size(env_id: str) -> int:
 def add_match_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a match against our engine."""
     checkpoint = os.path.relpath(peer.ROOT / CHECKPOINT)
-    parser.add_argument("--checkpoint", default=checkpoint, help="of our engine, for the board of --env-id")
-    parser.add_argument("--simulations-end", type=peer.count, default=100, help="of our engine, for a move")
+    parser.add_argument("--checkpoint", default=checkpoint, help="our network, for the board of --env-id")
+    parser.add_argument("--simulations-end", type=peer.count, default=100, help="per move of our engine")
     parser.add_argument("--komi", type=float, default=0.5)
     parser.add_argument("--games", type=peer.count, default=20, help="half of them with each colour")
 
 
 def set_up_torch(seed: int) -> None:
-    """Use one thread, and seed what is drawn."""
+    """Use one thread, and seed torch's random numbers."""
     import torch
 
     torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def set_up_torch(seed: int) -> None:
 
 
 def load_network(path: str | Path):
-    """Return the rules, a checkpoint's settings, without bfloat16, which few CPUs have, and its network."""
+    """Return the rules, settings and network of a checkpoint; bfloat16 is off, since few CPUs have it."""
     import torch
 
     from algos import alphazero_go as az

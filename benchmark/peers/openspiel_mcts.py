@@ -1,8 +1,8 @@
 """OpenSpiel's Monte-Carlo tree search on Go: its speed, or a match against our engine.
 
---work search: simulations per CPU-second on one position, of the Python search by PUCT with a network that does
-nothing, the counterpart of our_go_search.py.
---work match: the C++ search with random rollouts, so many --simulations for a move, against algos/alphazero_go.py.
+--work search: simulations per CPU-second, on one position, of the Python search by PUCT with a network that does
+nothing; the counterpart of our_go_search.py.
+--work match: the C++ search with random rollouts and --simulations per move, against algos/alphazero_go.py.
 Rules and score of the match are those of envs_shared/go.py.
 """
 
@@ -19,11 +19,11 @@ C_PUCT, C_UCT = 1.25, 2.0
 
 
 def make_parser():
-    """Flags."""
+    """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, None)
     parser.add_argument("--work", choices=("search", "match"), default="search")
-    parser.add_argument("--simulations", type=peer.count, default=800, help="of OpenSpiel, for a move")
-    parser.add_argument("--repeats", type=peer.count, default=5, help="of a search")
+    parser.add_argument("--simulations", type=peer.count, default=800, help="per move of OpenSpiel")
+    parser.add_argument("--repeats", type=peer.count, default=5, help="repeats of --work search")
     go_engine.add_match_flags(parser)
     return parser
 
@@ -39,7 +39,7 @@ def search(args) -> None:
     run = peer.Run(args, Path(__file__).stem, peer.get_version("open_spiel"))
 
     class NullEvaluator(mcts.Evaluator):
-        """The same prior for all legal moves and a value of nothing, as cheap as can be."""
+        """The same prior for all legal moves and a value of zero, which is as cheap as possible."""
 
         def evaluate(self, state):
             return np.zeros(2)
@@ -76,10 +76,10 @@ def match(args) -> None:
         bot = pyspiel.MCTSBot(game, rollouts, C_UCT, args.simulations, 1000, False, seed, False)
 
         def choose_move(moves: list[int]) -> int:
-            """Most visits of the moves that our rules allow: where a position recurs, OpenSpiel calls it a draw."""
+            """Return the most visited move that our rules allow; OpenSpiel calls a recurring position a draw."""
             state = game.new_initial_state()
             boards = go.new(1)
-            for move in moves:  # rows are counted from the other side there, which is all the same
+            for move in moves:  # OpenSpiel counts rows from the other side, which is a symmetry
                 state.apply_action(move)
                 boards = go.play(boards, torch.tensor([move]))
             legal = go.legal_moves(boards)[0].tolist()
@@ -93,7 +93,7 @@ def match(args) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     args = make_parser().parse_args()
     args.env_id = args.env_id or {"search": "Go-9x9", "match": "Go-5x5"}[args.work]
     {"search": search, "match": match}[args.work](args)

@@ -1,7 +1,7 @@
-"""The search of algos/alphazero_go.py with a network that does nothing.
+"""Measure the search of algos/alphazero_go.py with a network that does nothing.
 
-Simulations per CPU-second of 256 games side by side, from positions after 20 random moves, the making of the trees
-included; the counterpart of openspiel_mcts.py, which searches one game.
+The result is simulations per CPU-second in 256 parallel games, from positions after 20 random moves, including the
+time to make the trees. The counterpart, openspiel_mcts.py, searches one game.
 """
 
 import statistics
@@ -15,9 +15,9 @@ NUM_GAMES = 256
 
 
 def make_parser():
-    """Flags."""
+    """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, "Go-9x9")
-    parser.add_argument("--simulations", type=peer.count, default=800, help="for a move")
+    parser.add_argument("--simulations", type=peer.count, default=800, help="simulations per move")
     parser.add_argument("--repeats", type=peer.count, default=5)
     return parser
 
@@ -31,7 +31,7 @@ def evaluate_nothing(boards, legal, sharpness: float = 0.0):
 
 
 def measure_search(go, boards, workers: list, num_simulations: int) -> tuple[float, float]:
-    """Return simulations per CPU-second and per second of the clock of one search of all `boards`."""
+    """Return simulations per CPU-second and per wall-clock second of one search of all `boards`."""
     import torch
 
     from algos import alphazero_go as az
@@ -45,7 +45,7 @@ def measure_search(go, boards, workers: list, num_simulations: int) -> tuple[flo
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     args = make_parser().parse_args()
     size = go_engine.parse_size(args.env_id)
     from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""What all peers share: their common flags, and a run folder with TensorBoard events as our scripts leave it.
+"""Shared by all peers: common flags, and a run folder with TensorBoard events like those of our scripts.
 
 Imports the standard library alone, so that a peer's flags can be read where the peer is not installed.
 """
@@ -28,14 +28,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """An argparse type: a whole number above 0."""
+    """Parse a whole number above 0, as an argparse type."""
     if int(text) < 1:
         raise ValueError
     return int(text)
 
 
 def make_parser(description: str, env_id: str | None) -> Parser:
-    """A parser with the flags that all peers have."""
+    """Make a parser with the flags that all peers have."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--env-id", default=env_id, help="the task, by the name that our scripts have for it")
@@ -62,7 +62,7 @@ def read_ml4co(path: str, num_nodes: int):
 
 
 def score_tours(points, tours, references=None) -> dict[str, float]:
-    """Return the mean length of tours [M, N] and, with `references`, their gap in percent and its deviation."""
+    """Return the mean length of tours [M, N] and, with `references`, mean and standard deviation of gaps in %."""
     import numpy as np
 
     def measure(tours):
@@ -78,15 +78,15 @@ def score_tours(points, tours, references=None) -> dict[str, float]:
 
 
 def get_version(package: str) -> str:
-    """Name and version of an installed package."""
+    """Return name and version of an installed package."""
     return f"{package} {version(package)}"
 
 
 class Run:
     """One run of the peer `script`, which is `program` (name and version, or None for our own code).
 
-    Made after the peer's imports: the clocks start here. The run folder holds the events, with the flags and `program`
-    as text.
+    Make it after the peer's imports, since its clocks start at once. The run folder holds the events, with the flags
+    and `program` as text.
     """
 
     def __init__(self, args: argparse.Namespace, script: str, program: str | None):
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU-seconds of this process since its imports."""
+        """Return the CPU-seconds of this process since its imports."""
         return time.process_time() - self.cpu_start
 
     def log(self, step: int, scalars: dict[str, float]) -> None:

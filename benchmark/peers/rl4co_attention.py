@@ -13,24 +13,24 @@ from pathlib import Path
 
 import peer
 
-ROLLOUT_BATCH_SIZE = 500  # instances of a rollout of the baseline
+ROLLOUT_BATCH_SIZE = 500  # instances per batch of the baseline's rollouts
 
 
 def make_parser():
-    """Flags, with the names and meanings of our script's."""
+    """Make the parser of the flags, which have the names and meanings of our script's."""
     parser = peer.make_parser(__doc__, "tsp20-uniform")
     data = peer.ROOT / "benchmark/data/tsp/tsp20_uniform_500.txt"
     parser.add_argument("--data", default=data, help="evaluate on this file, in ML4CO text with tours")
     parser.add_argument("--num-epochs", type=peer.count, default=35)
     parser.add_argument("--steps-per-epoch", type=peer.count, default=100)
     parser.add_argument("--batch-size", type=peer.count, default=32, help="instances of a gradient step")
-    parser.add_argument("--baseline-instances", type=peer.count, default=10_000, help="of a comparison")
+    parser.add_argument("--baseline-instances", type=peer.count, default=10_000, help="per comparison")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     return parser
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     args = make_parser().parse_args()
     match = re.fullmatch(r"tsp(\d+)-uniform", args.env_id)
     if not match:

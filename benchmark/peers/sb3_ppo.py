@@ -4,9 +4,9 @@
 (https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo.yml, where LunarLander is still v2).
 --settings equal: the defaults of algos/ppo.py with --no-norm-reward.
 --settings cleanrl: the defaults of CleanRL's ppo.py.
-With the last two, network, orthogonal weights, normalized advantages and Adam's eps of 1e-5 are SB3's own, and alike
-in all three programs. One difference is left: where the value is clipped, CleanRL takes the larger of the losses with
-and without clipping, and SB3 the one with it.
+With the last two, network, orthogonal weights, normalized advantages and Adam's eps of 1e-5 are SB3's own, and the same
+in all three programs. One difference is left: if the value is clipped, CleanRL takes the larger of the losses with and
+without clipping, and SB3 the loss with clipping.
 
 Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
 """
@@ -21,7 +21,7 @@ NUM_EVAL_EPISODES, NUM_EPISODES_ON_THE_WAY = 100, 10
 
 @dataclass
 class Settings:
-    """How a task is trained."""
+    """Settings of PPO for a task."""
 
     num_envs: int
     arguments: dict  # of the class PPO
@@ -65,7 +65,7 @@ TUNED = {
         | {"ent_coef": 0.01},
     ),
 }
-# SB3 leaves out the 1/2 of the value loss, so that its 0.25 is the 0.5 of the other two
+# SB3 leaves out the 1/2 of the value loss, so that 0.25 here is 0.5 in the other two programs
 EQUAL = Settings(
     num_envs=32,
     arguments={"n_steps": 64, "batch_size": 512, "n_epochs": 5, "gamma": 0.98, "gae_lambda": 0.95}
@@ -82,7 +82,7 @@ CLEANRL = Settings(
 
 
 def make_parser():
-    """Flags."""
+    """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, "CartPole-v1")
     parser.add_argument("--total-timesteps", type=peer.count, default=100_000)
     parser.add_argument("--eval-interval", type=int, default=0, help="rollouts between evaluations")
@@ -103,11 +103,11 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
     from stable_baselines3.common.vec_env import VecNormalize
     from tqdm import tqdm
 
-    def make_env():  # no frames to render, for which LunarLander moves particles: half of the time of a step
+    def make_env():  # without a render mode, LunarLander moves no particles, which saves half of a step
         env = gymnasium.make(args.env_id)
         needs_flattening = isinstance(
             env.observation_space, (spaces.Tuple, spaces.MultiDiscrete)
-        )  # for an LSTM
+        )  # of tasks for the LSTM
         return gymnasium.wrappers.FlattenObservation(env) if needs_flattening else env
 
     try:
@@ -179,7 +179,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     args = make_parser().parse_args()
     if args.settings == "tuned" and args.env_id not in TUNED:
         peer.fail(f"--env-id {args.env_id}: tuned settings are here for {', '.join(TUNED)}")

@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def make_parser():
-    """Flags."""
+    """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, "popgym:popgym-RepeatPreviousEasy-v0")
     parser.add_argument("--total-timesteps", type=peer.count, default=500_000)
     parser.add_argument("--eval-interval", type=int, default=0, help="rollouts between evaluations")
@@ -40,7 +40,7 @@ def make_parser():
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     args = make_parser().parse_args()
     from sb3_contrib import RecurrentPPO
 

@@ -1,12 +1,12 @@
-"""algos/ppo_change_detection.py against simpler ways to decide where to look, on seeds that each have own pairs.
+"""Compare algos/ppo_change_detection.py with simpler ways to decide where to look; each seed has pairs of its own.
 
     python benchmark/studies/change_detection.py --seeds 9701 9702 9703      # a seed takes two CPU-minutes
     python benchmark/studies/change_detection.py --studies "five prices" --seeds 9711 9712
     python benchmark/studies/change_detection.py --studies haze-3 --seeds 9724 9725 9726
 
 Each seed has one run of the script, and one of a detector without PPO that takes about as many CPU-seconds.
-The rivals decide on both networks. Each rule is tuned on val to look as often as the policy of best.pt does
-there, and so is each threshold of the probability of change. Scores are of test.
+The rivals are scored on both networks. Each rule is tuned on val to look as often as the policy of best.pt does
+there. Thresholds of the probability of change are tuned on val, too. Scores are those of test.
 
     nowhere, everywhere   no query looks, or all look to the end
     threshold             a query looks to the end if its coarse map has more change than a level
@@ -14,17 +14,17 @@ there, and so is each threshold of the probability of change. Scores are of test
     all                   a query looks if the predicted gain of all looks that are left is above a level
     oracle                a query looks if it is a roof, until it has seen haze
 
-The two predicted gains are regressions. While training, every query can be looked at, so that gains are
-labels like any others. Their network has the shape of the policy head and reads what the policy reads. The
-oracle knows where roofs and haze are. If PPO looks less often than that, the oracle leaves out roofs at
-random, so as to look as often.
+The two predicted gains are regressions. During training, every query can be looked at, so that gains can serve
+as labels. The network of a regression has the shape of the policy head and reads what the policy reads. The
+oracle knows where roofs and haze are. If PPO looks less often than the oracle would, the oracle leaves out
+roofs at random so as to look as often.
 
 Criterion, set before the ten seeds 9701 to 9710 were run, for the task haze and a price of 0.09: the F1 of
 best.pt is at most 0.03 below that of the oracle on the same network on at least 9 of the 10 seeds, the F1 of
 the last policy on at least 8, and each run takes at most 60 CPU-seconds in all. Settings were chosen with the
 seeds 201 to 204.
 
-The price. `calculate_lead` has the lead of the best policy over two simple ones, nowhere and all looks on all
+The price. `calculate_lead` gives the lead of the best policy over two simple ones, nowhere and all looks on all
 roofs, in mean return with an ideal detector. It is positive for prices between 0 and 0.13, and widest at
 0.0975, where the two are equal. The default is 0.09, where the lead is 92 % of that. With 0.0975, one of two
 tuning runs learned to look again so late that its F1 ended 0.025 below that of looking everywhere; with 0.09,
@@ -96,12 +96,12 @@ def load_agent(path: Path):
 
 
 def is_first(env) -> bool:
-    """Whether nobody has looked yet."""
+    """Tell whether no query has looked yet."""
     return env.obs["step_indices"][0] == 0
 
 
 def score_change(env):
-    """Score queries [B, h, w] by the share of change on the coarse map; whoever looked once looks again."""
+    """Score queries [B, h, w] by the share of change on the coarse map; those that looked once look again."""
     return env.final_logits.sigmoid().mean(1) if is_first(env) else env.is_active.float() * 2
 
 
@@ -137,9 +137,9 @@ def train_gain_head(agent, args, train_pairs, looks_ahead: bool):
 
 
 class Oracle:
-    """Look at roofs, until a date that was looked at has shown haze; for all pairs of a set in their order.
+    """Look at roofs, until a date that was looked at has shown haze; call it with all pairs of a set in order.
 
-    Roofs are left out at random so that at most `num_looks` of a query are taken.
+    Roofs are left out at random, so that there are at most `num_looks` looks per query.
     """
 
     def __init__(self, is_roof, is_hazy, num_looks: float = float("inf")):
@@ -159,7 +159,7 @@ class Oracle:
 
 
 def tune_rule(score, agent, args, pairs, num_looks: float):
-    """Find the level of `score(env)` above which `num_looks` of a query are taken on `pairs`; returns the rule."""
+    """Find the level of `score(env)` above which queries look `num_looks` times on `pairs`; returns the rule."""
 
     def make_rule(level: float):
         return lambda env, logits: score(env) > level
@@ -180,7 +180,7 @@ def score_rule(agent, args, val, test, on_val=None, on_test=None) -> dict[str, f
 
 
 def draw_truth(args, val, test, num_looks: float) -> tuple[Oracle, Oracle]:
-    """Return the oracles of val and test, which are drawn again."""
+    """Return the oracles of val and test, drawing their roofs and haze again."""
     sizes, oracles = (args.image_size, change_pairs.ENV_IDS[args.env_id]), []
     for i, pairs in enumerate((val, test), 1):
         _, *truth = change_pairs.draw_haze(len(pairs), *sizes, args.seed, i)
@@ -189,7 +189,7 @@ def draw_truth(args, val, test, num_looks: float) -> tuple[Oracle, Oracle]:
 
 
 def measure_methods(agent, args, names, num_looks: float | None = None) -> dict[str, float]:
-    """Score the methods `names` on a network, at `num_looks` of a query on val or else at those of its own policy."""
+    """Score methods on a network, at `num_looks` looks per query on val, or else at those of its own policy."""
     train_pairs, val, test = cd.load_pairs(args, torch.device("cpu"))
     if num_looks is None:
         num_looks = cd.evaluate(agent, args, val)["eval/looks"]
@@ -230,7 +230,7 @@ def measure_seed(study: str, seed: int, cost: float, detector: Path, more: str) 
 
 
 def measure(studies: list[str], seeds: list[int], more: str) -> None:
-    """Do the runs of `studies`; each is saved as it ends, in place of the same run of earlier times."""
+    """Do the runs of `studies`; save each as it ends, in place of an earlier result of the same run."""
     torch.set_num_threads(1)
     for study, seed in product(studies, seeds):
         flags, prices = STUDIES[study]
@@ -253,7 +253,7 @@ def calculate_returns(cost: float, num_dates: int = 2, beta: float = cd.Args.bet
     clear = 0.5  # share of the roofs that have no haze
     known = roofs * changed * clear  # changes that are seen
     quiet = 2 * known / (known + roofs * changed)  # F1 if nothing else is called a change
-    loud = 2 * roofs * changed / (known + roofs * (1 - clear) + roofs * changed)  # and if all other roofs are
+    loud = 2 * roofs * changed / (known + roofs * (1 - clear) + roofs * changed)  # F1 if hazy roofs are, too
     f1 = max(quiet, loud)
     entropy = -changed * math.log(changed) - (1 - changed) * math.log(1 - changed)
     before = (changed > f1 / 2) * (2 * changed - f1) - beta * entropy  # worth of a roof, eq. 2
@@ -269,7 +269,7 @@ def calculate_returns(cost: float, num_dates: int = 2, beta: float = cd.Args.bet
 
 
 def calculate_lead(cost: float, num_dates: int = 2) -> float:
-    """Calculate the mean return of the best policy over that of the better of: nowhere, and all looks on all roofs."""
+    """Calculate the lead in mean return of the best policy over the better of nowhere and all looks on all roofs."""
     returns = calculate_returns(cost, num_dates)
     return returns["best"] - max(0.0, returns["all"])
 
@@ -292,7 +292,7 @@ def compare(rows: list[dict], method: str, group: str = "best") -> tuple[float, 
 
 
 def show_lead(rows: list[dict], method: str, group: str) -> str:
-    """A lead in words."""
+    """Write a lead, its interval and the number of wins."""
     lead, interval, wins = compare(rows, method, group)
     return f"{lead:+.3f} ± {common.show(interval, 2)} ({wins} of {len(rows)})"
 
@@ -312,7 +312,7 @@ def get_mean(rows: list[dict], metric: str, group: str = "best") -> float:
 
 
 def count_seconds(rows: list[dict], method: str, group: str) -> str:
-    """CPU-seconds of training, in the median: of the whole run or detector, and of a rival's regression."""
+    """Write median CPU-seconds of training: of the whole run or the detector, plus a rival's regression."""
     base = "detector_seconds" if group == "control" else "seconds"
     return common.show(
         statistics.median(row[base] + row[group].get(f"{method}_seconds", 0.0) for row in rows)

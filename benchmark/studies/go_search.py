@@ -1,11 +1,11 @@
-"""How fast the rules and the search of algos/alphazero_go.py are.
+"""Measure the speed of the rules and of the search of algos/alphazero_go.py.
 
     python benchmark/studies/go_search.py           # minutes on two free cores
     python benchmark/studies/go_search.py --cuda    # on a GPU
 
-Medians over the repeats, by turns with one worker and with two. CPU-seconds, of all threads, say what a simulation
-costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle. The suite `cpu` has
-OpenSpiel's search.
+Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say what a
+simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle. The suite `cpu`
+measures OpenSpiel's search.
 """
 
 import argparse
@@ -35,13 +35,13 @@ COLUMNS = [
 
 
 def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
-    """Return random moves per CPU-second and per second of the clock, legal moves of all positions included."""
+    """Return random moves per CPU-second and per wall-clock second, including the search for legal moves."""
     go = az.Go(size, device)
     boards = go.new(num_games)
     start = time.process_time(), time.perf_counter()
     for _ in range(30):
         boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards), fill_eyes=True))
-        if (over := boards.is_over).any():  # which waits for a GPU, too
+        if (over := boards.is_over).any():  # this also waits for a GPU
             boards.put(over, go.new(int(over.sum())))
     return 30 * num_games / (time.process_time() - start[0]), 30 * num_games / (
         time.perf_counter() - start[1]
@@ -88,7 +88,7 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
 
 
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """Return what the page shows: a line for what is measured, a column for each way; or that nothing was yet."""
+    """Return what the page shows: a line for each measurement, a column for each way; or that there is none yet."""
     if not results:
         return {("alphazero_go", "go_search"): "\nNot run yet.\n"}
     rows = results["rows"]
@@ -103,7 +103,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line's flags."""
+    """Make the parser of the command line's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

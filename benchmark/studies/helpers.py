@@ -1,4 +1,4 @@
-"""What the studies share: runs of other programs, and rows of results."""
+"""Shared by the studies: runs of other programs, and rows of results."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import common
 
-# Results that are written change the tree, but not the commit that later rows of the same program come from
+# Called once, since written results make the tree dirty, though later rows come from the same commit
 describe_machine_once = functools.cache(common.describe_machine)
 
 

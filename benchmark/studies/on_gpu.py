@@ -1,10 +1,10 @@
-"""What the five scripts do on a GPU, and on one CPU core of the same machine: speed first, then whole default runs.
+"""Measure the five scripts on a GPU and on one CPU core of the same machine: speed first, then whole default runs.
 
     python benchmark/studies/on_gpu.py              # eight minutes on a machine with one GPU; pip install ale-py too
 
-Rows of speed run one after another on the GPU, and beside them on one CPU core. Their figure is the median speed of
-the last iterations of a short run, in the script's own steps a second. Rows of learning run side by side on the GPU,
-so that their seconds say little; they hold the score at the end. A row that fails keeps the last line that it printed.
+Rows of speed run one after another on the GPU and, at the same time, on one CPU core. They report the median speed of
+the last iterations of a short run, in the script's own steps per second. Rows of learning run side by side on the GPU,
+so their seconds say little; they report the score at the end. A row that fails keeps the last line that it printed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ GO9 = """alphazero_go --env-id Go-9x9 --komi 7.5 --blocks 6 --channels 64 --pool
     --simulations-start 16 --simulations-end 16 --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4
     --dirichlet-alpha 0.12"""
 CHANGE = "ppo_change_detection --eval-episodes 0 --detector-iterations 8 --ppo-iterations 12"
-# Name, command; with "cpu" it runs on the CPU too
+# Name, command, kind: "cpu" also runs on the CPU, "no graphs" runs without CUDA graphs
 SPEED = (
     ("CartPole, default", "ppo --total-timesteps 40000 --eval-episodes 0", "cpu"),
     ("RepeatPreviousEasy, default", R2D2, "cpu"),
@@ -96,7 +96,7 @@ def run(command: str, kind: str, timeout: float) -> dict:
 
 
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """The section of docs/results.md: speed on the GPU and on one core, and scores of default runs."""
+    """Make the section of docs/results.md: speed on the GPU and on one core, and scores of default runs."""
     if not results:
         return {("results", "on_gpu"): f"\n{records.NOT_RUN}\n"}
     rows = {(row["kind"], row["name"]): row for row in results["rows"]}
@@ -122,7 +122,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the parser of the command line's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -134,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure all rows, and write each one as soon as it is there."""
+    """Measure all rows, and save each one as soon as it is measured."""
     args = make_parser().parse_args(argv)
     lock = threading.Lock()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"

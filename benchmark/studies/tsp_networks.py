@@ -1,9 +1,9 @@
-"""Gaps and times of the trained networks of algos/reinforce_tsp_attention.py on stored instances, and those of LKH.
+"""Measure gaps and times of trained networks of algos/reinforce_tsp_attention.py and of LKH, on stored instances.
 
     python benchmark/studies/tsp_networks.py      # three minutes on one free core
 
 Each network of benchmark/checkpoints is scored on the instances of its size in benchmark/data/tsp, whose tours are
-optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are those of one thread, an instance.
+optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are per instance, of one thread.
 The published gaps are copied from the papers, table 1 of Kool et al. 2019 (arXiv:1803.08475) and table 2 of Kwon et al.
 2020 (arXiv:2010.16011), with the numbers of instances that their sections 5 state.
 """
@@ -65,7 +65,7 @@ def measure_lkh(size: int, path: Path) -> dict:
 
 
 def measure() -> list[dict]:
-    """A row for each network and decoding, and for LKH on each file."""
+    """Return a row for each network and decoding, and for LKH on each file."""
     torch.set_num_threads(1)
     rows = []
     for size, name in DATA.items():
@@ -75,23 +75,23 @@ def measure() -> list[dict]:
 
 
 def find_cell(results: dict | None, way: str, size: int) -> dict | None:
-    """The row of a way to make tours for `size` nodes, if it has been measured."""
+    """Return the row of a way to make tours for `size` nodes, if it has been measured."""
     rows = results["rows"] if results else []
     return next((row for row in rows if (row["way"], row["size"]) == (way, size)), None)
 
 
 def show_gap(gap: float) -> str:
-    """A gap in percent with as many digits as the papers give."""
+    """Write a gap in percent with as many digits as the papers give."""
     return f"{gap:z.2f}"
 
 
 def show_with_error(row: dict) -> str:
-    """The gap, and in brackets its standard error over the instances."""
+    """Write the gap, and in brackets its standard error over the instances."""
     return f"{show_gap(row['gap'])} ({row['gap_std'] / row['num_instances'] ** 0.5:.2f})"
 
 
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """What the page shows: published gaps and ours, and the times; what was not measured yet says so."""
+    """Make what the page shows: published gaps and ours, and the times; what was not measured yet says so."""
     gaps, times = [list(line) for line in PUBLISHED], []
     for way, title in WAYS.items():
         cells = [find_cell(results, way, size) for size in DATA]
@@ -108,7 +108,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
 
 
 def list_lines(results: dict | None) -> list[list]:
-    """Lines of the short table of the script in docs/results.md."""
+    """List the lines of the short table of the script in docs/results.md."""
     lines = []
     for size in DATA:
         cells = [find_cell(results, way, size) for way in am.DECODINGS]
@@ -122,7 +122,7 @@ def list_lines(results: dict | None) -> list[list]:
 
 
 def draw(results: dict | None, path: Path) -> None:
-    """The greedy tour of the first instance of each file, over the optimal one."""
+    """Draw the greedy tour of the first instance of each file over the optimal one."""
     from matplotlib.figure import Figure
 
     if not results:
@@ -144,7 +144,7 @@ def draw(results: dict | None, path: Path) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line, which has no flags."""
+    """Make the parser of the command line, which has no flags."""
     return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
