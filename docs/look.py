@@ -4,7 +4,7 @@
     pip install playwright && playwright install chromium      # or --browser /usr/bin/chromium, where that is installed
     python docs/look.py /tmp/site --out /tmp/look
 
-Fails where a page is wider than the screen, where on a wide one a table has columns to scroll to, where a figure is
+Fails where a page is wider than the screen, where on a wide one a table or code goes on to the right, where a figure is
 missing, or where the search finds nothing. Leaves a screenshot of each page in --out, to be looked at.
 """
 
@@ -22,7 +22,7 @@ WIDE = """width => {
         .filter(element => isWide(element) && !scrolls(element.parentElement.closest("article *")))
         .slice(0, 5).map(element => element.outerHTML.slice(0, 120))
 }"""
-HIDDEN = """() => [...document.querySelectorAll(".md-typeset__scrollwrap")]
+HIDDEN = """() => [...document.querySelectorAll(".md-typeset__scrollwrap, pre > code")]
     .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.innerText.slice(0, 60))"""
 BROKEN = "() => [...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
 
@@ -33,12 +33,13 @@ def look_at(page, path: Path, width: int, scheme: str, out: Path) -> list[str]:
     page.wait_for_load_state("load")
     page.wait_for_timeout(200)  # the theme's script puts wide tables into boxes
     problems = [f"broken image {source}" for source in page.evaluate(BROKEN)]
-    page.evaluate("() => document.querySelectorAll('details').forEach((box, i) => box.open = i == 0)")
+    page.evaluate("() => document.querySelectorAll('details').forEach(box => box.open = true)")
     needed = page.evaluate("() => document.documentElement.scrollWidth")
     if needed > width:
         problems.append(f"needs {needed} pixels: {page.evaluate(WIDE, width)}")
     if width == WIDTHS[0]:
-        problems += [f"a table with columns out of sight: {text!r}" for text in page.evaluate(HIDDEN)]
+        problems += [f"a table or code out of sight at the right: {text!r}" for text in page.evaluate(HIDDEN)]
+    page.evaluate("() => document.querySelectorAll('details').forEach((box, i) => box.open = i == 0)")
     shown = page.evaluate("() => document.body.dataset.mdColorScheme")
     if shown != {"light": "default", "dark": "slate"}[scheme]:
         problems.append(f"{shown} on a {scheme} system")
