@@ -242,7 +242,7 @@ def test_samples_follow_the_policy(multistart):
     with torch.no_grad():
         one = agent.eval()(points)
         log_likelihood, start = am.score_tours(one, every[None])
-        many = am.Encoded(*(x.repeat(size, 1, 1) for x in one))
+        many = am.Encoded(*(x.repeat(size, *[1] * (x.dim() - 1)) for x in one))
         tours, _ = am.construct_tours(points.expand(size, -1, -1), many, multistart, sample=True)
     assert tours.shape[1] == (4 if multistart else 1)
     first = torch.zeros(1, 24) if multistart else start.gather(1, every[None, :, 0])
@@ -267,11 +267,11 @@ def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart):
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) * (1 - 1e-5))
     for fraction in (0.0, 1.0):
 
-        def draw_extreme(x, low, high, fraction=fraction):
-            return x.fill_(low + fraction * (high - low))
+        def draw_extreme(x, fraction=fraction):
+            return torch.full_like(x, (1 - fraction) * (1 - 2**-24))
 
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "uniform_", draw_extreme)
+            patch.setattr(torch, "rand_like", draw_extreme)
             tours, _ = am.construct_tours(points, encoded, multistart, sample=True)
         rest = tours[..., 1:] if multistart else tours
         assert torch.equal(tours.sort(-1).values, torch.arange(6).expand_as(tours))
@@ -534,7 +534,7 @@ def make_adam_and_muon(agent, has_muon):
     return adam, muon
 
 
-@pytest.mark.parametrize(("baseline", "most", "most_views"), [("pomo", 950, 1020), ("rollout", 1370, 1530)])
+@pytest.mark.parametrize(("baseline", "most", "most_views"), [("pomo", 930, 1120), ("rollout", 1400, 1700)])
 def test_a_training_step_is_few_operations_and_never_waits(baseline, most, most_views):
     """A step on TSP20 has tours, loss, backward pass, clipping and Adam (rl4co 0.7: 2,869 and 2,298 views)."""
     counts = {}
