@@ -16,8 +16,9 @@ The detector is trained first, by cross entropy with random looks. Then PPO lear
 
 Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
     (1) r_t = w(p_{t+1}) - w(p_t) - cost if the query looks at step t; else it stops for good, and r_t = 0
-    (2) w(p) = mean over cells with a label of beta max(log likelihood of y, -7) + 1[p > F/2] (2 y - F), the
-        worth of its map; F is a running F1 = 2 TP / (predicted + true); a prediction changes it by ~ 2 y - F
+    (2) w(p) = mean over labelled cells of beta max(log likelihood of y, -7) + 1[p > F/2] (2 y - F), the worth
+        of its map; F is a running F1 = 2 TP / (predicted + true), which one more predicted cell moves by
+        about (2 y - F) / (predicted + true), so cells are predicted as changed if p > F/2
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
