@@ -16,8 +16,9 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
     (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)), the probability of a random action in environment i
 
 A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
-that only provide targets. Windows begin learn_length steps apart, so each step is trained in one window (but
-see last_window). Unlike in the paper, rewards are divided by their root mean square, and gradients clipped.
+that only provide targets. Windows begin learn_length steps apart, so each step is trained in one window; with
+--last-window overlap, an episode's last window begins earlier, and some steps are trained twice. Unlike in
+the paper, rewards are divided by their root mean square, and gradients are clipped.
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay.
