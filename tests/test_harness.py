@@ -303,12 +303,9 @@ def test_curves_are_thinned_and_keep_their_last_point(tmp_path):
     with SummaryWriter(str(tmp_path / "run")) as writer:
         writer.add_scalar("late", 1.0, 150)
     found = records.read_run(tmp_path / "run", {"curve": "c"}, {"machine": {"commit": "abc"}})
+    assert found["commit"] == "elkai 2.0.1"
     curve = found["curve"]
-    assert (
-        found["commit"] == "elkai 2.0.1"
-        and 30 <= len(curve) <= records.NUM_POINTS
-        and curve[-1] == [50_000, 1000.0, 5000.0]
-    )
+    assert 30 <= len(curve) <= records.NUM_POINTS and curve[-1] == [50_000, 1000.0, 5000.0]
     assert set(np.diff([step for step, _, _ in curve])) == {900}
     assert common.read_points(tmp_path / "run", "late")[0][:2] == [150, pytest.approx(3.0)]
 
@@ -560,15 +557,6 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     assert "Traceback" not in output and not list(tmp_path.rglob("process.json"))
 
 
-def suspend_cells(runs):
-    """Suspend the cells that have begun to train, and return their processes."""
-    cells = find_cells(runs / "a")
-    begun = [cell for cell in cells if list(Path(cell.info["cmdline"][-1]).rglob("checkpoint.pt"))]
-    for cell in begun:
-        cell.suspend()
-    return begun
-
-
 @pytest.mark.slow
 def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
     """Two nodes on this machine, one killed while its cell runs: all cells are done in the end, none twice."""
@@ -582,7 +570,9 @@ def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
     node = cluster.add_node(num_cpus=1)
     try:
         harness = start_harness(suite, "--runs", runs, "--address", cluster.address)
-        wait_until(lambda: len(suspend_cells(runs)) == 2, 300)  # neither is done before the node is gone
+        wait_until(lambda: len(list(runs.rglob("checkpoint.pt"))) == 2, 300)
+        for cell in find_cells(runs / "a"):
+            cell.suspend()  # so that neither is done before the node is gone
         cluster.remove_node(node, allow_graceful=False)
         (cell,) = wait_until(lambda: len(cells := find_cells(runs / "a")) == 1 and cells)
         cell.resume()
@@ -597,27 +587,28 @@ def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
 # ---- Statistics ------------------------------------------------------------------------------------------------------
 
 
-def make_cell(values, name="ppo/CartPole-v1/default", **changes):
+NAME = "ppo/CartPole-v1/default"
+
+
+def make_cell(values, name=NAME, **changes):
     """Return a cell of stored results, with a run for each value of the headline."""
     script, task, setting = name.split("/")
     folder = "algos" if script in SCRIPTS else "benchmark/peers"
     cell = {"task": task, "setting": setting, "script": script, "command": f"python {folder}/{script}.py"}
     cell |= {"headline": "eval/episodic_return", "curve": "c", "threshold": 475, "better": "higher"}
-    runs = [make_run(seed, value) for seed, value in enumerate(values, 1)]
+    run = {"device": "cpu", "commit": "abc", "machine": None, "cpu_seconds": 1.0, "steps_per_second": 1000.0}
+    runs = []
+    for seed, value in enumerate(values, 1):
+        own = {"seed": seed, "value": value, "metrics": {"eval/episodic_return": value}}
+        own |= {"steps_to_threshold": 10 * seed, "curve": [[0, 0.0, 1.0], [10, 1.0, value]]}
+        runs.append(run | own)
     return cell | {"runs": runs, "missing": []} | changes
-
-
-def make_run(seed, value):
-    run = {"seed": seed, "metrics": {"eval/episodic_return": value}, "env_steps": 10, "wall_seconds": 2.0}
-    run |= {"cpu_seconds": 1.0, "device": "cpu", "commit": "abc", "value": value, "machine": None}
-    run |= {"steps_per_second": 1000.0, "curve": [[0, 0.0, 1.0], [10, 1.0, value]]}
-    return run | {"steps_to_threshold": 10 * seed, "seconds_to_threshold": 1.0 * seed}
 
 
 STEPS, SPEEDS = [1000, 1300, 900, 1200, 1100], [1000.0, 1100.0, 1050.0, 900.0, 950.0]
 
 
-def make_solved(steps, speeds=SPEEDS, name="ppo/CartPole-v1/default", **changes):
+def make_solved(steps, speeds=SPEEDS, name=NAME, **changes):
     """Return a cell whose runs end at 500, and reached the threshold after these steps (None: never)."""
     cell = make_cell([500.0] * len(steps), name, **changes)
     for run_, step, speed in zip(cell["runs"], steps, speeds, strict=False):
@@ -730,9 +721,9 @@ def test_a_comparison_holds_each_cell_against_the_first_of_its_task():
 
 
 def test_numbers_are_shown_as_people_write_them():
-    values = [0.0, -8.9e-16, -0.4961, 0.0653, 0.98 - 0.97, 4.567, 123.4, 52822.0, None, math.nan, math.inf]
-    shown = ["0", "0", "-0.496", "0.0653", "0.0100", "4.57", "123", "52,822", "-", "-", "-"]
-    assert [common.show(x) for x in values] == shown
+    shown = {-8.9e-16: "0", -0.4961: "-0.496", 0.0653: "0.0653", 0.98 - 0.97: "0.0100", 4.567: "4.57"}
+    shown |= {123.4: "123", 52822.0: "52,822", None: "-", math.nan: "-", math.inf: "-"}
+    assert {value: common.show(value) for value in shown} == shown
 
 
 SUITE_A = f'seeds = [1, 2, 3]\n{CELL}headline = "eval/x"\n'
@@ -915,37 +906,35 @@ def test_a_speed_that_halves_is_found_in_every_published_cell():
     assert checked >= 20
 
 
-def simulate(num, drop, slow, speed, draw):
-    """Return the shares of comparisons of twenty cells with five seeds that find something, and that find cell 0.
-
-    The end of a run hardly depends on its steps, its speed not at all. NEW is worse in cell 0, by these standard
-    deviations of the seeds.
-    """
-    found = np.zeros(2)
-    for _ in range(num):
-        sides = []
-        for shift in (0.0, 1.0):
-            steps, end, own = draw((3, 20, 5))
-            losses = np.stack([0.3 * steps + 0.95 * end, steps, own])
-            losses[:, 0] += shift * np.array([drop, slow, speed])[:, None]
-            sides.append(losses)
-        worse = compare.find_worse(compare.find_p_worse(*sides).ravel()).reshape(3, 20).any(0)
-        found += [worse.any(), worse[0]]
-    return found / num
+NOISE = {
+    "normal": np.random.Generator.standard_normal,
+    "skewed": lambda rng, shape: (rng.lognormal(0, 0.5, shape) - 1.133) / 0.604,
+    "heavy tails": lambda rng, shape: rng.standard_t(4, shape) / 2**0.5,
+}
 
 
-@pytest.mark.parametrize("kind", ["normal", "skewed", "heavy tails"])
+@pytest.mark.parametrize("kind", NOISE)
 def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
     """The figures of benchmark/README.md; they hold for noise that is skewed or has heavy tails too."""
     rng = np.random.default_rng(4)
-    draw = {
-        "normal": rng.standard_normal,
-        "skewed": lambda shape: (rng.lognormal(0, 0.5, shape) - 1.133) / 0.604,
-        "heavy tails": lambda shape: rng.standard_t(4, shape) / 2**0.5,
-    }[kind]
-    assert simulate(500, 0, 0, 0, draw)[0] <= 0.08
+
+    def simulate(num, *shifts):
+        """Return the shares of comparisons of twenty cells with five seeds that find something, and find cell 0.
+
+        In NEW, the headline, steps and speed of cell 0 are worse by `shifts`, in standard deviations of the seeds.
+        """
+        found = np.zeros(2)
+        for _ in range(num):
+            steps, end, speed = NOISE[kind](rng, (3, 2, 20, 5))
+            base, new = np.stack([0.3 * steps + 0.95 * end, steps, speed], 1)
+            new[:, 0] += np.array(shifts)[:, None]
+            worse = compare.find_worse(compare.find_p_worse(base, new).ravel()).reshape(3, 20).any(0)
+            found += [worse.any(), worse[0]]
+        return found / num
+
+    assert simulate(500, 0, 0, 0)[0] <= 0.08
     shifts = (3, 0, 0), (4, 0, 0), (0, 4, 0), (0, 0, 5), (3, 3, 0)
-    found = [simulate(150, *shift, draw)[1] for shift in shifts]
+    found = [simulate(150, *shift)[1] for shift in shifts]
     assert (np.array(found) > [0.42, 0.75, 0.78, 0.88, 0.72]).all(), found
 
 
