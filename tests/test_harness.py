@@ -553,7 +553,11 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     output, _ = harness.communicate(timeout=60)
     assert harness.returncode == (-9 if number == signal.SIGKILL else 130), output
     assert ("interrupted: what was finished is kept" in output) == (number != signal.SIGKILL)
-    wait_until(lambda: not find_processes(tmp_path / "a" / "ppo"))
+    try:
+        wait_until(lambda: not find_processes(tmp_path / "a" / "ppo"))
+    finally:
+        for process in find_processes(tmp_path / "a" / "ppo"):
+            process.kill()
     assert "Traceback" not in output and not list(tmp_path.rglob("process.json"))
 
 
