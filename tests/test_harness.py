@@ -425,7 +425,7 @@ on_linux = pytest.mark.skipif(
         ("", 1, "no run folder"),
         ("sys.exit('why')", 1, "exit code 1: why"),
         ("os.kill(os.getpid(), 9)", 1, "exit code -9: ready"),
-        ("time.sleep(600)", 20 / 3600, "not done after 0.00555556 hours"),
+        ("time.sleep(90)", 20 / 3600, "not done after 0.00555556 hours"),
     ],
 )
 def test_what_a_cell_leaves_running_ends_with_it(run_python, end, hours, error):
