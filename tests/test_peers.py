@@ -18,7 +18,6 @@ sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(P
 import common
 import gnugo_match
 import go_engine
-import helpers
 import peer
 import records
 import sb3_ppo
@@ -27,60 +26,50 @@ RETURNS = "eval/episodic_return eval/episodic_return_std eval/episodic_length"
 MATCH = """ours_win_rate ours_win_rate_low ours_win_rate_high ours_win_rate_black ours_win_rate_black_low
     ours_win_rate_black_high ours_win_rate_white ours_win_rate_white_low ours_win_rate_white_high ours_points
     peer_points mean_margin distinct_games"""
-SCRIPTS = {  # file -> its environment (None: the main one), short runs, final metrics, what is logged before
-    "sb3_ppo": (
-        "sb3",
-        (
-            "--total-timesteps 2048 --settings tuned --eval-interval 1",
-            "--total-timesteps 4096 --settings equal",
-            "--total-timesteps 1024 --settings cleanrl",
-        ),
+SPEED = "simulations_per_cpu_second"
+CLEANRL = """charts/episodic_return charts/learning_rate charts/SPS losses/value_loss losses/policy_loss losses/entropy
+    losses/old_approx_kl losses/approx_kl losses/clipfrac losses/explained_variance charts/episodic_length"""
+SCRIPTS = {  # the environment of each (None: the main one)
+    "sb3_ppo": "sb3",
+    "cleanrl_ppo": "cleanrl",
+    "sb3_recurrent_ppo": "sb3",
+    "rl4co_attention": "rl4co",
+    "openspiel_mcts": "openspiel",
+    "our_go_search": None,
+    "gnugo_match": None,
+    "elkai_lkh": "elkai",
+}
+MEMORY = "--settings ours --env-id envs_shared.memory_tasks:TMaze10-v0"
+RUNS = [  # script, flags of a short run, its final metrics, and what else it logs
+    (
+        "sb3_ppo",
+        "--total-timesteps 2048 --settings tuned --eval-interval 1",
         RETURNS,
         "charts/episodic_return",
     ),
-    "cleanrl_ppo": (
-        "cleanrl",
-        ("--total-timesteps 1024", "--total-timesteps 4096 --settings ours"),
-        "",
-        "charts/episodic_return charts/learning_rate charts/SPS losses/value_loss losses/policy_loss losses/entropy "
-        "losses/old_approx_kl losses/approx_kl losses/clipfrac losses/explained_variance charts/episodic_length",
-    ),
-    "sb3_recurrent_ppo": (
-        "sb3",
-        (
-            "--total-timesteps 2048 --settings ours --env-id envs_shared.memory_tasks:TMaze10-v0",
-            "--total-timesteps 512 --settings zoo",
-        ),
-        RETURNS,
-        "charts/episodic_return",
-    ),
-    "rl4co_attention": (
-        "rl4co",
-        ("--num-epochs 2 --steps-per-epoch 2 --batch-size 4 --baseline-instances 20",),
+    ("sb3_ppo", "--total-timesteps 4096 --settings equal", RETURNS, "charts/episodic_return"),
+    ("sb3_ppo", "--total-timesteps 1024 --settings cleanrl", RETURNS, "charts/episodic_return"),
+    ("cleanrl_ppo", "--total-timesteps 1024", "", CLEANRL),
+    ("cleanrl_ppo", "--total-timesteps 4096 --settings ours", "", CLEANRL),
+    ("sb3_recurrent_ppo", f"--total-timesteps 2048 {MEMORY}", RETURNS, "charts/episodic_return"),
+    ("sb3_recurrent_ppo", "--total-timesteps 512 --settings zoo", RETURNS, "charts/episodic_return"),
+    (
+        "rl4co_attention",
+        "--num-epochs 2 --steps-per-epoch 2 --batch-size 4 --baseline-instances 20",
         "greedy_length greedy_gap greedy_gap_std instances_per_cpu_second",
         "",
     ),
-    "openspiel_mcts": (
-        "openspiel",
-        ("--simulations 16 --repeats 1", "--work match --simulations 4 --games 2 --simulations-end 8"),
-        None,
-        "",
-    ),
-    "our_go_search": (None, ("--simulations 16 --repeats 1",), "simulations_per_cpu_second", ""),
-    "gnugo_match": (
-        None,
-        ("--games 2 --simulations-end 8",),
-        MATCH,
-        "",
-    ),
-    "elkai_lkh": ("elkai", ("",), "length gap gap_std ms cpu_ms", ""),
-}
-RUNS = [(script, flags) for script, (_, runs, _, _) in SCRIPTS.items() for flags in runs]
+    ("openspiel_mcts", "--simulations 16 --repeats 1", SPEED, ""),
+    ("openspiel_mcts", "--work match --simulations 4 --games 2 --simulations-end 8", MATCH, ""),
+    ("our_go_search", "--simulations 16 --repeats 1", SPEED, ""),
+    ("gnugo_match", "--games 2 --simulations-end 8", MATCH, ""),
+    ("elkai_lkh", "", "length gap gap_std ms cpu_ms", ""),
+]
 
 
 def find_python(script):
     """Python of a peer's environment; skips the test where the peer is not installed."""
-    environment = SCRIPTS[script][0]
+    environment = SCRIPTS[script]
     if script == "gnugo_match" and gnugo_match.find_gnugo() is None:
         pytest.skip("GNU Go is not installed: apt-get install gnugo")
     if environment is None:
@@ -91,63 +80,48 @@ def find_python(script):
     return folder / "bin" / "python"
 
 
-def run_peer(script, *flags, python=sys.executable):
-    command = [str(python), str(PEERS / f"{script}.py"), *map(str, flags)]
+def run_peer(script, *flags):
+    command = [str(find_python(script)), str(PEERS / f"{script}.py"), *map(str, flags)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def test_every_peer_is_tested_and_in_the_readme():
     files = {path.stem for path in PEERS.glob("*.py") if "def make_parser():" in path.read_text()}
-    assert files == SCRIPTS.keys()
+    assert files == SCRIPTS.keys() == {script for script, *_ in RUNS}
     readme = (PEERS / "README.md").read_text()
-    for script, (environment, _, _, _) in SCRIPTS.items():
-        assert f"| `{script}.py` |" in readme
-        for line in (
-            (PEERS / f"requirements-{environment}.txt").read_text().splitlines() if environment else ()
-        ):
-            assert re.fullmatch(r"[\w-]+==[\w.]+", line), line
-    assert "non-commercial" in readme
+    assert all(f"| `{script}.py` |" in readme for script in SCRIPTS) and "non-commercial" in readme
+    for path in PEERS.glob("requirements-*.txt"):
+        assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in path.read_text().splitlines()), path
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_flags_can_be_read_with_the_standard_library_alone(script):
-    """Python without site-packages imports the file and makes the parser."""
-    code = f"import sys; sys.path.insert(0, {str(PEERS)!r}); import {script} as m; m.make_parser().parse_args([])"
-    run = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_bad_flags_are_one_line_and_exit_code_2(script, tmp_path):
-    for flags, message in (
-        ("--no-such-flag 1", "--no-such-flag"),
-        ("--seed x", "--seed"),
-        ("--see 1", "--see"),
-    ):
-        run = run_peer(script, *flags.split(), "--run-dir", tmp_path / "runs")
-        (line,) = run.stderr.splitlines()
-        assert run.returncode == 2 and message in line and line.startswith(f"{script}.py: error: ")
-    assert not (tmp_path / "runs").exists()
+def test_bad_flags_are_one_line_and_exit_code_2(script):
+    """Python without site-packages can make the parser."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(PEERS)!r}); import {script} as m; m.make_parser().parse_args()"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code]
+    subprocess.run(command, check=True)
+    for flags in (["--no-such-flag", "1"], ["--seed", "x"], ["--see", "1"]):
+        found = subprocess.run([*command, *flags], capture_output=True, text=True)
+        (line,) = found.stderr.splitlines()
+        assert found.returncode == 2 and flags[0] in line
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_unknown_tasks_are_one_line_and_exit_code_2(script, tmp_path):
-    run = run_peer(
-        script, "--env-id", "Nothing-v0", "--run-dir", tmp_path / "runs", python=find_python(script)
-    )
+    run = run_peer(script, "--env-id", "Nothing-v0", "--run-dir", tmp_path / "runs")
     (line,) = run.stderr.splitlines()
-    assert run.returncode == 2 and "--env-id Nothing-v0" in line and not (tmp_path / "runs").exists()
+    assert run.returncode == 2 and line.startswith(f"{script}.py: error: ") and "--env-id Nothing-v0" in line
+    assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("script, flags", RUNS)
-def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(script, flags, tmp_path):
-    environment, _, metrics, tags = SCRIPTS[script]
-    run = run_peer(script, *flags.split(), "--seed", 3, "--run-dir", tmp_path, python=find_python(script))
+@pytest.mark.parametrize(("script", "flags", "metrics", "tags"), RUNS)
+def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(script, flags, metrics, tags, tmp_path):
+    run = run_peer(script, *flags.split(), "--seed", 3, "--run-dir", tmp_path)
     assert run.returncode == 0, run.stderr
     (path,) = tmp_path.iterdir()
     assert {p.name.split(".")[0] for p in path.iterdir()} == {"events"}
-    if script == "openspiel_mcts":
-        metrics = MATCH if "match" in flags else "simulations_per_cpu_second"
     metrics = {f"eval/{name.removeprefix('eval/')}" for name in metrics.split()}
     scalars = read_scalars(path)
     assert scalars.keys() == metrics | {"charts/cpu_seconds", *tags.split()}
@@ -157,49 +131,49 @@ def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(script, fl
     name = re.search(r"^\|env_id\|(.*)\|$", flags_logged, re.M)[1].replace(":", "-")
     assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name) and "|seed|3|" in flags_logged
     assert result["env_steps"] == last > 0 and result["cpu_seconds"] > 0
-    if environment:
+    if environment := SCRIPTS[script]:
         package, number = result["commit"].split()[:2]
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
         assert f"{package}=={number}" in requirements
-    else:
-        assert result["commit"] == "unknown" or script == "gnugo_match"
     assert str(path) in run.stdout.splitlines()[-1] and "%|" in run.stderr  # a line of summary, and tqdm
     check_values(script, flags, result, scalars)
 
 
 def check_values(script, flags, result, scalars):
-    """What is known of the numbers of a short run."""
+    """Check what is known of the numbers of a short run."""
     found = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
+    if "total-timesteps" in flags:
+        assert result["env_steps"] >= int(flags.split()[1])
     if script == "elkai_lkh":
         assert abs(found["gap"]) < 1e-4 and result["env_steps"] == 500  # LKH finds what Concorde found
     elif script == "rl4co_attention":
-        assert found["greedy_gap"] > 0 and result["env_steps"] == 16
-        assert [step for step, _ in scalars["eval/greedy_gap"]] == [8, 16]
+        assert found["greedy_gap"] > 0 and [step for step, _ in scalars["eval/greedy_gap"]] == [8, 16]
     elif "ours_win_rate" in found:
         assert found["ours_win_rate"] * 2 == found["ours_points"] == 2 - found["peer_points"]
         assert -25.5 <= found["mean_margin"] <= 25.5
-    elif script == "cleanrl_ppo":
-        assert result["env_steps"] == int(flags.split()[1])
     elif script == "sb3_ppo":
         assert found["episodic_return"] == found["episodic_length"] >= 8
-        assert result["env_steps"] == int(flags.split()[1])
-        steps = [step for step, _ in scalars["eval/episodic_return"]]
-        assert steps == (
-            [256 * i for i in range(1, 9)] if "eval-interval" in flags else [result["env_steps"]]
-        )
+        steps = [256 * i for i in range(1, 9)] if "eval-interval" in flags else [int(flags.split()[1])]
+        assert [step for step, _ in scalars["eval/episodic_return"]] == steps
     elif script == "sb3_recurrent_ppo":
         assert -1 <= found["episodic_return"] <= 1
 
 
-def test_a_peer_names_its_run_folder_and_logs_flags_and_version(tmp_path, monkeypatch, capsys):
+def test_a_peer_logs_metrics_flags_version_and_the_seconds_of_training(tmp_path, monkeypatch, capsys):
+    """The run folder has the name of our scripts' folders, and the seconds leave out evaluations."""
+    now = [100.0]
     monkeypatch.setattr(peer.time, "time", lambda: 1e9)
+    monkeypatch.setattr(peer.time, "process_time", lambda: now[0])
     args = argparse.Namespace(env_id="a/b:c", seed=1, run_dir=str(tmp_path))
     run = peer.Run(args, "some_peer", "p 1")
     assert run.path.name == "a-b-c__some_peer__1__1000000000" and not list(run.path.iterdir())
+    now[0] = 107.0
+    run.log(1, {"z": 1.0})
+    run.evaluation_seconds += 3.0
+    now[0] = 111.0
     run.finish(7, {"x": 1.5, "best/y": 2.0})
-    assert {tag: x for tag, x in read_scalars(run.path).items() if "charts" not in tag} == {
-        "eval/x": [(7, 1.5)], "best/y": [(7, 2.0)]
-    }  # fmt: skip
+    scalars = {"z": [(1, 1.0)], "eval/x": [(7, 1.5)], "best/y": [(7, 2.0)]}
+    assert read_scalars(run.path) == scalars | {"charts/cpu_seconds": [(1, 7.0), (7, 8.0)]}
     result, flags_logged = records.read_run(run.path, {}, {}), common.read_text(run.path, "hyperparameters")
     assert all(f"|{name}|{value}|" in flags_logged for name, value in vars(args).items())
     assert result["commit"] == "p 1" and result["metrics"] == {"eval/x": 1.5, "best/y": 2.0}
@@ -220,39 +194,32 @@ def test_settings_of_sb3_are_the_defaults_of_cleanrl():
     def find(name):
         return float(re.search(rf'"--{name}".*?default=([\d.e-]+)', text)[1])
 
-    found = sb3_ppo.CLEANRL
+    found, arguments = sb3_ppo.CLEANRL, sb3_ppo.CLEANRL.arguments
     assert found.num_envs == find("num-envs") and found.falling == ("learning_rate",)
-    names = {
-        "n_steps": "num-steps",
-        "n_epochs": "update-epochs",
-        "gamma": "gamma",
-        "gae_lambda": "gae-lambda",
-    }
-    names |= {"learning_rate": "learning-rate", "clip_range": "clip-coef", "clip_range_vf": "clip-coef"}
-    names |= {"ent_coef": "ent-coef", "max_grad_norm": "max-grad-norm"}
-    for ours, theirs in names.items():
-        assert found.arguments[ours] == find(theirs), ours
-    assert found.arguments["vf_coef"] == find("vf-coef") / 2
-    assert found.arguments["batch_size"] == find("num-envs") * find("num-steps") / find("num-minibatches")
+    names = {"n_steps": "num-steps", "n_epochs": "update-epochs", "clip_range": "clip-coef"}
+    names |= {"clip_range_vf": "clip-coef"}
+    for name in ("gamma", "gae_lambda", "learning_rate", "ent_coef", "max_grad_norm"):
+        names[name] = name.replace("_", "-")
+    assert {ours: arguments[ours] for ours in names} == {ours: find(name) for ours, name in names.items()}
+    assert arguments["vf_coef"] == find("vf-coef") / 2
+    assert arguments["batch_size"] == find("num-envs") * find("num-steps") / find("num-minibatches")
 
 
 def test_tours_are_read_and_scored(tmp_path, capsys):
     """The square and its two diagonals: a tour that crosses is longer by 2 (sqrt(2) - 1) of 4."""
-    (tmp_path / "a.txt").write_text("0 0 1 0 1 1 0 1 output 1 2 3 4 1\n0 0 3 0 3 3 0 3 output 1 2 3 4 1\n")
+    texts = {"a": "0 0 1 0 1 1 0 1 output 1 2 3 4 1\n0 0 3 0 3 3 0 3 output 1 2 3 4 1\n"}
+    texts |= {"b": "0 0 1 0 1 1\n", "c": "0 0 1 0 1 1 output 1 2 2 1\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
     points, references = peer.read_ml4co(str(tmp_path / "a.txt"), 4)
-    assert points.tolist()[1] == [[0, 0], [3, 0], [3, 3], [0, 3]] and references.tolist() == 2 * [
-        [0, 1, 2, 3]
-    ]
-    tours = np.array([[0, 1, 2, 3], [0, 2, 1, 3]])
-    scores = peer.score_tours(points, tours, references)
+    assert points.tolist()[1] == [[0, 0], [3, 0], [3, 3], [0, 3]]
+    assert references.tolist() == [[0, 1, 2, 3]] * 2
+    scores = peer.score_tours(points, np.array([[0, 1, 2, 3], [0, 2, 1, 3]]), references)
     crossing = 50 * (2**0.5 - 1)
     assert scores["length"] == pytest.approx((4 + 6 + 6 * 2**0.5) / 2)
     assert [scores["gap"], scores["gap_std"]] == pytest.approx([crossing / 2] * 2)
-    assert peer.score_tours(points, tours).keys() == {"length"}
-    (tmp_path / "b.txt").write_text("0 0 1 0 1 1\n")
     points, references = peer.read_ml4co(str(tmp_path / "b.txt"), 3)
     assert points.shape == (1, 3, 2) and references is None
-    (tmp_path / "c.txt").write_text("0 0 1 0 1 1 output 1 2 2 1\n")
     for name, num_nodes, message in (
         ("none.txt", 3, "No such file"),
         ("b.txt", 4, "a line has 6 numbers"),
@@ -270,7 +237,7 @@ def test_lkh_makes_tours_where_a_file_has_none(tmp_path):
     rows = rng.random((3, 16))
     (tmp_path / "a.txt").write_text("".join(" ".join(map(str, row)) + "\n" for row in rows.tolist()))
     flags = ("--env-id", "tsp8-uniform", "--data", tmp_path / "a.txt", "--output", tmp_path / "b.txt")
-    run = run_peer("elkai_lkh", *flags, "--run-dir", tmp_path / "runs", python=find_python("elkai_lkh"))
+    run = run_peer("elkai_lkh", *flags, "--run-dir", tmp_path / "runs")
     assert run.returncode == 0, run.stderr
     points, tours = peer.read_ml4co(str(tmp_path / "b.txt"), 8)
     assert points.reshape(3, 16).tolist() == rows.tolist()
@@ -278,19 +245,18 @@ def test_lkh_makes_tours_where_a_file_has_none(tmp_path):
     for x, tour in zip(points, tours, strict=True):
         best = min(peer.score_tours(x[None], other[None])["length"] for other in others)
         assert peer.score_tours(x[None], tour[None])["length"] == pytest.approx(best, rel=1e-6)
-    again = run_peer("elkai_lkh", *flags, "--run-dir", tmp_path / "runs", python=find_python("elkai_lkh"))
+    again = run_peer("elkai_lkh", *flags, "--run-dir", tmp_path / "runs")
     assert again.returncode == 2 and "--output" in again.stderr
 
 
 def test_a_match_refuses_what_it_cannot_play(tmp_path):
     missing, other = tmp_path / "no.pt", ROOT / "benchmark" / "checkpoints" / "go7x7.pt"
-    python = find_python("gnugo_match")
     for flags, message in (
         (["--checkpoint", missing], "no such file"),
         (["--checkpoint", other], "--env-id Go-5x5: .*go7x7.pt plays Go-7x7"),
         (["--level", 11], "--level"),
     ):
-        run = run_peer("gnugo_match", *flags, "--run-dir", tmp_path / "runs", python=python)
+        run = run_peer("gnugo_match", *flags, "--run-dir", tmp_path / "runs")
         (line,) = run.stderr.splitlines()
         assert run.returncode == 2 and re.search(message, line), line
     assert not (tmp_path / "runs").exists()
@@ -353,37 +319,18 @@ def test_intervals_of_win_rates_are_wilsons():
     assert low == pytest.approx(0.4038, abs=1e-4) and high == pytest.approx(0.5962, abs=1e-4)
 
 
-def test_the_harness_reads_a_peer_as_it_reads_our_scripts(tmp_path):
-    python = find_python("sb3_ppo")
-    command = (python, PEERS / "sb3_ppo.py", "--seed", 2, "--total-timesteps", 1024)
-    path = helpers.run_command(tmp_path / "a", *command)
-    steps, seconds, _, returns = zip(*common.read_points(path, "charts/episodic_return"), strict=True)
-    assert steps == (256, 512, 768, 1024) and sorted(seconds) == list(seconds) and min(returns) >= 8
-    assert common.read_text(path, "program") == "stable-baselines3 2.9.2"
-    other = helpers.run_command(tmp_path / "b", *command, "--eval-interval", 2)
-    assert [point[0] for point in common.read_points(other, "eval/episodic_return")] == [512, 1024]
-    # evaluation on the way changes nothing in what is learned
-    metrics = [records.read_run(folder, {}, {})["metrics"] for folder in (path, other)]
+def test_returns_and_evaluations_of_sb3(tmp_path):
+    """All episodes of CartPole that ended fit into the steps so far. Evaluations do not change what is learned."""
+    metrics = []
+    for i, interval in enumerate(([], ["--eval-interval", 2])):
+        folder = tmp_path / str(i)
+        run = run_peer("sb3_ppo", "--seed", 2, "--total-timesteps", 1024, *interval, "--run-dir", folder)
+        assert run.returncode == 0, run.stderr
+        (path,) = folder.iterdir()
+        steps, seconds, _, returns = zip(*common.read_points(path, "charts/episodic_return"), strict=True)
+        assert steps == (256, 512, 768, 1024) and sorted(seconds) == list(seconds)
+        assert all(8 <= mean <= step for step, mean in zip(steps, returns, strict=True))
+        evaluated = [point[0] for point in common.read_points(path, "eval/episodic_return")]
+        assert evaluated == ([512, 1024] if interval else [1024])
+        metrics.append(records.read_run(path, {}, {})["metrics"])
     assert metrics[0] == metrics[1]
-
-
-def test_returns_of_a_rollout_are_those_of_the_episodes_that_ended_in_it(tmp_path):
-    """Episodes of CartPole are as long as their return: all that ended fit into the steps so far, and fill them."""
-    command = (find_python("sb3_ppo"), PEERS / "sb3_ppo.py", "--seed", 2, "--total-timesteps", 512)
-    path = helpers.run_command(tmp_path, *command, "--settings", "cleanrl")
-    (step, _, _, mean) = common.read_points(path, "charts/episodic_return")[0]
-    assert step == 512 and 8 <= mean <= 128
-
-
-def test_the_clock_of_a_peer_stands_still_in_evaluations(tmp_path, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(peer.time, "process_time", lambda: now[0])
-    run = peer.Run(argparse.Namespace(env_id="a", seed=1, run_dir=str(tmp_path)), "some_peer", None)
-    now[0] = 107.0
-    run.log(1, {"x": 1.0})
-    run.evaluation_seconds += 3.0
-    now[0] = 111.0
-    run.log(2, {"x": 2.0})
-    run.finish(3, {"x": 1.5})
-    assert read_scalars(run.path)["charts/cpu_seconds"] == [(1, 7.0), (2, 8.0), (3, 8.0)]
-    assert common.read_text(run.path, "program") == ""
