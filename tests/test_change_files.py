@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from envs_shared import change_folders
-from envs_shared.change_pairs import SPLITS, UNCOUNTED
+from envs_shared.change_pairs import SPLITS
 
 DIRS = ("A", "B", "label")
 
@@ -107,14 +107,6 @@ def test_names_that_begin_with_the_split(tmp_path):
     expected = make_flat_set(tmp_path)
     expected["val"].insert(0, save_pair(tmp_path, "Val-7", 999))
     check(tmp_path, expected)
-
-
-def test_pictures_of_several_sizes_are_padded(tmp_path):
-    make_set(tmp_path)
-    pair = save_pair(tmp_path / "val", "x1", 5, size=(11, 6))
-    val = change_folders.read_folder(tmp_path, 4, 8)["val"]
-    assert val.shape == (2, 7, 12, 8) and (val[1, :, :11, :6] == pair).all()
-    assert (val[1, 6, 11:] == UNCOUNTED).all() and (val[1, 6, :, 6:] == UNCOUNTED).all()
 
 
 # Labels

@@ -94,7 +94,6 @@ def test_a_turn_left_out_is_forgotten_by_undo():
     assert int(engine.boards.to_play) == -1  # as after the first move
     ask(engine, "genmove b", "undo")
     assert int(engine.boards.to_play) == -1 and int(engine.boards.num_moves) == 1
-    assert ask(engine, "lz-genmove_analyze 10 b")[0].count("play ") == 1 and int(engine.boards.to_play) == -1
 
 
 def test_goes_on_beyond_the_moves_that_a_search_knows():
@@ -213,22 +212,17 @@ def test_analysis():
     assert fields["move"] == text[1].split()[1] == first[first.index("pv") + 1] and fields["order"] == "0"
     assert 0 <= int(fields["winrate"]) <= 10_000 and int(fields["visits"]) > 0
 
-    def slow_lines(interval):
-        yield f"3 lz-analyze b {interval}\n"
+    def slow_lines():
+        yield "3 lz-analyze b 10\n"
         time.sleep(1.0)
         yield "name\n"
 
-    for interval in (10, 10_000):  # analyses until the next line comes, which is heard at once
-        engine.out.seek(0)
-        engine.out.truncate()
-        start = time.monotonic()
-        engine.serve(slow_lines(interval))
-        seconds = time.monotonic() - start
-        assert seconds < 30
-        analysis, name = engine.out.getvalue().split("\n\n")[:2]
-        most = 100 * seconds / interval  # an interval is in hundredths of a second
-        assert min(1, int(most)) <= analysis.count("\ninfo move ") <= most
-        assert analysis.startswith("=3") and name == "= alphazero_go"
+    engine.out.truncate(engine.out.seek(0))
+    start = time.monotonic()
+    engine.serve(slow_lines())  # analyses until the next line comes
+    analysis, name = engine.out.getvalue().split("\n\n")[:2]
+    assert 1 <= analysis.count("\ninfo move ") <= 10 * (time.monotonic() - start)  # ten a second
+    assert analysis.startswith("=3") and name == "= alphazero_go"
 
 
 def test_resigns_where_it_is_told_to():
