@@ -343,20 +343,21 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
     """The rule with a level looks as often as the policy on val; each threshold of probability is of val."""
     args, agent, *_ = make_parts(image_size=16)
     val, test = (torch.from_numpy(change_pairs.draw_haze(60, 16, 2, seed)[0]) for seed in (1, 2))
-    test[:, :-1] = 255 - test[:, :-1]  # so that no level is that of val by chance
-    calls, evaluate = [], cd.evaluate
+    calls, uses_test, evaluate, classify = [], [], cd.evaluate, cd.classify
 
     def record(agent, args, pairs, threshold=None, rule=None):
         calls.append((pairs is test, threshold, rule, evaluate(agent, args, pairs, threshold, rule)))
         return calls[-1][-1]
 
     monkeypatch.setattr(cd, "evaluate", record)
+    monkeypatch.setattr(cd, "classify", lambda *x: uses_test.append(x[2] is test) or classify(*x))
     cd.print_rules(agent.float(), args, val, test)
     names, looks = [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines()], {}
     for name, tuned, scored in zip(names, calls[::2], calls[1::2], strict=True):
         assert tuned[:2] == (False, None) and scored[:2] == (True, tuned[3]["eval/threshold"])
         assert tuned[2] is scored[2]
         looks[name] = tuned[3]["eval/looks"]
+    assert uses_test == [False, False] + [False, True] * 4  # the level too is tuned on val
     policy = looks["PPO"]
     assert 0 < policy < 2
     assert looks == {
