@@ -1,14 +1,13 @@
 """envs_shared/change_folders.py: other layouts of folders, other forms of labels, and input that is refused."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from envs_shared import change_folders
-from envs_shared.change_pairs import SPLITS, UNCOUNTED
+from envs_shared.change_pairs import SPLITS
 
 DIRS = ("A", "B", "label")
 
@@ -33,17 +32,27 @@ def save_pair(root, name, seed, dirs=DIRS, suffixes=(".png", ".png", ".png"), si
 
 
 def make_set(root, **options):
+    """Save two pairs in the folder of each split; returns them by split."""
     return {
         split: [save_pair(root / split, f"x{i}", 10 * k + i, **options) for i in range(2)]
         for k, split in enumerate(SPLITS)
     }
 
 
-def make_flat_set(root, prefix=""):
+def make_flat_set(root, name="{split}_{i}"):
+    """Save two pairs of each split in one folder."""
     return {
-        split: [save_pair(root, f"{prefix}{split}_{i}", 10 * k + i) for i in range(2)]
+        split: [save_pair(root, name.format(split=split, i=i), 10 * k + i) for i in range(2)]
         for k, split in enumerate(SPLITS)
     }
+
+
+def write_lists(root, lists):
+    """Write the lists of some splits; those of the others name all of their pictures."""
+    (root / "list").mkdir(exist_ok=True)
+    for split in SPLITS:
+        text = lists.get(split, f"{split}_0\n{split}_1.png\n")
+        (root / "list" / f"{split}.txt").write_bytes(text.encode())
 
 
 def check(path, expected):
@@ -73,29 +82,24 @@ def test_split_folders_with_other_names_and_suffixes(tmp_path, dirs):
 
 
 def test_lists(tmp_path):
-    """Of each line all of it, or its first word; with suffixes, folders, a mark of the encoding, or spaces around."""
-    expected = make_flat_set(tmp_path, "p.")
+    """A line is a name as a whole, or in its first word; with suffixes, folders, an encoding's mark, or spaces."""
+    expected = make_flat_set(tmp_path, "p.{split}_{i}")
     save_pair(tmp_path, "unlisted", 999)
-    lines = {
+    lists = {
         "train": "\ufeffp.train_1.png\n\n  p.train_0\t\n",
         "val": "A/p.val_0.PNG B/p.val_0.png label/p.val_0.png\r\nA\\p.val_1.tif 1\r\n",
         "test": "p.test_1\np.test_0",
     }
-    (tmp_path / "list").mkdir()
-    for split, text in lines.items():
-        (tmp_path / "list" / f"{split}.txt").write_bytes(text.encode())
+    write_lists(tmp_path, lists)
     check(tmp_path, expected)
 
 
 @pytest.mark.parametrize("suffix", ["", ".png"])
 def test_names_with_spaces_in_lists(tmp_path, suffix):
-    """The whole line comes first, also where its first word is a name too."""
-    expected = {split: [save_pair(tmp_path, f"img ({i}){split}", i) for i in range(2)] for split in SPLITS}
+    """The whole line comes first, also if its first word is a name too."""
+    expected = make_flat_set(tmp_path, "img ({i}){split}")
     save_pair(tmp_path, "img", 999)
-    (tmp_path / "list").mkdir()
-    for split in SPLITS:
-        lines = [f"img ({i}){split}{suffix}" for i in range(2)]
-        (tmp_path / "list" / f"{split}.txt").write_text("\n".join(lines))
+    write_lists(tmp_path, {split: f"img (0){split}{suffix}\nimg (1){split}{suffix}" for split in SPLITS})
     check(tmp_path, expected)
 
 
@@ -103,14 +107,6 @@ def test_names_that_begin_with_the_split(tmp_path):
     expected = make_flat_set(tmp_path)
     expected["val"].insert(0, save_pair(tmp_path, "Val-7", 999))
     check(tmp_path, expected)
-
-
-def test_pictures_of_several_sizes_are_padded(tmp_path):
-    make_set(tmp_path)
-    pair = save_pair(tmp_path / "val", "x1", 5, size=(11, 6))
-    val = change_folders.read_folder(tmp_path, 4, 8)["val"]
-    assert val.shape == (2, 7, 12, 8) and (val[1, :, :11, :6] == pair).all()
-    assert (val[1, 6, 11:] == UNCOUNTED).all() and (val[1, 6, :, 6:] == UNCOUNTED).all()
 
 
 # Labels
@@ -151,25 +147,6 @@ def test_labels(tmp_path, name, label):
     assert read.dtype == np.uint8 and read.tolist() == IDS.tolist()
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        with_alpha(IDS * 255),  # the mask in the channel that is not a colour
-        with_alpha([[255, 255, 254], [255, 255, 255]]),
-        np.stack([IDS * 0, IDS * 255], 2).astype(np.uint8),  # grey and alpha
-        palette_label(IDS, COLOURS, transparency=1),
-        palette_label(IDS, COLOURS, transparency=bytes([255, 9, 255])),
-    ],
-    ids=["mask", "one-pixel", "grey", "palette", "palette-bytes"],
-)
-def test_a_label_with_transparency_is_refused(tmp_path, label):
-    path = save(tmp_path / "x.png", label)
-    with pytest.raises(
-        ValueError, match=re.escape(f"{path}: a label with transparency, which would be lost")
-    ):
-        change_folders.read_label(path)
-
-
 def test_jpeg_labels_are_cut_at_128(tmp_path):
     noisy = np.kron(IDS, np.ones((7, 7))).astype(np.uint8) * 255
     path = save(tmp_path / "y.JPEG", np.repeat(noisy[..., None], 3, 2), quality=60)
@@ -180,6 +157,9 @@ def test_jpeg_labels_are_cut_at_128(tmp_path):
         change_folders.read_label(path)
 
 
+TRANSPARENT = "a label with transparency, which would be lost"
+
+
 @pytest.mark.parametrize(
     ("label", "message"),
     [
@@ -188,6 +168,11 @@ def test_jpeg_labels_are_cut_at_128(tmp_path):
         (np.uint8([[0, 1, 2]]), "value 2 in a label"),
         (noise(0, 4, 4, 3), "a label in colour"),
         (np.uint16([[0, 65535]]), "more than 8 bits"),
+        (with_alpha(IDS * 255), TRANSPARENT),  # the mask in the channel that is not a colour
+        (with_alpha([[255, 255, 254], [255, 255, 255]]), TRANSPARENT),
+        (np.stack([IDS * 0, IDS * 255], 2).astype(np.uint8), TRANSPARENT),  # grey and alpha
+        (palette_label(IDS, COLOURS, transparency=1), TRANSPARENT),
+        (palette_label(IDS, COLOURS, transparency=bytes([255, 9, 255])), TRANSPARENT),
     ],
 )
 def test_labels_that_are_refused(tmp_path, label, message):
@@ -244,12 +229,8 @@ def test_empty_splits_and_names_of_no_split(tmp_path):
 )
 def test_bad_lists(tmp_path, text, message):
     make_flat_set(tmp_path)
-    (tmp_path / "list").mkdir()
-    for split in SPLITS:
-        (tmp_path / "list" / f"{split}.txt").write_text(f"{split}_0\n{split}_1.png\n")
-    change_folders.read_folder(tmp_path, 4, 8)
-    (tmp_path / "list" / "val.txt").write_text(text)
+    write_lists(tmp_path, {"val": text})
     assert message in read_error(tmp_path)
     (tmp_path / "list" / "val.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"val\.txt"):  # which the script tells in one line
-        change_folders.read_folder(Path(tmp_path), 4, 8)
+        change_folders.read_folder(tmp_path, 4, 8)

@@ -1,6 +1,5 @@
 """envs_shared/change_pairs.py: what the task haze is made of, crops and labels of cells, and the plain layout."""
 
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,98 +35,76 @@ def test_haze_is_what_it_says(num_dates):
     labels = pairs[:, -1].reshape(300, 4, 8, 4, 8)
     is_changed = labels[:, :, 0, :, 0] == 1
     assert (labels == is_changed[:, :, None, :, None]).all()  # a patch has one class
-    stripes = read_stripes(pairs, num_dates)
-    assert ((stripes[:, -1] != 0) == (is_roof & ~is_hazy[1:].any(0))).all()
-    for date in range(num_dates - 1):
-        assert ((stripes[:, date] != 0) == (is_roof & ~is_hazy[date])).all()
+    stripes, hidden = read_stripes(pairs, num_dates), [*is_hazy, is_hazy[1:].any(0)]
+    for date in range(num_dates):
+        assert ((stripes[:, date] != 0) == (is_roof & ~hidden[date])).all()
     is_seen = is_roof & ~is_hazy.any(0)
     assert ((stripes[:, -1] != stripes[:, 0]) == is_changed)[is_seen].all()
     # The shares, and that haze is independent of the change
+    assert not is_changed[~is_roof].any() and not is_hazy[:, ~is_roof].any()
     assert is_roof.mean() == pytest.approx(0.4, abs=0.02)
-    assert is_changed[is_roof].mean() == pytest.approx(0.25, abs=0.03) and not is_changed[~is_roof].any()
-    assert is_seen[is_roof].mean() == pytest.approx(0.5, abs=0.03) and not is_hazy[:, ~is_roof].any()
+    assert is_seen[is_roof].mean() == pytest.approx(0.5, abs=0.03)
     assert np.ptp(is_hazy[:, is_roof].mean(1)) < 0.03  # as often at each date
-    assert is_changed[is_seen].mean() == pytest.approx(0.25, abs=0.04)
-    assert is_changed[is_roof & ~is_seen].mean() == pytest.approx(0.25, abs=0.04)
+    for rows in (is_seen, is_roof & ~is_seen):
+        assert is_changed[rows].mean() == pytest.approx(0.25, abs=0.04)
 
 
 def test_earlier_dates_and_coarse_pictures_do_not_tell_a_change():
-    """Stripes of the first date are as frequent on changed roofs, and means of 4 x 4 pixels are alike on all roofs."""
+    """Stripes of a date are as frequent on changed roofs, and means of 4 x 4 pixels are alike on all roofs."""
     pairs, is_roof, is_hazy = draw_haze(600, 32, 2, 1, 0)
     first, last = np.moveaxis(read_stripes(pairs, 2), 1, 0)
     is_changed = pairs[:, -1, ::8, ::8] == 1
-    for stripes in (first[~is_hazy[0]], last):
-        where = is_changed if stripes is last else is_changed[~is_hazy[0]]
+    for stripes, where in ((first, is_changed & ~is_hazy[0]), (last, is_changed)):
         assert abs((stripes[where] == 1).mean() - 0.5) < 0.06
-    coarse = pairs[:, :6].reshape(600, 6, 8, 4, 8, 4).mean((3, 5))  # [M, 6, 8, 8]
-    means = [coarse[:, :, ::2, ::2].swapaxes(0, 1)[:, is_roof & x].mean(1) for x in (is_changed, ~is_changed)]
-    assert np.abs(means[0] - means[1]).max() < 1.0
-    hazy, clear = (coarse[:, :3, ::2, ::2].swapaxes(0, 1)[:, is_roof & x] for x in (is_hazy[0], ~is_hazy[0]))
-    assert np.abs(hazy.mean(1) - clear.mean(1)).max() < 1.0
+    coarse = pairs[:, :6, :, :].reshape(600, 6, 8, 4, 8, 4).mean((3, 5))[:, :, ::2, ::2].swapaxes(0, 1)
+    for dates, split in ((slice(6), is_changed), (slice(3), is_hazy[0])):
+        means = [coarse[dates, is_roof & x].mean(1) for x in (split, ~split)]
+        assert np.abs(means[0] - means[1]).max() < 1.0
 
 
 def test_pairs_depend_on_the_seed_and_the_split_alone():
-    first = change_pairs.load_pairs(make_args())
-    second = change_pairs.load_pairs(make_args())
+    first, second, other = (change_pairs.load_pairs(make_args(seed=seed)) for seed in (3, 3, 4))
     assert {split: len(x) for split, x in first.items()} == {"train": 8, "val": 4, "test": 4}
     assert all((first[split] == second[split]).all() for split in first)
-    assert (first["val"] != first["test"]).any()
-    assert (change_pairs.load_pairs(make_args(seed=4))["val"] != first["val"]).any()
-    assert change_pairs.load_pairs(make_args(env_id="haze-3"))["val"].shape == (4, 10, 16, 16)
-    with pytest.raises(ValueError, match="--env-id fog: must be one of haze, haze-3, haze-4"):
-        change_pairs.load_pairs(make_args(env_id="fog"))
-
-
-def test_a_size_that_is_no_multiple_of_a_roof():
-    pairs, *_ = draw_haze(2, 20, 2, 1)
-    assert pairs.shape == (2, 7, 20, 20)
+    assert (first["val"] != first["test"]).any() and (other["val"] != first["val"]).any()
+    odd = change_pairs.load_pairs(make_args(env_id="haze-3", image_size=20))  # no multiple of a roof
+    assert odd["val"].shape == (4, 10, 20, 20)
 
 
 # Batches
 
 
 def test_cells_are_labelled_by_the_majority_of_what_counts():
-    """Against loops over cells and pixels."""
     rng = np.random.default_rng(0)
-    pixels = rng.choice([0, 1, UNCOUNTED], (3, 16, 24), p=(0.4, 0.3, 0.3)).astype(np.uint8)
+    pairs = rng.integers(0, 256, (3, 7, 16, 24), np.uint8)
+    pixels = pairs[:, -1] = rng.choice([0, 1, UNCOUNTED], (3, 16, 24), p=(0.4, 0.3, 0.3))
     pixels[0, :2, :2] = UNCOUNTED
     pixels[0, 2:4, :2] = (0, 1), (UNCOUNTED, UNCOUNTED)  # half of two
-    pairs = torch.from_numpy(
-        np.concatenate((rng.integers(0, 256, (3, 6, 16, 24)), pixels[:, None]), 1).astype("u1")
-    )
-    images, labels = split_labels(pairs, make_args())
-    assert labels.shape == (3, 16, 2, 3) and images.shape == (3, 6, 16, 24)
-    torch.testing.assert_close(images, pairs[:, :6].float() / 64 - 2)
-    for b in range(3):
-        for y in range(8):
-            for x in range(12):
-                cell = pixels[b, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2]
-                counted = cell[cell != UNCOUNTED]
-                expected = -1 if len(counted) == 0 else int(2 * (counted == 1).sum() >= len(counted))
-                assert labels[b, y % 4 * 4 + x % 4, y // 4, x // 4] == expected
+    pairs[:, -1] = pixels
+    images, labels = split_labels(torch.from_numpy(pairs), make_args())
+    assert labels.shape == (3, 16, 2, 3)
+    torch.testing.assert_close(images, torch.from_numpy(pairs[:, :6]).float() / 64 - 2)
+    for b, y, x in np.ndindex(3, 8, 12):
+        cell = pixels[b, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2]
+        counted = cell[cell != UNCOUNTED]
+        expected = -1 if len(counted) == 0 else int(2 * (counted == 1).sum() >= len(counted))
+        assert labels[b, y % 4 * 4 + x % 4, y // 4, x // 4] == expected
     assert labels[0, 0, 0, 0] == -1 and labels[0, 4, 0, 0] == 1
 
 
 def test_crops_are_parts_of_their_pairs_and_their_labels_move_along():
     """Each crop is found again in its picture after turning it back; all places and turns come up."""
-    height, width, size = 10, 12, 8
-    values = torch.arange(height * width).view(1, 1, height, width)
-    pairs = torch.cat((values.expand(1, 6, -1, -1), values % 2), 1).byte()
+    values = torch.arange(10 * 12).view(10, 12)
+    pairs = torch.cat((values.expand(1, 6, -1, -1), values.expand(1, 1, -1, -1) % 2), 1).byte()
     torch.manual_seed(0)
-    args = make_args(image_size=size)
-    images, labels = draw_batch(pairs, 400, args)
-    numbers = ((images + 2) * 64).round().long()[:, 0]
-    places = set()
-    for crop, label in zip(numbers, labels, strict=True):
-        turns = next(
-            k for k in range(4) if (crop.rot90(-k, (0, 1))[0, 1] - crop.rot90(-k, (0, 1))[0, 0]) == 1
-        )
-        start = int(crop.rot90(-turns, (0, 1))[0, 0])
-        y, x = start // width, start % width
-        assert torch.equal(crop.rot90(-turns, (0, 1)), values[0, 0, y : y + size, x : x + size])
-        _, expected = split_labels(
-            torch.cat((crop.expand(1, 6, -1, -1), crop[None, None] % 2), 1).byte(), args
-        )
+    args, places = make_args(image_size=8), set()
+    for image, label in zip(*draw_batch(pairs, 400, args), strict=True):
+        crop = ((image + 2) * 64).round().byte()  # [6, 8, 8]
+        turned = [crop[0].rot90(-k, (0, 1)) for k in range(4)]
+        (turns,) = (k for k, x in enumerate(turned) if x[0, 0] + 1 == x[0, 1])
+        y, x = divmod(int(turned[turns][0, 0]), 12)
+        assert torch.equal(turned[turns], values[y : y + 8, x : x + 8])
+        _, expected = split_labels(torch.cat((crop, crop[:1] % 2))[None], args)
         assert torch.equal(label, expected[0])
         places.add((y, x, turns))
     assert places == {(y, x, k) for y in range(3) for x in range(5) for k in range(4)}
@@ -174,20 +151,13 @@ def test_a_folder_is_read_and_padded(plain):
             assert (x[:6, height, :width] == pair[:6, height - 1]).all()  # mirrored
 
 
-@pytest.mark.parametrize("kind", ["A", "B", "label"])
-def test_a_pair_with_a_gap_is_left_to_the_other_reader(plain, kind):
+@pytest.mark.parametrize("gap", ["val/A/x 1.png", "val/B/x 1.png", "val/label/x 1.png", "test"])
+def test_other_layouts_are_left_to_the_other_reader(plain, gap):
     path, _ = plain
-    (path / "val" / kind / "x 1.png").unlink()
-    with pytest.raises(LookupError, match=r"val/A, B and label need equal names; alone: .*x 1.png"):
+    (path / gap).rename(path / "gone")
+    words = r"val/A, B and label need equal names; alone: .*x 1.png" if gap != "test" else "test/A, B"
+    with pytest.raises(LookupError, match=words):
         read_folder(path, 8, 8)
-
-
-def test_other_layouts_are_left_to_the_other_reader(plain, tmp_path):
-    path, _ = plain
-    shutil.rmtree(path / "test")
-    for folder in (path, tmp_path / "nothing"):
-        with pytest.raises(LookupError):
-            read_folder(folder, 8, 8)
 
 
 PALETTE = Image.fromarray(np.uint8([[0, 1]] * 2))
@@ -215,13 +185,14 @@ def test_labels_of_other_forms_are_left_to_the_other_reader(tmp_path, label):
         change_pairs.read_label(tmp_path / "x.png")
 
 
+@pytest.mark.parametrize("mode", ["L", "1"])
 @pytest.mark.parametrize("values", [[[0, 255]], [[0, 1]], [[0, 0]], [[1, 1]], [[255, 255]]])
-def test_plain_labels(tmp_path, values):
-    for name, mode in (("x.png", "L"), ("y.png", "1")):
-        Image.fromarray(np.uint8(values)).convert(mode, dither=0).save(tmp_path / name)
+def test_plain_labels(tmp_path, values, mode):
+    if mode == "1":  # bits, which are made by cutting greys at 128
+        Image.fromarray(np.uint8(np.array(values) > 0) * 255).convert("1").save(tmp_path / "x.png")
+    else:
+        Image.fromarray(np.uint8(values)).save(tmp_path / "x.png")
     assert change_pairs.read_label(tmp_path / "x.png").tolist() == (np.array(values) > 0).tolist()
-    if max(values[0]) != 1:  # converting greys to bits cuts at 128
-        assert change_pairs.read_label(tmp_path / "y.png").tolist() == (np.array(values) > 0).tolist()
 
 
 def test_pictures_that_cannot_be_used(plain, tmp_path):
@@ -229,9 +200,7 @@ def test_pictures_that_cannot_be_used(plain, tmp_path):
     Image.fromarray(np.zeros((4, 4), np.uint16)).save(tmp_path / "deep.png")
     (tmp_path / "text.png").write_text("x")
     for name, words in (("deep.png", "more than 8 bits"), ("text.png", "cannot"), ("no.png", "No such file")):
-        with pytest.raises(
-            ValueError, match=f"{name}: cannot be read as a picture: .*{words}|{name}: {words}"
-        ):
+        with pytest.raises(ValueError, match=f"{name}: .*{words}"):
             change_pairs.read_picture(tmp_path / name)
     Image.fromarray(np.zeros((3, 3, 3), np.uint8)).save(path / "train" / "B" / "x 1.png")
     with pytest.raises(ValueError, match=r"x 1.png: height and width \(9, 13\) differ from .*\(3, 3\)"):
@@ -241,10 +210,8 @@ def test_pictures_that_cannot_be_used(plain, tmp_path):
 def test_pairs_to_predict(plain):
     path, pairs = plain
     found = change_pairs.read_pairs(path / "val" / "A", path / "val" / "B", 8)
-    assert [(name, x.shape, *size) for name, (x, *size) in found.items()] == [
-        ("x 0", (1, 7, 16, 16), 9, 13),
-        ("x 1", (1, 7, 24, 8), 17, 5),
-    ]
+    shapes = [(name, x.shape, *size) for name, (x, *size) in found.items()]
+    assert shapes == [("x 0", (1, 7, 16, 16), 9, 13), ("x 1", (1, 7, 24, 8), 17, 5)]
     for (x, height, width), pair in zip(found.values(), pairs["val"], strict=True):
         assert (x[0, :6, :height, :width] == pair[:6]).all() and (x[0, 6] == UNCOUNTED).all()
     ((name, (x, *_)),) = change_pairs.read_pairs(path / "val/A/x 0.png", path / "val/B/x 0.png", 8).items()
