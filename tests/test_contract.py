@@ -323,7 +323,7 @@ def test_a_copy_runs_under_torchrun(script, tmp_path):
     out, _ = run_copy(folder, "ranks", script, *flags, launcher=launcher)
     path = find_run(folder / "runs")
     scalars = read_scalars(path)
-    assert out.count(f"{path}: ") == 2 and len(list(path.glob("events*"))) == 1
+    assert out.count(f"runs/{path.name}: ") == 2 and len(list(path.glob("events*"))) == 1
     assert len(scalars[case.tags[1]]) == load(path / "checkpoint.pt")["progress"][0] and scalars[case.tags[0]]
     if has_wandb:
         (log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
