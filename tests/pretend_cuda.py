@@ -1,27 +1,23 @@
-"""A pretend GPU: computes on the CPU, under the rules that a CUDA device and its graphs impose.
+"""A pretend GPU that computes on the CPU under the rules of a CUDA device and its graphs.
 
     with pretend_cuda() as gpu:
-        script.main(["--cuda-graphs"])  # `script` was imported before
+        script.main([])  # `script` was imported before
     print(gpu.launches, gpu.replays, gpu.waits)
 
-A `CudaTensor` says that it is on cuda:0 and keeps its numbers in a CPU tensor, `host`. While `PretendCuda` is on, every
-operation of torch comes to it first:
+A `CudaTensor` says that it is on cuda:0 and keeps its numbers in a CPU tensor, `host`. While `PretendCuda` is active,
+it handles every operation of torch:
 
-- Tensors of both devices in one operation raise, and so does `numpy()` of one on the device.
+- An operation on tensors of both devices raises, and so does `numpy()` of a tensor on the device.
 - What makes the host wait for the device (`item`, `nonzero`, a mask as index, copies between the two) is counted by
   name and line, and raises inside a capture.
-- A capture runs nothing: what it would have computed is NaN (integers 0), what it would have written is unchanged, and
-  no random number is drawn. A replay runs the operations on the memory and with the numbers that they had in the
-  capture. It raises where nothing but graphs holds some of that memory, which torch would have given away by then.
-- A `non_blocking` copy from a pinned buffer is under way until the host next waits, and it raises there if the buffer
-  has changed. One to a pinned buffer shows NaN until then.
+- A capture computes nothing: results are NaN (integers 0), memory is unchanged, and no random number is drawn. A replay
+  runs the operations on the memory and with the numbers of the capture. It raises if only graphs hold some of that
+  memory, which torch would have freed by then.
 
-What it cannot see: the order of streams and events (everything runs at once, and any wait ends every copy); the
-allocator, beyond the memory of graphs that nothing else holds; random numbers of the device, as it shares the CPU's
-generator, and their offsets in replays; the workspaces of cuBLAS; autocast's lists for CUDA (the CPU's are used);
-whether kernels are deterministic, and how they round; into how many kernels an operation falls (one is counted);
-compiled code; other threads and processes. To C++ a `CudaTensor` is on the CPU: `zeros_like(x, device="cpu")` stays on
-the device, and `parameter.data = x` is not to be used.
+Not simulated: the order of streams, the allocator, random numbers of the device (the CPU's generator is used), autocast
+lists for CUDA, rounding and determinism of kernels, compiled code, other threads and processes, and copies from pinned
+memory. C++ code takes a `CudaTensor` for a CPU tensor: `zeros_like(x, device="cpu")` stays on the device, and
+`parameter.data = x` does not work.
 """
 
 import contextlib
@@ -34,16 +30,14 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import torch._dynamo  # looks at what is patched here when it is imported
+import torch._dynamo  # imported first, because it inspects the functions that are patched here
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _foreach_utils
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
-NAME = "pretend GPU"
 HOLE = torch.empty(0)  # stands for a tensor among the arguments of an operation
-PLACES = ("device", "pin_memory")  # arguments that say where a tensor is made
 COPY, TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 # What the host needs before it can go on: a number, or a shape that depends on the data
 WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "multinomial", "bincount"}
@@ -146,24 +140,16 @@ def find_caller() -> str:
 
 
 class Stream:
-    """A stream or an event, of which nothing is modelled but that the host can wait for it."""
+    """A stream, which has no effect, because every operation runs at once."""
 
     def __init__(self, gpu):
         self.gpu = gpu
 
-    def synchronize(self):
-        self.gpu.wait("synchronize")
-
     def is_capturing(self) -> bool:
         return self.gpu.graph is not None
 
-    def elapsed_time(self, end) -> float:
-        return 1.0
-
-    def do_nothing(self, *_):
+    def wait_stream(self, other) -> None:
         pass
-
-    record = record_event = wait_event = wait_stream = do_nothing
 
 
 class Graph:
@@ -209,45 +195,30 @@ class Graph:
 
 
 class PretendCuda(TorchDispatchMode):
-    """The device: counts launches and waits, knows pinned memory, and records graphs."""
+    """The device: it counts launches and waits, and records graphs."""
 
     def __init__(self):
         super().__init__()
         self.launches = 0  # of operations and of graphs
         self.replays = 0  # of graphs
         self.waits: Counter[str] = Counter()  # of the host for the device: "what at file:line"
-        self.pinned: dict[int, torch.Tensor] = {}  # pinned buffers by address
-        self.under_way: list[tuple] = []  # copies: (buffer, its content, whether it goes to the device)
         self.graphs = weakref.WeakSet()
-        self.graph: Graph | None = None  # the one that is being recorded
+        self.graph: Graph | None = None  # the graph that is being recorded
         self.default_stream = self.stream = Stream(self)
 
     def wait(self, what: str) -> None:
-        """The host waits for all that the device has to do; raises inside a capture."""
+        """Count that the host waits for the device; raise inside a capture."""
         if self.graph is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what} at {find_caller()}")
         self.waits[f"{what} at {find_caller()}"] += 1
-        under_way, self.under_way = self.under_way, []
-        for buffer, content, is_sent in under_way:
-            if not is_sent:
-                buffer.copy_(content)
-            elif not is_same(buffer, content):
-                raise RuntimeError("a pinned buffer was written before its copy to the device was waited for")
 
     def set_stream(self, stream: Stream) -> None:
-        """torch.cuda.set_stream."""
+        """Replace torch.cuda.set_stream."""
         self.stream = stream
 
     @contextlib.contextmanager
-    def use_stream(self, stream: Stream):
-        """torch.cuda.stream."""
-        old, self.stream = self.stream, stream
-        yield
-        self.stream = old
-
-    @contextlib.contextmanager
-    def capture(self, graph: Graph, pool=None, stream: Stream | None = None, capture_error_mode="global"):
-        """torch.cuda.graph."""
+    def capture(self, graph: Graph, stream: Stream | None = None):
+        """Replace torch.cuda.graph."""
         if stream is self.default_stream:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         self.wait("torch.cuda.graph")
@@ -260,62 +231,33 @@ class PretendCuda(TorchDispatchMode):
             torch.set_rng_state(rng_state)
         graph.end_capture()
 
-    def make_graphed_callables(self, module, inputs, **_):
-        """Forward and backward pass of `module` under the rules of a capture; then it stays as it is."""
-        with self.capture(Graph(self)):
-            weights = [x for x in module.parameters() if x.requires_grad]
-            torch.autograd.grad(module(*inputs).sum(), weights, allow_unused=True)
-        return module
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = get_leaves([args, *kwargs.values()])
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         is_here = any(isinstance(x, CudaTensor) for x in tensors)
         is_asked_for = any(isinstance(x, torch.device) and x.type == "cuda" for x in given)
-        is_pinned = kwargs.get("pin_memory", False)
-        if not is_here and not is_asked_for and not is_pinned:
+        if not is_here and not is_asked_for:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and func._can_decompose():  # which autograd does otherwise
             with self:
                 return func.decompose(*args, **kwargs)
-        if is_pinned:
-            buffer = func(*args, **kwargs | {"pin_memory": False})
-            self.pinned[buffer.untyped_storage().data_ptr()] = (
-                buffer  # kept, so that no other gets its address
-            )
-            return buffer
         if func is TO_COPY and not is_here:
             with self:
-                target = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=CUDA)
-                return target.copy_(args[0], kwargs.get("non_blocking", False))
+                return torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=CUDA).copy_(args[0])
         if func is COPY and not all(isinstance(x, CudaTensor) for x in tensors):
-            return self.transfer(*args, **kwargs)
+            return self.transfer(*args[:2])
         if is_here:
             self.check(func, args, tensors)
         args = map_tensors(lambda _: HOLE, args)
-        kwargs = {name: map_tensors(lambda _: HOLE, x) for name, x in kwargs.items() if name not in PLACES}
+        kwargs = {name: map_tensors(lambda _: HOLE, x) for name, x in kwargs.items() if name != "device"}
         return self.execute(func, args, kwargs, tensors)
 
-    def transfer(
-        self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
-    ) -> torch.Tensor:
-        """`target.copy_(source)` between host and device."""
-        is_sent = isinstance(target, CudaTensor)
-        buffer = source if is_sent else target
-        is_async = non_blocking and buffer.untyped_storage().data_ptr() in self.pinned
-        if not is_async:
-            self.wait("copy to the device" if is_sent else "copy to the host")
-        hosts = [get_host(target), get_host(source)]
-        if self.graph is not None:
-            self.graph.nodes.append((lambda tensors: COPY(*tensors), [x.detach() for x in hosts], [None]))
-            return target
+    def transfer(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Compute `target.copy_(source)` between host and device."""
+        self.wait("copy to the device" if isinstance(target, CudaTensor) else "copy to the host")
         self.launches += 1
-        COPY(*hosts)
-        if is_async:
-            self.under_way.append((buffer, buffer.clone(), is_sent))
-            if not is_sent:
-                fill_unknown(buffer)
+        COPY(get_host(target), get_host(source))
         return target
 
     def check(self, func, args, tensors: list[torch.Tensor]) -> None:
@@ -326,7 +268,7 @@ class PretendCuda(TorchDispatchMode):
             values = list(args[2:3])
             is_fill = len(values) == 1 and not isinstance(
                 values[0], CudaTensor
-            )  # by a number: none are counted
+            )  # no wait to fill by a number
             if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not is_fill:
                 self.wait("a mask as index")
             if not all(isinstance(x, CudaTensor) for x in indices):
@@ -345,10 +287,8 @@ class PretendCuda(TorchDispatchMode):
 
         def call(tensors):
             rest = iter(tensors)
-            arguments = map_tensors(lambda _: next(rest), args)
-            return func(
-                *arguments, **{name: map_tensors(lambda _: next(rest), x) for name, x in kwargs.items()}
-            )
+            filled = map_tensors(lambda _: next(rest), [args, *kwargs.values()])
+            return func(*filled[0], **dict(zip(kwargs, filled[1:], strict=True)))
 
         hosts = [get_host(x) for x in tensors]
         known = {id(host): x for host, x in zip(hosts, tensors, strict=True)}
@@ -360,9 +300,8 @@ class PretendCuda(TorchDispatchMode):
             copies = [copy_memory(x) for x in hosts]
             known |= {id(copy): x for copy, x in zip(copies, tensors, strict=True)}
             results = call(copies)
-            made = [
-                x if isinstance(x, torch.Tensor) and id(x) not in known else None for x in get_leaves(results)
-            ]
+            leaves = get_leaves(results)
+            made = [x if isinstance(x, torch.Tensor) and id(x) not in known else None for x in leaves]
             self.graph.add(call if is_launched else None, tensors, made)
         return map_tensors(lambda x: known[id(x)] if id(x) in known else CudaTensor(x), results)
 
@@ -375,15 +314,14 @@ def move(tensor, *args, **kwargs):
     """Tensor.to, from and to either device."""
     if args and isinstance(args[0], torch.Tensor):
         args = args[0].device, args[0].dtype, *args[1:]
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     dtype = dtype or tensor.dtype
     is_here = isinstance(tensor, CudaTensor)
     if is_here and device is not None and device.type == "cpu":
-        host = torch.empty_like(tensor.host, dtype=dtype, pin_memory=non_blocking)  # pinned, as torch does it
-        return host.copy_(tensor, non_blocking)
+        return torch.empty_like(tensor.host, dtype=dtype).copy_(tensor)
     if is_here or device is None or device.type == "cpu":
         return TO(tensor, dtype, copy=kwargs.get("copy", False))
-    return TO(tensor, CUDA, dtype, non_blocking)
+    return TO(tensor, CUDA, dtype)
 
 
 def is_inside_with_cuda() -> bool:
@@ -408,59 +346,52 @@ def make_and_send(make):
 def group_tensors(*args):
     """How torch groups tensors by device and type for its fused operations; it takes them to be on the CPU."""
     groups = GROUP_TENSORS(*args).items()
-    return {
-        (CUDA if isinstance(x[0][0][0], CudaTensor) else device, dtype): x for (device, dtype), x in groups
-    }
+    return {(CUDA if isinstance(x[0][0][0], CudaTensor) else cpu, dtype): x for (cpu, dtype), x in groups}
 
 
 @contextlib.contextmanager
 def pretend_cuda():
-    """Gives torch one CUDA device, a `PretendCuda`, until the end of the context."""
+    """Give torch one CUDA device, a `PretendCuda`, until the end of the context."""
     if torch.cuda.is_available():
-        torch.cuda.init()  # as torch takes the pretended start for that of the real one
-    gpu = PretendCuda()
-    autocast, generator = torch.autocast, torch.Generator
+        torch.cuda.init()  # else torch never initializes the real device, because of the pretended start
+    gpu, autocast = PretendCuda(), torch.autocast
     cuda = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": lambda _: None,
-        "get_device_name": lambda *_: NAME,
         "synchronize": lambda *_: gpu.wait("synchronize"),
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "manual_seed_all": lambda _: None,
-        "Stream": lambda *_, **__: Stream(gpu),
-        "Event": lambda *_, **__: Stream(gpu),
+        "Stream": lambda *_: Stream(gpu),
         "current_stream": lambda *_: gpu.stream,
         "set_stream": gpu.set_stream,
-        "stream": gpu.use_stream,
-        "CUDAGraph": lambda *_, **__: Graph(gpu),
+        "stream": lambda _: contextlib.nullcontext(),
+        "CUDAGraph": lambda: Graph(gpu),
         "graph": gpu.capture,
         "is_current_stream_capturing": lambda: gpu.graph is not None,
-        "make_graphed_callables": gpu.make_graphed_callables,
     }
     accelerator = {"current_accelerator": lambda **_: CUDA, "current_stream": lambda *_: gpu.stream}
     in_torch = {
         "tensor": make_and_send(torch.tensor),
         "as_tensor": make_and_send(torch.as_tensor),
-        "Generator": lambda *_: generator(),
         "autocast": lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs),
     }
     foreach_types = [*_foreach_utils._foreach_supported_types, CudaTensor]
+    has_mkldnn = torch._C._get_mkldnn_enabled()
     overwrites_parameters = torch.__future__.get_overwrite_module_params_on_conversion()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
-        stack.enter_context(mock.patch.multiple(torch, **in_torch))
-        stack.enter_context(mock.patch.multiple(torch.Tensor, to=move, cuda=lambda x, *_, **__: x.to(CUDA)))
-        stack.enter_context(mock.patch.multiple(torch.accelerator, **accelerator))
-        stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", group_tensors))
-        stack.enter_context(mock.patch.object(_foreach_utils, "_foreach_supported_types", foreach_types))
-        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-        torch._C._set_mkldnn_enabled(False)  # its LSTM keeps what no replay finds
-        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites_parameters)
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.multiple(torch, **in_torch),
+        mock.patch.multiple(torch.Tensor, to=move, cuda=lambda x: x.to(CUDA)),
+        mock.patch.multiple(torch.accelerator, **accelerator),
+        mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", group_tensors),
+        mock.patch.object(_foreach_utils, "_foreach_supported_types", foreach_types),
+    ):
+        torch._C._set_mkldnn_enabled(False)  # its LSTM keeps memory that no replay finds
         torch.__future__.set_overwrite_module_params_on_conversion(True)
-        stack.enter_context(gpu)
-        yield gpu
-        gpu.wait("the end")
+        try:
+            with gpu:
+                yield gpu
+        finally:
+            torch._C._set_mkldnn_enabled(has_mkldnn)
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrites_parameters)

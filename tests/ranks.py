@@ -1,13 +1,7 @@
-"""What other processes than pytest's do in the tests of the contracts and of several processes.
+"""The programs of other processes in the tests of the contract and of several processes.
 
-It is named by `torchrun ... ranks.py NAME ...`, or by `start_process` of conftest.py.
-
-run_copy PATH FLAGS...              the script at PATH, in its folder and without this repository
-kill_at SCRIPT NUMBER MOMENT FLAGS  the script, which dies as it writes its checkpoint.pt of that number
-share SCRIPT OUT FLAGS RESUME       the script, again from its end with RESUME, and its update
-meet OUT                            the number of ranks
-
-Each rank writes what it holds in OUT: whole_RANK.pt, resumed_RANK.pt, update_RANK.pt; meet_RANK.pt.
+`torchrun ... ranks.py NAME ...` or `start_process` of conftest.py calls one function of ACTIONS by its name. Each rank
+writes what it holds in a folder OUT: whole_RANK.pt, resumed_RANK.pt, update_RANK.pt or meet_RANK.pt.
 """
 
 import importlib
@@ -36,12 +30,6 @@ def get_rank():
     return int(os.environ["RANK"])
 
 
-def run(script, flags):
-    sys.modules["matplotlib"] = None  # scripts do without, and sooner
-    sys.argv = [str(ROOT / "algos" / f"{script}.py"), *flags]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
 def run_copy(path, *flags):
     """Run the script at `path` in its folder, where no module of this repository is found."""
     path = Path(path)
@@ -50,12 +38,13 @@ def run_copy(path, *flags):
     sys.path[:] = [str(path.parent), *(x for x in sys.path if x not in ("", str(ROOT), str(ROOT / "tests")))]
     for name in [x for x in sys.modules if x.split(".")[0] in ("algos", "envs_shared")]:
         del sys.modules[name]
+    sys.modules["matplotlib"] = None  # scripts start sooner without it
     sys.argv = [path.name, *flags]
     runpy.run_path(str(path), run_name="__main__")
 
 
-def kill_at(script, number, moment, *flags):
-    """Run the script, and kill -9 this process while it writes checkpoint.pt for the time `number`.
+def kill_at(path, number, moment, *flags):
+    """Run the script at `path`, and kill -9 this process while it writes checkpoint.pt for the time `number`.
 
     The moment is "half", when half of the bytes are on the disk, "written", or "replaced".
     """
@@ -83,7 +72,7 @@ def kill_at(script, number, moment, *flags):
             die()
 
     os.replace, torch.save = replace_or_die, save_or_die
-    run(script, flags)
+    run_copy(path, *flags)
 
 
 def share(script, out, flags, resume_flags):
@@ -103,18 +92,19 @@ def share(script, out, flags, resume_flags):
         make(agent, *args, **kwargs)
 
     def run_main(name, *flags):
-        """In a process group of its own, at the same meeting place, where the addresses of the last one still are."""
-        group = {"store": dist.PrefixStore(name, store), "rank": get_rank(), "world_size": 2}
-        with (
-            patch.object(dist, "init_process_group", partial(join, **group)),
-            patch.object(network, "__init__", record),
-        ):
+        """In a process group of its own, as the last group has left its addresses in the store."""
+        join_group(name)
+        with patch.object(network, "__init__", record):
             module.main([*flags, "--no-cuda"])
-        torch.save(
-            {"agent": made[-1].state_dict(), "rng": torch.get_rng_state()}, out / f"{name}_{get_rank()}.pt"
-        )
+        held = {"agent": made[-1].state_dict(), "rng": torch.get_rng_state()}
+        torch.save(held, out / f"{name}_{get_rank()}.pt")
         dist.barrier()
         dist.destroy_process_group()
+
+    def join_group(name):
+        """Let the next `init_process_group` join the group of this name."""
+        group = {"store": dist.PrefixStore(name, store), "rank": get_rank(), "world_size": 2}
+        dist.init_process_group = partial(join, **group)
 
     run_main("whole", *shlex.split(flags), "--run-dir", str(out / "whole"))
     (path,) = (out / "whole").iterdir()
@@ -123,9 +113,7 @@ def share(script, out, flags, resume_flags):
     while not (out / "resumed" / "checkpoint.pt").exists():
         time.sleep(0.02)
     run_main("resumed", "--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags))
-    dist.init_process_group = partial(
-        join, store=dist.PrefixStore("update", store), rank=get_rank(), world_size=2
-    )
+    join_group("update")
     update(script, out)
 
 
@@ -151,9 +139,10 @@ def update(script, out):
         torch.manual_seed(0)
         with patch.multiple(module, RANK=rank, WORLD_SIZE=size):
             agents, numbers = CASES[script](module, slice(rank, None, size))
-        grads = [p.grad for agent in agents for p in agent.parameters()]
+        parameters = [p for agent in agents for p in agent.parameters()]
+        grads = [p * 0 if p.grad is None else p.grad for p in parameters]  # not every update trains all
         weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
-        found.append({"gradients": grads, "weights": weights, "numbers": numbers})
+        found.append({"gradients": [x.detach() for x in grads], "weights": weights, "numbers": numbers})
     torch.save(found, out / f"update_{get_rank()}.pt")
     dist.destroy_process_group()
 
@@ -229,10 +218,7 @@ def update_r2d2(r2d2, rows):
         numbers += [metrics, r2d2.average(priorities) * r2d2.WORLD_SIZE]
         agents.append(agent)
     rewards = torch.randn(args.num_steps, 4, dtype=torch.float64).numpy()
-    rewards[:, 0], agent = (
-        0.0,
-        r2d2.QNetwork(envs, args),
-    )  # so the processes have unequally many that are not zero
+    rewards[:, 0], agent = 0.0, r2d2.QNetwork(envs, args)  # the processes differ in rewards that are not zero
     replay = SimpleNamespace(num_added=0)
     replay.add = lambda player: vars(replay).update(num_added=replay.num_added + len(player.is_over))
     player = FixedPlayer(agent, rewards[:, rows])
@@ -259,9 +245,8 @@ def update_tsp(am, rows):
             numbers.append(am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]))
         agents.append(agent)
     points, (agent, best) = torch.rand(600, 5, 2)[rows], agents
-    numbers.append(
-        torch.stack([am.is_better(agent, best, points, 0.5), am.is_better(best, agent, points, 0.5)])
-    )
+    is_better = [am.is_better(*pair, points, 0.5) for pair in ((agent, best), (best, agent))]
+    numbers.append(torch.stack(is_better))
     assert numbers[-1].sum() == 1
     return agents, [x.float() for x in numbers]
 
@@ -282,21 +267,16 @@ def update_change_detection(cd, rows):
     numbers.append(cd.take_step(agent, descend(agent), *loss, args))
     agents.append(agent)
     agent = cd.Agent(args)
-    halves = {
-        "rand_like": lambda x: torch.full_like(x, 0.5),
-        "rand": lambda *size, **_: torch.full(size, 0.7),
-    }
-    with patch.multiple(torch, **halves):
+    with (
+        patch.object(torch, "rand_like", lambda x: torch.full_like(x, 0.5)),
+        patch.object(torch, "rand", lambda *size, **_: torch.full(size, 0.7)),
+    ):
         loss = cd.detector_loss(agent, images[rows], labels[rows], args)
         numbers.append(cd.take_step(agent, descend(agent), *loss, args))
         agents.append(agent)
         with patch.object(torch, "randn_like", torch.zeros_like):
             _, scalars = cd.collect_rollout(agent, images[rows], labels[rows], args)
     scalars.pop("charts/settled_acc")  # a mean of means
-    for parameter in (x for trained in agents for x in trained.parameters() if x.grad is None):
-        parameter.grad = torch.zeros_like(
-            parameter
-        )  # PPO does not train the backbone, nor the detector's part the heads
     return agents, [*numbers, agent.running_f1, torch.tensor([scalars[name] for name in sorted(scalars)])]
 
 
@@ -310,8 +290,6 @@ def update_alphazero(az, rows):
         shake(agent)
         records, stage = images.pick(slice(40)).pick(rows), stage._replace(value_coef=value_coef)
         numbers.append(az.average(az.update_network(agent, descend(agent), records, stage)))
-        for p in agent.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         agents.append(agent)
     return agents, numbers
 

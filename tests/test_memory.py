@@ -17,7 +17,13 @@ def make(env_id, num_envs, seed):
     return envs, envs.reset(seed=seed)[0]
 
 
-# ---- RepeatPrevious of popgym ----------------------------------------------------------------------------------------
+def check_equal(steps, others):
+    """Compare observations, rewards and the two flags."""
+    for a, b in zip(steps[:4], others[:4], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# RepeatPrevious of popgym
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +55,21 @@ def test_remembering_the_fourth_card_back_earns_one(cards):
 
 
 def test_no_card_policy_without_memory_earns_more_than_minus_049(cards):
-    """All 256 maps from the suit shown to an answer. Best is another suit: of the one shown, a card less is left."""
+    """All 256 maps from the suit shown to an answer. Best is another suit, of which one card more is left."""
     shown, rewards = cards
     policies = np.array(list(itertools.product(range(4), repeat=4)))  # [256, 4]
     returns = np.array([score(rewards, policy[shown[:, :51]]).mean() for policy in policies])
     num_same = (policies == np.arange(4)).sum(1)  # suits that are answered by themselves
-    chances = [2 * 13 / 51 - 1, 2 * 12 / 51 - 1]  # another suit, the same
-    expected = ((4 - num_same) * chances[0] + num_same * chances[1]) / 4
+    other, same = (
+        2 * 13 / 51 - 1,
+        2 * 12 / 51 - 1,
+    )  # expected returns of an answer by another suit and the same
+    expected = ((4 - num_same) * other + num_same * same) / 4
     assert expected.max() == pytest.approx(-0.49, abs=1e-3)
     assert abs(returns - expected).max() < 0.04 and returns.max() < -0.45
-    for num in range(4):
-        assert returns[num_same == num].mean() == pytest.approx(expected[num_same == num][0], abs=0.008)
 
 
-# ---- T-maze ----------------------------------------------------------------------------------------------------------
+# T-maze
 
 
 @pytest.mark.parametrize(("env_id", "length"), MAZES.items())
@@ -96,118 +103,66 @@ def test_no_maze_policy_without_memory_earns_more_than_nothing():
         lengths += running
         assert (rewards[truncated] == 0).all() and not (terminated & truncated).any()
         running &= ~(terminated | truncated)
-    assert not running.any()
-    assert set(lengths) == {11, 12, 60}
-    assert set(returns) == {-1.0, 0.0, 1.0}
+    assert not running.any() and set(lengths) == {11, 12, 60} and set(returns) == {-1.0, 0.0, 1.0}
     assert (returns.reshape(81, 2).mean(1) == 0).all()
-
-
-@pytest.mark.parametrize(("env_id", "length"), MAZES.items())
-def test_random_turns_earn_nothing_on_average(env_id, length):
-    envs, _ = make(env_id, 2000, 3)
-    rng = np.random.default_rng(0)
-    returns, running = np.zeros(2000), np.ones(2000, bool)
-    for _ in range(4 * length + 20):
-        _, rewards, terminated, truncated, _ = envs.step(rng.integers(0, 3, 2000))
-        returns += rewards * running
-        running &= ~(terminated | truncated)
-    assert np.mean(returns != 0) > 0.9
-    assert abs(returns.mean()) < 4 / np.sqrt(2000)
-
-
-def test_the_maze_shows_the_cue_once_and_ends_in_time():
-    """An agent that stays, or arrives and does not turn, sees no cue again and is stopped after 4 N + 20 steps."""
-    for action in (UP, DOWN, FORWARD):
-        envs, obs = make("TMaze10-v0", 5, 1)
-        assert (abs(obs[:, 0]) == 1).all()
-        for t in range(1, 61):
-            obs, rewards, terminated, truncated, _ = envs.step(np.full(5, action))
-            assert not obs[:, 0].any() and not rewards.any() and not terminated.any()
-            assert (obs[:, 1] == (action == FORWARD and t >= 10)).all()
-            assert truncated.all() == truncated.any() == (t == 60)
-    envs, _ = make("TMaze10-v0", 1, 1)
-    for action in [UP, FORWARD] * 10 + [FORWARD] * 39:
-        envs.step(np.array([action]))
-    _, rewards, terminated, truncated, _ = envs.step(np.array([UP]))  # a turn in the last step ends the task
-    assert abs(rewards[0]) == 1 and terminated[0] and not truncated[0]
 
 
 def test_the_step_after_the_end_begins_an_episode_and_ignores_the_action():
     results = []
     for late_action in (FORWARD, UP):
         envs, _ = make("TMaze10-v0", 64, 5)
-        rng, log, starts = np.random.default_rng(1), [], 0
-        was_done = np.zeros(64, bool)
-        for _ in range(400):
+        rng, log, was_done = np.random.default_rng(1), [], np.zeros(64, bool)
+        for _ in range(100):
             actions = np.where(was_done, late_action, rng.integers(0, 3, 64))
             obs, rewards, terminated, truncated, _ = envs.step(actions)
             assert not rewards[was_done].any() and not (terminated | truncated)[was_done].any()
             np.testing.assert_array_equal(obs[:, 0] != 0, was_done)
-            starts += was_done.sum()
             was_done = terminated | truncated
             log.append(np.column_stack((obs, rewards, terminated, truncated)))
         results.append(np.array(log))
-        assert starts > 300
     np.testing.assert_array_equal(*results)
+    assert results[0][..., 3:].sum() > 64
 
 
 def test_the_single_maze_is_the_vector_of_one():
     env, (envs, expected) = gym.make("envs_shared.memory_tasks:TMaze10-v0"), make("TMaze10-v0", 1, 7)
     check_env(env.unwrapped, skip_render_check=True)
-    obs, _ = env.reset(seed=7)
+    np.testing.assert_array_equal(env.reset(seed=7)[0], expected[0])
     rng, ends = np.random.default_rng(2), 0
-    np.testing.assert_array_equal(obs, expected[0])
     for _ in range(500):
         action = rng.integers(3)
         step, expected = env.step(action), envs.step(np.array([action]))
-        for a, b in zip(step[:4], expected[:4], strict=True):
-            np.testing.assert_array_equal(a, b[0])
+        check_equal(step, [x[0] for x in expected[:4]])
         if step[2] or step[3]:
             ends += 1
             np.testing.assert_array_equal(env.reset()[0], envs.step(np.array([0]))[0][0])
     assert ends >= 4
 
 
-# ---- CartPole without velocities -------------------------------------------------------------------------------------
+# CartPole without velocities
 
 
 def test_hidden_velocities():
-    """CartPole-v1 with the same seed and actions, of which position and angle remain, up to the limit of 500 steps."""
+    """CartPole-v1 with the same seed and actions, reduced to position and angle, up to the limit of 500 steps."""
+    check_env(gym.make("envs_shared.memory_tasks:CartPoleNoVelocity-v0").unwrapped, skip_render_check=True)
     envs, obs = make("CartPoleNoVelocity-v0", 8, 3)
     full = gym.make_vec("CartPole-v1", num_envs=8, vectorization_mode="vector_entry_point")
     full_obs, _ = full.reset(seed=3)
+    np.testing.assert_array_equal(obs, full_obs[:, [0, 2]])
     assert envs.single_observation_space.shape == envs.observation_space.shape[1:] == obs.shape[1:] == (2,)
-    rng, lengths = np.random.default_rng(0), np.zeros(8, int)
-    truncations = 0
-    for t in range(1300):
-        np.testing.assert_array_equal(obs, full_obs[:, [0, 2]])
+    rng, truncations = np.random.default_rng(0), []
+    for t in range(700):
         assert envs.observation_space.contains(obs)
         balance = (full_obs @ np.array([0.1, 0.5, 1.0, 1.0]) > 0).astype(int)
         actions = balance if t < 600 else rng.integers(0, 2, 8)
         obs, *rest = envs.step(actions)
         full_obs, *expected = full.step(actions)
-        for a, b in zip(rest[:3], expected[:3], strict=True):
-            np.testing.assert_array_equal(a, b)
-        lengths += 1
-        assert (lengths[rest[2]] == 500).all()
-        truncations += rest[2].sum()
-        lengths[rest[1] | rest[2]] = -1  # the step that resets counts for no episode
-    assert truncations == 8
+        check_equal((obs, *rest), (full_obs[:, [0, 2]], *expected))
+        truncations += [t] * rest[2].sum()
+    assert truncations == [499] * 8
 
 
-def test_hidden_velocities_of_a_single_environment():
-    env, full = gym.make("envs_shared.memory_tasks:CartPoleNoVelocity-v0"), gym.make("CartPole-v1")
-    obs, full_obs = env.reset(seed=3)[0], full.reset(seed=3)[0]
-    for t in range(500):
-        np.testing.assert_array_equal(obs, full_obs[[0, 2]])
-        action = int(full_obs @ np.array([0.1, 0.5, 1.0, 1.0]) > 0)
-        obs, reward, terminated, truncated, _ = env.step(action)
-        full_obs = full.step(action)[0]
-        assert (reward, terminated, truncated) == (1.0, False, t == 499)
-    check_env(env.unwrapped, skip_render_check=True)
-
-
-# ---- MiniGrid --------------------------------------------------------------------------------------------------------
+# MiniGrid
 
 
 def test_the_hint_of_minigrid_is_in_view_from_the_start():
@@ -224,17 +179,16 @@ def test_the_hint_of_minigrid_is_in_view_from_the_start():
             grids.append(env.unwrapped.grid.encode())
         np.testing.assert_array_equal(*grids)
     assert in_view["MemoryForced"] == 60 > 40 > in_view["Memory"]
-    env = gym.make("envs_shared.memory_tasks:MiniGrid-MemoryForcedS9-v0")
-    check_env(env.unwrapped, skip_render_check=True)
+    check_env(
+        gym.make("envs_shared.memory_tasks:MiniGrid-MemoryForcedS9-v0").unwrapped, skip_render_check=True
+    )
 
 
-# ---- All -------------------------------------------------------------------------------------------------------------
+# All
 
 
-@pytest.mark.parametrize("env_id", [*MAZES, "CartPoleNoVelocity-v0"])
-def test_seeds(env_id):
-    """One seed, one history, different in each environment; another seed, another history."""
-
+@pytest.mark.parametrize("env_id", ["TMaze10-v0", "CartPoleNoVelocity-v0"])
+def test_a_seed_fixes_the_history_of_each_environment(env_id):
     def history(seed):
         envs, obs = make(env_id, 16, seed)
         rng, history = np.random.default_rng(0), [obs]

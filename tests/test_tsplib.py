@@ -34,12 +34,6 @@ def solve_exactly(points, distance=tsplib.euclidean):
     return (best[-1] + d[1:, 0]).min()
 
 
-def measure(distance, points, tours):
-    """Return the lengths of closed tours [[...]] through points [[x, y], ...], as a list."""
-    points, tours = torch.tensor(points, dtype=torch.float64), torch.tensor(tours)
-    return tsplib.measure_tours(tsplib.DISTANCES[distance], points[None], tours[None])[0].tolist()
-
-
 def write(path, text):
     path.write_text(text)
     return str(path)
@@ -50,10 +44,8 @@ def write(path, text):
 
 def test_exact_solution_agrees_with_brute_force():
     points = np.random.default_rng(0).normal(size=(7, 2))
-    lengths = [
-        sum(math.dist(points[a], points[b]) for a, b in itertools.pairwise((0, *order, 0)))
-        for order in itertools.permutations(range(1, 7))
-    ]
+    tours = [(0, *order, 0) for order in itertools.permutations(range(1, 7))]
+    lengths = [sum(math.dist(points[a], points[b]) for a, b in itertools.pairwise(tour)) for tour in tours]
     assert solve_exactly(points) == pytest.approx(min(lengths), rel=1e-12)
 
 
@@ -69,21 +61,17 @@ def test_rounding_of_the_distances():
 @pytest.mark.parametrize(("text", "optimum"), [(BURMA14, 3323), (ULYSSES16, 6859)])
 def test_geo_gives_the_known_optimum(text, optimum):
     assert solve_exactly(np.array(text.split(), float).reshape(-1, 2), tsplib.geographical) == optimum
+    # With a more exact pi these distances would be 9459 and 2132; angles are in degrees and minutes
+    points = np.array([[6.15, 137.46], [79.48, 75.11], [17.52, 51.04], [69.37, 6.10]])
+    assert tsplib.geographical(*torch.tensor(points).view(2, 2, 2)).tolist() == [9458, 2133]
 
 
-def test_geo_has_the_constants_of_tsplib():
-    """With a more exact pi these distances would be 9459 and 2132; angles are in degrees and minutes."""
-    a, b = torch.tensor(
-        [[[6.15, 137.46], [79.48, 75.11]], [[17.52, 51.04], [69.37, 6.10]]], dtype=torch.float64
-    )
-    assert tsplib.geographical(a, b).tolist() == [9458, 2133]
-
-
-def test_each_step_of_a_closed_tour_is_rounded():
-    """Three steps of 2.4 and one of 7.2 are 2 + 2 + 2 + 7; the order of the nodes counts."""
-    points = [[0, 0], [2.4, 0], [4.8, 0], [7.2, 0]]
-    assert measure("EUC_2D", points, [[0, 1, 2, 3], [0, 2, 1, 3]]) == [13, 5 + 2 + 5 + 7]
-    assert measure("CEIL_2D", points, [[3, 0, 1, 2]]) == [8 + 3 + 3 + 3]
+@pytest.mark.parametrize(("distance", "lengths"), [("EUC_2D", [13, 19]), ("CEIL_2D", [17, 21])])
+def test_each_step_of_a_closed_tour_is_rounded(distance, lengths):
+    """Of 2.4 and 7.2, or of 4.8, 2.4, 4.8 and 7.2; the order of the nodes counts."""
+    points = torch.tensor([[[0.0, 0.0], [2.4, 0.0], [4.8, 0.0], [7.2, 0.0]]]).double()
+    tours = torch.tensor([[[0, 1, 2, 3], [0, 2, 1, 3]]])
+    assert tsplib.measure_tours(tsplib.DISTANCES[distance], points, tours).tolist() == [lengths]
 
 
 @pytest.mark.parametrize(("name", "optimum"), [("berlin52", 7542), ("st70", 675)])
@@ -91,11 +79,8 @@ def test_instances_have_their_known_optimum(name, optimum):
     points, tours, measure = tsplib.read_tsplib(str(FOLDER / f"{name}.tsp"))
     assert points.shape == (1, int(name[-2:]), 2) and tours.shape == points.shape[:2]
     assert points.dtype == torch.float64 and tours.dtype == torch.int64
-    length = measure(points, tours[:, None])
-    assert length.dtype == torch.float64 and length.tolist() == [[optimum]]
-    assert measure(points, torch.stack((tours, tours.roll(3, 1), tours.flip(1)), 1)).tolist() == [
-        [optimum] * 3
-    ]
+    lengths = measure(points, torch.stack((tours, tours.roll(3, 1), tours.flip(1)), 1))
+    assert lengths.dtype == torch.float64 and lengths.tolist() == [[optimum] * 3]
 
 
 # Files
@@ -105,19 +90,11 @@ def test_nodes_in_any_order_and_spaced_headers(tmp_path):
     text = "DIMENSION : 3\nNAME : x\nTYPE : TSP (M.~Hofmeister)\nCOMMENT : Caf\xe9: a: b\n"
     text += "EDGE_WEIGHT_TYPE : CEIL_2D\n\nNODE_COORD_SECTION :\n2 1.5e1 2\n\n 1 0 0\n3 4 4\nEOF\n4 5 5\n"
     (tmp_path / "x.y.tsp").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode("latin-1"))
-    write(
-        tmp_path / "x.y.opt.tour", "NAME : t\nTYPE : TOUR\nDIMENSION : 3\nTOUR_SECTION\n1 3\n2\n-1\n9\nEOF\n"
-    )
+    tour = "NAME : t\nTYPE : TOUR\nDIMENSION : 3\nTOUR_SECTION\n1 3\n2\n-1\n9\nEOF\n"
+    write(tmp_path / "x.y.opt.tour", tour)
     points, tours, measure = tsplib.read_tsplib(str(tmp_path / "x.y.tsp"))
     assert points.tolist() == [[[0, 0], [15, 2], [4, 4]]] and tours.tolist() == [[0, 2, 1]]
     assert measure(points, tours[None]).tolist() == [[6 + 12 + 16]]
-
-
-def test_sections_and_keys_that_do_not_matter(tmp_path):
-    text = HEADER.replace("TYPE: TSP\n", "DISPLAY_DATA_TYPE: COORD_DISPLAY\n") + "1 0 0\n2 3 4\n3 0 4\n"
-    path = write(tmp_path / "x.tsp", text + "DISPLAY_DATA_SECTION\n1 9 9\n2 9 9\n3 9 9\n")
-    points, tours, _ = tsplib.read_tsplib(path)
-    assert points.tolist() == [[[0, 0], [3, 4], [0, 4]]] and tours is None
 
 
 @pytest.mark.parametrize(
@@ -125,26 +102,18 @@ def test_sections_and_keys_that_do_not_matter(tmp_path):
     [
         (HEADER + "1 0 0\n2 1 1\n", r"x\.tsp: nodes must be numbered 1 to DIMENSION \(3\)"),
         (HEADER + "1 0 0\n2 1 1\n4 2 2\n", r"numbered 1 to DIMENSION \(3\)"),
-        (HEADER + "0 0 0\n1 1 1\n2 2 2\n", r"numbered 1 to DIMENSION \(3\)"),
         (HEADER + "1 0 0\n2 1 1\n2 2 2\n3 2 2\n", r"x\.tsp:8: must be a new node number"),
         (HEADER.replace("DIMENSION: 3\n", "") + "1 0 0\n2 1 1\n3 2 2\n", r"DIMENSION \(missing\)"),
         (HEADER.replace("3", "2") + "1 0 0\n2 1 1\n", r"DIMENSION \(2\), at least 3"),
-        (HEADER.replace("3", "1") + "1 0 0\n", "at least 3"),
-        (HEADER.replace("3", "0"), "at least 3"),
         (HEADER.split("NODE")[0], r"DIMENSION \(3\)"),
         (HEADER + "1 0 0\n2 1\n3 2 2\n", r"x\.tsp:7: must be a new node number and two finite coordinates"),
-        (HEADER + "1 0 0\n2 1 inf\n3 2 2\n", r"x\.tsp:7: must"),
         (HEADER + "1 0 0\n2 1 nan\n3 2 2\n", r"x\.tsp:7: must"),
-        (HEADER + "1 0 0\n2 nan 1\n3 2 2\n", r"x\.tsp:7: must"),
         (HEADER + "1 0 0\n2 1 1e100\n3 2 2\n", r"x\.tsp:7: must"),
-        (HEADER + "1 0 0\n2 1 1 1\n3 2 2\n", r"x\.tsp:7: must"),
         (HEADER + "1 0 0\n2.5 1 1\n3 2 2\n", r"x\.tsp:7: must"),
         (HEADER + "1 0 0\n2 1 x\n3 2 2\n", r"x\.tsp:7: must"),
         (HEADER.replace("EUC_2D", "EXPLICIT") + "1 0 0\n", "EUC_2D, CEIL_2D, ATT, GEO, not EXPLICIT"),
         (HEADER.replace("EDGE_WEIGHT_TYPE: EUC_2D\n", "") + "1 0 0\n", "EDGE_WEIGHT_TYPE .* not missing"),
         (HEADER.replace("TYPE: TSP", "TYPE: CVRP") + "1 0 0\n", "TYPE must be TSP, .* not CVRP"),
-        (HEADER.replace("TYPE: TSP", "TYPE: ATSP") + "1 0 0\n", "TYPE must be TSP, .* not ATSP"),
-        (HEADER.replace("TYPE: TSP", "TYPE:") + "1 0 0\n", "TYPE must be TSP"),
         (HEADER + "1 0 0\n2 1 1\n3 2 2\nFIXED_EDGES_SECTION\n1 2\n-1\n", "without fixed edges"),
         ("garbage\n", r"x\.tsp:1: must be `KEY : value` or part of a section"),
         (HEADER.split("NODE")[0] + "1 0 0\n", r"x\.tsp:5: must be `KEY : value`"),
@@ -158,18 +127,17 @@ def test_bad_files_are_named_with_their_line(tmp_path, text, message):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    (tmp_path / "folder.tsp").mkdir()
     (tmp_path / "binary.tsp").write_bytes(b"\x80\xff\x00\n")
     for name, message in (
         ("missing.tsp", "missing.tsp: No such file or directory"),
-        ("folder.tsp", "folder.tsp: Is a directory"),
+        ("", f"{tmp_path}: Is a directory"),
         ("binary.tsp", "binary.tsp:1: must be"),
     ):
         with pytest.raises(ValueError, match=message):
             tsplib.read_tsplib(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("tour", ["1 2 4", "1 2", "1 b 2", "1 2 3 1", "1 2 2", "0 1 2", ""])
+@pytest.mark.parametrize("tour", ["1 2 4", "1 2", "1 b 2", "1 2 3 1", ""])
 def test_bad_tours(tmp_path, tour):
     path = write(tmp_path / "x.tsp", HEADER + "1 0 0\n2 1 1\n3 2 1\nEOF\n")
     write(tmp_path / "x.opt.tour", f"TOUR_SECTION\n{tour}\n-1\n")
@@ -180,12 +148,7 @@ def test_bad_tours(tmp_path, tour):
 def test_tours_that_are_written_are_read_back(tmp_path):
     tour = torch.tensor([2, 0, 3, 1])
     text = tsplib.format_tour("x", tour)
-    assert text.splitlines() == [
-        "NAME : x.tour",
-        "TYPE : TOUR",
-        "DIMENSION : 4",
-        "TOUR_SECTION",
-        *"3 1 4 2 -1 EOF".split(),
-    ]
+    header = ["NAME : x.tour", "TYPE : TOUR", "DIMENSION : 4", "TOUR_SECTION"]
+    assert text.splitlines() == [*header, *"3 1 4 2 -1 EOF".split()]
     write(tmp_path / "x.tour", text)
     assert torch.equal(tsplib.read_tour(tmp_path / "x.tour", 4), tour)
