@@ -584,6 +584,7 @@ def test_matches_are_balanced():
     for rows in (slice(5), slice(5, 10)):
         assert torch.equal(second.history[rows, :3], first.history[:, :3])
     assert az.play_match(go, (always_pass, first_legal), 10, 0.5)[0] < 0.5
+    assert az.play_match(go, (first_legal, always_pass), 10, 100.0)[0] == 0.5  # white wins all by komi
     torch.manual_seed(0)
     assert az.play_match(go, (first_legal, always_pass), 9, 0.5)[1] < num_moves  # an odd number of games
 
