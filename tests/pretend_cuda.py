@@ -73,8 +73,8 @@ class CudaTensor(torch.Tensor):
     def tolist(self) -> list:
         return self.cpu().tolist()
 
-    def new_tensor(self, data, dtype=None, **_) -> torch.Tensor:
-        return torch.tensor(data, dtype=dtype or self.dtype, device=CUDA)
+    def new_tensor(self, data) -> torch.Tensor:
+        return torch.tensor(data, dtype=self.dtype, device=CUDA)
 
     def numpy(self, **_):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
@@ -82,26 +82,23 @@ class CudaTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         return self.cpu().__reduce_ex__(protocol)
 
-    def __repr__(self, **_):
-        return f"CudaTensor({self.host})"
-
 
 def get_leaves(x) -> list:
-    """What is in lists of lists, or `x` itself."""
+    """Flatten lists of lists; [x] if `x` is no list."""
     if not isinstance(x, (list, tuple)):
         return [x]
     return [leaf for item in x for leaf in get_leaves(item)]
 
 
 def map_tensors(fn, x):
-    """`x`, a tensor or lists of some, with `fn` of each."""
+    """Apply `fn` to a tensor, or to each in lists of lists."""
     if isinstance(x, torch.Tensor):
         return fn(x)
     return [map_tensors(fn, item) for item in x] if isinstance(x, (list, tuple)) else x
 
 
 def get_host(x: torch.Tensor) -> torch.Tensor:
-    """Where the numbers of a tensor are."""
+    """Return the CPU tensor that holds the numbers."""
     return x.host if isinstance(x, CudaTensor) else x
 
 
@@ -112,17 +109,17 @@ def is_view(func) -> bool:
 
 
 def get_storage(x: torch.Tensor) -> int:
-    """What identifies the memory that tensors share."""
+    """Return a number that identifies the memory that tensors share."""
     return x.untyped_storage()._cdata
 
 
 def copy_memory(x: torch.Tensor) -> torch.Tensor:
-    """The same view of a copy of its memory."""
+    """Return the same view of a copy of its memory."""
     return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
 
 
 def fill_unknown(x: torch.Tensor) -> None:
-    """What nothing has been computed into: NaN where the type has it, so that its use shows."""
+    """Mark memory that holds no result: NaN if the type has it, so that its use shows."""
     x.fill_(float("nan") if x.is_floating_point() else 0)
 
 
@@ -132,7 +129,7 @@ def is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def find_caller() -> str:
-    """File and line that run now, outside torch and this module."""
+    """Return the file and line that run now, outside torch and this module."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN_FILES):
         frame = frame.f_back
@@ -163,7 +160,7 @@ class Graph:
         gpu.graphs.add(self)
 
     def add(self, call, tensors: list[torch.Tensor], results: list) -> None:
-        """Note an operation, or None with the memory that it takes; numbers of the host are frozen."""
+        """Record an operation, or None with the memory that it takes; numbers of the host are frozen."""
         for x in results:
             if x is not None:
                 fill_unknown(x)
@@ -180,7 +177,7 @@ class Graph:
             self.held.pop(get_storage(x), None)
 
     def replay(self) -> None:
-        """Run all operations again; raises where memory that they need is nobody else's any longer."""
+        """Run all operations again; raise if only graphs hold memory that they need."""
         self.gpu.launches += 1
         self.gpu.replays += 1
         for storage in self.held:

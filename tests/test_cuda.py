@@ -27,11 +27,9 @@ from algos import reinforce_tsp_attention as tsp
 PPO = "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --eval-interval 1000"
 PPO += " --eval-episodes 2"
 TSP = "--env-id tsp5-uniform --num-epochs 3 --steps-per-epoch 2 --batch-size 2 --eval-interval 3 --eval-episodes 2"
-R2D2 = (
-    "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40 --hidden-size 8"
-)
+R2D2 = "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40"
 R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --eval-interval 1000"
-R2D2 += " --eval-episodes 2"
+R2D2 += " --eval-episodes 2 --hidden-size 8"
 CHANGE = "--num-train-pairs 8 --image-size 16 --batch-size 2 --num-envs 4 --num-minibatches 2 --detector-iterations 2"
 CHANGE += " --ppo-iterations 3 --eval-episodes 2 --eval-interval 5"
 GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 4 --simulations-end 4 --num-workers 2"
@@ -51,6 +49,10 @@ RUNS = {
     "alphazero_go": GO,
     "ppo_change_detection": CHANGE,
 }
+CUTS = [
+    ("reinforce_tsp_attention", f"{TSP} --num-epochs 2 --eval-interval 1 --eval-episodes 0", 3),
+    ("alphazero_go", GO, 2),
+]  # runs that end before the update of this number
 R2D2_RUNS = [name for name in RUNS if name.startswith("r2d2")]
 # The update and the other functions of each script in which waits of the host are counted, and its loss
 WATCHED = {
@@ -163,12 +165,13 @@ def play(script: str, flags: str, folder: Path, max_updates: int | None = None, 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """played(name, **patches): a run of RUNS that is done once for all tests."""
-    return functools.cache(
-        lambda name, **patches: play(
-            name.split()[0], RUNS[name], tmp_path_factory.mktemp("device"), **patches
-        )
-    )
+    """Return the function play_once(name, **patches), for a run that all tests share."""
+
+    @functools.cache
+    def play_once(name, **patches):
+        return play(name.split()[0], RUNS[name], tmp_path_factory.mktemp("device"), **patches)
+
+    return play_once
 
 
 def evaluate_on_both(script: str, path: Path, capsys) -> list[dict[str, float]]:
@@ -197,9 +200,7 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
         device = played(name)
         get_module(script).main([*RUNS[name].split(), "--no-cuda", "--run-dir", str(tmp_path)])
     host = Run(next(tmp_path.iterdir()), {})
-    if (
-        script == "alphazero_go"
-    ):  # some weights have no effect before a norm: their gradients are mere rounding
+    if script == "alphazero_go":  # gradients of some weights are mere rounding, as a norm follows them
         for run in (host, device):
             checkpoint = load(run.path / "checkpoint.pt")
             agent = az.Agent(2, az.Args(**checkpoint["args"])).eval()
@@ -264,16 +265,8 @@ def test_a_wait_and_a_tensor_of_the_host_in_an_update_are_found(script, tmp_path
             play(script, flags, tmp_path / "graphs", update_network=wait)
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "max_updates"),
-    [
-        ("reinforce_tsp_attention", f"{TSP} --num-epochs 2 --eval-interval 1 --eval-episodes 0", 3),
-        ("alphazero_go", GO, 2),
-    ],
-)
-def test_a_run_that_is_cut_and_resumed_on_the_device_ends_as_an_uninterrupted_one(
-    script, flags, max_updates, tmp_path
-):
+@pytest.mark.parametrize(("script", "flags", "max_updates"), CUTS)
+def test_a_cut_run_that_is_resumed_on_the_device_ends_as_a_whole_one(script, flags, max_updates, tmp_path):
     whole = play(script, flags, tmp_path / "whole")
     with pytest.raises(Interrupted):
         play(script, flags, tmp_path / "cut", max_updates)
@@ -350,14 +343,12 @@ def test_a_number_frozen_into_a_graph_is_found(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", R2D2_RUNS)
 def test_graphs_of_r2d2_equal_eager_on_a_real_gpu(tmp_path, name):
-    found = []
-    for has_graphs in (True, False):
+    for form, has_graphs in (("graphs", True), ("eager", False)):
         with mock.patch.object(r2d2, "CUDA_GRAPHS", has_graphs):
-            r2d2.main([*RUNS[name].split(), "--run-dir", str(tmp_path / str(has_graphs))])
-        (path,) = (tmp_path / str(has_graphs)).iterdir()
-        found.append(torch.load(path / "checkpoint.pt", weights_only=True, map_location="cpu")["agent"])
-    for tensor, x in found[0].items():
-        torch.testing.assert_close(x, found[1][tensor], rtol=1e-3, atol=1e-4, msg=tensor)
+            r2d2.main([*RUNS[name].split(), "--run-dir", str(tmp_path / form)])
+    paths = [next(tmp_path.glob(f"{form}/*/checkpoint.pt")) for form in ("graphs", "eager")]
+    agents = [torch.load(path, weights_only=True, map_location="cpu")["agent"] for path in paths]
+    torch.testing.assert_close(*agents, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -389,6 +380,7 @@ WAITS = {
     "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "tensor": lambda x: torch.tensor([1.0], device=x.device),
+    "new": lambda x: x.new_tensor([1.0]),
     "copy": lambda x: x.copy_(torch.ones(3)),
     "mask": lambda x: x[x > 0],
     "put": lambda x: x.index_put_((x > 0,), x + 1),
