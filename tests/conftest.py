@@ -86,3 +86,13 @@ def read_scalars(run_path):
     events = EventAccumulator(str(run_path), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def fail_with(capsys, function, *args):
+    """Call a function that must exit with code 2; returns the one line that it writes about it."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        function(*args)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert stop.value.code == 2 and ".py: error: " in line
+    return line

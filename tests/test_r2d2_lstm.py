@@ -13,7 +13,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ROOT, read_scalars
+from conftest import ROOT, fail_with, read_scalars
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_contract import find_run, load, run_main
@@ -65,16 +65,6 @@ def get_windows(replay):
 def run(folder, flags, *more):
     """A whole run of r2d2_lstm.py in `folder`."""
     return run_main(r2d2, folder, *flags.split(), *more)
-
-
-def fail_with(capsys, function, *args):
-    """Call a function that must exit with code 2; returns the one line that it writes about it."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        function(*args)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert stop.value.code == 2 and "r2d2_lstm.py: error: " in line
-    return line
 
 
 class Recorder:

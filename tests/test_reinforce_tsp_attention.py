@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, read_scalars
+from conftest import ENVIRONMENT, ROOT, fail_with, read_scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -77,16 +77,6 @@ def evaluate_file(capsys, checkpoint, *flags):
     capsys.readouterr()
     am.main(["--evaluate", str(checkpoint), *map(str, flags)])
     return ast.literal_eval(capsys.readouterr().out)
-
-
-def fail_with(capsys, function, *args):
-    """Call a function that must exit with code 2; returns the one line that it writes to stderr."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        function(*args)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert stop.value.code == 2 and "reinforce_tsp_attention.py: error: " in line
-    return line
 
 
 # The network, written again as the paper has it: embeddings [B, N, D], one decoding step at a time
