@@ -175,7 +175,7 @@ def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **kwargs)
         if not isinstance(envs.single_observation_space, gym.spaces.Box):
             envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete observations become one-hot
-    except (gym.error.Error, ImportError, ValueError, NotImplementedError) as error:
+    except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     space, actions = envs.single_observation_space, envs.single_action_space
     if not isinstance(space, gym.spaces.Box) or not isinstance(actions, gym.spaces.Discrete):
