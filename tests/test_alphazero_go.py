@@ -1,7 +1,6 @@
 """AlphaZero for Go: the search against a plain recursive one, its workers, the pool, the losses, self-play."""
 
 import functools
-import itertools
 import math
 from dataclasses import replace
 
@@ -43,11 +42,6 @@ def make_boards(go, num_games, num_moves):
     return boards
 
 
-def draw(go, text, to_play=1):
-    """Set up boards [1] as in a picture: X black, O white, rows from the top."""
-    return set_up(go, [{".": 0, "X": 1, "O": -1}[c] for c in text.replace(" ", "")], to_play)
-
-
 def stage(scores=az.puct_scores, num_simulations=8, epsilon=0.0, q_weight=0.3, value_coef=0.2):
     return az.Stage(scores, num_simulations, epsilon, q_weight, value_coef)
 
@@ -59,9 +53,7 @@ def make_node(go, evaluate, boards, args):
     """Make a node of a plain search in Python numbers; its edges are [visits, sum of values, prior, child]."""
     legal = go.legal_moves(boards)
     if boards.is_over:
-        margin = go.score(boards).item() - args.komi
-        z = 0.5 if margin == 0 else float(margin > 0)
-        z = (1 - args.score_weight) * z + args.score_weight * (0.5 + margin / (2 * go.num_points))
+        z = az.compute_result(go.score(boards), args, go.num_points).item()  # see test_results
         return {"v": z if int(boards.to_play) == 1 else 1 - z, "edges": {}}
     logits, value = evaluate(boards, legal)
     prior = logits.double().masked_fill(~legal, -math.inf).softmax(1)[0].tolist()
@@ -93,48 +85,40 @@ def simulate(go, evaluate, node, args):
 
 
 def assert_same_tree(search, game, node, args, number=0):
-    """Compare all visits, values and priors below a node; returns the number of nodes."""
+    """Compare all visits, values and priors below a node."""
     visits, q, prior = (x[game, number] for x in (search.N, search.Q, search.P))
     assert 1 + visits.sum() == node["n"] and abs(search.value[game, number] - node["v"]) < 1e-6
-    count, first_q = 1, node["v"] if args.first_q == "value" else 0.0
+    first_q = node["v"] if args.first_q == "value" else 0.0
     for move, (n, w, p, child) in node["edges"].items():
         assert visits[move] == n and abs(prior[move] - p) < 1e-6
         assert abs(q[move] - (w / n if n else first_q)) < 1e-5
         if child and child["edges"]:
-            count += assert_same_tree(search, game, child, args, int(search.child[game, number, move]))
-    return count
+            assert_same_tree(search, game, child, args, int(search.child[game, number, move]))
 
 
-@pytest.fixture
-def in_float64():
-    """With 82 moves some scores are so close that float32 orders them in another way."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("size", "options"), [(2, {}), (3, {"score_weight": 0.4}), (5, {"first_q": "zero"}), (9, {})]
-)
-def test_one_worker_is_the_serial_search(size, options, in_float64):
+@pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {"score_weight": 0.4}), (5, {"first_q": "zero"})])
+def test_one_worker_is_the_serial_search(size, options, request):
     """For several games at once, on small boards where games end and superko bites, and if continued."""
+    # Some scores are so close that float32 may order them in another way
+    torch.set_default_dtype(torch.float64)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     go, args = Go(size), Args(komi=0.0, c_puct=2.0, **options)
     evaluator, boards = make_evaluator(go), make_boards(go, 6, 2 if size == 2 else 4)
     search = make_search(go, evaluator, boards, 120, args)
     roots = [make_node(go, evaluator, boards.pick(torch.tensor([game])), args) for game in range(6)]
-    for num_simulations in (80, 40):
+    for num_simulations in (3, 77, 40):
         search.run(num_simulations)
         for game, root in enumerate(roots):
             for _ in range(num_simulations):
                 simulate(go, evaluator, root, args)
-            assert assert_same_tree(search, game, root, args) > num_simulations / 8
-    for game, root in enumerate(roots):
-        policy, edges = search.policy()[game].tolist(), root["edges"]
-        assert policy == pytest.approx([edges.get(move, [0])[0] / 120 for move in range(size**2 + 1)])
-        value = (root["v"] + sum(edge[1] for edge in edges.values())) / root["n"]
-        assert search.root_values()[game].item() == pytest.approx(value, abs=1e-5)
-        best = max(edges, key=lambda move: edges[move][:2])  # ties by the values
-        assert search.best_moves()[game] == best
+            assert_same_tree(search, game, root, args)
+            edges, n = root["edges"], root["n"] - 1
+            visits = [edges.get(move, [0])[0] / n for move in range(go.num_actions)]
+            assert search.policy()[game].tolist() == pytest.approx(visits)
+            value = (root["v"] + sum(edge[1] for edge in edges.values())) / root["n"]
+            assert search.root_values()[game].item() == pytest.approx(value, abs=1e-5)
+            best = max(edges, key=lambda move: edges[move][:2])  # ties by the values
+            assert search.best_moves()[game] == best
     search.run(10**6)  # no tree has room for more nodes
     assert (search.num_nodes <= 121).all()
 
@@ -160,24 +144,35 @@ def test_noise_is_of_a_dirichlet_distribution():
 # Two workers
 
 
-def test_two_workers_grow_one_tree_with_few_pseudo_visits():
-    """At most k N(root) of them in a tree while it grows, and none in the end."""
-    go, args = Go(7), Args(komi=0.5, c_puct=2.0)
-    search = make_search(go, make_evaluator(go), make_boards(go, 16, 8), 400, args, num_workers=2)
-    request, most = search.request, []
+@pytest.mark.parametrize(("pseudo_limit", "most"), [(0.0, 0.0), (0.1, 0.15)])
+def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit, most):
+    """At most k N(root) pseudo-visits, which a worker takes away again. Random values are the worst case."""
+    go, args = Go(7), Args(komi=0.5, c_puct=1.25, pseudo_limit=pseudo_limit)
+    evaluator, boards, numbers = make_evaluator(go), make_boards(go, 16, 8), [0]
+    serial = make_search(go, evaluator, boards, 300, args)
+    search = make_search(go, evaluator, boards, 300, args, num_workers=2)
+    request, finish = search.request, search.finish
 
-    def watch(worker, games):
-        done = request(worker, games)
+    def watch_request(worker, games):
+        before, done = search.pseudo.sum(), request(worker, games)
+        assert search.pseudo.sum() - before == sum(x.shape[1] for x in worker.pseudo_edges)
         num_pseudo, num_visits = search.pseudo[:, 0].sum(1), 1 + search.N[:, 0].sum(1)
-        assert (num_pseudo <= args.pseudo_limit * num_visits).all() and len(done.unique()) == len(done)
-        most.append(int(num_pseudo.max()))
+        assert (num_pseudo <= pseudo_limit * num_visits).all() and len(done.unique()) == len(done)
+        numbers.append(int(num_pseudo.max()))
         return done
 
-    search.request = watch
-    search.run(400)
-    assert max(most) > 0  # there were collisions
+    def watch_finish(worker):
+        before, own = search.pseudo.sum(), sum(x.shape[1] for x in worker.pseudo_edges)
+        finish(worker)
+        assert search.pseudo.sum() == before - own
+
+    search.request, search.finish = watch_request, watch_finish
+    search.run(300)
+    serial.run(300)
+    distance = (search.policy() - serial.policy()).abs().sum(1).mean() / 2
+    assert distance <= most and (distance > 0) == (max(numbers) > 0) == (most > 0)
     assert not search.pseudo.any() and not (search.status == az.PENDING).any()
-    assert (search.N[:, 0].sum(1) == 400).all()
+    assert (search.N[:, 0].sum(1) == 300).all()
     # The visits of an edge are those of its child, N(s) is 1 and the visits of its edges, and Q is eq. 2
     game, node, move = (search.child >= 0).nonzero(as_tuple=True)
     child = search.child[game, node, move]
@@ -198,66 +193,29 @@ def test_a_search_of_two_workers_leaves_nothing_for_the_next_one():
         assert not any(w.job or w.pseudo_edges for w in workers) and not search.pseudo.any()
 
 
-def test_pseudo_visits_stay_until_the_batch_that_collided_is_backed_up():
-    """The second worker comes upon a path of passes; N(root) is 20, so that there may be two."""
-    go, games = Go(5), torch.tensor([0])
-
-    def evaluate(boards, legal):
-        logits = torch.full(legal.shape, -50.0)
-        logits[:, -1] = 50.0
-        return logits, torch.full((len(legal),), 0.5)
-
-    search = make_search(go, evaluate, go.new(1), 40, Args(pseudo_limit=0.1), num_workers=2)
-    first, second = search.workers
-    search.N[0, 0, 25] += 19  # as if it had been searched
-    assert search.request(first, games).tolist() == [0]
-    assert search.request(second, games).tolist() == [] and search.pseudo[0, 0, 25] == 2
-    assert (search.status[0] == az.PENDING).sum() == 1
-    search.finish(first)
-    assert search.pseudo[0, 0, 25] == 2  # of the second worker, which has found nothing
-    search.finish(second)
-    assert not search.pseudo.any()
-
-
-@pytest.mark.parametrize(("pseudo_limit", "most"), [(0.0, 0.0), (0.1, 0.15)])
-def test_two_workers_stay_close_to_the_serial_search(pseudo_limit, most):
-    """They equal it without room for pseudo-visits. Values that are random numbers are the worst case."""
-    go, args = Go(7), Args(komi=0.5, c_puct=1.25, pseudo_limit=pseudo_limit)
-    boards, policies = make_boards(go, 16, 8), []
-    for num_workers in (1, 2):
-        search = make_search(go, make_evaluator(go), boards, 300, args, num_workers=num_workers)
-        search.run(300)
-        policies.append(search.policy())
-    distance = (policies[0] - policies[1]).abs().sum(1).mean() / 2
-    assert distance <= most and (distance > 0) == (most > 0)
-
-
 # What a search finds
 
 
-EYE_OF_THREE = ".X.XX XXXXX OOOOO O...O OOOOO"  # white lives or dies at C2, black lives
-
-
-@pytest.mark.parametrize(
-    ("text", "to_play", "komi", "move", "num_games", "num_workers"),
-    [
-        (EYE_OF_THREE, 1, 0.5, 17, 1, 1),
-        (EYE_OF_THREE, -1, 0.5, 17, 1, 2),
-        ("... ... ...", 1, 8.5, 4, 16, 2),  # the centre, and only it, wins the board
-    ],
-)
-def test_plain_mcts_finds_forced_wins(text, to_play, komi, move, num_games, num_workers):
-    """A search that knows only the rules and the results of random games finds the only move that wins.
-
-    On the empty board one search in five still prefers another move after 400 simulations: 16 of them vote.
-    """
-    go = Go(len(text.split()))
+@pytest.mark.parametrize(("to_play", "num_workers"), [(1, 1), (-1, 2)])
+def test_plain_mcts_finds_forced_wins(to_play, num_workers):
+    """It knows only the rules and results of random games. White's eye of three lives or dies at C2."""
+    go = Go(5)
     torch.manual_seed(1)
-    boards = draw(go, text, to_play).pick(torch.zeros(num_games, dtype=torch.int64))
-    evaluate = functools.partial(az.evaluate_rollouts, go, komi)
-    search = make_search(go, evaluate, boards, 100, Args(komi=komi), az.ucb_scores, num_workers)
+    boards = set_up(go, [0, 1, 0, *[1] * 7, *[-1] * 6, 0, 0, 0, *[-1] * 6], to_play)
+    evaluate = functools.partial(az.evaluate_rollouts, go, 0.5)
+    search = make_search(go, evaluate, boards, 100, Args(komi=0.5), az.ucb_scores, num_workers)
     search.run(100)
-    assert int(search.N[:, 0].sum(0).argmax()) == move
+    assert int(search.N[0, 0].argmax()) == 17
+
+
+@pytest.mark.parametrize(("to_play", "expected"), [(1, [0, 1, 1]), (-1, [1, 0, 0])])
+def test_values_of_random_games(to_play, expected):
+    """Black gets six points, and has none, ten of 25, or at least ten where the game takes longer."""
+    go, top, bottom = Go(5), [0, 1, 0, *[1] * 7], [*[-1] * 5, 0, -1, 0, *[-1] * 7]
+    points = [-1] * 10 + bottom, top + bottom, top + [0] * 15
+    boards = az.Boards(*map(torch.cat, zip(*(set_up(go, x, to_play) for x in points), strict=True)))
+    _, values = az.evaluate_rollouts(go, -6.0, boards, go.legal_moves(boards))
+    assert values.tolist() == expected
 
 
 # Network and losses
@@ -315,17 +273,14 @@ def test_losses_in_float64():
     logits, values = torch.randn(12, 5, requires_grad=True), torch.rand(12)
     loss, policy_loss, value_loss = az.alphazero_loss(lambda planes: (logits, values), records, stage())
     p = logits.detach().double().masked_fill(~get_legal(records.planes), -torch.inf).softmax(1)
-    for i in range(12):
-        pairs = zip(records.policy[i].tolist(), p[i].tolist(), strict=True)
-        divergence = sum(a * math.log(a / b) for a, b in pairs if a > 0)
-        error = (values[i].item() - 0.3 * records.q[i].item() - 0.7 * records.z[i].item()) ** 2
-        assert policy_loss[i].item() == pytest.approx(divergence, rel=1e-4, abs=1e-6)
-        assert value_loss[i].item() == pytest.approx(error, rel=1e-5, abs=1e-7)
-        expected = 0.2 * error / 0.25 + 0.8 * divergence / math.log(5)
-        assert loss[i].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    policy, q, z = (x.double() for x in records[1:4])
+    divergence = (policy * (policy / p).log()).nansum(1)  # 0 log 0 is 0
+    error = (values - 0.3 * q - 0.7 * z) ** 2
+    expected = 0.2 * error / 0.25 + 0.8 * divergence / math.log(5), divergence, error
+    found = (x.double() for x in (loss, policy_loss, value_loss))
+    torch.testing.assert_close([*found], [*expected], rtol=1e-4, atol=1e-6)
     policy_loss.sum().backward()
-    policy = records.policy.float()
-    torch.testing.assert_close(logits.grad, p.float() * policy.sum(1, keepdim=True) - policy)
+    torch.testing.assert_close(logits.grad.double(), p * policy.sum(1, keepdim=True) - policy)
 
 
 def test_pretraining_on_values_freezes_the_policy_head():
@@ -423,21 +378,14 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
 # Self-play
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_records_are_the_games(num_workers, monkeypatch):
+def test_records_are_the_games(monkeypatch):
     """Compare planes, pi, Q, and the result from the mover's side with what was seen during the games."""
     go, searches, scores, history = Go(3), [], [], [[] for _ in range(8)]
     args = Args(komi=0.5, num_games=8, draw_moves=0.3)
-    games, workers = az.Games(go, 8), [az.Worker(make_evaluator(go), CPU) for _ in range(num_workers)]
+    games, workers = az.Games(go, 8), [az.Worker(make_evaluator(go), CPU)]
     run, play, num_finished = az.Search.run, go.play, 0
-
-    def watch_play(boards, moves):
-        boards = play(boards, moves)
-        scores.append(go.score(boards))
-        return boards
-
     monkeypatch.setattr(az.Search, "run", lambda self, n: searches.append(self) or run(self, n))
-    go.play = watch_play
+    go.play = lambda *x: scores.append(go.score(boards := play(*x))) or boards
     torch.manual_seed(0)
     for _ in range(40):
         planes, sides = go.planes(games.boards, go.legal_moves(games.boards)), games.boards.to_play.tolist()
@@ -517,48 +465,14 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
         return found
 
     played = watch("collect_images", lambda games, *x: (x[3], x[2], bool(games.boards.history.any())))
-    pools = watch("refill_pool", lambda pool, new, *x: (pool.z if pool else [], new, *x))
-    trained = watch("train_epoch", lambda _, optimizer, pool, *x: (x[0], optimizer.param_groups[0]["lr"]))
+    pools = watch("refill_pool", lambda pool, new, *x: (len(pool.z) if pool else 0, new.epoch, *x))
+    rates = watch("train_epoch", lambda _, optimizer, *x: optimizer.param_groups[0]["lr"])
     az.main([*TINY, "--learning-rate", "0.01", "--max-age", "3", "--run-dir", str(tmp_path)])
-    assert [row[:2] for row in played] == [(epoch, 2) for epoch in range(5)]
-    assert [row[2] for row in played][:3] == [False] * 3  # new games
-    for epoch, (_, new, capacity, oldest) in enumerate(pools):
-        assert len(new.z) >= 8 * 2 and set(new.epoch.tolist()) == {epoch}
-        assert (capacity, oldest) == (256, epoch - 3)
-    sizes = [len(pool) for pool, *_ in pools]
-    assert sizes[:3] == [0, 0, 0] and 0 < sizes[3] < sizes[4]
-    stages, rates = zip(*trained, strict=True)
-    assert [x.scores for x in stages] == [None, az.ucb_scores, *[az.puct_scores] * 3]
+    assert played == [(0, 2, False), (1, 2, False), (2, 2, False), (3, 2, True), (4, 2, True)]
+    for number, (size, epochs, capacity, oldest) in enumerate(pools):
+        assert len(epochs) >= 8 * 2 and (epochs == number).all() and (capacity, oldest) == (256, number - 3)
+        assert (size > 0) == (number > 2)
     assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)])
-
-
-def test_a_resumed_run_is_the_whole_run(tmp_path, monkeypatch):
-    """It is to the last bit: weights, pool, boards and records, also in the middle of games."""
-    flags = [*TINY, "--pool-size", "512"]
-    az.main([*flags, "--run-dir", str(tmp_path / "whole")])
-    train_epoch, calls = az.train_epoch, itertools.count(1)
-
-    def die(*args):
-        if next(calls) == 5:
-            raise RuntimeError("killed")
-        return train_epoch(*args)
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(az, "train_epoch", die)
-        az.main([*flags, "--run-dir", str(tmp_path / "cut")])
-    (whole,), (cut,) = (list(tmp_path.glob(f"{name}/*/checkpoint.pt")) for name in ("whole", "cut"))
-    half = torch.load(cut, weights_only=True)
-    assert half["progress"][0] == 4 and half["games"]["num_moves"].any() and len(half["pool"]["z"]) > 0
-    az.main(["--resume", str(cut)])
-    ends = [torch.load(path, weights_only=True) for path in (whole, cut)]
-    for name in ("agent", "best", "pool", "games"):
-        assert ends[0][name].keys() == ends[1][name].keys()
-        assert all(torch.equal(x, ends[1][name][key]) for key, x in ends[0][name].items()), name
-    progress = [(*x["progress"][:3], x["progress"][4]) for x in ends]  # all but the CPU-seconds
-    assert progress[0] == progress[1]
-    before = cut.read_bytes()
-    az.main(["--resume", str(cut), "--komi", "3.5"])  # nothing is left to do
-    assert cut.read_bytes() == before
 
 
 # Matches
@@ -578,13 +492,11 @@ def test_matches_are_balanced():
     torch.manual_seed(0)
     win_rate, num_moves = az.play_match(go, (first_legal, always_pass), 10, 0.5)
     assert 0.5 < win_rate <= 1 and num_moves > 40
-    first, second = asked[:2]  # black in five games, then also white in the other five
-    assert first.to_play.tolist() == [1] * 5 and first.num_moves.tolist() == [2] * 5
-    assert second.to_play.tolist() == [1] * 5 + [-1] * 5 and second.num_moves.tolist() == [4] * 5 + [3] * 5
-    for rows in (slice(5), slice(5, 10)):
-        assert torch.equal(second.history[rows, :3], first.history[:, :3])
+    games = asked[1]  # its second moves as black in five games, and its first ones as white
+    assert games.to_play.tolist() == [1] * 5 + [-1] * 5 and games.num_moves.tolist() == [4] * 5 + [3] * 5
+    assert torch.equal(games.history[:5, :3], games.history[5:, :3])
     assert az.play_match(go, (always_pass, first_legal), 10, 0.5)[0] < 0.5
-    assert az.play_match(go, (first_legal, always_pass), 10, 100.0)[0] == 0.5  # white wins all by komi
+    assert az.play_match(go, (first_legal, always_pass), 1, 100.0)[0] == 0  # white wins by komi
     torch.manual_seed(0)
     assert az.play_match(go, (first_legal, always_pass), 9, 0.5)[1] < num_moves  # an odd number of games
 
