@@ -41,7 +41,7 @@ def test_repeating_popgyms_cards_needs_memory():
     assert score(np.pad(shown, ((0, 0), (3, 0)))[:, :51]) == pytest.approx(1.0)
     maps = np.array(list(itertools.product(range(4), repeat=4)))  # [256, 4]
     num_same = (maps == np.arange(4)).sum(1)  # suits that are answered by themselves
-    expected = ((4 - num_same) * (2 * 13 / 51 - 1) + num_same * (2 * 12 / 51 - 1)) / 4
+    expected = -(50 + num_same) / 102  # of 51 cards to come, 13 are of another suit and 12 of the same
     assert expected.max() == pytest.approx(-0.49, abs=1e-3)
     np.testing.assert_allclose([score(x[shown[:, :51]]) for x in maps], expected, atol=0.04)
 
@@ -54,10 +54,10 @@ def test_turning_where_the_cue_points_earns_one(length):
     envs, obs = make(f"TMaze{length}-v0", 40, seed=1)
     cue = obs[:, 0].copy()
     assert set(cue) == {-1.0, 1.0} and (make(f"TMaze{length}-v0", 40, seed=2)[1] != obs).any()
-    for _ in range(length):
+    for t in range(1, length + 2):  # the last step forward does nothing
         obs, *rest, _ = envs.step(np.full(40, FORWARD))
         assert not obs[:, 0].any() and not np.any(rest)  # no cue, no reward, no end
-    assert (obs[:, 1] == 1).all()
+        assert (obs[:, 1] == (t >= length)).all()
     follow = np.where(cue > 0, UP, DOWN)
     follow[0] = UP + DOWN - follow[0]  # one turns the wrong way
     _, rewards, terminated, truncated, _ = envs.step(follow)
@@ -89,6 +89,7 @@ def test_the_step_after_the_end_begins_an_episode_and_ignores_the_action():
     rng, was_done, num_ends = np.random.default_rng(1), np.zeros(64, bool), 0
     for _ in range(100):
         actions = rng.integers(0, 3, 64)
+        actions[:8] = FORWARD  # to the limit of steps
         obs, rewards, terminated, truncated, _ = step = envs.step(np.where(was_done, FORWARD, actions))
         check_equal(step, others.step(np.where(was_done, UP, actions)))
         is_done = terminated | truncated
@@ -118,22 +119,23 @@ def test_the_single_maze_is_the_vector_of_one():
 
 def test_hidden_velocities():
     """CartPole-v1 with the same seed and actions, reduced to position and angle, up to the limit of 500 steps."""
-    check_env(gym.make("envs_shared.memory_tasks:CartPoleNoVelocity-v0").unwrapped, skip_render_check=True)
+    single = gym.make("envs_shared.memory_tasks:CartPoleNoVelocity-v0")
+    check_env(single.unwrapped, skip_render_check=True)
+    expected, _ = gym.make("CartPole-v1").reset(seed=3)
+    np.testing.assert_array_equal(single.reset(seed=3)[0], expected[[0, 2]])
     envs, obs = make("CartPoleNoVelocity-v0", 8, 3)
     full = gym.make_vec("CartPole-v1", num_envs=8, vectorization_mode="vector_entry_point")
     full_obs, _ = full.reset(seed=3)
     np.testing.assert_array_equal(obs, full_obs[:, [0, 2]])
-    assert envs.single_observation_space.shape == envs.observation_space.shape[1:] == obs.shape[1:] == (2,)
-    rng, truncations = np.random.default_rng(0), []
+    np.testing.assert_array_equal(envs.observation_space.high, full.observation_space.high[:, [0, 2]])
+    rng = np.random.default_rng(0)
     for t in range(700):
-        assert envs.observation_space.contains(obs)
         balance = (full_obs @ np.array([0.1, 0.5, 1.0, 1.0]) > 0).astype(int)
         actions = balance if t < 600 else rng.integers(0, 2, 8)
         obs, *rest = envs.step(actions)
         full_obs, *expected = full.step(actions)
         check_equal((obs, *rest), (full_obs[:, [0, 2]], *expected))
-        truncations += [t] * rest[2].sum()
-    assert truncations == [499] * 8
+        assert rest[2].all() == (t == 499)
 
 
 # MiniGrid
@@ -153,5 +155,3 @@ def test_the_hint_of_minigrid_is_in_view_from_the_start():
             grids.append(env.unwrapped.grid.encode())
         np.testing.assert_array_equal(*grids)
     assert in_view["MemoryForced"] == 60 > 40 > in_view["Memory"]
-    env = gym.make("envs_shared.memory_tasks:MiniGrid-MemoryForcedS9-v0")
-    check_env(env.unwrapped, skip_render_check=True)

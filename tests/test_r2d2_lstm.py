@@ -252,6 +252,7 @@ def test_an_update_equals_loops_and_writes_priorities(float64, lengths, more):
     assert agent.reward_sums[0] == agent.reward_sums[1] > 0  # at first, rewards are divided by 1
     for p in agent.parameters():
         p.data *= 2.0
+        p.grad = torch.ones_like(p)  # of the last update
     for ledger in get_ledgers(player.envs):
         ledger.p_end = 0.05
     play(parts, args, 3)
@@ -390,7 +391,6 @@ def test_the_heads_are_dueling_and_forget_gates_open_for_one_step_to_the_memory_
     agent.value.register_forward_hook(lambda module, inputs, output: value.append(output[..., 0]))
     q, _ = agent(torch.randn(2, 3, 3), torch.zeros(2, 3).long(), torch.zeros(2, 3), torch.zeros(2, 2, 3))
     torch.testing.assert_close(q.mean(-1), value[0])
-    assert q.std(-1).min() > 0
     forget = (agent.core.bias_ih_l0 + agent.core.bias_hh_l0)[3:6].sigmoid()
     torch.testing.assert_close(forget, torch.tensor([1 / 2, 10 / 11, 100 / 101]))
 
