@@ -258,7 +258,8 @@ def test_comparisons_and_evaluations_are_greedy_with_frozen_statistics_and_leave
     lengths = [measure(points, x).mean() for x in expected]
     assert torch.equal(tours, expected[0])
     assert found == (lengths[0] < lengths[1]) != am.is_better(best, agent, points, 0.5)
-    several, _ = am.construct_tours(points, agent(points), multistart=True)
+    several, lengths = am.construct_tours(points.double(), agent(points), multistart=True)
+    np.testing.assert_allclose(lengths, measure(points, several), rtol=1e-12)
     for first, tours in enumerate(several.unbind(1)):
         assert torch.equal(tours, reference_greedy(agent, points, torch.full((30, 1), first)))
     torch.testing.assert_close(agent.state_dict(), state, rtol=0, atol=0)
@@ -559,12 +560,12 @@ def test_texts_of_instances(tmp_path):
     Blank lines, a byte order mark and line ends of other systems are read.
     """
     args = am.Args(solve=str(tmp_path / "tours"), data="y/x.txt")
-    instances = read(tmp_path, "0.5 0.25 1 2 3 4 output 2 1 3 2")
-    assert instances.points.tolist() == [[[0.5, 0.25], [1, 2], [3, 4]]]
+    instances = read(tmp_path, "0.1000000000000001 -1e-320 1 2 3 4 output 2 1 3 2")
+    assert instances.points.tolist() == [[[0.1000000000000001, -1e-320], [1, 2], [3, 4]]]
     assert instances.tours.tolist() == [[1, 0, 2]]
     am.write_tours(args, instances, instances.tours)
     path = tmp_path / "tours" / "x.txt"
-    assert path.read_text() == "0.5 0.25 1.0 2.0 3.0 4.0 output 2 1 3 2\n"
+    assert path.read_text() == "0.1000000000000001 -1e-320 1.0 2.0 3.0 4.0 output 2 1 3 2\n"
     instances = read(tmp_path, "\ufeff0 0 1 0 1 1\r\n\r\n-2e1 0 1 0 1 1\r\n\n")
     assert instances.points[:, 0].tolist() == [[0, 0], [-20, 0]] and instances.tours is None
     assert instances.points.dtype == torch.float64 and instances.measure is am.tour_length
@@ -573,7 +574,7 @@ def test_texts_of_instances(tmp_path):
 GOOD = "0 0 1 0 1 1 output 1 2 3 1\n"
 REFUSED = {
     "\n\n": "could not convert",
-    "0.5 0.25\n1.0 2.0\n3.0 4.0\n2.0 0.5\n": "instance 1 has fewer than 3 points",
+    "0 0 1 1\n": "instance 1 has fewer than 3 points",
     "0 0 1 0 1 1\n0 0 1 0 1 1 2 2\n": "changed from 6 to 8 at row 2",
     f"{GOOD}{GOOD}0 0 1 0 1 nan output 1 2 3 1\n": "instance 3 has",
     f"{GOOD}0 0 1 0 1 1e100 output 1 2 3 1\n": "instance 2 has",
