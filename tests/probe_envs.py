@@ -1,11 +1,9 @@
 """Tiny environments with known optima, registered as `probe_envs:Name-v0`."""
 
-import random
 from functools import partial
 
 import gymnasium as gym
 import numpy as np
-import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Tuple
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -31,12 +29,6 @@ class Task(gym.Env):
 
     def score(self, action):
         return 1.0
-
-
-class EndlessTerminating(Task):
-    """Ten steps: V is far below the 1 / (1 - gamma) of `Endless`, whose time limit of ten steps only truncates."""
-
-    length = 10
 
 
 class Ledger(gym.Env):
@@ -103,6 +95,15 @@ class Sums(OneStep):
         return float(action == self.obs.sum())
 
 
+class Pair(OneStep):
+    """A number of 0 to 3 and a vector: observations of several parts, in a Tuple."""
+
+    observation_space = Tuple((Discrete(4), Box(-9, 9, (2,))))
+
+    def draw(self):
+        return self.np_random.integers(4), self.np_random.normal(size=2).astype(np.float32)
+
+
 class Quadrants(OneStep):
     """Images of bytes, 16 x 20 pixels of noise: 1 for naming the quarter that is brighter; optimum 1."""
 
@@ -120,25 +121,19 @@ class Quadrants(OneStep):
 
 
 class Aim(OneStep):
-    """Box [2, 1]: minus the squared distance to the target shown; optimum 0. Refuses actions outside the box."""
+    """Box [2, 1]: minus the squared distance to the target shown, in half-widths of the box; optimum 0."""
 
     observation_space = Box(-1, 1, (2, 1))
-    action_space = Box(-1, 1, (2, 1))
+
+    def __init__(self, low=-1.0, high=1.0):
+        self.action_space = Box(low, high, (2, 1))
+        self.middle, self.half_width = (high + low) / 2, (high - low) / 2
 
     def draw(self):
         return self.np_random.uniform(-0.8, 0.8, (2, 1)).astype(np.float32)
 
     def score(self, action):
-        return -float(((action - self.obs) ** 2).sum())
-
-
-class FarAim(Aim):
-    """The same in a box [2, 50], with distances in half-widths of it."""
-
-    action_space = Box(2, 50, (2, 1))
-
-    def score(self, action):
-        return super().score((action - 26) / 24)
+        return -float((((action - self.middle) / self.half_width - self.obs) ** 2).sum())
 
 
 class Fixed(Task):
@@ -172,13 +167,6 @@ class NotFinite(Fixed):
         return obs, np.nan if is_due and self.where == "reward" else reward, *rest
 
 
-class GlobalNoise(Fixed):
-    """Observations that are drawn from the global generators of Python, numpy and torch."""
-
-    def observe(self):
-        return np.float32([random.uniform(-1, 1), np.random.uniform(-1, 1) + torch.rand(()).item()])
-
-
 class HalfEndless(Task):
     """Every second environment, by its seed, never ends; the others end after 4 steps."""
 
@@ -193,34 +181,23 @@ class Picture(Task):
 
     length = 3
 
-    def __init__(self, layout, height=36, width=40):
-        self.order = {"CHW": (0, 1, 2), "HWC": (1, 2, 0), "HW": (1, 2, 0)}[layout]
-        self.index, self.size, self.steps = (..., 0) if layout == "HW" else ..., (3, height, width), 0
+    def __init__(self, layout, height=36):
+        self.layout, self.size, self.steps = layout, (1 if layout == "HW" else 3, height, 40), 0
         self.observation_space = Box(0, 255, self.observe().shape, np.uint8)
 
-    def pixels(self, step):
-        """The image [3, height, width] after `step` steps."""
-        return (np.arange(np.prod(self.size)).reshape(self.size) * 7 + 31 * step).astype(np.uint8)
-
-    def observe(self, step=None):
-        return self.pixels(self.steps if step is None else step).transpose(self.order)[self.index]
-
-
-class Pair(Task):
-    """A number of 0 to 3 and a vector: observations of several parts, in a Tuple."""
-
-    observation_space = Tuple((Discrete(4), Box(-9, 9, (2,))))
-    length = 3
+    def pixels(self):
+        """The image [channels, height, width]."""
+        return (np.arange(np.prod(self.size)).reshape(self.size) * 7 + 31 * self.steps).astype(np.uint8)
 
     def observe(self):
-        return self.steps, np.float32([-self.steps, 0.5])
+        x = self.pixels()
+        return {"CHW": x, "HW": x[0], "HWC": x.transpose(1, 2, 0)}[self.layout]
 
 
-class DictOfBox(gym.Env):
+class DictOfBox(Task):
     """Only its spaces are looked at."""
 
     observation_space = Dict(a=Box(-1, 1, (2,)))
-    action_space = Discrete(2)
 
 
 class Recall(Task):
@@ -250,12 +227,12 @@ def register(name, entry_point, **kwargs):
         gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, options=options))
 
 
-TASKS = [EndlessTerminating, HalfEndless, Ledger, Fixed, GlobalNoise, Recall, Pair]
-TASKS += [Shifted, Sums, Quadrants, Aim, FarAim]  # of one step
-for env_class in TASKS:
+for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Pair, Quadrants, Aim):
     register(env_class.__name__, env_class)
+register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
 register("NoLimit", Task)
-register("Endless", Task, max_episode_steps=10)
+register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates
+register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
 register("Unsupporteddict", DictOfBox)
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})

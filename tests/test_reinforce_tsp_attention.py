@@ -5,7 +5,6 @@ import copy
 import itertools
 import math
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, fail_with, read_scalars
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import ROOT, fail_with, read_scalars
 from scipy import stats
 from test_contract import load, run_main
 from test_tsplib import solve_exactly
@@ -61,12 +58,6 @@ def measure(points, tours):
     return np.linalg.norm(stops - np.roll(stops, 1, -2), axis=-1).sum(-1)
 
 
-def get_tours(agent, instances, decoding):
-    """Return the tours [M, N] that one decoding finds, and their lengths [M] by numpy."""
-    _, tours = am.evaluate(agent, instances, CPU, (decoding,))
-    return tours, measure(instances.points, tours)
-
-
 def run(folder, flags=SHORT, *more):
     """Run the whole script in `folder`."""
     return run_main(am, folder, *flags.split(), *more)
@@ -89,20 +80,15 @@ def attend(q, k, v, mask=None):
 
 
 def reference_encode(agent, points):
-    def normalize(norm, h):
-        statistics = (None, None) if agent.training else (norm.running_mean, norm.running_var)
-        h, shape = h.flatten(0, 1), h.shape[:2]
-        return functional.batch_norm(h, *statistics, norm.weight, norm.bias, agent.training).unflatten(
-            0, shape
-        )
-
     offset = points - points.min(1, keepdim=True).values
     h = agent.embed((offset / offset.flatten(1).max(1).values[:, None, None]).to(agent.embed.weight.dtype))
     for layer in agent.layers:
         q, k, v = (h @ project.weight.T for project in (layer.project_q, layer.project_k, layer.project_v))
-        h = normalize(layer.norm1, h + attend(q, k, v) @ layer.project_out.weight.T)  # eq. 2
+        h = h + attend(q, k, v) @ layer.project_out.weight.T
+        h = layer.norm1(h.flatten(0, 1)).view_as(h)  # eq. 2
         hidden = (h @ layer.ff[0].weight.T + layer.ff[0].bias).clamp(min=0)
-        h = normalize(layer.norm2, h + hidden @ layer.ff[2].weight.T + layer.ff[2].bias)  # eq. 3
+        h = h + hidden @ layer.ff[2].weight.T + layer.ff[2].bias
+        h = layer.norm2(h.flatten(0, 1)).view_as(h)  # eq. 3
     return h
 
 
@@ -121,12 +107,9 @@ def reference_step(agent, h, nodes):
 
 def reference_log_probs(agent, points, tours):
     """Return log p [B, P, N] of each step of tours [B, P, N] by walking along them."""
-    h, steps = reference_encode(agent, points), range(points.shape[1])
-    walks = [
-        [reference_step(agent, h, x[:, :t]).gather(1, x[:, t : t + 1]) for t in steps]
-        for x in tours.unbind(1)
-    ]
-    return torch.stack([torch.cat(walk, 1) for walk in walks], 1)
+    h, n = reference_encode(agent, points), points.shape[1]
+    steps = [reference_step(agent, h, x[:, :t]) for x in tours.unbind(1) for t in range(n)]  # P N of [B, N]
+    return torch.stack(steps, 1).unflatten(1, (-1, n)).gather(-1, tours.unsqueeze(-1)).squeeze(-1)
 
 
 def reference_greedy(agent, points, tours):
@@ -137,53 +120,45 @@ def reference_greedy(agent, points, tours):
     return tours
 
 
-@pytest.mark.parametrize("baseline", ["pomo", "rollout"])
-def test_gradients_of_the_loss_are_those_of_single_steps(monkeypatch, baseline):
-    """Tours are sampled, both sides compute in float64, and the weights of every layer are compared."""
+@pytest.mark.parametrize(("baseline", "max_grad_norm"), [("pomo", 1e9), ("pomo", 0.01), ("rollout", 1e9)])
+def test_an_update_is_a_step_along_the_clipped_gradient_of_single_steps(monkeypatch, baseline, max_grad_norm):
+    """Both sides compute in float64. Metrics are loss, mean length and the norm before clipping."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    points, found, construct_tours = draw(4, 7, dtype=torch.float64) * 30 - 7, [], am.construct_tours
-    agent, best_policy = make_agent(dtype=torch.float64), None
-    if baseline == "rollout":
-        best_policy = make_agent(seed=1, dtype=torch.float64).eval().requires_grad_(False)
+    points, agent = draw(4, 7, dtype=torch.float64) * 30 - 7, make_agent(dtype=torch.float64)
+    best_policy = None if baseline == "pomo" else make_agent(1, torch.float64).eval()
+    for p in agent.parameters():
+        p.grad = torch.ones_like(p)  # of the last update
+    before, optimizer = copy.deepcopy(agent), torch.optim.SGD(agent.parameters(), 1.0)
+    torch.manual_seed(3)
+    args = am.Args(max_grad_norm=max_grad_norm)
+    metrics = am.update_weights(agent, best_policy, [optimizer], args, points)
 
-    def record(*args, **kwargs):
-        found.append(construct_tours(*args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr(am, "construct_tours", record)
-    loss, length = am.compute_loss(agent, best_policy, points)
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in agent.named_parameters()}
-    tours = found[0][0]
+    torch.manual_seed(3)
+    tours, _ = am.construct_tours(points, before(points), best_policy is None, sample=True)
     lengths = torch.from_numpy(measure(points, tours))
-    assert length.item() == pytest.approx(lengths.mean().item(), rel=1e-12)
-
-    agent.zero_grad()
-    log_probs = reference_log_probs(agent, points, tours)
-    nothing = torch.zeros(4, 0, dtype=torch.int64)
+    log_probs, nothing = reference_log_probs(before, points, tours), torch.zeros(4, 0, dtype=torch.int64)
     if baseline == "pomo":
         assert torch.equal(tours[:, :, 0], torch.arange(7).expand(4, 7))
-        start = reference_step(agent, reference_encode(agent, points), nothing).exp()
-        expected = ((lengths - lengths.mean(1, keepdim=True)) * log_probs[..., 1:].sum(-1)).mean()
-        expected += (start * lengths).sum(1).mean()
+        advantages, log_probs = lengths - lengths.mean(1, keepdim=True), log_probs[..., 1:]
+        start = reference_step(before, reference_encode(before, points), nothing).exp()
+        expected = (advantages * log_probs.sum(-1)).mean() + (start * advantages).sum(1).mean()
     else:
         assert tours.shape == (4, 1, 7) and len(tours[:, 0, 0].unique()) > 1
         b = torch.from_numpy(measure(points, reference_greedy(best_policy, points, nothing)))
         expected = ((lengths - b[:, None]) * log_probs.sum(-1)).mean()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
     expected.backward()
-    for name, p in agent.named_parameters():
-        assert p.grad.abs().max() > 0, name
-        torch.testing.assert_close(grads[name], p.grad, rtol=1e-6, atol=1e-9, msg=name)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in before.parameters()])
+    torch.testing.assert_close(metrics, torch.stack((expected.detach(), lengths.mean(), norm)))
+    for (name, p), q in zip(agent.named_parameters(), before.parameters(), strict=True):
+        assert q.grad.abs().max() > 0, name
+        step = q.grad * min(1.0, max_grad_norm / norm)
+        torch.testing.assert_close(q - p, step, rtol=1e-6, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("multistart", [False, True])
 @torch.no_grad()
 def test_samples_follow_the_policy(multistart):
-    """Frequencies of 20,000 tours of 4 nodes agree with their probabilities, given the first node or not.
-
-    Tours of an instance are drawn independently of each other.
-    """
+    """All tours of 4 nodes are as frequent as is probable, and those of an instance are independent."""
     points, size = draw(1, 4), 20_000
     every = torch.tensor(list(itertools.permutations(range(4))))
     one = make_agent().eval()(points)
@@ -194,7 +169,6 @@ def test_samples_follow_the_policy(multistart):
     p = (log_likelihood + first).exp()[0]
     frequency = (tours.flatten(0, 1)[:, None] == every[None]).all(-1).float().sum(0) / size
     assert frequency.sum().item() == pytest.approx(4 if multistart else 1)
-    assert p.sum().item() == pytest.approx(4 if multistart else 1, abs=1e-5)
     assert ((frequency - p).abs() < 5 * (p * (1 - p) / size).sqrt() + 1e-4).all()
     assert (p.max() - p.min()) > 0.01
     if multistart:
@@ -205,10 +179,7 @@ def test_samples_follow_the_policy(multistart):
 @pytest.mark.parametrize("multistart", [False, True])
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-24])
 def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart, number):
-    """With the largest and the smallest random number it is the first and the last open node.
-
-    Rounding may leave the sum of the probabilities below that number.
-    """
+    """It is the first or the last open node, also if rounding makes the sum of probabilities too small."""
     points, cumsum = draw(3, 6), torch.Tensor.cumsum
     encoded = make_agent().eval()(points)
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) * (1 - 1e-5))
@@ -217,31 +188,6 @@ def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart, number):
     rest = tours[..., 1:] if multistart else tours
     assert torch.equal(tours.sort(-1).values, torch.arange(6).expand_as(tours))
     assert torch.equal(rest, rest.sort(-1, descending=number == 0).values)
-
-
-@given(
-    num_nodes=st.integers(3, 12), seed=st.integers(0, 1000), multistart=st.booleans(), sample=st.booleans()
-)
-@settings(max_examples=20, deadline=None)
-@torch.no_grad()
-def test_tours_are_permutations_with_their_lengths(num_nodes, seed, multistart, sample):
-    points = draw(3, num_nodes, seed, torch.float64)
-    tours, lengths = am.construct_tours(points, make_agent(seed)(points), multistart, sample)
-    assert tours.shape == (3, num_nodes if multistart else 1, num_nodes)
-    assert torch.equal(tours.sort(-1).values, torch.arange(num_nodes).expand_as(tours))
-    if multistart:
-        assert torch.equal(tours[:, :, 0], torch.arange(num_nodes).expand(3, -1))
-    np.testing.assert_allclose(lengths, measure(points, tours), rtol=1e-12)
-
-
-@torch.no_grad()
-def test_greedy_takes_the_most_likely_node_at_each_step():
-    agent, points = make_agent().eval(), draw(6, 8)
-    for multistart, starts in ((False, [[]]), (True, [[i] for i in range(8)])):
-        tours, _ = am.construct_tours(points, agent(points), multistart)
-        for tour, start in zip(tours.unbind(1), starts, strict=True):
-            first = torch.tensor(start, dtype=torch.int64).expand(6, -1)
-            assert torch.equal(tour, reference_greedy(agent, points, first))
 
 
 def test_symmetries_keep_lengths_and_are_eight():
@@ -254,13 +200,12 @@ def test_symmetries_keep_lengths_and_are_eight():
     assert len(images) == len({tuple(x.flatten().mul(1e6).round().tolist()) for x in centred}) == 8
 
 
-@given(scale=st.floats(1e-6, 1e6), x=st.floats(-1e4, 1e4), y=st.floats(-1e4, 1e4))
-@settings(max_examples=20, deadline=None)
+@pytest.mark.parametrize(("scale", "move"), [(1e-6, [-1e4, 7.0]), (1e6, [0.3, 1e4])])
 @torch.no_grad()
-def test_units_and_position_of_the_points_do_not_matter(scale, x, y):
+def test_units_and_position_of_the_points_do_not_matter(scale, move):
     """Points are moved in float64 first, since float32 would not tell distant ones apart."""
     agent, points = make_agent().eval(), draw(2, 9, dtype=torch.float64)
-    moved = (points + torch.tensor([x, y])) * scale
+    moved = (points + torch.tensor(move)) * scale
     torch.testing.assert_close(tuple(agent(points)), tuple(agent(moved)), atol=1e-4, rtol=1e-4)
 
 
@@ -302,44 +247,27 @@ def test_the_t_test_is_that_of_scipy_and_of_all_processes(monkeypatch, shift, wo
     assert not am.is_better(agent, agent, points, 0.5)  # equal tours are not better
 
 
-def test_comparisons_and_evaluations_have_frozen_statistics_and_leave_no_trace():
-    """Policies are compared by their greedy tours. A tour does not depend on the instances beside its own."""
+@torch.no_grad()
+def test_comparisons_and_evaluations_are_greedy_with_frozen_statistics_and_leave_no_trace():
+    """Policies are compared by their greedy tours, which take the most likely node at each step."""
     agent, best, points = make_agent().train(), make_agent(seed=1).eval(), draw(30, 6)
-    state = copy.deepcopy(agent.state_dict())
-    found = am.is_better(agent, best, points, 0.5)
-    nothing = torch.zeros(30, 0, dtype=torch.int64)
-    lengths = [measure(points, reference_greedy(x, points, nothing)).mean() for x in (agent, best)]
+    state, instances = copy.deepcopy(agent.state_dict()), make_instances(points)
+    found, nothing = am.is_better(agent, best, points, 0.5), torch.zeros(30, 0, dtype=torch.int64)
+    _, tours = am.evaluate(agent.train(), instances, CPU, ("greedy",))
+    expected = [reference_greedy(x, points, nothing) for x in (agent, best)]
+    lengths = [measure(points, x).mean() for x in expected]
+    assert torch.equal(tours, expected[0])
     assert found == (lengths[0] < lengths[1]) != am.is_better(best, agent, points, 0.5)
-    tours, _ = get_tours(agent.train(), make_instances(points), "greedy")
-    alone, _ = get_tours(agent.train(), make_instances(points[2:3]), "greedy")
-    assert torch.equal(tours[2:3], alone) and all(p.grad is None for p in agent.parameters())
+    several, lengths = am.construct_tours(points.double(), agent(points), multistart=True)
+    np.testing.assert_allclose(lengths, measure(points, several), rtol=1e-12)
+    for first, tours in enumerate(several.unbind(1)):
+        assert torch.equal(tours, reference_greedy(agent, points, torch.full((30, 1), first)))
     torch.testing.assert_close(agent.state_dict(), state, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("max_grad_norm", [1e9, 0.01])
-def test_an_update_is_a_step_along_the_clipped_gradient(max_grad_norm):
-    """Metrics are loss, mean length and the norm before clipping; no gradient remains from the last update."""
-    agent, points = make_agent(), draw(4, 6)
-    torch.manual_seed(3)
-    loss, length = am.compute_loss(agent, None, points)
-    loss.backward()  # remains from the last update
-    gradient = torch.nn.utils.parameters_to_vector(p.grad for p in agent.parameters())
-    before = torch.nn.utils.parameters_to_vector(agent.parameters()).clone()
-    torch.manual_seed(3)
-    optimizers = [torch.optim.SGD(agent.parameters(), 1.0)]
-    metrics = am.update_weights(agent, None, optimizers, am.Args(max_grad_norm=max_grad_norm), points)
-    step = before - torch.nn.utils.parameters_to_vector(agent.parameters())
-    norm = gradient.norm().item()
-    torch.testing.assert_close(step, gradient * min(1.0, max_grad_norm / norm), rtol=1e-3, atol=1e-6)
-    assert metrics.tolist() == pytest.approx([loss.item(), length.item(), norm], rel=1e-4) and norm > 0.1
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloat16):
-    """Three steps of matrices of every shape agree to the rounding of torch's bfloat16.
-
-    Gradients of one shape have unlike sizes.
-    """
+    """Three steps of matrices of every shape, with unlike gradients, agree to the rounding of bfloat16."""
     monkeypatch.setattr(am, "CPU_HAS_BFLOAT16", has_bfloat16)
     torch.manual_seed(0)
     shapes = (8, 8), (8, 8), (32, 8), (8, 32)
@@ -362,9 +290,8 @@ def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloa
 
 def flatten(state):
     """Return all weights of a network's state as one vector."""
-    return torch.cat(
-        [x.flatten() for name, x in state.items() if "running" not in name and "num" not in name]
-    )
+    names = [name for name in state if "running" not in name and "num" not in name]
+    return torch.cat([state[name].flatten() for name in names])
 
 
 @pytest.fixture
@@ -373,11 +300,10 @@ def updates(monkeypatch):
     calls, update = [], am.update_weights
 
     def spy(agent, best_policy, optimizers, args, points):
-        call = SimpleNamespace(agent=agent, best_policy=best_policy, optimizers=optimizers)
-        call.weights = flatten(agent.state_dict())
-        call.best = best_policy and flatten(best_policy.state_dict())
+        call = SimpleNamespace(agent=agent, optimizers=optimizers, training=agent.training)
+        call.weights, call.best = (x and flatten(x.state_dict()) for x in (agent, best_policy))
+        call.points = points.clone()
         call.rates = [x.param_groups[0]["lr"] for x in optimizers]
-        call.points, call.training = points.clone(), agent.training
         calls.append(call)
         return update(agent, best_policy, optimizers, args, points)
 
@@ -385,126 +311,106 @@ def updates(monkeypatch):
     return calls
 
 
-def test_the_best_policy_follows_the_t_test(tmp_path, monkeypatch, updates):
+def test_the_best_policy_follows_the_t_test_on_instances_of_a_file(tmp_path, monkeypatch, updates, capsys):
     """The best policy begins as the policy, and becomes a copy of it when the test says so.
 
-    Two processes share batches and the instances of the test. Steps and batches are counted in total.
+    Two processes share batches and the instances of the test. An evaluation does not need the file.
     """
-    asked, drawn = [], []
+    asked, drawn, path = [], [], tmp_path / "train.txt"
+    path.write_text("".join(GAUSSIAN.read_text().splitlines(True)[:5]))
+    stored = am.read_instances(str(path)).points.float()
 
     def is_better(agent, best, points, level):
         asked.append(flatten(agent.state_dict()))
         drawn.append(points)
-        assert level == 0.2 and points.shape == (15, 6, 2)
+        assert level == 0.2 and points.shape == (15, 20, 2) and not best.training
         return len(asked) == 2
 
     monkeypatch.setattr(am, "WORLD_SIZE", 2)
     monkeypatch.setattr(am, "average", lambda x: x)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
     monkeypatch.setattr(am, "is_better", is_better)
-    flags = "--baseline rollout --baseline-instances 30 --baseline-level 0.2 --eval-interval 2"
-    checkpoint = load(run(tmp_path, SHORT, *flags.split()).path / "checkpoint.pt")
-    assert len(updates) == 8 and len(asked) == 4 and {len(x.points) for x in updates} == {2}
+    flags = f"--train-path {path} --baseline rollout --baseline-instances 30 --baseline-level 0.2"
+    folder = run(tmp_path / "runs", SHORT, *flags.split()).path
+    checkpoint = load(folder / "checkpoint.pt")
+    assert [(len(x.points), x.training) for x in updates] == [(2, True)] * 8 and len(asked) == 4
     assert checkpoint["progress"][:2] == (4, 4 * 2 * 4)
     assert all(torch.equal(x.best, updates[0].weights) for x in updates[:4])
     assert all(torch.equal(x.best, asked[1]) for x in updates[4:])
     assert torch.equal(flatten(checkpoint["best_policy"]), asked[1])
     assert torch.equal(flatten(checkpoint["agent"]), asked[3]) and not torch.equal(asked[1], asked[2])
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
-    best_policy = updates[0].best_policy
-    assert not best_policy.training and not any(p.requires_grad for p in best_policy.parameters())
+    for points in (torch.cat([x.points for x in updates]), torch.cat(drawn)):
+        assert {*map(str, points.tolist())} == {*map(str, stored.tolist())}
+    path.unlink()
+    assert "eval/greedy_length" in evaluate_file(capsys, folder / "best.pt")
 
 
 def test_every_update_has_its_rates_matrices_and_instances(tmp_path, updates):
-    """Rates are constant or fall along half a cosine. Muon has the matrices or nothing, and Adam all others.
-
-    Another seed draws other instances. Updates normalize by the statistics of their batch.
-    """
+    """Rates are constant or fall along half a cosine. Muon has the matrices or nothing, Adam all others."""
     cosine = [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
-    vectors = {"embed.weight", "placeholders", "layers.0.norm1.weight", "layers.0.ff.0.bias"}
     for flags, factors, num_matrices in (
         ("--no-anneal-lr --optimizer adam --seed 2", [1, 1, 1, 1], 0),
         ("", cosine, 3 * 6 + 7),
     ):
         done = run(tmp_path / str(num_matrices), f"{SHORT} --eval-episodes 0 --learning-rate 0.01 {flags}")
         rates = [0.01 * factor for factor in factors]
-        found = [value for _, value in read_scalars(done.path)["charts/learning_rate"]]
-        assert found == pytest.approx(rates)
+        assert [x for _, x in read_scalars(done.path)["charts/learning_rate"]] == pytest.approx(rates)
         assert [x.rates for x in updates[-8::2]] == [pytest.approx([rate, rate]) for rate in rates]
-        names = {p: name for name, p in updates[-1].agent.named_parameters()}
-        adam, muon = ([names[p] for p in x.param_groups[0]["params"]] for x in updates[-1].optimizers)
-        assert sorted(adam + muon) == sorted(names.values())
-        assert len(muon) == num_matrices and vectors <= {*adam}
-    points = torch.cat([x.points for x in updates])
-    assert points.shape == (2 * 8 * 4, 6, 2) and points.min() >= 0 and points.max() <= 1
-    assert len({tuple(x.tolist()) for x in points.flatten(1)}) == 2 * 8 * 4
-    assert all(x.training and x.best_policy is None for x in updates)
+        adam, muon = (x.param_groups[0]["params"] for x in updates[-1].optimizers)
+        assert len(muon) == num_matrices and all(min(p.shape) >= 128 and p.dim() == 2 for p in muon)
+        assert {*map(id, adam + muon)} == {*map(id, updates[-1].agent.parameters())}
+    points = torch.cat([x.points for x in updates])  # which another seed changes
+    assert points.shape == (2 * 8 * 4, 6, 2) and len({*map(str, points.tolist())}) == 2 * 8 * 4
+    assert all(x.best is None for x in updates)
     assert len({x.weights.sum().item() for x in updates}) == 2 * 8 and len(updates[0].weights) == 708_608
 
 
-def test_training_on_a_file_draws_only_its_instances(tmp_path, monkeypatch, updates, capsys):
-    """An evaluation of the run does not need the file."""
-    drawn, path = [], tmp_path / "train.txt"
-    path.write_text("".join(GAUSSIAN.read_text().splitlines(True)[:5]))
-    monkeypatch.setattr(am, "is_better", lambda agent, best, points, level: drawn.append(points))
-    flags = f"--train-path {path} --baseline rollout --baseline-instances 7 --eval-episodes 2"
-    done = run(tmp_path / "runs", SHORT, *flags.split())
-    stored = am.read_instances(str(path)).points.float()
-    for points, size in ((torch.cat([x.points for x in updates]), 32), (torch.cat(drawn), 28)):
-        assert {*map(str, points.tolist())} == {*map(str, stored.tolist())} and len(points) == size
-    path.unlink()
-    assert "eval/greedy_length" in evaluate_file(capsys, done.path / "best.pt")
-
-
-def test_losses_are_means_over_an_epoch_and_seconds_those_of_training(tmp_path, monkeypatch):
-    """An update takes 1 s here, an evaluation 100 s."""
-    rows, clock = iter(torch.arange(24.0).view(8, 3)), [0.0]
+def test_losses_are_means_over_an_epoch_and_end_the_run_if_they_are_not_finite(tmp_path, monkeypatch, capsys):
+    """With one line; the last checkpoint stays. Seconds are those of training: an update takes 1 s here."""
+    rows, clock = torch.arange(24.0).view(8, 3), [0.0]
+    rows[7, 1], numbers = math.nan, iter(rows)
 
     def spend(seconds, answer):
         clock[0] += seconds
         return answer
 
     monkeypatch.setattr(am.time, "process_time", lambda: clock[0])
-    monkeypatch.setattr(am, "update_weights", lambda *args: spend(1.0, next(rows)))
+    monkeypatch.setattr(am, "update_weights", lambda *args: spend(1.0, next(numbers)))
     monkeypatch.setattr(am, "evaluate", lambda *args: spend(100.0, ({"eval/greedy_length": 1.0}, None)))
-    path = run(tmp_path).path
+    line = fail_with(capsys, am.main, [*SHORT.split(), "--run-dir", str(tmp_path)])
+    assert line.endswith("error: tsp6-uniform: losses are not finite at instance 32")
+    (path,) = tmp_path.iterdir()
     scalars = read_scalars(path)
     for i, name in enumerate(("policy_loss", "tour_length", "grad_norm")):
-        assert scalars[f"losses/{name}"] == [(8 * (k + 1), 6 * k + 1.5 + i) for k in range(4)]
-    assert [x for _, x in scalars["charts/cpu_seconds"]] == [2.0, 4.0, 6.0, 8.0]
-    assert load(path / "checkpoint.pt")["progress"][3] == 8.0
+        assert scalars[f"losses/{name}"] == [(8 * (k + 1), 6 * k + 1.5 + i) for k in range(3)]
+    assert [x for _, x in scalars["charts/cpu_seconds"]] == [2.0, 4.0, 6.0]
+    assert load(path / "checkpoint.pt")["progress"][:4] == (3, 24, 12, 6.0)
 
 
-def test_losses_that_are_not_finite_end_the_run_with_one_line(tmp_path, monkeypatch, capsys):
-    """The last checkpoint before that is left unchanged."""
-    rows = iter([1.0] * 5 + [math.nan] * 3)
-    monkeypatch.setattr(am, "update_weights", lambda *args: torch.full((3,), next(rows)))
-    line = fail_with(capsys, am.main, [*SHORT.split(), "--run-dir", str(tmp_path)])
-    assert line.endswith("error: tsp6-uniform: losses are not finite at instance 24")
-    (path,) = tmp_path.iterdir()
-    assert load(path / "checkpoint.pt")["progress"][:2] == (2, 16)
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch, has_gaps):
+    """It has the smallest gap, or the shortest tours if no gap is known, and the later of equal ones.
 
-
-def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch):
-    """It has the shortest tours, and is the later of two that are equal. A resumed run knows its score.
-
-    A checkpoint that was moved alone gets a best policy from its first evaluation, even if the score is worse.
+    A resumed run knows its score. A checkpoint that was moved alone gets a best policy anew.
     Evaluations of a run have the same instances. Those of --evaluate are others, so that scores are unbiased.
     """
-    lengths, seen = iter([5.0, 3.0, 4.0, 3.0, 6.0, 3.5, 9.0, 1.0, 1.0]), []
+    numbers, seen, searches = iter([5.0, 3.0, 4.0, 3.0, 6.0, 3.5, 9.0, 1.0, 1.0]), [], []
 
-    def evaluate(agent, instances, *args):
+    def evaluate(agent, instances, device, decodings=None):
         seen.append({*instances.points.flatten().tolist()})
+        searches.append(decodings)
         assert instances.points.shape == (4, 6, 2) and instances.points.dtype == torch.float64
-        return {"eval/greedy_length": next(lengths)}, None
+        x = next(numbers)
+        scores = {"eval/greedy_length": -x, "eval/greedy_gap": x} if has_gaps else {"eval/greedy_length": x}
+        return scores, None
 
     monkeypatch.setattr(am, "evaluate", evaluate)
     flags = f"{SHORT} --steps-per-epoch 1 --num-epochs"
     done = run(tmp_path / "runs", f"{flags} 5")
     path = done.path / "checkpoint.pt"
+    assert searches == [am.DECODINGS[:1]] * 4 + [am.DECODINGS]  # only the end's is of several tours
     assert load(done.path / "best.pt")["progress"][:3] == (4, 16, 16)
     assert load(path)["progress"][4:] == (3.0, 6.0) and done.written.count("best.pt") == 3
-    assert done.out.endswith("greedy score of best.pt 3.000, of the last policy 6.000\n")
     resumed = run(tmp_path / "runs", f"{flags} 6", "--resume", path)
     assert load(path)["progress"][4:] == (3.0, 3.5) and "best.pt" not in resumed.written
     (tmp_path / "alone").mkdir()
@@ -515,46 +421,24 @@ def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch):
     assert seen == seen[:1] * 7 + seen[-1:] * 2 and not seen[0] & seen[-1]
 
 
-def test_where_references_are_known_the_gap_chooses_the_best(tmp_path):
-    (tmp_path / "x.txt").write_text("0 0 1 0 1 1 0 1 output 1 2 3 4 1\n")
-    path = run(tmp_path / "runs", SHORT, "--data", tmp_path / "x.txt").path
-    scalars, progress = read_scalars(path), load(path / "checkpoint.pt")["progress"]
-    gaps = [x for _, x in scalars["eval/greedy_gap"]]  # around the square, or by both diagonals
-    assert all(min(abs(gap), abs(gap - 50 * (math.sqrt(2) - 1))) < 1e-4 for gap in gaps)
-    assert progress[4:] == pytest.approx((min(gaps), gaps[-1]), rel=1e-6)
-    assert progress[2] == 4 and len(gaps) == 4
-    assert {tag for tag, x in scalars.items() if tag.startswith("eval/") and len(x) == 1} == {
-        f"eval/multistart{x8}_{score}" for x8 in ("", "_x8") for score in ("length", "gap", "gap_std")
-    }  # the search of several tours is of the end alone
-
-
 @pytest.mark.parametrize("baseline", ["pomo", "rollout"])
-def test_a_run_that_is_killed_twice_and_resumed_is_the_uninterrupted_one(tmp_path, monkeypatch, baseline):
+def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(tmp_path, monkeypatch, baseline):
     """Checkpoints are equal to the last bit; epochs differ in learning rate and in whether the best policy changes."""
-    flags = f"{SHORT} --num-epochs 6 --batch-size 8 --eval-episodes 8 --baseline {baseline}"
-    flags += " --baseline-instances 40 --baseline-level 0.3"
+    flags = f"{SHORT} --batch-size 8 --eval-episodes 8 --baseline {baseline} --baseline-instances 40"
+    flags += " --baseline-level 0.3"
     answers, is_better, update = [], am.is_better, am.update_weights
     monkeypatch.setattr(am, "is_better", lambda *args: answers.append(bool(is_better(*args))) or answers[-1])
-    whole = run(tmp_path / "whole", flags)
-    assert set(answers[:4]) == ({True, False} if baseline == "rollout" else set())
-    number = itertools.count(1)
-
-    def die(*args):
-        if next(number) in (6, 11):
-            raise KeyboardInterrupt
-        return update(*args)
-
-    monkeypatch.setattr(am, "update_weights", die)
-    with pytest.raises(KeyboardInterrupt):
+    paths = [run(tmp_path / "whole", flags).path]
+    assert {*answers} == ({True, False} if baseline == "rollout" else set())
+    updates = iter([update] * 5)  # the sixth is refused
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr(am, "update_weights", lambda *args: next(updates)(*args))
         run(tmp_path / "cut", flags)
-    (path,) = (tmp_path / "cut").iterdir()
-    resume = f"--resume {path / 'checkpoint.pt'}"
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", resume)
-    assert load(path / "checkpoint.pt")["progress"][0] == 4
-    run(tmp_path / "cut", resume)
+    paths += (tmp_path / "cut").iterdir()
+    assert load(paths[1] / "checkpoint.pt")["progress"][0] == 2
+    run(tmp_path / "cut", f"--resume {paths[1] / 'checkpoint.pt'}")
     for name in ("checkpoint.pt", "best.pt"):
-        ends = [load(folder / name) for folder in (whole.path, path)]
+        ends = [load(path / name) for path in paths]
         for end in ends:
             del end["args"]
             end["progress"] = (*end["progress"][:3], *end["progress"][4:])  # without the seconds
@@ -580,8 +464,8 @@ def test_gaps_are_means_of_ratios_and_of_the_shortest_proposal(monkeypatch):
     scores, tours = am.evaluate(make_agent(), instances, CPU)
     gap, mean = 50 * (math.sqrt(2) - 1), (2 + 2 * math.sqrt(2)) * 5.5
     names = [f"eval/{decoding}_{x}" for decoding in am.DECODINGS for x in ("length", "gap", "gap_std")]
-    assert list(scores) == names
-    assert list(scores.values()) == pytest.approx([mean, gap, 0, mean, gap, 0, 22, 0, 0], abs=1e-9)
+    numbers = [mean, gap, 0, mean, gap, 0, 22, 0, 0]
+    assert scores == pytest.approx(dict(zip(names, numbers, strict=True)), abs=1e-9)
     assert torch.equal(tours, around.expand(2, -1)) and calls == [False, True] + [True] * 8
     longer = instances._replace(tours=torch.stack((torch.arange(4), crossed)))
     scores, _ = am.evaluate(make_agent(), longer, CPU, ("greedy",))
@@ -589,15 +473,14 @@ def test_gaps_are_means_of_ratios_and_of_the_shortest_proposal(monkeypatch):
     assert scores["eval/greedy_gap_std"] == pytest.approx(gap / 2)  # of the instances, not of their mean
 
 
-@pytest.mark.parametrize("decoding", am.DECODINGS[:2])
-def test_lengths_are_those_of_the_tours_in_float64(decoding):
+def test_lengths_are_those_of_the_tours_in_float64():
     """Memory is bounded: a part has at most 2^18 numbers of multi-start decoding, or one instance."""
     agent, instances, sizes = make_agent(), make_instances(torch.randn(30, 100, 2) * 3 - 2), []
     agent.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    scores, tours = am.evaluate(agent, instances, CPU, (decoding,))
+    scores, tours = am.evaluate(agent, instances, CPU, ("multistart",))
     assert torch.equal(tours.sort(1).values, torch.arange(100).expand(30, -1)) and sizes == [27, 3]
     length = measure(instances.points, tours).mean()
-    assert scores == {f"eval/{decoding}_length": pytest.approx(length, rel=1e-12)}
+    assert scores == {"eval/multistart_length": pytest.approx(length, rel=1e-12)}
 
 
 @pytest.mark.parametrize(
@@ -609,12 +492,19 @@ def test_lengths_are_those_of_the_tours_in_float64(decoding):
         ("tsp100-uniform", 4, (7.0, 3.5, 2.0)),
     ],
 )
-def test_the_networks_that_come_with_the_repository(tmp_path, capsys, name, size, limits):
-    """Gaps to optimal tours are small: greedy, multi-start, and multi-start of the symmetric images."""
+def test_the_networks_of_the_repository_solve_files_of_another_program(tmp_path, capsys, name, size, limits):
+    """Gaps to optimal tours are small, and are those of the tours that --solve writes, by numpy."""
     lines = (DATA / "tsp" / f"{name}.txt").read_text().splitlines(True)
     (tmp_path / "few.txt").write_text("".join(lines[:size]))
-    checkpoint = TSP20.with_name(f"{name.split('-')[0]}.pt")
-    scores = evaluate_file(capsys, checkpoint, "--data", tmp_path / "few.txt")
+    flags = "--data", tmp_path / "few.txt", "--solve", tmp_path / "tours"
+    scores = evaluate_file(capsys, TSP20.with_name(f"{name.split('-')[0]}.pt"), *flags)
+    assert {x.name for x in tmp_path.rglob("*")} == {"few.txt", "tours"}
+    data, solved = (am.read_instances(str(x / "few.txt")) for x in (tmp_path, tmp_path / "tours"))
+    assert torch.equal(data.points, solved.points)  # to the last bit
+    lengths = measure(data.points, solved.tours)
+    gaps = 100 * (lengths / measure(data.points, data.tours) - 1)
+    found = [scores[f"eval/multistart_x8_{name}"] for name in ("length", "gap", "gap_std")]
+    assert found == pytest.approx([lengths.mean(), gaps.mean(), gaps.std()], abs=1e-9)
     gaps = [scores[f"eval/{decoding}_gap"] for decoding in am.DECODINGS]
     assert all(-1e-6 <= gap < limit for gap, limit in zip(gaps, limits, strict=True)), gaps
 
@@ -631,41 +521,16 @@ def test_training_goes_on_from_a_network_of_the_repository(tmp_path, updates, ba
     assert 0 < (flatten(after["agent"]) - updates[0].weights).abs().max() < 1e-3  # the cosine's end
 
 
-def test_solved_tours_are_those_of_the_printed_gaps(tmp_path, capsys):
-    """What --solve writes for a file by another program is measured again by numpy."""
-    scores = evaluate_file(capsys, TSP20, "--data", GAUSSIAN, "--solve", tmp_path / "tours")
-    (file,) = (tmp_path / "tours").iterdir()
-    assert file.name == GAUSSIAN.name and len(list(tmp_path.iterdir())) == 1
-    data, solved = am.read_instances(str(GAUSSIAN)), am.read_instances(str(file))
-    assert torch.equal(data.points, solved.points)  # to the last bit
-    lengths, optima = measure(data.points, solved.tours), measure(data.points, data.tours)
-    gaps = 100 * (lengths / optima - 1)
-    found = [scores[f"eval/multistart_x8_{name}"] for name in ("length", "gap", "gap_std")]
-    assert found == pytest.approx([lengths.mean(), gaps.mean(), gaps.std()], abs=1e-9)
-    greedy, starts, symmetries = (scores[f"eval/{decoding}_gap"] for decoding in am.DECODINGS)
-    assert greedy > starts > symmetries > -1e-9
-
-
-def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path):
-    """Lengths are whole numbers, and the optimum is known; the tour is read back and measured.
-
-    The script in algos/ finds its reader in the folder that it is started from.
-    """
+def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, run_script):
+    """The tour is read back and measured. The script finds its reader in the folder it is started from."""
     data = DATA / "tsplib" / "berlin52.tsp"
-    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
-    flags = f"--evaluate {TSP20} --data {data} --solve {tmp_path / 'tours'}".split()
-    command = [sys.executable, "algos/reinforce_tsp_attention.py", *flags]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    shutil.copytree(ROOT / "envs_shared", tmp_path / "envs_shared")
+    flags = "--evaluate", TSP20, "--data", data, "--solve", "tours"
+    found = run_script("reinforce_tsp_attention", *flags, PYTHONPATH="")
     assert found.returncode == 0, found.stderr
-    scores = ast.literal_eval(found.stdout)
-    (file,) = (tmp_path / "tours").iterdir()
     points, _, measure_tours = read_tsplib(str(data))
-    length = measure_tours(points, read_tour(file, 52)[None, None]).item()
-    assert file.name == "berlin52.tour"
-    assert scores["eval/multistart_x8_length"] == length and 7542 <= length < 8500
-    for decoding in am.DECODINGS:
-        gap = 100 * (scores[f"eval/{decoding}_length"] / 7542 - 1)
-        assert scores[f"eval/{decoding}_gap"] == pytest.approx(gap, abs=1e-9)
+    length = measure_tours(points, read_tour(tmp_path / "tours" / "berlin52.tour", 52)[None, None]).item()
+    assert ast.literal_eval(found.stdout)["eval/multistart_x8_length"] == length and 7542 <= length < 8500
 
 
 def test_the_folder_of_tours_gets_its_name_when_all_is_written(tmp_path, monkeypatch, capsys):
@@ -684,16 +549,6 @@ def test_the_folder_of_tours_gets_its_name_when_all_is_written(tmp_path, monkeyp
 # Files
 
 
-def test_instances_and_tours_are_read_back_to_the_last_bit(tmp_path):
-    rng = np.random.default_rng(0)
-    points = torch.tensor(rng.normal(size=(300, 5, 2)) * 10.0 ** rng.integers(-320, 99, (300, 5, 2)))
-    tours = torch.rand(300, 5).argsort(1)
-    args = am.Args(solve=str(tmp_path / "tours"), data="x.txt")
-    am.write_tours(args, make_instances(points), tours)
-    again = am.read_instances(str(tmp_path / "tours" / "x.txt"))
-    assert torch.equal(again.points, points) and torch.equal(again.tours, tours)
-
-
 def read(tmp_path, text):
     (tmp_path / "x.txt").write_bytes(text.encode())
     return am.read_instances(str(tmp_path / "x.txt"))
@@ -704,11 +559,13 @@ def test_texts_of_instances(tmp_path):
 
     Blank lines, a byte order mark and line ends of other systems are read.
     """
-    instances = read(tmp_path, "0.5 0.25 1 2 3 4 output 2 1 3 2")
-    assert instances.points.tolist() == [[[0.5, 0.25], [1, 2], [3, 4]]]
+    args = am.Args(solve=str(tmp_path / "tours"), data="y/x.txt")
+    instances = read(tmp_path, "0.1000000000000001 -1e-320 1 2 3 4 output 2 1 3 2")
+    assert instances.points.tolist() == [[[0.1000000000000001, -1e-320], [1, 2], [3, 4]]]
     assert instances.tours.tolist() == [[1, 0, 2]]
-    am.write_tours(am.Args(solve=str(tmp_path / "tours"), data="y/x.txt"), instances, instances.tours)
-    assert (tmp_path / "tours" / "x.txt").read_text() == "0.5 0.25 1.0 2.0 3.0 4.0 output 2 1 3 2\n"
+    am.write_tours(args, instances, instances.tours)
+    path = tmp_path / "tours" / "x.txt"
+    assert path.read_text() == "0.1000000000000001 -1e-320 1.0 2.0 3.0 4.0 output 2 1 3 2\n"
     instances = read(tmp_path, "\ufeff0 0 1 0 1 1\r\n\r\n-2e1 0 1 0 1 1\r\n\n")
     assert instances.points[:, 0].tolist() == [[0, 0], [-20, 0]] and instances.tours is None
     assert instances.points.dtype == torch.float64 and instances.measure is am.tour_length
@@ -717,70 +574,58 @@ def test_texts_of_instances(tmp_path):
 GOOD = "0 0 1 0 1 1 output 1 2 3 1\n"
 REFUSED = {
     "\n\n": "could not convert",
-    "x,y\n0.5,0.25\n1.0,2.0\n3.0,4.0\n2.0,0.5\n": "could not convert string 'x,y'",
-    "0.5 0.25\n1.0 2.0\n3.0 4.0\n2.0 0.5\n": "instance 1 has fewer than 3 points",
     "0 0 1 1\n": "instance 1 has fewer than 3 points",
     "0 0 1 0 1 1\n0 0 1 0 1 1 2 2\n": "changed from 6 to 8 at row 2",
-    f"{GOOD}0 0 1 0 1 1\n": "changed from 10 to 6 at row 2",
     f"{GOOD}{GOOD}0 0 1 0 1 nan output 1 2 3 1\n": "instance 3 has",
     f"{GOOD}0 0 1 0 1 1e100 output 1 2 3 1\n": "instance 2 has",
     f"{GOOD}0 0 1 0 1 1 output 1 2 2 1\n": "instance 2 has fewer than 3 points or no tour of them",
-    f"{GOOD}0 0 1 0 1 1 output 0 1 2 0\n": "instance 2 has",
-    f"{GOOD}0 0 1 0 1 1 output 1 2 3.5 1\n": "instance 2 has",
     "0 0 1 0 1 1 output 1 2 3\n": "",
-    "0 0 1 0 1 1 output\n": "instance 1 has",
+    "0 0 1 0 1 1 2\n": "instance 1 has",
 }
 
 
-@pytest.mark.parametrize("text", REFUSED, ids=range(len(REFUSED)))
-def test_files_that_hold_no_instances_are_one_line(tmp_path, capsys, text):
+def test_files_that_hold_no_instances_are_one_line(tmp_path, capsys):
     """The line says what the lines of a file must look like."""
-    line = fail_with(capsys, read, tmp_path, text)
-    assert f"error: {tmp_path / 'x.txt'}: " in line and REFUSED[text] in line
-    assert "ML4CO text has equal lines `x y x y x y output 1 3 2 1`" in line
+    for text, words in REFUSED.items():
+        line = fail_with(capsys, read, tmp_path, text)
+        assert f"error: {tmp_path / 'x.txt'}: " in line and words in line, text
+        assert "ML4CO text has equal lines `x y x y x y output 1 3 2 1`" in line
 
 
 def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    """Neither a run folder nor one of tours. Loading a checkpoint never runs code from a pickle."""
+    """Neither a run folder nor one of tours."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(TSP20, "good.pt")
-    torch.save(load("good.pt") | {"more": Path("x")}, "pickle.pt")
-    texts = {"good.txt": "0 0 1 0 1 1\n", "bad.txt": "0 0 1 0 1 1 output 1 2 2 1\n", "bad.tsp": "garbage\n"}
-    for name, text in texts.items():
-        Path(name).write_text(text)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*")}
+    Path("good.txt").write_text("0 0 1 0 1 1\n")
+    Path("bad.tsp").write_text("garbage\n")
+    before = {*tmp_path.rglob("*")}
     for flags, message in (
-        ("--env-id TSP20-uniform", "--env-id TSP20-uniform: must be tspN-uniform or tspN-gaussian"),
-        ("--env-id tsp020-uniform --evaluate good.pt", "--env-id tsp020-uniform: must"),
-        ("--data bad.txt", "bad.txt: instance 1 has"),
-        ("--train-path bad.txt", "bad.txt: instance 1 has"),
+        ("--env-id tsp020-uniform --evaluate good.pt", "--env-id tsp020-uniform: must be tspN-uniform or"),
         ("--data .", "Is a directory"),
-        ("--data good.pt", "can't decode byte"),
+        ("--train-path good.pt", "can't decode byte"),
         ("--data bad.tsp", "bad.tsp:1: must be `KEY : value`"),
-        ("--solve new --evaluate good.pt", "--solve new: must be a new folder, and needs --evaluate and"),
         ("--solve new --data good.txt", "--solve new: must be"),
         ("--solve good.txt --data good.txt --evaluate good.pt", "--solve good.txt: must be a new folder"),
-        ("--resume pickle.pt", "pickle.pt: not a checkpoint of this script (Weights only load failed"),
     ):
         assert message in fail_with(capsys, am.main, flags.split())
-        assert {path: path.read_bytes() for path in tmp_path.rglob("*")} == before, flags
+        assert {*tmp_path.rglob("*")} == before, flags
     with mock.patch.dict(sys.modules, {"envs_shared.tsplib": None}):  # a copied script without the reader
-        line = fail_with(capsys, am.main, ["--data", "bad.tsp"])
-    assert "bad.tsp: import of envs_shared.tsplib halted" in line
+        assert "import of envs_shared.tsplib halted" in fail_with(capsys, am.main, ["--data", "bad.tsp"])
 
 
 # Learning
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "size", "seed", "baseline", "limits"),
+    ("num_nodes", "size", "baseline", "limits"),
     [
-        (6, 3, 1, "pomo", (4.0, 0.5, 0.02)),
-        (6, 3, 3, "rollout", (8.0, 1.2, 0.02)),
-        pytest.param(8, 8, 4, "pomo", (3.0, 0.4, 0.1), marks=pytest.mark.slow),
-        pytest.param(8, 8, 7, "rollout", (6.0, 2.0, 0.3), marks=pytest.mark.slow),
+        (6, 3, "pomo", (4.0, 0.5, 0.02)),
+        (6, 3, "rollout", (8.0, 1.2, 0.02)),
+        pytest.param(8, 8, "pomo", (3.0, 0.4, 0.1), marks=pytest.mark.slow),
+        pytest.param(8, 8, "rollout", (6.0, 2.0, 0.3), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parametrize("seed", [9843, pytest.param(9844, marks=pytest.mark.slow)])
 def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, size, seed, baseline, limits):
     """The optimum is exact. Untrained networks are 20 to 40, 5 to 18 and up to 6 % above it."""
     flags = f"--env-id tsp{num_nodes}-uniform --seed {seed} --num-epochs {size} --steps-per-epoch 25"
@@ -788,8 +633,9 @@ def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, size, se
     checkpoint = load(run(tmp_path, flags).path / "checkpoint.pt")
     agent, instances = am.AttentionModel(), make_instances(draw(60, num_nodes, seed=99))
     agent.load_state_dict(checkpoint["agent"])
-    optimum = np.array([solve_exactly(points) for points in instances.points])
-    gaps = [100 * (get_tours(agent, instances, x)[1] / optimum - 1).mean() for x in am.DECODINGS]
+    optimum = np.mean([solve_exactly(points) for points in instances.points])
+    scores, _ = am.evaluate(agent, instances, CPU)
+    gaps = [100 * (scores[f"eval/{decoding}_length"] / optimum - 1) for decoding in am.DECODINGS]
     assert all(-1e-9 < gap < limit for gap, limit in zip(gaps, limits, strict=True)), gaps
 
 

@@ -1,7 +1,6 @@
 """Check the reader of TSPLIB: distances by known optima, odd and bad files, tours."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -42,13 +41,6 @@ def write(path, text):
 # Distances
 
 
-def test_exact_solution_agrees_with_brute_force():
-    points = np.random.default_rng(0).normal(size=(7, 2))
-    tours = [(0, *order, 0) for order in itertools.permutations(range(1, 7))]
-    lengths = [sum(math.dist(points[a], points[b]) for a, b in itertools.pairwise(tour)) for tour in tours]
-    assert solve_exactly(points) == pytest.approx(min(lengths), rel=1e-12)
-
-
 def test_rounding_of_the_distances():
     a = torch.tensor([[0.0, 0.0]]).double()
     b = torch.tensor([[0.0, 2.5], [0.0, 2.4], [3.0, 4.0], [10.0, 0.0]]).double()
@@ -64,14 +56,6 @@ def test_geo_gives_the_known_optimum(text, optimum):
     # With a more exact pi these distances would be 9459 and 2132; angles are in degrees and minutes
     points = np.array([[6.15, 137.46], [79.48, 75.11], [17.52, 51.04], [69.37, 6.10]])
     assert tsplib.geographical(*torch.tensor(points).view(2, 2, 2)).tolist() == [9458, 2133]
-
-
-@pytest.mark.parametrize(("distance", "lengths"), [("EUC_2D", [13, 19]), ("CEIL_2D", [17, 21])])
-def test_each_step_of_a_closed_tour_is_rounded(distance, lengths):
-    """Of 2.4 and 7.2, or of 4.8, 2.4, 4.8 and 7.2; the order of the nodes counts."""
-    points = torch.tensor([[[0.0, 0.0], [2.4, 0.0], [4.8, 0.0], [7.2, 0.0]]]).double()
-    tours = torch.tensor([[[0, 1, 2, 3], [0, 2, 1, 3]]])
-    assert tsplib.measure_tours(tsplib.DISTANCES[distance], points, tours).tolist() == [lengths]
 
 
 @pytest.mark.parametrize(("name", "optimum"), [("berlin52", 7542), ("st70", 675)])
@@ -105,14 +89,11 @@ def test_nodes_in_any_order_and_spaced_headers(tmp_path):
         (HEADER + "1 0 0\n2 1 1\n2 2 2\n3 2 2\n", r"x\.tsp:8: must be a new node number"),
         (HEADER.replace("DIMENSION: 3\n", "") + "1 0 0\n2 1 1\n3 2 2\n", r"DIMENSION \(missing\)"),
         (HEADER.replace("3", "2") + "1 0 0\n2 1 1\n", r"DIMENSION \(2\), at least 3"),
-        (HEADER.split("NODE")[0], r"DIMENSION \(3\)"),
         (HEADER + "1 0 0\n2 1\n3 2 2\n", r"x\.tsp:7: must be a new node number and two finite coordinates"),
         (HEADER + "1 0 0\n2 1 nan\n3 2 2\n", r"x\.tsp:7: must"),
         (HEADER + "1 0 0\n2 1 1e100\n3 2 2\n", r"x\.tsp:7: must"),
         (HEADER + "1 0 0\n2.5 1 1\n3 2 2\n", r"x\.tsp:7: must"),
-        (HEADER + "1 0 0\n2 1 x\n3 2 2\n", r"x\.tsp:7: must"),
         (HEADER.replace("EUC_2D", "EXPLICIT") + "1 0 0\n", "EUC_2D, CEIL_2D, ATT, GEO, not EXPLICIT"),
-        (HEADER.replace("EDGE_WEIGHT_TYPE: EUC_2D\n", "") + "1 0 0\n", "EDGE_WEIGHT_TYPE .* not missing"),
         (HEADER.replace("TYPE: TSP", "TYPE: CVRP") + "1 0 0\n", "TYPE must be TSP, .* not CVRP"),
         (HEADER + "1 0 0\n2 1 1\n3 2 2\nFIXED_EDGES_SECTION\n1 2\n-1\n", "without fixed edges"),
         ("garbage\n", r"x\.tsp:1: must be `KEY : value` or part of a section"),
@@ -126,15 +107,9 @@ def test_bad_files_are_named_with_their_line(tmp_path, text, message):
     assert str(error.value).startswith(path) and "\n" not in str(error.value)
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    (tmp_path / "binary.tsp").write_bytes(b"\x80\xff\x00\n")
-    for name, message in (
-        ("missing.tsp", "missing.tsp: No such file or directory"),
-        ("", f"{tmp_path}: Is a directory"),
-        ("binary.tsp", "binary.tsp:1: must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tsplib.read_tsplib(str(tmp_path / name))
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"missing\.tsp: No such file"):
+        tsplib.read_tsplib(str(tmp_path / "missing.tsp"))
 
 
 @pytest.mark.parametrize("tour", ["1 2 4", "1 2", "1 b 2", "1 2 3 1", ""])
