@@ -4,7 +4,6 @@ import importlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from test_contract import CASES, SCRIPTS, check_no_step_is_logged_twice, each_sc
 from torch.distributed.run import get_args_parser
 
 PAGE = ROOT / "docs" / "scaling.md"
-RANKS = ROOT / "tests" / "ranks.py"
 
 # Flags of runs that keep statistics, if a script has any
 WITH_STATISTICS = {
@@ -26,21 +24,6 @@ WITH_STATISTICS = {
     "alphazero_go": "--pretrain-value-epochs 1 --pretrain-search-epochs 1",
     "ppo_change_detection": "",
 }
-
-
-def launch(*command, cwd=None):
-    """Run a command that must end with exit code 0 within four minutes; return what it prints."""
-    environment = ENVIRONMENT | {"WANDB_MODE": "offline"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = list(map(str, command))
-    process = subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **pipes)
-    try:
-        output, errors = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, errors
-    return output
 
 
 def start_two_ranks(folder, *words):
@@ -57,10 +40,6 @@ def start_two_ranks(folder, *words):
     return output
 
 
-def load_ranks(folder, name):
-    return [load(folder / f"{name}_{rank}.pt") for rank in range(2)]
-
-
 @each_script
 def test_two_processes_train_as_one(script, tmp_path):
     """Both hold equal weights and statistics and other random numbers, also in a resumed run.
@@ -72,9 +51,9 @@ def test_two_processes_train_as_one(script, tmp_path):
     output = start_two_ranks(tmp_path, "share", script, tmp_path, flags, f"{case.length} {2 * case.more}")
     assert output.count("not evaluated") == 2  # one process talks, in both runs
     assert len(list((tmp_path / "whole").iterdir())) == 1
-    iterations = []
+    ranks, iterations = [load(tmp_path / f"kept_{rank}.pt") for rank in range(2)], []
     for name in ("whole", "resumed"):
-        first, second = load_ranks(tmp_path, name)
+        first, second = (kept[name] for kept in ranks)
         (path,) = tmp_path.glob(f"{name}/**/checkpoint.pt")
         for other in (second, load(path)):
             torch.testing.assert_close(first["agent"], other["agent"], rtol=0, atol=0)
@@ -82,7 +61,7 @@ def test_two_processes_train_as_one(script, tmp_path):
         iterations.append(load(path)["progress"][0])
     assert iterations[0] < iterations[1]
     check_no_step_is_logged_twice(tmp_path / "resumed")
-    update, other = load_ranks(tmp_path, "update")
+    update, other = (kept["update"] for kept in ranks)
     torch.testing.assert_close(update[1], other[1], rtol=0, atol=0)
     for kind in ("gradients", "weights", "numbers"):
         alone, together = (found[kind] for found in update)
@@ -94,16 +73,30 @@ def test_two_processes_train_as_one(script, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_under_slurm(tmp_path):
-    """In docs/slurm/train.sbatch, `srun` starts two launchers here, which meet at the address that they are given."""
+    """In docs/slurm/train.sbatch, `srun` starts two launchers here, which meet at the address that they are given.
+
+    One process of the two talks, and makes a run folder.
+    """
     stand_ins = {"scontrol": "echo localhost; echo node2", "srun": '"$@" & other=$!; "$@" && wait $other'}
     for name, text in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     job = f"SLURM_NNODES=2 SLURM_CPUS_PER_TASK=1 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=node[1-2]"
-    batch = ROOT / "docs" / "slurm" / "train.sbatch"
-    launch("env", f"PATH={path}", *job.split(), "bash", batch, RANKS, "meet", tmp_path)
-    assert load_ranks(tmp_path, "meet") == [2, 2]
+    command = (
+        f"env PATH={path} {job} bash docs/slurm/train.sbatch algos/ppo.py {CASES['ppo'].quick} --no-cuda"
+    )
+    run = subprocess.run(
+        [*command.split(), "--run-dir", tmp_path / "runs"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    (path,) = (tmp_path / "runs").iterdir()
+    assert run.stdout.count(f"{path}: ") == 2
 
 
 def test_the_commands_of_the_page_are_real(monkeypatch):
