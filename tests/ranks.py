@@ -4,7 +4,6 @@
 """
 
 import importlib
-import io
 import itertools
 import os
 import runpy
@@ -20,10 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-
-
-def get_rank():
-    return int(os.environ["RANK"])
 
 
 def run_copy(path, *flags):
@@ -44,47 +39,37 @@ def kill_at(path, number, moment, *flags):
 
     The moment is "half", when half of the bytes are on the disk, "written", or "replaced".
     """
-    replace, save, written = os.replace, torch.save, itertools.count(1)
-    is_due = False
-
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def save_or_die(content, path, **kwargs):
-        nonlocal is_due
-        is_due = Path(path).name.startswith("checkpoint.pt") and next(written) == int(number)
-        if is_due and moment == "half":
-            buffer = io.BytesIO()
-            save(content, buffer, **kwargs)
-            Path(path).write_bytes(buffer.getvalue()[: buffer.tell() // 2])
-            die()
-        save(content, path, **kwargs)
+    replace, numbers = os.replace, itertools.count(1)
 
     def replace_or_die(source, target):
-        if is_due and moment == "written":
-            die()
-        replace(source, target)
+        is_due = Path(target).name == "checkpoint.pt" and next(numbers) == int(number)
+        if is_due and moment == "half":
+            os.truncate(source, os.path.getsize(source) // 2)
+        if not is_due or moment == "replaced":
+            replace(source, target)
         if is_due:
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    os.replace, torch.save = replace_or_die, save_or_die
+    os.replace = replace_or_die
     run_copy(path, *flags)
 
 
-def share(script, out, flags, resume_flags):
-    """Run the script, resume it in OUT/resumed, and keep what this process holds; then make its update."""
-    out, module, rank, kept = Path(out), importlib.import_module(f"algos.{script}"), get_rank(), {}
-    dist.init_process_group("gloo")  # which both runs and the update share
+def share(rank, script, out, flags, resume_flags):
+    """As one of two, run the script, resume it in OUT/resumed, and keep what it holds; then make its update."""
+    module, kept = importlib.import_module(f"algos.{script}"), {}
+    rank, out = int(rank), Path(out)
+    dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
 
     def run_main(name, *flags):
-        to = torch.nn.Module.to
-        with (
-            patch.object(torch.nn.Module, "to", autospec=True, side_effect=to) as moved,
-            patch.object(dist, "init_process_group"),
-        ):
+        made, to = [], torch.nn.Module.to
+
+        def record(network, device):
+            made.append(network)
+            return to(network, device)
+
+        with patch.object(torch.nn.Module, "to", record), patch.object(dist, "init_process_group"):
             module.main([*flags, "--no-cuda"])
-        agent = moved.call_args_list[0].args[0]  # the script moves its agent to the device first
-        kept[name] = {"agent": agent.state_dict(), "rng": torch.get_rng_state()}
+        kept[name] = {"agent": made[0].state_dict(), "rng": torch.get_rng_state()}
         dist.barrier()
 
     with patch.multiple(module, RANK=rank, WORLD_SIZE=2):
@@ -94,7 +79,7 @@ def share(script, out, flags, resume_flags):
             shutil.copytree(path, out / "resumed")
         dist.barrier()
         run_main("resumed", "--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags))
-    kept["update"] = [update(module, *place) for place in ((0, 1), (rank, 2))]
+    kept["update"] = [update(module, 0, 1), update(module, rank, 2)]
     torch.save(kept, out / f"kept_{rank}.pt")
     dist.destroy_process_group()
 
@@ -173,13 +158,20 @@ def update_r2d2(r2d2, rows):
         numbers += [metrics, r2d2.average(priorities) * r2d2.WORLD_SIZE]
         agents.append(agent)
     rewards = torch.randn(args.num_steps, 4, dtype=torch.float64).numpy()
-    rewards[:, 0], agent = 0.0, r2d2.QNetwork(envs, args)  # the processes differ in rewards that are not zero
-    rewards, replay = rewards[:, rows], SimpleNamespace(num_added=0)
-    replay.add = lambda player: vars(replay).update(num_added=replay.num_added + len(player.is_over))
-    is_over = np.zeros(len(rewards[0]), bool)  # no episode ends
+    rewards[:, 0] = 0.0  # the processes differ in rewards that are not zero
+    rewards, agent = iter(rewards[:, rows]), r2d2.QNetwork(envs, args)
+    is_over = np.zeros(4 // r2d2.WORLD_SIZE, bool)  # no episode ends
     player = SimpleNamespace(agent=agent, is_over=is_over, lengths=is_over + 1, obs=torch.zeros(1))
-    player.step = lambda steps: vars(player).update(rewards=(x := next(steps)), returns=x)
-    _, num_steps, num_windows = r2d2.collect_steps(player, iter(rewards), replay, args)
+    replay = SimpleNamespace(num_added=0)
+
+    def step(act):
+        player.rewards = player.returns = next(rewards)
+
+    def add(player):
+        replay.num_added += len(is_over)
+
+    player.step, replay.add = step, add
+    _, num_steps, num_windows = r2d2.collect_steps(player, None, replay, args)
     count, squares = agent.reward_sums
     numbers.append(torch.tensor([squares / count, num_steps, num_windows * r2d2.WORLD_SIZE]))
     return agents, numbers
@@ -188,17 +180,12 @@ def update_r2d2(r2d2, rows):
 def update_tsp(am, rows):
     """With each baseline. With frozen batch norms, as in training each process normalizes by its own instances."""
     agents, numbers = [], []
-
-    def draw_for_those_rows(x):
-        return torch.rand(6, *x.shape[1:])[rows]
-
     torch.set_float32_matmul_precision("highest")  # then a product does not depend on the number of rows
-
     for has_best_policy in (False, True):
         agent, points = am.AttentionModel().eval(), torch.rand(6, 5, 2)
         best_policy = am.AttentionModel().eval() if has_best_policy else None
         args = am.Args(max_grad_norm=0.1)
-        with patch.object(torch, "rand_like", draw_for_those_rows):
+        with patch.object(torch, "rand_like", lambda x: torch.rand(6, *x.shape[1:])[rows]):
             numbers.append(am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]))
         agents.append(agent)
     points, (agent, best) = torch.rand(600, 5, 2)[rows], agents

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,20 +27,6 @@ WITH_STATISTICS = {
 }
 
 
-def start_two_ranks(folder, *words):
-    """Run two processes that begin as torchrun's do, but sooner; return what they print."""
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
-    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    logs = [folder / f"log_{rank}" for rank in range(2)]
-    ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    exit_codes = wait_for([start_process(log, env, *words) for log, env in zip(logs, ranks, strict=True)])
-    output = "".join(log.read_text() for log in logs)
-    assert exit_codes == [0, 0], output
-    return output
-
-
 @each_script
 def test_two_processes_train_as_one(script, tmp_path):
     """Both hold equal weights and statistics and other random numbers, also in a resumed run.
@@ -48,7 +35,10 @@ def test_two_processes_train_as_one(script, tmp_path):
     """
     case = CASES[script]
     flags = f"{case.quick} {case.length} {case.more} {WITH_STATISTICS[script]} --eval-episodes 0"
-    output = start_two_ranks(tmp_path, "share", script, tmp_path, flags, f"{case.length} {2 * case.more}")
+    words, logs = (script, tmp_path, flags, f"{case.length} {2 * case.more}"), [tmp_path / x for x in "01"]
+    exit_codes = wait_for([start_process(log, {}, "share", log.name, *words) for log in logs])
+    output = "".join(log.read_text() for log in logs)
+    assert exit_codes == [0, 0], output
     assert output.count("not evaluated") == 2  # one process talks, in both runs
     assert len(list((tmp_path / "whole").iterdir())) == 1
     ranks, iterations = [load(tmp_path / f"kept_{rank}.pt") for rank in range(2)], []
@@ -86,35 +76,28 @@ def test_two_nodes_under_slurm(tmp_path):
     command = (
         f"env PATH={path} {job} bash docs/slurm/train.sbatch algos/ppo.py {CASES['ppo'].quick} --no-cuda"
     )
-    run = subprocess.run(
-        [*command.split(), "--run-dir", tmp_path / "runs"],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [*command.split(), "--run-dir", tmp_path / "runs"]
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True}
+    run = subprocess.run(command, timeout=240, **options)
     assert run.returncode == 0, run.stderr
     (path,) = (tmp_path / "runs").iterdir()
     assert run.stdout.count(f"{path}: ") == 2
 
 
 def test_the_commands_of_the_page_are_real(monkeypatch):
-    """The programs, scripts and flags of docs/scaling.md exist, and totals are divisible by the number of processes."""
-    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.S)
-    commands = [shlex.split(line, comments=True) for line in "".join(blocks).splitlines()]
-    for program, *words in commands:
+    """The scripts of docs/scaling.md take their flags, and totals are divisible by the number of processes."""
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: {"args": {}})  # what --resume names
+    blocks, named = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.S), set()
+    for line in "".join(blocks).splitlines():
+        program, *words = shlex.split(line, comments=True)
         if program == "sbatch":
-            batch, *command = words
-            assert (ROOT / batch).exists()
-            words = ["--nnodes", "2", "--nproc-per-node", "4", *command]
+            words = ["--nnodes", "2", "--nproc-per-node", "4", *words[1:]]
         launcher = get_args_parser().parse_args(words)
-        module = importlib.import_module(f"algos.{Path(launcher.training_script).stem}")
+        script = Path(launcher.training_script)
+        module = importlib.import_module(f"algos.{script.stem}")
         size = int(launcher.nnodes.split(":")[0]) * int(launcher.nproc_per_node)
-        monkeypatch.setattr(module, "WORLD_SIZE", size)
-        monkeypatch.setattr(module, "train", lambda *args: None)
-        monkeypatch.setattr(torch, "load", lambda *args, **kwargs: {"args": {}})  # what --resume names
-        module.main(launcher.training_script_args)
-        assert program in ("torchrun", "sbatch") and (ROOT / launcher.training_script).exists()
-    named = {Path(word).stem for words in commands for word in words if word.endswith(".py")}
+        with mock.patch.multiple(module, WORLD_SIZE=size, train=lambda *args: None):
+            module.main(launcher.training_script_args)
+        assert program in ("torchrun", "sbatch") and (ROOT / script).exists()
+        named.add(script.stem)
     assert named == {*SCRIPTS}

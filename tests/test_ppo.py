@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fail_with, read_scalars
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_contract import find_run, load, run_main
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn.utils import parameters_to_vector
@@ -69,7 +67,7 @@ def run(folder, flags, *more):
     return run_main(ppo, folder, *flags.split(), *more)
 
 
-# Episode boundaries
+# Rollouts and running statistics
 
 
 def brute_force_advantages(rewards, values, next_values, terminated, truncated, gamma, lam):
@@ -132,6 +130,21 @@ def test_rollouts_hold_the_environments_own_transitions(is_normalized):
             assert_close(agent.normalize.var, scale**2)
             assert agent.normalize.count[0] == agent.return_stats.count == len(seen)
     assert num_finished > 20
+
+
+def test_running_statistics_equal_numpys_on_all_rows():
+    """Also if no row or one is added. What they normalize is cut at ten."""
+    rng = np.random.default_rng(1)
+    stats, rows = RunningMeanStd(3), rng.normal(50, 3, (40, 3))
+    for x in np.split(rows, [10, 10, 11, 25]):
+        stats.update(torch.tensor(x))
+    np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(stats.var, rows.var(0), rtol=1e-6, atol=1e-9)
+    assert stats.count.tolist() == [len(rows)] * 3
+    others = rng.normal(0, 100, (20, 3))
+    for center in (True, False):
+        expected = (others - center * rows.mean(0)) / rows.std(0)
+        assert_close(stats(torch.tensor(others), center), expected.clip(-10, 10))
 
 
 # The objective
@@ -281,26 +294,6 @@ def test_without_wrappers_the_tasks_own_vector_form_is_used_and_filmed(tmp_path)
     ppo.evaluate(make_parts(args)[1], args, CPU, 2, tmp_path / "films")
     (film,) = tmp_path.glob("films/*.mp4")
     assert film.stat().st_size > 1000
-
-
-# Normalization
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
-def test_running_statistics_equal_numpys_on_all_rows(sizes, seed):
-    """What they normalize is cut at ten."""
-    rng = np.random.default_rng(seed)
-    stats, rows = RunningMeanStd(3), rng.normal(50, 3, (10 + sum(sizes), 3))
-    for x in np.split(rows, np.cumsum([10, *sizes])[:-1]):
-        stats.update(torch.tensor(x))
-    np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(stats.var, rows.var(0), rtol=1e-6, atol=1e-9)
-    assert stats.count.tolist() == [len(rows)] * 3
-    others = rng.normal(0, 100, (20, 3))
-    for center in (True, False):
-        expected = (others - center * rows.mean(0)) / rows.std(0)
-        assert_close(stats(torch.tensor(others), center), expected.clip(-10, 10))
 
 
 # Evaluation
