@@ -27,7 +27,7 @@ def run_copy(path, *flags):
     os.chdir(path.parent)
     os.environ.pop("PYTHONPATH", None)
     sys.path[:] = [str(path.parent), *(x for x in sys.path if x not in ("", str(ROOT), str(ROOT / "tests")))]
-    for name in [x for x in sys.modules if x.split(".")[0] in ("algos", "envs_shared")]:
+    for name in [x for x in sys.modules if x.startswith(("algos", "envs_shared"))]:
         del sys.modules[name]
     sys.modules["matplotlib"] = None  # scripts start sooner without it
     sys.argv = [path.name, *flags]
@@ -56,16 +56,17 @@ def kill_at(path, number, moment, *flags):
 
 def share(rank, script, out, flags, resume_flags):
     """As one of two, run the script, resume it in OUT/resumed, and keep what it holds; then make its update."""
-    module, kept = importlib.import_module(f"algos.{script}"), {}
-    rank, out = int(rank), Path(out)
+    rank, out, kept = int(rank), Path(out), {}
+    module = importlib.import_module(f"algos.{script}")
     dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
 
     def run_main(name, *flags):
-        made, to = [], torch.nn.Module.to
+        made = []
+        to = torch.nn.Module.to
 
-        def record(network, device):
+        def record(network, *args, **kwargs):
             made.append(network)
-            return to(network, device)
+            return to(network, *args, **kwargs)
 
         with patch.object(torch.nn.Module, "to", record), patch.object(dist, "init_process_group"):
             module.main([*flags, "--no-cuda"])
@@ -92,7 +93,7 @@ def update(module, rank, size):
     """
     torch.manual_seed(0)
     with patch.multiple(module, RANK=rank, WORLD_SIZE=size):
-        agents, numbers = CASES[module.__name__.split(".")[1]](module, slice(rank, None, size))
+        agents, numbers = CASES[module.__name__](module, slice(rank, None, size))
     parameters = [p for agent in agents for p in agent.parameters()]
     gradients = [p * 0 if p.grad is None else p.grad for p in parameters]  # not every update trains all
     weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
@@ -152,10 +153,7 @@ def update_r2d2(r2d2, rows):
         assert ends[::2].sum() != ends[1::2].sum()
         replay.sample = lambda index=index, weights=weights: (index[rows], weights[rows])
         shake(agent)
-        metrics = r2d2.update_network(agent, target, descend(agent), replay, args)
-        priorities = torch.zeros(8)
-        priorities[rows] = replay.data["priority"][index[rows]]
-        numbers += [metrics, r2d2.average(priorities) * r2d2.WORLD_SIZE]
+        numbers.append(r2d2.update_network(agent, target, descend(agent), replay, args))
         agents.append(agent)
     rewards = torch.randn(args.num_steps, 4, dtype=torch.float64).numpy()
     rewards[:, 0] = 0.0  # the processes differ in rewards that are not zero
@@ -239,11 +237,11 @@ def update_alphazero(az, rows):
 
 
 CASES = {
-    "alphazero_go": update_alphazero,
-    "ppo": update_ppo,
-    "ppo_change_detection": update_change_detection,
-    "r2d2_lstm": update_r2d2,
-    "reinforce_tsp_attention": update_tsp,
+    "algos.alphazero_go": update_alphazero,
+    "algos.ppo": update_ppo,
+    "algos.ppo_change_detection": update_change_detection,
+    "algos.r2d2_lstm": update_r2d2,
+    "algos.reinforce_tsp_attention": update_tsp,
 }
 
 ACTIONS = {x.__name__: x for x in (run_copy, kill_at, share)}

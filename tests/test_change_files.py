@@ -186,6 +186,3 @@ def test_bad_lists(tmp_path, text, message):
     save_set(tmp_path, FLAT)
     write_lists(tmp_path, {"val": text})
     assert message in read_error(tmp_path)
-    (tmp_path / "list" / "val.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val\.txt"):  # which the script tells in one line
-        change_folders.read_folder(tmp_path, 4, 8)

@@ -63,10 +63,7 @@ def test_two_processes_train_as_one(script, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_under_slurm(tmp_path):
-    """In docs/slurm/train.sbatch, `srun` starts two launchers here, which meet at the address that they are given.
-
-    One process of the two talks, and makes a run folder.
-    """
+    """In docs/slurm/train.sbatch, `srun` starts two launchers here, which meet: one of their two processes talks."""
     stand_ins = {"scontrol": "echo localhost; echo node2", "srun": '"$@" & other=$!; "$@" && wait $other'}
     for name, text in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
