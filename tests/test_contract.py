@@ -444,7 +444,8 @@ def test_sections_are_in_order(script):
 def find_imports(nodes) -> set[str]:
     """Packages that the imports among `nodes` name."""
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {getattr(node, "module", node.names[0].name).split(".")[0] for node in imports}
+    names = {getattr(node, "module", alias.name) for node in imports for alias in node.names}
+    return {name.split(".")[0] for name in names}
 
 
 @each_script
