@@ -1,12 +1,9 @@
 """The programs of other processes in the tests of the contract and of several processes.
 
-`torchrun ... ranks.py NAME ...` or `start_process` of conftest.py calls one function of ACTIONS by its name. Each rank
-writes what it holds in a folder OUT: whole_RANK.pt, resumed_RANK.pt, update_RANK.pt or meet_RANK.pt.
+`start_process` of conftest.py calls one function of ACTIONS by its name.
 """
 
 import importlib
-import importlib.util
-import io
 import itertools
 import os
 import runpy
@@ -14,8 +11,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -26,17 +21,13 @@ import torch.distributed as dist
 from conftest import ROOT
 
 
-def get_rank():
-    return int(os.environ["RANK"])
-
-
 def run_copy(path, *flags):
     """Run the script at `path` in its folder, where no module of this repository is found."""
     path = Path(path)
     os.chdir(path.parent)
     os.environ.pop("PYTHONPATH", None)
     sys.path[:] = [str(path.parent), *(x for x in sys.path if x not in ("", str(ROOT), str(ROOT / "tests")))]
-    for name in [x for x in sys.modules if x.split(".")[0] in ("algos", "envs_shared")]:
+    for name in [x for x in sys.modules if x.startswith(("algos", "envs_shared"))]:
         del sys.modules[name]
     sys.modules["matplotlib"] = None  # scripts start sooner without it
     sys.argv = [path.name, *flags]
@@ -48,103 +39,65 @@ def kill_at(path, number, moment, *flags):
 
     The moment is "half", when half of the bytes are on the disk, "written", or "replaced".
     """
-    replace, save, written = os.replace, torch.save, itertools.count(1)
-    is_due = False
-
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def save_or_die(content, path, **kwargs):
-        nonlocal is_due
-        is_due = Path(path).name.startswith("checkpoint.pt") and next(written) == int(number)
-        if is_due and moment == "half":
-            buffer = io.BytesIO()
-            save(content, buffer, **kwargs)
-            Path(path).write_bytes(buffer.getvalue()[: buffer.tell() // 2])
-            die()
-        save(content, path, **kwargs)
+    replace, numbers = os.replace, itertools.count(1)
 
     def replace_or_die(source, target):
-        if is_due and moment == "written":
-            die()
-        replace(source, target)
+        is_due = Path(target).name == "checkpoint.pt" and next(numbers) == int(number)
+        if is_due and moment == "half":
+            os.truncate(source, os.path.getsize(source) // 2)
+        if not is_due or moment == "replaced":
+            replace(source, target)
         if is_due:
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    os.replace, torch.save = replace_or_die, save_or_die
+    os.replace = replace_or_die
     run_copy(path, *flags)
 
 
-def share(script, out, flags, resume_flags):
-    """Run the script, resume it in OUT/resumed, and keep what each process holds; then make its update."""
-    out, join = Path(out), dist.init_process_group
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    spec = importlib.util.spec_from_file_location(script, ROOT / "algos" / f"{script}.py")
-    module = importlib.util.module_from_spec(spec)  # again, as it reads the number of processes at import
-    sys.modules[script] = module
-    spec.loader.exec_module(module)
-    names = {"r2d2_lstm": "QNetwork", "reinforce_tsp_attention": "AttentionModel"}
-    network = getattr(module, names.get(script, "Agent"))
-    made, make = [], network.__init__
-
-    def record(agent, *args, **kwargs):
-        made.append(agent)
-        make(agent, *args, **kwargs)
+def share(rank, script, out, flags, resume_flags):
+    """As one of two, run the script, resume it in OUT/resumed, and keep what it holds; then make its update."""
+    rank, out, kept = int(rank), Path(out), {}
+    module = importlib.import_module(f"algos.{script}")
+    dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
 
     def run_main(name, *flags):
-        """In a process group of its own, as the last group has left its addresses in the store."""
-        join_group(name)
-        with patch.object(network, "__init__", record):
+        made = []
+        to = torch.nn.Module.to
+
+        def record(network, *args, **kwargs):
+            made.append(network)
+            return to(network, *args, **kwargs)
+
+        with patch.object(torch.nn.Module, "to", record), patch.object(dist, "init_process_group"):
             module.main([*flags, "--no-cuda"])
-        held = {"agent": made[-1].state_dict(), "rng": torch.get_rng_state()}
-        torch.save(held, out / f"{name}_{get_rank()}.pt")
+        kept[name] = {"agent": made[0].state_dict(), "rng": torch.get_rng_state()}
         dist.barrier()
-        dist.destroy_process_group()
 
-    def join_group(name):
-        """Let the next `init_process_group` join the group of this name."""
-        group = {"store": dist.PrefixStore(name, store), "rank": get_rank(), "world_size": 2}
-        dist.init_process_group = partial(join, **group)
-
-    run_main("whole", *shlex.split(flags), "--run-dir", str(out / "whole"))
-    (path,) = (out / "whole").iterdir()
-    if get_rank() == 0:  # the other process must not see half of a copy
-        shutil.copytree(path, out / "copied").rename(out / "resumed")
-    while not (out / "resumed" / "checkpoint.pt").exists():
-        time.sleep(0.02)
-    run_main("resumed", "--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags))
-    join_group("update")
-    update(script, out)
-
-
-def meet(out):
-    dist.init_process_group("gloo")
-    total = torch.ones(())
-    dist.all_reduce(total)
-    torch.save(total, Path(out) / f"meet_{get_rank()}.pt")
+    with patch.multiple(module, RANK=rank, WORLD_SIZE=2):
+        run_main("whole", *shlex.split(flags), "--run-dir", str(out / "whole"))
+        (path,) = (out / "whole").iterdir()
+        if rank == 0:
+            shutil.copytree(path, out / "resumed")
+        dist.barrier()
+        run_main("resumed", "--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags))
+    kept["update"] = [update(module, 0, 1), update(module, rank, 2)]
+    torch.save(kept, out / f"kept_{rank}.pt")
     dist.destroy_process_group()
 
 
-def update(script, out):
-    """Let the script make and apply its update twice from the same state: alone on all rows, and shared by two.
+def update(module, rank, size):
+    """Let the script make and apply its update of all rows, as process `rank` of `size` from the same state.
 
     One of CASES gets the script's module and the rows of this process, and gives the networks after the update and
     numbers that must not depend on how many processes there are.
     """
-    module, found = importlib.import_module(f"algos.{script}"), []
-    for size in (1, 2):
-        if size == 2:
-            dist.init_process_group("gloo")
-        rank = get_rank() if size == 2 else 0
-        torch.manual_seed(0)
-        with patch.multiple(module, RANK=rank, WORLD_SIZE=size):
-            agents, numbers = CASES[script](module, slice(rank, None, size))
-        parameters = [p for agent in agents for p in agent.parameters()]
-        grads = [p * 0 if p.grad is None else p.grad for p in parameters]  # not every update trains all
-        weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
-        found.append({"gradients": [x.detach() for x in grads], "weights": weights, "numbers": numbers})
-    torch.save(found, out / f"update_{get_rank()}.pt")
-    dist.destroy_process_group()
+    torch.manual_seed(0)
+    with patch.multiple(module, RANK=rank, WORLD_SIZE=size):
+        agents, numbers = CASES[module.__name__](module, slice(rank, None, size))
+    parameters = [p for agent in agents for p in agent.parameters()]
+    gradients = [p * 0 if p.grad is None else p.grad for p in parameters]  # not every update trains all
+    weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
+    return {"gradients": [x.detach() for x in gradients], "weights": weights, "numbers": numbers}
 
 
 def shake(agent):
@@ -183,18 +136,6 @@ def update_ppo(ppo, rows):
     return agents, [*metrics, stats.mean, stats.var]
 
 
-class FixedPlayer:
-    """Steps with rewards [T, B] that are known, in those environments that this process has; no episode ends."""
-
-    def __init__(self, agent, rewards):
-        self.agent, self.steps, self.obs = agent, iter(rewards), torch.zeros(1)
-        self.is_over, self.read = np.zeros(rewards.shape[1], bool), []
-
-    def step(self, act):
-        self.rewards = self.returns = next(self.steps)
-        self.lengths = np.ones(len(self.rewards), int)
-
-
 def update_r2d2(r2d2, rows):
     """Of windows of several lengths, so that two processes have unequally many trained steps; and of rewards."""
     args = r2d2.Args(env_id="CartPole-v1", num_envs=4, hidden_size=8, num_steps=100, buffer_size=60)
@@ -212,16 +153,22 @@ def update_r2d2(r2d2, rows):
         assert ends[::2].sum() != ends[1::2].sum()
         replay.sample = lambda index=index, weights=weights: (index[rows], weights[rows])
         shake(agent)
-        metrics = r2d2.update_network(agent, target, descend(agent), replay, args)
-        priorities = torch.zeros(8)
-        priorities[rows] = replay.data["priority"][index[rows]]
-        numbers += [metrics, r2d2.average(priorities) * r2d2.WORLD_SIZE]
+        numbers.append(r2d2.update_network(agent, target, descend(agent), replay, args))
         agents.append(agent)
     rewards = torch.randn(args.num_steps, 4, dtype=torch.float64).numpy()
-    rewards[:, 0], agent = 0.0, r2d2.QNetwork(envs, args)  # the processes differ in rewards that are not zero
+    rewards[:, 0] = 0.0  # the processes differ in rewards that are not zero
+    rewards, agent = iter(rewards[:, rows]), r2d2.QNetwork(envs, args)
+    is_over = np.zeros(4 // r2d2.WORLD_SIZE, bool)  # no episode ends
+    player = SimpleNamespace(agent=agent, is_over=is_over, lengths=is_over + 1, obs=torch.zeros(1))
     replay = SimpleNamespace(num_added=0)
-    replay.add = lambda player: vars(replay).update(num_added=replay.num_added + len(player.is_over))
-    player = FixedPlayer(agent, rewards[:, rows])
+
+    def step(act):
+        player.rewards = player.returns = next(rewards)
+
+    def add(player):
+        replay.num_added += len(is_over)
+
+    player.step, replay.add = step, add
     _, num_steps, num_windows = r2d2.collect_steps(player, None, replay, args)
     count, squares = agent.reward_sums
     numbers.append(torch.tensor([squares / count, num_steps, num_windows * r2d2.WORLD_SIZE]))
@@ -231,17 +178,12 @@ def update_r2d2(r2d2, rows):
 def update_tsp(am, rows):
     """With each baseline. With frozen batch norms, as in training each process normalizes by its own instances."""
     agents, numbers = [], []
-
-    def draw_for_those_rows(x):
-        return torch.rand(6, *x.shape[1:])[rows]
-
     torch.set_float32_matmul_precision("highest")  # then a product does not depend on the number of rows
-
     for has_best_policy in (False, True):
         agent, points = am.AttentionModel().eval(), torch.rand(6, 5, 2)
         best_policy = am.AttentionModel().eval() if has_best_policy else None
         args = am.Args(max_grad_norm=0.1)
-        with patch.object(torch, "rand_like", draw_for_those_rows):
+        with patch.object(torch, "rand_like", lambda x: torch.rand(6, *x.shape[1:])[rows]):
             numbers.append(am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]))
         agents.append(agent)
     points, (agent, best) = torch.rand(600, 5, 2)[rows], agents
@@ -295,14 +237,11 @@ def update_alphazero(az, rows):
 
 
 CASES = {
-    "alphazero_go": update_alphazero,
-    "ppo": update_ppo,
-    "ppo_change_detection": update_change_detection,
-    "r2d2_lstm": update_r2d2,
-    "reinforce_tsp_attention": update_tsp,
+    "algos.alphazero_go": update_alphazero,
+    "algos.ppo": update_ppo,
+    "algos.ppo_change_detection": update_change_detection,
+    "algos.r2d2_lstm": update_r2d2,
+    "algos.reinforce_tsp_attention": update_tsp,
 }
 
-ACTIONS = {x.__name__: x for x in (run_copy, kill_at, share, meet)}
-
-if __name__ == "__main__":
-    ACTIONS[sys.argv[1]](*sys.argv[2:])
+ACTIONS = {x.__name__: x for x in (run_copy, kill_at, share)}

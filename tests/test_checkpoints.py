@@ -12,23 +12,24 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
+from algos import alphazero_go as az
+from algos import reinforce_tsp_attention as am
+
 FILES = sorted((ROOT / "benchmark" / "checkpoints").glob("*.pt"))
 STORED = ROOT / "tests" / "data" / "checkpoints.json"
 # Of both sides in turn, from the empty board
 MOVES = {5: [12, 7, 6, 8, 17], 7: [24, 17, 16, 18, 31, 9, 40], 9: [40, 22, 24, 56, 58]}
 
 
+@torch.no_grad()
 def describe(path):
     """A few numbers that a trained network gives; of AlphaZero, policy and value, of the others, tour lengths."""
-    return describe_tsp(path) if path.stem.startswith("tsp") else describe_go(path)
-
-
-@torch.no_grad()
-def describe_tsp(path):
-    """Greedy lengths of tours through three sets of as many points as it was trained on."""
-    from algos import reinforce_tsp_attention as am
-
     checkpoint = torch.load(path, weights_only=True)
+    return describe_tsp(checkpoint) if path.stem.startswith("tsp") else describe_go(checkpoint)
+
+
+def describe_tsp(checkpoint):
+    """Greedy lengths of tours through three sets of as many points as it was trained on."""
     agent = am.AttentionModel().eval()
     agent.load_state_dict(checkpoint["agent"])
     num_points = am.draw_points(am.Args(**checkpoint["args"]).env_id, 1).shape[1]
@@ -38,12 +39,8 @@ def describe_tsp(path):
     return {"greedy_lengths": lengths.squeeze(1).tolist()}
 
 
-@torch.no_grad()
-def describe_go(path):
+def describe_go(checkpoint):
     """Its policy over all moves and its value for the side to move, after MOVES, in float32."""
-    from algos import alphazero_go as az
-
-    checkpoint = torch.load(path, weights_only=True)
     args = az.Args(**checkpoint["args"])
     go, args.bf16 = az.Go(int(args.env_id.split("x")[1])), False
     agent, boards = az.Agent(go.size, args), go.new(1)

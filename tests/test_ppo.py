@@ -1,9 +1,8 @@
 """PPO against brute force, closed forms, float64 and its own specification."""
 
-import importlib.util
+import importlib
 import itertools
 import math
-import sys
 import time
 from types import SimpleNamespace
 
@@ -11,34 +10,32 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_scalars
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import ROOT, fail_with, read_scalars
 from test_contract import find_run, load, run_main
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn.utils import parameters_to_vector
 
 from algos import ppo
-from algos.ppo import Agent, Args, Batch, RunningMeanStd, compute_gae, ppo_loss
+from algos.ppo import Agent, Args, Batch, RunningMeanStd, ppo_loss
 
 BOX, DISCRETE = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(3)
 CPU = torch.device("cpu")
 
 
-def make_agent(space, obs_dim=4):
+def make_agent(space):
     """Make an agent in float64 for actions of this space."""
     torch.manual_seed(1)
-    box = gym.spaces.Box(-np.inf, np.inf, (obs_dim,))
+    box = gym.spaces.Box(-np.inf, np.inf, (4,))
     envs = SimpleNamespace(single_action_space=space, single_observation_space=box)
     return Agent(envs, norm_obs=False).double()
 
 
-def make_parts(args, seed=0):
+def make_parts(args):
     """Make environments, agent and storage as `train` does."""
     envs = ppo.make_envs(args, args.num_envs)
-    ppo.seed_everything(seed)
+    ppo.seed_everything(0)
     agent, storage = Agent(envs, args.norm_obs), ppo.RolloutStorage(envs, args.num_steps)
-    storage.obs[-1], _ = envs.reset(seed=seed)
+    storage.obs[-1], _ = envs.reset(seed=0)
     return envs, agent, storage
 
 
@@ -70,7 +67,7 @@ def run(folder, flags, *more):
     return run_main(ppo, folder, *flags.split(), *more)
 
 
-# Episode boundaries
+# Rollouts and running statistics
 
 
 def brute_force_advantages(rewards, values, next_values, terminated, truncated, gamma, lam):
@@ -87,78 +84,67 @@ def brute_force_advantages(rewards, values, next_values, terminated, truncated, 
     return np.array(advantages)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 30), st.floats(0, 0.6), st.floats(0, 1), st.floats(0, 1))
-def test_gae_equals_brute_force_per_episode(seed, num_steps, p_end, gamma, lam):
-    rng = np.random.default_rng(seed)
-    terminated, truncated = rng.random((2, num_steps, 3)) < p_end  # both at once happens too
-    rewards, values = rng.normal(size=(num_steps, 3)), rng.normal(size=(num_steps + 1, 3)) * 10
-    data = map(torch.tensor, (rewards, values, terminated, truncated))
-    advantages, returns = compute_gae(*data, gamma, lam)
-    for b in range(3):
-        data = (x[:, b] for x in (rewards, values[:-1], values[1:], terminated, truncated))
-        expected = brute_force_advantages(*data, gamma, lam)
-        np.testing.assert_allclose(advantages[:, b], expected, rtol=1e-5, atol=1e-4)
-        np.testing.assert_allclose(returns[:, b], expected + values[:-1, b], rtol=1e-5, atol=1e-4)
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_rollouts_hold_the_environments_own_transitions(is_normalized):
+    """Compare rows, statistics, sums of episodes and advantages of rollouts with what the environments recorded.
 
-
-def test_rollouts_hold_the_environments_own_transitions():
-    """Compare rows, sums of episodes and advantages of two rollouts with what the environments recorded."""
+    Observations are normalized by the statistics of the rollouts before, rewards by those of this one too. Ratios
+    are one at the first update.
+    """
     args = Args(env_id="probe_envs:Ledger-v0", num_envs=5, num_steps=40, gamma=0.9, gae_lambda=0.8)
-    args.norm_reward = False
-    parts = envs, agent, storage = make_parts(args)
-    num_seen, num_finished = [0] * 5, 0
+    args.norm_obs = args.norm_reward = is_normalized
+    envs, agent, storage = parts = make_parts(args)
+    center, scale, num_seen, num_finished = 0.0, 1.0, [0] * 5, 0
     for _ in range(2):
         batch, index = collect(args, parts)
-        for b, env in enumerate(envs.unwrapped.envs):
-            episodes = env.unwrapped.episodes
-            truth = [step for episode in episodes for step in episode][num_seen[b] :]
+        _, metrics = ppo_loss(agent, batch, args)
+        assert metrics[ppo.METRICS.index("approx_kl")].abs().max() < 1e-5
+        ledgers = [[e for e in env.unwrapped.episodes if e] for env in envs.unwrapped.envs]
+        episodes = [[step[2] for step in e] for ledger in ledgers for e in ledger]
+        starts = [e[: i + 1] for e in episodes for i in range(len(e))]
+        discounted = [sum(0.9**k * r for k, r in enumerate(reversed(e))) for e in starts]
+        for b, ledger in enumerate(ledgers):
+            truth = [step for episode in ledger for step in episode][num_seen[b] :]
             num_seen[b] += len(truth)
             obs, actions, rewards, next_obs, terminated, truncated = map(np.array, zip(*truth, strict=True))
+            obs, next_obs = ((x - center) / scale for x in (obs, next_obs))
             rows = index[:, 1] == b
-            np.testing.assert_array_equal(batch.obs[rows], obs)
+            assert_close(batch.obs[rows], obs)
             np.testing.assert_array_equal(batch.actions[rows, 0], actions)
-            with torch.no_grad():
-                values, next_values = (agent.critic(torch.tensor(x))[:, 0].numpy() for x in (obs, next_obs))
-            data = rewards, values, next_values, terminated, truncated
-            expected = brute_force_advantages(*data, 0.9, 0.8)
+            inputs = (torch.tensor(x, dtype=torch.float32) for x in (obs, next_obs))
+            values, next_values = (agent.critic(x)[:, 0].detach().numpy() for x in inputs)
+            rewards = rewards / np.std(discounted) if is_normalized else rewards
+            expected = brute_force_advantages(rewards, values, next_values, terminated, truncated, 0.9, 0.8)
             assert_close(batch.values[rows], values)
             assert_close(batch.advantages[rows], expected)
             assert_close(batch.returns[rows], expected + values)
             ends = np.flatnonzero(storage.terminated[1:, b] | storage.truncated[1:, b])
-            finished = [[step[2] for step in e] for e in episodes if e and (e[-1][4] or e[-1][5])]
-            finished = finished[-len(ends) :]
-            discounted = [sum(0.9**k * r for k, r in enumerate(reversed(e))) for e in finished]
+            finished = [[step[2] for step in e] for e in ledger if e[-1][4] or e[-1][5]][-len(ends) :]
             assert storage.lengths[1:][ends, b].tolist() == [len(e) for e in finished]
             assert_close(storage.returns[1:][ends, b], [sum(e) for e in finished])
-            assert_close(storage.discounted[1:][ends, b], discounted)
             num_finished += len(ends)
+        if is_normalized:
+            seen = np.array([step[0] for ledger in ledgers for e in ledger for step in e])
+            center, scale = seen.mean(0), seen.std(0)
+            assert_close(agent.normalize.mean, center)
+            assert_close(agent.normalize.var, scale**2)
+            assert agent.normalize.count[0] == agent.return_stats.count == len(seen)
     assert num_finished > 20
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "probe_envs:FarAim-v0"])
-def test_a_batch_is_on_policy(env_id):
-    """Ratios are one at the first update, for actions as the policy drew them, whatever box they lie in."""
-    args = Args(env_id=env_id, num_envs=4, num_steps=40, norm_obs=True)
-    parts = make_parts(args)
-    for _ in range(2):
-        batch, index = collect(args, parts)
-        _, metrics = ppo_loss(parts[1], batch, args)
-        assert metrics[ppo.METRICS.index("approx_kl")].abs().max() < 1e-5
-        assert torch.equal(batch.actions, torch.tensor(parts[2].actions[:-1][tuple(index.T)]))
-    assert 1 <= batch.actions.abs().max() < 6
-
-
-def test_value_of_an_endless_task_with_a_time_limit(tmp_path):
-    """Truncation must not cut the value: V = 1 / (1 - 0.9) = 10. Termination after 10 steps gives 6 at most."""
-    flags = "--gamma 0.9 --num-envs 8 --num-steps 32 --total-timesteps 6400 --learning-rate 1e-2"
-    flags += " --no-norm-reward --eval-episodes 0 --env-id probe_envs:Endless-v0"
-    checkpoint = load(run(tmp_path, flags).path / "checkpoint.pt")
-    agent = make_agent(gym.spaces.Discrete(2), obs_dim=1).float()
-    agent.load_state_dict(checkpoint["agent"])
-    assert agent.critic(torch.ones(1)).item() == pytest.approx(10, abs=0.1)
-    iterations, steps, *_ = checkpoint["progress"]
-    assert steps == 8 * sum(t % 11 < 10 for t in range(32 * iterations))  # reset steps do not count
+def test_running_statistics_equal_numpys_on_all_rows():
+    """Also if no row or one is added. What they normalize is cut at ten."""
+    rng = np.random.default_rng(1)
+    stats, rows = RunningMeanStd(3), rng.normal(50, 3, (40, 3))
+    for x in np.split(rows, [10, 10, 11, 25]):
+        stats.update(torch.tensor(x))
+    np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(stats.var, rows.var(0), rtol=1e-6, atol=1e-9)
+    assert stats.count.tolist() == [len(rows)] * 3
+    others = rng.normal(0, 100, (20, 3))
+    for center in (True, False):
+        expected = (others - center * rows.mean(0)) / rows.std(0)
+        assert_close(stats(torch.tensor(others), center), expected.clip(-10, 10))
 
 
 # The objective
@@ -221,11 +207,6 @@ def test_a_step_is_the_policy_gradient_at_the_old_policy(norm_adv, max_grad_norm
     torch.testing.assert_close(found, metrics.mean(1), rtol=1e-6, atol=1e-9)
 
 
-def test_minibatches_of_one_row_or_none_stay_finite(tmp_path):
-    flags = "--num-envs 2 --num-steps 4 --num-minibatches 9 --update-epochs 2 --total-timesteps 64 --eval-episodes 2"
-    assert all(x.isfinite().all() for x in run(tmp_path, flags).weights.values())
-
-
 # Action and observation spaces
 
 
@@ -248,65 +229,45 @@ def test_actions_are_drawn_from_the_policy():
 
 
 @pytest.mark.parametrize(
-    ("env_id", "optimum", "tolerance", "flags"),
+    ("env_id", "flags", "least"),
     [
-        ("Shifted-v0", 1.0, 0.01, "--num-steps 64"),
-        ("Sums-v0", 1.0, 0.01, "--num-steps 64"),
-        ("Aim-v0", 0.0, 0.15, "--norm-obs"),  # a random policy gets about -1.5
-        ("FarAim-v0", 0.0, 0.15, "--norm-obs"),  # in a box [2, 50], distances in half-widths
+        ("Shifted-v0", "--num-steps 64", 0.99),  # the optimum is 1
+        ("Sums-v0", "--num-steps 64", 0.99),
+        ("Aim-v0", "--norm-obs", -0.15),  # the optimum is 0, and a random policy gets about -1.5
+        ("FarAim-v0", "--norm-obs", -0.15),  # in a box [2, 50], distances in half-widths
     ],
 )
 @pytest.mark.parametrize("seed", [11, 12])
-def test_probe_tasks_reach_their_optimum(tmp_path, env_id, optimum, tolerance, flags, seed):
+def test_probe_tasks_reach_their_optimum(tmp_path, env_id, flags, least, seed):
     base = f"--env-id probe_envs:{env_id} --total-timesteps 4096 --num-envs 16 --num-steps 32 --seed {seed} "
     scores = read_scalars(run(tmp_path, base + flags).path)["eval/episodic_return"]
-    assert scores[-1][1] == pytest.approx(optimum, abs=tolerance)
-
-
-def test_observations_become_flat_and_discrete_ones_one_hot():
-    """From their starts: Discrete(3, start=3) and MultiDiscrete([2, 3], start=[1, -1])."""
-    found = []
-    for env_id in ("Shifted-v0", "Sums-v0"):
-        envs = ppo.make_envs(Args(env_id=f"probe_envs:{env_id}"), 20)
-        obs, _ = envs.reset(seed=1)
-        found += [obs, np.array([env.unwrapped.obs for env in envs.unwrapped.envs])]
-    assert len(set(found[1])) == 3 and np.array_equal(found[0], np.eye(3)[found[1] - 3])
-    first, second = found[3].T
-    assert np.array_equal(found[2], np.concatenate((np.eye(2)[first - 1], np.eye(3)[second + 1]), 1))
-    for env_id in ("Aim-v0", "Unsupporteddict-v0"):  # a Box [2, 1] and a Dict of one Box
-        assert ppo.make_envs(Args(env_id=f"probe_envs:{env_id}"), 3).observation_space.shape == (3, 2)
+    assert scores[-1][1] >= least
 
 
 def test_actions_are_in_units_of_their_space():
-    def convert(space, actions):
-        return make_agent(space).to_env(torch.tensor(actions)).tolist()
-
     bounded = gym.spaces.Box(np.float32([[2], [-3]]), np.float32([[50], [1]]))
-    expected = [[[2.0], [-1.0]], [[38.0], [1.0]], [[2.0], [1.0]]]
-    assert convert(bounded, [[-1.0, 0.0], [0.5, 7.0], [-2.0, 1.0]]) == expected
     half_bounded = gym.spaces.Box(np.float32([2, 0]), np.float32([50, np.inf]))
-    assert convert(half_bounded, [[3.0, -1.0], [60.0, 99.0]]) == [[3, 0], [50, 99]]
-    assert convert(gym.spaces.Discrete(3, start=-1), [[0], [1], [2]]) == [-1, 0, 1]
+    for space, actions, expected in (
+        (bounded, [[-1.0, 0.0], [0.5, 7.0]], [[[2.0], [-1.0]], [[38.0], [1.0]]]),
+        (half_bounded, [[3.0, -1.0], [60.0, 99.0]], [[3.0, 0.0], [50.0, 99.0]]),
+    ):
+        assert make_agent(space).to_env(torch.tensor(actions)).tolist() == expected
 
 
 # Environments
 
 
 @pytest.mark.parametrize("vectorization", ["auto", "sync", "async"])
-def test_wrappers_of_a_user_count_in_training_evaluation_and_films(tmp_path, vectorization):
+def test_wrappers_of_a_user_count_in_training_evaluation_and_films(tmp_path, monkeypatch, vectorization):
     """In a copy of the script that a user has edited."""
-    text, old = (ROOT / "algos" / "ppo.py").read_text(), "wrappers = []"
-    assert text.count(old) == 1
-    path = tmp_path / "edited.py"
-    path.write_text(text.replace(old, "wrappers = [lambda env: gym.wrappers.TimeLimit(env, 7)]"))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = edited = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(edited)
+    text, name = (ROOT / "algos" / "ppo.py").read_text(), f"edited_{vectorization}"
+    text = text.replace("wrappers = []", "wrappers = [lambda env: gym.wrappers.TimeLimit(env, 7)]")
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
     flags = "--num-envs 2 --num-steps 16 --total-timesteps 64 --eval-episodes 2 --vectorization".split()
     film = ["--capture-video"] if vectorization == "auto" else []
-    done = run_main(edited, tmp_path / "runs", *flags, vectorization, *film)
-    kind = "Async" if vectorization == "async" else "Sync"
-    assert f"2 environments in {kind}VectorEnv" in done.out  # as its first line says
+    done = run_main(importlib.import_module(name), tmp_path / "runs", *flags, vectorization, *film)
+    assert f"in {'Async' if vectorization == 'async' else 'Sync'}VectorEnv" in done.out
     scalars = read_scalars(done.path)
     for tag in ("eval/episodic_length", "charts/episodic_length"):
         assert {length for _, length in scalars[tag]} == {7.0}
@@ -315,78 +276,19 @@ def test_wrappers_of_a_user_count_in_training_evaluation_and_films(tmp_path, vec
 
 
 def test_without_wrappers_the_tasks_own_vector_form_is_used_and_filmed(tmp_path):
-    for flags, name in (
-        ({}, "CartPoleVectorEnv"),
-        ({"vectorization": "sync"}, "SyncVectorEnv"),
-        ({"env_id": "Pendulum-v1"}, "SyncVectorEnv"),
+    """Else the environments are in one process; observations of several parts become flat."""
+    for flags, name, size in (
+        ({}, "CartPoleVectorEnv", 4),
+        ({"vectorization": "sync"}, "SyncVectorEnv", 4),
+        ({"env_id": "probe_envs:Unsupporteddict-v0"}, "SyncVectorEnv", 2),
     ):
-        envs = ppo.make_envs(Args(**flags), 2)
+        envs = ppo.make_envs(Args(**flags), 3)
         assert type(envs.unwrapped).__name__ == name and envs.render_mode is None
+        assert envs.observation_space.shape == (3, size)
     args = Args(capture_video=True, eval_episodes=2)
-    agent = make_parts(args)[1]
-    with torch.no_grad():  # a pole that falls soon, as it is pushed to one side only
-        agent.actor[-1].bias.copy_(torch.tensor([0.0, 9.0]))
-    scores = ppo.evaluate(agent, args, CPU, 2, tmp_path / "films")
+    ppo.evaluate(make_parts(args)[1], args, CPU, 2, tmp_path / "films")
     (film,) = tmp_path.glob("films/*.mp4")
-    assert film.stat().st_size > 1000 and 5 < scores["eval/episodic_length"] < 15
-
-
-# Normalization
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
-def test_running_statistics_equal_numpys_on_all_rows(sizes, seed):
-    """What they normalize is cut at ten."""
-    rng = np.random.default_rng(seed)
-    stats, rows = RunningMeanStd(3), rng.normal(50, 3, (10 + sum(sizes), 3))
-    for x in np.split(rows, np.cumsum([10, *sizes])[:-1]):
-        stats.update(torch.tensor(x))
-    np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(stats.var, rows.var(0), rtol=1e-6, atol=1e-9)
-    assert stats.count.tolist() == [len(rows)] * 3
-    others = rng.normal(0, 100, (20, 3))
-    for center in (True, False):
-        expected = (others - center * rows.mean(0)) / rows.std(0)
-        assert_close(stats(torch.tensor(others), center), expected.clip(-10, 10))
-
-
-def test_observations_are_normalized_by_the_statistics_of_the_rollouts_before():
-    """The statistics then add all steps that do not only reset."""
-    args = Args(env_id="probe_envs:Ledger-v0", num_envs=3, num_steps=20, norm_obs=True)
-    parts = _, agent, storage = make_parts(args)
-    seen = np.zeros((0, 3))
-    for _ in range(3):
-        mean, var = (seen.mean(0), seen.var(0)) if len(seen) else (0.0, 1.0)
-        batch, index = collect(args, parts)
-        raw = storage.obs[:-1][tuple(index.T)]
-        assert_close(batch.obs, (raw - mean) / np.sqrt(var + 1e-8))
-        seen = np.concatenate((seen, raw))
-        np.testing.assert_allclose(agent.normalize.mean, seen.mean(0), rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(agent.normalize.var, seen.var(0), rtol=1e-6)
-        assert agent.normalize.count[0] == len(seen)
-
-
-@pytest.mark.parametrize("norm_reward", [True, False])
-def test_rewards_are_divided_by_the_deviation_of_discounted_returns(norm_reward):
-    """In environments with rewards 0, 1, 2, and episodes of five steps and a step that only resets."""
-    args = Args(env_id="probe_envs:Fixed-v0", num_envs=3, num_steps=8, gamma=0.5, gae_lambda=1.0)
-    args.norm_reward = norm_reward
-    parts = envs, agent, storage = make_parts(args)
-    ranks, stats = np.array([env.unwrapped.rank for env in envs.unwrapped.envs]), agent.return_stats
-    for num_rollouts in (1, 2, 3):
-        batch, index = collect(args, parts)
-        steps = [t % 6 for t in range(8 * num_rollouts) if t % 6 < 5]  # in the episode
-        returns = [rank * sum(0.5**k for k in range(step + 1)) for rank in ranks for step in steps]
-        assert stats.count == len(returns) * norm_reward
-        if norm_reward:
-            assert stats.mean.item() == pytest.approx(np.mean(returns), rel=1e-5)
-            assert stats.var.item() == pytest.approx(np.var(returns), rel=1e-5)
-        # The return of the last step of an episode is its reward
-        is_last = storage.terminated[1:][tuple(index.T)]
-        assert is_last.any()
-        scale = np.std(returns) if norm_reward else 1.0
-        assert_close(batch.returns[is_last], ranks[index[is_last, 1]] / scale)
+    assert film.stat().st_size > 1000
 
 
 # Evaluation
@@ -424,12 +326,11 @@ def test_an_episode_without_end_is_cut(tmp_path):
 
 def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch, capsys):
     """--evaluate then plays other episodes than those that chose it."""
-    scores, streams, evaluate = [1.0, 3.0, 3.0, 2.0, 2.0, 0.0], [], ppo.evaluate
+    scores, streams = [1.0, 3.0, 3.0, 2.0, 2.0, 0.0], []
 
     def score(agent, args, device, stream, folder):
         streams.append(stream)
-        found = evaluate(agent, args, device, stream, folder)
-        return found | {"eval/episodic_return": scores[len(streams) - 1]}
+        return {"eval/episodic_return": scores[len(streams) - 1], "eval/episodic_length": 1.0}
 
     monkeypatch.setattr(ppo, "evaluate", score)
     flags = "--num-envs 16 --num-steps 32 --total-timesteps 2048 --eval-episodes 2 --eval-interval 1"
@@ -444,90 +345,76 @@ def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch,
 # Logging
 
 
-@pytest.fixture
-def rates(monkeypatch):
-    """Learning rates of the optimizer, one for each call of update_minibatch."""
-    found, update = [], ppo.update_minibatch
-    get_rate = lambda agent, optimizer, *_: found.append(optimizer.param_groups[0]["lr"])  # noqa: E731
-    monkeypatch.setattr(ppo, "update_minibatch", lambda *args: get_rate(*args) or update(*args))
-    return found
+def test_the_log_of_a_run(tmp_path, monkeypatch):
+    """It has CleanRL's tags, the falling learning rate, means of minibatches, and seconds without evaluations.
 
+    The weights are nearly frozen. The clock tells how often it was asked, which an evaluation does many times.
+    """
+    batches, compute_batch, evaluate = [], ppo.compute_batch, ppo.evaluate
+    rates, update = [], ppo.update_minibatch
 
-def test_cleanrls_tags_are_all_there_and_the_learning_rate_falls(tmp_path, rates):
+    def update_minibatch(agent, optimizer, *rest):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return update(agent, optimizer, *rest)
+
+    monkeypatch.setattr(ppo, "update_minibatch", update_minibatch)
+    monkeypatch.setattr(ppo, "compute_batch", lambda *a: batches.append(compute_batch(*a)) or batches[-1])
+    monkeypatch.setattr(ppo, "evaluate", lambda *a: [time.process_time() for _ in range(99)] and evaluate(*a))
+    monkeypatch.setattr(ppo.time, "process_time", itertools.count().__next__)
     flags = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-episodes 2 --eval-interval 2"
-    scalars = read_scalars(run(tmp_path / "falls", flags).path)
+    path = run(tmp_path, flags, "--learning-rate", 1e-9).path
+    scalars = read_scalars(path)
     charts = "episodic_return episodic_length learning_rate SPS cpu_seconds".split()
     losses = "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance".split()
     evals = "episodic_return episodic_return_std episodic_length".split()
     names = [("charts", charts), ("losses", losses), ("eval", evals)]
     assert scalars.keys() == {f"{group}/{name}" for group, names in names for name in names}
     steps, logged = zip(*scalars["charts/learning_rate"], strict=True)
-    assert logged == pytest.approx([4e-3 * (1 - step / 512) for step in (0, *steps[:-1])])
-    assert rates[::20] == rates[19::20] == pytest.approx(logged)
+    expected = pytest.approx([1e-9 * (1 - step / 512) for step in (0, *steps[:-1])], rel=1e-6, abs=0)
+    assert rates[::20] == rates[19::20] == expected and logged == expected
+    assert [x for _, x in scalars["charts/cpu_seconds"]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert load(path / "checkpoint.pt")["progress"][3] == 5.0
     assert len(scalars["eval/episodic_return"]) == math.ceil(len(steps) / 2)
-    rates.clear()
-    run(tmp_path / "stays", flags, "--no-anneal-lr")
-    assert set(rates) == {4e-3}
+    for i, (*_, values, _, returns) in enumerate(batches):
+        explained = 1 - (returns - values).var().item() / returns.var().item()
+        value_loss = (returns - values).square().mean().item() / 2
+        assert scalars["losses/value_loss"][i][1] == pytest.approx(value_loss, rel=0.03)
+        assert scalars["losses/explained_variance"][i][1] == pytest.approx(explained, rel=1e-4)
 
 
-def test_target_kl_stops_the_epochs(tmp_path, rates):
-    flags = "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 0"
+def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
+    """The learning rate need not fall."""
+    found, update = [], ppo.update_minibatch
+    monkeypatch.setattr(ppo, "update_minibatch", lambda *a: found.append(update(*a)) or found[-1])
+    flags = "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 0 --no-anneal-lr"
     for target_kl, num_epochs in (("None", 5), ("1e-9", 1)):
-        rates.clear()
-        run(tmp_path / target_kl, flags, "--target-kl", target_kl)
-        assert len(rates) == 2 * 4 * num_epochs
+        found.clear()
+        scalars = read_scalars(run(tmp_path / target_kl, flags, "--target-kl", target_kl).path)
+        assert len(found) == 2 * 4 * num_epochs
+        assert {x for _, x in scalars["charts/learning_rate"]} == {float(np.float32(4e-3))}
 
 
 def test_scalars_are_means_of_episodes_that_ended_since_the_last_one(tmp_path):
     """With episodes of 5 steps and a reset, and rollouts of 4: nothing is logged where none ended."""
     flags = "--env-id probe_envs:Fixed-v0 --num-envs 2 --num-steps 4 --total-timesteps 46 --eval-episodes 1"
-    scalars = read_scalars(run(tmp_path, flags).path)
+    path = run(tmp_path, flags, "--num-minibatches", 9).path  # of one row, or none
+    assert all(x.isfinite().all() for x in load(path / "checkpoint.pt")["agent"].values())
+    scalars = read_scalars(path)
     steps = [step for step, _ in scalars["charts/learning_rate"]]
     ended = [min(s for s in steps if s >= 10 * k) for k in range(1, 1 + steps[-1] // 10)]
     assert len(steps) > len(ended) > 2
     assert scalars["charts/episodic_length"] == [(step, 5.0) for step in ended]
     (value,) = {x for _, x in scalars["charts/episodic_return"]}
-    assert (
-        value % 5 == 2.5
-    )  # rewards of 0 and 1 a step, or more if environments were made to see their spaces
+    assert value % 5 == 2.5  # of two ranks that follow each other
     assert [step for step, _ in scalars["charts/episodic_return"]] == ended
-
-
-def test_seconds_of_evaluations_are_not_trainings(tmp_path, monkeypatch):
-    """On a clock that tells how often it was asked, which an evaluation does many times."""
-    evaluate = ppo.evaluate
-    monkeypatch.setattr(ppo.time, "process_time", itertools.count().__next__)
-    monkeypatch.setattr(ppo, "evaluate", lambda *a: [time.process_time() for _ in range(99)] and evaluate(*a))
-    flags = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-episodes 1 --eval-interval 1"
-    path = run(tmp_path, flags).path
-    assert [x for _, x in read_scalars(path)["charts/cpu_seconds"]] == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert load(path / "checkpoint.pt")["progress"][3] == 5.0
-
-
-def test_losses_are_means_over_all_minibatches(tmp_path, monkeypatch):
-    """With frozen weights their mean is the loss of the whole rollout."""
-    batches, compute_batch = [], ppo.compute_batch
-    monkeypatch.setattr(ppo, "compute_batch", lambda *a: batches.append(compute_batch(*a)) or batches[-1])
-    flags = "--env-id Pendulum-v1 --num-envs 4 --num-steps 16 --num-minibatches 8 --update-epochs 1"
-    flags += " --learning-rate 1e-20 --total-timesteps 64 --eval-episodes 0 --seed 5"
-    scalars = read_scalars(run(tmp_path, flags).path)
-    ((*_, values, _, returns),) = batches
-    explained = 1 - (returns - values).var() / returns.var()
-    value_loss = 0.5 * (values - returns).square().mean()
-    assert scalars["losses/value_loss"][0][1] == pytest.approx(value_loss.item(), rel=1e-5)
-    assert scalars["losses/explained_variance"][0][1] == pytest.approx(explained.item(), rel=1e-4)
-    assert scalars["losses/approx_kl"][0][1] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("where", ["obs", "reward"])
 def test_what_is_not_finite_ends_the_run_with_one_line(tmp_path, capsys, where):
     """It names the step and the environment. The earlier checkpoint stays."""
     flags = f"--env-id probe_envs:NotFinite{where}-v0 --num-envs 2 --num-steps 16 --eval-episodes 0 --run-dir"
-    with pytest.raises(SystemExit) as stop:
-        ppo.main([*flags.split(), str(tmp_path)])
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    words = "observations, rewards or losses are not finite at step 28"
-    assert line.endswith(f"ppo.py: error: probe_envs:NotFinite{where}-v0: {words}") and stop.value.code == 2
+    line = fail_with(capsys, ppo.main, [*flags.split(), str(tmp_path)])
+    assert f"NotFinite{where}-v0: observations, rewards or losses are not finite at step 28" in line
     checkpoint = load(find_run(tmp_path) / "checkpoint.pt")
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
 
