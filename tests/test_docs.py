@@ -44,7 +44,7 @@ each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.rel
 
 @functools.cache
 def load_parser(path: Path):
-    """Return the flags of a program, and a function that raises SystemExit for arguments that it does not take."""
+    """Return the flags of a program, and a function that exits for arguments that it does not take."""
     module = importlib.import_module(f"algos.{path.stem}" if path.parent.name == "algos" else path.stem)
     if args := getattr(module, "Args", None):
         names = [name.replace("_", "-") for name in args.__dataclass_fields__]

@@ -231,7 +231,7 @@ def run_python(tmp_path):
 
 
 def test_a_run_is_read_from_its_events(run_python):
-    """Metrics are the last values of evaluations. Seconds are those of the training, or of the clock for GPUs.
+    """Metrics are the last values of evaluations. Seconds are those of training, or of the clock for GPUs.
 
     Curves are thinned and keep their last point.
     """
@@ -256,7 +256,7 @@ def test_a_run_is_read_from_its_events(run_python):
 def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
     """The error lists its tags. If the suite then asks for one of them, the same run counts.
 
-    The same holds for a run without a folder, and for one whose end nobody has seen or whose guard was killed.
+    Nor does a run count that has no folder, whose end nobody has seen, or whose guard was killed.
     """
     path, *found = run_python("", tags=("eval/x", "charts/y"), curve="eval/none")
     there = "(there are: eval/x, charts/y, charts/cpu_seconds)"
@@ -321,14 +321,14 @@ def test_a_script_that_changes_while_a_suite_runs_is_told(tmp_path):
     assert not path.parent.exists()
 
 
-# Starts a daemon, in a session of its own, that ignores the signals that can be ignored, and has the folder of the
-# attempt, the last argument, in its command line.
+# Starts a daemon in a session of its own that ignores signals, and has the folder of the attempt, the last
+# argument, in its command line.
 DAEMON = """
 import os, subprocess, sys, time
 from pathlib import Path
 
 deaf = "import signal, sys, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; print('up'); time.sleep(600)"
-start = "import subprocess, sys; subprocess.Popen([sys.executable, '-uc', *sys.argv[1:]], start_new_session=True)"
+start = "import subprocess as s, sys; s.Popen([sys.executable, '-uc', *sys.argv[1:]], start_new_session=True)"
 subprocess.run([sys.executable, "-c", start, deaf, sys.argv[1]])
 while "up" not in Path(sys.argv[1], "log.txt").read_text():
     time.sleep(0.05)
@@ -544,8 +544,8 @@ def test_ratios_are_those_of_medians_with_an_interval_by_logarithms():
 def test_intervals_cover_what_they_say(num):
     """Of 95 % intervals, 95 hold the truth: of means, of differences, and of ratios of skewed values.
 
-    A percentile bootstrap covers 74, 81 and 86 % for means of 3, 4 and 5 values, and 90 % for ten. A pooled variance
-    would not do here, as the larger sample has less noise.
+    A percentile bootstrap covers 74, 81 and 86 % for means of 3, 4 and 5 values, and 90 % for ten. A pooled
+    variance would not do here, as the larger sample has less noise.
     """
     rng, found = np.random.default_rng(num), np.zeros(3)
     for _ in range(600):
