@@ -27,7 +27,7 @@ def make_parser():
     parser.add_argument("--batch-size", type=peer.count, default=32, help="instances of a gradient step")
     parser.add_argument("--baseline-instances", type=peer.count, default=10_000, help="per comparison")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
-    help_text = "let malloc keep freed memory and oneDNN multiply, as our script does on Linux"
+    help_text = "let malloc keep freed memory, as our script does on Linux"
     parser.add_argument("--keep-memory", action="store_true", help=help_text)
     return parser
 
@@ -51,7 +51,6 @@ def main() -> None:
     if args.keep_memory:
         for option in ((-1, -1), (-4, 0)):  # M_TRIM_THRESHOLD and M_MMAP_MAX
             ctypes.CDLL(None).mallopt(*option)
-        torch.set_float32_matmul_precision("medium")
     run = peer.Run(args, Path(__file__).stem, peer.get_version("rl4co"))
     torch.manual_seed(args.seed)
     env = TSPEnv(generator_params={"num_loc": points.shape[1]})
