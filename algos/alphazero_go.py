@@ -737,7 +737,7 @@ def main(argv: list[str] | None = None):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"] | {"resume": None}))
         except Exception as error:
-            fail(f"{path}: not a checkpoint of this script ({error!r})")
+            fail(f"{path}: not a checkpoint of this script ({str(error).split('. ')[0]})")
     if not re.fullmatch(r"Go-([2-9]|1\d)x\1", args.env_id):
         fail(f"--env-id {args.env_id}: must be Go-2x2 to Go-19x19")
     if args.gtp and not find_spec("envs_shared.go_gtp"):

@@ -586,7 +586,7 @@ def main(argv=None):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"]))
         except Exception as error:
-            fail(f"{path}: not a checkpoint of this script ({error})")
+            fail(f"{path}: not a checkpoint of this script ({str(error).split('. ')[0]})")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
     train(args, checkpoint)
