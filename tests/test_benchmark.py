@@ -63,7 +63,7 @@ def test_how_many_deviations_slower_learning_is():
         if len(cell["runs"]) > 2:
             losses = compare.find_losses(cell)["speed"]
             speed.append(np.std(losses, ddof=1))
-            if records.is_ours(cell):
+            if records.is_ours(cell) and cell["task"] != "RepeatPreviousHard-1M":  # its runs shared a GPU
                 assert compare.find_p("speed", losses, losses + np.log(2)) < 0.01, cell["setting"]
                 num_found += 1
             values = np.log(records.get_values(cell, "steps_to_threshold"))
