@@ -45,7 +45,7 @@ def find_p_worse(base, new) -> np.ndarray:
 
 def find_worse(p: list[float]) -> np.ndarray:
     """Tell which p values of a whole comparison are significant, by Benjamini and Hochberg."""
-    return stats.false_discovery_control(p) <= LEVEL if len(p) else np.array([], bool)
+    return stats.false_discovery_control(p) <= LEVEL
 
 
 def find_losses(cell: dict) -> dict[str, np.ndarray]:

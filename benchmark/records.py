@@ -49,7 +49,6 @@ def read_run(path: Path, cell: dict, process: dict) -> dict:
         "env_steps": last[0],
         "wall_seconds": last[2],
         "cpu_seconds": process.get("cpu_seconds", last[1]),
-        "device": ("", "cpu", "gpu")[clock],
         "machine": machine,
         "commit": version or (machine or {}).get("commit", "unknown"),
         "steps_per_second": last[0] / max(last[clock], 1e-9),
@@ -82,8 +81,8 @@ def read_attempt(attempt: Path, cell: dict) -> dict:
     code = process["exit_code"]
     require(code is not None, f"not done after {cell.get('hours', 0):g} hours")
     require(code == 0, f"exit code {code}: {read_end(attempt / 'log.txt')}")
-    has_best = process.get("best") or not cell.get("score_best")
-    require(has_best, f"no scores of best.pt: {read_end(attempt / 'best.txt')}")
+    is_scored = process.get("best") or not cell.get("score_best")
+    require(is_scored, f"no scores of best.pt: {read_end(attempt / 'best.txt')}")
     for path in common.find_run_folders(attempt):
         return read_run(path, cell, process)
     raise ResultsError("no run folder")

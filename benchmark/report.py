@@ -1,6 +1,6 @@
 """Write tables and learning curves of runs, into the pages of docs/ or into a page of your own.
 
-    python benchmark/report.py --out report   # the suites in RUNS: report/results.md, report/figures, report/results
+    python benchmark/report.py --out report   # the suites in RUNS: report/results.md and report/figures
     python benchmark/report.py                # docs/results.md, the tables and pictures of all pages
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
@@ -24,8 +24,7 @@ from common import require, show
 
 sys.path.append(str(common.BENCHMARK / "studies"))
 STUDIES = ("change_detection", "go_search", "on_gpu", "tsp_networks")  # each by its own program
-UNPUBLISHED = ("smoke", "gpu", "ppo_seeds")
-SCRIPTS = ("ppo", "reinforce_tsp_attention", "r2d2_lstm", "ppo_change_detection", "alphazero_go")
+UNPUBLISHED = ("smoke", "gpu")
 METRICS = {  # in words
     "eval/episodic_return": "return",
     "charts/episodic_return": "return of training episodes",
@@ -33,9 +32,7 @@ METRICS = {  # in words
     "eval/f1": "F1 of changed pixels, on val",
     "eval/win_rate": "games won against plain MCTS",
 }
-SUMMARY_NUMBER = re.compile(
-    r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}"
-)  # {CELL QUANTITY FORMAT}; CELL:CELL is a ratio
+SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = """Means over the seeds, in brackets the single values or, from six seeds on, Student's 95 % interval; of a
 match, its own interval. CPU-seconds are medians, of the whole run."""
@@ -46,7 +43,7 @@ class Args:
     """Command line."""
 
     runs: Path = Path("runs/benchmark")  # folder of runs
-    out: Path | None = None  # folder for page, figures and results, instead of docs/
+    out: Path | None = None  # folder for a page and its figures, instead of docs/
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
@@ -84,10 +81,10 @@ def show_difference(cell: dict, base: dict) -> str:
     return f"{mark}{show(np.mean(values) - np.mean(others))}{mark}{show_interval(interval)}"
 
 
-def make_ratio_table(*results: dict) -> str:
+def make_ratio_table(results: dict) -> str:
     """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval."""
-    rows = []
-    for cells, ratio in ((suite["cells"], ratio) for suite in results for ratio in suite["ratios"]):
+    rows, cells = [], results["cells"]
+    for ratio in results["ratios"]:
         ours, peer = sides = cells[ratio["ours"]], cells[ratio["peer"]]
         line = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
         lacking = [cell["missing"][0]["error"] for cell in sides if not cell["runs"]]
@@ -102,8 +99,8 @@ def make_ratio_table(*results: dict) -> str:
     return common.make_table("what | peer | ours: | peer's: | ours / peer, 95 % interval:", rows)
 
 
-def make_cell_table(cells: list[dict], columns: dict, others: list[list] = ()) -> str:
-    """Write a table with a line for each cell that has run, then lines of `others`, and list what is missing.
+def make_cell_table(cells: list[dict], columns: dict) -> str:
+    """Write a table with a line for each cell that has run, and list what is missing.
 
     A column shows the metric that it names, or what its function says of a cell.
     """
@@ -118,7 +115,7 @@ def make_cell_table(cells: list[dict], columns: dict, others: list[list] = ()) -
             seeds.setdefault(lost["error"], []).append(str(lost["seed"]))
         missing += [f"- {name}, seeds {', '.join(found)}: {error}" for error, found in seeds.items()]
     head = " | ".join(["task, setting", *(f"{title}:" for title in columns), "CPU-s:", "seeds:"])
-    return "\n".join([common.make_table(head, [*rows, *others]), "", *missing]).rstrip()
+    return "\n".join([common.make_table(head, rows), "", *missing]).rstrip()
 
 
 RESULT = {"metric": lambda cell: METRICS.get(cell["headline"], cell["headline"]), "result": "headline"}
@@ -139,22 +136,17 @@ def describe_machines(cells: list[dict]) -> str:
     machines = [run["machine"] for run in runs]
     peers = {run["commit"] for run in runs} - {machine["commit"] for machine in machines}
     others = f" Others: {', '.join(sorted(peers))}." * bool(peers)
-    return (
-        common.machine_line(machines, {run["device"] for run in runs} - {"cpu", "none"}) + others
-        if runs
-        else ""
-    )
+    gpus = ["with GPUs"] * any(cell["gpus"] for cell in cells)
+    return common.machine_line(machines, gpus) + others if runs else ""
 
 
 def fill_summary(results: dict) -> str:
-    """Fill the numbers into a suite's summary: medians of seconds and steps, means of metrics, ratios of both."""
+    """Fill the numbers into a suite's summary: medians of seconds and steps, means of metrics."""
 
     def fill(match) -> str:
-        names, quantity, form = match.groups()
+        name, quantity, form = match.groups()
         average = np.median if re.search("seconds|steps", quantity) else np.mean
-        cells = [results["cells"][name] for name in names.split(":")]
-        first, *second = (average(records.get_values(cell, quantity)) for cell in cells)
-        return format(first / second[0] if second else first, form)
+        return format(average(records.get_values(results["cells"][name], quantity)), form)
 
     return SUMMARY_NUMBER.sub(fill, results["summary"])
 
@@ -179,7 +171,7 @@ def draw(results: dict, path: Path) -> bool:
     grid = figure.subplots(len(tasks), 2, squeeze=False)
     for row, ((task, tag), cells) in zip(grid, tasks.items(), strict=True):
         for column, axes in enumerate(row):
-            seconds = "CPU-seconds" if cells[0]["runs"][0]["device"] == "cpu" else "seconds"
+            seconds = "seconds" if cells[0]["gpus"] else "CPU-seconds"
             axes.set(xlabel=("steps", seconds)[column], ylabel=METRICS.get(tag, tag))
             axes.set_title(task, fontsize=10)
             axes.locator_params(axis="x", nbins=5)
@@ -192,17 +184,16 @@ def draw(results: dict, path: Path) -> bool:
                 mean = np.mean([np.interp(x, *curve) for curve in curves], axis=0)
                 axes.plot(x, mean, color=f"C{i}", lw=2, label=label)
         row[0].legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path)
     return True
 
 
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def list_cells(*results: dict) -> list[dict]:
-    """List the cells of suites."""
-    return [cell for suite in results for cell in suite["cells"].values()]
+def list_cells(results: dict) -> list[dict]:
+    """List the cells of a suite."""
+    return [*results["cells"].values()]
 
 
 def load_studies() -> list[tuple]:
@@ -212,7 +203,7 @@ def load_studies() -> list[tuple]:
 
 def make_pages(published: dict[str, dict]) -> dict[Path, str]:
     """Return the text of every page that shows results of suites and studies."""
-    pages, first, studies = {}, {}, load_studies()
+    pages = {}
 
     def put(page: str, section: str, text: str) -> None:
         path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
@@ -222,19 +213,10 @@ def make_pages(published: dict[str, dict]) -> dict[Path, str]:
         text = "\n\n".join(filter(None, [*parts, describe_machines(cells)]))
         put(page, section, f"\n{text}\n")
 
-    compared = [results for results in published.values() if results["ratios"]]
-    add("results", "ratios", list_cells(*compared), make_ratio_table(*compared))
-    add("results", "machines", list_cells(*published.values()))
-    for name in sorted(published, key=lambda name: (name == "cpu", name)):
-        for cell in list_cells(published[name]):
-            if cell["runs"] and name != "ablations" and not name.endswith("_speed"):
-                first.setdefault((cell["script"], cell["task"]), cell)
-    for script in SCRIPTS:
-        cells = [cell for (name, _), cell in first.items() if name == script]
-        others = [module.list_lines(found) for module, found in studies if vars(module).get("PAGE") == script]
-        add("results", script, [], make_cell_table(cells, RESULT, *others))
-        if cells := [cell for cell in list_cells(published["ablations"]) if cell["script"] == script]:
-            add(script, "ablations", cells, make_comparison(cells))
+    ablations = list_cells(published["ablations"])
+    for script in {cell["script"] for cell in ablations}:
+        cells = [cell for cell in ablations if cell["script"] == script]
+        add(script, "ablations", cells, make_comparison(cells))
     for name, results in published.items():
         cells = list_cells(results)
         for table in results["tables"]:
@@ -243,18 +225,19 @@ def make_pages(published: dict[str, dict]) -> dict[Path, str]:
             add(table["page"], table["section"], cells, *parts)
         if results["summary"]:
             put("README", f"{name}_cell", fill_summary(results))
-    for module, results in studies:
+    for module, results in load_studies():
         for (page, section), text in module.make_sections(results).items():
             put(page, section, text)
     return pages
 
 
 def publish(published: dict[str, dict]) -> None:
-    """Write all pages and pictures."""
-    for path, text in make_pages(published).items():
+    """Write all pages, and the pictures that they show."""
+    pages = make_pages(published)
+    for path, text in pages.items():
         common.write_atomically(path, text)
     for name, results in published.items():
-        if results["tables"] and not name.endswith("_speed"):
+        if f"figures/{name}.png" in "".join(pages.values()):
             draw(results, common.FIGURES / f"{name}.png")
     for module, results in load_studies():
         if hasattr(module, "draw"):
@@ -262,11 +245,11 @@ def publish(published: dict[str, dict]) -> None:
 
 
 def write_own(suites: list[dict], out: Path) -> None:
-    """Write results.md for your own runs, with figures and results."""
+    """Write results.md for your own runs, with figures."""
     parts = ["# Results"]
+    (out / "figures").mkdir(parents=True, exist_ok=True)
     for suite in suites:
         name, cells = suite["suite"], list_cells(suite)
-        common.save_results(out / "results" / f"{name}.json", suite)
         picture = f"![Learning curves](figures/{name}.png)" * draw(suite, out / "figures" / f"{name}.png")
         parts += [
             f"## {name}",

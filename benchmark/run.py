@@ -189,9 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     if common.describe_machine()["commit"].endswith("-dirty"):
         print("note: uncommitted changes: report.py will not publish these runs", file=sys.stderr)
     submit = start_on_ray(args.address) if args.address else start_here([*missing])
-    content = {"suite": root.name, "cells": []} | shown
-    for cell, folder in folders.items():
-        content["cells"].append(vars(cell) | {"folder": str(folder.relative_to(root))})
+    rows = [vars(cell) | {"folder": str(folder.relative_to(root))} for cell, folder in folders.items()]
+    content = {"suite": root.name, "cells": rows} | shown
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         root.mkdir(parents=True, exist_ok=True)

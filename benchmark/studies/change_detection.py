@@ -369,19 +369,6 @@ def make_price_table(results: dict | None) -> str:
     return common.make_table(head, lines)
 
 
-def list_lines(results: dict | None) -> list[list]:
-    """List the lines of the short table of the script in docs/results.md."""
-    lines = []
-    for study, rows in get_studies(results).items():
-        if study != "five prices":
-            lead, interval, _ = compare(rows, "threshold")
-            metric = f"F1 at {get_mean(rows, 'ppo_looks'):.2f} looks a query (lead over a tuned threshold)"
-            value = f"{get_mean(rows, 'ppo_f1'):.3f} ({lead:+.3f} ± {common.show(interval, 2)})"
-            seconds = statistics.median(row["seconds"] for row in rows)
-            lines.append([study, metric, value, common.show(seconds), len(rows)])
-    return lines
-
-
 def draw(results: dict | None, path: Path) -> None:
     """Draw F1 by looks per query, a point for each run and method, if there are runs."""
     from matplotlib.figure import Figure

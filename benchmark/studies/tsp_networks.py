@@ -107,20 +107,6 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     return {(PAGE, "tsp_networks"): f"\n{text}\n"}
 
 
-def list_lines(results: dict | None) -> list[list]:
-    """List the lines of the short table of the script in docs/results.md."""
-    lines = []
-    for size in DATA:
-        cells = [find_cell(results, way, size) for way in am.DECODINGS]
-        if all(cells):
-            one, *more = (show_gap(cell["gap"]) for cell in cells)
-            metric = "gap of greedy tours, % (multi-start, x8 multi-start)"
-            lines.append(
-                [f"tsp{size}-uniform, trained network", metric, f"{one} ({', '.join(more)})", "-", 1]
-            )
-    return lines
-
-
 def draw(results: dict | None, path: Path) -> None:
     """Draw the greedy tour of the first instance of each file over the optimal one."""
     from matplotlib.figure import Figure
