@@ -499,7 +499,13 @@ def make_cell(values, name=NAME, **changes):
     script, task, setting = name.split("/")
     folder = "algos" if script in SCRIPTS else "benchmark/peers"
     cell = {"task": task, "setting": setting, "script": script, "command": f"python {folder}/{script}.py"}
-    cell |= {"headline": "eval/episodic_return", "curve": "c", "threshold": 475, "better": "higher", "gpus": 0}
+    cell |= {
+        "headline": "eval/episodic_return",
+        "curve": "c",
+        "threshold": 475,
+        "better": "higher",
+        "gpus": 0,
+    }
     run = {"commit": "abc", "machine": None, "cpu_seconds": 1.0, "steps_per_second": 1000.0}
     run["curve"] = [[0, 0.0, 20.0], [9000, 90.0, 500.0]]
     runs = []

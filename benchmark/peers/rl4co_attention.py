@@ -7,7 +7,6 @@ rollout as the baseline from the first step. rl4co's own defaults are a constant
 mean as the baseline of the first epoch, for runs of a hundred million instances.
 """
 
-import ctypes
 import math
 import re
 from pathlib import Path
@@ -27,8 +26,6 @@ def make_parser():
     parser.add_argument("--batch-size", type=peer.count, default=32, help="instances of a gradient step")
     parser.add_argument("--baseline-instances", type=peer.count, default=10_000, help="per comparison")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
-    help_text = "let malloc keep freed memory, as our script does on Linux"
-    parser.add_argument("--keep-memory", action="store_true", help=help_text)
     return parser
 
 
@@ -48,9 +45,7 @@ def main() -> None:
     from tqdm import tqdm
 
     torch.set_num_threads(1)
-    if args.keep_memory:
-        for option in ((-1, -1), (-4, 0)):  # M_TRIM_THRESHOLD and M_MMAP_MAX
-            ctypes.CDLL(None).mallopt(*option)
+    torch.empty(8_000_000)  # glibc then keeps 64 MB of freed memory, as in our script
     run = peer.Run(args, Path(__file__).stem, peer.get_version("rl4co"))
     torch.manual_seed(args.seed)
     env = TSPEnv(generator_params={"num_loc": points.shape[1]})
