@@ -54,6 +54,7 @@ def write_suite(path, seeds=(1,), **commands):
 def start_harness(*flags):
     command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells ignore it for jobs with &
     return subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **pipes)
 
 
@@ -436,7 +437,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert len(before) == 5  # two of the cell that was killed
     suite.write_text(text + 'curve = "charts/episodic_return"\n')  # which all have logged
     harness = start_harness(suite, "--runs", runs, "--only", "*/[gko]*")
-    assert "3 of 3 cells done" in harness.communicate(timeout=60)[0] and harness.returncode == 0
+    assert "3 of 3 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
     report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])  # it forgets nothing of the others
     page = (tmp_path / "out" / "results.md").read_text()
@@ -454,7 +455,7 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     wait_until(lambda: list(tmp_path.rglob("try_1/*/checkpoint.pt")))
     assert len(find_processes(tmp_path / "a" / "ppo")) >= 4  # guard, torchrun and its two
     (os.kill if number == signal.SIGKILL else os.killpg)(harness.pid, number)
-    output, _ = harness.communicate(timeout=60)
+    output, _ = harness.communicate(timeout=240)
     assert harness.returncode == (-9 if number == signal.SIGKILL else 130), output
     assert ("interrupted: what was finished is kept" in output) == (number != signal.SIGKILL)
     wait_until(lambda: not find_processes(tmp_path / "a" / "ppo"))
