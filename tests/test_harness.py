@@ -54,7 +54,8 @@ def write_suite(path, seeds=(1,), **commands):
 def start_harness(*flags):
     command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells ignore it for jobs with &
+    # Shells start jobs in the background with Ctrl-C ignored
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **pipes)
 
 
