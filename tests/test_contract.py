@@ -284,11 +284,12 @@ def test_a_copy_runs_under_torchrun(script, tmp_path):
 
 @dataclass
 class Run:
-    """A run's folder, what it printed, and the names of the files that it replaced."""
+    """A run's folder, what it printed, the names of the files that it replaced, and its seeds in order."""
 
     path: Path
     out: str
     written: list[str]
+    seeds: list[int]
 
     def read_losses(self) -> dict:
         return {tag: x for tag, x in read_scalars(self.path).items() if tag.startswith("losses/")}
@@ -297,16 +298,22 @@ class Run:
 def run_main(module: ModuleType, folder: Path, *flags) -> Run:
     """Call a script's `main`, as if wandb were not installed, for a run in `folder`."""
     out, written, replace = io.StringIO(), [], os.replace
+    seeds, seed_everything = [], module.seed_everything
 
     def record(source, target):
         written.append(Path(target).name)
         replace(source, target)
 
+    def record_seed(*stream):
+        seeds.append(seed_everything(*stream))
+        return seeds[-1]
+
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(io.StringIO()):
         patch.setitem(sys.modules, "wandb", None)
         patch.setattr(os, "replace", record)
+        patch.setattr(module, "seed_everything", record_seed)
         module.main([*map(str, flags), "--run-dir", str(folder)])
-    return Run(find_run(folder), out.getvalue(), written)
+    return Run(find_run(folder), out.getvalue(), written, seeds)
 
 
 def run_quick(script: str, folder: Path, *flags) -> Run:
@@ -321,12 +328,19 @@ def whole(script, tmp_path_factory):
 
 @each_script
 def test_the_seed_alone_fixes_a_run_and_evaluations_change_nothing(script, whole, tmp_path):
-    """To the last bit. If they are switched off, checkpoint.pt is written at the same points."""
+    """To the last bit. If they are switched off, checkpoint.pt is written at the same points.
+
+    Each iteration has random numbers that no other iteration has, and none that a run with another --seed has.
+    """
     never = run_quick(script, tmp_path / "never", "--eval-episodes", 0)
+    other = run_quick(script, tmp_path / "other", "--eval-episodes", 0, "--seed", 2)
     first, second = (load(x.path / "checkpoint.pt")["agent"] for x in (whole, never))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert whole.read_losses() == never.read_losses() != {}
-    assert run_quick(script, tmp_path / "other", "--seed", 2).read_losses() != whole.read_losses()
+    assert other.read_losses() != whole.read_losses()
+    num_iterations = load(whole.path / "checkpoint.pt")["progress"][0]
+    seeds, earlier = never.seeds[-num_iterations:], never.seeds[:-num_iterations]
+    assert len({*seeds}) == num_iterations > 4 and not {*seeds} & {*earlier, *other.seeds}
     assert len(read_scalars(whole.path)[CASES[script].tags[0]]) > 2
     assert not any(tag.startswith("eval/") for tag in read_scalars(never.path))
     count = whole.written.count("checkpoint.pt")
