@@ -193,14 +193,13 @@ def find_interval(*samples) -> tuple[float, float] | None:
         return tuple(map(float, test.confidence_interval()))
 
 
-def find_ratio(ours: list[float], peer: list[float], paired: bool = False) -> tuple:
+def find_ratio(ours: list[float], peer: list[float]) -> tuple:
     """Return the ratio of the medians, and a 95 % interval of the ratio from the logarithms of both samples.
 
-    The interval is for the ratio of the geometric means; with `paired`, both samples are of the same runs. If values
-    are not positive, infinite or unknown, what cannot be computed is nan or None.
+    The interval is for the ratio of the geometric means. If values are not positive, infinite or unknown, what cannot
+    be computed is nan or None.
     """
     if not min(*ours, *peer) > 0:
         return math.nan, None
-    a, b = np.log(ours), np.log(peer)
-    interval = find_interval(a - b) if paired else find_interval(a, b)
+    interval = find_interval(np.log(ours), np.log(peer))
     return float(np.median(ours) / np.median(peer)) or math.nan, interval and tuple(map(math.exp, interval))

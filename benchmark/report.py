@@ -85,13 +85,14 @@ def make_ratio_table(results: dict) -> str:
     """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval."""
     rows, cells = [], results["cells"]
     for ratio in results["ratios"]:
-        ours, peer = sides = cells[ratio["ours"]], cells[ratio["peer"]]
+        sides = cells[ratio["ours"]], cells[ratio["peer"]]
+        peer = sides[1]
         line = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
         lacking = [cell["missing"][0]["error"] for cell in sides if not cell["runs"]]
         if not lacking:
             quantities = ratio["quantity"], ratio.get("peer_quantity", ratio["quantity"])
             line += map(show_median, sides, quantities)
-            value, interval = records.find_ratio(*map(records.get_values, sides, quantities), ours is peer)
+            value, interval = records.find_ratio(*map(records.get_values, sides, quantities))
             low, high = interval or (0.0, math.inf)
             mark = "**" * (low > 1 or high < 1)
             line.append(f"{mark}{show(value)}{mark}{show_interval(interval)}")
@@ -236,8 +237,9 @@ def publish(published: dict[str, dict]) -> None:
     pages = make_pages(published)
     for path, text in pages.items():
         common.write_atomically(path, text)
+    shown = "".join(pages.values())
     for name, results in published.items():
-        if f"figures/{name}.png" in "".join(pages.values()):
+        if f"figures/{name}.png" in shown:
             draw(results, common.FIGURES / f"{name}.png")
     for module, results in load_studies():
         if hasattr(module, "draw"):

@@ -1,6 +1,6 @@
 """Measure the search of algos/alphazero_go.py with a network that does nothing.
 
-The result is simulations per CPU-second in 256 parallel games, from positions after 20 random moves, including the
+The result is simulations per CPU-second in --games parallel games, from positions after 20 random moves, including the
 time to make the trees. The counterpart, openspiel_mcts.py, searches one game.
 """
 
@@ -11,13 +11,12 @@ from pathlib import Path
 import go_engine
 import peer
 
-NUM_GAMES = 256
-
 
 def make_parser():
     """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, "Go-9x9")
     parser.add_argument("--simulations", type=peer.count, default=800, help="simulations per move")
+    parser.add_argument("--games", type=peer.count, default=256, help="that are searched side by side")
     parser.add_argument("--repeats", type=peer.count, default=5)
     return parser
 
@@ -55,11 +54,11 @@ def main() -> None:
     run = peer.Run(args, Path(__file__).stem, None)
     go_engine.set_up_torch(args.seed)
     go = az.Go(size)
-    boards, _ = go_engine.play_random_moves(go, NUM_GAMES, 20)
+    boards, _ = go_engine.play_random_moves(go, args.games, 20)
     workers, rates = [az.Worker(evaluate_nothing, go.device)], []
     for _ in tqdm(range(args.repeats), unit="repeat"):
         rates.append(measure_search(go, boards, workers, args.simulations)[0])
-    num_simulations = NUM_GAMES * args.simulations * args.repeats
+    num_simulations = args.games * args.simulations * args.repeats
     run.finish(num_simulations, {"simulations_per_cpu_second": statistics.median(rates)})
 
 

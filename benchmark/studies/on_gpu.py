@@ -63,8 +63,8 @@ LEARNING = (
 )
 SCORES = {
     "eval/episodic_return": "return",
-    "eval/greedy_gap": "gap of greedy tours, %",
-    "eval/multistart_gap": "multi-start, %",
+    "eval/greedy_gap": "percent above the optimum: greedy",
+    "eval/multistart_gap": "multi-start",
     "eval/win_rate": "win rate",
     "eval/f1": "F1",
     "eval/looks": "looks a query",
