@@ -34,8 +34,8 @@ METRICS = {  # in words
 }
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
-LEGEND = """Means over the seeds, in brackets the single values or, from six seeds on, Student's 95 % interval; of a
-match, its own interval. CPU-seconds are medians, of the whole run."""
+LEGEND = """The table shows means. Brackets hold the value of each seed, from six seeds on Student's 95 % interval,
+and for a match Wilson's. CPU-seconds are medians of whole runs."""
 
 
 @dataclass

@@ -75,7 +75,7 @@ def test_how_many_deviations_slower_learning_is():
     assert f"{low:.1f} to {high:.1f} standard deviations in four of five" in text
     assert f"in the median {median:.1f}." in text
     low, median = np.log(2 / compare.SLOWER) / np.quantile(speed, [0.9, 0.5])
-    assert f"at least {low:.1f} in nine of ten cells, in the median {median:.1f}" in text
+    assert f"at least {low:.1f} standard deviations in nine of ten cells, {median:.1f} in the median" in text
     assert num_found >= 20 and compare.main([str(common.RESULTS / "cpu.json")] * 2) == 0
 
 
