@@ -19,12 +19,13 @@ Values are from 0 to 1, for the side to move; v for one side is 1 - v for the ot
     (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)): the cross entropy minus its minimum
     (5) L_value = (V(s) - (beta Q(root) + (1 - beta) z))^2, where the result z is 1 if the game was won and 0
         if it was lost, mixed with its score by --score-weight
-    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A, both about 1 for a network that knows nothing
+    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A, both at most 1 if V = 1/2 and p is uniform
 
 A simulation follows eq. 1 from the root to a new position s'; eq. 2 then updates each edge of its path with
-v = V(s'). An epoch plays until there are enough new records. The pool keeps the old and new records with the
-largest loss, and the network trains on those of largest loss and on random ones. The first epochs learn V
-from random games, and the next ones search by classic UCB.
+v = V(s'), or the result if the game is over. Q(root) is the mean of V(root) and all v. An epoch plays until
+there are enough new records. The pool keeps the old and new records with the largest loss, and the network
+trains on those of largest loss and on random ones. The first epochs learn V from random games, and the next
+ones search by classic UCB.
 
 Shapes: G parallel games, R some of them, M nodes of a tree, A = n^2 + 1 moves, E edges, B records.
 """
@@ -81,7 +82,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between matches and checkpoints (0: a tenth of the run, fewer matches)
+    eval_interval: int = 0  # epochs between matches and checkpoints (0: ten a run, fewer if costly)
     eval_episodes: int = 100  # games against plain MCTS at the end; other matches have at most 40
     gtp: str | None = None  # checkpoint.pt or best.pt to play with by the Go Text Protocol
     resign_below: float = 0.0  # with --gtp, resign if the value is lower
@@ -102,7 +103,7 @@ class Args:
     dirichlet_alpha: float = 0.4  # concentration of the noise, eq. 3; about 10 / A
     epsilon_start: float = 0.0  # share of random moves in the first epoch
     epsilon_end: float = 0.0  # share of random moves in the last epoch
-    draw_moves: float = 0.33  # number of first moves drawn from pi, over n^2; later ones are the best
+    draw_moves: float = 0.33  # share of n^2: so many first moves are drawn from pi; later ones are the best
     num_epochs: int = 30  # epochs, including pretraining
     pretrain_value_epochs: int = 2  # first epochs, which learn V from random games with a frozen policy
     pretrain_search_epochs: int = 2  # epochs after those, which search by classic UCB
@@ -163,7 +164,7 @@ class Records(NamedTuple):
     z: torch.Tensor  # [B], result of the game
     loss: torch.Tensor  # [B], eq. 6 as last computed
     epoch: torch.Tensor  # [B], epoch in which it was made
-    turn: torch.Tensor  # [B], minibatches of this number modulo 8 may draw it; a position's images differ
+    turn: torch.Tensor  # [B], minibatches with this number modulo 8 may draw it; differs between the images
 
     def pick(self, index) -> "Records":
         """Return the records at an index."""
@@ -284,7 +285,7 @@ class Worker:
 
 
 class Search:
-    """Trees of G games with M nodes each. Node 0 is the root. The last is unused, so that child -1 is none.
+    """Trees of G games with M nodes each. Node 0 is the root. The last stays empty: child -1 is no node.
 
     All values are for the side to move at their node.
     """
@@ -335,7 +336,7 @@ class Search:
         """Send a leaf of each of the games [R] to the worker; returns the games in which one was found.
 
         If another worker has the leaf already, its path gets a pseudo-visit, and the next descent may lead to
-        another leaf. A tree has at most k N(root) pseudo-visits; finishing the batch removes its own again.
+        another leaf. A tree has at most k N(root) pseudo-visits; finishing a batch removes the batch's own.
         """
         found = []
         for _ in range(MAX_DESCENTS):
@@ -513,7 +514,6 @@ def train_epoch(agent, optimizer, pool: Records, stage: Stage, args):
         pool.loss[index] = rank_records(agent, records, stage)
         sampled = torch.stack((records.loss.mean(), pool.loss[index].mean()))  # before and after the step
         metrics.append(torch.cat((losses, sampled)))
-    optimizer.zero_grad()  # so that copies of the network have no gradients
     for statistics in agent.buffers():  # of the batch normalizations
         if statistics.is_floating_point():
             average(statistics)
@@ -640,7 +640,7 @@ def train(args: Args, checkpoint: dict | None = None):
                 parts[name].load_state_dict(checkpoint[name])
             if args.resume and "games" in checkpoint and WORLD_SIZE == 1:
                 for name, x in games.state_dict().items():
-                    x.copy_(checkpoint["games"][name])
+                    x.copy_(checkpoint["games"][name].view_as(x))
                 if checkpoint["pool"]:
                     pool = Records(**{name: x.to(device) for name, x in checkpoint["pool"].items()})
         except Exception as error:
@@ -742,12 +742,14 @@ def main(argv: list[str] | None = None):
         fail(f"--env-id {args.env_id}: must be Go-2x2 to Go-19x19")
     if args.gtp and not find_spec("envs_shared.go_gtp"):
         fail("--gtp needs envs_shared/go_gtp.py beside envs_shared/go.py")
-    if args.num_games % WORLD_SIZE:
-        fail(f"--num-games ({args.num_games}) must be divisible by the number of processes ({WORLD_SIZE})")
+    if args.num_games % WORLD_SIZE or args.batch_size % WORLD_SIZE:
+        fail(f"--num-games and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
+    if args.evaluate and args.eval_episodes < 1:
+        fail("--evaluate needs --eval-episodes")
     train(args, checkpoint)
 
 
 if __name__ == "__main__":
     main()
     if RANK > 0:
-        os._exit(0)  # an ordinary exit right after a message can abort in gloo, and rank 0 would be stopped
+        os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

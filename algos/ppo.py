@@ -10,11 +10,11 @@ Equations, numbered after the first paper:
     (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t)
     (7)   L^CLIP  = E[ min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t) ]
     (8)   L^KLPEN = E[ ratio_t A_t - beta KL(pi_old, pi) ]
-    (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ]
-    (11)  A_t     = delta_t + (gamma lambda) delta_{t+1} + ... to the end of the episode; R_t = A_t + V(s_t)
+    (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ], R_t = A_t + V_old(s_t)
+    (11)  A_t     = delta_t + gamma lambda A_{t+1}, without A_{t+1} at the end of an episode or of the rollout
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) = 0 if s_{t+1} is terminal
 
-Shapes: T steps, B environments, N rows of training data, D observations, A actions, P policy parameters.
+Shapes: T steps, B environments, N training rows, D observations, A action components, P policy parameters.
 """
 
 # /// script
@@ -57,12 +57,12 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases
-    capture_video: bool = False  # record each evaluation's first environment as a video in the run folder
+    capture_video: bool = False  # record evaluations' first environment in the run folder (needs moviepy)
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
-    eval_episodes: int = 10  # episodes per evaluation (0: never evaluate)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if costly)
+    eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
@@ -158,7 +158,7 @@ class Agent(nn.Module):
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make environments, the first recorded on video if there is a folder for it; exits if unsupported."""
-    wrappers = []  # add your own, for example [gym.wrappers.TimeAwareObservation]; their state is not saved
+    wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]; evaluations make new ones
     auto_mode = "sync" if wrappers else None  # None: the task's own vector environment, if it has one
     mode = auto_mode if args.vectorization == "auto" else args.vectorization
     render = {"render_mode": "rgb_array"} if video_folder else {}
@@ -225,7 +225,7 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
 
 @torch.no_grad()
 def compute_batch(agent, storage, args, device):
-    """Compute advantages and returns, and drop reset steps, which are not training data."""
+    """Compute advantages and returns, update running statistics, and drop reset steps (not training data)."""
     data = {name: torch.as_tensor(x, device=device) for name, x in vars(storage).items()}
     rewards = data["rewards"][1:]
     is_valid = data["lengths"][1:] > 0  # [T, B]; the step after an episode's end only resets: length 0
@@ -289,9 +289,9 @@ def update_minibatch(agent, optimizer, batch, args):
 @torch.no_grad()
 def evaluate(agent, args, device, stream: int, video_folder: Path) -> dict[str, float]:
     """Score one episode with the most likely actions in each of `eval_episodes` environments."""
-    envs = make_envs(args, args.eval_episodes, video_folder if args.capture_video else None)
+    envs = make_envs(args, args.eval_episodes or 10, video_folder if args.capture_video else None)
     obs, _ = envs.reset(seed=seed_everything(args.seed, stream))
-    returns, lengths = np.zeros((2, args.eval_episodes))
+    returns, lengths = np.zeros((2, len(obs)))
     is_running = lengths == 0
     while is_running.any() and lengths.max() < 10_000:  # longer episodes are cut
         obs = agent.normalize(torch.as_tensor(obs, dtype=torch.float32, device=device))
@@ -446,4 +446,4 @@ def main(argv=None):
 if __name__ == "__main__":
     main()
     if RANK > 0:
-        os._exit(0)  # an ordinary exit right after a message can abort in gloo, and rank 0 would be stopped
+        os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

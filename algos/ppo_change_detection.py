@@ -11,7 +11,7 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
 Two pictures of one place are divided into patches. Each patch is a query: an embedding of coarse pictures,
 from which its cells (squares of a few pixels) are classified as changed or not. At each step a query stops
 or pays for a look: its window at full resolution gives a correction, one number per cell, which is mapped to
-an embedding and added. The last look shows all dates, the look before it all but the last date, and so on.
+an embedding and added. A look at the last step shows all dates, one at the step before all but the last.
 The detector is trained first, by cross entropy with random looks. Then PPO learns where to look.
 
 Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
@@ -73,12 +73,12 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on the test pairs, without training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if costly)
     eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
     predict: tuple[str, str] | None = None  # with --evaluate: two pictures, or two folders, to compare
     output: str = "change_maps"  # new folder for the masks and probability maps of --predict
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
-    data_dir: str | None = None  # real pairs instead: folder with {train,val,test}/{A,B,label}/x.png
+    data_dir: str | None = None  # real pairs, of two dates, instead: {train,val,test}/{A,B,label}/x.png
     num_train_pairs: int = 1024  # synthetic pairs to train on
     image_size: int = 32  # side S of the random crops that are trained on, in pixels
     patch_size: int = 8  # side P of a query's patch in pixels
@@ -365,8 +365,7 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
     probability, looks, returns = classify(agent, args, pairs, rule)
     is_counted, is_changed = pairs[:, -1] < 255, pairs[:, -1] == 1
 
-    def score(threshold):
-        """Compute the F1 of all pixels that count."""
+    def score(threshold):  # F1 of all pixels that count
         says_change = (probability >= threshold) & is_counted
         total = says_change.sum() + is_changed.sum() + 1e-9
         return (2 * (says_change & is_changed).sum() / total).item()
@@ -379,17 +378,17 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
 
 def print_rules(agent, args, val, test):
     """Print test F1 of the policy and of rules tuned on val; `threshold` is tuned to look as often."""
-    coarse, (_, looks, _) = [], classify(agent, args, val)
+    _, looks, _ = classify(agent, args, val)
+    coarse = []
 
-    def rule(env, logits, level=1):
-        """Look T times, or not at all if the coarse map has less change than the level."""
+    def rule(env, logits, level=1):  # looks T times, or not at all if the coarse map has less change
         coarse.append(env.final_logits.sigmoid().mean(1))  # [B, h, w]
         return (coarse[-1] > level) | (env.obs["step_indices"].view(-1, 1, 1) > 0)
 
     classify(agent, args, val, rule)
     level = torch.cat(coarse).quantile(1 - looks.mean() / args.num_steps)
-    tuned = {"everywhere": partial(rule, level=-1), "threshold": partial(rule, level=level)}
-    for name, chosen in ({"nowhere": rule} | tuned | {"PPO": None}).items():
+    rules = {"nowhere": rule, "everywhere": partial(rule, level=-1), "threshold": partial(rule, level=level)}
+    for name, chosen in (rules | {"PPO": None}).items():
         threshold = evaluate(agent, args, val, None, chosen)["eval/threshold"]
         scores = evaluate(agent, args, test, threshold, chosen)
         print(f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query")
@@ -450,7 +449,8 @@ def train(args, checkpoint=None):
             agent.load_state_dict(checkpoint["agent"])
             optimizer.load_state_dict(checkpoint["optimizer"])
         elif args.pretrained:
-            agent.load_state_dict(torch.load(args.pretrained, map_location="cpu", weights_only=True)["agent"])
+            detector = torch.load(args.pretrained, map_location="cpu", weights_only=True)["agent"]
+            agent.load_state_dict(detector | {"log_std": agent.log_std})
             iteration = args.detector_iterations
     except Exception as error:
         fail(f"{args.evaluate or args.resume or args.pretrained}: does not fit the flags ({error})")
@@ -557,4 +557,4 @@ def main(argv=None):
 if __name__ == "__main__":
     main()
     if RANK > 0:
-        os._exit(0)  # an ordinary exit right after a message can abort in gloo, and rank 0 would be stopped
+        os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

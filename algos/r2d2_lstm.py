@@ -18,7 +18,7 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
 A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
 that only provide targets. Windows begin learn_length steps apart, so each step is trained in one window; with
 --last-window overlap, an episode's last window begins earlier, and some steps are trained twice. Unlike in
-the paper, rewards are divided by their root mean square, and gradients are clipped.
+the paper, rewards in targets are divided by their root mean square, and gradients are clipped.
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay.
@@ -54,7 +54,7 @@ CUDA_GRAPHS = True  # on one GPU, record acting and the update once; replaying t
 
 @dataclass
 class Args:
-    """R2D2 on any gymnasium environment with discrete actions; observations may be images."""
+    """R2D2 on any gymnasium environment with discrete actions; observations may be uint8 images."""
 
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of every source of randomness
@@ -66,8 +66,8 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: a tenth of the run)
-    eval_episodes: int = 10  # episodes per evaluation (0: never evaluate)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if costly)
+    eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
@@ -80,15 +80,15 @@ class Args:
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     num_steps: int = 16  # steps in each environment between rounds of updates
     gamma: float = 0.98  # discount gamma
-    norm_reward: bool = True  # divide rewards by the root mean square of all nonzero rewards so far
+    norm_reward: bool = True  # divide rewards in targets by the root mean square of all nonzero ones
     burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
     learn_length: int = 16  # trained steps m of a window; the next one begins that many steps later
-    last_window: Literal["mask", "overlap", "null"] = "mask"  # after an episode: masked, avoided, or target 0
+    last_window: Literal["mask", "overlap", "null"] = "mask"  # steps past the end: masked, avoided, target 0
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
     state_init: Literal["stored", "zero"] = "stored"  # a window's first LSTM state: as when acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
-    checkpoint_replay: bool = True  # save the replay in checkpoints (gigabytes if observations are images)
-    learning_starts: int = 2_000  # steps in the replays before the first update, in total across processes
+    checkpoint_replay: bool = True  # save the replay of process 0 in checkpoints (gigabytes for images)
+    learning_starts: int = 2_000  # learn_length times the windows in all replays before the first update
     replay_ratio: float = 8.0  # mean number of updates that train on each step
     batch_size: int = 1024  # trained steps per update (N windows of m steps), in total across processes
     target_interval: int = 50  # updates between copies of the network to the target network
@@ -104,7 +104,7 @@ class QNetwork(nn.Module):
         super().__init__()
         space, width = envs.single_observation_space, args.hidden_size
         self.args, self.num_actions = args, int(envs.single_action_space.n)
-        self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())  # nonzero rewards, their squares
+        self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())  # count and sum of squares
         self.obs_scale = float(space.high.max()) if space.dtype == np.uint8 else 1.0
         self.is_image = self.obs_scale > 1 and len(space.shape) > 1 and sorted(space.shape)[-2] >= 36
         layers = []
@@ -155,7 +155,7 @@ class QNetwork(nn.Module):
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
     """Make environments whose observations are arrays of numbers; exits if they are not supported."""
-    wrappers, kwargs = [], {}  # add your own, such as partial(gym.wrappers.TransformReward, func=np.sign)
+    wrappers, kwargs = [], {}  # add your own, such as gym.wrappers.TimeAwareObservation
     try:
         if "MiniGrid-" in args.env_id:  # one-hot cells and the direction, without the text of the mission
             from minigrid.wrappers import OneHotPartialObsWrapper
@@ -168,7 +168,7 @@ def make_envs(args, num_envs: int) -> gym.vector.VectorEnv:
             import ale_py
 
             gym.register_envs(ale_py)
-            if args.vectorization == "auto":  # one grey 84 x 84 image per four frames; takes no wrappers
+            if args.vectorization == "auto" and not wrappers:  # one grey 84 x 84 image per four frames
                 kwargs = {"stack_num": 1, "reward_clipping": False}
         auto_mode = "sync" if wrappers else None  # None: the task's own vector environment, if it has one
         mode = auto_mode if args.vectorization == "auto" else args.vectorization
@@ -328,7 +328,7 @@ def epsilon_ladder(num_envs: int, epsilon: float):
 def unroll(agent, windows, args):
     """Return Q [N, m + n, A] of the steps after burn_in, which updates the state without gradient."""
     steps = [windows[name] for name in ("obs", "last_action", "last_reward")]
-    state = windows["state"] * (args.state_init == "stored")  # before the first trained step unless is_warm
+    state = windows["state"] * (args.state_init == "stored")  # if not is_warm: before the first trained step
     if args.burn_in and args.recurrent:
         with torch.no_grad():
             _, burned_in = agent(*(x[:, : args.burn_in] for x in steps), state)
@@ -387,7 +387,7 @@ def update_network(agent, target, optimizer, replay, args):
     index, weights = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
     loss, metrics, num_steps, priorities = r2d2_loss(agent, target, windows, weights, args)
-    num_steps = average(num_steps.float())  # averaged sums over this are means over all steps
+    num_steps = average(num_steps.float())  # so that averages of sums / num_steps are means over all
     optimizer.zero_grad()
     (loss / num_steps).backward()
     gradients = [parameter.grad for parameter in agent.parameters()]  # sent as one vector
@@ -419,7 +419,7 @@ def collect_steps(player, act, replay, args):
 
 
 def capture(function):
-    """Record a function whose tensors stay in place as a CUDA graph; returns a function that replays it."""
+    """Record `function`, whose tensors stay in place, as a CUDA graph; return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         output = function()
@@ -429,10 +429,10 @@ def capture(function):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def evaluate(agent, args, device, stream: int) -> dict[str, float]:
     """Score one episode with greedy actions in each of `eval_episodes` environments."""
-    envs = make_envs(args, args.eval_episodes)
-    seed, epsilons = seed_everything(args.seed, stream), torch.zeros(args.eval_episodes)
+    envs = make_envs(args, args.eval_episodes or 10)
+    seed, epsilons = seed_everything(args.seed, stream), torch.zeros(envs.num_envs)
     player = Player(agent, envs, args, epsilons, device, seed)
-    returns, lengths = np.zeros((2, args.eval_episodes))
+    returns, lengths = np.zeros((2, envs.num_envs))
     is_running = lengths == 0
     while is_running.any() and lengths.max() < 10_000:  # longer episodes are cut
         player.step(player.act)
@@ -595,4 +595,4 @@ def main(argv=None):
 if __name__ == "__main__":
     main()
     if RANK > 0:
-        os._exit(0)  # an ordinary exit right after a message can abort in gloo, and rank 0 would be stopped
+        os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

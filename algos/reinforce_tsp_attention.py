@@ -17,7 +17,7 @@ Equations, numbered as by Kool et al.:
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
     (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ]
 A training step samples tours without gradient. One pass with gradient then gives eq. 1 for whole tours.
-Unlike in the papers, the network scales points into the unit square, learning rates decay, and Muon is used.
+Unlike in the papers, the first node is learned, inputs are scaled, learning rates decay, and Muon is used.
 Shapes: B instances (M in a file), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
 """
 
@@ -54,7 +54,7 @@ make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 CPU_HAS_BFLOAT16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")  # what the decoder needs
 State = namedtuple("State", "first last log_mask")  # nodes [B, P, 1] (N: none yet), 0 or -inf [B, P, 1, N]
-Instances = namedtuple("Instances", "points tours measure")  # [M, N, 2]; [M, N] or None; like tour_length
+Instances = namedtuple("Instances", "points tours measure")  # [M, N, 2]; [M, N] or None; as tour_length
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: a tenth of the run or more)
+    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: ten a run, fewer if costly)
     eval_episodes: int = 1000  # random instances per evaluation without --data (0: never evaluate)
     env_id: str = "tsp20-uniform"  # tspN-uniform (in the unit square) or tspN-gaussian, with N nodes
     train_path: str | None = None  # train on the instances of this file, in ML4CO text
@@ -205,9 +205,9 @@ def read_instances(path: str):
         is_tour = (np.sort(tours[:, :-1]) == np.arange(1, 1 + num_nodes * has_tours)).all(1)
         is_right = is_tour & (np.abs(points) < 1e100).all(1) & (num_nodes >= 3 and not rest)
         if not is_right.all():
-            raise ValueError(f"instance {is_right.argmin() + 1} has fewer than 3 points or no tour of them")
+            raise ValueError(f"instance {is_right.argmin() + 1} has under 3 points, infinite ones or no tour")
     except (ImportError, OSError, ValueError) as error:
-        fail(f"{path}: {error}; ML4CO text has equal lines `x y x y x y output 1 3 2 1`; no pickles")
+        fail(f"{path}: {error}; ML4CO text has lines `x y x y x y output 1 3 2 1` of one length; no pickles")
     tours = torch.tensor(tours[:, :-1] - 1).long() if has_tours else None
     return Instances(torch.tensor(points.reshape(-1, num_nodes, 2)), tours, tour_length)
 
@@ -243,7 +243,7 @@ def score_tours(encoded, tours):
 
 
 def compute_loss(agent, best_policy, points):
-    """Return a loss whose gradient is eq. 9 (POMO: for a tour from each node), and the mean tour length."""
+    """Return a loss with the gradient of eq. 9 (POMO: plus that of the first node), and the mean length."""
     encoded, is_pomo = agent(points), best_policy is None
     tours, lengths = construct_tours(points, encoded, is_pomo, sample=True)  # [B, P, N], [B, P]
     log_likelihood, start_log_probs = score_tours(encoded, tours)  # [B, P], [B, N]
@@ -302,9 +302,9 @@ class Muon(torch.optim.Optimizer):
             for p in params:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum
-            length = group["lr"] * 0.4 * max(shape) ** 0.5  # twice match_rms_adamw of torch
+            step_size = group["lr"] * 0.4 * max(shape) ** 0.5  # twice match_rms_adamw of torch
             for p, update in zip(params, orthogonalize(torch.stack(updates)), strict=True):
-                p.sub_(update, alpha=length)
+                p.sub_(update, alpha=step_size)
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def train(args, checkpoint=None):
     instances = read_instances(args.data) if args.data else instances
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = AttentionModel().to(device)
-    maps = [p for p in agent.parameters() if p.numel() > 512] * (args.optimizer == "muon")
+    maps = [p for p in agent.parameters() if p.ndim == 2 and min(p.shape) > 2] * (args.optimizer == "muon")
     others = [p for p in agent.parameters() if p not in set(maps)]
     optimizers = torch.optim.Adam(others, fused=True), Muon([{"params": maps}], {})
     best_policy = deepcopy(agent).eval().requires_grad_(False)  # for the rollout baseline; not best.pt
@@ -489,10 +489,12 @@ def main(argv=None):
         fail(f"--batch-size ({args.batch_size}) must be divisible by the number of processes ({WORLD_SIZE})")
     if args.solve and (Path(args.solve).exists() or not (args.evaluate and args.data)):
         fail(f"--solve {args.solve}: must be a new folder, and needs --evaluate and --data")
+    if args.evaluate and not args.data and not args.eval_episodes:
+        fail("--evaluate needs --eval-episodes or --data")
     train(args, checkpoint)
 
 
 if __name__ == "__main__":
     main()
     if RANK > 0:
-        os._exit(0)  # an ordinary exit right after a message can abort in gloo, and rank 0 would be stopped
+        os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

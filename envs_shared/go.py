@@ -1,6 +1,6 @@
 """Go on many boards at once: area scoring, no suicide, positional superko, in tensors on a CPU or GPU.
 
-A board of n x n points is a row of S = (n + 2) (n + 1) + 1 cells. Two rows and one column of them are walls,
+A board of n x n points is a row of S = (n + 2) (n + 1) + 1 cells. Two rows, one column and the last cell are walls,
 so that the neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also at the sides of the board.
 Moves are numbered row * n + column from the top left. The pass is n * n, so there are A = n^2 + 1 moves.
 """
@@ -155,7 +155,7 @@ class Go:
         return Boards(stones, groups, in_atari, -boards.to_play, *counts, moves.clone(), history)
 
     def draw_moves(self, boards: Boards, legal, fill_eyes: bool = False):
-        """Draw moves [B] among the legal ones [B, A]; without fill_eyes, none fills an own eye or passes needlessly."""
+        """Draw legal moves [B] by a mask [B, A]; without fill_eyes, hardly any fills an own eye or passes."""
         weights = legal.float()
         if not fill_eyes:
             stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's

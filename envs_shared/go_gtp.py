@@ -47,7 +47,7 @@ def parse_vertex(text: str, size: int) -> int:
 def parse_colour(text: str) -> int:
     """Return 1 for black and -1 for white."""
     if text.lower() not in COLOURS:
-        raise GtpError(f"{text!r} is no colour")
+        raise GtpError(f"{text!r} is not a colour")
     return COLOURS[text.lower()]
 
 
@@ -56,7 +56,7 @@ def parse_number(text: str, kind: type):
     with contextlib.suppress(ValueError):
         if re.fullmatch(r"[-+.0-9eE]+", text) and abs(value := kind(text)) <= 1e9:
             return value
-    raise GtpError(f"{text!r} is no number")
+    raise GtpError(f"{text!r} is not a valid number")
 
 
 def parse_analysis(words) -> tuple[int | None, float]:
@@ -123,7 +123,7 @@ def read_sgf(path: str):
     text = decode_sgf(Path(path).read_bytes())
     start, properties = re.search(r"\(\s*;", text), []
     if not start:
-        raise ValueError(f"{path}: no SGF file")
+        raise ValueError(f"{path}: not an SGF file")
     position = start.start()
     while (match := TOKEN.match(text, position)) and match[1] != ")":  # the first variation is the main line
         position = match.end()
@@ -185,23 +185,21 @@ class Engine:
     """Answers commands of GTP; nothing else is written to the output.
 
     `make_search(boards, num_simulations, args)` makes a tree of alphazero_go.py's search, with room for
-    that many simulations. Of `args`, it needs komi, simulations_end and resign_below.
+    that many simulations. The engine reads komi, simulations_end and resign_below of `args`.
     """
 
     def __init__(self, go: Go, make_search, args, out=None):
         self.go, self.make_search, self.args, self.out = go, make_search, args, out or sys.stdout
         self.lines: queue.Queue = queue.Queue()
         self.main_time, self.byo_time, self.byo_stones = 0.0, 0.0, 0
-        self.turned = self.searched = (
-            None,
-            None,
-        )  # a position, and the same with the other side to move; a position, and its tree
+        self.turned = None, None  # a position, and the same with the other side to move
+        self.searched = None, None  # a position, and its tree
         names = [name for name in dir(self) if name.startswith("cmd_")]
         self.commands = {name[4:].replace("lz_", "lz-"): getattr(self, name) for name in names}
         self.cmd_clear_board()
 
     def serve(self, lines):
-        """Answer the commands in `lines`, a file or an iterable, until `quit`, the last line, or a closed output."""
+        """Answer the commands in `lines`, an iterable, until `quit`, the last line, or a closed output."""
 
         def read():
             try:
@@ -445,7 +443,7 @@ class Engine:
             raise GtpError("cannot load file") from None
         if size != self.go.size:
             raise GtpError("unacceptable size")
-        self.positions, stones = [self.go.new(1)], None
+        self.positions, stones, has_turn = [self.go.new(1)], None, False
         try:
             for kind, colour, points in [*events, ("turn", 0, [])]:
                 if kind == "set":
@@ -453,16 +451,17 @@ class Engine:
                     for move in points:
                         stones[move] = colour
                     continue
-                if stones:  # after a first node with nothing but black stones, white begins
+                if stones:  # after a first node with nothing but black stones, white begins by default
                     is_first = len(self.positions) == 1
-                    turn = -1 if is_first and set(stones) == {0, 1} else int(self.boards.to_play)
+                    is_handicap = is_first and not has_turn and set(stones) == {0, 1}
+                    turn = -1 if is_handicap else int(self.boards.to_play)
                     self.positions = [*self.positions[is_first:], set_up(self.go, stones, turn)]
                     stones = None
                 if kind == "play" and num_left > 0:
                     (move,), num_left = points, num_left - 1
                     self.play_move(colour, move)
                 elif colour:
-                    self.positions[-1] = self.look_from(colour)
+                    self.positions[-1], has_turn = self.look_from(colour), True
                     if kind == "play":  # the first move that is left out
                         break
         except ValueError:

@@ -117,6 +117,7 @@ CASES = {
             "--data missing.txt --evaluate good.pt": "missing.txt: ",
             "--train-path garbage.pt": "garbage.pt: could not convert",
             "--solve tours --evaluate good.pt": "--solve tours: must be a new folder",
+            "--eval-episodes 0 --evaluate good.pt": "--evaluate needs --eval-episodes or --data",
         },
         reader="tsplib.py",
     ),
@@ -133,6 +134,8 @@ CASES = {
             "--env-id Go-20x20 --evaluate good.pt": "--env-id Go-20x20: must be Go-2x2 to Go-19x19",
             "--env-id Go-3x3 --resume good.pt": "good.pt: does not fit the board, network",
             "--gtp good.pt": "--gtp needs envs_shared/go_gtp.py",
+            "--batch-size 7": NOT_DIVISIBLE,
+            "--eval-episodes 0 --evaluate good.pt": "--evaluate needs --eval-episodes",
         },
         sibling="go.py",
         reader="go_gtp.py",
@@ -346,6 +349,8 @@ def test_the_seed_alone_fixes_a_run_and_evaluations_change_nothing(script, whole
     count = whole.written.count("checkpoint.pt")
     assert never.written == ["checkpoint.pt"] * count and count > 3 and "best.pt" in whole.written
     assert "not evaluated" in never.out and "not evaluated" not in whole.out
+    if script in ("ppo", "r2d2_lstm"):  # ten episodes, since the checkpoint says none
+        importlib.import_module(f"algos.{script}").main(["--evaluate", str(never.path / "checkpoint.pt")])
 
 
 @each_script

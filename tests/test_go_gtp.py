@@ -259,6 +259,7 @@ def test_main_lines_of_files(tmp_path):
         assert int(engine.boards.num_moves) == num_moves
     for text, colour in {
         "AB[aa]PL[B]KM[2]": "black",
+        "PL[B]AB[aa]KM[2]": "black",
         "AB[aa]KM[]": "white",
         "AB[aa]AW[ee]KM[2,0]": "black",
         "AB[aa]PL[]": "white",
