@@ -514,6 +514,7 @@ def train_epoch(agent, optimizer, pool: Records, stage: Stage, args):
         pool.loss[index] = rank_records(agent, records, stage)
         sampled = torch.stack((records.loss.mean(), pool.loss[index].mean()))  # before and after the step
         metrics.append(torch.cat((losses, sampled)))
+    optimizer.zero_grad()  # so that copies of the network have no gradients
     for statistics in agent.buffers():  # of the batch normalizations
         if statistics.is_floating_point():
             average(statistics)
