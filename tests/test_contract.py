@@ -350,7 +350,9 @@ def test_the_seed_alone_fixes_a_run_and_evaluations_change_nothing(script, whole
     assert never.written == ["checkpoint.pt"] * count and count > 3 and "best.pt" in whole.written
     assert "not evaluated" in never.out and "not evaluated" not in whole.out
     if script in ("ppo", "r2d2_lstm"):  # ten episodes, since the checkpoint says none
-        importlib.import_module(f"algos.{script}").main(["--evaluate", str(never.path / "checkpoint.pt")])
+        with redirect_stdout(io.StringIO()) as out:
+            importlib.import_module(f"algos.{script}").main(["--evaluate", str(never.path / "checkpoint.pt")])
+        assert np.isfinite([*ast.literal_eval(out.getvalue()).values()]).all()
 
 
 @each_script

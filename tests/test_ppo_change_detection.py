@@ -363,9 +363,10 @@ def test_a_resumed_run_is_that_of_no_interruption(tmp_path, monkeypatch):
 def test_a_pretrained_detector_is_taken(tmp_path):
     path, _ = run(tmp_path / "detector", TINY, "--detector-iterations 2 --ppo-iterations 0")
     flags = f"{TINY} --pretrained {path / 'checkpoint.pt'} --detector-iterations 2 --ppo-iterations 1"
-    other, scalars = run(tmp_path / "ppo", flags, "--learning-rate 0")
+    other, scalars = run(tmp_path / "ppo", flags, "--learning-rate 0 --log-std -1")
     first, second = (load(x / "checkpoint.pt")["agent"] for x in (path, other))
     first.pop("running_f1"), second.pop("running_f1")
+    assert (first.pop("log_std") == -3).all() and (second.pop("log_std") == -1).all()
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert len(scalars["losses/cross_entropy"]) == len(scalars["losses/entropy"]) == 1
 

@@ -38,7 +38,6 @@ import statistics
 import sys
 import tempfile
 import time
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -397,10 +396,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
         page = f"{tables}\n\n{common.machine_line([row['machine'] for row in results['rows']])}"
     if rows:
-        leads = [
-            f"{x:.3f} ± {interval:.3f}"
-            for x, interval, _ in map(partial(compare, rows), ("threshold", "all"))
-        ]
+        leads = ["{:.3f} ± {:.3f}".format(*compare(rows, method)) for method in ("threshold", "all")]
         summary = (
             f"F1 {get_mean(rows, 'ppo_f1'):.3f} with PPO's looks; with as many looks, a tuned threshold has"
         )
