@@ -9,24 +9,28 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO), and 2016, arXiv:1506.02438
 Equations, numbered after the first paper:
     (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t)
     (7)   L^CLIP  = E[ min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t) ]
-    (8)   L^KLPEN = E[ ratio_t A_t - beta KL(pi_old, pi) ]
     (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ], R_t = A_t + V_old(s_t)
     (11)  A_t     = delta_t + gamma lambda A_{t+1}, without A_{t+1} at the end of an episode or of the rollout
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) = 0 if s_{t+1} is terminal
 
-Shapes: T steps, B environments, N training rows, D observations, A action components, P policy parameters.
+Shapes: T steps, B environments, N = T B training rows, observations of shape D, A components of an action,
+P policy parameters.
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch", "numpy", "gymnasium[classic-control]>=1.4", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
+import math
 import os
 import random
+import re
 import sys
+import tempfile
 import time
 from collections import namedtuple
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -34,16 +38,18 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from gymnasium.spaces import Box, Discrete, flatdim
+from gymnasium.wrappers.vector import FlattenObservation, RecordVideo
 from torch import nn
-from torch.distributions import Categorical, Normal, kl_divergence
+from torch.distributions import Categorical, Normal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path.append(os.getcwd())  # --env-id my_module:MyTask-v0 finds my_module.py in the current folder
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it and the number of processes
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # per update
-# Training data of a rollout or minibatch: obs [N, D], actions [N, A], policy_params [N, P], the others [N]
-Batch = namedtuple("Batch", "obs actions policy_params log_probs values advantages returns")
+CUDA_GRAPHS = False  # on one GPU, record acting and the update once; off until it has been run on a GPU
 
 
 @dataclass
@@ -83,40 +89,56 @@ class Args:
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
     max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm
     target_kl: float | None = None  # skip a rollout's remaining epochs when approx_kl exceeds this
-    kl_coef: float = 0.0  # fixed KL penalty beta; if it is not zero, eq. 8 replaces eq. 7
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-def make_mlp(num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequential:
-    """Make an MLP: two hidden tanh layers of 64, orthogonal weights, gain `last_gain` in the last layer."""
-    layers = nn.Linear(num_inputs, 64), nn.Linear(64, 64), nn.Linear(64, num_outputs)
-    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
-        nn.init.orthogonal_(layer.weight, gain)
+def make_mlp(num_inputs: int, num_outputs: int, last_gain: float):
+    """Make an MLP for rows [N, *D]: two hidden tanh layers of 64, orthogonal weights, biases of zero."""
+    network = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(num_inputs, 64),
+        nn.Tanh(),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, num_outputs),
+    )
+    for layer in network[1::2]:
+        nn.init.orthogonal_(layer.weight, last_gain if layer is network[-1] else 2**0.5)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    return network
 
 
 class RunningMeanStd(nn.Module):
-    """Running mean and variance, in float64, of all rows [N, size] that `update` saw in all processes."""
+    """Running mean and variance, in float64, of all rows [N, *shape] that `update` saw in all processes."""
 
-    def __init__(self, size: int):
+    def __init__(self, shape):
         super().__init__()
-        for name, value in (("mean", 0.0), ("var", 1.0), ("count", 0.0)):
-            self.register_buffer(name, torch.full((size,), value, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
-    def update(self, x):
-        """Add rows [N, size]; subtracting the old mean first avoids rounding errors (Chan et al. 1979)."""
-        delta = x.double() - self.mean
-        rows = torch.stack((torch.ones_like(delta), delta, delta.square()))  # [3, N, size]
-        num_rows, delta_sum, square_sum = average(rows.sum(1))
+    def update(self, x, weights):
+        """Add the rows x [N, *shape] whose weight [N] is 1; rows of weight 0 do not count."""
+        # Let d = x - mean. Of all n rows ever seen, the old ones add 0 to sum(d) and (their number) var to
+        # sum(d^2). The new mean is mean + sum(d) / n, the new var sum(d^2) / n - (sum(d) / n)^2. Sums of d
+        # instead of x avoid rounding errors (Chan et al. 1979). With one process, average does nothing.
+        weights = weights.double()
+        d = x.double() - self.mean
+        num_rows = average(weights.sum())
+        d_sum = average(torch.tensordot(weights, d, 1))  # [*shape], the sum over rows of weight times d
+        d_square_sum = average(torch.tensordot(weights, d.square(), 1))
         self.count += num_rows
-        shift = delta_sum / self.count
-        self.var += (square_sum - num_rows * self.var) / self.count - shift.square()
+        shift = d_sum / self.count
+        self.var += (d_square_sum - num_rows * self.var) / self.count - shift.square()
         self.mean += shift
 
-    def forward(self, x, center: bool = True):
-        """Divide x [..., size], less the mean if `center`, by the standard deviation; clip to [-10, 10]."""
-        return ((x - center * self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
+    def scale(self, x):
+        """Divide x by the standard deviation, and clip it to [-10, 10]."""
+        return (x / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
+
+    def forward(self, x):
+        """Normalize rows x [N, *shape] to mean 0 and standard deviation 1, clipped to [-10, 10]."""
+        return self.scale(x - self.mean)
 
 
 class Agent(nn.Module):
@@ -124,93 +146,154 @@ class Agent(nn.Module):
 
     def __init__(self, envs, norm_obs: bool):
         super().__init__()
-        self.space, (obs_dim,) = envs.single_action_space, envs.single_observation_space.shape
-        self.is_continuous = isinstance(self.space, gym.spaces.Box)
-        num_outputs = self.space.low.size if self.is_continuous else self.space.n
-        self.actor, self.critic = make_mlp(obs_dim, num_outputs, 0.01), make_mlp(obs_dim, 1, 1.0)
+        self.space = envs.single_action_space
+        self.is_continuous = isinstance(self.space, Box)
+        num_outputs = math.prod(self.space.shape) if self.is_continuous else int(self.space.n)
+        obs_shape = envs.single_observation_space.shape
+        num_inputs = math.prod(obs_shape)
+        self.actor = make_mlp(num_inputs, num_outputs, last_gain=0.01)
+        self.critic = make_mlp(num_inputs, 1, last_gain=1.0)
         if self.is_continuous:
             self.actor_logstd = nn.Parameter(torch.zeros(num_outputs))
-        self.normalize = RunningMeanStd(obs_dim) if norm_obs else nn.Identity()
-        self.return_stats = RunningMeanStd(1)
+        self.normalize = RunningMeanStd(obs_shape) if norm_obs else nn.Identity()
+        self.return_stats = RunningMeanStd(())
 
     def get_policy_params(self, obs):
-        """Return logits, or means and log standard deviations, [..., P] for observations [..., D]."""
+        """Return logits, or means and log standard deviations, [N, P] for normalized observations [N, *D]."""
         out = self.actor(obs)
-        return torch.cat((out, self.actor_logstd.expand_as(out)), -1) if self.is_continuous else out
+        if self.is_continuous:
+            out = torch.cat((out, self.actor_logstd.expand_as(out)), -1)
+        return out
 
     def get_distribution(self, policy_params):
-        """Return pi(. | s) for parameters [..., P]: one distribution [..., A] per component of the action."""
+        """Return pi(. | s) for parameters [N, P]: one distribution [N, A] per component of the action."""
         if self.is_continuous:
             mean, logstd = policy_params.chunk(2, -1)
             return Normal(mean, logstd.exp(), validate_args=False)
         return Categorical(logits=policy_params.unsqueeze(-2), validate_args=False)
 
     def to_env(self, actions):
-        """Convert actions [B, A] for the environments; -1 and 1 become the bounds of a bounded Box."""
-        space, actions = self.space, actions.cpu().numpy().reshape(-1, *self.space.shape)
+        """Convert actions [B, A] to an array of what the environments take."""
+        actions = actions.cpu().numpy().reshape(-1, *self.space.shape)
         if not self.is_continuous:
-            return actions + space.start
-        if space.is_bounded():
-            actions = space.low + (space.high - space.low) * (actions + 1) / 2
-        return actions.clip(space.low, space.high)
+            return actions + self.space.start
+        low, high = self.space.low, self.space.high
+        if self.space.is_bounded():
+            # -1 and 1 become the bounds of the box
+            actions = low + (high - low) * (actions + 1) / 2
+        return actions.clip(low, high)
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
-def make_envs(args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
+def make_envs(args, num_envs: int, video_folder=None):
     """Make environments, the first recorded on video if there is a folder for it; exits if unsupported."""
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]; evaluations make new ones
-    auto_mode = "sync" if wrappers else None  # None: the task's own vector environment, if it has one
-    mode = auto_mode if args.vectorization == "auto" else args.vectorization
+    mode = args.vectorization
+    if mode == "auto":
+        # None is the task's own vector environment, if it has one; that one takes no wrappers
+        mode = "sync" if wrappers else None
     render = {"render_mode": "rgb_array"} if video_folder else {}
     try:
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **render)
-        if video_folder:
-            envs = gym.wrappers.vector.RecordVideo(envs, video_folder, record_first_only=True)
-    except (gym.error.Error, ImportError, ValueError) as error:
+    except (gym.error.Error, ModuleNotFoundError) as error:
         fail(f"--env-id {args.env_id}: {error}")
-    space, actions, modes = envs.single_observation_space, envs.single_action_space, gym.vector.AutoresetMode
-    if not space.is_np_flattenable or gym.spaces.flatdim(space) > 10_000:  # excludes images
+    space = envs.single_observation_space
+    actions = envs.single_action_space
+    if not space.is_np_flattenable or flatdim(space) > 10_000:  # excludes images
         fail(f"--env-id {args.env_id}: observations must flatten to at most 10,000 numbers, not {space}")
-    if not isinstance(actions, gym.spaces.Box | gym.spaces.Discrete):
-        fail(f"--env-id {args.env_id}: actions must be Box or Discrete, not {actions}")
-    if envs.metadata.get("autoreset_mode", modes.NEXT_STEP) != modes.NEXT_STEP:
+    is_box = isinstance(actions, Box) and actions.low.size and actions.dtype.kind == "f"
+    if not is_box and not isinstance(actions, Discrete):
+        fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {actions}")
+    next_step = gym.vector.AutoresetMode.NEXT_STEP
+    if envs.metadata.get("autoreset_mode", next_step) != next_step:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP, gymnasium's default")
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete observations become one-hot
+    if not isinstance(space, Box):
+        envs = FlattenObservation(envs)  # discrete observations become one-hot
+    if video_folder:
+        envs = RecordVideo(envs, video_folder, record_first_only=True)
     return envs
 
 
+def check_video(args, envs):
+    """Record one picture into a folder that is removed at once; exits if that is not possible."""
+    if "rgb_array" not in envs.metadata.get("render_modes", []):
+        fail(f"--capture-video: {args.env_id} has no render mode rgb_array")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            recorded = make_envs(args, 1, f"{folder}/videos")
+            recorded.reset()
+            recorded.close()
+        except gym.error.Error as error:
+            fail(f"--capture-video: {error}")
+
+
 # ---- Storage -----------------------------------------------------------------------------------------------
+# Training data of a rollout or minibatch, one row for each of N steps: normalized obs [N, *D], actions [N, A],
+# and log_probs, values, advantages and returns [N] from before the update. Their weights [N] are 1, or 0 if
+# the step only reset an environment: such rows keep their place, so that all shapes are fixed.
+Batch = namedtuple("Batch", "obs actions log_probs values advantages returns weights")
+
+
 class RolloutStorage:
-    """T steps of B environments: row t holds the obs and action of step t, row t + 1 its outcome."""
+    """T steps of B environments, in arrays of T + 1 rows.
+
+        row t      obs s_t and action a_t of step t
+        row t + 1  the outcome of step t: its reward, whether the episode ended, and the next obs s_{t+1}
+
+    So the last row's obs is where the next rollout begins: its row 0 is a copy of this last row.
+    """
 
     def __init__(self, envs, num_steps: int):
-        shape, action_dim = (num_steps + 1, envs.num_envs), int(np.prod(envs.single_action_space.shape))
-        self.obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)  # [T + 1, B, D]
-        self.actions = np.zeros((*shape, action_dim), np.float32)  # [T + 1, B, A]
-        self.terminated, self.truncated = np.zeros((2, *shape), bool)  # [T + 1, B], as all below
-        # The last three cover the episode so far: length, return, and a sum that discounts older rewards
-        self.rewards, self.lengths, self.returns, self.discounted = np.zeros((4, *shape), np.float32)
+        shape = (num_steps + 1, envs.num_envs)
+        action_shape = envs.single_action_space.shape
+        self.obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)  # [T + 1, B, *D]
+        self.actions = np.zeros((*shape, math.prod(action_shape)), np.float32)  # [T + 1, B, A]
+        self.rewards = np.zeros(shape, np.float32)  # [T + 1, B], as all below
+        self.terminated, self.truncated = np.zeros((2, *shape), bool)
+        # Of the episode so far: its length, its return, and a return that discounts older rewards
+        self.lengths, self.returns, self.discounted = np.zeros((3, *shape), np.float32)
 
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
 @torch.inference_mode()
-def collect_rollout(agent, envs, s: RolloutStorage, gamma: float, device):
-    """Fill the storage with T steps of the current policy; row 0 is the previous rollout's last row."""
-    for x in vars(s).values():
-        x[0] = x[-1]
-    for t in range(len(s.obs) - 1):
-        params = agent.get_policy_params(agent.normalize(torch.as_tensor(s.obs[t], device=device)))
-        if agent.is_continuous:
-            actions = agent.get_distribution(params).sample().cpu()
-        else:  # adding Gumbel noise samples from softmax(logits); saves a fifth of the rollout's time
-            actions = (params - torch.empty_like(params).exponential_().log()).argmax(-1, keepdim=True).cpu()
-        s.actions[t], answer = actions, envs.step(agent.to_env(actions))
-        s.obs[t + 1], s.rewards[t + 1], s.terminated[t + 1], s.truncated[t + 1], _ = answer
-        goes_on = ~(s.terminated[t] | s.truncated[t])
-        s.lengths[t + 1] = goes_on * (s.lengths[t] + 1)
-        s.returns[t + 1] = goes_on * (s.returns[t] + s.rewards[t + 1])
-        s.discounted[t + 1] = goes_on * (gamma * s.discounted[t] + s.rewards[t + 1])
+def sample_actions(agent, obs):
+    """Draw actions [B, A] for observations [B, *D] as they come from the environments."""
+    policy_params = agent.get_policy_params(agent.normalize(obs))
+    if agent.is_continuous:
+        mean, logstd = policy_params.chunk(2, -1)
+        return mean + logstd.exp() * torch.randn_like(mean)
+    # argmax(logits - log(E)) with exponential noise E is a draw from softmax(logits), since -log(E) is
+    # Gumbel noise. It saves a fifth of the rollout's time.
+    noise = torch.empty_like(policy_params).exponential_().log()
+    return (policy_params - noise).argmax(-1, keepdim=True)
+
+
+def collect_rollout(agent, act, envs, storage, gamma: float, device):
+    """Fill the storage with T steps; `act` is `sample_actions` of the agent, or its CUDA graph."""
+    for array in vars(storage).values():
+        array[0] = array[-1]
+    for t in range(len(storage.obs) - 1):
+        actions = act(torch.as_tensor(storage.obs[t], device=device)).cpu()
+        obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
+        storage.actions[t] = actions
+        storage.obs[t + 1] = obs
+        storage.rewards[t + 1] = rewards
+        storage.terminated[t + 1] = terminated
+        storage.truncated[t + 1] = truncated
+        # After an episode's end, the next step only resets the environment: its length and sums are 0
+        continues = ~(storage.terminated[t] | storage.truncated[t])
+        storage.lengths[t + 1] = continues * (storage.lengths[t] + 1)
+        storage.returns[t + 1] = continues * (storage.returns[t] + rewards)
+        storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + rewards)
+
+
+def check_finite(storage, env_id: str):
+    """Exit with one line that names the first observation or reward that is NaN or infinite."""
+    for name in ("obs", "rewards"):
+        places = np.argwhere(~np.isfinite(getattr(storage, name)))  # [places, 2 or more]
+        if len(places):
+            t, b = places[0, :2]
+            fail(f"{env_id}: {name} of environment {b} not finite in step {storage.lengths[t, b]:.0f}")
 
 
 def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float):
@@ -225,23 +308,34 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
 
 @torch.no_grad()
 def compute_batch(agent, storage, args, device):
-    """Compute advantages and returns, update running statistics, and drop reset steps (not training data)."""
-    data = {name: torch.as_tensor(x, device=device) for name, x in vars(storage).items()}
-    rewards = data["rewards"][1:]
-    is_valid = data["lengths"][1:] > 0  # [T, B]; the step after an episode's end only resets: length 0
+    """Compute the training data of a rollout, and update the running statistics."""
+    data = {name: torch.as_tensor(array, device=device) for name, array in vars(storage).items()}
+    # Steps that only reset an environment keep their rows, so that all shapes are fixed, with weight 0
+    weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B
+    rewards = data["rewards"][1:]  # [T, B]
     if args.norm_reward:
-        agent.return_stats.update(data["discounted"][1:][is_valid].unsqueeze(-1))
-        rewards = agent.return_stats(rewards, center=False)
-    obs = agent.normalize(data["obs"])
-    values = agent.critic(obs).squeeze(-1)  # [T + 1, B]
-    ends = data["terminated"][1:], data["truncated"][1:]
-    gae = compute_gae(rewards, values, *ends, args.gamma, args.gae_lambda)
-    policy_params = agent.get_policy_params(obs)
-    log_probs = agent.get_distribution(policy_params).log_prob(data["actions"]).sum(-1)
+        agent.return_stats.update(data["discounted"][1:].flatten(), weights)
+        rewards = agent.return_stats.scale(rewards)
+    raw_obs = data["obs"].flatten(0, 1)  # [(T + 1) B, *D]
+    obs = agent.normalize(raw_obs)
+    values = agent.critic(obs).view(-1, storage.obs.shape[1])  # [T + 1, B]
+    advantages, returns = compute_gae(
+        rewards, values, data["terminated"][1:], data["truncated"][1:], args.gamma, args.gae_lambda
+    )
     if args.norm_obs:
-        agent.normalize.update(data["obs"][:-1][is_valid])
-    rows = (obs, data["actions"], policy_params, log_probs, values, *gae)
-    return Batch(*(x[: args.num_steps][is_valid] for x in rows))
+        agent.normalize.update(raw_obs[: len(weights)], weights)
+    obs = obs[: len(weights)]  # without the last row
+    actions = data["actions"][:-1].flatten(0, 1)
+    pi = agent.get_distribution(agent.get_policy_params(obs))
+    return Batch(
+        obs=obs,
+        actions=actions,
+        log_probs=pi.log_prob(actions).sum(-1),
+        values=values[:-1].flatten(),
+        advantages=advantages.flatten(),
+        returns=returns.flatten(),
+        weights=weights,
+    )
 
 
 def ppo_loss(agent, batch, args):
@@ -251,61 +345,86 @@ def ppo_loss(agent, batch, args):
     ratio = log_ratio.exp()  # eq. 6
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * batch.advantages, clipped_ratio * batch.advantages)  # eq. 7
-    if args.kl_coef:
-        kl = kl_divergence(agent.get_distribution(batch.policy_params), pi).sum(-1)
-        policy_loss = args.kl_coef * kl - ratio * batch.advantages  # eq. 8
-    values = agent.critic(batch.obs).squeeze(-1)
+    values = agent.critic(batch.obs).squeeze(-1)  # [N]
     value_loss = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of this loss and that of a value clipped to near the old one
+    if args.clip_vloss:
+        # The larger of this loss and that of a value clipped to near the old one
         near_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (near_values - batch.returns).square())
-    loss, entropy = policy_loss + args.vf_coef * value_loss, pi.entropy().sum(-1)
+    entropy = pi.entropy().sum(-1)
+    loss = policy_loss + args.vf_coef * value_loss  # the negative of eq. 9
     if args.ent_coef:  # skipping it at zero saves 6 % of an update
-        loss = loss - args.ent_coef * entropy  # the negative of eq. 9
-    is_clipped = ((ratio - 1).abs() > args.clip_coef).float()
+        loss = loss - args.ent_coef * entropy
     # approx_kl is the low-variance estimate of KL(pi_old, pi) (Schulman 2020, joschu.net/blog/kl-approx.html)
-    metrics = (value_loss, policy_loss, entropy, -log_ratio, ratio - 1 - log_ratio, is_clipped)
-    return loss, torch.stack(metrics).detach()
+    approx_kl = ratio - 1 - log_ratio
+    is_clipped = ((ratio - 1).abs() > args.clip_coef).float()
+    metrics = torch.stack((value_loss, policy_loss, entropy, -log_ratio, approx_kl, is_clipped))
+    return loss, metrics.detach()
 
 
-def update_minibatch(agent, optimizer, batch, args):
-    """Take one gradient step on the mean loss over the rows of all processes; returns mean METRICS [6]."""
-    count = average(torch.full((), float(len(batch.obs)), device=batch.obs.device)).clamp(min=1)
+def update_minibatch(agent, optimizer, args, *rows):
+    """Take one gradient step on a minibatch, the fields of a Batch; returns the mean METRICS [6].
+
+    Means are over the rows of weight 1 of all processes. Shapes are fixed and the host never waits, so that
+    a CUDA graph can record it.
+    """
+    batch = Batch(*rows)
+    # The mean number of rows per process: averages of sums divided by it are means over all processes.
+    # With one process, average does nothing.
+    count = average(batch.weights.sum()).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
-        advantages = batch.advantages - average(batch.advantages.sum()) / count
-        std = (average(advantages.square().sum()) / count).sqrt()
-        batch = batch._replace(advantages=advantages / (std + 1e-8))
+        mean = average((batch.weights * batch.advantages).sum()) / count
+        deviation = batch.advantages - mean
+        variance = average((batch.weights * deviation.square()).sum()) / count
+        batch = batch._replace(advantages=deviation / (variance.sqrt() + 1e-8))
     loss, metrics = ppo_loss(agent, batch, args)
     optimizer.zero_grad()
-    (loss.sum() / count).backward()
-    gradients = [parameter.grad for parameter in agent.parameters()]  # sent as one vector
-    nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+    ((batch.weights * loss).sum() / count).backward()
+    average_gradients(agent)
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
-    return average(metrics.sum(1) / count)
+    return average((batch.weights * metrics).sum(1) / count)
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(agent, args, device, stream: int, video_folder: Path) -> dict[str, float]:
+def evaluate(agent, args, device, stream: int, video_folder):
     """Score one episode with the most likely actions in each of `eval_episodes` environments."""
     envs = make_envs(args, args.eval_episodes or 10, video_folder if args.capture_video else None)
-    obs, _ = envs.reset(seed=seed_everything(args.seed, stream))
-    returns, lengths = np.zeros((2, len(obs)))
+    obs, infos = envs.reset(seed=seed_everything(args.seed, stream))
+    returns = np.zeros(envs.num_envs)
+    lengths = np.zeros_like(returns)
     is_running = lengths == 0
-    while is_running.any() and lengths.max() < 10_000:  # longer episodes are cut
+    while is_running.any() and lengths.max() < 10_000:
         obs = agent.normalize(torch.as_tensor(obs, dtype=torch.float32, device=device))
         actions = agent.get_distribution(agent.get_policy_params(obs)).mode
-        obs, rewards, terminated, truncated, _ = envs.step(agent.to_env(actions))
+        obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
         returns += rewards * is_running
         lengths += is_running
         is_running &= ~(terminated | truncated)
     envs.close()
-    scores = {"return": returns.mean(), "return_std": returns.std(), "length": lengths.mean()}
-    return {f"eval/episodic_{name}": float(score) for name, score in scores.items()}
+    if is_running.any():
+        tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
+    return {
+        "eval/episodic_return": float(returns.mean()),
+        "eval/episodic_return_std": float(returns.std()),
+        "eval/episodic_length": float(lengths.mean()),
+    }
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
+@dataclass
+class Progress:
+    """What a run has done so far."""
+
+    iteration: int = 0
+    step: int = 0  # environment steps trained on, in total across environments
+    eval_steps: int = 0  # environment steps of evaluations
+    cpu_seconds: float = 0.0  # of training in process 0
+    best_score: float | None = None  # mean return of best.pt, None before the first evaluation
+    last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+
+
 def fail(message: str):
     """Print one line for the user and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -319,6 +438,14 @@ def average(x):
     return x
 
 
+def average_gradients(network):
+    """Average the gradients over all processes, sent as one vector; parameters without one are left out."""
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    if WORLD_SIZE > 1:
+        vector = average(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(vector, gradients)
+
+
 def seed_everything(*stream: int) -> int:
     """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
@@ -327,120 +454,268 @@ def seed_everything(*stream: int) -> int:
     return seed
 
 
-def train(args, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
+def capture(function, *inputs):
+    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes."""
+    memory = [x.clone() for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        output = function(*memory)
+
+    def replay(*new_inputs):
+        for old, new in zip(memory, new_inputs):
+            old.copy_(new)
+        graph.replay()
+        return output
+
+    return replay
+
+
+def set_up_device(args):
+    """Set the thread count, select the device and, under torchrun, join the process group."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
+    if use_cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
+    return device
+
+
+def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
+    """Write the state of all parts to a side file and rename it: a kill leaves the old file or the new."""
+    states = {key: part.state_dict() for key, part in parts.items()}
+    checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
+    torch.save(checkpoint, run_path / f"{name}.tmp")
+    os.replace(run_path / f"{name}.tmp", run_path / name)
+
+
+def load_checkpoint(path):
+    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint["args"] = Args(**checkpoint["args"])
+        checkpoint["progress"] = Progress(**checkpoint["progress"])
+        return checkpoint
+    except Exception:
+        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+
+
+def open_run(run_path: Path, args, step: int):
+    """Make the run folder, and return the writer of its log; exits if the folder cannot be written to.
+
+    With --track, Weights & Biases gets the log too.
+    """
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=run_path.name,
+            id=run_path.name,
+            config=asdict(args),
+            sync_tensorboard=True,
+            resume="allow",
+        )
+    try:
+        writer = SummaryWriter(str(run_path), purge_step=step + 1)  # later steps are logged again
+    except OSError as error:
+        fail(f"{run_path}: cannot be written to ({error.strerror})")
+    rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
+    return writer
+
+
+def set_up(args, checkpoint, learning_rate):
+    """Make environments, agent and optimizer, from `checkpoint` if there is one."""
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
+    if args.capture_video:
+        check_video(args, envs)
     seed_everything(args.seed, 0)  # the same weights in every process
+    device = learning_rate.device
     agent = Agent(envs, args.norm_obs).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    progress = checkpoint["progress"] if checkpoint else (0, 0, 0, 0.0, -np.inf, np.nan)
-    iteration, step, eval_steps, cpu_seconds, best_return, last_return = progress
+    options = {"lr": learning_rate, "capturable": device.type == "cuda"}
+    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
     if checkpoint:
         try:
             agent.load_state_dict(checkpoint["agent"])
             optimizer.load_state_dict(checkpoint["optimizer"])
-        except Exception as error:
-            fail(f"{args.evaluate or args.resume}: does not fit --env-id or --norm-obs ({error})")
+        except (KeyError, RuntimeError, ValueError):
+            fail(f"{args.evaluate or args.resume}: its network is not that of --env-id and --norm-obs")
+        optimizer.param_groups[0] |= options
+    return envs, agent, optimizer
+
+
+def summarize(storage, batch, metrics):
+    """Return what is logged about a rollout and its update: losses, and the episodes that ended."""
+    scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
+    is_valid = batch.weights > 0
+    returns = batch.returns[is_valid]
+    unexplained = (returns - batch.values[is_valid]).var() / returns.var()
+    scalars["losses/explained_variance"] = 1 - unexplained.item()
+    is_done = (storage.terminated | storage.truncated)[1:]
+    if is_done.any():
+        scalars["charts/episodic_return"] = storage.returns[1:][is_done].mean()
+        scalars["charts/episodic_length"] = storage.lengths[1:][is_done].mean()
+    return scalars
+
+
+def train(args, run_path: Path, checkpoint=None):
+    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
+    # Set up
+    device = set_up_device(args)
+    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
+    envs, agent, optimizer = set_up(args, checkpoint, learning_rate)
     if args.evaluate:  # on episodes other than those that selected best.pt
-        return print(evaluate(agent, args, device, 3, Path(args.evaluate).parent / "videos_evaluate"))
-
-    def save(name: str):
-        progress = (iteration, step, eval_steps, cpu_seconds, best_return, last_return)
-        states = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
-
+        print(evaluate(agent, args, device, 3, run_path / "videos_evaluate"))
+        return
+    progress = checkpoint["progress"] if checkpoint else Progress()
+    parts = {"agent": agent, "optimizer": optimizer}
+    save = partial(save_checkpoint, run_path, args, progress, parts)
     if RANK == 0:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}".replace(":", "-")
-        run_path = Path(args.resume).parent if args.resume else Path(args.run_dir, name.replace("/", "-"))
-        print(f"{run_path}: {args.num_envs} environments in {type(envs.unwrapped).__name__}, step {step}")
-        if args.track:
-            import wandb
+        writer = open_run(run_path, args, progress.step)
+        vector_form = type(envs.unwrapped).__name__
+        print(f"{run_path}: {args.num_envs} environments in {vector_form}, step {progress.step}")
+        if not checkpoint:
+            save("checkpoint.pt")
+        elif not (run_path / "best.pt").exists() or checkpoint["args"].env_id != args.env_id:
+            progress.best_score = None  # the next evaluation is the best one
+        if progress.step >= args.total_timesteps:
+            print(f"{run_path}: raise --total-timesteps to train on")
 
-            config = {"config": asdict(args), "sync_tensorboard": True, "resume": "allow"}
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, id=run_path.name, **config)
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
+    def score_policy():
+        """Evaluate, log the scores, and keep the policy in best.pt unless an earlier one was better."""
+        scores = evaluate(agent, args, device, 2, run_path / f"videos_{progress.step}")
+        for name, score in scores.items():
+            writer.add_scalar(name, score, progress.step)
+        progress.eval_steps += round(args.eval_episodes * scores["eval/episodic_length"])
+        progress.last_score = scores["eval/episodic_return"]
+        if progress.best_score is None or progress.last_score >= progress.best_score:
+            progress.best_score = progress.last_score
+            save("best.pt")
+        save("checkpoint.pt")
+
+    act = partial(sample_actions, agent)
+    update = partial(update_minibatch, agent, optimizer, args)
     storage = RolloutStorage(envs, args.num_steps)
-    storage.obs[-1], _ = envs.reset(seed=seed_everything(args.seed, 1, iteration, RANK))
-    longest_episode = 0
+    storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, progress.iteration, RANK))
+    use_graphs = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
     eval_interval = args.eval_interval or args.total_timesteps // (10 * args.num_envs * args.num_steps) + 1
-    seconds_per_line = 0.1 if sys.stderr.isatty() else 30
-    bar = tqdm(total=args.total_timesteps, initial=step, mininterval=seconds_per_line, disable=RANK > 0)
-    while step < args.total_timesteps:
-        start, cpu_start = time.time(), time.process_time()
-        iteration += 1
-        seed_everything(args.seed, 1, iteration, RANK)
-        lr = args.learning_rate * (1 - step / args.total_timesteps * args.anneal_lr)
-        optimizer.param_groups[0]["lr"] = lr
+    saved_at = time.time()
+    bar = tqdm(
+        total=args.total_timesteps,
+        initial=progress.step,
+        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+        disable=RANK > 0,
+    )
+    while progress.step < args.total_timesteps:
+        start = time.time()
+        cpu_start = time.process_time()
+        progress.iteration += 1
+        progress.last_score = None
+        seed_everything(args.seed, 1, progress.iteration, RANK)
 
-        collect_rollout(agent, envs, storage, args.gamma, device)
+        # Learning rate: it falls linearly to zero
+        if args.anneal_lr:
+            learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
+
+        # Collect T steps in each environment
+        collect_rollout(agent, act, envs, storage, args.gamma, device)
+        check_finite(storage, args.env_id)
         batch = compute_batch(agent, storage, args, device)
+
+        # Update: K epochs over the rollout, in minibatches of equal size
         for _ in range(args.update_epochs):
-            order = torch.randperm(len(batch.obs), device=device)
-            minibatches = zip(*(x[order].tensor_split(args.num_minibatches) for x in batch), strict=True)
-            metrics = [update_minibatch(agent, optimizer, Batch(*rows), args) for rows in minibatches]
-            metrics = dict(zip(METRICS, torch.stack(metrics).mean(0), strict=True))
-            if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
+            order = torch.randperm(len(batch.weights), device=device)
+            shuffled = [x[order].chunk(args.num_minibatches) for x in batch]
+            metrics = torch.zeros(len(METRICS), device=device)
+            for minibatch in zip(*shuffled):  # each with the fields of a Batch
+                metrics += update(*minibatch)
+            metrics /= args.num_minibatches  # means over the epoch
+            if args.target_kl and metrics[METRICS.index("approx_kl")] > args.target_kl:
                 break
-        num_rows = average(torch.tensor(float(len(batch.obs)), device=device)).item() * WORLD_SIZE
-        step += round(num_rows)
-        if RANK > 0:  # the log shows the environments of process 0
+        if use_graphs:
+            # The eager updates so far have made the state of the optimizer, as a recording needs
+            act = capture(act, torch.as_tensor(storage.obs[0], device=device))
+            update = capture(update, *minibatch)
+            use_graphs = False
+
+        # Count the steps of weight 1: their mean over processes, times the number of processes, is the sum
+        num_steps = round(average(batch.weights.sum()).item() * WORLD_SIZE)
+        progress.step += num_steps
+        progress.cpu_seconds += time.process_time() - cpu_start
+
+        # Log, in process 0 alone: the losses of all processes, but only its own episodes
+        if RANK > 0:
             continue
-        cpu_seconds += time.process_time() - cpu_start
-        scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
-        if not np.isfinite([*scalars.values(), storage.obs.sum(), storage.rewards.sum()]).all():
-            fail(f"{args.env_id}: observations, rewards or losses are not finite at step {step}")
-        unexplained = (batch.returns - batch.values).var() / batch.returns.var()
-        scalars |= {"losses/explained_variance": 1 - unexplained, "charts/cpu_seconds": cpu_seconds}
-        scalars |= {"charts/learning_rate": lr, "charts/SPS": num_rows / (time.time() - start)}
-        done = (storage.terminated | storage.truncated)[1:]
-        if done.any():
-            scalars["charts/episodic_return"] = storage.returns[1:][done].mean()
-            scalars["charts/episodic_length"] = storage.lengths[1:][done].mean()
-            bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.1f}", refresh=False)
-        bar.update(min(step, args.total_timesteps) - bar.n)
-        longest_episode = max(longest_episode, storage.lengths.max())
-        is_last = step >= args.total_timesteps
-        is_due = is_last or iteration % eval_interval == 0
-        is_affordable = eval_steps + args.eval_episodes * longest_episode <= step / 5  # at most a fifth
-        if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
-            scalars |= evaluate(agent, args, device, 2, run_path / f"videos_{step}")
-            eval_steps += args.eval_episodes * scalars["eval/episodic_length"]
-            if (last_return := scalars["eval/episodic_return"]) >= best_return:
-                best_return = last_return
-                save("best.pt")
+        scalars = summarize(storage, batch, metrics)
+        if not metrics.isfinite().all():
+            fail(f"{args.env_id}: losses are not finite at step {progress.step}")
+        scalars["charts/learning_rate"] = learning_rate.item()
+        scalars["charts/cpu_seconds"] = progress.cpu_seconds
+        scalars["charts/SPS"] = num_steps / (time.time() - start)
         for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
-        if is_due:
+            writer.add_scalar(name, value, progress.step)
+        if "charts/episodic_return" in scalars:
+            bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.1f}", refresh=False)
+        bar.update(min(progress.step, args.total_timesteps) - bar.n)
+
+        # Save, before an evaluation that might fail
+        is_due = progress.iteration % eval_interval == 0
+        if is_due or time.time() - saved_at > 600:
             writer.flush()
             save("checkpoint.pt")
-    if RANK == 0:
-        bar.close()
-        scores = f"return of best.pt {best_return:.1f}, of the last policy {last_return:.1f}"
-        print(f"{run_path}: {scores if args.eval_episodes else 'not evaluated'}")
+            saved_at = time.time()
+
+        # Evaluate, unless --eval-interval asks for more, on at most a fifth of the steps
+        eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
+        is_affordable = args.eval_interval or eval_steps <= progress.step / 5
+        if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
+            score_policy()
+
+    # Evaluate the last policy, and save
+    bar.close()
+    if RANK > 0:
+        return
+    save("checkpoint.pt")
+    if args.eval_episodes and None in (progress.best_score, progress.last_score):
+        score_policy()
+    writer.close()
+    scores = "not evaluated"
+    if progress.last_score is not None:
+        scores = f"return of best.pt {progress.best_score:.1f}, of the last policy {progress.last_score:.1f}"
+    print(f"{run_path}: {scores}")
 
 
 def main(argv=None):
     """Read the command line; flags override the settings of a checkpoint."""
-    args, checkpoint = tyro.cli(Args, args=argv), None
-    if path := args.evaluate or args.resume:
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"]))
-        except Exception as error:
-            fail(f"{path}: not a checkpoint of this script ({str(error).split('. ')[0]})")
+    args = tyro.cli(Args, args=argv)
+    checkpoint = None
+    path = args.evaluate or args.resume
+    if path:
+        checkpoint = load_checkpoint(path)
+        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
+    for name, value in vars(args).items():
+        least = 1 if name in counts else 0
+        if type(value) in (int, float) and not value >= least:
+            fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
-    train(args, checkpoint)
+    num_rows = args.num_steps * args.num_envs // WORLD_SIZE
+    if num_rows % args.num_minibatches:
+        fail(f"--num-minibatches ({args.num_minibatches}) must divide the {num_rows} steps of a rollout")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", name))
+    try:
+        train(args, run_path, checkpoint)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            how = f"python {sys.argv[0]} --resume {run_path}/checkpoint.pt"
+            print(f"{run_path}: interrupted; to resume: {how}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":
