@@ -228,8 +228,8 @@ def check_video(args, envs):
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-# Training data of a rollout or minibatch, one row for each of N steps: normalized obs [N, *D], actions [N, A],
-# and log_probs, values, advantages and returns [N] from before the update. Their weights [N] are 1, or 0 if
+# Training data of a rollout or minibatch, one row for each of N steps: normalized obs [N, *D], actions
+# [N, A], and log_probs, values, advantages and returns [N] from before the update. Their weights [N] are 1, or 0 if
 # the step only reset an environment: such rows keep their place, so that all shapes are fixed.
 Batch = namedtuple("Batch", "obs actions log_probs values advantages returns weights")
 
@@ -287,7 +287,7 @@ def collect_rollout(agent, act, envs, storage, gamma: float, device):
         storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + rewards)
 
 
-def check_finite(storage, env_id: str):
+def check_finite(storage, env_id):
     """Exit with one line that names the first observation or reward that is NaN or infinite."""
     for name in ("obs", "rewards"):
         places = np.argwhere(~np.isfinite(getattr(storage, name)))  # [places, 2 or more]
@@ -388,7 +388,7 @@ def update_minibatch(agent, optimizer, args, *rows):
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(agent, args, device, stream: int, video_folder):
+def evaluate(agent, args, device, stream, video_folder):
     """Score one episode with the most likely actions in each of `eval_episodes` environments."""
     envs = make_envs(args, args.eval_episodes or 10, video_folder if args.capture_video else None)
     obs, infos = envs.reset(seed=seed_everything(args.seed, stream))
@@ -534,9 +534,8 @@ def set_up(args, checkpoint, learning_rate):
     if args.capture_video:
         check_video(args, envs)
     seed_everything(args.seed, 0)  # the same weights in every process
-    device = learning_rate.device
-    agent = Agent(envs, args.norm_obs).to(device)
-    options = {"lr": learning_rate, "capturable": device.type == "cuda"}
+    agent = Agent(envs, args.norm_obs).to(learning_rate.device)
+    options = {"lr": learning_rate, "capturable": learning_rate.is_cuda}
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
     if checkpoint:
         try:
@@ -576,8 +575,9 @@ def train(args, run_path: Path, checkpoint=None):
     save = partial(save_checkpoint, run_path, args, progress, parts)
     if RANK == 0:
         writer = open_run(run_path, args, progress.step)
-        vector_form = type(envs.unwrapped).__name__
-        print(f"{run_path}: {args.num_envs} environments in {vector_form}, step {progress.step}")
+        print(
+            f"{run_path}: {type(envs.unwrapped).__name__}, {args.num_envs} environments, step {progress.step}"
+        )
         if not checkpoint:
             save("checkpoint.pt")
         elif not (run_path / "best.pt").exists() or checkpoint["args"].env_id != args.env_id:
@@ -601,82 +601,81 @@ def train(args, run_path: Path, checkpoint=None):
     update = partial(update_minibatch, agent, optimizer, args)
     storage = RolloutStorage(envs, args.num_steps)
     storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, progress.iteration, RANK))
-    use_graphs = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+    use_graphs = CUDA_GRAPHS and learning_rate.is_cuda and WORLD_SIZE == 1
     eval_interval = args.eval_interval or args.total_timesteps // (10 * args.num_envs * args.num_steps) + 1
     saved_at = time.time()
-    bar = tqdm(
+    with tqdm(
         total=args.total_timesteps,
         initial=progress.step,
         mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
         disable=RANK > 0,
-    )
-    while progress.step < args.total_timesteps:
-        start = time.time()
-        cpu_start = time.process_time()
-        progress.iteration += 1
-        progress.last_score = None
-        seed_everything(args.seed, 1, progress.iteration, RANK)
+    ) as bar:
+        while progress.step < args.total_timesteps:
+            start = time.time()
+            cpu_start = time.process_time()
+            progress.iteration += 1
+            progress.last_score = None  # of the policy that this iteration makes
+            seed_everything(args.seed, 1, progress.iteration, RANK)
 
-        # Learning rate: it falls linearly to zero
-        if args.anneal_lr:
-            learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
+            # Learning rate: it falls linearly to zero
+            if args.anneal_lr:
+                learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
 
-        # Collect T steps in each environment
-        collect_rollout(agent, act, envs, storage, args.gamma, device)
-        check_finite(storage, args.env_id)
-        batch = compute_batch(agent, storage, args, device)
+            # Collect T steps in each environment
+            collect_rollout(agent, act, envs, storage, args.gamma, device)
+            check_finite(storage, args.env_id)
+            batch = compute_batch(agent, storage, args, device)
 
-        # Update: K epochs over the rollout, in minibatches of equal size
-        for _ in range(args.update_epochs):
-            order = torch.randperm(len(batch.weights), device=device)
-            shuffled = [x[order].chunk(args.num_minibatches) for x in batch]
-            metrics = torch.zeros(len(METRICS), device=device)
-            for minibatch in zip(*shuffled):  # each with the fields of a Batch
-                metrics += update(*minibatch)
-            metrics /= args.num_minibatches  # means over the epoch
-            if args.target_kl and metrics[METRICS.index("approx_kl")] > args.target_kl:
-                break
-        if use_graphs:
-            # The eager updates so far have made the state of the optimizer, as a recording needs
-            act = capture(act, torch.as_tensor(storage.obs[0], device=device))
-            update = capture(update, *minibatch)
-            use_graphs = False
+            # Update: K epochs over the rollout, in minibatches of equal size
+            for _ in range(args.update_epochs):
+                order = torch.randperm(len(batch.weights), device=device)
+                shuffled = [x[order].chunk(args.num_minibatches) for x in batch]
+                metrics = torch.zeros(len(METRICS), device=device)
+                for minibatch in zip(*shuffled):  # each with the fields of a Batch
+                    metrics += update(*minibatch)
+                metrics /= args.num_minibatches  # means over the epoch
+                if args.target_kl and metrics[METRICS.index("approx_kl")] > args.target_kl:
+                    break
+            if use_graphs:
+                # The eager updates so far have made the state of the optimizer, as a recording needs
+                act = capture(act, torch.as_tensor(storage.obs[0], device=device))
+                update = capture(update, *minibatch)
+                use_graphs = False
 
-        # Count the steps of weight 1: their mean over processes, times the number of processes, is the sum
-        num_steps = round(average(batch.weights.sum()).item() * WORLD_SIZE)
-        progress.step += num_steps
-        progress.cpu_seconds += time.process_time() - cpu_start
+            # Count the steps of weight 1: the mean over processes times their number is the sum
+            num_steps = round(average(batch.weights.sum()).item() * WORLD_SIZE)
+            progress.step += num_steps
+            progress.cpu_seconds += time.process_time() - cpu_start
 
-        # Log, in process 0 alone: the losses of all processes, but only its own episodes
-        if RANK > 0:
-            continue
-        scalars = summarize(storage, batch, metrics)
-        if not metrics.isfinite().all():
-            fail(f"{args.env_id}: losses are not finite at step {progress.step}")
-        scalars["charts/learning_rate"] = learning_rate.item()
-        scalars["charts/cpu_seconds"] = progress.cpu_seconds
-        scalars["charts/SPS"] = num_steps / (time.time() - start)
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, progress.step)
-        if "charts/episodic_return" in scalars:
-            bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.1f}", refresh=False)
-        bar.update(min(progress.step, args.total_timesteps) - bar.n)
+            # Log, in process 0 alone: the losses of all processes, but only its own episodes
+            if RANK > 0:
+                continue
+            scalars = summarize(storage, batch, metrics)
+            if not metrics.isfinite().all():
+                fail(f"{args.env_id}: losses are not finite at step {progress.step}")
+            scalars["charts/learning_rate"] = learning_rate.item()
+            scalars["charts/cpu_seconds"] = progress.cpu_seconds
+            scalars["charts/SPS"] = num_steps / (time.time() - start)
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, progress.step)
+            if "charts/episodic_return" in scalars:
+                bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.1f}", refresh=False)
+            bar.update(min(progress.step, args.total_timesteps) - bar.n)
 
-        # Save, before an evaluation that might fail
-        is_due = progress.iteration % eval_interval == 0
-        if is_due or time.time() - saved_at > 600:
-            writer.flush()
-            save("checkpoint.pt")
-            saved_at = time.time()
+            # Save, before an evaluation that might fail
+            is_due = progress.iteration % eval_interval == 0
+            if is_due or time.time() - saved_at > 600:
+                writer.flush()
+                save("checkpoint.pt")
+                saved_at = time.time()
 
-        # Evaluate, unless --eval-interval asks for more, on at most a fifth of the steps
-        eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
-        is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-        if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
-            score_policy()
+            # Evaluate, unless --eval-interval asks for more, on at most a fifth of the steps
+            eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
+            is_affordable = args.eval_interval or eval_steps <= progress.step / 5
+            if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
+                score_policy()
 
     # Evaluate the last policy, and save
-    bar.close()
     if RANK > 0:
         return
     save("checkpoint.pt")
@@ -712,8 +711,9 @@ def main(argv=None):
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:
-        if RANK == 0:
-            how = f"python {sys.argv[0]} --resume {run_path}/checkpoint.pt"
+        newest = run_path / "checkpoint.pt"
+        if RANK == 0 and newest.exists():
+            how = f"python {sys.argv[0]} --resume {newest}"
             print(f"{run_path}: interrupted; to resume: {how}", file=sys.stderr)
         raise SystemExit(130) from None
 
