@@ -229,8 +229,8 @@ def check_video(args, envs):
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 # Training data of a rollout or minibatch, one row for each of N steps: normalized obs [N, *D], actions
-# [N, A], and log_probs, values, advantages and returns [N] from before the update. Their weights [N] are 1, or 0 if
-# the step only reset an environment: such rows keep their place, so that all shapes are fixed.
+# [N, A], and log_probs, values, advantages and returns [N] from before the update. The weight [N] is 0 for
+# a step that only reset an environment, and else 1: all rows keep their place, so that shapes are fixed.
 Batch = namedtuple("Batch", "obs actions log_probs values advantages returns weights")
 
 
