@@ -314,7 +314,8 @@ def make_policy(script: str, folder: Path) -> Path:
     for name, weights in checkpoint["agent"].items():  # so large that actions differ from step to step
         if re.match(r"heads\.2" if script == "ppo_change_detection" else ".*(weight|bias)", name):
             torch.nn.init.normal_(weights)
-    checkpoint["progress"] = (*checkpoint["progress"][:-1], 0.2)  # the threshold of change detection
+    if "threshold" in checkpoint["progress"]:  # of change detection
+        checkpoint["progress"]["threshold"] = 0.2
     torch.save(checkpoint, path)
     return path
 
