@@ -362,7 +362,7 @@ def check_ppo_change_detection(run_page, module, monkeypatch):
         picture[:16] = 0
         Image.fromarray(picture).save(name)
     names = run_page()
-    args, threshold = names["args"], names["checkpoint"]["progress"][-1]
+    args, threshold = names["args"], names["checkpoint"]["progress"]["threshold"]
     args.predict = ("before.png", "after.png")
     module.write_predictions(names["agent"], args, threshold, torch.device("cpu"))
     mask = np.array(Image.open(Path(args.output) / "before_mask.png")) > 0
