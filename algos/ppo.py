@@ -14,7 +14,7 @@ Equations, numbered after the first paper:
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) = 0 if s_{t+1} is terminal
 
 Shapes: T steps, B environments, N = T B training rows, observations of shape D, A components of an action,
-P policy parameters.
+P numbers that define pi(. | s) for one s: the logits, or A means and A log standard deviations.
 """
 
 # /// script
@@ -46,9 +46,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path.append(os.getcwd())  # --env-id my_module:MyTask-v0 finds my_module.py in the current folder
-RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it and the number of processes
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # per update
+RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# What is logged about an update: means over the last epoch of a rollout
+METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 CUDA_GRAPHS = False  # on one GPU, record acting and the update once; off until it has been run on a GPU
 
 
@@ -82,7 +83,7 @@ class Args:
     update_epochs: int = 5  # epochs K over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     norm_obs: bool = False  # normalize observations by their running mean and standard deviation
-    norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
+    norm_reward: bool = True  # divide rewards by the discounted return's running std, and clip to [-10, 10]
     clip_coef: float = 0.2  # clipping range eps of the ratio, eq. 7
     clip_vloss: bool = False  # also clip how far the value moves, by clip_coef
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
@@ -102,7 +103,7 @@ def make_mlp(num_inputs: int, num_outputs: int, last_gain: float):
         nn.Tanh(),
         nn.Linear(64, num_outputs),
     )
-    for layer in network[1::2]:
+    for layer in network[1::2]:  # the linear ones
         nn.init.orthogonal_(layer.weight, last_gain if layer is network[-1] else 2**0.5)
         nn.init.zeros_(layer.bias)
     return network
@@ -119,9 +120,12 @@ class RunningMeanStd(nn.Module):
 
     def update(self, x, weights):
         """Add the rows x [N, *shape] whose weight [N] is 1; rows of weight 0 do not count."""
-        # Let d = x - mean. Of all n rows ever seen, the old ones add 0 to sum(d) and (their number) var to
-        # sum(d^2). The new mean is mean + sum(d) / n, the new var sum(d^2) / n - (sum(d) / n)^2. Sums of d
-        # instead of x avoid rounding errors (Chan et al. 1979). With one process, average does nothing.
+        # Let d = x - mean, with the old mean. Of n rows in total, m are new. The n - m old ones have a sum(d)
+        # of 0 and a sum(d^2) of (n - m) var. So the mean moves by shift = (sum(d) of new rows) / n, and
+        #   new var = ((n - m) var + (sum(d^2) of new rows)) / n - shift^2
+        #           = var + ((sum(d^2) of new rows) - m var) / n - shift^2
+        # Sums of d instead of x avoid rounding errors (Chan et al. 1979). With several processes, sums and
+        # numbers are means per process, which gives the same quotients; with one, average does nothing.
         weights = weights.double()
         d = x.double() - self.mean
         num_rows = average(weights.sum())
@@ -166,7 +170,10 @@ class Agent(nn.Module):
         return out
 
     def get_distribution(self, policy_params):
-        """Return pi(. | s) for parameters [N, P]: one distribution [N, A] per component of the action."""
+        """Return pi(. | s) for parameters [N, P] as N x A independent distributions.
+
+        The log-probability of an action is the sum over its A components.
+        """
         if self.is_continuous:
             mean, logstd = policy_params.chunk(2, -1)
             return Normal(mean, logstd.exp(), validate_args=False)
@@ -179,7 +186,8 @@ class Agent(nn.Module):
             return actions + self.space.start
         low, high = self.space.low, self.space.high
         if self.space.is_bounded():
-            # -1 and 1 become the bounds of the box
+            # -1 and 1 become the bounds of the box. Only the environment sees the scaled and clipped action;
+            # log-probabilities are those of the action that was drawn
             actions = low + (high - low) * (actions + 1) / 2
         return actions.clip(low, high)
 
@@ -204,6 +212,8 @@ def make_envs(args, num_envs: int, video_folder=None):
     is_box = isinstance(actions, Box) and actions.low.size and actions.dtype.kind == "f"
     if not is_box and not isinstance(actions, Discrete):
         fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {actions}")
+    # In this mode, the step after an episode's end ignores the action, has reward 0 and returns the first
+    # observation of the next episode. Such a step is no training data: see RolloutStorage
     next_step = gym.vector.AutoresetMode.NEXT_STEP
     if envs.metadata.get("autoreset_mode", next_step) != next_step:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP, gymnasium's default")
@@ -229,8 +239,9 @@ def check_video(args, envs):
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 # Training data of a rollout or minibatch, one row for each of N steps: normalized obs [N, *D], actions
-# [N, A], and log_probs, values, advantages and returns [N] from before the update. The weight [N] is 0 for
-# a step that only reset an environment, and else 1: all rows keep their place, so that shapes are fixed.
+# [N, A], and log_probs, values, advantages and returns [N] from before the update. The weight [N] of a row is
+# 1, or 0 if the step only reset its environment. Rows of weight 0 are computed like the others and count for
+# nothing. They stay because CUDA graphs need fixed shapes.
 Batch = namedtuple("Batch", "obs actions log_probs values advantages returns weights")
 
 
@@ -238,9 +249,11 @@ class RolloutStorage:
     """T steps of B environments, in arrays of T + 1 rows.
 
         row t      obs s_t and action a_t of step t
-        row t + 1  the outcome of step t: its reward, whether the episode ended, and the next obs s_{t+1}
+        row t + 1  the outcome of step t: its reward, whether the episode ended, the next obs s_{t+1}, and
+                   the sums over the episode up to and including step t
 
-    So the last row's obs is where the next rollout begins: its row 0 is a copy of this last row.
+    So the last row's obs is where the next rollout begins: its row 0 is a copy of this last row. A step that
+    only resets an environment has length 0 in the row of its outcome. All attributes are arrays of this form.
     """
 
     def __init__(self, envs, num_steps: int):
@@ -250,8 +263,9 @@ class RolloutStorage:
         self.actions = np.zeros((*shape, math.prod(action_shape)), np.float32)  # [T + 1, B, A]
         self.rewards = np.zeros(shape, np.float32)  # [T + 1, B], as all below
         self.terminated, self.truncated = np.zeros((2, *shape), bool)
-        # Of the episode so far: its length, its return, and a return that discounts older rewards
-        self.lengths, self.returns, self.discounted = np.zeros((3, *shape), np.float32)
+        # Of the episode so far: its length, its return, and the sum of gamma^age reward, whose standard
+        # deviation scales rewards
+        self.lengths, self.episode_returns, self.discounted = np.zeros((3, *shape), np.float32)
 
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
@@ -262,10 +276,11 @@ def sample_actions(agent, obs):
     if agent.is_continuous:
         mean, logstd = policy_params.chunk(2, -1)
         return mean + logstd.exp() * torch.randn_like(mean)
-    # argmax(logits - log(E)) with exponential noise E is a draw from softmax(logits), since -log(E) is
-    # Gumbel noise. It saves a fifth of the rollout's time.
-    noise = torch.empty_like(policy_params).exponential_().log()
-    return (policy_params - noise).argmax(-1, keepdim=True)
+    # A draw from get_distribution(policy_params), written out because it saves a fifth of the rollout's time:
+    # with exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
+    # softmax(logits)
+    log_noise = torch.empty_like(policy_params).exponential_().log()
+    return (policy_params - log_noise).argmax(-1, keepdim=True)
 
 
 def collect_rollout(agent, act, envs, storage, gamma: float, device):
@@ -280,10 +295,10 @@ def collect_rollout(agent, act, envs, storage, gamma: float, device):
         storage.rewards[t + 1] = rewards
         storage.terminated[t + 1] = terminated
         storage.truncated[t + 1] = truncated
-        # After an episode's end, the next step only resets the environment: its length and sums are 0
+        # If step t - 1 ended an episode, step t only reset the environment: its length and sums are 0
         continues = ~(storage.terminated[t] | storage.truncated[t])
         storage.lengths[t + 1] = continues * (storage.lengths[t] + 1)
-        storage.returns[t + 1] = continues * (storage.returns[t] + rewards)
+        storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + rewards)
         storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + rewards)
 
 
@@ -308,10 +323,13 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
 
 @torch.no_grad()
 def compute_batch(agent, storage, args, device):
-    """Compute the training data of a rollout, and update the running statistics."""
+    """Compute the training data of a rollout, and update the running statistics.
+
+    Weights and statistics of observations are still those that acted, so values and log-probabilities in one
+    large pass are the same numbers as during the rollout, and cheaper. Then the statistics are updated.
+    """
     data = {name: torch.as_tensor(array, device=device) for name, array in vars(storage).items()}
-    # Steps that only reset an environment keep their rows, so that all shapes are fixed, with weight 0
-    weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B
+    weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B, length 0: a reset
     rewards = data["rewards"][1:]  # [T, B]
     if args.norm_reward:
         agent.return_stats.update(data["discounted"][1:].flatten(), weights)
@@ -324,7 +342,7 @@ def compute_batch(agent, storage, args, device):
     )
     if args.norm_obs:
         agent.normalize.update(raw_obs[: len(weights)], weights)
-    obs = obs[: len(weights)]  # without the last row
+    obs = obs[: len(weights)]  # without row T
     actions = data["actions"][:-1].flatten(0, 1)
     pi = agent.get_distribution(agent.get_policy_params(obs))
     return Batch(
@@ -339,7 +357,7 @@ def compute_batch(agent, storage, args, device):
 
 
 def ppo_loss(agent, batch, args):
-    """Compute the loss [N] of each row and the METRICS [6, N]."""
+    """Compute the loss [N] and, in their order, the METRICS [6, N] of each row."""
     pi = agent.get_distribution(agent.get_policy_params(batch.obs))
     log_ratio = pi.log_prob(batch.actions).sum(-1) - batch.log_probs
     ratio = log_ratio.exp()  # eq. 6
@@ -348,7 +366,7 @@ def ppo_loss(agent, batch, args):
     values = agent.critic(batch.obs).squeeze(-1)  # [N]
     value_loss = 0.5 * (values - batch.returns).square()
     if args.clip_vloss:
-        # The larger of this loss and that of a value clipped to near the old one
+        # The larger of this loss and the loss of a value that stays within clip_coef of the old one
         near_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (near_values - batch.returns).square())
     entropy = pi.entropy().sum(-1)
@@ -369,8 +387,8 @@ def update_minibatch(agent, optimizer, args, *rows):
     a CUDA graph can record it.
     """
     batch = Batch(*rows)
-    # The mean number of rows per process: averages of sums divided by it are means over all processes.
-    # With one process, average does nothing.
+    # The number of rows of all processes, divided by the number of processes. As average(sum) is the sum
+    # over all of them divided by the same number, average(sum) / count is the mean over all rows.
     count = average(batch.weights.sum()).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
         mean = average((batch.weights * batch.advantages).sum()) / count
@@ -439,7 +457,7 @@ def average(x):
 
 
 def average_gradients(network):
-    """Average the gradients over all processes, sent as one vector; parameters without one are left out."""
+    """Average the gradients over all processes, in one message. Parameters without a gradient do not count."""
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
         vector = average(nn.utils.parameters_to_vector(gradients))
@@ -447,7 +465,10 @@ def average_gradients(network):
 
 
 def seed_everything(*stream: int) -> int:
-    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; other integers give independent numbers.
+
+    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -455,7 +476,11 @@ def seed_everything(*stream: int) -> int:
 
 
 def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes."""
+    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
+
+    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
+    read again in each replay.
+    """
     memory = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -484,7 +509,7 @@ def set_up_device(args):
 
 
 def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
-    """Write the state of all parts to a side file and rename it: a kill leaves the old file or the new."""
+    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
     states = {key: part.state_dict() for key, part in parts.items()}
     checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
     torch.save(checkpoint, run_path / f"{name}.tmp")
@@ -520,7 +545,8 @@ def open_run(run_path: Path, args, step: int):
             resume="allow",
         )
     try:
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)  # later steps are logged again
+        # Hide what was logged after the checkpoint of a resumed run
+        writer = SummaryWriter(str(run_path), purge_step=step + 1)
     except OSError as error:
         fail(f"{run_path}: cannot be written to ({error.strerror})")
     rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
@@ -542,8 +568,8 @@ def set_up(args, checkpoint, learning_rate):
             agent.load_state_dict(checkpoint["agent"])
             optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, RuntimeError, ValueError):
-            fail(f"{args.evaluate or args.resume}: its network is not that of --env-id and --norm-obs")
-        optimizer.param_groups[0] |= options
+            fail(f"{args.evaluate or args.resume}: not the network of --env-id, --norm-obs and this file")
+        optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
     return envs, agent, optimizer
 
 
@@ -556,13 +582,17 @@ def summarize(storage, batch, metrics):
     scalars["losses/explained_variance"] = 1 - unexplained.item()
     is_done = (storage.terminated | storage.truncated)[1:]
     if is_done.any():
-        scalars["charts/episodic_return"] = storage.returns[1:][is_done].mean()
+        scalars["charts/episodic_return"] = storage.episode_returns[1:][is_done].mean()
         scalars["charts/episodic_length"] = storage.lengths[1:][is_done].mean()
     return scalars
 
 
 def train(args, run_path: Path, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
+    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint.
+
+    Random numbers are seeded by --seed and 0 for the weights, 1 for training (and again in each iteration, by
+    its number), 2 for evaluations during training (always the same episodes), 3 for --evaluate.
+    """
     # Set up
     device = set_up_device(args)
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
@@ -637,7 +667,7 @@ def train(args, run_path: Path, checkpoint=None):
                 if args.target_kl and metrics[METRICS.index("approx_kl")] > args.target_kl:
                     break
             if use_graphs:
-                # The eager updates so far have made the state of the optimizer, as a recording needs
+                # Record after one iteration, as Adam creates its state in the first step
                 act = capture(act, torch.as_tensor(storage.obs[0], device=device))
                 update = capture(update, *minibatch)
                 use_graphs = False
@@ -647,7 +677,8 @@ def train(args, run_path: Path, checkpoint=None):
             progress.step += num_steps
             progress.cpu_seconds += time.process_time() - cpu_start
 
-            # Log, in process 0 alone: the losses of all processes, but only its own episodes
+            # Log, in process 0 alone: losses are of all processes, episodes its own. The rest of the loop
+            # must not call `average`, since the other processes do not get there
             if RANK > 0:
                 continue
             scalars = summarize(storage, batch, metrics)
@@ -669,7 +700,8 @@ def train(args, run_path: Path, checkpoint=None):
                 save("checkpoint.pt")
                 saved_at = time.time()
 
-            # Evaluate, unless --eval-interval asks for more, on at most a fifth of the steps
+            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the steps so far; the
+            # rollout's longest episode predicts how many the next one takes
             eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
             is_affordable = args.eval_interval or eval_steps <= progress.step / 5
             if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
@@ -679,6 +711,7 @@ def train(args, run_path: Path, checkpoint=None):
     if RANK > 0:
         return
     save("checkpoint.pt")
+    # None: the last policy is not evaluated yet, or there is no best.pt of this task
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy()
     writer.close()
@@ -699,7 +732,7 @@ def main(argv=None):
     counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
-        if type(value) in (int, float) and not value >= least:
+        if type(value) in (int, float) and not value >= least:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")

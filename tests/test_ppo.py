@@ -128,7 +128,7 @@ def test_rollouts_hold_the_environments_own_transitions(is_normalized):
             ends = np.flatnonzero(storage.terminated[1:, b] | storage.truncated[1:, b])
             finished = [[step[2] for step in e] for e in ledger if e[-1][4] or e[-1][5]][-len(ends) :]
             assert storage.lengths[1:][ends, b].tolist() == [len(e) for e in finished]
-            assert_close(storage.returns[1:][ends, b], [sum(e) for e in finished])
+            assert_close(storage.episode_returns[1:][ends, b], [sum(e) for e in finished])
             num_finished += len(ends)
         if is_normalized:
             seen = np.array([step[0] for ledger in ledgers for e in ledger for step in e])
