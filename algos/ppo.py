@@ -457,7 +457,7 @@ def average(x):
 
 
 def average_gradients(network):
-    """Average the gradients over all processes, in one message. Parameters without a gradient do not count."""
+    """Average the gradients over all processes, in one message; parameters without one are left out."""
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
         vector = average(nn.utils.parameters_to_vector(gradients))
