@@ -103,7 +103,7 @@ class Args:
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-def make_head(width: int, num_outputs: int):
+def make_head(width, num_outputs):
     """Make a head of the network: a hidden layer, and `num_outputs` outputs."""
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, num_outputs))
 
@@ -233,7 +233,7 @@ class Player:
     it, under SAME_STEP autoreset, the last observation of an episode that ended.
     """
 
-    def __init__(self, agent, envs, args, epsilons, device, seed: int):
+    def __init__(self, agent, envs, args, epsilons, device, seed):
         self.agent = agent
         self.envs = envs
         self.args = args
@@ -245,11 +245,12 @@ class Player:
         self.returns = np.zeros(num_envs)  # of the current episodes, or of those that the last step ended
         self.lengths = np.zeros(num_envs, int)
         self.readings = []
+
         # The network's next inputs, changed in place, as CUDA graphs require
         obs, infos = envs.reset(seed=seed)
         with device:
             self.obs = torch.as_tensor(np.array(obs, self.dtype))  # [B, *D]
-            self.last_action = torch.zeros(num_envs, dtype=torch.int64)
+            self.last_action = torch.zeros(num_envs).long()
             self.last_reward = torch.zeros(num_envs)
             self.state = torch.zeros(num_envs, STATE_SIZE, args.hidden_size)  # [B, 2, H]
         self.show(obs, self.lengths, self.returns, ~self.is_over)
@@ -273,19 +274,17 @@ class Player:
         )
         # Under NEXT_STEP autoreset, the step after an episode's end only resets: its length and sums are 0
         was_over = self.is_over
-        is_step = ~was_over | self.is_same_step
         self.rewards = np.array(rewards, np.float64)  # integers might overflow when they are squared
         self.terminated = terminated
         self.is_over = terminated | truncated
         self.returns = self.returns * ~was_over + self.rewards
-        self.lengths = self.lengths * ~was_over + is_step
+        self.lengths = self.lengths * ~was_over + (~was_over | self.is_same_step)
+        # Under SAME_STEP autoreset, `obs` already begins the next episode
         self.readings = []
-        if self.is_same_step:
-            # `obs` already begins the next episode
-            for i in np.flatnonzero(self.is_over):
-                final_obs = np.array(infos["final_obs"][i], self.dtype)
-                reading = Reading(final_obs, actions[i], self.rewards[i], self.state[i].clone())
-                self.readings.append((i, reading))
+        for i in np.flatnonzero(self.is_over & self.is_same_step):
+            final_obs = infos["final_obs"][i]
+            reading = Reading(final_obs, actions[i], self.rewards[i], self.state[i].clone())
+            self.readings.append((i, reading))
         self.show(obs, actions, self.rewards, self.is_over if self.is_same_step else was_over)
 
     def show(self, obs, actions, rewards, is_first):
@@ -297,13 +296,12 @@ class Player:
         last_action = np.where(is_first, -1, actions)
         last_reward = np.where(is_first, 0, rewards)
         # One copy to the device for three small arrays
-        rows = torch.as_tensor(np.float32((last_action, last_reward, ~is_first))).to(self.obs.device)
+        rows = torch.as_tensor(np.float32((last_action, last_reward, ~is_first)), device=self.obs.device)
         self.obs.copy_(torch.as_tensor(obs))
         self.last_action.copy_(rows[0])
         self.last_reward.copy_(rows[1])
         self.state.mul_(rows[2, :, None, None])
-        readings = map(Reading, obs, last_action, last_reward, self.state.clone())
-        self.readings += enumerate(readings)
+        self.readings += enumerate(map(Reading, obs, last_action, last_reward, self.state.clone()))
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
@@ -327,9 +325,10 @@ class SequenceReplay:
         self.batch_windows = max(1, args.batch_size // (args.learn_length * WORLD_SIZE))  # N
         self.num_added = 0
         self.windows = []  # new windows, which `store` writes
-        # Of each environment: its newest readings, and how many of them the next window has so far
-        self.readings = [deque(maxlen=self.length) for _ in range(envs.num_envs)]
-        self.num_read = [0] * envs.num_envs
+        # Of each environment, by its number: the newest readings of its episode, L at most, and how many of
+        # them belong to the next window
+        self.readings = {}
+        self.num_read = {}
         size = args.buffer_size
         space = envs.single_observation_space
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
@@ -337,18 +336,14 @@ class SequenceReplay:
             with device:
                 self.data = {
                     "obs": torch.zeros(size, self.length, *space.shape, dtype=dtype),  # [R, L, *D]
-                    "last_action": torch.zeros(size, self.length, dtype=torch.int64),  # [R, L]
+                    "last_action": torch.zeros(size, self.length).long(),  # [R, L]
                     "last_reward": torch.zeros(size, self.length),  # [R, L]
                     "state": torch.zeros(
                         size, STATE_SIZE, args.hidden_size
                     ),  # before the first unrolled step
-                    "end": torch.zeros(
-                        size, dtype=torch.int64
-                    ),  # index of the last step; copies of it follow
-                    "is_terminated": torch.zeros(
-                        size, dtype=torch.bool
-                    ),  # did the episode terminate at `end`
-                    "is_warm": torch.zeros(size, dtype=torch.bool),  # are all burn-in steps real, not padding
+                    "end": torch.zeros(size).long(),  # index of the last step; copies of it follow
+                    "is_terminated": torch.zeros(size).bool(),  # did the episode terminate at `end`
+                    "is_warm": torch.zeros(size).bool(),  # are all burn-in steps real, not padding
                     "priority": torch.zeros(size),  # p of eq. 4
                 }
         except RuntimeError:
@@ -359,14 +354,12 @@ class SequenceReplay:
         burn_in = self.args.burn_in
         learn_length = self.args.learn_length
         for i, reading in player.readings:
-            readings = self.readings[i]
             if reading.last_action == -1:
                 # An episode begins; the player's is_over is that of the episode before it
-                readings.clear()
-                readings.extend([reading] * (burn_in + 1))
+                self.readings[i] = deque([reading] * (burn_in + 1), self.length)
                 self.num_read[i] = burn_in + 1
                 continue
-            readings.append(reading)
+            self.readings[i].append(reading)
             self.num_read[i] += 1
             is_over = player.is_over[i]
             # A window at the end of an episode has at least one trained step and the reading after it
@@ -375,7 +368,7 @@ class SequenceReplay:
                 if is_over and self.args.last_window == "overlap":
                     # Begin earlier if that is needed to have learn_length trained steps
                     num_readings = max(num_readings, burn_in + learn_length + 1)
-                window = self.cut(list(readings)[-num_readings:], player.terminated[i])
+                window = self.cut(list(self.readings[i])[-num_readings:], player.terminated[i])
                 self.windows.append(window)
                 self.num_read[i] -= learn_length
 
@@ -383,12 +376,11 @@ class SequenceReplay:
         """Return the window of these readings, by the names in `data`; copies of the last one fill it up."""
         padded = readings + readings[-1:] * (self.length - len(readings))
         is_warm = readings[0] is not readings[1]  # in front, copies of an episode's first reading are padding
-        first = 0 if is_warm else self.args.burn_in
         return {
             "obs": np.stack([x.obs for x in padded]),
             "last_action": [x.last_action for x in padded],
             "last_reward": [x.last_reward for x in padded],
-            "state": readings[first].state,
+            "state": readings[0 if is_warm else self.args.burn_in].state,
             "end": len(readings) - 1,
             "is_terminated": is_terminated,
             "is_warm": is_warm,
@@ -406,8 +398,8 @@ class SequenceReplay:
         self.num_added += num_new
         windows = self.windows[-len(priority) :]  # the newest, if there are more than places
         self.windows = []
-        first = self.num_added - len(windows)
-        places = torch.arange(first, self.num_added, device=priority.device) % len(priority)
+        places = torch.arange(self.num_added - len(windows), self.num_added, device=priority.device)
+        places %= len(priority)
         for name in windows[0]:
             values = [window[name] for window in windows]
             # States are on the device already
@@ -417,7 +409,7 @@ class SequenceReplay:
         priority[places] = torch.where(largest > 0, largest, 1.0)
         return num_new
 
-    def sample(self, alpha: float = 0.9, beta: float = 0.6):
+    def sample(self, alpha=0.9, beta=0.6):
         """Draw window indices [N] by eq. 4, and weights w [N] of eq. 3.
 
         Draws are stratified (Schaul et al. 2016): the sum of all p^alpha is cut into N equal parts, and a
@@ -443,19 +435,19 @@ class SequenceReplay:
 
 
 # ---- R2D2 --------------------------------------------------------------------------------------------------
-def value_rescale(x, eps: float = 1e-3):
+def value_rescale(x, eps=1e-3):
     """Return h(x) of eq. 1 (Pohlen et al. 2018), rearranged to avoid subtracting nearly equal numbers."""
     return x / ((x.abs() + 1).sqrt() + 1) + eps * x
 
 
-def inverse_value_rescale(y, eps: float = 1e-3):
+def inverse_value_rescale(y, eps=1e-3):
     """Return h^-1(y), rearranged in the same way, so that small values survive in float32."""
     k = 1 + 2 * eps
     w = 2 * y.abs() / (k + (k * k + 4 * eps * y.abs()).sqrt())
     return y.sign() * w * (w + 2)
 
 
-def epsilon_ladder(num_envs: int, epsilon: float):
+def epsilon_ladder(num_envs, epsilon):
     """Return epsilon_i [B] of eq. 5 (Horgan et al. 2018)."""
     return epsilon ** (1 + 7 * torch.arange(num_envs) / max(num_envs - 1, 1))
 
@@ -483,11 +475,11 @@ def collect_steps(player, act, replay, args):
     is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
 
     # Means over processes; with one process, average does nothing
-    numbers = [num_rewards, sum_of_squares, num_steps, num_windows, is_ready]
+    numbers = [num_steps, num_windows, is_ready, num_rewards, sum_of_squares]
     means = average(torch.tensor(numbers, dtype=torch.float64, device=player.obs.device))
     if args.norm_reward:
-        player.agent.reward_sums += means[:2]
-    _, _, num_steps, num_windows, share_ready = means.tolist()
+        player.agent.reward_sums += means[3:]
+    num_steps, num_windows, share_ready = means[:3].tolist()
     if round(share_ready * WORLD_SIZE) < WORLD_SIZE:
         num_windows = 0  # wait for all processes
     return episodes, round(num_steps * WORLD_SIZE), num_windows
@@ -507,14 +499,14 @@ def unroll(agent, windows, args):
     return q
 
 
-def compute_targets(q, target_q, rewards, end, is_terminated, gamma: float, n_step: int):
+def compute_targets(q, target_q, rewards, end, is_terminated, gamma, n_step):
     """Compute y_t [N, m] of eq. 2 with double Q-learning (van Hasselt et al. 2016).
 
     q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
     Step `end` [N], from 1 to m + n - 1, is the last of the window or its episode; from there on y_t is zero.
     """
     steps = torch.arange(q.shape[1], device=q.device)  # [m + n]
-    t = steps[: len(steps) - n_step]  # [m]
+    t = steps[:-n_step]  # [m]
     last = end.unsqueeze(1)  # [N, 1]
     k = (t + n_step).minimum(last)  # [N, m]
 
@@ -532,7 +524,7 @@ def compute_targets(q, target_q, rewards, end, is_terminated, gamma: float, n_st
     return value_rescale(returns + discount * values_at_k) * (t < last)
 
 
-def sequence_priority(td_errors, is_trained, eta: float = 0.9):
+def sequence_priority(td_errors, is_trained, eta=0.9):
     """Compute p [N] of eq. 4 from the TD errors [N, m] of steps where is_trained [N, m]."""
     errors = td_errors.abs() * is_trained
     return eta * errors.amax(1) + (1 - eta) * errors.sum(1) / is_trained.sum(1)
@@ -544,7 +536,7 @@ def r2d2_loss(agent, target, windows, weights, args):
     end = windows["end"] - args.burn_in  # [N]
     is_trained = torch.arange(args.learn_length, device=end.device) < end.unsqueeze(1)  # [N, m]
     if args.last_window == "null":
-        is_trained = torch.ones_like(is_trained)  # they are, with target 0
+        is_trained[:] = True  # they are, with target 0
     first = args.burn_in + 1  # the action and the reward of a step are in the reading after it
     actions = windows["last_action"][:, first : first + args.learn_length]  # [N, m]
     num_rewards, sum_of_squares = agent.reward_sums
@@ -586,8 +578,8 @@ def update_network(agent, target, optimizer, replay, args):
 def evaluate(agent, args, device, stream):
     """Score one episode with greedy actions in each of `eval_episodes` environments."""
     envs = make_envs(args, args.eval_episodes or 10)
-    seed = seed_everything(args.seed, stream)
-    player = Player(agent, envs, args, torch.zeros(envs.num_envs), device, seed)
+    epsilons = torch.zeros(envs.num_envs)
+    player = Player(agent, envs, args, epsilons, device, seed_everything(args.seed, stream))
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros_like(returns)
     is_running = lengths == 0
@@ -735,7 +727,6 @@ def open_run(run_path: Path, args, step: int):
 def set_up(args, checkpoint, learning_rate):
     """Make environments and the parts of a checkpoint, from `checkpoint` if there is one."""
     device = learning_rate.device
-    path = args.evaluate or args.resume
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = QNetwork(envs, args).to(device)
@@ -748,8 +739,10 @@ def set_up(args, checkpoint, learning_rate):
             for name, part in parts.items():
                 part.load_state_dict(checkpoint[name])
         except (KeyError, RuntimeError, ValueError):
-            flags = "--env-id, --hidden-size, --recurrent, --last-action-reward"
-            fail(f"{path}: not the network of {flags} and this file")
+            fail(
+                f"{args.evaluate or args.resume}: not the network of --env-id, --hidden-size, --recurrent, --last-action-reward "
+                "and this file"
+            )
         optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
     if args.evaluate:
         return envs, parts, None
@@ -760,7 +753,7 @@ def set_up(args, checkpoint, learning_rate):
         for name in ("burn_in", "learn_length", "n_step", "buffer_size"):
             saved = getattr(checkpoint["args"], name)
             if getattr(args, name) != saved:
-                fail(f"--{name.replace('_', '-')} must be {saved}, as in the replay of {path}")
+                fail(f"--{name.replace('_', '-')} must be {saved}, as in the replay of {args.resume}")
         replay.load_state_dict(checkpoint["replay"])
     return envs, parts, replay
 
