@@ -139,6 +139,7 @@ def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
         ledger.p_end = p_end
     logged, taken = play(parts, args, max(60 // num_steps, 1))
     replay.add(player)  # what was read last
+    replay.store()
     rewards = np.array([x[2] for ledger in ledgers for e in ledger.episodes for x in e])
     assert taken == len(rewards)
     expected = 1 + norm_reward * taken, 1 + norm_reward * (rewards**2).sum()
@@ -166,8 +167,9 @@ def test_the_page_shows_the_windows_that_the_replay_holds():
     args = Args(burn_in=4, learn_length=5, n_step=2, buffer_size=3, hidden_size=1)
     replay = SequenceReplay(describe(gym.spaces.Box(0, 12, (1,))), args, CPU)
     for t in range(13):
-        reading, is_over = (np.float32([t]), t - 1, 0.0, torch.full((2, 1), float(t))), [t == 12]
-        replay.add(SimpleNamespace(read=[(0, reading)], is_over=is_over, terminated=is_over))
+        reading, is_over = r2d2.Reading(np.float32([t]), t - 1, 0.0, torch.full((2, 1), float(t))), [t == 12]
+        replay.add(SimpleNamespace(readings=[(0, reading)], is_over=is_over, terminated=is_over))
+    replay.store()
     page = (ROOT / "docs" / "r2d2_lstm.md").read_text()
     head, *lines = re.search(r"```\n(step .*?)```", page, re.S)[1].splitlines()
     columns = [(match.start(), int(match[0])) for match in re.finditer(r"\d+", head)]
@@ -418,7 +420,7 @@ def test_images_of_all_layouts_are_kept_as_bytes_and_read_in_units_of_255(layout
     assert sizes == ([] if size else [(32, 8, 4), (64, 4, 2), (64, 3, 1)])
     for env.steps in range(3):
         pixels = torch.tensor(env.observe().reshape(1, -1) if size else env.pixels()[None]) / 255.0
-        found = agent.encode(torch.tensor(env.observe())[None, None])[0]
+        found = agent.encode(torch.tensor(env.observe())[None])
         torch.testing.assert_close(found, agent.encoder(pixels), rtol=1e-4, atol=1e-6)
         assert found.std() > 0
 
@@ -518,7 +520,6 @@ def test_the_lstm_remembers_what_only_the_stored_states_hold(tmp_path, flags, lo
 
 SMALL = "--num-envs 4 --learning-starts 100 --batch-size 128 --buffer-size 60 --hidden-size 8"
 SMALL += " --target-interval 5 --eval-episodes 1 --replay-ratio 2"
-NUM_UPDATES, NUM_DUE = 6, 7  # places in a checkpoint's progress
 
 
 def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half(tmp_path, monkeypatch):
@@ -536,9 +537,9 @@ def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half
     flags += " --replay-ratio 0.7 --target-interval 7 --hidden-size 8 --eval-episodes 1 --learning-rate 4e-3"
     path = run(tmp_path, flags).path
     checkpoint, scalars, num_updates = load(path / "checkpoint.pt"), read_scalars(path), len(is_equal)
-    assert num_updates == checkpoint["progress"][NUM_UPDATES] > 60
-    due = num_updates + checkpoint["progress"][NUM_DUE] % 1
-    assert 0.7 * checkpoint["num_added"] / 5 == pytest.approx(due)
+    assert num_updates == checkpoint["progress"]["num_updates"] > 60
+    due = num_updates + checkpoint["progress"]["updates_due"]
+    assert 0.7 * checkpoint["replay"]["num_added"] / 5 == pytest.approx(due)
     assert scalars["charts/num_updates"][-1][1] == num_updates
     assert is_equal == [i % 7 == 0 for i in range(num_updates)]
     assert {x for _, x in scalars["charts/episodic_return"]} == {12.5}
@@ -572,11 +573,11 @@ def test_a_checkpoint_holds_all_that_a_resumed_run_starts_with(tmp_path):
     with mock.patch.object(r2d2, "collect_steps", lambda *args: ([], 64, 0)):
         r2d2.main(["--resume", str(path), "--total-timesteps", "1200", "--eval-episodes", "0"])
     ends.append(load(path))
-    assert ends[1]["progress"][1] > ends[0]["progress"][1]
+    assert ends[1]["progress"]["step"] > ends[0]["progress"]["step"]
     for end in ends:
-        end["optimizer"], end["progress"] = end["optimizer"]["state"], end["progress"][NUM_UPDATES]
+        end["optimizer"], end["progress"] = end["optimizer"]["state"], end["progress"]["num_updates"]
         del end["args"]
-    assert ends[0]["num_added"] > 60 and ends[0]["optimizer"]
+    assert ends[0]["replay"]["num_added"] > 60 and ends[0]["optimizer"]
     torch.testing.assert_close(*ends, rtol=0, atol=0)
     assert any(not torch.equal(x, ends[0]["target"][name]) for name, x in ends[0]["agent"].items())
 
@@ -588,10 +589,10 @@ def test_a_resumed_run_trains_at_once_or_fills_its_replay_first(tmp_path, has_re
     flags += " --learn-length 4 --burn-in 2 --eval-interval 3"
     path = run(tmp_path, flags, *([] if has_replay else ["--no-checkpoint-replay"])).path
     first = load(path / "checkpoint.pt")
-    assert ("replay" in first) == ("num_added" in first) == has_replay
+    assert ("replay" in first) == has_replay
     assert "replay" not in load(path / "best.pt")
     r2d2.main(["--resume", str(path / "checkpoint.pt"), "--total-timesteps", "1500", "--checkpoint-replay"])
-    step, num_updates = first["progress"][1], first["progress"][NUM_UPDATES]
+    step, num_updates = first["progress"]["step"], first["progress"]["num_updates"]
     updates = {s - step: n for s, n in read_scalars(path)["charts/num_updates"] if s > step}
     assert max(updates.values()) > num_updates + 10
     waiting = [s for s, n in updates.items() if n == num_updates]
@@ -608,5 +609,7 @@ def test_evaluate_plays_other_episodes_and_a_replay_that_does_not_fit_is_one_lin
     for name in ("best.pt", "checkpoint.pt"):
         r2d2.main(["--evaluate", str(path / name), "--eval-episodes", "2"])
     assert streams == [2, 3, 3]
-    flags = ["--resume", str(path / "checkpoint.pt"), "--buffer-size", "61"]
-    assert "checkpoint.pt: does not fit the environment or flags" in fail_with(capsys, r2d2.main, flags)
+    for flag in ("--burn-in 9", "--learn-length 15", "--n-step 2", "--buffer-size 61"):
+        name = flag.split()[0]
+        line = fail_with(capsys, r2d2.main, ["--resume", str(path / "checkpoint.pt"), *flag.split()])
+        assert line.split("error: ")[1].startswith(f"{name} must be ") and "as in the replay of" in line
