@@ -115,8 +115,8 @@ class QNetwork(nn.Module):
         super().__init__()
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
-        # Number of the rewards that are not zero, and sum of their squares. Both begin at 1e-6, so that their
-        # quotient is 1 before the first reward, and forgotten right after it
+        # Number of the rewards that are not zero, and sum of their squares. Both begin at 1e-6: their quotient
+        # is 1 before the first reward, and after it the 1e-6 no longer matter
         self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
 
         # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]
@@ -124,7 +124,7 @@ class QNetwork(nn.Module):
         self.is_channels_last = len(space.shape) > 2 and space.shape[-1] < space.shape[-3]
         sides = space.shape[-3:-1] if self.is_channels_last else space.shape[-2:]
         self.obs_scale = float(space.high.max()) if space.dtype == np.uint8 else 1.0
-        # The three convolutions below turn 36 pixels into 8, 3 and 1; fewer are too few for them
+        # The three convolutions below turn 36 pixels into 8, then 3, then 1. Smaller images are flattened
         self.is_image = self.obs_scale > 1 and len(sides) == 2 and min(sides) >= 36
 
         # Encoder: for images, the convolutions of Mnih et al. 2015 (output channels, kernel, stride)
@@ -136,6 +136,7 @@ class QNetwork(nn.Module):
         self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(width), nn.ReLU())
         self.encode(torch.zeros(1, *space.shape))  # a dummy pass tells the lazy layers their input sizes
 
+        # Core: an LSTM, which also reads the last action and reward
         num_inputs = width
         if args.last_action_reward:
             num_inputs += self.num_actions + 1
@@ -148,6 +149,7 @@ class QNetwork(nn.Module):
             self.core.bias_ih_l0.data[width : 2 * width] = log_tau
         else:
             self.core = nn.Linear(num_inputs, width)
+        # Dueling heads
         self.advantage = make_head(width, self.num_actions)
         self.value = make_head(width, 1)
 
@@ -176,6 +178,7 @@ class QNetwork(nn.Module):
             state = torch.cat((h, c)).transpose(0, 1)  # [N, 2, H]
         else:
             x = self.core(x).relu()
+        # The mean of Q over all actions is the value
         advantage = self.advantage(x)
         q = self.value(x) + advantage - advantage.mean(-1, keepdim=True)
         return q, state
@@ -208,6 +211,8 @@ def make_envs(args, num_envs: int):
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
     except (gym.error.Error, ModuleNotFoundError) as error:
         fail(f"--env-id {args.env_id}: {error}")
+
+    # Exit now if training would fail, or run wrong, later
     space = envs.single_observation_space
     actions = envs.single_action_space
     if not space.is_np_flattenable:
@@ -259,7 +264,8 @@ class Player:
     def act(self):
         """Choose actions [B], at random with probability epsilon; works in place, as CUDA graphs require."""
         inputs = (x.unsqueeze(1) for x in (self.obs, self.last_action, self.last_reward))  # L = 1
-        q, state = self.agent(*inputs, self.state)
+        q, state = self.agent(*inputs, self.state)  # [B, 1, A], [B, 2, H]
+        # Draw a random action everywhere, and take it with probability epsilon: shapes are fixed
         is_random = torch.rand_like(self.epsilons) < self.epsilons
         random_action = torch.randint_like(self.last_action, q.shape[-1])
         self.last_action.copy_(torch.where(is_random, random_action, q.squeeze(1).argmax(-1)))
@@ -293,6 +299,8 @@ class Player:
             for i, *_ in np.argwhere(~np.isfinite(x)):
                 fail(f"{self.args.env_id}: {name} of environment {i} is not finite in step {self.lengths[i]}")
         obs = np.array(obs, self.dtype)  # a copy, since some environments reuse their arrays
+
+        # Where an episode begins, there is no last action and no last reward, and the memory is empty
         last_action = np.where(is_first, -1, actions)
         last_reward = np.where(is_first, 0, rewards)
         # One copy to the device for three small arrays
@@ -301,6 +309,8 @@ class Player:
         self.last_action.copy_(rows[0])
         self.last_reward.copy_(rows[1])
         self.state.mul_(rows[2, :, None, None])
+
+        # The same for the replay
         self.readings += enumerate(map(Reading, obs, last_action, last_reward, self.state.clone()))
 
 
@@ -459,7 +469,7 @@ def collect_steps(player, act, replay, args):
     steps taken in all processes, and the new windows per process: 0 until learning_starts is reached.
     """
     episodes = []
-    num_steps = 0
+    num_steps = 0  # without those that only reset an environment
     num_rewards = 0  # that are not zero
     sum_of_squares = 0.0  # of rewards
     half = len(player.is_over) // 2
@@ -537,16 +547,22 @@ def r2d2_loss(agent, target, windows, weights, args):
     is_trained = torch.arange(args.learn_length, device=end.device) < end.unsqueeze(1)  # [N, m]
     if args.last_window == "null":
         is_trained[:] = True  # they are, with target 0
-    first = args.burn_in + 1  # the action and the reward of a step are in the reading after it
+
+    # The action and the reward of a step are in the reading after it
+    first = args.burn_in + 1
     actions = windows["last_action"][:, first : first + args.learn_length]  # [N, m]
     num_rewards, sum_of_squares = agent.reward_sums
     rewards = windows["last_reward"][:, first:] / (sum_of_squares / num_rewards).sqrt()  # [N, m + n - 1]
+
+    # Targets, from both networks. Only Q of the actions taken has a gradient
     q = unroll(agent, windows, args)  # [N, m + n, A]
     with torch.no_grad():
         target_q = unroll(target, windows, args)
         targets = compute_targets(
             q, target_q, rewards, end, windows["is_terminated"], args.gamma, args.n_step
         )  # [N, m]
+
+    # Sums, which the caller divides by the number of trained steps in all processes
     q_taken = q[:, : args.learn_length].gather(2, actions.unsqueeze(2)).squeeze(2)  # [N, m]
     td_errors = (targets - q_taken) * is_trained
     losses = 0.5 * weights.unsqueeze(1) * td_errors.square()  # [N, m]
@@ -563,7 +579,8 @@ def update_network(agent, target, optimizer, replay, args):
     index, weights = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
     loss, metrics, num_trained, priorities = r2d2_loss(agent, target, windows, weights, args)
-    # The mean number of steps per process: averages of sums divided by it are means over all processes
+    # The number of steps in all processes, divided by the number of processes. As average(sum) is the sum
+    # over all of them divided by the same number, average(sum) / num_trained is the mean over all steps
     num_trained = average(num_trained.float())
     optimizer.zero_grad()
     (loss / num_trained).backward()
@@ -733,6 +750,8 @@ def set_up(args, checkpoint, learning_rate):
     target = deepcopy(agent)
     options = {"lr": learning_rate, "capturable": learning_rate.is_cuda}
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True, **options)
+
+    # Load the checkpoint, of which --evaluate needs no more than this
     parts = {"agent": agent, "target": target, "optimizer": optimizer}
     if checkpoint:
         try:
@@ -740,14 +759,15 @@ def set_up(args, checkpoint, learning_rate):
                 part.load_state_dict(checkpoint[name])
         except (KeyError, RuntimeError, ValueError):
             fail(
-                f"{args.evaluate or args.resume}: not the network of --env-id, --hidden-size, --recurrent, --last-action-reward "
-                "and this file"
+                f"{args.evaluate or args.resume}: not the network of --env-id, --hidden-size, "
+                "--recurrent, --last-action-reward and this file"
             )
         optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
     if args.evaluate:
         return envs, parts, None
 
-    # The replay of another task is of no use
+    # The replay: a new one, or that of the checkpoint if the task is the same. Windows of other lengths do
+    # not fit into it
     replay = SequenceReplay(envs, args, device)
     if checkpoint and "replay" in checkpoint and checkpoint["args"].env_id == args.env_id:
         for name in ("burn_in", "learn_length", "n_step", "buffer_size"):
@@ -801,6 +821,7 @@ def train(args, run_path: Path, checkpoint=None):
             progress.best_score = progress.last_score
             save(parts, "best.pt")
 
+    # Each process has environments of all epsilons
     epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]
     seed = seed_everything(args.seed, 1, progress.iteration, RANK)
     player = Player(agent, envs, args, epsilons, device, seed)
@@ -840,7 +861,7 @@ def train(args, run_path: Path, checkpoint=None):
                 metrics += update() / num_updates
                 progress.num_updates += 1
                 if progress.num_updates % args.target_interval == 0:
-                    target.load_state_dict(agent.state_dict())
+                    target.load_state_dict(agent.state_dict())  # in place, as the graph needs
             if use_graphs and num_updates and progress.num_updates > 2:
                 # Record after some updates, as Adam creates its state in the first step
                 act = capture(act)
