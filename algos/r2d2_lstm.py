@@ -115,8 +115,8 @@ class QNetwork(nn.Module):
         super().__init__()
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
-        # Number of the rewards that are not zero, and sum of their squares. Both begin at 1e-6: their quotient
-        # is 1 before the first reward, and after it the 1e-6 no longer matter
+        # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so that their
+        # quotient is 1 before the first reward. After it, the 1e-6 no longer matter
         self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
 
         # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]
