@@ -20,7 +20,9 @@ def run(path, flags):
 def check_gru(path, folder):
     """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Update gates open as promised."""
     flags = "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --learning-starts 500"
-    flags += " --buffer-size 2000 --total-timesteps 16000 --batch-size 96 --burn-in 2 --learn-length 3 --n-step 2"
+    flags += (
+        " --buffer-size 2000 --total-timesteps 16000 --batch-size 96 --burn-in 2 --learn-length 3 --n-step 2"
+    )
     done, module = run(path, f"{flags} --replay-ratio 4 --eval-episodes 100")
     assert read_scalars(done.path)["eval/episodic_return"][-1][1] >= 0.98
     checkpoint = load(done.path / "checkpoint.pt")
