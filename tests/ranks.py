@@ -161,7 +161,7 @@ def update_r2d2(r2d2, rows):
     rewards, agent = iter(rewards[:, rows]), r2d2.QNetwork(envs, args)
     is_over = np.zeros(4 // r2d2.WORLD_SIZE, bool)  # no episode ends
     player = SimpleNamespace(agent=agent, is_over=is_over, lengths=is_over + 1, obs=torch.zeros(1))
-    replay = SimpleNamespace(num_added=0)
+    replay = SimpleNamespace(num_added=0, store=lambda: replay.num_added)
 
     def step(act):
         player.rewards = player.returns = next(rewards)

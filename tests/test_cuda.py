@@ -245,8 +245,8 @@ def test_ppo_leaves_the_same_checkpoint_with_graphs_and_without(played, tmp_path
 def test_r2d2_leaves_the_same_checkpoint_with_graphs_and_without(played, tmp_path, name):
     """The first updates run without graphs, since they make the optimizer's state.
 
-    The host never waits in an update, and thrice in a step; then six times for a window that is stored, five times for
-    what is counted and logged, and twice for the recordings.
+    The host never waits in an update, and thrice in a step; then six times to store all windows, five times for what
+    is counted and logged, and twice for the recordings.
     """
     graphs, eager = played(name), played(name, CUDA_GRAPHS=False)
     num_updates = len(eager.calls["update_network"])
@@ -258,9 +258,9 @@ def test_r2d2_leaves_the_same_checkpoint_with_graphs_and_without(played, tmp_pat
         assert set(run.count_waits("update_network")) == {0}
         starts, _, returned = zip(*run.calls["collect_steps"], strict=True)
         windows = [num_windows for _, _, num_windows in returned[:-1]]  # 0 before learning starts
-        waits = np.diff(starts).tolist()
-        over = sorted(x - (3 * 8 + 6 * n + 5) for x, n in zip(waits, windows, strict=True) if n)
-        assert len(over) > 3 and over[-1] <= (2 if run is graphs else 0) and over[-2] <= 0, over
+        over = sorted(np.diff(starts) - (3 * 8 + 6 + 5))
+        assert max(windows) > 3 and len(over) > 3
+        assert over[-1] <= (2 if run is graphs else 0) and over[-2] <= 0, over
 
 
 def test_a_checkpoint_of_r2d2_is_resumed_on_the_device(played, tmp_path):
