@@ -612,7 +612,7 @@ def test_a_script_is_within_its_budget(script):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
-            assert length <= (140 if node.name == "train" else 70), node.name
+            assert length <= (150 if node.name == "train" else 70), node.name
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             assert re.match(r"[A-Z].*\.(\n\n|\Z)", ast.get_docstring(node) or "", re.S), node.name
