@@ -14,7 +14,7 @@ Equations, numbered after the first paper:
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) = 0 if s_{t+1} is terminal
 
 Shapes: T steps, B environments, N = T B training rows, observations of shape D, A components of an action,
-P policy parameters.
+P numbers that define pi(. | s) for one s: the logits, or A means and A log standard deviations.
 """
 
 # /// script
@@ -46,9 +46,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path.append(os.getcwd())  # --env-id my_module:MyTask-v0 finds my_module.py in the current folder
-RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it and the number of processes
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # per update
+RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# What is logged about an update: means over the last epoch of a rollout
+METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 CUDA_GRAPHS = False  # on one GPU, record acting and the update once; off until it has been run on a GPU
 
 
@@ -82,7 +83,7 @@ class Args:
     update_epochs: int = 5  # epochs K over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     norm_obs: bool = False  # normalize observations by their running mean and standard deviation
-    norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
+    norm_reward: bool = True  # divide rewards by the discounted return's running std, and clip to [-10, 10]
     clip_coef: float = 0.2  # clipping range eps of the ratio, eq. 7
     clip_vloss: bool = False  # also clip how far the value moves, by clip_coef
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
@@ -102,7 +103,7 @@ def make_mlp(num_inputs: int, num_outputs: int, last_gain: float):
         nn.Tanh(),
         nn.Linear(64, num_outputs),
     )
-    for layer in network[1::2]:
+    for layer in network[1::2]:  # the linear ones
         nn.init.orthogonal_(layer.weight, last_gain if layer is network[-1] else 2**0.5)
         nn.init.zeros_(layer.bias)
     return network
@@ -119,9 +120,12 @@ class RunningMeanStd(nn.Module):
 
     def update(self, x, weights):
         """Add the rows x [N, *shape] whose weight [N] is 1; rows of weight 0 do not count."""
-        # Let d = x - mean. Of all n rows ever seen, the old ones add 0 to sum(d) and (their number) var to
-        # sum(d^2). The new mean is mean + sum(d) / n, the new var sum(d^2) / n - (sum(d) / n)^2. Sums of d
-        # instead of x avoid rounding errors (Chan et al. 1979). With one process, average does nothing.
+        # Let d = x - mean, with the old mean. Of n rows in total, m are new. The n - m old ones have a sum(d)
+        # of 0 and a sum(d^2) of (n - m) var. So the mean moves by shift = (sum(d) of new rows) / n, and
+        #   new var = ((n - m) var + (sum(d^2) of new rows)) / n - shift^2
+        #           = var + ((sum(d^2) of new rows) - m var) / n - shift^2
+        # Sums of d instead of x avoid rounding errors (Chan et al. 1979). With several processes, sums and
+        # numbers are means per process, which gives the same quotients; with one, average does nothing.
         weights = weights.double()
         d = x.double() - self.mean
         num_rows = average(weights.sum())
@@ -166,7 +170,10 @@ class Agent(nn.Module):
         return out
 
     def get_distribution(self, policy_params):
-        """Return pi(. | s) for parameters [N, P]: one distribution [N, A] per component of the action."""
+        """Return pi(. | s) for parameters [N, P] as N x A independent distributions.
+
+        The log-probability of an action is the sum over its A components.
+        """
         if self.is_continuous:
             mean, logstd = policy_params.chunk(2, -1)
             return Normal(mean, logstd.exp(), validate_args=False)
@@ -179,7 +186,8 @@ class Agent(nn.Module):
             return actions + self.space.start
         low, high = self.space.low, self.space.high
         if self.space.is_bounded():
-            # -1 and 1 become the bounds of the box
+            # -1 and 1 become the bounds of the box. Only the environment sees the scaled and clipped action;
+            # log-probabilities are those of the action that was drawn
             actions = low + (high - low) * (actions + 1) / 2
         return actions.clip(low, high)
 
@@ -204,6 +212,8 @@ def make_envs(args, num_envs: int, video_folder=None):
     is_box = isinstance(actions, Box) and actions.low.size and actions.dtype.kind == "f"
     if not is_box and not isinstance(actions, Discrete):
         fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {actions}")
+    # In this mode, the step after an episode's end ignores the action, has reward 0 and returns the first
+    # observation of the next episode. Such a step is no training data: see RolloutStorage
     next_step = gym.vector.AutoresetMode.NEXT_STEP
     if envs.metadata.get("autoreset_mode", next_step) != next_step:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP, gymnasium's default")
@@ -228,9 +238,10 @@ def check_video(args, envs):
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-# Training data of a rollout or minibatch, one row for each of N steps: normalized obs [N, *D], actions [N, A],
-# and log_probs, values, advantages and returns [N] from before the update. Their weights [N] are 1, or 0 if
-# the step only reset an environment: such rows keep their place, so that all shapes are fixed.
+# Training data of a rollout or minibatch, one row for each of N steps: normalized obs [N, *D], actions
+# [N, A], and log_probs, values, advantages and returns [N] from before the update. The weight [N] of a row is
+# 1, or 0 if the step only reset its environment. Rows of weight 0 are computed like the others and count for
+# nothing. They stay because CUDA graphs need fixed shapes.
 Batch = namedtuple("Batch", "obs actions log_probs values advantages returns weights")
 
 
@@ -238,9 +249,11 @@ class RolloutStorage:
     """T steps of B environments, in arrays of T + 1 rows.
 
         row t      obs s_t and action a_t of step t
-        row t + 1  the outcome of step t: its reward, whether the episode ended, and the next obs s_{t+1}
+        row t + 1  the outcome of step t: its reward, whether the episode ended, the next obs s_{t+1}, and
+                   the sums over the episode up to and including step t
 
-    So the last row's obs is where the next rollout begins: its row 0 is a copy of this last row.
+    So the last row's obs is where the next rollout begins: its row 0 is a copy of this last row. A step that
+    only resets an environment has length 0 in the row of its outcome. All attributes are arrays of this form.
     """
 
     def __init__(self, envs, num_steps: int):
@@ -250,8 +263,9 @@ class RolloutStorage:
         self.actions = np.zeros((*shape, math.prod(action_shape)), np.float32)  # [T + 1, B, A]
         self.rewards = np.zeros(shape, np.float32)  # [T + 1, B], as all below
         self.terminated, self.truncated = np.zeros((2, *shape), bool)
-        # Of the episode so far: its length, its return, and a return that discounts older rewards
-        self.lengths, self.returns, self.discounted = np.zeros((3, *shape), np.float32)
+        # Of the episode so far: its length, its return, and the sum of gamma^age reward, whose standard
+        # deviation scales rewards
+        self.lengths, self.episode_returns, self.discounted = np.zeros((3, *shape), np.float32)
 
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
@@ -262,10 +276,11 @@ def sample_actions(agent, obs):
     if agent.is_continuous:
         mean, logstd = policy_params.chunk(2, -1)
         return mean + logstd.exp() * torch.randn_like(mean)
-    # argmax(logits - log(E)) with exponential noise E is a draw from softmax(logits), since -log(E) is
-    # Gumbel noise. It saves a fifth of the rollout's time.
-    noise = torch.empty_like(policy_params).exponential_().log()
-    return (policy_params - noise).argmax(-1, keepdim=True)
+    # A draw from get_distribution(policy_params), written out because it saves a fifth of the rollout's time:
+    # with exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
+    # softmax(logits)
+    log_noise = torch.empty_like(policy_params).exponential_().log()
+    return (policy_params - log_noise).argmax(-1, keepdim=True)
 
 
 def collect_rollout(agent, act, envs, storage, gamma: float, device):
@@ -280,14 +295,14 @@ def collect_rollout(agent, act, envs, storage, gamma: float, device):
         storage.rewards[t + 1] = rewards
         storage.terminated[t + 1] = terminated
         storage.truncated[t + 1] = truncated
-        # After an episode's end, the next step only resets the environment: its length and sums are 0
+        # If step t - 1 ended an episode, step t only reset the environment: its length and sums are 0
         continues = ~(storage.terminated[t] | storage.truncated[t])
         storage.lengths[t + 1] = continues * (storage.lengths[t] + 1)
-        storage.returns[t + 1] = continues * (storage.returns[t] + rewards)
+        storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + rewards)
         storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + rewards)
 
 
-def check_finite(storage, env_id: str):
+def check_finite(storage, env_id):
     """Exit with one line that names the first observation or reward that is NaN or infinite."""
     for name in ("obs", "rewards"):
         places = np.argwhere(~np.isfinite(getattr(storage, name)))  # [places, 2 or more]
@@ -308,10 +323,13 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
 
 @torch.no_grad()
 def compute_batch(agent, storage, args, device):
-    """Compute the training data of a rollout, and update the running statistics."""
+    """Compute the training data of a rollout, and update the running statistics.
+
+    Weights and statistics of observations are still those that acted, so values and log-probabilities in one
+    large pass are the same numbers as during the rollout, and cheaper. Then the statistics are updated.
+    """
     data = {name: torch.as_tensor(array, device=device) for name, array in vars(storage).items()}
-    # Steps that only reset an environment keep their rows, so that all shapes are fixed, with weight 0
-    weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B
+    weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B, length 0: a reset
     rewards = data["rewards"][1:]  # [T, B]
     if args.norm_reward:
         agent.return_stats.update(data["discounted"][1:].flatten(), weights)
@@ -324,7 +342,7 @@ def compute_batch(agent, storage, args, device):
     )
     if args.norm_obs:
         agent.normalize.update(raw_obs[: len(weights)], weights)
-    obs = obs[: len(weights)]  # without the last row
+    obs = obs[: len(weights)]  # without row T
     actions = data["actions"][:-1].flatten(0, 1)
     pi = agent.get_distribution(agent.get_policy_params(obs))
     return Batch(
@@ -339,7 +357,7 @@ def compute_batch(agent, storage, args, device):
 
 
 def ppo_loss(agent, batch, args):
-    """Compute the loss [N] of each row and the METRICS [6, N]."""
+    """Compute the loss [N] and, in their order, the METRICS [6, N] of each row."""
     pi = agent.get_distribution(agent.get_policy_params(batch.obs))
     log_ratio = pi.log_prob(batch.actions).sum(-1) - batch.log_probs
     ratio = log_ratio.exp()  # eq. 6
@@ -348,7 +366,7 @@ def ppo_loss(agent, batch, args):
     values = agent.critic(batch.obs).squeeze(-1)  # [N]
     value_loss = 0.5 * (values - batch.returns).square()
     if args.clip_vloss:
-        # The larger of this loss and that of a value clipped to near the old one
+        # The larger of this loss and the loss of a value that stays within clip_coef of the old one
         near_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (near_values - batch.returns).square())
     entropy = pi.entropy().sum(-1)
@@ -369,8 +387,8 @@ def update_minibatch(agent, optimizer, args, *rows):
     a CUDA graph can record it.
     """
     batch = Batch(*rows)
-    # The mean number of rows per process: averages of sums divided by it are means over all processes.
-    # With one process, average does nothing.
+    # The number of rows of all processes, divided by the number of processes. As average(sum) is the sum
+    # over all of them divided by the same number, average(sum) / count is the mean over all rows.
     count = average(batch.weights.sum()).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
         mean = average((batch.weights * batch.advantages).sum()) / count
@@ -388,7 +406,7 @@ def update_minibatch(agent, optimizer, args, *rows):
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(agent, args, device, stream: int, video_folder):
+def evaluate(agent, args, device, stream, video_folder):
     """Score one episode with the most likely actions in each of `eval_episodes` environments."""
     envs = make_envs(args, args.eval_episodes or 10, video_folder if args.capture_video else None)
     obs, infos = envs.reset(seed=seed_everything(args.seed, stream))
@@ -439,7 +457,7 @@ def average(x):
 
 
 def average_gradients(network):
-    """Average the gradients over all processes, sent as one vector; parameters without one are left out."""
+    """Average the gradients over all processes, in one message; parameters without one are left out."""
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
         vector = average(nn.utils.parameters_to_vector(gradients))
@@ -447,7 +465,10 @@ def average_gradients(network):
 
 
 def seed_everything(*stream: int) -> int:
-    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; other integers give independent numbers.
+
+    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -455,7 +476,11 @@ def seed_everything(*stream: int) -> int:
 
 
 def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes."""
+    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
+
+    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
+    read again in each replay.
+    """
     memory = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -484,7 +509,7 @@ def set_up_device(args):
 
 
 def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
-    """Write the state of all parts to a side file and rename it: a kill leaves the old file or the new."""
+    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
     states = {key: part.state_dict() for key, part in parts.items()}
     checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
     torch.save(checkpoint, run_path / f"{name}.tmp")
@@ -520,7 +545,8 @@ def open_run(run_path: Path, args, step: int):
             resume="allow",
         )
     try:
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)  # later steps are logged again
+        # Hide what was logged after the checkpoint of a resumed run
+        writer = SummaryWriter(str(run_path), purge_step=step + 1)
     except OSError as error:
         fail(f"{run_path}: cannot be written to ({error.strerror})")
     rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
@@ -534,17 +560,16 @@ def set_up(args, checkpoint, learning_rate):
     if args.capture_video:
         check_video(args, envs)
     seed_everything(args.seed, 0)  # the same weights in every process
-    device = learning_rate.device
-    agent = Agent(envs, args.norm_obs).to(device)
-    options = {"lr": learning_rate, "capturable": device.type == "cuda"}
+    agent = Agent(envs, args.norm_obs).to(learning_rate.device)
+    options = {"lr": learning_rate, "capturable": learning_rate.is_cuda}
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
     if checkpoint:
         try:
             agent.load_state_dict(checkpoint["agent"])
             optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, RuntimeError, ValueError):
-            fail(f"{args.evaluate or args.resume}: its network is not that of --env-id and --norm-obs")
-        optimizer.param_groups[0] |= options
+            fail(f"{args.evaluate or args.resume}: not the network of --env-id, --norm-obs and this file")
+        optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
     return envs, agent, optimizer
 
 
@@ -557,13 +582,17 @@ def summarize(storage, batch, metrics):
     scalars["losses/explained_variance"] = 1 - unexplained.item()
     is_done = (storage.terminated | storage.truncated)[1:]
     if is_done.any():
-        scalars["charts/episodic_return"] = storage.returns[1:][is_done].mean()
+        scalars["charts/episodic_return"] = storage.episode_returns[1:][is_done].mean()
         scalars["charts/episodic_length"] = storage.lengths[1:][is_done].mean()
     return scalars
 
 
 def train(args, run_path: Path, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
+    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint.
+
+    Random numbers are seeded by --seed and 0 for the weights, 1 for training (and again in each iteration, by
+    its number), 2 for evaluations during training (always the same episodes), 3 for --evaluate.
+    """
     # Set up
     device = set_up_device(args)
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
@@ -576,8 +605,9 @@ def train(args, run_path: Path, checkpoint=None):
     save = partial(save_checkpoint, run_path, args, progress, parts)
     if RANK == 0:
         writer = open_run(run_path, args, progress.step)
-        vector_form = type(envs.unwrapped).__name__
-        print(f"{run_path}: {args.num_envs} environments in {vector_form}, step {progress.step}")
+        print(
+            f"{run_path}: {type(envs.unwrapped).__name__}, {args.num_envs} environments, step {progress.step}"
+        )
         if not checkpoint:
             save("checkpoint.pt")
         elif not (run_path / "best.pt").exists() or checkpoint["args"].env_id != args.env_id:
@@ -601,85 +631,87 @@ def train(args, run_path: Path, checkpoint=None):
     update = partial(update_minibatch, agent, optimizer, args)
     storage = RolloutStorage(envs, args.num_steps)
     storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, progress.iteration, RANK))
-    use_graphs = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+    use_graphs = CUDA_GRAPHS and learning_rate.is_cuda and WORLD_SIZE == 1
     eval_interval = args.eval_interval or args.total_timesteps // (10 * args.num_envs * args.num_steps) + 1
     saved_at = time.time()
-    bar = tqdm(
+    with tqdm(
         total=args.total_timesteps,
         initial=progress.step,
         mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
         disable=RANK > 0,
-    )
-    while progress.step < args.total_timesteps:
-        start = time.time()
-        cpu_start = time.process_time()
-        progress.iteration += 1
-        progress.last_score = None
-        seed_everything(args.seed, 1, progress.iteration, RANK)
+    ) as bar:
+        while progress.step < args.total_timesteps:
+            start = time.time()
+            cpu_start = time.process_time()
+            progress.iteration += 1
+            progress.last_score = None  # of the policy that this iteration makes
+            seed_everything(args.seed, 1, progress.iteration, RANK)
 
-        # Learning rate: it falls linearly to zero
-        if args.anneal_lr:
-            learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
+            # Learning rate: it falls linearly to zero
+            if args.anneal_lr:
+                learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
 
-        # Collect T steps in each environment
-        collect_rollout(agent, act, envs, storage, args.gamma, device)
-        check_finite(storage, args.env_id)
-        batch = compute_batch(agent, storage, args, device)
+            # Collect T steps in each environment
+            collect_rollout(agent, act, envs, storage, args.gamma, device)
+            check_finite(storage, args.env_id)
+            batch = compute_batch(agent, storage, args, device)
 
-        # Update: K epochs over the rollout, in minibatches of equal size
-        for _ in range(args.update_epochs):
-            order = torch.randperm(len(batch.weights), device=device)
-            shuffled = [x[order].chunk(args.num_minibatches) for x in batch]
-            metrics = torch.zeros(len(METRICS), device=device)
-            for minibatch in zip(*shuffled):  # each with the fields of a Batch
-                metrics += update(*minibatch)
-            metrics /= args.num_minibatches  # means over the epoch
-            if args.target_kl and metrics[METRICS.index("approx_kl")] > args.target_kl:
-                break
-        if use_graphs:
-            # The eager updates so far have made the state of the optimizer, as a recording needs
-            act = capture(act, torch.as_tensor(storage.obs[0], device=device))
-            update = capture(update, *minibatch)
-            use_graphs = False
+            # Update: K epochs over the rollout, in minibatches of equal size
+            for _ in range(args.update_epochs):
+                order = torch.randperm(len(batch.weights), device=device)
+                shuffled = [x[order].chunk(args.num_minibatches) for x in batch]
+                metrics = torch.zeros(len(METRICS), device=device)
+                for minibatch in zip(*shuffled):  # each with the fields of a Batch
+                    metrics += update(*minibatch)
+                metrics /= args.num_minibatches  # means over the epoch
+                if args.target_kl and metrics[METRICS.index("approx_kl")] > args.target_kl:
+                    break
+            if use_graphs:
+                # Record after one iteration, as Adam creates its state in the first step
+                act = capture(act, torch.as_tensor(storage.obs[0], device=device))
+                update = capture(update, *minibatch)
+                use_graphs = False
 
-        # Count the steps of weight 1: their mean over processes, times the number of processes, is the sum
-        num_steps = round(average(batch.weights.sum()).item() * WORLD_SIZE)
-        progress.step += num_steps
-        progress.cpu_seconds += time.process_time() - cpu_start
+            # Count the steps of weight 1: the mean over processes times their number is the sum
+            num_steps = round(average(batch.weights.sum()).item() * WORLD_SIZE)
+            progress.step += num_steps
+            progress.cpu_seconds += time.process_time() - cpu_start
 
-        # Log, in process 0 alone: the losses of all processes, but only its own episodes
-        if RANK > 0:
-            continue
-        scalars = summarize(storage, batch, metrics)
-        if not metrics.isfinite().all():
-            fail(f"{args.env_id}: losses are not finite at step {progress.step}")
-        scalars["charts/learning_rate"] = learning_rate.item()
-        scalars["charts/cpu_seconds"] = progress.cpu_seconds
-        scalars["charts/SPS"] = num_steps / (time.time() - start)
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, progress.step)
-        if "charts/episodic_return" in scalars:
-            bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.1f}", refresh=False)
-        bar.update(min(progress.step, args.total_timesteps) - bar.n)
+            # Log, in process 0 alone: losses are of all processes, episodes its own. The rest of the loop
+            # must not call `average`, since the other processes do not get there
+            if RANK > 0:
+                continue
+            scalars = summarize(storage, batch, metrics)
+            if not metrics.isfinite().all():
+                fail(f"{args.env_id}: losses are not finite at step {progress.step}")
+            scalars["charts/learning_rate"] = learning_rate.item()
+            scalars["charts/cpu_seconds"] = progress.cpu_seconds
+            scalars["charts/SPS"] = num_steps / (time.time() - start)
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, progress.step)
+            if "charts/episodic_return" in scalars:
+                bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.1f}", refresh=False)
+            bar.update(min(progress.step, args.total_timesteps) - bar.n)
 
-        # Save, before an evaluation that might fail
-        is_due = progress.iteration % eval_interval == 0
-        if is_due or time.time() - saved_at > 600:
-            writer.flush()
-            save("checkpoint.pt")
-            saved_at = time.time()
+            # Save, before an evaluation that might fail
+            is_due = progress.iteration % eval_interval == 0
+            if is_due or time.time() - saved_at > 600:
+                writer.flush()
+                save("checkpoint.pt")
+                saved_at = time.time()
 
-        # Evaluate, unless --eval-interval asks for more, on at most a fifth of the steps
-        eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
-        is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-        if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
-            score_policy()
+            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the steps so far; the
+            # rollout's longest episode predicts how many the next one takes
+            eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
+            is_affordable = args.eval_interval or eval_steps <= progress.step / 5
+            if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
+                score_policy()
 
     # Evaluate the last policy, and save
-    bar.close()
     if RANK > 0:
         return
     save("checkpoint.pt")
+    # None: the last policy is not evaluated yet, or there is no best.pt of this task
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy()
     writer.close()
@@ -700,7 +732,7 @@ def main(argv=None):
     counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
-        if type(value) in (int, float) and not value >= least:
+        if type(value) in (int, float) and not value >= least:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
@@ -712,8 +744,9 @@ def main(argv=None):
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:
-        if RANK == 0:
-            how = f"python {sys.argv[0]} --resume {run_path}/checkpoint.pt"
+        newest = run_path / "checkpoint.pt"
+        if RANK == 0 and newest.exists():
+            how = f"python {sys.argv[0]} --resume {newest}"
             print(f"{run_path}: interrupted; to resume: {how}", file=sys.stderr)
         raise SystemExit(130) from None
 

@@ -120,6 +120,15 @@ class Quadrants(OneStep):
         return float(action == self.brighter)
 
 
+class Quarters(Quadrants):
+    """The same images with a channel, [16, 20, 1]."""
+
+    observation_space = Box(0, 255, (16, 20, 1), np.uint8)
+
+    def draw(self):
+        return super().draw()[..., None]
+
+
 class Aim(OneStep):
     """Box [2, 1]: minus the squared distance to the target shown, in half-widths of the box; optimum 0."""
 
@@ -227,7 +236,7 @@ def register(name, entry_point, **kwargs):
         gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, options=options))
 
 
-for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Pair, Quadrants, Aim):
+for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Pair, Quadrants, Quarters, Aim):
     register(env_class.__name__, env_class)
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
 register("NoLimit", Task)
@@ -239,3 +248,4 @@ for where in ("obs", "reward"):
 for layout in ("CHW", "HWC", "HW"):
     register(f"Picture{layout}", Picture, kwargs={"layout": layout})
     register(f"SmallPicture{layout}", Picture, kwargs={"layout": layout, "height": 35})
+gym.register("Pole-v0", "gymnasium.envs.classic_control.cartpole:CartPoleEnv", max_episode_steps=20)

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from conftest import ROOT
 def run_copy(path, *flags):
     """Run the script at `path` in its folder, where no module of this repository is found."""
     path = Path(path)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(path.parent)
     os.environ.pop("PYTHONPATH", None)
     sys.path[:] = [str(path.parent), *(x for x in sys.path if x not in ("", str(ROOT), str(ROOT / "tests")))]
@@ -113,26 +115,25 @@ def descend(agent):
 
 
 def update_ppo(ppo, rows):
-    """Of a rollout, with unequal numbers of rows; advantages are normalized over the rows of all processes."""
+    """Of a rollout with rows of weight 0; advantages are normalized over the rows of all processes."""
     args, device = ppo.Args(num_envs=4, norm_obs=True, ent_coef=0.1), torch.device("cpu")
     envs, agents, metrics = ppo.make_envs(args, 4), [], []
     for args.max_grad_norm in (0.1, 1e9):  # which clips everything and nothing
         agent, storage = ppo.Agent(envs, args.norm_obs), ppo.RolloutStorage(envs, args.num_steps)
         storage.obs[-1], _ = envs.reset(seed=1)
-        ppo.collect_rollout(agent, envs, storage, args.gamma, device)
+        ppo.collect_rollout(agent, partial(ppo.sample_actions, agent), envs, storage, args.gamma, device)
         with patch.multiple(ppo, average=lambda x: x):  # the same in every process
             batch = ppo.compute_batch(agent, storage, args, device)
-        assert 200 < len(batch.obs) < 256
-        index = torch.arange(127)
-        if rows.step == 2:
-            index = index.split((30, 97))[rows.start]
-        batch = ppo.Batch(*(x[index] for x in batch))
+        assert 200 < batch.weights.sum() < 256
+        assert batch.weights[::2].sum() != batch.weights[1::2].sum()
         shake(agent)
-        metrics.append(ppo.update_minibatch(agent, descend(agent), batch, args))
+        agent.unused = torch.nn.Parameter(torch.zeros(2))
+        batch = [x[rows] for x in batch]
+        metrics.append(ppo.update_minibatch(agent, descend(agent), args, *batch))
         agents.append(agent)
-    stats = ppo.RunningMeanStd(4)
+    stats, obs = ppo.RunningMeanStd(4), batch[0]
     for shift in (5.0, 0.0):
-        stats.update(batch.obs + shift)
+        stats.update(obs + shift, batch[-1])
     return agents, [*metrics, stats.mean, stats.var]
 
 

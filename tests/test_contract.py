@@ -4,6 +4,7 @@ import ast
 import importlib
 import io
 import itertools
+import math
 import os
 import re
 import shutil
@@ -31,15 +32,15 @@ run_dir resume evaluate eval_interval eval_episodes""".split()
 # The algorithm's own name stands for None. A script may have no section of environments
 SECTIONS = ["Networks", "Environments", "Storage", None, "Evaluation", "Training"]
 MAX_TOKENS = {
-    "algos/ppo.py": 4300,
-    "algos/r2d2_lstm.py": 5800,
-    "algos/reinforce_tsp_attention.py": 4800,
+    "algos/ppo.py": 5200,
+    "algos/r2d2_lstm.py": 6600,
+    "algos/reinforce_tsp_attention.py": 5400,
     "envs_shared/tsplib.py": 1200,
-    "algos/alphazero_go.py": 7800,
+    "algos/alphazero_go.py": 8900,
     "envs_shared/go.py": 2600,
     "envs_shared/go_gtp.py": 4500,
-    "algos/ppo_change_detection.py": 5400,
-    "envs_shared/change_pairs.py": 1600,
+    "algos/ppo_change_detection.py": 5900,
+    "envs_shared/change_pairs.py": 2000,
     "envs_shared/change_folders.py": 1800,
 }
 OPTIONAL = {"ale_py", "minigrid"}  # packages that are imported for some tasks only
@@ -57,15 +58,22 @@ class Case:
     bad: dict[str, str]  # flags of bad input, and words of the one line that answers them
     sibling: str | None = None  # the file of envs_shared/ that a copy takes along
     reader: str | None = None  # the file of envs_shared/ that it imports to read a rarer format
+    num_saves: int = (
+        2  # times that checkpoint.pt is written at an evaluation: before it and, if small, after it
+    )
+    other_task: str | None = None  # flags of another task that a checkpoint fits
 
 
 NOT_DIVISIBLE = "must be divisible by the number of processes (2)"
 BAD_FILES = {
-    "--resume missing.pt": "missing.pt: not a checkpoint",
-    "--resume garbage.pt": "garbage.pt: not a checkpoint",
-    "--evaluate weights.pt": "weights.pt: not a checkpoint",
-    "--resume other.pt": "other.pt: not a checkpoint",
-    "--evaluate pickle.pt": "Weights only load failed",
+    "--resume missing.pt": "missing.pt: missing, or not a checkpoint of this version",
+    "--resume garbage.pt": "garbage.pt: missing, or not a checkpoint of this version",
+    "--evaluate weights.pt": "weights.pt: missing, or not a checkpoint of this version",
+    "--resume other.pt": "other.pt: missing, or not a checkpoint of this version",
+    "--evaluate pickle.pt": "pickle.pt: missing, or not a checkpoint of this version",
+    "--run-dir garbage.pt": "cannot be written to (Not a directory)",
+    "--seed -1": "--seed (-1) must be at least 0",
+    "--eval-episodes -1": "--eval-episodes (-1) must be at least 0",
 }  # for all scripts
 CASES = {
     "ppo": Case(
@@ -80,11 +88,18 @@ CASES = {
             "--env-id no_such_module:Task-v0": "--env-id no_such_module:Task-v0: No module named 'no_such_module'",
             "--env-id bad_envs:Image-v0": "must flatten to at most 10,000 numbers, not Box(0, 255, (84, 84, 3)",
             "--env-id bad_envs:Sequence-v0": "must flatten to at most 10,000 numbers, not Sequence(",
-            "--env-id bad_envs:MultiDiscrete-v0": "actions must be Box or Discrete, not MultiDiscrete([2 3])",
+            "--env-id bad_envs:MultiDiscrete-v0": "must be Discrete or a Box of floats, not MultiDiscrete([2 3])",
+            "--env-id bad_envs:Integers-v0": "must be Discrete or a Box of floats, not Box(0, 3, (2,), int64)",
+            "--env-id bad_envs:Empty-v0": "must be Discrete or a Box of floats, not Box(",
             "--env-id probe_envs:SameStepLedger-v0": "the autoreset mode must be NEXT_STEP",
-            "--env-id Acrobot-v1 --resume good.pt": "good.pt: does not fit --env-id or --norm-obs",
-            "--norm-obs --evaluate good.pt": "good.pt: does not fit --env-id or --norm-obs",
+            "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id, --norm-obs",
+            "--norm-obs --evaluate good.pt": "good.pt: not the network of --env-id, --norm-obs",
+            "--num-envs 0": "--num-envs (0) must be at least 1",
+            "--learning-rate -0.1": "--learning-rate (-0.1) must be at least 0",
+            "--num-minibatches 100000": "--num-minibatches (100000) must divide the 2048 steps",
+            "--capture-video --env-id probe_envs:Fixed-v0": "--capture-video: probe_envs:Fixed-v0 has no render",
         },
+        other_task="--env-id probe_envs:Pole-v0",
     ),
     "r2d2_lstm": Case(
         quick="--num-envs 8 --num-steps 32 --total-timesteps 2048 --eval-episodes 4 --eval-interval 2"
@@ -178,6 +193,8 @@ flat, image = Box(-1, 1, (2,)), Box(0, 255, (84, 84, 3), np.uint8)
 gym.register("Image-v0", Task, kwargs={"obs": image, "actions": Discrete(2)})
 gym.register("Sequence-v0", Task, kwargs={"obs": Sequence(flat), "actions": Discrete(2)})
 gym.register("MultiDiscrete-v0", Task, kwargs={"obs": flat, "actions": MultiDiscrete([2, 3])})
+gym.register("Integers-v0", Task, kwargs={"obs": flat, "actions": Box(0, 3, (2,), int)})
+gym.register("Empty-v0", Task, kwargs={"obs": flat, "actions": Box(-1, 1, (0,))})
 """
 
 # Run a test for each of the scripts, with what is made once for all tests of a script
@@ -225,6 +242,11 @@ def load(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
+def read_progress(path: Path) -> dict:
+    """What a run folder's checkpoint.pt says about the run so far."""
+    return load(path / "checkpoint.pt")["progress"]
+
+
 def read_files(folder: Path) -> dict[Path, bytes]:
     return {x: x.read_bytes() for x in folder.rglob("*") if x.is_file() and "__pycache__" not in x.parts}
 
@@ -241,15 +263,16 @@ def test_a_copy_alone_is_killed_resumed_and_evaluated(script, tmp_path):
     """In the same folder: counters continue, no step is logged twice, none is missing, and nothing else is left."""
     case, folder = CASES[script], tmp_path / "copy"
     path = kill_at(script, "4", "written", folder)  # between its log and its checkpoint
-    before, logged = load(path / "checkpoint.pt")["progress"], read_scalars(path)[case.tags[1]]
+    before, logged = read_progress(path), read_scalars(path)[case.tags[1]]
     time.sleep(1.1)  # TensorBoard orders event files by the second they were made in
-    counter = 1 if case.length == "--total-timesteps" else 0
+    counter = "step" if case.length == "--total-timesteps" else "iteration"
     total = before[counter] + 2 * case.more
     out, err = run_copy(folder, script, "--resume", path / "checkpoint.pt", case.length, total)
-    after, scalars = load(path / "checkpoint.pt")["progress"], check_no_step_is_logged_twice(path)
-    assert all(a > b for a, b in zip(after[:4], before[:4], strict=True)) and after[counter] >= total
-    assert len(scalars[case.tags[1]]) == after[0]  # one in each iteration of both parts
-    assert scalars[case.tags[1]][: before[0]] == logged[: before[0]] and len(logged) > before[0] > 0
+    after, scalars = read_progress(path), check_no_step_is_logged_twice(path)
+    assert all(after[name] > before[name] for name in ("iteration", "step", "eval_steps", "cpu_seconds"))
+    num_before, num_after = before["iteration"], after["iteration"]
+    assert len(scalars[case.tags[1]]) == num_after and after[counter] >= total  # one in each iteration
+    assert scalars[case.tags[1]][:num_before] == logged[:num_before] and len(logged) > num_before > 0
     seconds = [value for _, value in scalars["charts/cpu_seconds"]]
     assert seconds == sorted(seconds)
     assert {x.name for x in folder.iterdir()} - {"envs_shared", "__pycache__"} == {f"{script}.py", "runs"}
@@ -276,7 +299,7 @@ def test_a_copy_runs_under_torchrun(script, tmp_path):
     path = find_run(folder / "runs")
     scalars = read_scalars(path)
     assert out.count(f"runs/{path.name}: ") == 2 and len(list(path.glob("events*"))) == 1
-    assert len(scalars[case.tags[1]]) == load(path / "checkpoint.pt")["progress"][0] and scalars[case.tags[0]]
+    assert len(scalars[case.tags[1]]) == read_progress(path)["iteration"] and scalars[case.tags[0]]
     (log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     assert path.name in log.name
     assert all(tag.encode() in log.read_bytes() for tag in (*case.tags, "wandb_project_name"))
@@ -331,7 +354,7 @@ def whole(script, tmp_path_factory):
 
 @each_script
 def test_the_seed_alone_fixes_a_run_and_evaluations_change_nothing(script, whole, tmp_path):
-    """To the last bit. If they are switched off, checkpoint.pt is written at the same points.
+    """To the last bit.
 
     Each iteration has random numbers that no other iteration has, and none that a run with another --seed has.
     """
@@ -341,13 +364,12 @@ def test_the_seed_alone_fixes_a_run_and_evaluations_change_nothing(script, whole
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert whole.read_losses() == never.read_losses() != {}
     assert other.read_losses() != whole.read_losses()
-    num_iterations = load(whole.path / "checkpoint.pt")["progress"][0]
+    num_iterations = read_progress(whole.path)["iteration"]
     seeds, earlier = never.seeds[-num_iterations:], never.seeds[:-num_iterations]
     assert len({*seeds}) == num_iterations > 4 and not {*seeds} & {*earlier, *other.seeds}
     assert len(read_scalars(whole.path)[CASES[script].tags[0]]) > 2
     assert not any(tag.startswith("eval/") for tag in read_scalars(never.path))
-    count = whole.written.count("checkpoint.pt")
-    assert never.written == ["checkpoint.pt"] * count and count > 3 and "best.pt" in whole.written
+    assert {*never.written} == {"checkpoint.pt"} and len(never.written) > 3 and "best.pt" in whole.written
     assert "not evaluated" in never.out and "not evaluated" not in whole.out
     if script in ("ppo", "r2d2_lstm"):  # ten episodes, since the checkpoint says none
         with redirect_stdout(io.StringIO()) as out:
@@ -405,12 +427,154 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_one_that_loads(script, tmp_
     """The first is written before training. Later a best.pt is there as well, and it loads too."""
     number, moment = at.split("-")
     path = kill_at(script, number, moment, tmp_path, "--eval-interval", "1")
-    checkpoint = load(path / "checkpoint.pt")
-    iteration, step, *_ = checkpoint["progress"]  # one checkpoint.pt in each
-    assert iteration == int(number) - 1 - (moment != "replaced")
-    assert (iteration == 0) == (step == 0) == (checkpoint["optimizer"]["state"] == {})
+    checkpoint, progress = load(path / "checkpoint.pt"), read_progress(path)
+    num_written = int(number) - (moment != "replaced")
+    iteration = progress["iteration"]
+    assert iteration == math.ceil((num_written - 1) / CASES[script].num_saves)
+    assert (iteration == 0) == (progress["step"] == 0) == (checkpoint["optimizer"]["state"] == {})
     for best in path.glob("best.pt"):
-        assert load(best)["progress"][0] > 0
+        assert load(best)["progress"]["iteration"] > 0
+
+
+# What users do
+
+
+@each_script
+def test_a_frozen_layer_and_an_unused_parameter_train_on(script, tmp_path):
+    """What is frozen stays, what no loss uses stays, and the rest is trained."""
+    found, to = [], torch.nn.Module.to
+
+    def edit(network, *args):
+        if not found:
+            name, first = next(network.named_parameters())
+            first.requires_grad_(False)
+            network.unused = torch.nn.Parameter(torch.ones(3))
+            found.extend((name, {name: x.clone() for name, x in network.state_dict().items()}, network))
+        return to(network, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "to", edit)
+        path = run_quick(script, tmp_path, "--eval-episodes", 0).path
+    agent, (name, before, network) = load(path / "checkpoint.pt")["agent"], found
+    assert torch.equal(agent[name], before[name]) and torch.equal(agent["unused"], torch.ones(3))
+    moved = [not torch.equal(agent[name], before[name]) for name, _ in network.named_parameters()]
+    assert sum(moved) >= (len(moved) - 2) / 2
+
+
+@each_script
+def test_an_evaluation_that_fails_loses_nothing(script, tmp_path):
+    """The checkpoint before it is of the same iteration, and the run goes on from there."""
+    module = importlib.import_module(f"algos.{script}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "evaluate", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_quick(script, tmp_path)
+    path = find_run(tmp_path)
+    assert read_progress(path)["iteration"] == 2 and not (path / "best.pt").exists()
+    module.main(["--resume", str(path / "checkpoint.pt")])
+    assert read_progress(path)["iteration"] > 4 and (path / "best.pt").exists()
+
+
+@each_script
+def test_checkpoints_are_at_most_ten_minutes_apart(script, tmp_path, monkeypatch):
+    """Here each call of the clock is a minute later."""
+    module = importlib.import_module(f"algos.{script}")
+    monkeypatch.setattr(module.time, "time", itertools.count(1e9, 60.0).__next__)
+    written = run_quick(script, tmp_path, "--eval-episodes", 0, "--eval-interval", 10**6).written
+    assert written.count("checkpoint.pt") > 3
+
+
+@each_script
+def test_ctrl_c_ends_with_the_command_that_resumes(script, tmp_path):
+    """As the last line, with exit code 130. The command works."""
+    case, folder, log = CASES[script], copy_script(script, tmp_path / "copy"), tmp_path / "log"
+    flags = [*case.quick.split(), case.length, "1000000"]
+    process = start_process(log, {}, "run_copy", folder / f"{script}.py", *flags)
+    while process.is_alive() and not list(folder.glob("runs/*/best.pt")):
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    assert wait_for([process]) == [130], log.read_text()
+    path = find_run(folder / "runs")
+    line = log.read_text().splitlines()[-1]
+    name = f"runs/{path.name}"
+    command = re.escape(f"{script}.py --resume {name}/checkpoint.pt")
+    assert re.fullmatch(rf"{re.escape(name)}: interrupted; to resume: python \S*{command}", line), line
+    step = read_progress(path)["iteration"] + 1
+    if case.length == "--total-timesteps":
+        step = read_progress(path)["step"] + 1
+    run_copy(folder, script, *line.split(".py ")[1].split(), case.length, str(step))
+
+
+@each_script
+def test_a_resumed_run_without_a_best_score_evaluates(script, whole, tmp_path):
+    """If best.pt is missing, if there was no evaluation, or if the task is another one: the next one is the best."""
+    case, module = CASES[script], importlib.import_module(f"algos.{script}")
+
+    def resume(run, *flags):
+        out = io.StringIO()
+        with redirect_stdout(out):
+            module.main(["--resume", str(run / "checkpoint.pt"), *flags])
+        assert load(run / "best.pt")["progress"]["best_score"] == read_progress(run)["best_score"] is not None
+        return out.getvalue()
+
+    never = run_quick(script, tmp_path / "never", "--eval-episodes", 0).path
+    assert not (never / "best.pt").exists()
+    out = resume(never, "--eval-episodes", "4")
+    assert f"raise {case.length} to train on" in out and "not evaluated" not in out
+    missing = shutil.copytree(whole.path, tmp_path / "missing")
+    (missing / "best.pt").unlink()
+    resume(missing)
+    if case.other_task:
+        other = shutil.copytree(whole.path, tmp_path / "other")
+        before = load(other / "best.pt")["progress"]["iteration"]
+        resume(other, *case.other_task.split(), case.length, str(longer(whole.path, case)))
+        assert load(other / "best.pt")["progress"]["iteration"] > before
+
+
+def longer(path: Path, case: Case) -> int:
+    """The value of the flag for the length of a run that trains for a little more."""
+    counter = "step" if case.length == "--total-timesteps" else "iteration"
+    return read_progress(path)[counter] + case.more
+
+
+BROKEN_ENVS = """
+import gymnasium as gym
+import numpy as np
+
+class Broken(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+
+    def __init__(self, where):
+        self.where = where
+        self.fail_if("init")
+
+    def fail_if(self, where):
+        if where == self.where:
+            raise ValueError("a fault of the user")
+
+    def reset(self, *, seed=None, options=None):
+        self.fail_if("reset")
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.fail_if("step")
+
+for where in ("init", "reset", "step"):
+    gym.register(f"{where}-v0", Broken, kwargs={"where": where}, disable_env_checker=True)
+"""
+
+
+@pytest.mark.parametrize("script", ["ppo", "r2d2_lstm"])
+def test_the_traceback_of_a_users_environment_is_whole(script, tmp_path):
+    folder, log = copy_script(script, tmp_path / "copy"), tmp_path / "log"
+    (folder / "broken_envs.py").write_text(BROKEN_ENVS)
+    for where, line in (("init", "self.fail_if"), ("reset", "self.fail_if"), ("step", "self.fail_if")):
+        flags = ("--env-id", f"broken_envs:{where}-v0", "--num-envs", "4")
+        process = start_process(log, {}, "run_copy", folder / f"{script}.py", *flags)
+        assert wait_for([process]) == [1]
+        text = log.read_text()
+        assert "broken_envs.py" in text and line in text and "ValueError: a fault of the user" in text
+        assert f"{script}.py: error" not in text
 
 
 # The form of a script
@@ -433,12 +597,12 @@ def count_tokens(text: str) -> int:
 @each_script
 def test_a_script_is_within_its_budget(script):
     """Each of its functions and classes has a docstring that is a sentence."""
-    text, max_lines = source(script), dict(zip(SCRIPTS, (450, 600, 500, 850, 560), strict=True))
-    assert len(text.splitlines()) <= max_lines[script] and max(map(len, text.splitlines())) <= 110
+    text = source(script)
+    assert max(map(len, text.splitlines())) <= 110
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
-            assert length <= (110 if node.name == "train" else 70), node.name
+            assert length <= (140 if node.name == "train" else 70), node.name
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             assert re.match(r"[A-Z].*\.(\n\n|\Z)", ast.get_docstring(node) or "", re.S), node.name
@@ -521,7 +685,10 @@ def test_common_flags_come_first_and_are_spelled_alike(script, monkeypatch, caps
         assert f"--{name.replace('_', '-')}" in text and " ".join(comment.split()) in text, name
 
 
-@pytest.mark.parametrize("name", ["fail", "average", "seed_everything"])
+SHARED = "fail average average_gradients seed_everything capture set_up_device save_checkpoint load_checkpoint open_run"
+
+
+@pytest.mark.parametrize("name", SHARED.split())
 def test_equal_functions_have_equal_sources(name):
     found = [re.findall(rf"^def {name}\(.*?(?=\n\n\n)", source(script), re.M | re.S) for script in SCRIPTS]
     assert len({text for texts in found for text in texts}) == 1 and sum(map(len, found)) > 1

@@ -47,7 +47,7 @@ def test_two_processes_train_as_one(script, tmp_path):
         for other in (second, load(path)):
             torch.testing.assert_close(first["agent"], other["agent"], rtol=0, atol=0)
         assert not torch.equal(first["rng"], second["rng"])
-        iterations.append(load(path)["progress"][0])
+        iterations.append(load(path)["progress"]["iteration"])
     assert iterations[0] < iterations[1]
     check_no_step_is_logged_twice(tmp_path / "resumed")
     update, other = (kept["update"] for kept in ranks)

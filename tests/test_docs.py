@@ -217,7 +217,7 @@ def test_every_script_shows_the_functions_of_its_equations():
         assert {path for _, path, _ in hooks.MARKER.findall(equations)} == {f"algos/{script}.py"}
         blocks = [block for block in equations.split("\n\n**")[1:] if re.match(r"\(\d+\)", block)]
         named = [hooks.MARKER.search(block) or re.search(r"same\sfunction", block) for block in blocks]
-        assert len(blocks) >= 4 and all(named), script
+        assert len(blocks) >= 3 and all(named), script
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_sources_stand_beneath_the_formulas_of_their_paragraph():
     assert before == "a [`compute_gae`](#compute_gae) b\n\n```math\nx\n```\n\n"
     assert after.endswith("c [`f`](#compute_gae)") and "    def compute_gae(" in after
     start, source = hooks.find_source("algos/ppo.py", "compute_batch")
-    assert source.startswith("@torch.no_grad()\n") and source.splitlines()[-1].startswith("    return Batch")
+    assert source.startswith("@torch.no_grad()\n") and "    return Batch(" in source.splitlines()
     assert (ROOT / "algos" / "ppo.py").read_text().splitlines()[start - 1] == "@torch.no_grad()"
 
 
@@ -314,7 +314,8 @@ def make_policy(script: str, folder: Path) -> Path:
     for name, weights in checkpoint["agent"].items():  # so large that actions differ from step to step
         if re.match(r"heads\.2" if script == "ppo_change_detection" else ".*(weight|bias)", name):
             torch.nn.init.normal_(weights)
-    checkpoint["progress"] = (*checkpoint["progress"][:-1], 0.2)  # the threshold of change detection
+    if "threshold" in checkpoint["progress"]:  # of change detection
+        checkpoint["progress"]["threshold"] = 0.2
     torch.save(checkpoint, path)
     return path
 
@@ -361,7 +362,7 @@ def check_ppo_change_detection(run_page, module, monkeypatch):
         picture[:16] = 0
         Image.fromarray(picture).save(name)
     names = run_page()
-    args, threshold = names["args"], names["checkpoint"]["progress"][-1]
+    args, threshold = names["args"], names["checkpoint"]["progress"]["threshold"]
     args.predict = ("before.png", "after.png")
     module.write_predictions(names["agent"], args, threshold, torch.device("cpu"))
     mask = np.array(Image.open(Path(args.output) / "before_mask.png")) > 0

@@ -3,7 +3,9 @@
 import importlib
 import itertools
 import math
+import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -12,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, fail_with, read_scalars
 from test_contract import find_run, load, run_main
-from torch.distributions import Categorical, Normal, kl_divergence
+from torch.distributions import Categorical, Normal
 from torch.nn.utils import parameters_to_vector
 
 from algos import ppo
@@ -40,22 +42,27 @@ def make_parts(args):
 
 
 def collect(args, parts):
-    """Collect a rollout; return its training data, and (step, environment) of each row."""
+    """Collect a rollout; return its rows of weight 1, and (step, environment) of each one."""
     envs, agent, storage = parts
-    ppo.collect_rollout(agent, envs, storage, args.gamma, CPU)
-    return ppo.compute_batch(agent, storage, args, CPU), np.argwhere(storage.lengths[1:] > 0)
+    ppo.collect_rollout(agent, partial(ppo.sample_actions, agent), envs, storage, args.gamma, CPU)
+    batch = ppo.compute_batch(agent, storage, args, CPU)
+    return pick(batch, batch.weights == 1), np.argwhere(storage.lengths[1:] > 0)
+
+
+def pick(batch, rows):
+    return Batch(*(x[rows] for x in batch))
 
 
 @torch.no_grad()
 def make_batch(agent, num_rows=12):
     """Make random rows, on-policy for `agent`."""
     obs = torch.randn(num_rows, 4, dtype=torch.float64)
-    params = agent.get_policy_params(obs)
-    actions = agent.get_distribution(params).sample().double()
-    log_probs = agent.get_distribution(params).log_prob(actions).sum(-1)
+    pi = agent.get_distribution(agent.get_policy_params(obs))
+    actions = pi.sample().double()
     values = agent.critic(obs).squeeze(-1)
     advantages, noise = torch.randn(2, num_rows, dtype=torch.float64)
-    return Batch(obs, actions, params, log_probs, values, advantages, values + noise)
+    weights = torch.ones_like(values)
+    return Batch(obs, actions, pi.log_prob(actions).sum(-1), values, advantages, values + noise, weights)
 
 
 def assert_close(found, expected):
@@ -121,58 +128,58 @@ def test_rollouts_hold_the_environments_own_transitions(is_normalized):
             ends = np.flatnonzero(storage.terminated[1:, b] | storage.truncated[1:, b])
             finished = [[step[2] for step in e] for e in ledger if e[-1][4] or e[-1][5]][-len(ends) :]
             assert storage.lengths[1:][ends, b].tolist() == [len(e) for e in finished]
-            assert_close(storage.returns[1:][ends, b], [sum(e) for e in finished])
+            assert_close(storage.episode_returns[1:][ends, b], [sum(e) for e in finished])
             num_finished += len(ends)
         if is_normalized:
             seen = np.array([step[0] for ledger in ledgers for e in ledger for step in e])
             center, scale = seen.mean(0), seen.std(0)
             assert_close(agent.normalize.mean, center)
             assert_close(agent.normalize.var, scale**2)
-            assert agent.normalize.count[0] == agent.return_stats.count == len(seen)
+            assert agent.normalize.count == agent.return_stats.count == len(seen)
     assert num_finished > 20
 
 
-def test_running_statistics_equal_numpys_on_all_rows():
-    """Also if no row or one is added. What they normalize is cut at ten."""
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_running_statistics_equal_numpys_on_all_rows(shape):
+    """On those of weight 1, also if no row or one is added. What they normalize is cut at ten."""
     rng = np.random.default_rng(1)
-    stats, rows = RunningMeanStd(3), rng.normal(50, 3, (40, 3))
-    for x in np.split(rows, [10, 10, 11, 25]):
-        stats.update(torch.tensor(x))
+    stats, rows = RunningMeanStd(shape), rng.normal(50, 3, (40, *shape))
+    weights = rng.integers(0, 2, 40)
+    for x, w in zip(np.split(rows, [10, 10, 11, 25]), np.split(weights, [10, 10, 11, 25]), strict=True):
+        stats.update(torch.tensor(x), torch.tensor(w))
+    rows = rows[weights == 1]
     np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-12)
     np.testing.assert_allclose(stats.var, rows.var(0), rtol=1e-6, atol=1e-9)
-    assert stats.count.tolist() == [len(rows)] * 3
-    others = rng.normal(0, 100, (20, 3))
-    for center in (True, False):
-        expected = (others - center * rows.mean(0)) / rows.std(0)
-        assert_close(stats(torch.tensor(others), center), expected.clip(-10, 10))
+    assert stats.count == len(rows) < 40
+    others = rng.normal(0, 100, (20, *shape))
+    assert_close(stats(torch.tensor(others)), ((others - rows.mean(0)) / rows.std(0)).clip(-10, 10))
+    assert_close(stats.scale(torch.tensor(others)), (others / rows.std(0)).clip(-10, 10))
 
 
 # The objective
 
 
 @pytest.mark.parametrize("space", [DISCRETE, BOX])
-@pytest.mark.parametrize(("clip_vloss", "kl_coef"), [(False, 0.0), (True, 0.0), (False, 0.5)])
-def test_loss_equals_a_float64_loop(space, clip_vloss, kl_coef):
-    """Write eq. 7 to 9 as a loop over rows, some with a clipped ratio and some with a clipped value."""
+@pytest.mark.parametrize("clip_vloss", [False, True])
+def test_loss_equals_a_float64_loop(space, clip_vloss):
+    """Write eq. 7 and 9 as a loop over rows, some with a clipped ratio and some with a clipped value."""
     agent = make_agent(space)
     batch = make_batch(agent)
     with torch.no_grad():
         for x in agent.parameters():  # so that ratios differ from one
             x += 0.05 * torch.randn_like(x)
-    args = Args(clip_coef=0.05, clip_vloss=clip_vloss, ent_coef=0.3, vf_coef=0.7, kl_coef=kl_coef)
+    args = Args(clip_coef=0.05, clip_vloss=clip_vloss, ent_coef=0.3, vf_coef=0.7)
     losses, metrics = ppo_loss(agent, batch, args)
     num_clipped, num_clipped_values = 0, 0
-    for i, row in enumerate(Batch(*rows) for rows in zip(*batch, strict=True)):
+    for i in range(len(losses)):
+        row = pick(batch, slice(i, i + 1))
+        pi = Categorical(logits=agent.actor(row.obs))
         if space is BOX:
             pi = Normal(agent.actor(row.obs), agent.actor_logstd.exp())
-            pi_old = Normal(row.policy_params[:2], row.policy_params[2:].exp())
-        else:
-            pi, pi_old = Categorical(logits=agent.actor(row.obs)), Categorical(logits=row.policy_params)
-        log_ratio = (pi.log_prob(row.actions).sum() - row.log_probs).item()
-        ratio, old, advantage, target = math.exp(log_ratio), *map(float, row[4:])
+        actions = row.actions if space is BOX else row.actions[:, 0]
+        log_ratio = (pi.log_prob(actions).sum() - row.log_probs).item()
+        ratio, old, advantage, target = math.exp(log_ratio), *map(float, row[3:6])
         policy_loss = -min(ratio * advantage, min(max(ratio, 0.95), 1.05) * advantage)
-        if kl_coef:
-            policy_loss = 0.5 * kl_divergence(pi_old, pi).sum().item() - ratio * advantage
         value = agent.critic(row.obs).item()
         value_loss = (value - target) ** 2 / 2
         if clip_vloss:
@@ -193,6 +200,9 @@ def test_a_step_is_the_policy_gradient_at_the_old_policy(norm_adv, max_grad_norm
     """With normalized advantages if they are asked for, and not further than the largest norm."""
     args, agent = Args(norm_adv=norm_adv, max_grad_norm=max_grad_norm), make_agent(BOX)
     batch = make_batch(agent)
+    junk = make_batch(agent)._replace(weights=batch.weights * 0, advantages=batch.advantages * 50)
+    order = torch.randperm(24)  # rows of weight 0 among the others change nothing
+    mixed = Batch(*(torch.cat(pair)[order] for pair in zip(batch, junk, strict=True)))
     advantages, values = batch.advantages, agent.critic(batch.obs).squeeze(-1)
     if norm_adv:
         advantages = (advantages - advantages.mean()) / advantages.std(correction=0)
@@ -201,7 +211,7 @@ def test_a_step_is_the_policy_gradient_at_the_old_policy(norm_adv, max_grad_norm
     gradients = torch.autograd.grad(loss.mean(), [*agent.parameters()])
     gradient, before = parameters_to_vector(gradients), parameters_to_vector(agent.parameters())
     _, metrics = ppo_loss(agent, batch._replace(advantages=advantages), args)
-    found = ppo.update_minibatch(agent, torch.optim.SGD(agent.parameters(), 1.0), batch, args)
+    found = ppo.update_minibatch(agent, torch.optim.SGD(agent.parameters(), 1.0), args, *mixed)
     step = before - parameters_to_vector(agent.parameters())
     torch.testing.assert_close(step, gradient * min(1, max_grad_norm / gradient.norm()), rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(found, metrics.mean(1), rtol=1e-6, atol=1e-9)
@@ -220,7 +230,7 @@ def test_actions_are_drawn_from_the_policy():
         agent.actor[-1].bias.data.copy_(bias)
         if agent.is_continuous:
             agent.actor_logstd.data.copy_(torch.tensor([-1.0, 0.5]))
-        ppo.collect_rollout(agent, envs, storage, 0.9, CPU)
+        ppo.collect_rollout(agent, partial(ppo.sample_actions, agent), envs, storage, 0.9, CPU)
         found.append(storage.actions[:-1].reshape(20_000, -1))
     frequency = np.bincount(found[0][:, 0].astype(int)) / 20_000
     np.testing.assert_allclose(frequency, biases[0].softmax(-1), atol=0.014)
@@ -267,7 +277,7 @@ def test_wrappers_of_a_user_count_in_training_evaluation_and_films(tmp_path, mon
     flags = "--num-envs 2 --num-steps 16 --total-timesteps 64 --eval-episodes 2 --vectorization".split()
     film = ["--capture-video"] if vectorization == "auto" else []
     done = run_main(importlib.import_module(name), tmp_path / "runs", *flags, vectorization, *film)
-    assert f"in {'Async' if vectorization == 'async' else 'Sync'}VectorEnv" in done.out
+    assert f": {'Async' if vectorization == 'async' else 'Sync'}VectorEnv, 2 environments" in done.out
     scalars = read_scalars(done.path)
     for tag in ("eval/episodic_length", "charts/episodic_length"):
         assert {length for _, length in scalars[tag]} == {7.0}
@@ -317,11 +327,12 @@ def test_an_evaluation_scores_the_first_episode_of_each_environment(monkeypatch,
     assert again == scores != other
 
 
-def test_an_episode_without_end_is_cut(tmp_path):
+def test_an_episode_without_end_is_cut_with_a_line(tmp_path, capsys):
     """One of two consecutive seeds never ends, the other ends after four steps."""
     args = Args(env_id="probe_envs:HalfEndless-v0", eval_episodes=2)
     scores = ppo.evaluate(make_parts(args)[1], args, CPU, 2, tmp_path)
     assert scores["eval/episodic_length"] == scores["eval/episodic_return"] == (10_000 + 4) / 2
+    assert "1 evaluated episodes were cut at 10,000 steps" in capsys.readouterr().err
 
 
 def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch, capsys):
@@ -336,7 +347,8 @@ def test_the_best_policy_is_kept_and_ties_go_to_the_later(tmp_path, monkeypatch,
     flags = "--num-envs 16 --num-steps 32 --total-timesteps 2048 --eval-episodes 2 --eval-interval 1"
     done = run(tmp_path, flags)
     best, last = (load(done.path / f"{name}.pt")["progress"] for name in ("best", "checkpoint"))
-    assert (best[0], last[0]) == (3, 5) and (*best[4:], *last[4:]) == (3.0, 3.0, 3.0, 2.0)
+    assert (best["iteration"], best["best_score"], best["last_score"]) == (3, 3.0, 3.0)
+    assert (last["iteration"], last["best_score"], last["last_score"]) == (5, 3.0, 2.0)
     assert done.out.splitlines()[-1].endswith("return of best.pt 3.0, of the last policy 2.0")
     ppo.main(["--evaluate", str(done.path / "best.pt")])
     assert streams[:5] == [2] * 5 and streams[5] not in (0, 1, 2)
@@ -354,7 +366,7 @@ def test_the_log_of_a_run(tmp_path, monkeypatch):
     rates, update = [], ppo.update_minibatch
 
     def update_minibatch(agent, optimizer, *rest):
-        rates.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"].item())
         return update(agent, optimizer, *rest)
 
     monkeypatch.setattr(ppo, "update_minibatch", update_minibatch)
@@ -373,9 +385,10 @@ def test_the_log_of_a_run(tmp_path, monkeypatch):
     expected = pytest.approx([1e-9 * (1 - step / 512) for step in (0, *steps[:-1])], rel=1e-6, abs=0)
     assert rates[::20] == rates[19::20] == expected and logged == expected
     assert [x for _, x in scalars["charts/cpu_seconds"]] == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert load(path / "checkpoint.pt")["progress"][3] == 5.0
+    assert load(path / "checkpoint.pt")["progress"]["cpu_seconds"] == 5.0
     assert len(scalars["eval/episodic_return"]) == math.ceil(len(steps) / 2)
-    for i, (*_, values, _, returns) in enumerate(batches):
+    for i, batch in enumerate(batches):
+        values, returns = (x[batch.weights == 1] for x in (batch.values, batch.returns))
         explained = 1 - (returns - values).var().item() / returns.var().item()
         value_loss = (returns - values).square().mean().item() / 2
         assert scalars["losses/value_loss"][i][1] == pytest.approx(value_loss, rel=0.03)
@@ -397,7 +410,7 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
 def test_scalars_are_means_of_episodes_that_ended_since_the_last_one(tmp_path):
     """With episodes of 5 steps and a reset, and rollouts of 4: nothing is logged where none ended."""
     flags = "--env-id probe_envs:Fixed-v0 --num-envs 2 --num-steps 4 --total-timesteps 46 --eval-episodes 1"
-    path = run(tmp_path, flags, "--num-minibatches", 9).path  # of one row, or none
+    path = run(tmp_path, flags, "--num-minibatches", 8).path  # of one row, some of weight 0
     assert all(x.isfinite().all() for x in load(path / "checkpoint.pt")["agent"].values())
     scalars = read_scalars(path)
     steps = [step for step, _ in scalars["charts/learning_rate"]]
@@ -411,12 +424,20 @@ def test_scalars_are_means_of_episodes_that_ended_since_the_last_one(tmp_path):
 
 @pytest.mark.parametrize("where", ["obs", "reward"])
 def test_what_is_not_finite_ends_the_run_with_one_line(tmp_path, capsys, where):
-    """It names the step and the environment. The earlier checkpoint stays."""
+    """It names quantity, environment and step. The earlier checkpoint stays."""
     flags = f"--env-id probe_envs:NotFinite{where}-v0 --num-envs 2 --num-steps 16 --eval-episodes 0 --run-dir"
     line = fail_with(capsys, ppo.main, [*flags.split(), str(tmp_path)])
-    assert f"NotFinite{where}-v0: observations, rewards or losses are not finite at step 28" in line
+    name = {"obs": "obs", "reward": "rewards"}[where]
+    assert re.search(rf"NotFinite{where}-v0: {name} of environment [01] not finite in step 3", line)
     checkpoint = load(find_run(tmp_path) / "checkpoint.pt")
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
+
+
+def test_values_near_the_largest_float_are_finite():
+    storage = ppo.RolloutStorage(ppo.make_envs(Args(), 3), 4)
+    for array in (storage.obs, storage.rewards):
+        array[:] = 3e38
+    ppo.check_finite(storage, "CartPole-v1")
 
 
 # Learning
@@ -440,5 +461,8 @@ def test_tasks_are_learned_by_the_end(tmp_path, flags, seeds, least):
     """By the last policy itself, and with seeds that were not used to choose settings."""
     for seed in seeds:
         path = run(tmp_path / str(seed), f"{flags} --seed {seed}").path
-        scores = read_scalars(path)["eval/episodic_return"][-1][1], load(path / "best.pt")["progress"][4]
+        scores = (
+            read_scalars(path)["eval/episodic_return"][-1][1],
+            load(path / "best.pt")["progress"]["best_score"],
+        )
         assert min(scores) >= least

@@ -1,0 +1,116 @@
+"""What the recipes for PPO must bring about."""
+
+import importlib.util
+import sys
+
+import gymnasium as gym
+import numpy as np
+import torch
+from conftest import read_scalars
+from gymnasium.spaces import Box, Discrete
+from test_contract import load, run_main
+
+
+def run(path, flags):
+    """Run the edited copy in this process, and return its Run and its module."""
+    spec = importlib.util.spec_from_file_location("edited_copy", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["edited_copy"] = module
+    spec.loader.exec_module(module)
+    return run_main(module, path.parent / "runs", *flags.split()), module
+
+
+def read_returns(run):
+    return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
+
+
+class Masked(gym.Env):
+    """Three numbers and a mask of four actions, of which two are allowed: 1 for the one with the smaller index."""
+
+    observation_space, action_space = Box(-np.inf, np.inf, (7,)), Discrete(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def observe(self):
+        self.mask = np.zeros(4, np.float32)
+        self.mask[self.np_random.choice(4, 2, replace=False)] = 1
+        return np.concatenate((self.np_random.normal(50, 9, 3), self.mask)).astype(np.float32)
+
+    def step(self, action):
+        assert self.mask[action], "a forbidden action"
+        reward = float(action == self.mask.argmax())
+        self.steps += 1
+        return self.observe(), reward, self.steps == 5, False, {}
+
+
+def check_cnn(path, folder):
+    """The brighter quarter of an image is named: 1 at best, 0.25 at random."""
+    flags = "--env-id probe_envs:Quarters-v0 --learning-rate 1e-3 --num-steps 32 --total-timesteps 5000"
+    done, module = run(path, flags)
+    assert read_returns(done)[-1] >= 0.9
+    assert load(done.path / "best.pt")["agent"]["actor.0.weight"].shape == (16, 1, 3, 3)
+
+
+def check_atari(path, folder):
+    """Pong is played to its end, an evaluated return is a difference of points, and all weights are trained."""
+    flags = "--env-id ALE/Pong-v5 --num-envs 2 --num-steps 8 --total-timesteps 16 --eval-episodes 1 --no-norm-reward"
+    done, module = run(path, flags)
+    (returns,) = read_returns(done)
+    assert -21 <= returns <= 21 and returns == int(returns)
+    agent = load(done.path / "best.pt")["agent"]
+    assert agent["actor.0.weight"].shape == (32, 4, 8, 8) and agent["critic.9.weight"].shape == (1, 512)
+    images = torch.full((1, 4, 84, 84), 255.0)
+    envs = module.make_envs(module.Args(env_id="ALE/Pong-v5"), 1)
+    assert module.Agent(envs, False).normalize(images).max() == 1
+
+
+def check_masks(path, folder):
+    """No forbidden action is ever taken, and the best allowed one is learned, with normalized observations."""
+    gym.register("Masked-v0", Masked)
+    done, _ = run(path, "--env-id Masked-v0 --norm-obs --total-timesteps 12000 --eval-episodes 20")
+    assert read_returns(done)[-1] >= 4.9  # of 5; at random 2.5
+
+
+def check_frozen(path, folder):
+    """The encoder is that of the file to the end, and the rest is trained."""
+    torch.manual_seed(3)
+    encoder = torch.nn.Linear(4, 64)
+    torch.save(encoder.state_dict(), folder / "encoder.pt")
+    done, _ = run(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 0")
+    agent = load(done.path / "checkpoint.pt")["agent"]
+    assert torch.equal(agent["actor.1.weight"], encoder.weight)
+    assert agent["actor.5.bias"].abs().max() > 0 and agent["critic.1.bias"].abs().max() > 0
+
+
+def check_frames(path, folder):
+    """The card of three steps ago is named in nearly every step: 1 at best, -0.5 at random."""
+    done, _ = run(path, "--env-id popgym:popgym-RepeatPreviousEasy-v0 --gamma 0.5 --total-timesteps 40000")
+    assert read_returns(done)[-1] >= 0.9
+
+
+def check_acting(path, folder):
+    """The lines give the action that the policy of best.pt finds most likely."""
+    done, module = run(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2")
+    (done.path / "best.pt").rename(folder / "best.pt")
+    sys.modules["ppo"] = module
+    names = {"torch": torch, "np": np, **vars(module)}
+    exec("from types import SimpleNamespace\n" + (folder / "recipe.py").read_text(), names)
+    weights = load(folder / "best.pt")["agent"]
+    x = torch.tensor([0.0, 0.1, 0.02, -0.1])
+    for i in (1, 3, 5):
+        x = weights[f"actor.{i}.weight"] @ x + weights[f"actor.{i}.bias"]
+        x = x.tanh() if i < 5 else x
+    assert names["actions"].tolist() == [x.argmax().item()]
+
+
+CHECKS = {
+    "A CNN for image grids": check_cnn,
+    "Atari with the usual preprocessing": check_atari,
+    "Action masks": check_masks,
+    "A frozen, pretrained encoder": check_frozen,
+    "Stacked frames": check_frames,
+    "Acting without an environment": check_acting,
+}
