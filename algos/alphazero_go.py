@@ -208,13 +208,18 @@ class SelfPlay:
     """
 
     def __init__(self, go: Go, num_games: int):
-        self.boards = go.new(num_games)
-        self.pool: Records | None = None
+        self.go = go
         shape = num_games, 2 * go.num_points
         with go.device:
             self.planes = torch.zeros(*shape, NUM_PLANES, go.size, go.size, dtype=torch.bool)  # [G, T, ...]
             self.policy = torch.zeros(*shape, go.num_actions, dtype=torch.float16)  # [G, T, A]
             self.q = torch.zeros(shape)  # [G, T]
+        self.start()
+
+    def start(self):
+        """Begin new games and an empty pool."""
+        self.boards = self.go.new(len(self.q))
+        self.pool: Records | None = None
 
     def state_dict(self) -> dict:
         """Return all tensors by name."""
@@ -840,6 +845,25 @@ def set_up(args, checkpoint, device):
     return go, parts
 
 
+def use_network(go: Go, agent, args):
+    """Print scores for --evaluate, or answer commands of the Go Text Protocol for --gtp."""
+    if args.evaluate:
+        print(evaluate(go, agent, None, args, 3))
+        return
+    from envs_shared.go_gtp import Engine
+
+    Engine(go, partial(Search, go, make_workers(go, agent, args)), args).serve(sys.stdin)
+
+
+def summarize(pool: Records, metrics, epoch: int):
+    """Return what is logged about an epoch's losses and the pool after it."""
+    scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
+    scalars["pool/size"] = len(pool.z)
+    scalars["pool/loss"] = pool.loss.mean()
+    scalars["pool/age"] = epoch - pool.epoch.float().mean()
+    return scalars
+
+
 def train(args, run_path: Path, checkpoint=None):
     """Train, from `checkpoint` if there is one; with --evaluate or --gtp, only use its network.
 
@@ -854,13 +878,8 @@ def train(args, run_path: Path, checkpoint=None):
     optimizer = parts["optimizer"]
     num_games = args.num_games // WORLD_SIZE
     games = parts.get("games") or SelfPlay(go, num_games)
-    if args.evaluate:
-        print(evaluate(go, agent, None, args, 3))
-        return
-    if args.gtp:
-        from envs_shared.go_gtp import Engine
-
-        Engine(go, partial(Search, go, make_workers(go, agent, args)), args).serve(sys.stdin)
+    if args.evaluate or args.gtp:
+        use_network(go, agent, args)
         return
     progress = checkpoint["progress"] if checkpoint else Progress()
     network_parts = {name: part for name, part in parts.items() if name != "games"}
@@ -918,9 +937,7 @@ def train(args, run_path: Path, checkpoint=None):
             # Stage: another kind of games begins with new games and an empty pool
             stage = get_stage(epoch, go.num_actions, args)
             if stage.name != get_stage(epoch - 1, go.num_actions, args).name:
-                games = SelfPlay(go, num_games)
-                if "games" in parts:
-                    parts["games"] = games
+                games.start()
 
             # Collect: play until there are enough new records, which replace old ones in the pool
             workers = make_workers(go, agent, args)
@@ -943,19 +960,15 @@ def train(args, run_path: Path, checkpoint=None):
             # do not get there
             if RANK > 0:
                 continue
-            scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
             if not metrics.isfinite().all():
                 fail(f"{args.env_id}: losses are not finite at step {progress.step}")
-            now = time.time()
+            scalars = summarize(games.pool, metrics, epoch)
             scalars["charts/learning_rate"] = learning_rate
             scalars["charts/cpu_seconds"] = progress.cpu_seconds
-            scalars["charts/SPS"] = num_moves / (now - start)
             scalars["charts/moves"] = num_moves
+            scalars["charts/SPS"] = num_moves / (time.time() - start)
             scalars["charts/collect_seconds"] = collected - start
-            scalars["charts/train_seconds"] = now - collected
-            scalars["pool/size"] = len(games.pool.z)
-            scalars["pool/loss"] = games.pool.loss.mean()
-            scalars["pool/age"] = epoch - games.pool.epoch.float().mean()
+            scalars["charts/train_seconds"] = time.time() - collected
             for name, value in scalars.items():
                 writer.add_scalar(name, value, progress.step)
             bar.set_postfix_str(f"loss {scalars['losses/loss']:.3f}", refresh=False)

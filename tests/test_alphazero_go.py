@@ -370,7 +370,9 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
     pool = make_records(400)
     ranked, sampled, sample = pool.loss.clone(), [], az.sample_pool
     monkeypatch.setattr(az, "sample_pool", lambda *a: sampled.append(sample(*a)) or sampled[-1])
-    metrics = az.train_epoch(agent, torch.optim.AdamW(agent.parameters(), 1e-2), pool, stage(), args, no_bar())
+    metrics = az.train_epoch(
+        agent, torch.optim.AdamW(agent.parameters(), 1e-2), pool, stage(), args, no_bar()
+    )
     assert [int(x[0]) % 8 for x in sampled] == [0, 1, 2]  # three minibatches are 12 % of 400
     index = torch.cat(sampled)
     is_new = torch.zeros(400, dtype=torch.bool).index_fill(0, index, True)
@@ -445,7 +447,9 @@ def test_stages_and_schedules():
     args = Args(num_epochs=5, pretrain_value_epochs=1, pretrain_search_epochs=1, value_coef=0.15)
     args = replace(args, simulations_start=2, simulations_end=6, epsilon_start=0.8, epsilon_end=0.4)
     args = replace(args, q_weight_start=0.1, q_weight_end=0.9)
-    names, scores, sims, epsilons, q_weights, coefs = zip(*(az.get_stage(k, 5, args) for k in range(5)), strict=True)
+    names, scores, sims, epsilons, q_weights, coefs = zip(
+        *(az.get_stage(k, 5, args) for k in range(5)), strict=True
+    )
     assert names == ("random games", "search pretraining", *["self-play"] * 3)
     assert scores == (None, az.ucb_scores, *[az.puct_scores] * 3)
     assert sims == (2, 6, 4, 5, 6)  # classic UCB tries all five moves before it chooses
@@ -515,7 +519,11 @@ def test_evaluations_are_of_the_search_against_the_best_network_or_plain_mcts(mo
     go, matches, searches, search = Go(5), [], [], az.Search
     monkeypatch.setattr(az, "play_match", lambda go, *match: matches.append(match) or (0.5, 1.5, 7))
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
-    assert az.evaluate(go, agent, None, args, 3) == {"eval/win_rate": 0.5, "eval/margin": 1.5, "eval/moves": 7}
+    assert az.evaluate(go, agent, None, args, 3) == {
+        "eval/win_rate": 0.5,
+        "eval/margin": 1.5,
+        "eval/moves": 7,
+    }
     best = az.evaluate(go, agent, agent, args, 2, 1)
     assert best == {"eval/win_rate_best": 0.5, "eval/margin_best": 1.5, "eval/moves": 7}
     ((searcher, mcts), *rest), (pair, *rest_best) = matches
@@ -550,11 +558,15 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
     found = [x["value_head.2.bias"].item() for x in (best["agent"], last["best"], last["agent"])]
     assert found == [news[3], news[3], news[4]]
     assert best["progress"]["iteration"] == 4 and best["progress"]["best_score"] == 0.5
-    found = [last["progress"][name] for name in ("iteration", "eval_steps", "best_score", "last_score", "win_rate")]
+    found = [
+        last["progress"][name] for name in ("iteration", "eval_steps", "best_score", "last_score", "win_rate")
+    ]
     assert found == [5, 15, 0.5, 0.2, 0.75]
     scalars = read_scalars(path)
     assert [x for _, x in scalars["eval/win_rate_best"]] == pytest.approx(rates)
-    assert [x for _, x in scalars["eval/win_rate"]] == [0.75] and [x for _, x in scalars["eval/margin"]] == [2.5]
+    assert [x for _, x in scalars["eval/win_rate"]] == [0.75] and [x for _, x in scalars["eval/margin"]] == [
+        2.5
+    ]
 
 
 def test_the_line_with_the_sources_values():
