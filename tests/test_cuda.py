@@ -167,7 +167,7 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
     torch.testing.assert_close(device.tensors, host.tensors, rtol=rtol, atol=atol)
     found, expected = (read_scalars(run.path) for run in (device, host))
     assert found.keys() == expected.keys()
-    for tag in found.keys() - {"charts/SPS", "charts/cpu_seconds"}:
+    for tag in [tag for tag in found if tag != "charts/SPS" and not tag.endswith("seconds")]:
         np.testing.assert_allclose(found[tag], expected[tag], rtol=1e-3, atol=1e-4, err_msg=tag)
     if (path := device.path / "best.pt").exists():
         capsys.readouterr()
@@ -206,7 +206,7 @@ def test_a_cut_run_that_is_resumed_on_the_device_ends_as_a_whole_one(script, fla
         play(script, flags, tmp_path / "cut", max_updates)
     (path,) = tmp_path.glob("cut/*/checkpoint.pt")
     half = load(path)
-    assert script != "alphazero_go" or (half["games"]["num_moves"].any() and len(half["pool"]["z"]) > 0)
+    assert script != "alphazero_go" or (half["games"]["boards"]["num_moves"].any() and half["games"]["pool"])
     resumed = play(script, f"--resume {path}", tmp_path / "cut")
     assert resumed.find_differences(whole) == [] and len(resumed.tensors) > 100
     counts = [run.checkpoint["progress"] | {"cpu_seconds": 0.0} for run in (whole, resumed)]
