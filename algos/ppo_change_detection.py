@@ -32,7 +32,6 @@ dates but the last, K windows that are read, n rows; S side of a picture, P of a
 # requires-python = ">=3.11"
 # dependencies = ["torch", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
-import math
 import os
 import random
 import sys
@@ -60,8 +59,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 # What is logged about PPO's gradient steps; the detector's have a cross entropy alone
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "cross_entropy")
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
-# Flags that the weights depend on, and flags that the return on val depends on
-NETWORK_FLAGS = ("env_id", "patch_size", "cell_size", "coarse_size")
+# Flags that the return on val depends on
 SCORE_FLAGS = ("env_id", "data_dir", "seed", "image_size", "eval_episodes", "num_steps", "cost", "beta")
 
 
@@ -227,76 +225,62 @@ class ChangeEnv:
     def reset(self, images, labels):
         """Begin with pictures [B, 3 J, S, S] and labels [B, G, h, w], and return the first observation."""
         query = self.agent.backbone(F.avg_pool2d(images, self.args.coarse_size))  # [B, D, h, w]
-        num_pairs, _, height, width = query.shape
+        zeros = torch.zeros_like(query[:, 0])  # [B, h, w]
+        self.is_active = zeros == 0  # queries that have not stopped yet
         self.labels = labels
         self.final_logits = self.agent.class_head(query)  # of the newest embeddings
-        # Queries that have not stopped yet
-        self.is_active = torch.ones(num_pairs, height, width, dtype=torch.bool, device=query.device)
+        self.worth = compute_worth(self.final_logits, labels, self.agent.running_f1, self.args.beta)
         self.obs = {
             "query": query,
-            "seen": query.new_zeros(num_pairs, self.agent.seen_dim, height, width),
-            "step_indices": torch.zeros(num_pairs, dtype=torch.long, device=query.device),
+            "seen": zeros.unsqueeze(1).expand(-1, self.agent.seen_dim, -1, -1),
+            "step_indices": zeros[:, 0, 0].long(),  # [B]
         }
         return self.obs
 
     def step(self, action):
         """Apply `correction` [B, G, h, w], `shown` [B, E, h, w] and `stop` [B, h, w] to all queries."""
-        last_logits = self.final_logits
-        was_active = self.is_active
+        pre_action_mask = self.is_active
+        looks = pre_action_mask & ~action["stop"]
         query = self.obs["query"] + self.agent.up(action["correction"])
+        self.is_active = looks
+        self.final_logits = self.agent.class_head(query)
         self.obs = {
             "query": query,
             "seen": self.obs["seen"] + action["shown"],
             "step_indices": self.obs["step_indices"] + 1,
         }
-        self.is_active = was_active & ~action["stop"]
-        self.final_logits = self.agent.class_head(query)
-        rewards, info = compute_reward(
-            self.final_logits,
-            last_logits,
-            self.labels,
-            action["stop"],
-            was_active,
-            self.agent.running_f1,
-            self.args,
-        )
-        info["pre_action_mask"] = was_active
-        info["cls_query"] = query
-        return self.obs, rewards, ~self.is_active, info
+        last_worth = self.worth
+        self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
+        rewards = (self.worth - last_worth - self.args.cost) * looks  # eq. 1
+        accuracy = ((self.final_logits > 0) == (self.labels > 0)).float().mean(1)
+        info = {
+            "pre_action_mask": pre_action_mask,
+            "cls_query": query,
+            "settled_acc": torch.where(looks, torch.nan, accuracy),
+        }
+        return self.obs, rewards, ~looks, info
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class RolloutBuffer(list):
-    """A list of the T steps of a rollout: dictionaries of an observation, an action and its outcome.
-
-    query, seen, step_indices    the observation: embedding [B, D, h, w], what was shown [B, E, h, w], t [B]
-    stop, correction, shown      the action
-    log_probs, values            of the policy that acted, [B, 2, h, w] and [B, h, w]
-    rewards, dones               the outcome [B, h, w]
-    pre_action_mask              which queries had not stopped before the step
-    cls_query                    the embedding after the step, which is classified
-    settled_acc                  share of right cells of queries that have stopped, NaN for the others
-    """
-
-    def compute_returns_and_advantage(self, last_value, args):
-        """Stack the steps into `data` [T, B, ...], and add the advantages of eq. 3 and the returns."""
-        data = {name: torch.stack([step[name] for step in self]) for name in self[0]}
-        data["advantages"] = compute_gae(
-            data["rewards"], data["values"], data["dones"], last_value, args.gamma, args.gae_lambda
-        )
-        data["returns"] = data["advantages"] + data["values"]
-        self.data = data
-
-    def get_minibatches(self, images, labels, args):
-        """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
-        for _ in range(args.update_epochs):
-            order = torch.randperm(len(self) * len(images), device=images.device)
-            for rows in order.tensor_split(args.num_minibatches):
-                minibatch = {name: x.flatten(0, 1)[rows] for name, x in self.data.items()}
-                pairs = rows % len(images)
-                minibatch["images"] = images[pairs]
-                minibatch["labels"] = labels[pairs]
-                yield minibatch
+# A rollout is a dictionary of tensors [T, B, ...], row t of step t:
+#     query, seen, step_indices    observation: embedding [D, h, w], what was shown [E, h, w], and t
+#     stop, correction, shown      action [h, w], [G, h, w], [E, h, w]
+#     log_probs, values            of the policy that acted, [2, h, w] and [h, w]
+#     rewards, dones               outcome [h, w]
+#     pre_action_mask              which queries had not stopped before the step
+#     cls_query                    the embedding after the step, which is classified
+#     settled_acc                  share of a query's cells that are right once it has stopped, else NaN
+#     advantages, returns          of eq. 3 and 5
+def get_minibatches(rollout, images, labels, args):
+    """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
+    num_steps, num_pairs = rollout["values"].shape[:2]
+    for _ in range(args.update_epochs):
+        order = torch.randperm(num_steps * num_pairs, device=images.device)
+        for rows in order.tensor_split(args.num_minibatches):
+            minibatch = {name: x.flatten(0, 1)[rows] for name, x in rollout.items()}
+            minibatch["images"] = images[rows % num_pairs]
+            minibatch["labels"] = labels[rows % num_pairs]
+            yield minibatch
 
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
@@ -308,21 +292,10 @@ def compute_worth(logits, labels, f1, beta):
     return (worth * is_counted).sum(1) / is_counted.sum(1).clamp(min=1)
 
 
-def compute_reward(logits, last_logits, labels, stop, pre_action_mask, f1, args):
-    """Compute r_t [B, h, w] of eq. 1, and the accuracy of the cells of each query that has stopped."""
-    looks = pre_action_mask & ~stop
-    worth = compute_worth(logits, labels, f1, args.beta)
-    last_worth = compute_worth(last_logits, labels, f1, args.beta)
-    accuracy = ((logits > 0) == (labels > 0)).float().mean(1)
-    settled_acc = torch.where(looks, torch.nan, accuracy)
-    return (worth - last_worth - args.cost) * looks, {"settled_acc": settled_acc}
-
-
-def compute_gae(rewards, values, dones, last_value, gamma, gae_lambda):
-    """Compute advantages [T, ...] from rewards, values, dones [T, ...] and the value after the last step."""
+def compute_gae(rewards, values, dones, gamma, gae_lambda):
+    """Compute advantages [T, ...] from rewards, values and dones [T, ...]; all queries stop at the end."""
     advantages = torch.zeros_like(rewards)
-    next_advantage = 0.0
-    next_value = last_value
+    next_advantage = next_value = 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * next_value * ~dones[t] - values[t]
         advantages[t] = delta + gamma * gae_lambda * next_advantage * ~dones[t]  # eq. 3
@@ -343,10 +316,10 @@ def play(agent, images, labels, args, rule=None, std=0.0):
     """Play an episode of each query of pictures [B, 3 J, S, S] with labels [B, G, h, w].
 
     A query looks if `rule(env, logits)` [B, h, w] is true or, without a rule, if the policy prefers to look.
-    Corrections get noise of standard deviation `std`. Returns the final environment and a RolloutBuffer.
+    Corrections get noise of standard deviation `std`. Returns the final environment and a rollout.
     """
     env = ChangeEnv(agent)
-    buffer = RolloutBuffer()
+    steps = []
     obs = env.reset(images, labels)
     for _ in range(args.num_steps):
         logits, values = agent.decide(obs)
@@ -360,20 +333,27 @@ def play(agent, images, labels, args, rule=None, std=0.0):
         log_probs = compute_log_probs(agent, logits, looks, means, action["correction"])
         next_obs, rewards, dones, info = env.step(action)
         outcome = {"log_probs": log_probs, "values": values, "rewards": rewards, "dones": dones}
-        buffer.append(obs | action | outcome | info)
+        steps.append(obs | action | outcome | info)
         obs = next_obs
-    buffer.compute_returns_and_advantage(torch.zeros_like(values), args)  # no query looks after T steps
-    return env, buffer
+    rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    rollout["advantages"] = compute_gae(
+        rollout["rewards"], rollout["values"], rollout["dones"], args.gamma, args.gae_lambda
+    )
+    rollout["returns"] = rollout["advantages"] + rollout["values"]
+    return env, rollout
 
 
 @torch.no_grad()
 def collect_rollout(agent, images, labels, args):
-    """Play episodes with sampled decisions and corrections; return a RolloutBuffer and what to log."""
-
-    def sample_looks(env, logits):
-        return torch.rand_like(logits) < logits.sigmoid()
-
-    env, buffer = play(agent, images, labels, args, sample_looks, agent.log_std.exp())
+    """Play episodes with sampled decisions and corrections; return the rollout and what to log."""
+    env, rollout = play(
+        agent,
+        images,
+        labels,
+        args,
+        rule=lambda env, logits: torch.rand_like(logits) < logits.sigmoid(),
+        std=agent.log_std.exp(),
+    )
     # Move the running F1 of eq. 2 towards that of this rollout's maps, in total across processes. With one
     # process, average does nothing
     says_change = (env.final_logits.sigmoid() > agent.running_f1 / 2) * (labels >= 0)
@@ -383,11 +363,11 @@ def collect_rollout(agent, images, labels, args):
     # Log means over queries
     scores = {
         "charts/running_f1": agent.running_f1,
-        "charts/looks": (~buffer.data["stop"]).float().sum(0),
-        "charts/settled_acc": buffer.data["settled_acc"][-1],
-        "charts/episodic_return": buffer.data["rewards"].sum(0),
+        "charts/looks": (~rollout["stop"]).float().sum(0),
+        "charts/settled_acc": rollout["settled_acc"][-1],
+        "charts/episodic_return": rollout["rewards"].sum(0),
     }
-    return buffer, {name: average(x.nanmean()).item() for name, x in scores.items()}
+    return rollout, {name: average(x.nanmean()).item() for name, x in scores.items()}
 
 
 def cross_entropy(logits, labels):
@@ -398,7 +378,7 @@ def cross_entropy(logits, labels):
 
 
 def ppo_loss(agent, batch, args):
-    """Compute eq. 5, a mean over active queries, and METRICS for a minibatch of a RolloutBuffer."""
+    """Compute eq. 5, a mean over active queries, and METRICS for a minibatch of a rollout."""
     is_active = batch["pre_action_mask"]  # [n, h, w]
     looks = ~batch["stop"]
     count = average(is_active.sum().float()).clamp(min=1)
@@ -440,12 +420,8 @@ def ppo_loss(agent, batch, args):
 def detector_loss(agent, images, labels, args):
     """Compute the mean cross entropy before and after each step; each pair looks at its own random rate."""
     share = torch.rand(len(images), 1, 1, device=images.device)
-
-    def look_at_random(env, logits):
-        return torch.rand_like(logits) < share
-
-    _, buffer = play(agent, images, labels, args, look_at_random)
-    queries = (buffer.data["query"][0], *buffer.data["cls_query"])
+    env, rollout = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < share)
+    queries = (rollout["query"][0], *rollout["cls_query"])
     loss = sum(cross_entropy(agent.class_head(query), labels) for query in queries) / len(queries)
     return loss, loss.detach()[None]
 
@@ -473,9 +449,9 @@ def train_detector(agent, optimizer, pairs, args):
 def train_policy(agent, optimizer, pairs, args):
     """Collect a rollout and take PPO's gradient steps on it; return what to log."""
     images, labels = change_pairs.draw_batch(pairs, args.num_envs // WORLD_SIZE, args)
-    buffer, scalars = collect_rollout(agent, images, labels, args)
+    rollout, scalars = collect_rollout(agent, images, labels, args)
     metrics = []
-    for minibatch in buffer.get_minibatches(images, labels, args):
+    for minibatch in get_minibatches(rollout, images, labels, args):
         loss, metric = ppo_loss(agent, minibatch, args)
         metrics.append(take_step(agent, optimizer, loss, metric, args))
     means = torch.stack(metrics).mean(0).tolist()
@@ -486,19 +462,16 @@ def train_policy(agent, optimizer, pairs, args):
 @torch.no_grad()
 def classify(agent, args, pairs, rule=None):
     """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, 3 J + 1, H, W]."""
-    probabilities = []
-    looks = []
-    returns = []
+    found = []
     pairs_at_once = max(1, 2**17 // pairs[0, 0].numel())  # limits the memory
     for part in pairs.split(pairs_at_once):
         images, labels = change_pairs.split_labels(part, args)
-        env, buffer = play(agent, images, labels, args, rule)
+        env, rollout = play(agent, images, labels, args, rule)
         cells = F.pixel_shuffle(env.final_logits.sigmoid(), args.patch_size // args.cell_size)
         pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear")  # [m, 1, H, W]
-        probabilities.append(pixels.squeeze(1))
-        looks.append((~buffer.data["stop"]).float().sum(0))
-        returns.append(buffer.data["rewards"].sum(0))
-    return torch.cat(probabilities), torch.cat(looks), torch.cat(returns)
+        looks = (~rollout["stop"]).float().sum(0)  # [m, h, w]
+        found.append((pixels.squeeze(1), looks, rollout["rewards"].sum(0)))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 def evaluate(agent, args, pairs, threshold=None, rule=None):
@@ -522,27 +495,26 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
     }
 
 
-def score_coarse_change(env):
-    """Score queries [B, h, w] by the share of change in their coarse maps; those that looked look again."""
+def look_above(level, env, logits):
+    """Let queries look to the end if the mean probability of change in their coarse map is above `level`."""
     is_first = env.obs["step_indices"].view(-1, 1, 1) == 0
-    return torch.where(is_first, env.final_logits.sigmoid().mean(1), env.is_active.float())
+    return ~is_first | (env.final_logits.sigmoid().mean(1) > level)
 
 
 @torch.no_grad()
 def print_rules(agent, args, val, test):
     """Print test F1 of the policy and of rules tuned on val; `threshold` is tuned to look as often."""
-    # The level of coarse change above which a query looks T times
     _, looks, _ = classify(agent, args, val)
-    coarse_changes = []
-    for part in val.split(100):
+    coarse = []
+    for part in val.split(16):
         env = ChangeEnv(agent)
         env.reset(*change_pairs.split_labels(part, args))
-        coarse_changes.append(score_coarse_change(env))
-    level = torch.cat(coarse_changes).quantile(1 - looks.mean() / args.num_steps)
+        coarse.append(env.final_logits.sigmoid().mean(1))
+    level = torch.cat(coarse).quantile(1 - looks.mean() / args.num_steps)
     rules = {
-        "nowhere": lambda env, logits: torch.zeros_like(logits, dtype=torch.bool),
-        "everywhere": lambda env, logits: torch.ones_like(logits, dtype=torch.bool),
-        "threshold": lambda env, logits: score_coarse_change(env) > level,
+        "nowhere": partial(look_above, 1),
+        "everywhere": partial(look_above, -1),
+        "threshold": partial(look_above, level),
         "PPO": None,
     }
     for name, rule in rules.items():
@@ -555,22 +527,23 @@ def write_predictions(agent, args, threshold, device):
     """Write a mask, a map of the probability of change and a map of looks for each pair of --predict."""
     try:
         pairs = change_pairs.read_pairs(*args.predict, args.patch_size)
-    except (ValueError, OSError) as error:
-        fail(f"--predict: {error}")
-    try:
         Path(args.output).mkdir(parents=True)
-    except OSError as error:
-        fail(f"--output {args.output}: must be a new folder ({error.strerror})")
+    except FileExistsError:
+        fail(f"--output {args.output}: exists; name a new folder")
+    except (ValueError, OSError) as error:
+        fail(f"--predict, --output: {error}")
     for name, (pair, height, width) in pairs.items():
-        probabilities, looks, _ = classify(agent, args, torch.from_numpy(pair).to(device))
-        probability = probabilities[0, :height, :width].cpu().numpy()
-        is_changed = probability >= threshold
-        # A patch is as bright as the share of its looks in the maximum T
-        looks_by_pixel = looks[0].cpu().numpy().repeat(args.patch_size, 0).repeat(args.patch_size, 1)
-        look_map = looks_by_pixel[:height, :width] / args.num_steps
-        for kind, x in (("mask", is_changed), ("probability", probability), ("looks", look_map)):
-            Image.fromarray(np.uint8(255 * x)).save(Path(args.output, f"{name}_{kind}.png"))
-        print(f"{name}: {is_changed.mean():.3f} changed, {looks.mean():.2f} looks a query")
+        probability, looks, _ = classify(agent, args, torch.from_numpy(pair).to(device))
+        maps = {
+            "mask": (probability >= threshold).float(),
+            "probability": probability,
+            "looks": F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps,
+        }
+        for kind, x in maps.items():  # from black for 0 to white for 1
+            pixels = 255 * x[0, :height, :width].cpu().numpy()
+            Image.fromarray(np.uint8(pixels)).save(Path(args.output, f"{name}_{kind}.png"))
+        share = maps["mask"][0, :height, :width].mean()
+        print(f"{name}: {share:.3f} changed, {looks.mean():.2f} looks a query")
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -688,18 +661,14 @@ def set_up(args, checkpoint, progress, device):
         source = load_checkpoint(args.pretrained)
         source["agent"]["log_std"] = agent.log_std  # that of --log-std
         progress.iteration = args.detector_iterations
-    if source:
-        path = args.evaluate or args.resume or args.pretrained
-        for name in NETWORK_FLAGS:
-            saved = getattr(source["args"], name)
-            if saved != getattr(args, name):
-                fail(f"{path}: was trained with --{name.replace('_', '-')} {saved}")
-        try:
+    try:
+        if source:
             agent.load_state_dict(source["agent"])
-            if checkpoint:
-                optimizer.load_state_dict(checkpoint["optimizer"])
-        except (KeyError, RuntimeError, ValueError):
-            fail(f"{path}: not the network of this file")
+        if checkpoint:
+            optimizer.load_state_dict(checkpoint["optimizer"])
+    except (KeyError, RuntimeError, ValueError):
+        path = args.evaluate or args.resume or args.pretrained
+        fail(f"{path}: not the network of --env-id, --patch-size, --cell-size, --coarse-size and this file")
     return agent, optimizer
 
 
@@ -837,8 +806,8 @@ def main(argv=None):
     counts = f"{counts} num_minibatches update_epochs".split()
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
-        if name in ("cost", "log_std"):
-            least = -math.inf
+        if name in ("cost", "log_std"):  # may be negative
+            continue
         if type(value) in (int, float) and not value >= least:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
@@ -855,7 +824,7 @@ def main(argv=None):
     if num_dates > 2 and (args.data_dir or args.predict):
         fail(f"--env-id {args.env_id} has {num_dates} dates, but pairs of --data-dir and --predict have two")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, name.replace("/", "-"))
+    run_path = Path(path).parent if path else Path(args.run_dir, name)
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:
