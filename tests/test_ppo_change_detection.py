@@ -342,7 +342,7 @@ def test_a_resumed_run_is_that_of_no_interruption(tmp_path, monkeypatch):
         replace(source, target)
         number = load(target)["progress"]["iteration"]
         if Path(target).name == "checkpoint.pt" and number in (1, 2, 5):
-            shutil.copytree(Path(target).parent, tmp_path / str(number))
+            shutil.copytree(Path(target).parent, tmp_path / str(number), dirs_exist_ok=True)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", keep)
