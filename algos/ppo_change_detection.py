@@ -38,6 +38,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -57,10 +58,12 @@ from envs_shared import change_pairs
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 # What is logged about PPO's gradient steps; the detector's have a cross entropy alone
-METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "cross_entropy")
+METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
-# Flags that the return on val depends on
-SCORE_FLAGS = ("env_id", "data_dir", "seed", "image_size", "eval_episodes", "num_steps", "cost", "beta")
+# What the return on val depends on
+get_task = attrgetter(
+    "env_id", "data_dir", "seed", "image_size", "eval_episodes", "num_steps", "cost", "beta"
+)
 
 
 @dataclass
@@ -118,7 +121,8 @@ class Agent(nn.Module):
     def __init__(self, args, embed_dim=64, date_dim=16, width=32):
         super().__init__()
         self.args = args
-        self.num_dates = change_pairs.ENV_IDS.get(args.env_id, 2)
+        # Real pairs have two dates, whatever --env-id calls them
+        self.num_dates = 2 if args.data_dir or args.predict else change_pairs.ENV_IDS.get(args.env_id, 2)
         # From the coarse pictures of all dates [B, 3 J, S', S'] to embeddings of patches [B, D, h, w]
         patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
         self.backbone = nn.Sequential(
@@ -323,8 +327,7 @@ def play(agent, images, labels, args, rule=None, std=0.0):
     obs = env.reset(images, labels)
     for _ in range(args.num_steps):
         logits, values = agent.decide(obs)
-        wants_look = rule(env, logits) if rule else logits > 0
-        looks = env.is_active & wants_look
+        looks = env.is_active & (rule(env, logits) if rule else logits > 0)
         action = agent.look(images, obs, looks)
         means = action["correction"]
         noise = torch.randn_like(means) * std * looks.unsqueeze(1)
@@ -417,8 +420,9 @@ def ppo_loss(agent, batch, args):
     return loss + args.joint_coef * joint_loss, torch.stack((*metrics, joint_loss)).detach()
 
 
-def detector_loss(agent, images, labels, args):
+def detector_loss(agent, batch, args):
     """Compute the mean cross entropy before and after each step; each pair looks at its own random rate."""
+    images, labels = batch
     share = torch.rand(len(images), 1, 1, device=images.device)
     env, rollout = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < share)
     queries = (rollout["query"][0], *rollout["cls_query"])
@@ -434,28 +438,6 @@ def take_step(agent, optimizer, loss, metrics, args):
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
     return average(metrics)
-
-
-def train_detector(agent, optimizer, pairs, args):
-    """Take the detector's gradient steps of one iteration; return what to log."""
-    metrics = []
-    for _ in range(DETECTOR_STEPS):
-        images, labels = change_pairs.draw_batch(pairs, args.batch_size // WORLD_SIZE, args)
-        loss, metric = detector_loss(agent, images, labels, args)
-        metrics.append(take_step(agent, optimizer, loss, metric, args))
-    return {"losses/cross_entropy": torch.stack(metrics).mean().item()}
-
-
-def train_policy(agent, optimizer, pairs, args):
-    """Collect a rollout and take PPO's gradient steps on it; return what to log."""
-    images, labels = change_pairs.draw_batch(pairs, args.num_envs // WORLD_SIZE, args)
-    rollout, scalars = collect_rollout(agent, images, labels, args)
-    metrics = []
-    for minibatch in get_minibatches(rollout, images, labels, args):
-        loss, metric = ppo_loss(agent, minibatch, args)
-        metrics.append(take_step(agent, optimizer, loss, metric, args))
-    means = torch.stack(metrics).mean(0).tolist()
-    return scalars | {f"losses/{name}": x for name, x in zip(METRICS, means, strict=True)}
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -477,18 +459,9 @@ def classify(agent, args, pairs, rule=None):
 def evaluate(agent, args, pairs, threshold=None, rule=None):
     """Score maps of pairs by pixel; without a probability threshold, use the one with the largest F1."""
     probability, looks, returns = classify(agent, args, pairs, rule)
-    is_counted = pairs[:, -1] != change_pairs.UNCOUNTED
-    is_changed = pairs[:, -1] == 1
-
-    def compute_f1(threshold):
-        says_change = (probability >= threshold) & is_counted
-        total = says_change.sum() + is_changed.sum() + 1e-9
-        return (2 * (says_change & is_changed).sum() / total).item()
-
-    if threshold is None:
-        threshold = max(np.linspace(0, 1, 101).tolist(), key=compute_f1)
+    f1, threshold = change_pairs.compute_f1(probability, pairs, threshold)
     return {
-        "eval/f1": compute_f1(threshold),
+        "eval/f1": f1,
         "eval/threshold": threshold,
         "eval/looks": looks.mean().item(),
         "eval/episodic_return": returns.mean().item(),
@@ -528,8 +501,6 @@ def write_predictions(agent, args, threshold, device):
     try:
         pairs = change_pairs.read_pairs(*args.predict, args.patch_size)
         Path(args.output).mkdir(parents=True)
-    except FileExistsError:
-        fail(f"--output {args.output}: exists; name a new folder")
     except (ValueError, OSError) as error:
         fail(f"--predict, --output: {error}")
     for name, (pair, height, width) in pairs.items():
@@ -656,19 +627,19 @@ def set_up(args, checkpoint, progress, device):
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), fused=True)
-    source = checkpoint
-    if args.pretrained and not checkpoint:
-        source = load_checkpoint(args.pretrained)
-        source["agent"]["log_std"] = agent.log_std  # that of --log-std
-        progress.iteration = args.detector_iterations
-    try:
-        if source:
-            agent.load_state_dict(source["agent"])
-        if checkpoint:
-            optimizer.load_state_dict(checkpoint["optimizer"])
-    except (KeyError, RuntimeError, ValueError):
-        path = args.evaluate or args.resume or args.pretrained
-        fail(f"{path}: not the network of --env-id, --patch-size, --cell-size, --coarse-size and this file")
+    path = args.evaluate or args.resume or args.pretrained
+    if path:
+        saved = checkpoint or load_checkpoint(path)
+        if not checkpoint:  # the detector of --pretrained, with the initial sigma of --log-std
+            saved["agent"]["log_std"] = agent.log_std
+            progress.iteration = args.detector_iterations
+        try:
+            agent.load_state_dict(saved["agent"])
+            if checkpoint:
+                optimizer.load_state_dict(saved["optimizer"])
+        except (KeyError, RuntimeError, ValueError):
+            flags = "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size"
+            fail(f"{path}: not the network of {flags}, --coarse-size and this file")
     return agent, optimizer
 
 
@@ -698,9 +669,7 @@ def train(args, run_path: Path, checkpoint=None):
         print(f"{run_path}: {sizes}, step {progress.step}")
         if not checkpoint:
             save("checkpoint.pt")
-        elif not (run_path / "best.pt").exists() or any(
-            getattr(args, name) != getattr(checkpoint["args"], name) for name in SCORE_FLAGS
-        ):
+        elif not (run_path / "best.pt").exists() or get_task(args) != get_task(checkpoint["args"]):
             progress.best_score = None  # the next evaluation is the best one
         if progress.iteration >= num_iterations:
             print(f"{run_path}: raise --ppo-iterations to train on")
@@ -731,6 +700,8 @@ def train(args, run_path: Path, checkpoint=None):
         start = time.time()
         cpu_start = time.process_time()
         is_ppo = progress.iteration >= args.detector_iterations
+        compute_loss = ppo_loss if is_ppo else detector_loss
+        names = METRICS if is_ppo else METRICS[-1:]
 
         # Learning rate: both fall linearly to zero over the run
         learning_rate = args.learning_rate if is_ppo else args.detector_lr
@@ -738,16 +709,27 @@ def train(args, run_path: Path, checkpoint=None):
             learning_rate *= 1 - progress.iteration / num_iterations
         optimizer.param_groups[0]["lr"] = learning_rate
 
-        # Collect and update: first the detector, then PPO
+        # Draw pairs for the detector, or collect a rollout for PPO
         progress.iteration += 1
         progress.last_score = None  # of the policy that this iteration makes
         seed_everything(args.seed, 1, progress.iteration, RANK)
         if is_ppo:
-            scalars = train_policy(agent, optimizer, train_pairs, args)
             num_pairs = args.num_envs
+            images, labels = change_pairs.draw_batch(train_pairs, num_pairs // WORLD_SIZE, args)
+            rollout, scalars = collect_rollout(agent, images, labels, args)
+            minibatches = get_minibatches(rollout, images, labels, args)
         else:
-            scalars = train_detector(agent, optimizer, train_pairs, args)
             num_pairs = DETECTOR_STEPS * args.batch_size
+            scalars = {}
+            size = args.batch_size // WORLD_SIZE
+            minibatches = (change_pairs.draw_batch(train_pairs, size, args) for _ in range(DETECTOR_STEPS))
+
+        # Update
+        metrics = []
+        for minibatch in minibatches:
+            loss, metric = compute_loss(agent, minibatch, args)
+            metrics.append(take_step(agent, optimizer, loss, metric, args))
+        means = torch.stack(metrics).mean(0).tolist()
         progress.step += num_pairs
         progress.cpu_seconds += time.process_time() - cpu_start
 
@@ -755,9 +737,10 @@ def train(args, run_path: Path, checkpoint=None):
         # not get there
         if RANK > 0:
             continue
-        for name, value in scalars.items():
-            if not np.isfinite(value) and name.startswith("losses"):
+        for name, mean in zip(names, means, strict=True):
+            if not np.isfinite(mean):
                 fail(f"{args.env_id}: {name} is not finite at step {progress.step}")
+            scalars[f"losses/{name}"] = mean
         scalars["charts/learning_rate"] = learning_rate
         scalars["charts/cpu_seconds"] = progress.cpu_seconds
         scalars["charts/SPS"] = num_pairs / (time.time() - start)
@@ -802,8 +785,10 @@ def main(argv=None):
     if path:
         checkpoint = load_checkpoint(path)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
-    counts = "num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs"
-    counts = f"{counts} num_minibatches update_epochs".split()
+    counts = (
+        "num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs "
+        "num_minibatches update_epochs"
+    ).split()
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
         if name in ("cost", "log_std"):  # may be negative
@@ -812,17 +797,11 @@ def main(argv=None):
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
-    num_rows = args.num_steps * args.num_envs // WORLD_SIZE
-    if args.num_minibatches > num_rows:
-        fail(f"--num-minibatches ({args.num_minibatches}) must be at most {num_rows}, the rows of a rollout")
     patch = args.patch_size
     if args.image_size % patch or patch % args.cell_size or patch % args.coarse_size:
         fail("--image-size must be divisible by --patch-size, and --patch-size by --cell-size, --coarse-size")
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
-    num_dates = change_pairs.ENV_IDS.get(args.env_id, 2)
-    if num_dates > 2 and (args.data_dir or args.predict):
-        fail(f"--env-id {args.env_id} has {num_dates} dates, but pairs of --data-dir and --predict have two")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     run_path = Path(path).parent if path else Path(args.run_dir, name)
     try:

@@ -1,4 +1,4 @@
-"""Find real pairs in layouts other than {train,val,test}/{A,B,label}/x.png.
+"""Find real pairs in layouts other than {train,val,test}/{A,B,label}/x.png, and read other labels.
 
     train/time1/x.png  train/time2/x.jpg  train/mask/x.tif     other names, and suffixes that differ in a pair
     A/x.png  B/x.png  label/x.png  list/train.txt              a list for each split, one name a line
@@ -11,7 +11,10 @@ Errors are ValueErrors of one line that name the file or the folder.
 import re
 from pathlib import Path
 
-from envs_shared.change_pairs import SPLITS, SUFFIXES, list_pictures
+import numpy as np
+from PIL import Image
+
+from envs_shared.change_pairs import SPLITS, SUFFIXES, list_pictures, read_picture
 
 NAMES = (
     ("a", "t1", "time1", "im1", "image1", "img1", "before", "pre", "date1"),
@@ -20,6 +23,35 @@ NAMES = (
 )
 LAYOUTS = "needed are train/A/x.png, or A/x.png and list/train.txt, or A/train_x.png, for val and test "
 LAYOUTS += "too, with B and label beside A (or others of NAMES in envs_shared/change_folders.py: time1, mask)"
+
+
+def read_label(path) -> np.ndarray:
+    """Read a label uint8 [H, W] of 0 and 1; raises ValueError for colour, transparency and other values.
+
+    0 is unchanged, and 255 or 1 is changed; in a JPEG, values below 128 are unchanged, and all others changed.
+    If all colours of a palette are grey, the greys are the values; for any other palette, the indices are.
+    """
+    colours = palette = read_picture(path)
+    values = colours[..., 0]
+    with Image.open(path) as image:
+        image.load()
+    if image.has_transparency_data and (np.array(image.convert("RGBA"))[..., 3] < 255).any():
+        raise ValueError(f"{path}: a label with transparency, which would be lost; save it with one channel")
+    if image.mode == "P":
+        palette = np.array(image.getpalette("RGB")).reshape(-1, 3)
+    if (palette != palette[..., :1]).any():
+        if image.mode != "P":
+            raise ValueError(f"{path}: a label in colour; save it with one channel of 0 and 255")
+        values = read_picture(path, None)
+    if image.format in ("JPEG", "MPO"):
+        if 0 < values.max() < 8:  # 0 and 1, which would all be below 128
+            raise ValueError(f"{path}: JPEG does not keep 0 and 1; save labels as PNG")
+        values = values >= 128
+    found = set(np.unique(values).tolist())
+    if not (found <= {0, 255} or found <= {0, 1}):
+        unknown = max(found - {0, 255})
+        raise ValueError(f"{path}: value {unknown:g} in a label, which has either 0 and 255 or 0 and 1")
+    return (values > 0).astype(np.uint8)
 
 
 def find_folders(root: Path) -> list[dict[str, Path]]:

@@ -15,7 +15,7 @@ ENV_IDS = {"haze": 2, "haze-3": 3, "haze-4": 4}  # number of dates J
 SPLITS = ("train", "val", "test")
 DIRECTORIES = ("A", "B", "label")  # folders of the first date, the second date and the labels
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # of pictures
-LAYOUT = "{train,val,test}/{A,B,label} with pictures of equal names"
+LAYOUT = "{train,val,test}/{A,B,label} with equal names and labels of 0 and 255 as PNG"
 UNCOUNTED = 255  # label of pixels that do not count
 PATCH = 8  # side of a roof in pixels
 COLOURS = np.array(
@@ -88,10 +88,31 @@ def split_labels(pairs, args):
     return pairs[:, :-1].float() / 64 - 2, labels
 
 
+# ---- Scores ----
+
+
+def compute_f1(probability, pairs, threshold: float | None = None) -> tuple[float, float]:
+    """Compute F1 of all pixels that count, from probabilities of change [M, H, W]; return the threshold too.
+
+    A pixel is called changed from this probability on. Without a threshold, it is that with the largest F1.
+    """
+    is_counted = pairs[:, -1] != UNCOUNTED
+    is_changed = pairs[:, -1] == 1
+
+    def score(threshold):
+        says_change = (probability >= threshold) & is_counted
+        total = says_change.sum() + is_changed.sum() + 1e-9
+        return (2 * (says_change & is_changed).sum() / total).item()
+
+    if threshold is None:
+        threshold = max(np.linspace(0, 1, 101).tolist(), key=score)
+    return score(threshold), threshold
+
+
 # ---- Folders ----
 
 
-def read_picture(path, mode: str | None = "RGB") -> np.ndarray:
+def read_picture(path, mode="RGB") -> np.ndarray:
     """Read a picture as uint8 [H, W, 3], or as it is if `mode` is None; raises ValueError with the reason.
 
     Cameras may store a picture turned or mirrored and note that in its EXIF data; it is read as viewers show it.
@@ -108,32 +129,14 @@ def read_picture(path, mode: str | None = "RGB") -> np.ndarray:
 
 
 def read_label(path) -> np.ndarray:
-    """Read a label uint8 [H, W] of 0 and 1; raises ValueError for colour, transparency and other values.
-
-    0 is unchanged, and 255 or 1 is changed; in a JPEG, values below 128 are unchanged, and all others changed.
-    If all colours of a palette are grey, the greys are the values; for any other palette, the indices are.
-    """
-    colours = palette = read_picture(path)
-    values = colours[..., 0]
-    with Image.open(path) as image:
-        image.load()
-    if image.has_transparency_data and (np.array(image.convert("RGBA"))[..., 3] < 255).any():
-        raise ValueError(f"{path}: a label with transparency, which would be lost; save it with one channel")
-    if image.mode == "P":
-        palette = np.array(image.getpalette("RGB")).reshape(-1, 3)
-    if (palette != palette[..., :1]).any():
-        if image.mode != "P":
-            raise ValueError(f"{path}: a label in colour; save it with one channel of 0 and 255")
-        values = read_picture(path, None)
-    if image.format in ("JPEG", "MPO"):
-        if 0 < values.max() < 8:  # 0 and 1, which would all be below 128
-            raise ValueError(f"{path}: JPEG does not keep 0 and 1; save labels as PNG")
-        values = values >= 128
+    """Read a label uint8 [H, W] of 0 and 1; raises ValueError if it cannot be used."""
+    values = read_picture(path)[..., 0]
     found = set(np.unique(values).tolist())
-    if not (found <= {0, 255} or found <= {0, 1}):
-        unknown = max(found - {0, 255})
-        raise ValueError(f"{path}: value {unknown:g} in a label, which has either 0 and 255 or 0 and 1")
-    return (values > 0).astype(np.uint8)
+    with Image.open(path) as image:
+        is_plain = image.format == "PNG" and image.mode in "1L" and not image.has_transparency_data
+    if is_plain and (found <= {0, 255} or found <= {0, 1}):
+        return (values > 0).astype(np.uint8)
+    return import_reader(path).read_label(path)
 
 
 def read_pair(path_a, path_b, label: np.ndarray | None = None) -> np.ndarray:
@@ -165,8 +168,8 @@ def stack_pairs(pairs: list[np.ndarray], multiple: int, least: int = 1) -> np.nd
 def list_pictures(folder) -> dict[str, Path]:
     """List the pictures in a folder by name without suffix; raises ValueError if two have one name."""
     pictures = {}
-    for file in sorted(Path(folder).iterdir()):
-        if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
+    for file in sorted(Path(folder).glob("[!.]*")):
+        if file.suffix.lower() in SUFFIXES:
             if file.stem in pictures:
                 raise ValueError(f"{file}: same name as {pictures[file.stem].name}; remove one of them")
             pictures[file.stem] = file
@@ -199,6 +202,15 @@ def read_pairs(path_a, path_b, multiple: int) -> dict:
     return pairs
 
 
+def import_reader(path):
+    """Import the reader of rarer layouts and labels; raises ValueError if the file is not there."""
+    try:
+        from envs_shared import change_folders
+    except ImportError:
+        raise ValueError(f"{path}: not {LAYOUT}; others need envs_shared/change_folders.py") from None
+    return change_folders
+
+
 def read_folder(path, multiple: int, least: int) -> dict[str, np.ndarray]:
     """Read a folder of pairs as {split: pairs uint8 [M, 7, H, W]}; raises ValueError or OSError."""
     folders = {split: [Path(path, split, name) for name in DIRECTORIES] for split in SPLITS}
@@ -206,11 +218,7 @@ def read_folder(path, multiple: int, least: int) -> dict[str, np.ndarray]:
         pictures = {split: [list_pictures(folder) for folder in folders[split]] for split in SPLITS}
         names = {split: set().union(*pictures[split]) for split in SPLITS}
     else:
-        try:
-            from envs_shared import change_folders
-        except ImportError:
-            raise ValueError(f"{path}: no {LAYOUT}; envs_shared/change_folders.py reads others") from None
-        pictures, names = change_folders.find_pictures(Path(path))
+        pictures, names = import_reader(path).find_pictures(Path(path))
     splits = {}
     for split in SPLITS:
         if not names[split]:
@@ -227,9 +235,8 @@ def load_pairs(args) -> dict[str, np.ndarray]:
         return read_folder(args.data_dir, args.patch_size, args.image_size)
     if args.env_id not in ENV_IDS:
         raise ValueError(f"--env-id {args.env_id}: must be one of {', '.join(ENV_IDS)}")
-    num_eval_pairs = args.eval_episodes or 500
+    num_pairs = dict.fromkeys(SPLITS, args.eval_episodes or 500) | {"train": args.num_train_pairs}
     splits = {}
-    for i, num_pairs in enumerate((args.num_train_pairs, num_eval_pairs, num_eval_pairs)):
-        pairs, *_ = draw_haze(num_pairs, args.image_size, ENV_IDS[args.env_id], args.seed, i)
-        splits[SPLITS[i]] = pairs
+    for i, split in enumerate(SPLITS):
+        splits[split], *_ = draw_haze(num_pairs[split], args.image_size, ENV_IDS[args.env_id], args.seed, i)
     return splits

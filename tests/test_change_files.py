@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from test_change_pairs import save, save_pair, save_set
 
-from envs_shared import change_pairs
+from envs_shared import change_folders, change_pairs
 from envs_shared.change_pairs import DIRECTORIES, SPLITS
 
 FLAT = "{kind}/{split}_{i}"
@@ -111,7 +111,7 @@ def with_alpha(alpha):
 )
 def test_labels(tmp_path, name, label):
     path = save(tmp_path / name, label, format="PNG" if name == "lossless.jpg" else None)
-    read = change_pairs.read_label(path)
+    read = change_folders.read_label(path)
     assert read.dtype == np.uint8 and read.tolist() == IDS.tolist()
 
 
@@ -119,10 +119,10 @@ def test_jpeg_labels_are_cut_at_128(tmp_path):
     noisy = np.kron(IDS, np.ones((7, 7))).astype(np.uint8) * 255
     path = save(tmp_path / "y.JPEG", np.repeat(noisy[..., None], 3, 2), quality=60)
     assert len(np.unique(np.array(Image.open(path)))) > 2
-    assert change_pairs.read_label(path).tolist() == (noisy > 0).astype(int).tolist()
+    assert change_folders.read_label(path).tolist() == (noisy > 0).astype(int).tolist()
     path = save(tmp_path / "ones.jpg", np.ones((16, 16), np.uint8), quality=95)
     with pytest.raises(ValueError, match=r"ones\.jpg: JPEG does not keep 0 and 1"):
-        change_pairs.read_label(path)
+        change_folders.read_label(path)
 
 
 TRANSPARENT = "a label with transparency, which would be lost"
@@ -145,7 +145,7 @@ TRANSPARENT = "a label with transparency, which would be lost"
 def test_labels_that_are_refused(tmp_path, label, message):
     path = save(tmp_path / "x.png", label)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{message}"):
-        change_pairs.read_label(path)
+        change_folders.read_label(path)
 
 
 # Folders that are refused

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from envs_shared import change_pairs
+from envs_shared import change_folders, change_pairs
 from envs_shared.change_pairs import SPLITS, UNCOUNTED, draw_haze, read_folder, split_labels
 
 
@@ -181,7 +181,7 @@ def test_other_layouts_need_the_other_file(plain, monkeypatch):
     assert (read_folder(path, 8, 8)["val"][0, :, :9, :13] == pairs["val"][0]).all()
     monkeypatch.setitem(sys.modules, "envs_shared.change_folders", None)
     monkeypatch.delattr("envs_shared.change_folders", raising=False)
-    with pytest.raises(ValueError, match=r"no {train,val,test}/.*; envs_shared/change_folders\.py reads"):
+    with pytest.raises(ValueError, match=r": not {train,val,test}/.* need envs_shared/change_folders\.py"):
         read_folder(path, 8, 8)
 
 
@@ -195,6 +195,21 @@ def test_pictures_that_a_camera_held_upside_down_lie_on_their_label(tmp_path):
         save(tmp_path / kind / "x.jpg", Image.fromarray(x).transpose(Image.Transpose.ROTATE_180), exif=tag)
     pair = change_pairs.read_pair(tmp_path / "A/x.jpg", tmp_path / "B/x.jpg", bright[..., 0] // 255)
     assert ((pair[3] > 128) == (pair[6] == 1)).all() and pair[6].sum() == 128
+
+
+def test_labels_of_other_forms_are_left_to_the_other_reader(tmp_path, monkeypatch):
+    """Also what looks like 0 and 1, but is a palette, or has a channel that would be dropped."""
+    labels = [Image.fromarray(np.uint8(x)) for x in ([[0, 128, 255]], [[0, 1, 255]], [[0, 1]], [[0, 255]])]
+    labels[2].putpalette([255, 255, 255, 0, 0, 0])
+    labels[3].info["transparency"] = 0
+    monkeypatch.setattr(change_folders, "read_label", lambda path: f"the other reader's {path.name}")
+    for label in (*labels, Image.new("RGB", (2, 2)), Image.new("LA", (2, 2))):
+        path = save(tmp_path / "x.png", label)
+        assert change_pairs.read_label(path) == "the other reader's x.png"
+    monkeypatch.setitem(sys.modules, "envs_shared.change_folders", None)
+    monkeypatch.delattr("envs_shared.change_folders")
+    with pytest.raises(ValueError, match=r"x\.png: not .* as PNG; others need envs_shared/change_folders\.py"):
+        change_pairs.read_label(path)
 
 
 @pytest.mark.parametrize("values", [[[0, 255]], [[0, 1]], [[0, 0]], [[1, 1]], [[255, 255]]])
