@@ -214,7 +214,7 @@ def update_change_detection(cd, rows):
         patch.object(torch, "rand_like", lambda x: torch.full_like(x, 0.5)),
         patch.object(torch, "rand", lambda *size, **_: torch.full(size, 0.7)),
     ):
-        loss = cd.detector_loss(agent, images[rows], labels[rows], args)
+        loss = cd.detector_loss(agent, (images[rows], labels[rows]), args)
         numbers.append(cd.take_step(agent, descend(agent), *loss, args))
         agents.append(agent)
         with patch.object(torch, "randn_like", torch.zeros_like):
