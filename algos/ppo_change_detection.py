@@ -25,7 +25,7 @@ Equations of this file, for a query whose cells have labels y (1 is changed) and
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
 Shapes: T steps, B pairs, J dates, h x w queries of a pair, G cells of a query, D embedding, E features of all
-dates but the last, K windows that are read, n rows; S side of a picture, P of a patch, c of a cell, in pixels.
+dates but the last, K windows that are read, n rows; in pixels, S a picture's side, P a patch's, c a cell's.
 """
 
 # /// script
@@ -675,7 +675,7 @@ def train(args, run_path: Path, checkpoint=None):
             print(f"{run_path}: raise --ppo-iterations to train on")
 
     def score_policy():
-        """Evaluate on val, log the scores, and keep the policy in best.pt unless an earlier one was better."""
+        """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better."""
         scores = evaluate(agent, args, val)
         for name, score in scores.items():
             writer.add_scalar(name, score, progress.step)
@@ -690,75 +690,77 @@ def train(args, run_path: Path, checkpoint=None):
 
     eval_interval = args.eval_interval or num_iterations // 10 + 1
     saved_at = time.time()
-    bar = tqdm(
+    with tqdm(
         total=num_iterations,
         initial=progress.iteration,
         mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
         disable=RANK > 0,
-    )
-    while progress.iteration < num_iterations:
-        start = time.time()
-        cpu_start = time.process_time()
-        is_ppo = progress.iteration >= args.detector_iterations
-        compute_loss = ppo_loss if is_ppo else detector_loss
-        names = METRICS if is_ppo else METRICS[-1:]
+    ) as bar:
+        while progress.iteration < num_iterations:
+            start = time.time()
+            cpu_start = time.process_time()
+            is_ppo = progress.iteration >= args.detector_iterations
+            compute_loss = ppo_loss if is_ppo else detector_loss
+            names = METRICS if is_ppo else METRICS[-1:]
 
-        # Learning rate: both fall linearly to zero over the run
-        learning_rate = args.learning_rate if is_ppo else args.detector_lr
-        if args.anneal_lr:
-            learning_rate *= 1 - progress.iteration / num_iterations
-        optimizer.param_groups[0]["lr"] = learning_rate
+            # Learning rate: both fall linearly to zero over the run
+            learning_rate = args.learning_rate if is_ppo else args.detector_lr
+            if args.anneal_lr:
+                learning_rate *= 1 - progress.iteration / num_iterations
+            optimizer.param_groups[0]["lr"] = learning_rate
 
-        # Draw pairs for the detector, or collect a rollout for PPO
-        progress.iteration += 1
-        progress.last_score = None  # of the policy that this iteration makes
-        seed_everything(args.seed, 1, progress.iteration, RANK)
-        if is_ppo:
-            num_pairs = args.num_envs
-            images, labels = change_pairs.draw_batch(train_pairs, num_pairs // WORLD_SIZE, args)
-            rollout, scalars = collect_rollout(agent, images, labels, args)
-            minibatches = get_minibatches(rollout, images, labels, args)
-        else:
-            num_pairs = DETECTOR_STEPS * args.batch_size
-            scalars = {}
-            size = args.batch_size // WORLD_SIZE
-            minibatches = (change_pairs.draw_batch(train_pairs, size, args) for _ in range(DETECTOR_STEPS))
+            # Draw pairs for the detector, or collect a rollout for PPO
+            progress.iteration += 1
+            progress.last_score = None  # of the policy that this iteration makes
+            seed_everything(args.seed, 1, progress.iteration, RANK)
+            if is_ppo:
+                num_pairs = args.num_envs
+                images, labels = change_pairs.draw_batch(train_pairs, num_pairs // WORLD_SIZE, args)
+                rollout, scalars = collect_rollout(agent, images, labels, args)
+                minibatches = get_minibatches(rollout, images, labels, args)
+            else:
+                num_pairs = DETECTOR_STEPS * args.batch_size
+                scalars = {}
+                size = args.batch_size // WORLD_SIZE
+                minibatches = (
+                    change_pairs.draw_batch(train_pairs, size, args) for _ in range(DETECTOR_STEPS)
+                )
 
-        # Update
-        metrics = []
-        for minibatch in minibatches:
-            loss, metric = compute_loss(agent, minibatch, args)
-            metrics.append(take_step(agent, optimizer, loss, metric, args))
-        means = torch.stack(metrics).mean(0).tolist()
-        progress.step += num_pairs
-        progress.cpu_seconds += time.process_time() - cpu_start
+            # Update
+            metrics = []
+            for minibatch in minibatches:
+                loss, metric = compute_loss(agent, minibatch, args)
+                metrics.append(take_step(agent, optimizer, loss, metric, args))
+            means = torch.stack(metrics).mean(0).tolist()
+            progress.step += num_pairs
+            progress.cpu_seconds += time.process_time() - cpu_start
 
-        # Log, in process 0 alone. The rest of the loop must not call `average`, since the other processes do
-        # not get there
-        if RANK > 0:
-            continue
-        for name, mean in zip(names, means, strict=True):
-            if not np.isfinite(mean):
-                fail(f"{args.env_id}: {name} is not finite at step {progress.step}")
-            scalars[f"losses/{name}"] = mean
-        scalars["charts/learning_rate"] = learning_rate
-        scalars["charts/cpu_seconds"] = progress.cpu_seconds
-        scalars["charts/SPS"] = num_pairs / (time.time() - start)
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, progress.step)
-        bar.update()
+            # Log, in process 0 alone. The rest of the loop must not call `average`, since the other processes
+            # do not get there
+            if RANK > 0:
+                continue
+            for name, mean in zip(names, means, strict=True):
+                if not np.isfinite(mean):
+                    fail(f"{args.env_id}: {name} is not finite at step {progress.step}")
+                scalars[f"losses/{name}"] = mean
+            scalars["charts/learning_rate"] = learning_rate
+            scalars["charts/cpu_seconds"] = progress.cpu_seconds
+            scalars["charts/SPS"] = num_pairs / (time.time() - start)
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, progress.step)
+            bar.update()
 
-        # Save, before an evaluation that might fail
-        is_due = progress.iteration % eval_interval == 0
-        if is_due or time.time() - saved_at > 600:
-            writer.flush()
-            save("checkpoint.pt")
-            saved_at = time.time()
+            # Save, before an evaluation that might fail
+            is_due = progress.iteration % eval_interval == 0
+            if is_due or time.time() - saved_at > 600:
+                writer.flush()
+                save("checkpoint.pt")
+                saved_at = time.time()
 
-        # Evaluate. Without --eval-interval, evaluations take at most a fifth of the pairs trained on
-        is_affordable = args.eval_interval or progress.eval_steps + len(val) <= progress.step / 5
-        if is_due and is_affordable and args.eval_episodes and progress.iteration < num_iterations:
-            score_policy()
+            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the pairs trained on
+            is_affordable = args.eval_interval or progress.eval_steps + len(val) <= progress.step / 5
+            if is_due and is_affordable and args.eval_episodes and progress.iteration < num_iterations:
+                score_policy()
 
     # Evaluate the last policy, save, and compare best.pt with other rules
     if RANK > 0:
@@ -767,7 +769,6 @@ def train(args, run_path: Path, checkpoint=None):
     # None: the last policy is not evaluated yet, or there is no best.pt of this task
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy()
-    bar.close()
     writer.close()
     scores = "not evaluated"
     if args.eval_episodes:

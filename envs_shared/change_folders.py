@@ -28,7 +28,7 @@ LAYOUTS += "too, with B and label beside A (or others of NAMES in envs_shared/ch
 def read_label(path) -> np.ndarray:
     """Read a label uint8 [H, W] of 0 and 1; raises ValueError for colour, transparency and other values.
 
-    0 is unchanged, and 255 or 1 is changed; in a JPEG, values below 128 are unchanged, and all others changed.
+    0 is unchanged, 255 or 1 is changed. In a JPEG, values below 128 are unchanged and all others changed.
     If all colours of a palette are grey, the greys are the values; for any other palette, the indices are.
     """
     colours = palette = read_picture(path)

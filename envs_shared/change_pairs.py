@@ -29,10 +29,10 @@ COLOURS = np.array(
 def draw_haze(num_pairs: int, size: int, num_dates: int, *seed: int):
     """Draw pairs uint8 [M, 3 J + 1, S, S]; return also where roofs [M, h, w] and haze [J - 1, M, h, w] are.
 
-    Four patches in ten are roofs, whose stripes run along or across. A roof's stripes at the first and the last
-    date are the same, except on the quarter of the roofs that has changed. Haze hides the stripes of a roof at each
-    date but the last, with a probability that leaves half of the roofs without haze, changed or not. Haze
-    after the first date hides the last date too. So earlier dates alone say nothing about a change, but they
+    Four patches in ten are roofs, whose stripes run along or across. A roof's stripes at the first and the
+    last date are the same, except on the quarter of the roofs that has changed. Haze hides the stripes of a
+    roof at each date but the last, with a probability that leaves half of the roofs without haze, changed or
+    not. Haze after the first date hides the last date too. So earlier dates alone say nothing about a change, but they
     say whether the next date is worth a look. The mean colour of a roof is always the same.
     """
     rng = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def draw_batch(pairs, num_pairs: int, args):
 
 
 def split_labels(pairs, args):
-    """Split pairs [B, 3 J + 1, S, S] into pictures with values from -2 to 2, and labels [B, G, h, w] of cells.
+    """Split pairs [B, 3 J + 1, S, S] into pictures of values from -2 to 2 and labels [B, G, h, w] of cells.
 
     A cell is changed if at least half of its pixels that count are changed; its label is -1 if none counts.
     """
@@ -115,7 +115,7 @@ def compute_f1(probability, pairs, threshold: float | None = None) -> tuple[floa
 def read_picture(path, mode="RGB") -> np.ndarray:
     """Read a picture as uint8 [H, W, 3], or as it is if `mode` is None; raises ValueError with the reason.
 
-    Cameras may store a picture turned or mirrored and note that in its EXIF data; it is read as viewers show it.
+    Cameras may store a picture turned or mirrored and note that in EXIF; it is read as viewers show it.
     """
     try:
         with Image.open(path) as image:
