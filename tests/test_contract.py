@@ -185,7 +185,6 @@ CASES = {
             "--learning-rate -1": "--learning-rate (-1.0) must be at least 0",
         },
         sibling="change_pairs.py",
-        reader="change_folders.py",
     ),
 }
 SCRIPTS = list(CASES)
