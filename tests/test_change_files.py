@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from test_change_pairs import save, save_pair, save_set
 
-from envs_shared import change_folders
+from envs_shared import change_folders, change_pairs
 from envs_shared.change_pairs import DIRECTORIES, SPLITS
 
 FLAT = "{kind}/{split}_{i}"
@@ -22,7 +22,7 @@ def write_lists(root, lists):
 
 
 def check(path, expected):
-    splits = change_folders.read_folder(path, 4, 8)
+    splits = change_pairs.read_folder(path, 4, 8)
     assert list(splits) == list(SPLITS)
     for split, pairs in splits.items():
         assert pairs.dtype == np.uint8 and (pairs == np.stack(expected[split])).all()
@@ -31,7 +31,7 @@ def check(path, expected):
 def read_error(path):
     """What the reader says to a folder that it refuses, of one line."""
     with pytest.raises(ValueError) as error:
-        change_folders.read_folder(path, 4, 8)
+        change_pairs.read_folder(path, 4, 8)
     assert "\n" not in str(error.value)
     return str(error.value)
 

@@ -181,15 +181,16 @@ CASES = {
         bad={
             "--num-envs 7": NOT_DIVISIBLE,
             "--env-id fog": "--env-id fog: must be one of haze, haze-3, haze-4",
-            "--data-dir nothing": "train/A, B and label need equal names",
+            "--data-dir nothing": "nothing: not {train,val,test}/{A,B,label} with equal names",
             "--patch-size 6": "--image-size must be divisible by --patch-size",
             "--predict a.png b.png": "--predict needs --evaluate",
             "--predict a.png b.png --evaluate good.pt": "a.png: cannot be read as a picture",
-            "--pretrained missing.pt": "missing.pt: does not fit the flags",
-            "--env-id haze-3 --resume good.pt": "good.pt: does not fit the flags",
+            "--pretrained missing.pt": "missing.pt: missing, or not a checkpoint",
+            "--env-id haze-3 --resume good.pt": "good.pt: not the network of --env-id (",
+            "--patch-size 0": "--patch-size (0) must be at least 1",
+            "--learning-rate -1": "--learning-rate (-1.0) must be at least 0",
         },
         sibling="change_pairs.py",
-        reader="change_folders.py",
     ),
 }
 SCRIPTS = list(CASES)
