@@ -452,6 +452,11 @@ def open_run(run_path: Path, args, step: int):
     return writer
 
 
+def is_same_task(before, args) -> bool:
+    """Whether two settings score policies on the same instances."""
+    return (before.env_id, before.data, before.eval_episodes) == (args.env_id, args.data, args.eval_episodes)
+
+
 def train(args, run_path: Path, checkpoint=None):
     """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
     device = set_up_device(args)
@@ -583,11 +588,6 @@ def train(args, run_path: Path, checkpoint=None):
             f"greedy score of best.pt {progress.best_score:.3f}, of the last policy {progress.last_score:.3f}"
         )
     print(f"{run_path}: {scores}")
-
-
-def is_same_task(before, args) -> bool:
-    """Whether two settings score policies on the same instances."""
-    return (before.env_id, before.data, before.eval_episodes) == (args.env_id, args.data, args.eval_episodes)
 
 
 def main(argv=None):

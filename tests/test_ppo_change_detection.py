@@ -402,7 +402,9 @@ def test_losses_that_are_not_finite_end_a_run_with_one_line(tmp_path, capsys, st
     """The checkpoint is the last one with finite losses, and its weights are as well."""
     rate = "--detector-lr 1e30" if stage == "detector" else "--learning-rate 1e30"
     flags = f"{rate} --detector-iterations 2 --ppo-iterations 4 --eval-interval 1 --run-dir {tmp_path}"
-    assert re.search(r"haze: \w+ is not finite at step \d+", fail_with(capsys, cd.main, [*TINY.split(), *flags.split()]))
+    assert re.search(
+        r"haze: \w+ is not finite at step \d+", fail_with(capsys, cd.main, [*TINY.split(), *flags.split()])
+    )
     (path,) = tmp_path.glob("*/checkpoint.pt")
     assert (load(path)["progress"]["iteration"] > 1) == (stage == "PPO")
 
