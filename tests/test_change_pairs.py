@@ -171,7 +171,9 @@ def test_a_split_without_pictures(plain):
     path, _ = plain
     for file in path.glob("test/*/*"):
         file.unlink()
-    with pytest.raises(ValueError, match="no test pictures; needed are {train,val,test}/{A,B,label} with"):
+    with pytest.raises(
+        ValueError, match=r"no test pictures; needed are \{train,val,test\}/\{A,B,label\} with"
+    ):
         read_folder(path, 8, 8)
 
 

@@ -548,7 +548,10 @@ def test_the_folder_of_tours_gets_its_name_when_all_is_written(tmp_path, monkeyp
     (tmp_path / "x.txt").write_text("0 0 1 0 1 1\n")
     flags = "--data", "x.txt", "--solve", "no/tours/"
     for name in ("write_text", "rename"):
-        with mock.patch.object(Path, name, side_effect=KeyboardInterrupt), pytest.raises(SystemExit, match="130"):
+        with (
+            mock.patch.object(Path, name, side_effect=KeyboardInterrupt),
+            pytest.raises(SystemExit, match="130"),
+        ):
             evaluate_file(capsys, TSP20, *flags)
         assert not Path("no/tours").exists()
     evaluate_file(capsys, TSP20, *flags)
