@@ -348,9 +348,7 @@ class SequenceReplay:
                     "obs": torch.zeros(size, self.length, *space.shape, dtype=dtype),  # [R, L, *D]
                     "last_action": torch.zeros(size, self.length).long(),  # [R, L]
                     "last_reward": torch.zeros(size, self.length),  # [R, L]
-                    "state": torch.zeros(
-                        size, STATE_SIZE, args.hidden_size
-                    ),  # before the first unrolled step
+                    "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], at the first step
                     "end": torch.zeros(size).long(),  # index of the last step; copies of it follow
                     "is_terminated": torch.zeros(size).bool(),  # did the episode terminate at `end`
                     "is_warm": torch.zeros(size).bool(),  # are all burn-in steps real, not padding
@@ -802,11 +800,14 @@ def train(args, run_path: Path, checkpoint=None):
         )
         if not checkpoint:
             save(all_parts, "checkpoint.pt")
-        elif not (run_path / "best.pt").exists() or checkpoint["args"].env_id != args.env_id:
-            progress.best_score = None  # the next evaluation is the best one
         else:
-            # It may be newer than checkpoint.pt, which is not saved again after an evaluation
-            progress.best_score = load_checkpoint(run_path / "best.pt")["progress"].best_score
+            # The score of best.pt, which may be newer than checkpoint.pt. If there is none for this task, the
+            # next evaluation is the best one
+            progress.best_score = None
+            if (run_path / "best.pt").exists():
+                best = load_checkpoint(run_path / "best.pt")
+                if best["args"].env_id == args.env_id:
+                    progress.best_score = best["progress"].best_score
         if progress.step >= args.total_timesteps:
             print(f"{run_path}: raise --total-timesteps to train on")
 

@@ -716,3 +716,17 @@ def test_a_run_that_is_resumed_with_another_task_begins_with_an_empty_replay(tmp
     after = load(path / "checkpoint.pt")
     assert before["replay"]["num_added"] > 30 > after["replay"]["num_added"] > 0
     assert after["replay"]["obs"].shape[:2] == (60, 8 + 4 + 2)
+
+
+def test_the_best_score_of_another_task_does_not_return_with_a_second_resume(tmp_path, monkeypatch):
+    """The first resumed run is of the new task and never evaluates, so best.pt is still that of the old task."""
+    scores = iter((5.0, 3.0))
+    result = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
+    monkeypatch.setattr(r2d2, "evaluate", lambda *_: result | {"eval/episodic_return": next(scores)})
+    flags = f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 100 --eval-interval 1000"
+    path = run(tmp_path, flags).path
+    more = ["--resume", str(path / "checkpoint.pt"), "--env-id", "probe_envs:NoLimit-v0"]
+    r2d2.main([*more, "--total-timesteps", "200", "--eval-episodes", "0"])
+    assert load(path / "best.pt")["progress"]["best_score"] == 5.0
+    r2d2.main([*more, "--total-timesteps", "300", "--eval-episodes", "1"])
+    assert load(path / "best.pt")["progress"]["best_score"] == 3.0
