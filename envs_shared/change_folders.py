@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from envs_shared.change_pairs import SPLITS, SUFFIXES, list_pictures, read_picture
+from envs_shared.change_pairs import SPLITS, SUFFIXES, list_pictures, read_folder, read_picture  # noqa: F401
 
 NAMES = (
     ("a", "t1", "time1", "im1", "image1", "img1", "before", "pre", "date1"),

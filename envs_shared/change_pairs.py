@@ -33,8 +33,8 @@ def draw_haze(num_pairs: int, size: int, num_dates: int, *seed: int):
     Four patches in ten are roofs, whose stripes run along or across. A roof's stripes at the first and the
     last date are the same, except on the quarter of the roofs that has changed. Haze hides the stripes of a
     roof at each date but the last, with a probability that leaves half of the roofs without haze, changed or
-    not. Haze after the first date hides the last date too. So earlier dates alone say nothing about a change, but they
-    say whether the next date is worth a look. The mean colour of a roof is always the same.
+    not. Haze after the first date hides the last date too. So earlier dates alone say nothing about a change,
+    but they say whether the next date is worth a look. The mean colour of a roof is always the same.
     """
     rng = np.random.default_rng(seed)
     num_patches = -(-size // PATCH)
