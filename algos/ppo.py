@@ -591,7 +591,7 @@ def summarize(storage, batch, metrics):
     return scalars
 
 
-def train(args, run_path: Path, checkpoint=None):
+def train(args, run_path, checkpoint=None):
     """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint.
 
     Random numbers are seeded by --seed and 0 for the weights, 1 for training (and again in each iteration, by
@@ -698,7 +698,8 @@ def train(args, run_path: Path, checkpoint=None):
             bar.update(min(progress.step, args.total_timesteps) - bar.n)
 
             # Save, before an evaluation that might fail
-            is_due = progress.iteration % eval_interval == 0
+            is_last = progress.step >= args.total_timesteps
+            is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
                 save("checkpoint.pt")
@@ -708,13 +709,12 @@ def train(args, run_path: Path, checkpoint=None):
             # rollout's longest episode predicts how many the next one takes
             eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
             is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
+            if is_due and is_affordable and args.eval_episodes and not is_last:
                 score_policy()
 
-    # Evaluate the last policy, and save
+    # Evaluate the last policy
     if RANK > 0:
         return
-    save("checkpoint.pt")
     # None: the last policy is not evaluated yet, or there is no best.pt of this task
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy()
