@@ -801,8 +801,7 @@ def train(args, run_path: Path, checkpoint=None):
         if not checkpoint:
             save(all_parts, "checkpoint.pt")
         else:
-            # The score of best.pt, which may be newer than checkpoint.pt. If there is none for this task, the
-            # next evaluation is the best one
+            # best.pt may be newer than checkpoint.pt. Without one of this task, the next score is the best
             progress.best_score = None
             if (run_path / "best.pt").exists():
                 best = load_checkpoint(run_path / "best.pt")
@@ -822,8 +821,7 @@ def train(args, run_path: Path, checkpoint=None):
             progress.best_score = progress.last_score
             save(parts, "best.pt")
 
-    # Each process has environments of all epsilons
-    epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]
+    epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]  # large and small ones
     seed = seed_everything(args.seed, 1, progress.iteration, RANK)
     player = Player(agent, envs, args, epsilons, device, seed)
     act = player.act
@@ -876,9 +874,7 @@ def train(args, run_path: Path, checkpoint=None):
                 continue
             if not metrics.isfinite().all():
                 fail(f"{args.env_id}: losses are not finite at step {progress.step}")
-            scalars = {}
-            if num_updates:
-                scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
+            scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist()) if num_updates}
             scalars["charts/cpu_seconds"] = progress.cpu_seconds
             scalars["charts/SPS"] = num_steps / (time.time() - start)
             scalars["charts/num_updates"] = progress.num_updates
