@@ -32,6 +32,7 @@ dates but the last, K windows that are read, n rows; in pixels, S a picture's si
 # requires-python = ">=3.11"
 # dependencies = ["torch", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
+import math
 import os
 import random
 import sys
@@ -262,7 +263,7 @@ class ChangeEnv:
             "cls_query": query,
             "settled_acc": torch.where(looks, torch.nan, accuracy),
         }
-        return self.obs, rewards, ~looks, info
+        return self.obs, rewards, info
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ class ChangeEnv:
 #     query, seen, step_indices    observation: embedding [D, h, w], what was shown [E, h, w], and t
 #     stop, correction, shown      action [h, w], [G, h, w], [E, h, w]
 #     log_probs, values            of the policy that acted, [2, h, w] and [h, w]
-#     rewards, dones               outcome [h, w]
+#     rewards                      outcome [h, w]; an episode ends at its stop
 #     pre_action_mask              which queries had not stopped before the step
 #     cls_query                    the embedding after the step, which is classified
 #     settled_acc                  share of a query's cells that are right once it has stopped, else NaN
@@ -296,13 +297,13 @@ def compute_worth(logits, labels, f1, beta):
     return (worth * is_counted).sum(1) / is_counted.sum(1).clamp(min=1)
 
 
-def compute_gae(rewards, values, dones, gamma, gae_lambda):
-    """Compute advantages [T, ...] from rewards, values and dones [T, ...]; all queries stop at the end."""
+def compute_gae(rewards, values, looks, gamma, gae_lambda):
+    """Compute advantages [T, ...] from rewards, values and looks [T, ...]; all queries stop at the end."""
     advantages = torch.zeros_like(rewards)
     next_advantage = next_value = 0.0
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * next_value * ~dones[t] - values[t]
-        advantages[t] = delta + gamma * gae_lambda * next_advantage * ~dones[t]  # eq. 3
+        delta = rewards[t] + gamma * next_value * looks[t] - values[t]
+        advantages[t] = delta + gamma * gae_lambda * next_advantage * looks[t]  # eq. 3
         next_advantage = advantages[t]
         next_value = values[t]
     return advantages
@@ -334,13 +335,13 @@ def play(agent, images, labels, args, rule=None, std=0.0):
         action["correction"] = means + noise
         action["stop"] = ~looks
         log_probs = compute_log_probs(agent, logits, looks, means, action["correction"])
-        next_obs, rewards, dones, info = env.step(action)
-        outcome = {"log_probs": log_probs, "values": values, "rewards": rewards, "dones": dones}
+        next_obs, rewards, info = env.step(action)
+        outcome = {"log_probs": log_probs, "values": values, "rewards": rewards}
         steps.append(obs | action | outcome | info)
         obs = next_obs
     rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     rollout["advantages"] = compute_gae(
-        rollout["rewards"], rollout["values"], rollout["dones"], args.gamma, args.gae_lambda
+        rollout["rewards"], rollout["values"], ~rollout["stop"], args.gamma, args.gae_lambda
     )
     rollout["returns"] = rollout["advantages"] + rollout["values"]
     return env, rollout
@@ -414,9 +415,9 @@ def ppo_loss(agent, batch, args):
     joint_loss = cross_entropy(agent.class_head(query), labels)
 
     # What is logged of ratios is that of decisions
-    approx_kl = (ratio - 1 - log_ratio)[:, 0]
-    is_clipped = ((ratio - 1).abs() > args.clip_coef)[:, 0]
-    metrics = [mean(x) for x in (policy_loss, value_loss, entropy, approx_kl, is_clipped)]
+    approx_kl = ratio - 1 - log_ratio
+    is_clipped = (ratio - 1).abs() > args.clip_coef
+    metrics = [mean(x) for x in (policy_loss, value_loss, entropy, approx_kl[:, 0], is_clipped[:, 0])]
     return loss + args.joint_coef * joint_loss, torch.stack((*metrics, joint_loss)).detach()
 
 
@@ -513,8 +514,7 @@ def write_predictions(agent, args, threshold, device):
         for kind, x in maps.items():  # from black for 0 to white for 1
             pixels = 255 * x[0, :height, :width].cpu().numpy()
             Image.fromarray(np.uint8(pixels)).save(Path(args.output, f"{name}_{kind}.png"))
-        share = maps["mask"][0, :height, :width].mean()
-        print(f"{name}: {share:.3f} changed, {looks.mean():.2f} looks a query")
+        print(f"{name}: {looks.mean():.2f} looks a query")
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -792,13 +792,15 @@ def main(argv=None):
     ).split()
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
-        if name in ("cost", "log_std"):  # may be negative
-            continue
+        if name in ("cost", "log_std"):
+            least = -math.inf  # any number, but not NaN
         if type(value) in (int, float) and not value >= least:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     patch = args.patch_size
+    if args.cell_size >= args.image_size:
+        fail(f"--cell-size ({args.cell_size}) must be smaller than --image-size ({args.image_size})")
     if args.image_size % patch or patch % args.cell_size or patch % args.coarse_size:
         fail("--image-size must be divisible by --patch-size, and --patch-size by --cell-size, --coarse-size")
     if args.predict and not args.evaluate:

@@ -118,7 +118,7 @@ def test_a_rollout_follows_its_decisions():
     close = torch.testing.assert_close
     looks, mask = ~data["stop"], data["pre_action_mask"]
     assert mask[0].all() and torch.equal(mask[1:], looks[:-1]) and not (looks & ~mask).any()
-    assert looks[1].any() and not looks[1].all() and torch.equal(data["dones"], ~looks)
+    assert looks[1].any() and not looks[1].all()
     next_values = *data["values"][1:], torch.zeros(4, 4, 4)
     steps = [*zip(data["rewards"], data["values"], next_values, looks, strict=True)]
     for t in range(3):
@@ -359,6 +359,71 @@ def test_a_resumed_run_is_that_of_no_interruption(tmp_path, monkeypatch):
         for tag, values in read_scalars(left).items():
             if not tag.startswith(("charts/cpu", "charts/SPS")):
                 assert values == scalars[tag][-len(values) :], tag
+
+
+def test_a_finished_run_of_another_price_or_without_best_is_evaluated_again(tmp_path, capsys):
+    """best.pt of another price does not count, whatever its return; nothing is left to train, and a line says so."""
+    path, _ = run(tmp_path / "runs", TINY, "--detector-iterations 1 --ppo-iterations 1 --cost -1")
+    first = load(path / "best.pt")["progress"]["best_score"]
+    words = ["--resume", str(path / "checkpoint.pt")]
+    cd.main([*words, "--cost", "1"])
+    second = load(path / "best.pt")["progress"]["best_score"]
+    assert second < first and "raise --ppo-iterations to train on" in capsys.readouterr().out
+    (path / "best.pt").unlink()
+    cd.main(words)
+    assert load(path / "best.pt")["progress"]["best_score"] == second
+
+
+def test_a_failing_evaluation_loses_nothing(tmp_path, monkeypatch):
+    """What was trained before it is in the checkpoint, and is evaluated when the run is resumed."""
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(cd, "evaluate", lambda *args: 1 / 0)
+        run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 2 --eval-interval 2")
+    (path,) = tmp_path.glob("*/checkpoint.pt")
+    assert load(path)["progress"]["iteration"] == 2 and not path.with_name("best.pt").exists()
+    cd.main(["--resume", str(path)])
+    progress = load(path)["progress"]
+    assert progress["iteration"] == 3 and progress["last_score"] == progress["best_score"] is not None
+
+
+def test_a_frozen_layer_stays(tmp_path, monkeypatch):
+    """And a parameter that no loss uses does no harm."""
+
+    class Frozen(cd.Agent):
+        def __init__(self, args):
+            super().__init__(args)
+            self.backbone.requires_grad_(False)
+            self.unused = torch.nn.Parameter(torch.ones(3))
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(cd, "Agent", Frozen)
+    path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 1")
+    args = cd.Args(**load(path / "checkpoint.pt")["args"])
+    cd.seed_everything(args.seed, 0)
+    first, last = cd.Agent(args).state_dict(), load(path / "checkpoint.pt")["agent"]
+    kept = {name for name in first if torch.equal(first[name], last[name])}
+    assert kept == {"unused", *(name for name in first if name.startswith("backbone"))}
+
+
+def test_a_folder_of_pairs_may_have_any_name(tmp_path):
+    """Also one of haze with three dates: pairs of a folder have two."""
+    save_set(tmp_path / "set", size=(16, 16))
+    flags = f"{TINY} --detector-iterations 1 --ppo-iterations 1 --env-id haze-3 --data-dir {tmp_path / 'set'}"
+    path, _ = run(tmp_path / "runs", flags)
+    assert load(path / "best.pt")["agent"]["backbone.0.weight"].shape[1] == 6
+
+
+def test_a_network_of_three_dates_predicts_no_pairs(tmp_path, capsys):
+    path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 0 --env-id haze-3")
+    words = ["--evaluate", str(path / "best.pt"), "--predict", "a.png", "b.png"]
+    assert "best.pt: not the network of --env-id (pairs of" in fail_with(capsys, cd.main, words)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--cost nan", "--log-std nan", "--cell-size 8 --image-size 8", "--num-steps 0"]
+)
+def test_numbers_that_make_no_sense(capsys, flags):
+    assert flags.split()[0] in fail_with(capsys, cd.main, flags.split())
 
 
 def test_a_pretrained_detector_is_taken(tmp_path):
