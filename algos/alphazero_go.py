@@ -974,7 +974,8 @@ def train(args, run_path: Path, checkpoint=None):
             bar.set_postfix_str(f"loss {scalars['losses/loss']:.3f}", refresh=False)
 
             # Save, before a match that might fail
-            is_due = progress.iteration % eval_interval == 0
+            is_last = progress.iteration >= args.num_epochs
+            is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
                 save(parts, "checkpoint.pt")
@@ -982,13 +983,12 @@ def train(args, run_path: Path, checkpoint=None):
 
             # Evaluate. Without --eval-interval, matches take at most a fifth as many moves as self-play
             is_affordable = args.eval_interval or progress.eval_steps + match_moves <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and progress.iteration < args.num_epochs:
+            if is_due and is_affordable and args.eval_episodes and not is_last:
                 play_best()
 
-    # Evaluate the last network, and save
+    # Evaluate the last network
     if RANK > 0:
         return
-    save(parts, "checkpoint.pt")
     if args.eval_episodes:
         # None: the last network is not evaluated yet, or there is no best.pt of this komi
         if None in (progress.best_score, progress.last_score):

@@ -889,7 +889,8 @@ def train(args, run_path: Path, checkpoint=None):
             bar.update(min(progress.step, args.total_timesteps) - bar.n)
 
             # Save, before an evaluation that might fail
-            is_due = progress.iteration % eval_interval == 0
+            is_last = progress.step >= args.total_timesteps
+            is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
                 save(all_parts, "checkpoint.pt")
@@ -900,20 +901,19 @@ def train(args, run_path: Path, checkpoint=None):
             longest_episode = max([longest_episode, *player.lengths, *(length for _, length in episodes)])
             eval_steps = progress.eval_steps + args.eval_episodes * longest_episode
             is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
+            if is_due and is_affordable and args.eval_episodes and not is_last:
                 score_policy()
 
-    # Evaluate the last policy, and save
+    # Evaluate the last policy
     if RANK > 0:
         return
-    save(all_parts, "checkpoint.pt")
     # None: the last policy is not evaluated yet, or there is no best.pt of this task
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy()
         save(all_parts, "checkpoint.pt")
     writer.close()
     scores = "not evaluated"
-    if progress.last_score is not None:
+    if None not in (progress.best_score, progress.last_score):
         scores = f"return of best.pt {progress.best_score:.2f}, of the last policy {progress.last_score:.2f}"
     print(f"{run_path}: {scores}")
 

@@ -495,7 +495,7 @@ def train(args, run_path: Path, checkpoint=None):
         if not checkpoint:
             save("checkpoint.pt")
         elif not (run_path / "best.pt").exists() or not is_same_task(checkpoint["args"], args):
-            progress.best_score = None  # the next evaluation is the best one
+            progress.best_score = progress.last_score = None  # the next evaluation is the best one
         if progress.iteration >= args.num_epochs:
             print(f"{run_path}: raise --num-epochs to train on")
 
@@ -562,7 +562,8 @@ def train(args, run_path: Path, checkpoint=None):
                 writer.add_scalar(name, value, progress.step)
 
             # Save, before an evaluation that might fail
-            is_due = progress.iteration % eval_interval == 0
+            is_last = progress.iteration >= args.num_epochs
+            is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
                 save("checkpoint.pt")
@@ -571,14 +572,13 @@ def train(args, run_path: Path, checkpoint=None):
             # Evaluate, without --eval-interval on at most a fifth as many instances as in training
             eval_steps = progress.eval_steps + len(instances.points)
             is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and progress.iteration < args.num_epochs:
+            if is_due and is_affordable and args.eval_episodes and not is_last:
                 score_policy(DECODINGS[:1])
                 bar.set_postfix_str(f"greedy {progress.last_score:.3f}", refresh=False)
 
-    # Evaluate the last policy, and save
+    # Evaluate the last policy
     if RANK > 0:
         return
-    save("checkpoint.pt")
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy(DECODINGS)
     writer.close()

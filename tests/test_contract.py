@@ -538,6 +538,11 @@ def test_a_resumed_run_without_a_best_score_evaluates(script, whole, tmp_path):
     assert not (never / "best.pt").exists()
     out = resume(never, "--eval-episodes", "4")
     assert f"raise {case.length} to train on" in out and "not evaluated" not in out
+    finished = shutil.copytree(whole.path, tmp_path / "finished")
+    before = read_files(finished)
+    module.main(["--resume", str(finished / "checkpoint.pt"), case.length, "1"])
+    after = read_files(finished)
+    assert all(after[finished / name] == before[finished / name] for name in ("checkpoint.pt", "best.pt"))
     missing = shutil.copytree(whole.path, tmp_path / "missing")
     (missing / "best.pt").unlink()
     resume(missing)
