@@ -4,10 +4,10 @@ Pairs are uint8 [M, 3 J + 1, H, W]: the colours of J dates, then the label of ea
 unchanged, 1 for changed, and 255 where it does not count. There are two dates, except in haze-3 and haze-4.
 """
 
-from pathlib import importlib
+import importlib
+from pathlib import Path
 
 import numpy as np
-import Path
 import torch
 from PIL import Image, ImageOps
 from torch.nn import functional as F
