@@ -41,7 +41,7 @@ MAX_TOKENS = {
     "envs_shared/go_gtp.py": 4500,
     "algos/ppo_change_detection.py": 5900,
     "envs_shared/change_pairs.py": 2000,
-    "envs_shared/change_folders.py": 1800,
+    "envs_shared/change_folders.py": 900,
 }
 OPTIONAL = {"ale_py", "minigrid"}  # packages that are imported for some tasks only
 

@@ -13,7 +13,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ROOT, fail_with, read_scalars
+from conftest import fail_with, read_scalars
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_contract import find_run, load, run_main
@@ -160,25 +160,6 @@ def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
         assert mine == expected[len(expected) - len(mine) :]
         num_expected += len(expected)
     assert replay.num_added == num_expected < 300 and len(found) == min(num_expected, buffer_size)
-
-
-def test_the_page_shows_the_windows_that_the_replay_holds():
-    """The drawing of an episode of 12 steps: step by step, what a window takes it for."""
-    args = Args(burn_in=4, learn_length=5, n_step=2, buffer_size=3, hidden_size=1)
-    replay = SequenceReplay(describe(gym.spaces.Box(0, 12, (1,))), args, CPU)
-    for t in range(13):
-        reading, is_over = r2d2.Reading(np.float32([t]), t - 1, 0.0, torch.full((2, 1), float(t))), [t == 12]
-        replay.add(SimpleNamespace(readings=[(0, reading)], is_over=is_over, terminated=is_over))
-    replay.store()
-    page = (ROOT / "docs" / "r2d2_lstm.md").read_text()
-    head, *lines = re.search(r"```\n(step .*?)```", page, re.S)[1].splitlines()
-    columns = [(match.start(), int(match[0])) for match in re.finditer(r"\d+", head)]
-    windows = zip(*map(replay.data.get, ("obs", "end", "is_warm", "state")), strict=True)
-    for line, (obs, end, is_warm, state) in zip(lines, windows, strict=True):
-        kinds = f"{'bbbb' if is_warm else '    '}LLLLLtt"[:end] + "t"
-        held = [(int(x), kind) for x, kind in zip(obs[:, 0], kinds, strict=False) if kind != " "]
-        assert [(step, line[at]) for at, step in columns if line[at] != " "] == held
-        assert f"{'stored' if is_warm else 'zero'} state at step {int(state[0, 0])}" in line
 
 
 # Targets and the loss
