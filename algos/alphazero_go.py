@@ -43,6 +43,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from math import ceil, log
@@ -761,7 +762,7 @@ def seed_everything(*stream: int) -> int:
     return seed
 
 
-def set_up_device(args):
+def set_up_processes(args):
     """Set the thread count, select the device and, under torchrun, join the process group."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -770,7 +771,8 @@ def set_up_device(args):
     if use_cuda:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
+        # The other processes wait while process 0 plays a match, which may take hours
+        torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return device
 
 
@@ -871,7 +873,7 @@ def train(args, run_path: Path, checkpoint=None):
     2 for matches during training (by the epoch), 3 for --evaluate, 4 for the match against plain MCTS.
     """
     # Set up
-    device = set_up_device(args)
+    device = set_up_processes(args)
     go, parts = set_up(args, checkpoint, device)
     agent = parts["agent"]
     best = parts["best"]
