@@ -337,7 +337,7 @@ def test_games_against_gnugo(tmp_path):
     Where a network that knows nothing passes too early, GNU Go takes dead stones off before it counts.
     """
     agent, args = make_network(simulations_end=16)
-    checkpoint = {"args": asdict(args), "progress": (0, 0, 0, 0.0, 0.0), "agent": agent.state_dict()}
+    checkpoint = {"args": asdict(args), "progress": {}, "agent": agent.state_dict()}
     torch.save(checkpoint, tmp_path / "best.pt")
     command = f"{sys.executable} {ROOT / 'algos' / 'alphazero_go.py'} --gtp {tmp_path / 'best.pt'}"
     num_compared = 0
