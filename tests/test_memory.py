@@ -112,6 +112,3 @@ def test_hidden_velocities():
         full_obs, *expected = full.step(actions)
         check_equal((obs, *rest), (full_obs[:, [0, 2]], *expected))
         assert rest[2].all() == (t == 499)
-
-
-# MiniGrid
