@@ -297,8 +297,9 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         (group,) = self.param_groups
-        for shape in {p.shape for p in group["params"]}:
-            params, updates = [p for p in group["params"] if p.shape == shape and p.grad is not None], []
+        trained = [p for p in group["params"] if p.grad is not None]  # without what a user has frozen
+        for shape in {p.shape for p in trained}:
+            params, updates = [p for p in trained if p.shape == shape], []
             for p in params:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum

@@ -272,7 +272,8 @@ def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloa
     torch.manual_seed(0)
     shapes = (8, 8), (8, 8), (32, 8), (8, 32)
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    muon = am.Muon([{"params": ours, "lr": 0.04}], {})
+    frozen = torch.nn.Parameter(torch.ones(4, 4))  # no gradient, and no other matrix of this shape
+    muon = am.Muon([{"params": [*ours, frozen], "lr": 0.04}], {})
     reference = torch.optim.Muon(theirs, 0.08, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         for p, q, scale in zip(ours, theirs, (1e-3, 1e3, 1.0, 1.0), strict=True):
@@ -282,7 +283,7 @@ def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloa
         reference.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=4e-3)
-        assert (p - 1).abs().max() > 0.04
+        assert (p - 1).abs().max() > 0.04 and (frozen == 1).all()
 
 
 # Training
