@@ -45,17 +45,24 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path.append(os.getcwd())  # for envs_shared/tsplib.py, if --data is a .tsp
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # in this repository, envs_shared is there
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-METRICS = ("policy_loss", "tour_length", "grad_norm")  # per update
-DECODINGS = ("greedy", "multistart", "multistart_x8")
-EMBED_DIM, NUM_HEADS = 128, 8  # D and H, so that sqrt(d) = 4
+METRICS = ("policy_loss", "tour_length", "baseline_length", "grad_norm")  # of an update
+DECODINGS = ("greedy", "multistart", "multistart_x8")  # ways to build tours in evaluations
+CUDA_GRAPHS = False  # on one GPU, record the update once an epoch; off until it has been run on a GPU
+POINT_DIM = 2  # coordinates x and y of a node
+EMBED_DIM = 128  # D
+NUM_HEADS = 8  # H, so that sqrt(d) = 4
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
-CPU_HAS_BFLOAT16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16")
-Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")  # what the decoder needs
-State = namedtuple("State", "first last log_mask")  # nodes [B, P, 1] (N: none yet), 0 or -inf [B, P, 1, N]
-Instances = namedtuple("Instances", "points tours measure")  # [M, N, 2]; [M, N] or None; as tour_length
+CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
+
+# What the decoder needs of the nodes: what each one adds to a query as the first or last node, in row N the
+# placeholder, [B, N + 1, D]; k and v of eq. 6 [B, H, N, d]; W^O and k of eq. 7 in one [B, N, D]
+Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
+# Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
+# measures tours, such as tour_length
+Instances = namedtuple("Instances", "points tours measure")
 
 
 @dataclass
@@ -73,12 +80,12 @@ class Args:
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # epochs between evaluations and checkpoints (0: ten a run, fewer if costly)
-    eval_episodes: int = 1000  # random instances per evaluation without --data (0: never evaluate)
-    env_id: str = "tsp20-uniform"  # tspN-uniform (in the unit square) or tspN-gaussian, with N nodes
-    train_path: str | None = None  # train on the instances of this file, in ML4CO text
+    eval_episodes: int = 1000  # random instances per evaluation without --data (0: only with --evaluate)
+    env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
+    train_path: str | None = None  # train on the instances of this file instead, in the formats of --data
     data: str | None = None  # evaluate on this file: ML4CO text, or .tsp with envs_shared/tsplib.py
     solve: str | None = None  # with --evaluate and --data: new folder to write the shortest tours to
-    num_epochs: int = 35  # epochs; after each one, the rollout baseline may change
+    num_epochs: int = 35  # epochs; after each one, the best policy of the rollout baseline may change
     steps_per_epoch: int = 100  # gradient steps per epoch
     batch_size: int = 32  # instances B of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or the best policy's greedy tour
@@ -87,6 +94,7 @@ class Args:
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
     learning_rate: float = 1e-3  # Adam learning rate; Muon's steps have a root mean square of 0.4 times it
     anneal_lr: bool = True  # lower the learning rates to zero along a half cosine
+    weight_decay: float = 0.0  # decoupled weight decay (AdamW) of the parameters that Adam trains
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
 
 
@@ -107,14 +115,20 @@ class EncoderLayer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.project_q, self.project_k, self.project_v, self.project_out = (make_map() for _ in range(4))
+        self.project_q = make_map()
+        self.project_k = make_map()
+        self.project_v = make_map()
+        self.project_out = make_map()
         self.ff = nn.Sequential(nn.Linear(EMBED_DIM, 512), nn.ReLU(), nn.Linear(512, EMBED_DIM))
-        self.norm1, self.norm2 = nn.BatchNorm1d(EMBED_DIM), nn.BatchNorm1d(EMBED_DIM)
+        self.norm1 = nn.BatchNorm1d(EMBED_DIM)
+        self.norm2 = nn.BatchNorm1d(EMBED_DIM)
 
     def forward(self, h):
-        k, v, shape = split_heads(self.project_k(h) / 4), split_heads(self.project_v(h)), h.shape[:2]
-        h = self.norm1((h + self.project_out(attend(self.project_q(h), k, v))).flatten(0, 1))  # eq. 2
-        return self.norm2(h + self.ff(h)).unflatten(0, shape)  # eq. 3
+        k = split_heads(self.project_k(h) / 4)  # divided by sqrt(d)
+        v = split_heads(self.project_v(h))
+        attention = self.project_out(attend(self.project_q(h), k, v))
+        rows = self.norm1((h + attention).flatten(0, 1))  # eq. 2, [B N, D]
+        return self.norm2(rows + self.ff(rows)).view_as(h)  # eq. 3
 
 
 class AttentionModel(nn.Module):
@@ -122,20 +136,28 @@ class AttentionModel(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.layers = nn.Linear(2, EMBED_DIM), nn.Sequential(*(EncoderLayer() for _ in range(3)))
-        # W^Q in three parts, one for each part of the context; W^K and W^V of eq. 5, W^O and W^K of eq. 7
-        self.project_graph, self.project_last, self.project_first = (make_map() for _ in range(3))
-        self.project_k, self.project_v = make_map(), make_map()
-        self.project_out, self.project_logit_k = make_map(), make_map()
+        self.embed = nn.Linear(POINT_DIM, EMBED_DIM)
+        self.layers = nn.Sequential(EncoderLayer(), EncoderLayer(), EncoderLayer())
+        # W^Q in three parts, one for each part of the context
+        self.project_graph = make_map()
+        self.project_last = make_map()
+        self.project_first = make_map()
+        # W^K and W^V of eq. 5, W^O and W^K of eq. 7
+        self.project_k = make_map()
+        self.project_v = make_map()
+        self.project_out = make_map()
+        self.project_logit_k = make_map()
         self.placeholders = nn.Parameter(torch.empty(2, EMBED_DIM).uniform_(-1, 1))  # v^f and v^l
 
     def forward(self, points):
         """Encode points [B, N, 2] in any unit; projects each node once instead of at each decoding step."""
         offset = points - points.amin(1, True)
-        unit_points = offset / offset.amax((1, 2), True).clamp(min=1e-30)
-        h = self.layers(self.embed(unit_points.float()))  # [B, N, D]
+        size = offset.amax((1, 2), True).clamp(min=1e-30)  # of points that coincide it is 0
+        h = self.layers(self.embed((offset / size).float()))  # [B, N, D]
+        # The placeholders are node N of each instance, [B, N + 1, D]
         first, last = (torch.cat((h, v.expand(len(h), 1, -1)), 1) for v in self.placeholders)
-        k, v = split_heads(self.project_k(h) / 4), split_heads(self.project_v(h))
+        k = split_heads(self.project_k(h) / 4)  # divided by sqrt(d)
+        v = split_heads(self.project_v(h))
         # W^O is applied to the keys, since there are fewer of them: (W^O g) . k_j = g . (k_j W^O)
         logit_k = self.project_logit_k(h) @ self.project_out.weight / EMBED_DIM**0.5
         first_queries = self.project_graph(h.mean(1, True)) + self.project_first(first)
@@ -144,40 +166,16 @@ class AttentionModel(nn.Module):
 
 def decode(encoded, first, last, log_mask):
     """Return u [B, P, T, N] of eq. 7, given first and last nodes [B, P, 1 or T] and log_mask [B, P, T, N]."""
+    # Pick queries of nodes by `embedding`, from the rows of all instances. Rows are picked often, and then its
+    # backward pass, which adds up their gradients, is several times as fast as that of `gather`
     offset = torch.arange(len(first), device=first.device).view(-1, 1, 1) * encoded.first_queries.shape[1]
     first_query = nn.functional.embedding(first + offset, encoded.first_queries.flatten(0, 1))
     last_query = nn.functional.embedding(last + offset, encoded.last_queries.flatten(0, 1))
-    q, log_mask = (first_query + last_query).flatten(1, 2), log_mask.flatten(1, 2)  # eq. 4, 5
-    glimpse = attend(q, encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6
+    q = (first_query + last_query).flatten(1, 2)  # eq. 4, 5, [B, Q, D]
+    log_mask = log_mask.flatten(1, 2)  # [B, Q, N]
+    glimpse = attend(q, encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, Q, D]
     logits = 10 * torch.bmm(glimpse, encoded.logit_k.transpose(1, 2)).tanh() + log_mask  # eq. 7
     return logits.unflatten(1, last.shape[1:])
-
-
-# ---- Environments ------------------------------------------------------------------------------------------
-def tour_length(points, tours):
-    """Return lengths [B, P] of closed tours [B, P, N] through points [B, N, 2]."""
-    stops = points.gather(1, tours.flatten(1).unsqueeze(-1).expand(-1, -1, 2)).view(*tours.shape, 2)
-    return (stops - stops.roll(-1, 2)).norm(dim=-1).sum(-1)
-
-
-class TspEnv:
-    """Builds P tours of each instance; the only reward, at the end, is minus the closed tour's length."""
-
-    def reset(self, points, num_tours):
-        """Begin `num_tours` empty tours of each instance in points [B, N, 2]; returns the state."""
-        self.points, self.nodes, (num_instances, num_nodes, _) = points, [], points.shape
-        with points.device:
-            nowhere = torch.full((num_instances, num_tours, 1), num_nodes)
-            self.state = State(nowhere, nowhere, torch.zeros(num_instances, num_tours, 1, num_nodes))
-        return self.state
-
-    def step(self, node):
-        """Visit an unvisited node [B, P, 1]; returns the state and the reward [B, P] (None until the end)."""
-        self.nodes.append(node)
-        self.state.log_mask.scatter_(-1, node.unsqueeze(-1), -torch.inf)
-        self.state = State(self.nodes[0], node, self.state.log_mask)
-        is_done = len(self.nodes) == self.points.shape[1]
-        return self.state, -tour_length(self.points, torch.cat(self.nodes, -1)) if is_done else None
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
@@ -188,93 +186,152 @@ def draw_points(env_id, num_instances, stored=None):
     match = re.fullmatch(r"tsp([3-9]|[1-9]\d+)-(uniform|gaussian)", env_id)
     if not match:
         fail(f"--env-id {env_id}: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes")
-    return (torch.rand if match[2] == "uniform" else torch.randn)(num_instances, int(match[1]), 2)
+    draw = torch.rand if match[2] == "uniform" else torch.randn
+    return draw(num_instances, int(match[1]), POINT_DIM)
 
 
-def read_instances(path: str):
-    """Read instances of equal size, one per line: `x y x y ... output 1 4 ... 1`; tours are optional."""
+def parse_instance(line, place):
+    """Return the points [N, 2] and the tour of a line, N nodes from 0, or none; exits if they are unfit."""
+    coordinates, _, nodes = line.partition("output")
     try:
-        if path.endswith(".tsp"):
+        points = np.array(coordinates.split(), float).reshape(-1, POINT_DIM)
+        tour = [int(node) - 1 for node in nodes.split()]
+    except ValueError:
+        fail(f"{place}: must be `x y x y x y`, and may go on `output 1 3 2 1`, a tour of nodes from 1")
+    if len(points) < 3 or not abs(points).max() < 1e100:
+        fail(f"{place}: must have 3 or more nodes with finite coordinates, `x y x y x y`")
+    if tour and (sorted(tour[1:]) != list(range(len(points))) or tour[0] != tour[-1]):
+        fail(f"{place}: the tour must visit each node once and return to its first one, `output 1 3 2 1`")
+    return points, tour[1:]
+
+
+def read_instances(path):
+    """Read instances of equal size from ML4CO text, one a line, or one from a .tsp file; exits if unfit."""
+    try:
+        if path.lower().endswith(".tsp"):
             from envs_shared.tsplib import read_tsplib
 
             return Instances(*read_tsplib(path))
-        text = Path(path).read_text("utf-8-sig").strip() or path  # so that an empty file is refused
-        has_tours = "output" in text
-        rows = np.loadtxt(text.replace("output", "").splitlines(), ndmin=2)  # [M, 2 N], or [M, 3 N + 1]
-        num_nodes, rest = divmod(rows.shape[1] - has_tours, 2 + has_tours)
-        points, tours = np.split(rows, [2 * num_nodes], 1)  # [M, 2 N], [M, N + 1] or [M, 0]
-        is_tour = (np.sort(tours[:, :-1]) == np.arange(1, 1 + num_nodes * has_tours)).all(1)
-        is_right = is_tour & (np.abs(points) < 1e100).all(1) & (num_nodes >= 3 and not rest)
-        if not is_right.all():
-            raise ValueError(f"instance {is_right.argmin() + 1} has under 3 points, infinite ones or no tour")
-    except (ImportError, OSError, ValueError) as error:
-        fail(f"{path}: {error}; ML4CO text has lines `x y x y x y output 1 3 2 1` of one length; no pickles")
-    tours = torch.tensor(tours[:, :-1] - 1).long() if has_tours else None
-    return Instances(torch.tensor(points.reshape(-1, num_nodes, 2)), tours, tour_length)
+        lines = Path(path).read_text("utf-8-sig", "replace").splitlines()
+    except ModuleNotFoundError:
+        fail(f"{path}: needs envs_shared/tsplib.py; copy it into a folder envs_shared beside this script")
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
+    except ValueError as error:  # of read_tsplib, with path and line
+        fail(f"{error}")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            rows.append(parse_instance(line, f"{path}:{number}"))
+            if [*map(len, rows[-1])] != [*map(len, rows[0])]:
+                fail(f"{path}:{number}: all lines must have as many nodes, and all or none of them a tour")
+    if not rows:
+        fail(f"{path}: is empty; each line must be an instance, `x y x y x y output 1 3 2 1`")
+    points, tours = zip(*rows)
+    return Instances(torch.tensor(np.stack(points)), torch.tensor(tours) if tours[0] else None, tour_length)
 
 
 # ---- REINFORCE ---------------------------------------------------------------------------------------------
+def tour_length(points, tours):
+    """Return lengths [B, P] of closed tours [B, P, N] through points [B, N, 2]."""
+    stops = points.unsqueeze(1).take_along_dim(tours.unsqueeze(-1), 2)  # [B, P, N, 2]
+    return (stops - stops.roll(-1, 2)).norm(dim=-1).sum(-1)
+
+
 @torch.no_grad()
 def construct_tours(points, encoded, multistart=False, sample=False):
     """Build a tour of points [B, N, 2], or one from each node; returns tours [B, P, N], lengths [B, P]."""
-    env, n, reward = TspEnv(), points.shape[1], None
-    state = env.reset(points, n if multistart else 1)
+    num_nodes = points.shape[1]
+    num_tours = num_nodes if multistart else 1
+    log_mask = encoded.logit_k.new_zeros(len(points), num_tours, 1, num_nodes)  # 0, or -inf for visited nodes
+    first = last = torch.full_like(log_mask[..., 0], num_nodes, dtype=torch.long)  # no nodes yet, [B, P, 1]
+    nodes = []
     if multistart:
-        state, _ = env.step(torch.arange(n, device=points.device).view(1, -1, 1).expand(len(points), -1, 1))
-    while reward is None:
-        logits = decode(encoded, *state)  # [B, P, 1, N]
-        if sample:  # from eq. 8: the first node whose cumulative probability reaches a number from (0, 1]
-            cumulated = logits.softmax(-1).cumsum(-1)
-            node = (cumulated < cumulated[..., -1:] * (1 - torch.rand_like(cumulated[..., :1]))).sum(-1)
+        nodes.append(torch.ones_like(first).cumsum(1) - 1)  # tour j begins at node j
+    while len(nodes) < num_nodes:
+        if nodes:
+            first = nodes[0]
+            last = nodes[-1]
+            log_mask.scatter_(-1, last.unsqueeze(-1), -torch.inf)
+        logits = decode(encoded, first, last, log_mask)  # [B, P, 1, N]
+        if sample:
+            # Draw from eq. 8: the first open node whose cumulative probability reaches a threshold, random in
+            # (0, largest one]. Unlike `multinomial`, this does not make the host wait. Visited nodes get -inf
+            # in place of the sum up to them, so they are never drawn, however a device rounds sums
+            cumulated = logits.softmax(-1).cumsum(-1) + log_mask
+            largest = cumulated.amax(-1, True)
+            threshold = largest * (1 - torch.rand_like(largest))
+            node = (cumulated >= threshold).int().argmax(-1)  # the first one
         else:
             node = logits.argmax(-1)
-        state, reward = env.step(node)
-    return torch.cat(env.nodes, -1), -reward
+        nodes.append(node)
+    tours = torch.cat(nodes, -1)
+    return tours, tour_length(points, tours)
 
 
 def score_tours(encoded, tours):
     """Return log p [B, P] of tours [B, P, N] given their first nodes, and log p [B, N] of first nodes."""
-    steps = torch.arange(1, tours.shape[2] - 1, device=tours.device)  # [T], T = N - 2: the last is forced
-    is_open = tours.argsort(-1).unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]; argsort: visit time
+    num_nodes = tours.shape[2]
+    visit_time = tours.argsort(-1)  # [B, P, N], the inverse permutation
+    # Step t = 1 ... N - 2 draws a node that is open then. The first node is scored below, the last is forced
+    steps = torch.arange(1, num_nodes - 1, device=tours.device)  # [T]
+    is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]
     log_mask = torch.where(is_open, 0.0, -torch.inf)
     log_probs = decode(encoded, tours[:, :, :1], tours[:, :, :-2], log_mask).log_softmax(-1)  # eq. 8
     log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1
-    start_logits = decode(encoded, *TspEnv().reset(encoded.logit_k, 1))  # [B, 1, 1, N], of empty tours
+    nowhere = torch.full_like(tours[:, :1, :1], num_nodes)  # first and last node of empty tours
+    start_logits = decode(encoded, nowhere, nowhere, torch.zeros_like(log_mask[:, :1, :1]))  # [B, 1, 1, N]
     return log_likelihood, start_logits.flatten(1).log_softmax(-1)
 
 
-def compute_loss(agent, best_policy, points):
-    """Return a loss with the gradient of eq. 9 (POMO: plus that of the first node), and the mean length."""
-    encoded, is_pomo = agent(points), best_policy is None
+def compute_loss(agent, baseline_policy, points):
+    """Return a loss with the gradient of eq. 9, and the mean lengths of sampled tours and of the baseline.
+
+    Without `baseline_policy`, the baseline is that of POMO, and the loss also trains the first node.
+    """
+    is_pomo = baseline_policy is None
+    encoded = agent(points)
     tours, lengths = construct_tours(points, encoded, is_pomo, sample=True)  # [B, P, N], [B, P]
     log_likelihood, start_log_probs = score_tours(encoded, tours)  # [B, P], [B, N]
     if is_pomo:
-        advantages = lengths - lengths.mean(1, True)  # Kwon et al., eq. 3
-        log_likelihood = log_likelihood + lengths.shape[1] * start_log_probs.exp()  # trains the first node
+        baseline = lengths.mean(1, True)  # Kwon et al., eq. 3
     else:
-        advantages = lengths - construct_tours(points, best_policy(points))[1]
+        _, baseline = construct_tours(points, baseline_policy(points))  # greedy
         log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
-    return (log_likelihood * advantages).mean(), lengths.mean()
+    advantages = lengths - baseline
+    loss = (log_likelihood * advantages).mean()
+    if is_pomo:
+        # Tour j begins at node j, so no first node was drawn. The expectation of the advantage over first
+        # nodes stands in for it: a sum over N nodes, which is N times a mean
+        loss = loss + (lengths.shape[1] * start_log_probs.exp() * advantages).mean()
+    return loss, lengths.mean(), baseline.mean()
 
 
-def update_weights(agent, best_policy, optimizers, args, points):
-    """Take one gradient step on points [B, N, 2], and return METRICS [3]."""
-    loss, length = compute_loss(agent, best_policy, points)
+def update_weights(agent, baseline_policy, optimizers, args, points):
+    """Take one gradient step on points [B, N, 2], and return METRICS [4].
+
+    Shapes are fixed and the host never waits, so that a CUDA graph can record it.
+    """
+    loss, length, baseline_length = compute_loss(agent, baseline_policy, points)
     agent.zero_grad()
     loss.backward()
     average_gradients(agent)
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     for optimizer in optimizers:
         optimizer.step()
-    return average(torch.stack((loss.detach(), length, grad_norm)))
+    return average(torch.stack((loss.detach(), length, baseline_length, grad_norm)))
 
 
 @torch.no_grad()
-def is_better(agent, best, points, level):
+def is_better(agent, baseline_policy, points, level):
     """Test if the policy's greedy tours of points [n, N, 2] are shorter, by a one-sided paired t-test."""
     agent.eval()
-    parts = points.split(1000)
-    d = torch.cat([construct_tours(x, agent(x))[1] - construct_tours(x, best(x))[1] for x in parts])
+    differences = []
+    for part in points.split(1000):
+        lengths = [construct_tours(part, policy(part))[1] for policy in (agent, baseline_policy)]
+        differences.append(lengths[0] - lengths[1])
+    d = torch.cat(differences)  # [n, 1]
+    # The statistics t of W processes have variance one each, and so has their mean times sqrt(W)
     t = average(d.mean() / d.std() * len(d) ** 0.5) * WORLD_SIZE**0.5
     return torch.special.ndtr(t) < level  # normal instead of t distribution, since n is in the thousands
 
@@ -297,14 +354,18 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         (group,) = self.param_groups
-        trained = [p for p in group["params"] if p.grad is not None]  # without what a user has frozen
-        for shape in {p.shape for p in trained}:
-            params, updates = [p for p in trained if p.shape == shape], []
+        groups = {}  # matrices of equal shape
+        for p in group["params"]:
+            if p.grad is not None:
+                groups.setdefault(p.shape, []).append(p)
+        for shape, params in groups.items():
+            updates = []
             for p in params:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum
             step_size = group["lr"] * 0.4 * max(shape) ** 0.5  # twice match_rms_adamw of torch
-            for p, update in zip(params, orthogonalize(torch.stack(updates)), strict=True):
+            for p, update in zip(params, orthogonalize(torch.stack(updates))):
                 p.sub_(update, alpha=step_size)
 
 
@@ -317,36 +378,43 @@ def apply_symmetries(points):
 @torch.no_grad()
 def evaluate(agent, instances, device, decodings=DECODINGS):
     """Score the shortest tours that each decoding finds; also returns the last decoding's tours [M, N]."""
-    (points, references, measure), scores = instances, {}
-    parts = points.to(device).split(2**18 // points.shape[1] ** 2 + 1)
+    points, references, measure = instances
     agent.eval()
+    scores = {}
+    # Parts of bounded memory: multi-start decoding masks N nodes in N tours of each instance
+    parts = points.to(device).split(2**18 // points.shape[1] ** 2 + 1)
     for decoding in decodings:
         found = []
-        for part in tqdm(parts, decoding, leave=False, delay=2):
+        for part in tqdm(parts, leave=False, delay=2):
             images = apply_symmetries(part) if decoding == "multistart_x8" else [part]
             tours = torch.cat([construct_tours(x, agent(x), decoding != "greedy")[0] for x in images], 1)
-            found.append(tours.take_along_dim(measure(part, tours).argmin(1)[:, None, None], 1).cpu())
-        lengths = measure(points, torch.cat(found))  # [M, 1], of the shortest tours [M, 1, N]
+            shortest = measure(part, tours).argmin(1)  # [B], of P tours
+            found.append(tours[range(len(part)), shortest].cpu())
+        tours = torch.cat(found)  # [M, N]
+        lengths = measure(points, tours.unsqueeze(1))  # [M, 1]
         scores[f"eval/{decoding}_length"] = lengths.mean().item()
         if references is not None:
-            gaps = 100 * (lengths / measure(points, references[:, None]) - 1)
-            std, mean = torch.std_mean(gaps, correction=0)
-            scores |= {f"eval/{decoding}_gap": mean.item(), f"eval/{decoding}_gap_std": std.item()}
-    return scores, torch.cat(found).squeeze(1)
+            gaps = 100 * (lengths / measure(points, references.unsqueeze(1)) - 1)  # in percent
+            scores[f"eval/{decoding}_gap"] = gaps.mean().item()
+            scores[f"eval/{decoding}_gap_std"] = gaps.std(correction=0).item()
+    return scores, tours
 
 
 def write_tours(args, instances, tours):
-    """Write tours [M, N] to the new folder --solve, in the format of --data."""
-    rows = zip(instances.points.flatten(1).tolist(), (tours + 1).tolist(), strict=True)
-    text = "".join(f"{' '.join(map(str, xy))} output {' '.join(map(str, [*t, t[0]]))}\n" for xy, t in rows)
-    path = Path(f"{Path(args.solve)}.tmp", Path(args.data).name)
-    if path.suffix == ".tsp":
+    """Write tours [M, N] to the new folder --solve, in the format of --data, and their lengths."""
+    path = Path(args.solve, Path(args.data).name)
+    text = ""
+    for points, tour in zip(instances.points.flatten(1).tolist(), (tours + 1).tolist()):
+        closed_tour = [*tour, tour[0]]
+        text += f"{' '.join(map(str, points))} output {' '.join(map(str, closed_tour))}\n"
+    if path.suffix.lower() == ".tsp":
         from envs_shared.tsplib import format_tour
 
-        path, text = path.with_suffix(".tour"), format_tour(path.stem, tours[0])
-    path.parent.mkdir(parents=True, exist_ok=True)
+        path = path.with_suffix(".tour")
+        text = format_tour(path.stem, tours[0])
     path.write_text(text)
-    path.parent.rename(args.solve)
+    lengths = instances.measure(instances.points, tours.unsqueeze(1))  # [M, 1]
+    np.savetxt(f"{path}.lengths", lengths, "%.10g")
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -360,6 +428,7 @@ class Progress:
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # gap or length of best.pt, None before the first evaluation
     last_score: float | None = None  # gap or length of the newest policy, None if it was not evaluated
+    baseline_updates: int = 0  # times that the policy became that of the rollout baseline
 
 
 def fail(message: str):
@@ -392,6 +461,26 @@ def seed_everything(*stream: int) -> int:
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
     return seed
+
+
+def capture(function, *inputs):
+    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
+
+    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
+    read again in each replay.
+    """
+    memory = [x.clone() for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        output = function(*memory)
+
+    def replay(*new_inputs):
+        for old, new in zip(memory, new_inputs):
+            old.copy_(new)
+        graph.replay()
+        return output
+
+    return replay
 
 
 def set_up_device(args):
@@ -453,49 +542,78 @@ def open_run(run_path: Path, args, step: int):
     return writer
 
 
-def is_same_task(before, args) -> bool:
-    """Whether two settings score policies on the same instances."""
-    return (before.env_id, before.data, before.eval_episodes) == (args.env_id, args.data, args.eval_episodes)
-
-
-def train(args, run_path: Path, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
-    device = set_up_device(args)
-    torch.empty(8_000_000)  # freed at once: glibc then keeps freed memory, which saves a fifth of a step
-    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs, and on CPUs oneDNN's kernels
-    stored = read_instances(args.train_path).points.float() if args.train_path and not args.evaluate else None
-    seed_everything(args.seed, 3 if args.evaluate else 2)  # other instances than those that selected best.pt
-    instances = Instances(draw_points(args.env_id, args.eval_episodes).double(), None, tour_length)
-    instances = read_instances(args.data) if args.data else instances
+def set_up(args, checkpoint, device):
+    """Make the policy, the optimizers and the rollout baseline's policy, from `checkpoint` if there is one."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = AttentionModel().to(device)
-    maps = [p for p in agent.parameters() if p.ndim == 2 and min(p.shape) > 2] * (args.optimizer == "muon")
-    others = [p for p in agent.parameters() if p not in set(maps)]
-    optimizers = torch.optim.Adam(others, fused=True), Muon([{"params": maps}], {})
-    best_policy = deepcopy(agent).eval().requires_grad_(False)  # for the rollout baseline; not best.pt
-    baseline = best_policy if args.baseline == "rollout" else None
-    parts = {"agent": agent, "best_policy": best_policy, "optimizer": optimizers[0], "muon": optimizers[1]}
-    progress = checkpoint["progress"] if checkpoint else Progress()
+    # Muon is for the matrices that map embeddings to embeddings; Adam trains the rest
+    matrices = []
+    others = []
+    for name, p in agent.named_parameters():
+        is_map = p.ndim == 2 and ("project" in name or "ff" in name)
+        (matrices if is_map and args.optimizer == "muon" else others).append(p)
+    parts = {
+        "agent": agent,
+        "optimizer": torch.optim.AdamW(others, fused=True),
+        "muon": Muon([{"params": matrices}], {}),
+    }
+    if args.baseline == "rollout":
+        parts["baseline_policy"] = deepcopy(agent).eval().requires_grad_(False)
     if checkpoint:
+        # A network of this repository has no state of optimizers, and is its own baseline, as after a POMO run
+        states = {"baseline_policy": checkpoint["agent"]} | checkpoint
         try:
-            for name in checkpoint.keys() & parts | {"agent"}:
-                parts[name].load_state_dict(checkpoint[name])
+            for name in parts.keys() & states:
+                parts[name].load_state_dict(states[name])
         except (KeyError, RuntimeError, ValueError):
-            fail(f"{args.evaluate or args.resume}: does not fit --optimizer")
+            fail(f"{args.evaluate or args.resume}: does not fit --optimizer or the network of this file")
+    return parts
+
+
+def describe_instances(args):
+    """Say what policies are scored on."""
+    return args.data or f"{args.eval_episodes} random instances of {args.env_id}"
+
+
+def train(args, run_path, checkpoint=None):
+    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint.
+
+    Random numbers are seeded by --seed and 0 for the weights, 1 for training (and again in each epoch, by its
+    number), 2 for the instances of evaluations during training, 3 for those of --evaluate.
+    """
+    # Set up
+    device = set_up_device(args)
+    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs, and on CPUs oneDNN's kernels
+    torch.empty(8_000_000)  # freed at once: glibc then keeps freed memory, which saves a fifth of a step
+    seed_everything(args.seed, 3 if args.evaluate else 2)  # other instances than those that selected best.pt
+    instances = Instances(draw_points(args.env_id, args.eval_episodes or 1000).double(), None, tour_length)
+    if args.data:
+        instances = read_instances(args.data)
+    parts = set_up(args, checkpoint, device)
+    agent = parts["agent"]
+    optimizers = parts["optimizer"], parts["muon"]
+    baseline_policy = parts.get("baseline_policy")
     if args.evaluate:
+        if args.solve:
+            try:
+                os.makedirs(args.solve)
+            except OSError as error:
+                fail(f"--solve {args.solve}: must be a new folder ({error.strerror})")
         scores, tours = evaluate(agent, instances, device)
-        print(scores)
+        print({name: round(score, 4) for name, score in scores.items()})
         if args.solve:
             write_tours(args, instances, tours)
         return
-
+    stored = read_instances(args.train_path).points.float() if args.train_path else None
+    progress = checkpoint["progress"] if checkpoint else Progress()
     save = partial(save_checkpoint, run_path, args, progress, parts)
     if RANK == 0:
         writer = open_run(run_path, args, progress.step)
-        print(f"{run_path}: {args.env_id} on {device}, epoch {progress.iteration}")
+        scored_on = describe_instances(args)
+        print(f"{run_path}: on {device}, epoch {progress.iteration}, scored on {scored_on}")
         if not checkpoint:
             save("checkpoint.pt")
-        elif not (run_path / "best.pt").exists() or not is_same_task(checkpoint["args"], args):
+        elif not (run_path / "best.pt").exists() or scored_on != describe_instances(checkpoint["args"]):
             progress.best_score = progress.last_score = None  # the next evaluation is the best one
         if progress.iteration >= args.num_epochs:
             print(f"{run_path}: raise --num-epochs to train on")
@@ -512,7 +630,8 @@ def train(args, run_path: Path, checkpoint=None):
             save("best.pt")
         save("checkpoint.pt")
 
-    size, epoch_size = args.batch_size // WORLD_SIZE, args.batch_size * args.steps_per_epoch
+    use_graphs = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+    epoch_size = args.batch_size * args.steps_per_epoch
     eval_interval = args.eval_interval or args.num_epochs // 10 + 1
     saved_at = time.time()
     with tqdm(
@@ -522,30 +641,38 @@ def train(args, run_path: Path, checkpoint=None):
         disable=RANK > 0,
     ) as bar:
         while progress.iteration < args.num_epochs:
-            start, cpu_start, metrics = time.time(), time.process_time(), 0.0
+            start = time.time()
+            cpu_start = time.process_time()
             seed_everything(args.seed, 1, progress.iteration, RANK)
             progress.last_score = None  # of the policy that this epoch makes
             agent.train()
 
             # Learning rate: it falls to zero along a half cosine
-            share = progress.iteration / args.num_epochs * args.anneal_lr
+            share = progress.iteration / args.num_epochs if args.anneal_lr else 0
             lr = args.learning_rate / 2 * (1 + math.cos(math.pi * share))
             for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = lr
+                optimizer.param_groups[0].update(lr=lr, weight_decay=args.weight_decay, capturable=use_graphs)
 
-            # Gradient steps, each on new instances
-            for _ in range(args.steps_per_epoch):
-                points = draw_points(args.env_id, size, stored).to(device)
-                metrics += update_weights(agent, baseline, optimizers, args, points) / args.steps_per_epoch
+            # Gradient steps, each on new instances. A recording freezes the learning rate, so each epoch makes
+            # its own, after one step, as the optimizers create their state in the very first
+            update = partial(update_weights, agent, baseline_policy, optimizers, args)
+            metrics = 0.0  # means over the epoch, [4]
+            for i in range(args.steps_per_epoch):
+                points = draw_points(args.env_id, args.batch_size // WORLD_SIZE, stored).to(device)
+                metrics += update(points) / args.steps_per_epoch
+                if use_graphs and i == 0:
+                    update = capture(update, points)
                 bar.update(args.batch_size)
             for buffer in agent.buffers():  # batch norm statistics
-                buffer.copy_(average(buffer.double()))
+                if buffer.is_floating_point():
+                    average(buffer)
 
             # Rollout baseline: the policy becomes the baseline's if it is better beyond noise
-            if baseline:
+            if baseline_policy:
                 points = draw_points(args.env_id, args.baseline_instances // WORLD_SIZE, stored).to(device)
-                if is_better(agent, best_policy, points, args.baseline_level):
-                    best_policy.load_state_dict(agent.state_dict())
+                if is_better(agent, baseline_policy, points, args.baseline_level):
+                    baseline_policy.load_state_dict(agent.state_dict())
+                    progress.baseline_updates += 1
             progress.iteration += 1
             progress.step += epoch_size
             progress.cpu_seconds += time.process_time() - cpu_start
@@ -556,6 +683,7 @@ def train(args, run_path: Path, checkpoint=None):
             if not metrics.isfinite().all():
                 fail(f"{args.env_id}: losses are not finite at instance {progress.step}")
             scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
+            scalars["charts/baseline_updates"] = progress.baseline_updates
             scalars["charts/cpu_seconds"] = progress.cpu_seconds
             scalars["charts/SPS"] = epoch_size / (time.time() - start)
             scalars["charts/learning_rate"] = lr
@@ -571,8 +699,8 @@ def train(args, run_path: Path, checkpoint=None):
                 saved_at = time.time()
 
             # Evaluate, without --eval-interval on at most a fifth as many instances as in training
-            eval_steps = progress.eval_steps + len(instances.points)
-            is_affordable = args.eval_interval or eval_steps <= progress.step / 5
+            num_evaluated = progress.eval_steps + len(instances.points)
+            is_affordable = args.eval_interval or num_evaluated <= progress.step / 5
             if is_due and is_affordable and args.eval_episodes and not is_last:
                 score_policy(DECODINGS[:1])
                 bar.set_postfix_str(f"greedy {progress.last_score:.3f}", refresh=False)
@@ -580,6 +708,7 @@ def train(args, run_path: Path, checkpoint=None):
     # Evaluate the last policy
     if RANK > 0:
         return
+    # None: the last policy is not evaluated yet, or there is no best.pt for these instances
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy(DECODINGS)
     writer.close()
@@ -606,12 +735,12 @@ def main(argv=None):
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.batch_size % WORLD_SIZE:
         fail(f"--batch-size ({args.batch_size}) must be divisible by the number of processes ({WORLD_SIZE})")
-    if args.solve and (Path(args.solve).exists() or not (args.evaluate and args.data)):
-        fail(f"--solve {args.solve}: must be a new folder, and needs --evaluate and --data")
-    if args.evaluate and not args.data and not args.eval_episodes:
-        fail("--evaluate needs --eval-episodes or --data")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", name))
+    if args.solve and not (args.evaluate and args.data):
+        fail("--solve needs --evaluate and --data")
+    name = (
+        f"{Path(args.train_path or args.env_id).stem}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    )
+    run_path = Path(path).parent if path else Path(args.run_dir, name)
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:
