@@ -55,6 +55,7 @@ POINT_DIM = 2  # coordinates x and y of a node
 EMBED_DIM = 128  # D
 NUM_HEADS = 8  # H, so that sqrt(d) = 4
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
+# Whether this CPU multiplies bfloat16 fast; GPUs do
 CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
 
 # What the decoder needs of the nodes: what each one adds to a query as the first or last node, in row N the
@@ -124,7 +125,8 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.BatchNorm1d(EMBED_DIM)
 
     def forward(self, h):
-        k = split_heads(self.project_k(h) / 4)  # divided by sqrt(d)
+        # Keys are divided by sqrt(d) of eq. 6, instead of u
+        k = split_heads(self.project_k(h) / 4)  # [B, H, N, d]
         v = split_heads(self.project_v(h))
         attention = self.project_out(attend(self.project_q(h), k, v))
         rows = self.norm1((h + attention).flatten(0, 1))  # eq. 2, [B N, D]
@@ -151,23 +153,25 @@ class AttentionModel(nn.Module):
 
     def forward(self, points):
         """Encode points [B, N, 2] in any unit; projects each node once instead of at each decoding step."""
+        # Move and scale each instance into the unit square
         offset = points - points.amin(1, True)
         size = offset.amax((1, 2), True).clamp(min=1e-30)  # of points that coincide it is 0
         h = self.layers(self.embed((offset / size).float()))  # [B, N, D]
-        # The placeholders are node N of each instance, [B, N + 1, D]
+        # Tours without nodes have the placeholders as node N, [B, N + 1, D]
         first, last = (torch.cat((h, v.expand(len(h), 1, -1)), 1) for v in self.placeholders)
-        k = split_heads(self.project_k(h) / 4)  # divided by sqrt(d)
+        # Keys and values of the glimpse, [B, H, N, d]; keys are divided by sqrt(d)
+        k = split_heads(self.project_k(h) / 4)
         v = split_heads(self.project_v(h))
         # W^O is applied to the keys, since there are fewer of them: (W^O g) . k_j = g . (k_j W^O)
-        logit_k = self.project_logit_k(h) @ self.project_out.weight / EMBED_DIM**0.5
+        logit_k = self.project_logit_k(h) @ self.project_out.weight / EMBED_DIM**0.5  # [B, N, D]
         first_queries = self.project_graph(h.mean(1, True)) + self.project_first(first)
         return Encoded(first_queries, self.project_last(last), k, v, logit_k)
 
 
 def decode(encoded, first, last, log_mask):
     """Return u [B, P, T, N] of eq. 7, given first and last nodes [B, P, 1 or T] and log_mask [B, P, T, N]."""
-    # Pick queries of nodes by `embedding`, from the rows of all instances. Rows are picked often, and then its
-    # backward pass, which adds up their gradients, is several times as fast as that of `gather`
+    # Pick the queries of nodes from the rows of all instances. A row is picked often; the backward pass of
+    # `embedding`, which adds up its gradients, is then several times as fast as that of `gather`
     offset = torch.arange(len(first), device=first.device).view(-1, 1, 1) * encoded.first_queries.shape[1]
     first_query = nn.functional.embedding(first + offset, encoded.first_queries.flatten(0, 1))
     last_query = nn.functional.embedding(last + offset, encoded.last_queries.flatten(0, 1))
@@ -202,7 +206,7 @@ def parse_instance(line, place):
         fail(f"{place}: must have 3 or more nodes with finite coordinates, `x y x y x y`")
     if tour and (sorted(tour[1:]) != list(range(len(points))) or tour[0] != tour[-1]):
         fail(f"{place}: the tour must visit each node once and return to its first one, `output 1 3 2 1`")
-    return points, tour[1:]
+    return points, tour[:-1]
 
 
 def read_instances(path):
@@ -219,6 +223,7 @@ def read_instances(path):
         fail(f"{path}: {error.strerror}")
     except ValueError as error:  # of read_tsplib, with path and line
         fail(f"{error}")
+    # One instance a line; blank lines do not count
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -243,9 +248,11 @@ def construct_tours(points, encoded, multistart=False, sample=False):
     """Build a tour of points [B, N, 2], or one from each node; returns tours [B, P, N], lengths [B, P]."""
     num_nodes = points.shape[1]
     num_tours = num_nodes if multistart else 1
-    log_mask = encoded.logit_k.new_zeros(len(points), num_tours, 1, num_nodes)  # 0, or -inf for visited nodes
-    first = last = torch.full_like(log_mask[..., 0], num_nodes, dtype=torch.long)  # no nodes yet, [B, P, 1]
-    nodes = []
+    # Of the tours so far: 0 for open nodes and -inf for visited ones, and the first and the last node. That
+    # is N while there is none, the row of the placeholders
+    log_mask = encoded.logit_k.new_zeros(len(points), num_tours, 1, num_nodes)  # [B, P, 1, N]
+    first = last = torch.full_like(log_mask[..., 0], num_nodes, dtype=torch.long)  # [B, P, 1]
+    nodes = []  # [B, P, 1] each
     if multistart:
         nodes.append(torch.ones_like(first).cumsum(1) - 1)  # tour j begins at node j
     while len(nodes) < num_nodes:
@@ -255,9 +262,10 @@ def construct_tours(points, encoded, multistart=False, sample=False):
             log_mask.scatter_(-1, last.unsqueeze(-1), -torch.inf)
         logits = decode(encoded, first, last, log_mask)  # [B, P, 1, N]
         if sample:
-            # Draw from eq. 8: the first open node whose cumulative probability reaches a threshold, random in
-            # (0, largest one]. Unlike `multinomial`, this does not make the host wait. Visited nodes get -inf
-            # in place of the sum up to them, so they are never drawn, however a device rounds sums
+            # Draw from eq. 8: the first open node whose cumulated probability reaches a threshold, which is
+            # random in (0, largest one]. Unlike `multinomial`, this does not make the host wait. A visited
+            # node has probability 0 and repeats the sum before it. It gets -inf instead, so that it is never
+            # drawn, however a device rounds sums
             cumulated = logits.softmax(-1).cumsum(-1) + log_mask
             largest = cumulated.amax(-1, True)
             threshold = largest * (1 - torch.rand_like(largest))
@@ -265,7 +273,7 @@ def construct_tours(points, encoded, multistart=False, sample=False):
         else:
             node = logits.argmax(-1)
         nodes.append(node)
-    tours = torch.cat(nodes, -1)
+    tours = torch.cat(nodes, -1)  # [B, P, N]
     return tours, tour_length(points, tours)
 
 
@@ -278,8 +286,9 @@ def score_tours(encoded, tours):
     is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]
     log_mask = torch.where(is_open, 0.0, -torch.inf)
     log_probs = decode(encoded, tours[:, :, :1], tours[:, :, :-2], log_mask).log_softmax(-1)  # eq. 8
-    log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1
-    nowhere = torch.full_like(tours[:, :1, :1], num_nodes)  # first and last node of empty tours
+    log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1, [B, P]
+    # One empty tour of each instance, without first and last node, and with all nodes open
+    nowhere = torch.full_like(tours[:, :1, :1], num_nodes)
     start_logits = decode(encoded, nowhere, nowhere, torch.zeros_like(log_mask[:, :1, :1]))  # [B, 1, 1, N]
     return log_likelihood, start_logits.flatten(1).log_softmax(-1)
 
@@ -301,8 +310,8 @@ def compute_loss(agent, baseline_policy, points):
     advantages = lengths - baseline
     loss = (log_likelihood * advantages).mean()
     if is_pomo:
-        # Tour j begins at node j, so no first node was drawn. The expectation of the advantage over first
-        # nodes stands in for it: a sum over N nodes, which is N times a mean
+        # Tour j begins at node j, so no first node was drawn. In place of its log-likelihood stands the
+        # expected advantage over first nodes: a sum over N nodes, which is N times a mean
         loss = loss + (lengths.shape[1] * start_log_probs.exp() * advantages).mean()
     return loss, lengths.mean(), baseline.mean()
 
@@ -359,12 +368,15 @@ class Muon(torch.optim.Optimizer):
             if p.grad is not None:
                 groups.setdefault(p.shape, []).append(p)
         for shape, params in groups.items():
+            # Nesterov momentum
             updates = []
             for p in params:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 0.05)
-                updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum
-            step_size = group["lr"] * 0.4 * max(shape) ** 0.5  # twice match_rms_adamw of torch
+                updates.append(p.grad.lerp(momentum, 0.95))
+            # The root mean square of a step is 0.4 times the learning rate, twice that of match_rms_adamw in
+            # torch's Muon
+            step_size = group["lr"] * 0.4 * max(shape) ** 0.5
             for p, update in zip(params, orthogonalize(torch.stack(updates))):
                 p.sub_(update, alpha=step_size)
 
@@ -386,6 +398,7 @@ def evaluate(agent, instances, device, decodings=DECODINGS):
     for decoding in decodings:
         found = []
         for part in tqdm(parts, leave=False, delay=2):
+            # P tours of each instance: 1, N or 8 N
             images = apply_symmetries(part) if decoding == "multistart_x8" else [part]
             tours = torch.cat([construct_tours(x, agent(x), decoding != "greedy")[0] for x in images], 1)
             shortest = measure(part, tours).argmin(1)  # [B], of P tours
@@ -403,6 +416,7 @@ def evaluate(agent, instances, device, decodings=DECODINGS):
 def write_tours(args, instances, tours):
     """Write tours [M, N] to the new folder --solve, in the format of --data, and their lengths."""
     path = Path(args.solve, Path(args.data).name)
+    # Nodes count from 1, and tours return to the first one
     text = ""
     for points, tour in zip(instances.points.flatten(1).tolist(), (tours + 1).tolist()):
         closed_tour = [*tour, tour[0]]
@@ -543,7 +557,7 @@ def open_run(run_path: Path, args, step: int):
 
 
 def set_up(args, checkpoint, device):
-    """Make the policy, the optimizers and the rollout baseline's policy, from `checkpoint` if there is one."""
+    """Make the policy, the optimizers and the policy of the rollout baseline, from `checkpoint` if given."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = AttentionModel().to(device)
     # Muon is for the matrices that map embeddings to embeddings; Adam trains the rest
@@ -560,7 +574,8 @@ def set_up(args, checkpoint, device):
     if args.baseline == "rollout":
         parts["baseline_policy"] = deepcopy(agent).eval().requires_grad_(False)
     if checkpoint:
-        # A network of this repository has no state of optimizers, and is its own baseline, as after a POMO run
+        # Trained networks of the repository have no states of optimizers. They are their own baseline, and so
+        # is the policy of a POMO run
         states = {"baseline_policy": checkpoint["agent"]} | checkpoint
         try:
             for name in parts.keys() & states:
@@ -593,6 +608,7 @@ def train(args, run_path, checkpoint=None):
     agent = parts["agent"]
     optimizers = parts["optimizer"], parts["muon"]
     baseline_policy = parts.get("baseline_policy")
+    # Evaluate only
     if args.evaluate:
         if args.solve:
             try:
@@ -604,6 +620,7 @@ def train(args, run_path, checkpoint=None):
         if args.solve:
             write_tours(args, instances, tours)
         return
+    # Open the run folder
     stored = read_instances(args.train_path).points.float() if args.train_path else None
     progress = checkpoint["progress"] if checkpoint else Progress()
     save = partial(save_checkpoint, run_path, args, progress, parts)
@@ -653,8 +670,8 @@ def train(args, run_path, checkpoint=None):
             for optimizer in optimizers:
                 optimizer.param_groups[0].update(lr=lr, weight_decay=args.weight_decay, capturable=use_graphs)
 
-            # Gradient steps, each on new instances. A recording freezes the learning rate, so each epoch makes
-            # its own, after one step, as the optimizers create their state in the very first
+            # Gradient steps, each on new instances. A recording freezes the learning rate, so each epoch
+            # makes its own. It does so after a step, as the optimizers create their states in the first one
             update = partial(update_weights, agent, baseline_policy, optimizers, args)
             metrics = 0.0  # means over the epoch, [4]
             for i in range(args.steps_per_epoch):
@@ -663,7 +680,8 @@ def train(args, run_path, checkpoint=None):
                 if use_graphs and i == 0:
                     update = capture(update, points)
                 bar.update(args.batch_size)
-            for buffer in agent.buffers():  # batch norm statistics
+            # Statistics of batch norms: means over processes
+            for buffer in agent.buffers():
                 if buffer.is_floating_point():
                     average(buffer)
 
