@@ -236,6 +236,24 @@ def test_ppo_leaves_the_same_checkpoint_with_graphs_and_without(played, tmp_path
     assert finished[0].find_differences(finished[1]) == [] and finished[0].num_replays > 8
 
 
+@pytest.mark.parametrize("name", ["reinforce_tsp_attention pomo", "reinforce_tsp_attention rollout"])
+def test_tsp_leaves_the_same_checkpoint_and_log_with_graphs_and_without(tmp_path, name):
+    """To the last bit, whole or resumed. Each epoch records its update, with its own learning rate, after one step."""
+    flags, runs = f"{RUNS[name]} --env-id tsp4-uniform --steps-per-epoch 3 --num-epochs", []
+    for has_graphs, start in ((False, None), (True, None), (False, 0), (True, 0)):
+        folder, more = tmp_path / str(len(runs)), f"{flags} 2"
+        if start is not None:
+            path = shutil.copytree(runs[start].path, folder / "run")
+            more = f"--resume {path / 'checkpoint.pt'} --num-epochs 3"
+        runs.append(play("reinforce_tsp_attention", more, folder, CUDA_GRAPHS=has_graphs))
+        num_epochs = 2 if start is None else 1
+        assert runs[-1].num_replays == 2 * num_epochs * has_graphs
+        assert runs[-1].count_waits("update_weights") == [0] * (2 if has_graphs else 3) * num_epochs
+    assert runs[0].find_differences(runs[1]) == runs[2].find_differences(runs[3]) == []
+    losses = [{tag: x for tag, x in read_scalars(run.path).items() if "losses" in tag} for run in runs]
+    assert losses[0] == losses[1] and losses[2] == losses[3] and len(losses[2]) == 4
+
+
 # R2D2 and its graphs
 
 
