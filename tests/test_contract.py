@@ -139,12 +139,15 @@ CASES = {
             "--env-id tsp20": "--env-id tsp20: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes",
             "--env-id tsp2-uniform --evaluate good.pt": "--env-id tsp2-uniform: must be",
             "--optimizer adam --resume good.pt": "good.pt: does not fit --optimizer",
-            "--data missing.txt --evaluate good.pt": "missing.txt: ",
-            "--train-path garbage.pt": "garbage.pt: could not convert",
-            "--solve tours --evaluate good.pt": "--solve tours: must be a new folder",
-            "--eval-episodes 0 --evaluate good.pt": "--evaluate needs --eval-episodes or --data",
+            "--data missing.txt --evaluate good.pt": "missing.txt: No such file",
+            "--train-path garbage.pt": "garbage.pt:1: must be `x y x y x y`",
+            "--solve tours --evaluate good.pt": "--solve needs --evaluate and --data",
+            "--data some.TSP": "some.TSP: needs envs_shared/tsplib.py; copy it",
+            "--baseline-instances 0": "--baseline-instances (0) must be at least 1",
+            "--weight-decay -1": "--weight-decay (-1.0) must be at least 0",
         },
         reader="tsplib.py",
+        other_task="--env-id tsp6-uniform",
     ),
     "alphazero_go": Case(
         quick="--env-id Go-2x2 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
@@ -388,7 +391,7 @@ def test_the_seed_alone_fixes_a_run_and_evaluations_change_nothing(script, whole
     assert not any(tag.startswith("eval/") for tag in read_scalars(never.path))
     assert {*never.written} == {"checkpoint.pt"} and len(never.written) > 3 and "best.pt" in whole.written
     assert "not evaluated" in never.out and "not evaluated" not in whole.out
-    if script in ("ppo", "r2d2_lstm"):  # ten episodes, since the checkpoint says none
+    if script in ("ppo", "r2d2_lstm", "reinforce_tsp_attention"):  # ten episodes or 1,000 instances, since the checkpoint says none
         with redirect_stdout(io.StringIO()) as out:
             importlib.import_module(f"algos.{script}").main(["--evaluate", str(never.path / "checkpoint.pt")])
         assert np.isfinite([*ast.literal_eval(out.getvalue()).values()]).all()
