@@ -86,12 +86,12 @@ class Args:
     train_path: str | None = None  # train on the instances of this file instead, in the formats of --data
     data: str | None = None  # evaluate on this file: ML4CO text, or .tsp with envs_shared/tsplib.py
     solve: str | None = None  # with --evaluate and --data: new folder to write the shortest tours to
-    num_epochs: int = 35  # epochs; after each one, the best policy of the rollout baseline may change
+    num_epochs: int = 35  # epochs; after each one, the baseline policy of rollout may change
     steps_per_epoch: int = 100  # gradient steps per epoch
     batch_size: int = 32  # instances B of a gradient step, in total across processes
-    baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or the best policy's greedy tour
-    baseline_instances: int = 10_000  # rollout: instances to compare the policy with the best (thousands)
-    baseline_level: float = 0.05  # rollout: level of the t-test for a new best policy (0.5: any improvement)
+    baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or a baseline policy's greedy tour
+    baseline_instances: int = 10_000  # rollout: instances to compare it on with the policy (thousands)
+    baseline_level: float = 0.05  # rollout: level of the t-test for a new one (0.5: any improvement)
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
     learning_rate: float = 1e-3  # Adam learning rate; Muon's steps have a root mean square of 0.4 times it
     anneal_lr: bool = True  # lower the learning rates to zero along a half cosine
@@ -363,11 +363,11 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         (group,) = self.param_groups
-        groups = {}  # matrices of equal shape
+        by_shape = {}
         for p in group["params"]:
             if p.grad is not None:
-                groups.setdefault(p.shape, []).append(p)
-        for shape, params in groups.items():
+                by_shape.setdefault(p.shape, []).append(p)
+        for shape, params in by_shape.items():
             # Nesterov momentum
             updates = []
             for p in params:
