@@ -45,7 +45,8 @@ class Boards(NamedTuple):
 class Go:
     """The rules on boards of one size."""
 
-    def __init__(self, size: int, device="cpu"):
+    def __init__(self, size: int, device="cpu", fixed_shapes: bool = False):
+        self.fixed_shapes = fixed_shapes
         self.size, self.num_points, self.num_actions = size, size**2, size**2 + 1
         self.num_cells, self.device = (size + 2) * (size + 1) + 1, torch.device(device)
         rows, columns = np.divmod(np.arange(size**2), size)
@@ -60,6 +61,9 @@ class Go:
         # stones of a group see, count * squares = sum^2 if and only if all of them are the same cell.
         cell = torch.arange(self.num_cells, device=device)
         self.liberties = 1 + (cell << 13) + (cell**2 << 34)  # [S]
+        # [n^2, n^2]: 1 from each point to itself and to its neighbours
+        distance = np.abs(rows - rows[:, None]) + np.abs(columns - columns[:, None])
+        self.spread = torch.from_numpy(distance < 2).float().to(device)
         points = np.arange(size**2).reshape(size, size)
         images = [np.rot90(x, k).flatten() for x in (points, points.T) for k in range(4)]
         # [8, A]: x[..., symmetries[k]] is image k of x [..., A] under the symmetries of the square; 0 is x
@@ -115,6 +119,9 @@ class Go:
 
     def was_before(self, boards: Boards, hashes):
         """Tell which of the hashes [B, n^2] belong to earlier positions of the same board."""
+        if self.fixed_shapes:
+            # All of the history; a hash of zero is also that of an empty board, which no move makes
+            return (hashes.unsqueeze(2) == boards.history.unsqueeze(1)).any(2)
         past = boards.history[:, : int(boards.num_moves.max()) + 1]
         # Few hashes share their low bits with a past one; only those are compared in full
         table = torch.zeros(len(past), 4096, dtype=torch.bool, device=self.device)
@@ -147,7 +154,8 @@ class Go:
         captured_keys = torch.where(is_black, self.white_keys, self.black_keys) * is_captured
         position = boards.history.gather(1, boards.num_moves.unsqueeze(1))
         position += key - captured_keys.sum(1, keepdim=True)
-        num_moves = boards.num_moves + 1
+        # A move after the end, which only fixed shapes make, counts for nothing and stays within the history
+        num_moves = (boards.num_moves + 1).clamp(max=boards.history.shape[1] - 1)
         history = boards.history.scatter(1, num_moves.unsqueeze(1), position)
         num_passes = (boards.num_passes + 1) * is_pass[:, 0]
         in_atari = self.find_atari(stones, groups)
@@ -164,18 +172,46 @@ class Go:
             weights[:, -1] = 1e-6
         return torch.multinomial(weights, 1).squeeze(1)
 
+    def finish_at_random(self, boards: Boards, legal):
+        """Play random moves to the end of games [R] that are not over, and return their scores [R]."""
+        rows = torch.arange(len(legal), device=self.device)  # games that are not over
+        scores = torch.zeros_like(rows)
+        while len(rows):
+            boards = self.play(boards, self.draw_moves(boards, legal))
+            over = boards.is_over
+            scores[rows[over]] = self.score(boards.pick(over))
+            boards = boards.pick(~over)
+            rows = rows[~over]
+            if len(rows):
+                legal = self.legal_moves(boards)
+        return scores
+
     def score(self, boards: Boards):
         """Return the area of black minus that of white, int64 [B], without komi."""
+        if self.fixed_shapes:
+            return self.score_in_fixed_time(boards)
         areas = []
         for colour in (1, -1):
-            reached, count = boards.stones == colour, -1
-            while count != (count := int(reached.sum())):
+            reached = boards.stones == colour
+            before = -1
+            while before != (count := int(reached.sum())):
+                before = count
                 left, right, upper, lower = self.neighbours(reached)
                 spread = (boards.stones[:, self.inner] == 0) & (left | right | upper | lower)
                 reached = reached.clone()
                 reached[:, self.inner] |= spread
             areas.append(reached.sum(1))
         return areas[0] - areas[1]
+
+    def score_in_fixed_time(self, boards: Boards):
+        """Do what `score` does in as many steps as the longest way through empty points may need."""
+        stones = boards.stones[:, self.cells].unsqueeze(0)  # [1, B, n^2]
+        reached = torch.cat((stones == 1, stones == -1)).float()  # of black and of white
+        room = torch.maximum(reached, (stones == 0).float())
+        for _ in range(2 * self.num_points // 3 + 1):
+            reached = torch.minimum(reached @ self.spread, room)
+        black, white = reached.sum(2).long()
+        return black - white
 
     def planes(self, boards: Boards, legal):
         """Return a network's input, bool [B, NUM_PLANES, n, n], as the side to move sees it.

@@ -43,8 +43,9 @@ def make_boards(go, num_games, num_moves):
     return boards
 
 
-def stage(scores=az.puct_scores, num_simulations=8, epsilon=0.0, q_weight=0.3, value_coef=0.2):
-    name = "self-play" if scores else "random games"
+def stage(
+    name="self-play", scores=az.puct_scores, num_simulations=8, epsilon=0.0, q_weight=0.3, value_coef=0.2
+):
     return az.Stage(name, scores, num_simulations, epsilon, q_weight, value_coef)
 
 
@@ -180,7 +181,7 @@ def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit
     assert not search.pseudo.any() and not (search.status == az.PENDING).any()
     assert (search.N[:, 0].sum(1) == 300).all()
     # The visits of an edge are those of its child, N(s) is 1 and the visits of its edges, and Q is eq. 2
-    game, node, move = (search.child >= 0).nonzero(as_tuple=True)
+    game, node, move = (search.child != search.nowhere).nonzero(as_tuple=True)
     child = search.child[game, node, move]
     is_open = search.status[game, child] == az.OPEN
     visits = 1 + search.N.sum(2)
@@ -196,7 +197,7 @@ def test_a_search_of_two_workers_leaves_nothing_for_the_next_one():
     for i in range(60):
         search = az.Search(go, workers, make_boards(go, 20 + i, i % 6), 20, args)
         search.run(20)
-        assert not any(w.job or w.pseudo_edges for w in workers) and not search.pseudo.any()
+        assert not any(w.leaves or w.job or w.pseudo_edges for w in workers) and not search.pseudo.any()
 
 
 # What a search finds
@@ -246,7 +247,8 @@ def test_a_network_evaluates_in_parts_and_in_bfloat16_as_it_does_at_once():
     planes = go.planes(boards, legal)
     expected, in_bf16 = agent(planes), make_agent(bf16=True)[0](planes)
     (worker,) = az.make_workers(go, agent.train(), args)
-    worker.submit(boards, legal)  # the network as it is now, in evaluation mode
+    worker.leaves = az.Leaves(None, None, boards, legal, None, None)
+    worker.submit()  # the network as it is now, in evaluation mode
     for x in agent.parameters():
         x.zero_()
     for x, y, z in zip(worker.wait(), in_bf16, expected, strict=True):
@@ -397,7 +399,8 @@ def test_records_are_the_games(monkeypatch):
     torch.manual_seed(0)
     for _ in range(40):
         planes, sides = go.planes(games.boards, go.legal_moves(games.boards)), games.boards.to_play.tolist()
-        found = az.play_moves(games, go, workers, stage(num_simulations=12, epsilon=0.1), args)
+        tree = az.Search(go, workers, games.boards, 12, args)
+        found = az.play_moves(games, go, tree, stage(num_simulations=12, epsilon=0.1), args)
         search, expected = searches[-1], []
         assert (search.N[:, 0].sum(1) == 12).all() and search.P[:, 0].sum(1).mean() == pytest.approx(1.25)
         rows = zip(planes, search.policy(), search.root_values(), sides, strict=True)
@@ -421,7 +424,8 @@ def test_moves_of_self_play():
     for epsilon, draw_moves, low, high in ((0.5, 0.0, 0.4, 0.65), (0.0, 0.0, 1, 1), (0.0, 0.33, 0.05, 0.6)):
         torch.manual_seed(0)
         games, args.draw_moves = az.SelfPlay(go, 300), draw_moves
-        az.play_moves(games, go, workers, stage(num_simulations=20, epsilon=epsilon), args)
+        search = az.Search(go, workers, games.boards, 20, args)
+        az.play_moves(games, go, search, stage(num_simulations=20, epsilon=epsilon), args)
         policy = games.policy[:, 0]
         chosen = policy.gather(1, games.boards.last_move[:, None])[:, 0]
         assert low <= (chosen == policy.amax(1)).float().mean() <= high
@@ -430,14 +434,14 @@ def test_moves_of_self_play():
     assert ((counts - expected) ** 2 / expected.clamp(min=1e-9))[expected > 0].sum() < 50
     boards = go.new(300)
     games.boards = boards._replace(num_moves=torch.full_like(boards.num_moves, 9))  # no longer early
-    az.play_moves(games, go, workers, stage(num_simulations=20), args)
+    az.play_moves(games, go, search, stage(num_simulations=20), args)
     assert len(games.boards.last_move.unique()) == 1
 
 
 def test_random_games_have_results_for_values():
     go = Go(5)
     games = az.SelfPlay(go, 8)
-    records = [az.play_moves(games, go, None, stage(scores=None), Args(komi=0.5)) for _ in range(60)]
+    records = [az.play_moves(games, go, None, stage("random games"), Args(komi=0.5)) for _ in range(60)]
     q, z = torch.cat([x.q for x in records]), torch.cat([x.z for x in records])
     assert len(z) > 100 and torch.equal(q, z) and set(z.tolist()) == {0.0, 1.0}
 
@@ -451,7 +455,7 @@ def test_stages_and_schedules():
         *(az.get_stage(k, 5, args) for k in range(5)), strict=True
     )
     assert names == ("random games", "search pretraining", *["self-play"] * 3)
-    assert scores == (None, az.ucb_scores, *[az.puct_scores] * 3)
+    assert scores == (az.puct_scores, az.ucb_scores, *[az.puct_scores] * 3)
     assert sims == (2, 6, 4, 5, 6)  # classic UCB tries all five moves before it chooses
     assert epsilons == pytest.approx((0.8, 0.7, 0.6, 0.5, 0.4)) and coefs == (1.0, *[0.15] * 4)
     assert q_weights == pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9))
@@ -477,7 +481,7 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
 
     played = watch("collect_images", lambda games, *x: (x[3], x[2], bool(games.boards.history.any())))
     pools = watch("refill_pool", lambda pool, new, *x: (len(pool.z) if pool else 0, new.epoch, *x))
-    rates = watch("train_epoch", lambda _, optimizer, *x: optimizer.param_groups[0]["lr"])
+    rates = watch("train_epoch", lambda agent, optimizer, *x: optimizer.param_groups[0]["lr"])
     az.main([*TINY, "--learning-rate", "0.01", "--max-age", "3", "--run-dir", str(tmp_path)])
     assert played == [(0, 2, False), (1, 2, False), (2, 2, False), (3, 2, True), (4, 2, True)]
     for number, (size, epochs, capacity, oldest) in enumerate(pools):
