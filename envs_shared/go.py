@@ -3,6 +3,14 @@
 A board of n x n points is a row of S = (n + 2) (n + 1) + 1 cells. Two rows, one column and the last cell are walls,
 so that the neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also at the sides of the board.
 Moves are numbered row * n + column from the top left. The pass is n * n, so there are A = n^2 + 1 moves.
+
+What alphazero_go.py asks of a game, so that another file can take the place of this one:
+- NUM_PLANES and LEGAL_PLANE, the number of input planes and the one that shows the legal moves but the last;
+- Boards with the fields to_play, num_moves, last_move and history, `is_over`, `pick` and `put`; black begins,
+  sides alternate, and a game has at most 2 n^2 moves;
+- Go(size, device, fixed_shapes) with size, num_points n^2, num_actions n^2 + 1, device, fixed_shapes, symmetries,
+  new, legal_moves, play, draw_moves, score, finish_at_random and planes.
+A board is square, has eight symmetries and one input plane cell a point, and the last move is always legal in training.
 """
 
 from typing import NamedTuple
