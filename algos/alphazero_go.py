@@ -43,6 +43,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from math import ceil, log
@@ -884,7 +885,7 @@ def capture(function, *inputs):
     return replay
 
 
-def set_up_device(args):
+def set_up_processes(args):
     """Set the thread count, select the device and, under torchrun, join the process group."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -893,7 +894,8 @@ def set_up_device(args):
     if use_cuda:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
+        # The other processes wait while process 0 plays a match, which may take hours
+        torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return device
 
 
@@ -993,7 +995,7 @@ def train(args, run_path: Path, checkpoint=None):
     2 for matches during training (by the epoch), 3 for --evaluate, 4 for the match against plain MCTS.
     """
     # Set up
-    device = set_up_device(args)
+    device = set_up_processes(args)
     go, parts, games = set_up(args, checkpoint, device)
     agent, best, optimizer = parts.values()
     if args.evaluate or args.gtp:
@@ -1094,7 +1096,8 @@ def train(args, run_path: Path, checkpoint=None):
             bar.set_postfix_str(f"loss {scalars['losses/loss']:.3f}", refresh=False)
 
             # Save, before a match that might fail
-            is_due = progress.iteration % eval_interval == 0
+            is_last = progress.iteration >= args.num_epochs
+            is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
                 save(whole, "checkpoint.pt")
@@ -1102,13 +1105,12 @@ def train(args, run_path: Path, checkpoint=None):
 
             # Evaluate. Without --eval-interval, matches take at most a fifth as many moves as self-play
             is_affordable = args.eval_interval or progress.eval_steps + match_moves <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and progress.iteration < args.num_epochs:
+            if is_due and is_affordable and args.eval_episodes and not is_last:
                 play_best()
 
-    # Evaluate the last network, and save
+    # Evaluate the last network
     if RANK > 0:
         return
-    save(whole, "checkpoint.pt")
     if args.eval_episodes:
         # None: the last network is not evaluated yet, or there is no best.pt of this komi
         if None in (progress.best_score, progress.last_score):

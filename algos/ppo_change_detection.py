@@ -16,28 +16,30 @@ The detector is trained first, by cross entropy with random looks. Then PPO lear
 
 Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
     (1) r_t = w(p_{t+1}) - w(p_t) - cost if the query looks at step t; else it stops for good, and r_t = 0
-    (2) w(p) = mean over labelled cells of beta max(log likelihood of y, -7) + 1[p > F/2] (2 y - F), the worth
-        of its map; F is a running F1 = 2 TP / (predicted + true), which one more predicted cell moves by
-        about (2 y - F) / (predicted + true), so cells are predicted as changed if p > F/2
+    (2) w(p) = mean over labelled cells of beta max(log likelihood of y, -7) + 1[p > f1 / 2] (2 y - f1), the
+        worth of its map; f1 is a running F1 = 2 TP / (predicted + true). One more predicted cell moves it by
+        about (2 y - f1) / (predicted + true), so cells are predicted as changed if p > f1 / 2
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
-Shapes: T steps, B pairs, V dates, h x w queries of a pair, G cells of a query, D embedding, E features of all
-dates but the last, K queries that look, n rows; S side of a picture, P of a patch, c of a cell, in pixels.
+Shapes: T steps, B pairs, J dates, h x w queries of a pair, G cells of a query, D embedding, E features of all
+dates but the last, K windows that are read, n rows; in pixels, S a picture's side, P a patch's, c a cell's.
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
+import math
 import os
 import random
 import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -54,9 +56,15 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # in this repository, envs_shared is there
 from envs_shared import change_pairs
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()  # per gradient step
+RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# What is logged about PPO's gradient steps; the detector's have a cross entropy alone
+METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
+# What the return on val depends on
+get_task = attrgetter(
+    "env_id", "data_dir", "seed", "image_size", "eval_episodes", "num_steps", "cost", "beta"
+)
 
 
 @dataclass
@@ -113,47 +121,91 @@ class Agent(nn.Module):
 
     def __init__(self, args, embed_dim=64, date_dim=16, width=32):
         super().__init__()
-        self.args, self.num_dates = args, change_pairs.ENV_IDS.get(args.env_id, 2)
-        cell, patch, num_dates = args.cell_size, args.patch_size // args.coarse_size, self.num_dates
-        coarse = Conv2d(3 * num_dates, width, 3, padding=1), nn.GELU(), Conv2d(width, embed_dim, patch, patch)
-        self.backbone = nn.Sequential(*coarse, nn.GELU(), Conv2d(embed_dim, embed_dim, 3, padding=1))
-        num_cells = (args.patch_size // cell) ** 2
+        self.args = args
+        # Real pairs have two dates, whatever --env-id calls them
+        self.num_dates = 2 if args.data_dir or args.predict else change_pairs.ENV_IDS.get(args.env_id, 2)
+        # From the coarse pictures of all dates [B, 3 J, S', S'] to embeddings of patches [B, D, h, w]
+        patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
+        self.backbone = nn.Sequential(
+            Conv2d(3 * self.num_dates, width, 3, padding=1),
+            nn.GELU(),
+            Conv2d(width, embed_dim, patch, patch),
+            nn.GELU(),
+            Conv2d(embed_dim, embed_dim, 3, padding=1),
+        )
+        num_cells = (args.patch_size // args.cell_size) ** 2
         self.class_head = Conv2d(embed_dim, num_cells, 1)
-        self.read_date = Conv2d(3, date_dim, 2 * cell, cell)
-        compare = Conv2d(2 * num_dates * date_dim, width, 2), nn.ReLU(), Conv2d(width, width, 3, padding=1)
-        self.refiner = nn.Sequential(*compare, nn.ReLU(), Conv2d(width, 1, 1))
+        # From the window of a query at full resolution to its correction, one number per cell
+        self.read_date = Conv2d(3, date_dim, 2 * args.cell_size, args.cell_size)
+        self.refiner = nn.Sequential(
+            Conv2d(2 * self.num_dates * date_dim, width, 2),
+            nn.ReLU(),
+            Conv2d(width, width, 3, padding=1),
+            nn.ReLU(),
+            Conv2d(width, 1, 1),
+        )
         self.up = Conv2d(num_cells, embed_dim, 1, bias=False)  # maps corrections to embeddings
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((num_cells, 1, 1), args.log_std))
-        self.seen_dim = (num_dates - 1) * date_dim  # E, for all dates but the last
-        hidden, last = Conv2d(embed_dim + self.seen_dim, 128, 1), Conv2d(128, 2, 1, groups=2)
-        self.heads = nn.Sequential(hidden, nn.Tanh(), last)  # policy and value, each with half of `hidden`
-        nn.init.zeros_(last.weight)
-        nn.init.constant_(last.bias, 1e-3)  # so the detector alone looks everywhere
-        self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
+        # Policy and value, each with half of the 128 hidden features
+        self.seen_dim = (self.num_dates - 1) * date_dim  # E
+        self.heads = nn.Sequential(
+            Conv2d(embed_dim + self.seen_dim, 128, 1), nn.Tanh(), Conv2d(128, 2, 1, groups=2)
+        )
+        nn.init.zeros_(self.heads[-1].weight)
+        nn.init.constant_(self.heads[-1].bias, 1e-3)  # so the detector alone looks everywhere
+        self.register_buffer("running_f1", torch.tensor(0.5))  # f1 of eq. 2
 
     def decide(self, obs):
         """Return the logits of a look and the values V, [B, h, w] each; neither depends on the step."""
         return self.heads(torch.cat((obs["query"], obs["seen"]), 1)).unbind(1)
 
-    def look(self, images, obs, looks):
-        """Read the windows of queries with `looks` [B, h, w], and no others, in pictures [B, 3 V, S, S].
+    def read_windows(self, windows, is_shown):
+        """Read windows [K, 3 J, size, size], of which the dates with `is_shown` [K, J] are visible.
 
-        Returns mean corrections [B, G, h, w] and `shown` [B, E, h, w], the range in the window of each
-        feature of each date but the last. Both are zero for queries that do not look.
+        Returns [K, G + E]: mean corrections, then the range in the window of each feature of each date but
+        the last.
         """
-        cell, patch, num_dates = self.args.cell_size, self.args.patch_size, self.num_dates
-        x, size = F.pad(images, (cell,) * 4, mode="reflect"), patch + 2 * cell
-        x = x.unfold(2, size, patch).unfold(3, size, patch)  # [B, 3 V, h, w, size, size], a view
-        x = x.permute(0, 2, 3, 1, 4, 5)[looks].unflatten(1, (num_dates, 3))  # [K, V, 3, size, size]
-        dates = self.read_date(x.flatten(0, 1)).relu().unflatten(0, (-1, num_dates))  # [K, V, 16, y, x]
-        last_date = (obs["step_indices"] + num_dates - self.args.num_steps).clamp(min=0).view(-1, 1, 1)
-        is_shown = torch.arange(num_dates, device=x.device) <= last_date.expand_as(looks)[looks].unsqueeze(1)
+        images = windows.unflatten(1, (self.num_dates, 3)).flatten(0, 1)  # [K J, 3, size, size]
+        dates = self.read_date(images).relu().unflatten(0, (-1, self.num_dates))  # [K, J, 16, y, x]
         dates = dates * is_shown[:, :, None, None, None]
-        x = torch.cat((dates, (dates - dates[:, :1]).abs()), 1).flatten(1, 2)
-        ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]
-        rows = torch.cat((self.refiner(x).flatten(1), ranges.flatten(1)), 1)  # [K, G + E]
-        grid = rows.new_zeros(*looks.shape, rows.shape[1]).masked_scatter(looks.unsqueeze(-1), rows)
+        differences = (dates - dates[:, :1]).abs()
+        corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))
+        ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
+        return torch.cat((corrections.flatten(1), ranges.flatten(1)), 1)
+
+    def look(self, images, obs, looks):
+        """Read the windows of queries with `looks` [B, h, w] in pictures [B, 3 J, S, S].
+
+        Returns mean corrections [B, G, h, w] and `shown` [B, E, h, w], the ranges that `read_windows`
+        returns. Both are zero for queries that do not look.
+        """
+        # The window of a query is its patch and a border of one cell
+        border = self.args.cell_size
+        stride = self.args.patch_size
+        size = stride + 2 * border
+        padded = F.pad(images, (border,) * 4, mode="reflect")
+        windows = padded.unfold(2, size, stride).unfold(3, size, stride)  # [B, 3 J, h, w, size, size], a view
+        windows = windows.permute(0, 2, 3, 1, 4, 5)  # [B, h, w, 3 J, size, size]
+
+        # Dates that a look shows: all at the last step, one less at each step before, at least the first.
+        # For T = 3 steps:
+        #                     step 0   step 1   step 2
+        #     2 dates         1        1        1 2
+        #     3 dates         1        1 2      1 2 3
+        #     4 dates         1 2      1 2 3    1 2 3 4
+        last_date = (obs["step_indices"] + self.num_dates - self.args.num_steps).clamp(min=0)  # [B]
+        is_shown = torch.arange(self.num_dates, device=images.device) <= last_date.view(-1, 1, 1, 1)
+        is_shown = is_shown.expand(*looks.shape, -1)  # [B, h, w, J]
+
+        if images.is_cuda:
+            # Read all windows, and multiply by the mask: shapes are fixed and the host never waits
+            rows = self.read_windows(windows.flatten(0, 2), is_shown.flatten(0, 2))  # [B h w, G + E]
+            grid = rows.view(*looks.shape, -1) * looks.unsqueeze(-1)
+        else:
+            # Leave out what does not look, which saves most of the time
+            rows = self.read_windows(windows[looks], is_shown[looks])  # [K, G + E]
+            grid = rows.new_zeros(*looks.shape, rows.shape[1]).masked_scatter(looks.unsqueeze(-1), rows)
         correction, shown = grid.movedim(-1, 1).tensor_split((len(self.log_std),), 1)
         return {"correction": correction, "shown": shown}
 
@@ -162,65 +214,78 @@ class Agent(nn.Module):
 def load_pairs(args, device):
     """Return train, val and test pairs as described in envs_shared/change_pairs.py; exits if that fails."""
     try:
-        try:
-            splits = change_pairs.load_pairs(args)
-        except LookupError:
-            from envs_shared import change_folders
-
-            splits = change_folders.read_folder(args.data_dir, args.patch_size, args.image_size)
-    except (ValueError, OSError, ImportError) as error:
-        fail(f"{error.__context__ or ''} {error}")
-    return [torch.from_numpy(x).to(device) for x in splits.values()]
+        splits = change_pairs.load_pairs(args)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    return [torch.from_numpy(pairs).to(device) for pairs in splits.values()]
 
 
 class ChangeEnv:
     """B pairs, where each query is an episode: it looks until it stops, at most T times."""
 
     def __init__(self, agent):
-        self.agent, self.args = agent, agent.args
+        self.agent = agent
+        self.args = agent.args
 
     def reset(self, images, labels):
-        """Begin with pictures [B, 3 V, S, S] and labels [B, G, h, w], and return the first observation."""
+        """Begin with pictures [B, 3 J, S, S] and labels [B, G, h, w], and return the first observation."""
         query = self.agent.backbone(F.avg_pool2d(images, self.args.coarse_size))  # [B, D, h, w]
-        self.labels, self.final_logits = labels, self.agent.class_head(query)
-        zeros = torch.zeros_like(query[:, :1])
-        self.is_active = zeros.squeeze(1) == 0  # [B, h, w], not stopped yet
-        seen, step = zeros.expand(-1, self.agent.seen_dim, -1, -1), zeros[:, 0, 0, 0].long()
-        self.obs = {"query": query, "seen": seen, "step_indices": step}
+        zeros = torch.zeros_like(query[:, 0])  # [B, h, w]
+        self.is_active = zeros == 0  # queries that have not stopped yet
+        self.labels = labels
+        self.final_logits = self.agent.class_head(query)  # of the newest embeddings
+        self.worth = compute_worth(self.final_logits, labels, self.agent.running_f1, self.args.beta)
+        self.obs = {
+            "query": query,
+            "seen": zeros.unsqueeze(1).expand(-1, self.agent.seen_dim, -1, -1),
+            "step_indices": zeros[:, 0, 0].long(),  # [B]
+        }
         return self.obs
 
     def step(self, action):
         """Apply `correction` [B, G, h, w], `shown` [B, E, h, w] and `stop` [B, h, w] to all queries."""
-        last_logits, mask, stop = self.final_logits, self.is_active, action["stop"]
+        pre_action_mask = self.is_active
+        looks = pre_action_mask & ~action["stop"]
         query = self.obs["query"] + self.agent.up(action["correction"])
-        seen, step = self.obs["seen"] + action["shown"], self.obs["step_indices"] + 1
-        self.obs = {"query": query, "seen": seen, "step_indices": step}
-        self.is_active, self.final_logits = mask & ~stop, self.agent.class_head(query)
-        rewards, info = compute_reward(
-            self.final_logits, last_logits, self.labels, stop, mask, self.agent.running_f1, self.args
-        )
-        return self.obs, rewards, ~self.is_active, info | {"pre_action_mask": mask, "cls_query": query}
+        self.is_active = looks
+        self.final_logits = self.agent.class_head(query)
+        self.obs = {
+            "query": query,
+            "seen": self.obs["seen"] + action["shown"],
+            "step_indices": self.obs["step_indices"] + 1,
+        }
+        last_worth = self.worth
+        self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
+        rewards = (self.worth - last_worth - self.args.cost) * looks  # eq. 1
+        accuracy = ((self.final_logits > 0) == (self.labels > 0)).float().mean(1)
+        info = {
+            "pre_action_mask": pre_action_mask,
+            "cls_query": query,
+            "settled_acc": torch.where(looks, torch.nan, accuracy),
+        }
+        return self.obs, rewards, info
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class RolloutBuffer(list):
-    """A list of the steps of a rollout: dictionaries of an observation, an action and its outcome."""
-
-    def compute_returns_and_advantage(self, last_value, args):
-        """Stack the steps into `data` [T, B, ...], and add the advantages of eq. 3 and the returns."""
-        self.data = data = {name: torch.stack([step[name] for step in self]) for name in self[0]}
-        gae = data["rewards"], data["values"], data["dones"], last_value, args.gamma, args.gae_lambda
-        data["advantages"] = compute_gae(*gae)
-        data["returns"] = data["advantages"] + data["values"]
-
-    def get_minibatches(self, images, labels, args):
-        """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
-        for _ in range(args.update_epochs):
-            rows = torch.randperm(len(self) * len(images), device=images.device)
-            for part in rows.tensor_split(args.num_minibatches):
-                pairs = part % len(images)
-                minibatch = {name: x.flatten(0, 1)[part] for name, x in self.data.items()}
-                yield minibatch | {"images": images[pairs], "labels": labels[pairs]}
+# A rollout is a dictionary of tensors [T, B, ...], row t of step t:
+#     query, seen, step_indices    observation: embedding [D, h, w], what was shown [E, h, w], and t
+#     stop, correction, shown      action [h, w], [G, h, w], [E, h, w]
+#     log_probs, values            of the policy that acted, [2, h, w] and [h, w]
+#     rewards                      outcome [h, w]; an episode ends at its stop
+#     pre_action_mask              which queries had not stopped before the step
+#     cls_query                    the embedding after the step, which is classified
+#     settled_acc                  share of a query's cells that are right once it has stopped, else NaN
+#     advantages, returns          of eq. 3 and 5
+def get_minibatches(rollout, images, labels, args):
+    """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
+    num_steps, num_pairs = rollout["values"].shape[:2]
+    for _ in range(args.update_epochs):
+        order = torch.randperm(num_steps * num_pairs, device=images.device)
+        for rows in order.tensor_split(args.num_minibatches):
+            minibatch = {name: x.flatten(0, 1)[rows] for name, x in rollout.items()}
+            minibatch["images"] = images[rows % num_pairs]
+            minibatch["labels"] = labels[rows % num_pairs]
+            yield minibatch
 
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
@@ -232,66 +297,81 @@ def compute_worth(logits, labels, f1, beta):
     return (worth * is_counted).sum(1) / is_counted.sum(1).clamp(min=1)
 
 
-def compute_reward(logits, last_logits, labels, stop, pre_action_mask, f1, args):
-    """Compute r_t [B, h, w] of eq. 1, and the accuracy of the cells of each query that has stopped."""
-    looks = pre_action_mask & ~stop
-    worth, last_worth = (compute_worth(x, labels, f1, args.beta) for x in (logits, last_logits))
-    accuracy = ((logits > 0) == (labels > 0)).float().mean(1)
-    return (worth - last_worth - args.cost) * looks, {"settled_acc": torch.where(looks, torch.nan, accuracy)}
-
-
-def compute_gae(rewards, values, dones, last_value, gamma, gae_lambda):
-    """Compute advantages [T, ...] from rewards, values, dones [T, ...] and the value after the last step."""
-    advantages, advantage = torch.zeros_like(rewards), 0.0
+def compute_gae(rewards, values, looks, gamma, gae_lambda):
+    """Compute advantages [T, ...] from rewards, values and looks [T, ...]; all queries stop at the end."""
+    advantages = torch.zeros_like(rewards)
+    next_advantage = next_value = 0.0
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * last_value * ~dones[t] - values[t]
-        advantages[t] = advantage = delta + gamma * gae_lambda * advantage * ~dones[t]  # eq. 3
-        last_value = values[t]
+        delta = rewards[t] + gamma * next_value * looks[t] - values[t]
+        advantages[t] = delta + gamma * gae_lambda * next_advantage * looks[t]  # eq. 3
+        next_advantage = advantages[t]
+        next_value = values[t]
     return advantages
 
 
 def compute_log_probs(agent, logits, looks, means, correction):
     """Compute the logs [B, 2, h, w] of the two factors of eq. 4; without a look, the second is 0."""
-    drawn = Normal(means, agent.log_std.exp(), validate_args=False).log_prob(correction).sum(1)
-    return torch.stack((F.logsigmoid(torch.where(looks, logits, -logits)), drawn * looks), 1)
+    decision = F.logsigmoid(torch.where(looks, logits, -logits))
+    normal = Normal(means, agent.log_std.exp(), validate_args=False)
+    drawn = normal.log_prob(correction).sum(1)
+    return torch.stack((decision, drawn * looks), 1)
 
 
 def play(agent, images, labels, args, rule=None, std=0.0):
-    """Play an episode of each query of pictures [B, 3 V, S, S] with labels [B, G, h, w].
+    """Play an episode of each query of pictures [B, 3 J, S, S] with labels [B, G, h, w].
 
     A query looks if `rule(env, logits)` [B, h, w] is true or, without a rule, if the policy prefers to look.
-    Corrections get noise of standard deviation `std`. Returns the final environment and a RolloutBuffer.
+    Corrections get noise of standard deviation `std`. Returns the final environment and a rollout.
     """
-    env, buffer = ChangeEnv(agent), RolloutBuffer()
+    env = ChangeEnv(agent)
+    steps = []
     obs = env.reset(images, labels)
     for _ in range(args.num_steps):
         logits, values = agent.decide(obs)
         looks = env.is_active & (rule(env, logits) if rule else logits > 0)
-        action = agent.look(images, obs, looks) | {"stop": ~looks}
+        action = agent.look(images, obs, looks)
         means = action["correction"]
-        action["correction"] = means + torch.randn_like(means) * std * looks.unsqueeze(1)
+        noise = torch.randn_like(means) * std * looks.unsqueeze(1)
+        action["correction"] = means + noise
+        action["stop"] = ~looks
         log_probs = compute_log_probs(agent, logits, looks, means, action["correction"])
-        next_obs, rewards, dones, info = env.step(action)
-        action |= {"log_probs": log_probs, "values": values, "rewards": rewards, "dones": dones}
-        buffer.append(obs | action | info)
+        next_obs, rewards, info = env.step(action)
+        outcome = {"log_probs": log_probs, "values": values, "rewards": rewards}
+        steps.append(obs | action | outcome | info)
         obs = next_obs
-    buffer.compute_returns_and_advantage(torch.zeros_like(values), args)  # no query looks after T steps
-    return env, buffer
+    rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    rollout["advantages"] = compute_gae(
+        rollout["rewards"], rollout["values"], ~rollout["stop"], args.gamma, args.gae_lambda
+    )
+    rollout["returns"] = rollout["advantages"] + rollout["values"]
+    return env, rollout
 
 
 @torch.no_grad()
 def collect_rollout(agent, images, labels, args):
-    """Play episodes with sampled decisions and corrections; return a RolloutBuffer and what to log."""
-    rule, std = lambda env, logits: torch.rand_like(logits) < logits.sigmoid(), agent.log_std.exp()
-    env, buffer = play(agent, images, labels, args, rule, std)
+    """Play episodes with sampled decisions and corrections; return the rollout and what to log."""
+    env, rollout = play(
+        agent,
+        images,
+        labels,
+        args,
+        rule=lambda env, logits: torch.rand_like(logits) < logits.sigmoid(),
+        std=agent.log_std.exp(),
+    )
+    # Move the running F1 of eq. 2 towards that of this rollout's maps, in total across processes. With one
+    # process, average does nothing
     says_change = (env.final_logits.sigmoid() > agent.running_f1 / 2) * (labels >= 0)
     counts = torch.stack((2 * says_change * labels, says_change + labels.clamp(min=0)))  # [2, B, G, h, w]
     hits, total = average(counts.sum((1, 2, 3, 4)))
     agent.running_f1.lerp_(hits / (total + 1e-9), 0.2)
-    data, scores = buffer.data, {"charts/running_f1": agent.running_f1}
-    scores |= {"charts/looks": (~data["stop"]).float().sum(0), "charts/settled_acc": data["settled_acc"][-1]}
-    scores["charts/episodic_return"] = data["rewards"].sum(0)
-    return buffer, {name: average(x.nanmean()).item() for name, x in scores.items()}
+    # Log means over queries
+    scores = {
+        "charts/running_f1": agent.running_f1,
+        "charts/looks": (~rollout["stop"]).float().sum(0),
+        "charts/settled_acc": rollout["settled_acc"][-1],
+        "charts/episodic_return": rollout["rewards"].sum(0),
+    }
+    return rollout, {name: average(x.nanmean()).item() for name, x in scores.items()}
 
 
 def cross_entropy(logits, labels):
@@ -302,37 +382,52 @@ def cross_entropy(logits, labels):
 
 
 def ppo_loss(agent, batch, args):
-    """Compute eq. 5, a mean over active queries, and METRICS for a minibatch of a RolloutBuffer."""
-    is_active, looks = batch["pre_action_mask"], ~batch["stop"]  # [n, h, w]
+    """Compute eq. 5, a mean over active queries, and METRICS for a minibatch of a rollout."""
+    is_active = batch["pre_action_mask"]  # [n, h, w]
+    looks = ~batch["stop"]
+    count = average(is_active.sum().float()).clamp(min=1)
+
+    def mean(x):  # this process's share of the mean over active queries
+        return (x * is_active).sum() / count
+
+    # The ratios of the decision and of the correction. They are masked before exp, as inf * 0 is not a number
     logits, values = agent.decide(batch)
     means = agent.look(batch["images"], batch, looks)["correction"]
     log_probs = compute_log_probs(agent, logits, looks, means, batch["correction"])  # [n, 2, h, w]
     is_taken = torch.stack((is_active, looks), 1)
-    log_ratio = (log_probs - batch["log_probs"]) * is_taken  # masked before exp, as inf * 0 is not a number
+    log_ratio = (log_probs - batch["log_probs"]) * is_taken
     ratio = log_ratio.exp()
-    count, mean = average(is_active.sum().float()).clamp(min=1), lambda x: (x * is_active).sum() / count
-    advantages = batch["advantages"] - average(mean(batch["advantages"]))
-    advantages = (advantages / (average(mean(advantages.square())).sqrt() + 1e-8)).unsqueeze(1)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+
+    # Advantages of mean 0 and standard deviation 1 over active queries
+    advantages = batch["advantages"] - average(mean(batch["advantages"]))
+    std = average(mean(advantages.square())).sqrt()
+    advantages = (advantages / (std + 1e-8)).unsqueeze(1)
+
+    # The terms of eq. 5
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()
+    loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
     # The stored embedding trains the class head; the mean correction, recomputed, trains the refiner
     query = batch["cls_query"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], -1.0)
     joint_loss = cross_entropy(agent.class_head(query), labels)
-    loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
-    is_clipped = (ratio - 1).abs() > args.clip_coef  # clipfrac and approx_kl are those of decisions
-    metrics = (policy_loss, value_loss, entropy, (ratio - 1 - log_ratio)[:, 0], is_clipped[:, 0])
-    return loss + args.joint_coef * joint_loss, torch.stack((*map(mean, metrics), joint_loss)).detach()
+
+    # What is logged of ratios is that of decisions
+    approx_kl = ratio - 1 - log_ratio
+    is_clipped = (ratio - 1).abs() > args.clip_coef
+    metrics = [mean(x) for x in (policy_loss, value_loss, entropy, approx_kl[:, 0], is_clipped[:, 0])]
+    return loss + args.joint_coef * joint_loss, torch.stack((*metrics, joint_loss)).detach()
 
 
-def detector_loss(agent, images, labels, args):
+def detector_loss(agent, batch, args):
     """Compute the mean cross entropy before and after each step; each pair looks at its own random rate."""
+    images, labels = batch
     share = torch.rand(len(images), 1, 1, device=images.device)
-    _, buffer = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < share)
-    queries = buffer.data["query"][0], *buffer.data["cls_query"]
-    loss = sum(cross_entropy(agent.class_head(x), labels) for x in queries) / len(queries)
+    env, rollout = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < share)
+    queries = (rollout["query"][0], *rollout["cls_query"])
+    loss = sum(cross_entropy(agent.class_head(query), labels) for query in queries) / len(queries)
     return loss, loss.detach()[None]
 
 
@@ -340,8 +435,7 @@ def take_step(agent, optimizer, loss, metrics, args):
     """Take one gradient step and return the mean metrics of all processes."""
     optimizer.zero_grad()
     loss.backward()
-    gradients = [x.grad for x in agent.parameters() if x.grad is not None]  # sent as one vector
-    nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+    average_gradients(agent)
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
     return average(metrics)
@@ -350,66 +444,93 @@ def take_step(agent, optimizer, loss, metrics, args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
 def classify(agent, args, pairs, rule=None):
-    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, 3 V + 1, H, W]."""
+    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, 3 J + 1, H, W]."""
     found = []
-    for part in pairs.split(max(1, 2**17 // pairs[0, 0].numel())):
-        env, buffer = play(agent, *change_pairs.split_labels(part, args), args, rule)
+    pairs_at_once = max(1, 2**17 // pairs[0, 0].numel())  # limits the memory
+    for part in pairs.split(pairs_at_once):
+        images, labels = change_pairs.split_labels(part, args)
+        env, rollout = play(agent, images, labels, args, rule)
         cells = F.pixel_shuffle(env.final_logits.sigmoid(), args.patch_size // args.cell_size)
-        pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear").squeeze(1)
-        found.append((pixels, (~buffer.data["stop"]).float().sum(0), buffer.data["rewards"].sum(0)))
-    return map(torch.cat, zip(*found, strict=True))
+        pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear")  # [m, 1, H, W]
+        looks = (~rollout["stop"]).float().sum(0)  # [m, h, w]
+        found.append((pixels.squeeze(1), looks, rollout["rewards"].sum(0)))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 def evaluate(agent, args, pairs, threshold=None, rule=None):
     """Score maps of pairs by pixel; without a probability threshold, use the one with the largest F1."""
     probability, looks, returns = classify(agent, args, pairs, rule)
-    is_counted, is_changed = pairs[:, -1] < 255, pairs[:, -1] == 1
-
-    def score(threshold):  # F1 of all pixels that count
-        says_change = (probability >= threshold) & is_counted
-        total = says_change.sum() + is_changed.sum() + 1e-9
-        return (2 * (says_change & is_changed).sum() / total).item()
-
-    if threshold is None:
-        threshold = max(np.linspace(0, 1, 101).tolist(), key=score)
-    scores = {"eval/f1": score(threshold), "eval/threshold": threshold}
-    return scores | {"eval/looks": looks.mean().item(), "eval/episodic_return": returns.mean().item()}
+    f1, threshold = change_pairs.compute_f1(probability, pairs, threshold)
+    return {
+        "eval/f1": f1,
+        "eval/threshold": threshold,
+        "eval/looks": looks.mean().item(),
+        "eval/episodic_return": returns.mean().item(),
+    }
 
 
+def look_above(level, env, logits):
+    """Let queries look to the end if the mean probability of change in their coarse map is above `level`."""
+    is_first = env.obs["step_indices"].view(-1, 1, 1) == 0
+    return ~is_first | (env.final_logits.sigmoid().mean(1) > level)
+
+
+@torch.no_grad()
 def print_rules(agent, args, val, test):
     """Print test F1 of the policy and of rules tuned on val; `threshold` is tuned to look as often."""
     _, looks, _ = classify(agent, args, val)
     coarse = []
-
-    def rule(env, logits, level=1):  # looks T times, or not at all if the coarse map has less change
-        coarse.append(env.final_logits.sigmoid().mean(1))  # [B, h, w]
-        return (coarse[-1] > level) | (env.obs["step_indices"].view(-1, 1, 1) > 0)
-
-    classify(agent, args, val, rule)
+    for part in val.split(16):
+        env = ChangeEnv(agent)
+        env.reset(*change_pairs.split_labels(part, args))
+        coarse.append(env.final_logits.sigmoid().mean(1))
     level = torch.cat(coarse).quantile(1 - looks.mean() / args.num_steps)
-    rules = {"nowhere": rule, "everywhere": partial(rule, level=-1), "threshold": partial(rule, level=level)}
-    for name, chosen in (rules | {"PPO": None}).items():
-        threshold = evaluate(agent, args, val, None, chosen)["eval/threshold"]
-        scores = evaluate(agent, args, test, threshold, chosen)
+    rules = {
+        "nowhere": partial(look_above, 1),
+        "everywhere": partial(look_above, -1),
+        "threshold": partial(look_above, level),
+        "PPO": None,
+    }
+    for name, rule in rules.items():
+        threshold = evaluate(agent, args, val, None, rule)["eval/threshold"]
+        scores = evaluate(agent, args, test, threshold, rule)
         print(f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query")
 
 
 def write_predictions(agent, args, threshold, device):
-    """Write a mask and a map of the probability of change for each pair of --predict."""
+    """Write a mask, a map of the probability of change and a map of looks for each pair of --predict."""
     try:
         pairs = change_pairs.read_pairs(*args.predict, args.patch_size)
         Path(args.output).mkdir(parents=True)
     except (ValueError, OSError) as error:
         fail(f"--predict, --output: {error}")
     for name, (pair, height, width) in pairs.items():
-        (probability,), looks, _ = classify(agent, args, torch.from_numpy(pair).to(device))
-        probability = probability[:height, :width].cpu().numpy()
-        for kind, x in (("mask", probability >= threshold), ("probability", probability)):
-            Image.fromarray(np.uint8(255 * x)).save(Path(args.output, f"{name}_{kind}.png"))
-        print(f"{name}: {(probability >= threshold).mean():.3f} changed, {looks.mean():.2f} looks a query")
+        probability, looks, _ = classify(agent, args, torch.from_numpy(pair).to(device))
+        maps = {
+            "mask": (probability >= threshold).float(),
+            "probability": probability,
+            "looks": F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps,
+        }
+        for kind, x in maps.items():  # from black for 0 to white for 1
+            pixels = 255 * x[0, :height, :width].cpu().numpy()
+            Image.fromarray(np.uint8(pixels)).save(Path(args.output, f"{name}_{kind}.png"))
+        print(f"{name}: {looks.mean():.2f} looks a query")
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
+@dataclass
+class Progress:
+    """What a run has done so far."""
+
+    iteration: int = 0
+    step: int = 0  # pairs trained on, in total across processes
+    eval_steps: int = 0  # val pairs evaluated
+    cpu_seconds: float = 0.0  # of training in process 0
+    best_score: float | None = None  # mean return of best.pt on val, None before the first evaluation
+    last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+    threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val
+
+
 def fail(message: str):
     """Print one line for the user and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -423,135 +544,277 @@ def average(x):
     return x
 
 
+def average_gradients(network):
+    """Average the gradients over all processes, in one message; parameters without one are left out."""
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    if WORLD_SIZE > 1:
+        vector = average(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(vector, gradients)
+
+
 def seed_everything(*stream: int) -> int:
-    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; other integers give independent numbers.
+
+    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
     return seed
 
 
-def train(args, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate score it, or use it for --predict."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
+def set_up_device(args):
+    """Set the thread count, select the device and, under torchrun, join the process group."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
+    if use_cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
+    return device
+
+
+def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
+    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
+    states = {key: part.state_dict() for key, part in parts.items()}
+    checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
+    torch.save(checkpoint, run_path / f"{name}.tmp")
+    os.replace(run_path / f"{name}.tmp", run_path / name)
+
+
+def load_checkpoint(path):
+    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint["args"] = Args(**checkpoint["args"])
+        checkpoint["progress"] = Progress(**checkpoint["progress"])
+        return checkpoint
+    except Exception:
+        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+
+
+def open_run(run_path: Path, args, step: int):
+    """Make the run folder, and return the writer of its log; exits if the folder cannot be written to.
+
+    With --track, Weights & Biases gets the log too.
+    """
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=run_path.name,
+            id=run_path.name,
+            config=asdict(args),
+            sync_tensorboard=True,
+            resume="allow",
+        )
+    try:
+        # Hide what was logged after the checkpoint of a resumed run
+        writer = SummaryWriter(str(run_path), purge_step=step + 1)
+    except OSError as error:
+        fail(f"{run_path}: cannot be written to ({error.strerror})")
+    rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
+    return writer
+
+
+def set_up(args, checkpoint, progress, device):
+    """Make agent and optimizer, from `checkpoint` or with the detector of --pretrained if there is one."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), fused=True)
-    progress = checkpoint["progress"] if checkpoint else (0, 0, 0, 0.0, -np.inf, np.nan, 0.5)
-    iteration, step, eval_steps, cpu_seconds, best_return, last_return, threshold = progress
-    try:
-        if checkpoint:
-            agent.load_state_dict(checkpoint["agent"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-        elif args.pretrained:
-            detector = torch.load(args.pretrained, map_location="cpu", weights_only=True)["agent"]
-            agent.load_state_dict(detector | {"log_std": agent.log_std})
-            iteration = args.detector_iterations
-    except Exception as error:
-        fail(f"{args.evaluate or args.resume or args.pretrained}: does not fit the flags ({error})")
+    path = args.evaluate or args.resume or args.pretrained
+    if path:
+        saved = checkpoint or load_checkpoint(path)
+        if not checkpoint:  # the detector of --pretrained, with the initial sigma of --log-std
+            saved["agent"]["log_std"] = agent.log_std
+            progress.iteration = args.detector_iterations
+        try:
+            agent.load_state_dict(saved["agent"])
+            if checkpoint:
+                optimizer.load_state_dict(saved["optimizer"])
+        except (KeyError, RuntimeError, ValueError):
+            flags = "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size"
+            fail(f"{path}: not the network of {flags}, --coarse-size and this file")
+    return agent, optimizer
+
+
+def train(args, run_path: Path, checkpoint=None):
+    """Train, from `checkpoint` if there is one; with --evaluate score it, or use it for --predict.
+
+    Random numbers are seeded by --seed and 0 for the weights, 1 and the iteration's number for training.
+    """
+    # Set up
+    device = set_up_device(args)
+    progress = checkpoint["progress"] if checkpoint else Progress()
+    agent, optimizer = set_up(args, checkpoint, progress, device)
     if args.predict:
-        return write_predictions(agent, args, threshold, device)
+        write_predictions(agent, args, progress.threshold, device)
+        return
     train_pairs, val, test = load_pairs(args, device)
     if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
-        return print(evaluate(agent, args, test, threshold))
-
-    def save(name: str):
-        progress = (iteration, step, eval_steps, cpu_seconds, best_return, last_return, threshold)
-        states = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
-
+        print(evaluate(agent, args, test, progress.threshold))
+        return
+    val = val[: args.eval_episodes]
+    num_iterations = args.detector_iterations + args.ppo_iterations
+    parts = {"agent": agent, "optimizer": optimizer}
+    save = partial(save_checkpoint, run_path, args, progress, parts)
     if RANK == 0:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-        run_path = Path(args.resume).parent if args.resume else Path(args.run_dir, name)
-        print(f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, step {step}")
-        if args.track:
-            import wandb
-
-            config = {"config": asdict(args), "sync_tensorboard": True, "resume": "allow"}
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, id=run_path.name, **config)
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
-    num_iterations, val = args.detector_iterations + args.ppo_iterations, val[: args.eval_episodes]
-    eval_interval = args.eval_interval or num_iterations // 10 + 1
-    seconds_per_line = 0.1 if sys.stderr.isatty() else 30
-    bar = tqdm(total=num_iterations, initial=iteration, mininterval=seconds_per_line, disable=RANK > 0)
-    while iteration < num_iterations:
-        start, cpu_start = time.time(), time.process_time()
-        is_ppo, lr = iteration >= args.detector_iterations, 1 - iteration / num_iterations * args.anneal_lr
-        lr *= args.learning_rate if is_ppo else args.detector_lr
-        optimizer.param_groups[0]["lr"] = lr
-        iteration += 1
-        seed_everything(args.seed, 1, iteration, RANK)
-        if is_ppo:
-            batch = change_pairs.draw_batch(train_pairs, args.num_envs // WORLD_SIZE, args)
-            buffer, scalars = collect_rollout(agent, *batch, args)
-            losses = (ppo_loss(agent, x, args) for x in buffer.get_minibatches(*batch, args))
-        else:
-            sizes, scalars = [args.batch_size // WORLD_SIZE] * DETECTOR_STEPS, {}
-            batches = (change_pairs.draw_batch(train_pairs, size, args) for size in sizes)
-            losses = (detector_loss(agent, *batch, args) for batch in batches)
-        metrics = [take_step(agent, optimizer, *loss, args) for loss in losses]
-        num_pairs = args.num_envs if is_ppo else DETECTOR_STEPS * args.batch_size
-        step += num_pairs
-        if RANK > 0:  # the log is written by process 0
-            continue
-        cpu_seconds += time.process_time() - cpu_start
-        metrics = torch.stack(metrics).mean(0).tolist()
-        if not np.isfinite(metrics).all():
-            fail(f"{args.env_id}: losses are not finite at step {step}")
-        scalars |= zip((f"losses/{name}" for name in METRICS[-len(metrics) :]), metrics, strict=True)
-        scalars |= {"charts/cpu_seconds": cpu_seconds, "charts/learning_rate": lr}
-        scalars["charts/SPS"] = num_pairs / (time.time() - start)
-        bar.update()
-        is_last = iteration == num_iterations
-        is_due = is_last or iteration % eval_interval == 0
-        is_affordable = eval_steps + len(val) <= step / 5  # a fifth of the pairs trained on
-        if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
-            scalars |= evaluate(agent, args, val)
-            eval_steps, threshold = eval_steps + len(val), scalars["eval/threshold"]
-            bar.set_postfix_str(f"F1 {scalars['eval/f1']:.3f}", refresh=False)
-            if (last_return := scalars["eval/episodic_return"]) >= best_return:
-                best_return = last_return
-                save("best.pt")
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
-        if is_due:
-            writer.flush()
+        writer = open_run(run_path, args, progress.step)
+        sizes = f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs"
+        print(f"{run_path}: {sizes}, step {progress.step}")
+        if not checkpoint:
             save("checkpoint.pt")
-    if RANK == 0:
-        bar.close()
-        if args.eval_episodes:
-            agent.load_state_dict(torch.load(run_path / "best.pt", weights_only=True)["agent"])
-            print_rules(agent, args, val, test)
-        scores = f"return of best.pt {best_return:.4f}, of the last policy {last_return:.4f}"
-        print(f"{run_path}: {scores if args.eval_episodes else 'not evaluated'}")
+        elif not (run_path / "best.pt").exists() or get_task(args) != get_task(checkpoint["args"]):
+            progress.best_score = None  # the next evaluation is the best one
+        if progress.iteration >= num_iterations:
+            print(f"{run_path}: raise --ppo-iterations to train on")
+
+    def score_policy():
+        """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better."""
+        scores = evaluate(agent, args, val)
+        for name, score in scores.items():
+            writer.add_scalar(name, score, progress.step)
+        bar.set_postfix_str(f"F1 {scores['eval/f1']:.3f}", refresh=False)
+        progress.eval_steps += len(val)
+        progress.threshold = scores["eval/threshold"]
+        progress.last_score = scores["eval/episodic_return"]
+        if progress.best_score is None or progress.last_score >= progress.best_score:
+            progress.best_score = progress.last_score
+            save("best.pt")
+        save("checkpoint.pt")
+
+    eval_interval = args.eval_interval or num_iterations // 10 + 1
+    saved_at = time.time()
+    with tqdm(
+        total=num_iterations,
+        initial=progress.iteration,
+        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+        disable=RANK > 0,
+    ) as bar:
+        while progress.iteration < num_iterations:
+            start = time.time()
+            cpu_start = time.process_time()
+            is_ppo = progress.iteration >= args.detector_iterations
+            compute_loss = ppo_loss if is_ppo else detector_loss
+            names = METRICS if is_ppo else METRICS[-1:]
+
+            # Learning rate: both fall linearly to zero over the run
+            learning_rate = args.learning_rate if is_ppo else args.detector_lr
+            if args.anneal_lr:
+                learning_rate *= 1 - progress.iteration / num_iterations
+            optimizer.param_groups[0]["lr"] = learning_rate
+
+            # Draw pairs for the detector, or collect a rollout for PPO
+            progress.iteration += 1
+            progress.last_score = None  # of the policy that this iteration makes
+            seed_everything(args.seed, 1, progress.iteration, RANK)
+            if is_ppo:
+                num_pairs = args.num_envs
+                images, labels = change_pairs.draw_batch(train_pairs, num_pairs // WORLD_SIZE, args)
+                rollout, scalars = collect_rollout(agent, images, labels, args)
+                minibatches = get_minibatches(rollout, images, labels, args)
+            else:
+                num_pairs = DETECTOR_STEPS * args.batch_size
+                scalars = {}
+                size = args.batch_size // WORLD_SIZE
+                minibatches = (
+                    change_pairs.draw_batch(train_pairs, size, args) for _ in range(DETECTOR_STEPS)
+                )
+
+            # Update
+            metrics = []
+            for minibatch in minibatches:
+                loss, metric = compute_loss(agent, minibatch, args)
+                metrics.append(take_step(agent, optimizer, loss, metric, args))
+            means = torch.stack(metrics).mean(0).tolist()
+            progress.step += num_pairs
+            progress.cpu_seconds += time.process_time() - cpu_start
+
+            # Log, in process 0 alone. The rest of the loop must not call `average`, since the other processes
+            # do not get there
+            if RANK > 0:
+                continue
+            for name, mean in zip(names, means, strict=True):
+                if not np.isfinite(mean):
+                    fail(f"{args.env_id}: {name} is not finite at step {progress.step}")
+                scalars[f"losses/{name}"] = mean
+            scalars["charts/learning_rate"] = learning_rate
+            scalars["charts/cpu_seconds"] = progress.cpu_seconds
+            scalars["charts/SPS"] = num_pairs / (time.time() - start)
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, progress.step)
+            bar.update()
+
+            # Save, before an evaluation that might fail
+            is_last = progress.iteration >= num_iterations
+            is_due = is_last or progress.iteration % eval_interval == 0
+            if is_due or time.time() - saved_at > 600:
+                writer.flush()
+                save("checkpoint.pt")
+                saved_at = time.time()
+
+            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the pairs trained on
+            is_affordable = args.eval_interval or progress.eval_steps + len(val) <= progress.step / 5
+            if is_due and is_affordable and args.eval_episodes and not is_last:
+                score_policy()
+
+    # Evaluate the last policy, and compare best.pt with other rules
+    if RANK > 0:
+        return
+    # None: the last policy is not evaluated yet, or there is no best.pt of this task
+    if args.eval_episodes and None in (progress.best_score, progress.last_score):
+        score_policy()
+    writer.close()
+    scores = "not evaluated"
+    if args.eval_episodes:
+        agent.load_state_dict(load_checkpoint(run_path / "best.pt")["agent"])
+        print_rules(agent, args, val, test)
+        scores = f"return of best.pt {progress.best_score:.4f}, of the last policy {progress.last_score:.4f}"
+    print(f"{run_path}: {scores}")
 
 
 def main(argv=None):
     """Read the command line; flags override the settings of a checkpoint."""
-    args, checkpoint = tyro.cli(Args, args=argv), None
-    if path := args.evaluate or args.resume:
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"]))
-        except Exception as error:
-            fail(f"{path}: not a checkpoint of this script ({str(error).split('. ')[0]})")
+    args = tyro.cli(Args, args=argv)
+    checkpoint = None
+    path = args.evaluate or args.resume
+    if path:
+        checkpoint = load_checkpoint(path)
+        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    counts = (
+        "num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs "
+        "num_minibatches update_epochs"
+    ).split()
+    for name, value in vars(args).items():
+        least = 1 if name in counts else 0
+        if name in ("cost", "log_std"):
+            least = -math.inf  # any number, but not NaN
+        if type(value) in (int, float) and not value >= least:  # also if it is NaN
+            fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     patch = args.patch_size
+    if args.cell_size >= args.image_size:
+        fail(f"--cell-size ({args.cell_size}) must be smaller than --image-size ({args.image_size})")
     if args.image_size % patch or patch % args.cell_size or patch % args.coarse_size:
         fail("--image-size must be divisible by --patch-size, and --patch-size by --cell-size, --coarse-size")
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
-    train(args, checkpoint)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(path).parent if path else Path(args.run_dir, name)
+    try:
+        train(args, run_path, checkpoint)
+    except KeyboardInterrupt:
+        newest = run_path / "checkpoint.pt"
+        if RANK == 0 and newest.exists():
+            how = f"python {sys.argv[0]} --resume {newest}"
+            print(f"{run_path}: interrupted; to resume: {how}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Read folders of real pairs in layouts other than {train,val,test}/{A,B,label}/x.png, and other labels.
+"""Find real pairs in layouts other than {train,val,test}/{A,B,label}/x.png, and read other labels.
 
     train/time1/x.png  train/time2/x.jpg  train/mask/x.tif     other names, and suffixes that differ in a pair
     A/x.png  B/x.png  label/x.png  list/train.txt              a list for each split, one name a line
@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from envs_shared.change_pairs import DIRECTORIES, SPLITS, read_pair, read_picture, stack_pairs
+from envs_shared.change_pairs import SPLITS, SUFFIXES, list_pictures, read_folder, read_picture  # noqa: F401
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 NAMES = (
     ("a", "t1", "time1", "im1", "image1", "img1", "before", "pre", "date1"),
     ("b", "t2", "time2", "im2", "image2", "img2", "after", "post", "date2"),
@@ -29,42 +28,30 @@ LAYOUTS += "too, with B and label beside A (or others of NAMES in envs_shared/ch
 def read_label(path) -> np.ndarray:
     """Read a label uint8 [H, W] of 0 and 1; raises ValueError for colour, transparency and other values.
 
-    0 is unchanged, and 255 or 1 is changed; in a JPEG, values below 128 are unchanged, and all others changed.
+    0 is unchanged, 255 or 1 is changed. In a JPEG, values below 128 are unchanged and all others changed.
     If all colours of a palette are grey, the greys are the values; for any other palette, the indices are.
     """
-    read_picture(path, None)  # tells why it cannot be read
+    colours = palette = read_picture(path)
+    values = colours[..., 0]
     with Image.open(path) as image:
         image.load()
     if image.has_transparency_data and (np.array(image.convert("RGBA"))[..., 3] < 255).any():
         raise ValueError(f"{path}: a label with transparency, which would be lost; save it with one channel")
-    values = np.array(image)
     if image.mode == "P":
         palette = np.array(image.getpalette("RGB")).reshape(-1, 3)
-        values = np.array(image.convert("RGB"))[..., 0] if (palette == palette[:, :1]).all() else values
-    elif values.ndim == 3:
-        colours = np.array(image.convert("RGB"))
-        values = colours[..., 0]
-        if (colours != values[..., None]).any():
+    if (palette != palette[..., :1]).any():
+        if image.mode != "P":
             raise ValueError(f"{path}: a label in colour; save it with one channel of 0 and 255")
+        values = read_picture(path, None)
     if image.format in ("JPEG", "MPO"):
         if 0 < values.max() < 8:  # 0 and 1, which would all be below 128
             raise ValueError(f"{path}: JPEG does not keep 0 and 1; save labels as PNG")
         values = values >= 128
-    unknown = sorted(set(np.unique(values).tolist()) - {0, 255})
-    if unknown not in ([], [1]) or (unknown and values.max() == 255):
-        raise ValueError(f"{path}: value {unknown[-1]:g} in a label, which has either 0 and 255 or 0 and 1")
+    found = set(np.unique(values).tolist())
+    if not (found <= {0, 255} or found <= {0, 1}):
+        unknown = max(found - {0, 255})
+        raise ValueError(f"{path}: value {unknown:g} in a label, which has either 0 and 255 or 0 and 1")
     return (values > 0).astype(np.uint8)
-
-
-def list_pictures(folder: Path) -> dict[str, Path]:
-    """List the pictures in a folder by name without suffix; raises ValueError if two have one name."""
-    pictures = {}
-    for file in sorted(folder.iterdir()):
-        if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
-            if file.stem in pictures:
-                raise ValueError(f"{file}: same name as {pictures[file.stem].name}; remove one of them")
-            pictures[file.stem] = file
-    return pictures
 
 
 def find_folders(root: Path) -> list[dict[str, Path]]:
@@ -78,7 +65,7 @@ def find_folders(root: Path) -> list[dict[str, Path]]:
     return [list_pictures(folder) for folder in found]
 
 
-def read_list(path: Path, known: dict[str, Path]) -> list[str]:
+def read_list(path: Path, known: set[str]) -> list[str]:
     """Read the names in a list: each line as a whole or, if no picture has that name, its first word."""
     names = []
     for i, line in enumerate(path.read_text("utf-8-sig", errors="replace").splitlines(), 1):
@@ -94,34 +81,21 @@ def read_list(path: Path, known: dict[str, Path]) -> list[str]:
     return names
 
 
-def find_pairs(path: Path) -> dict[str, list[list[Path]]]:
-    """Find the files [first date, second date, label] of the pairs of each split."""
-    if any((path / split).is_dir() for split in SPLITS):
-        pictures = {split: find_folders(path / split) for split in SPLITS}
+def find_pictures(root: Path):
+    """Return the pictures of each split, listed as in `find_folders`, and the names of its pairs."""
+    if any((root / split).is_dir() for split in SPLITS):
+        pictures = {split: find_folders(root / split) for split in SPLITS}
         names = {split: set().union(*pictures[split]) for split in SPLITS}
+        return pictures, names
+    folders = find_folders(root)
+    known = set().union(*folders)
+    if (root / "list").is_dir():
+        names = {split: read_list(root / "list" / f"{split}.txt", known) for split in SPLITS}
     else:
-        pictures = dict.fromkeys(SPLITS, find_folders(path))
-        known = {name: file for part in pictures["train"] for name, file in part.items()}
-        if (path / "list").is_dir():
-            names = {split: read_list(path / "list" / f"{split}.txt", known) for split in SPLITS}
-        else:
-            starts = {name: re.match("(train|val|test)(?![a-z])", name, re.IGNORECASE) for name in known}
-            if others := [name for name, start in starts.items() if not start]:
-                raise ValueError(f"{path}: {others[0]} does not begin with a split; {LAYOUTS}")
-            names = {split: [x for x in known if starts[x][1].lower() == split] for split in SPLITS}
-    for split in SPLITS:
-        if not names[split]:
-            raise ValueError(f"{path}: no {split} pictures; {LAYOUTS}")
-        for kind, files in zip(DIRECTORIES, pictures[split], strict=True):
-            if missing := sorted(set(names[split]) - files.keys()):
-                raise ValueError(f"{path}: {split} has no picture {missing[0]} in its folder {kind}")
-    return {split: [[x[name] for x in pictures[split]] for name in sorted(names[split])] for split in SPLITS}
-
-
-def read_folder(path, multiple: int, least: int) -> dict[str, np.ndarray]:
-    """Read {split: pairs uint8 [M, 7, H, W]}, like change_pairs.read_folder; raises ValueError."""
-    splits = {}
-    for split, files in find_pairs(Path(path)).items():
-        pairs = [read_pair(a, b, read_label(label)) for a, b, label in files]
-        splits[split] = stack_pairs(pairs, multiple, least)
-    return splits
+        names = {split: [] for split in SPLITS}
+        for name in sorted(known):
+            start = re.match("(train|val|test)(?![a-z])", name, re.IGNORECASE)
+            if not start:
+                raise ValueError(f"{root}: {name} does not begin with a split; {LAYOUTS}")
+            names[start[1].lower()].append(name)
+    return dict.fromkeys(SPLITS, folders), names

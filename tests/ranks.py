@@ -161,7 +161,7 @@ def update_r2d2(r2d2, rows):
     rewards, agent = iter(rewards[:, rows]), r2d2.QNetwork(envs, args)
     is_over = np.zeros(4 // r2d2.WORLD_SIZE, bool)  # no episode ends
     player = SimpleNamespace(agent=agent, is_over=is_over, lengths=is_over + 1, obs=torch.zeros(1))
-    replay = SimpleNamespace(num_added=0)
+    replay = SimpleNamespace(num_added=0, store=lambda: replay.num_added)
 
     def step(act):
         player.rewards = player.returns = next(rewards)
@@ -202,8 +202,8 @@ def update_change_detection(cd, rows):
     labels[:3] = -1
     agent, numbers, agents = cd.Agent(args), [], []
     with patch.multiple(cd, WORLD_SIZE=1):  # the same in every process
-        buffer, _ = cd.collect_rollout(agent, images, labels, args)
-    whole = {name: x.flatten(0, 1) for name, x in buffer.data.items()}
+        rollout, _ = cd.collect_rollout(agent, images, labels, args)
+    whole = {name: x.flatten(0, 1) for name, x in rollout.items()}
     whole |= {"images": images.repeat(2, 1, 1, 1), "labels": labels.repeat(2, 1, 1, 1)}
     shake(agent)
     loss = cd.ppo_loss(agent, {name: x[rows] for name, x in whole.items()}, args)
@@ -214,7 +214,7 @@ def update_change_detection(cd, rows):
         patch.object(torch, "rand_like", lambda x: torch.full_like(x, 0.5)),
         patch.object(torch, "rand", lambda *size, **_: torch.full(size, 0.7)),
     ):
-        loss = cd.detector_loss(agent, images[rows], labels[rows], args)
+        loss = cd.detector_loss(agent, (images[rows], labels[rows]), args)
         numbers.append(cd.take_step(agent, descend(agent), *loss, args))
         agents.append(agent)
         with patch.object(torch, "randn_like", torch.zeros_like):

@@ -1,5 +1,6 @@
 """envs_shared/change_pairs.py: what the task haze is made of, crops and labels of cells, and the plain layout."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from envs_shared import change_pairs
+from envs_shared import change_folders, change_pairs
 from envs_shared.change_pairs import SPLITS, UNCOUNTED, draw_haze, read_folder, split_labels
 
 
@@ -157,23 +158,52 @@ def test_a_folder_is_read_and_padded(plain):
             assert (x[:6, height + 1, :width] == pair[:6, height - 2]).all()
 
 
-@pytest.mark.parametrize("gap", ["val/A/x1.png", "val/B/x1.png", "val/label/x1.png", "test"])
-def test_other_layouts_are_left_to_the_other_reader(plain, gap):
+@pytest.mark.parametrize("kind", change_pairs.DIRECTORIES)
+def test_a_gap_in_a_plain_folder(plain, kind):
     path, _ = plain
-    (path / gap).rename(path / "gone")
-    words = r"val/A, B and label need equal names; alone: .*x1.png" if gap != "test" else "test/A, B"
-    with pytest.raises(LookupError, match=words):
+    (path / "val" / kind / "x1.png").rename(path / "gone")
+    with pytest.raises(ValueError) as error:
+        read_folder(path, 8, 8)
+    assert str(error.value) == f"{path}: val has no picture x1 in its folder {kind}"
+
+
+def test_other_layouts_need_the_other_file(plain, monkeypatch):
+    path, pairs = plain
+    (path / "val" / "A").rename(path / "val" / "time1")
+    assert (read_folder(path, 8, 8)["val"][0, :, :9, :13] == pairs["val"][0]).all()
+    monkeypatch.setitem(sys.modules, "envs_shared.change_folders", None)
+    monkeypatch.delattr("envs_shared.change_folders", raising=False)
+    with pytest.raises(ValueError, match=r": not {train,val,test}/.* need envs_shared/change_folders\.py"):
         read_folder(path, 8, 8)
 
 
-def test_labels_of_other_forms_are_left_to_the_other_reader(tmp_path):
+def test_pictures_that_a_camera_held_upside_down_lie_on_their_label(tmp_path):
+    """Orientation 3 of EXIF: stored upside down, and drawn upright by viewers, as the label is."""
+    tag = Image.Exif()
+    tag[274] = 3
+    dark, bright = np.zeros((2, 32, 48, 3), np.uint8)
+    bright[:8, :16] = 255
+    for kind, x in (("A", dark), ("B", bright)):
+        save(tmp_path / kind / "x.jpg", Image.fromarray(x).transpose(Image.Transpose.ROTATE_180), exif=tag)
+    pair = change_pairs.read_pair(tmp_path / "A/x.jpg", tmp_path / "B/x.jpg", bright[..., 0] // 255)
+    assert ((pair[3] > 128) == (pair[6] == 1)).all() and pair[6].sum() == 128
+
+
+def test_labels_of_other_forms_are_left_to_the_other_reader(tmp_path, monkeypatch):
     """Also what looks like 0 and 1, but is a palette, or has a channel that would be dropped."""
     labels = [Image.fromarray(np.uint8(x)) for x in ([[0, 128, 255]], [[0, 1, 255]], [[0, 1]], [[0, 255]])]
     labels[2].putpalette([255, 255, 255, 0, 0, 0])
     labels[3].info["transparency"] = 0
+    monkeypatch.setattr(change_folders, "read_label", lambda path: f"the other reader's {path.name}")
     for label in (*labels, Image.new("RGB", (2, 2)), Image.new("LA", (2, 2))):
-        with pytest.raises(LookupError, match=r"x\.png: not a PNG of one channel"):
-            change_pairs.read_label(save(tmp_path / "x.png", label))
+        path = save(tmp_path / "x.png", label)
+        assert change_pairs.read_label(path) == "the other reader's x.png"
+    monkeypatch.setitem(sys.modules, "envs_shared.change_folders", None)
+    monkeypatch.delattr("envs_shared.change_folders")
+    with pytest.raises(
+        ValueError, match=r"x\.png: not .* as PNG; others need envs_shared/change_folders\.py"
+    ):
+        change_pairs.read_label(path)
 
 
 @pytest.mark.parametrize("values", [[[0, 255]], [[0, 1]], [[0, 0]], [[1, 1]], [[255, 255]]])
@@ -206,5 +236,23 @@ def test_pairs_to_predict(plain):
         assert (x[0, :6, :height, :width] == pair[:6]).all() and (x[0, 6] == UNCOUNTED).all()
     ((name, (x, *_)),) = change_pairs.read_pairs(path / "val/A/x0.png", path / "val/B/x0.png", 8).items()
     assert name == "x0" and (x == found["x0"][0]).all()
-    with pytest.raises(ValueError, match=r"x0\.png: cannot be read"):
-        change_pairs.read_pairs(path / "val" / "A", path / "nothing", 8)
+    with pytest.raises(ValueError, match=r"nothing: cannot be read"):
+        change_pairs.read_pairs(path / "val/A/x0.png", path / "nothing", 8)
+
+
+def test_folders_to_predict(plain):
+    """Suffixes may differ, other files are left out, and neither of two pictures of one name is lost."""
+    path, pairs = plain
+    (path / "val" / "A" / "notes.txt").write_text("x")
+    (path / "val" / "B" / "x0.png").unlink()
+    save(path / "val" / "B" / "x0.bmp", pairs["val"][0][3:6].transpose(1, 2, 0))
+    found = change_pairs.read_pairs(path / "val" / "A", path / "val" / "B", 8)
+    assert list(found) == ["x0", "x1"]
+    assert (found["x0"][0][0, :6, :9, :13] == pairs["val"][0][:6]).all()
+    save(path / "val" / "A" / "x1.jpg", np.zeros((17, 5, 3), np.uint8))
+    with pytest.raises(ValueError, match=r"x1\.png: same name as x1\.jpg; remove one of them"):
+        change_pairs.read_pairs(path / "val" / "A", path / "val" / "B", 8)
+    (path / "val" / "A" / "x1.jpg").unlink()
+    (path / "val" / "B" / "x1.png").unlink()
+    with pytest.raises(ValueError, match="val/B: has no picture x1 in its folder B"):
+        change_pairs.read_pairs(path / "val" / "A", path / "val" / "B", 8)

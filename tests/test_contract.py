@@ -41,7 +41,7 @@ MAX_TOKENS = {
     "envs_shared/go_gtp.py": 4500,
     "algos/ppo_change_detection.py": 5900,
     "envs_shared/change_pairs.py": 2000,
-    "envs_shared/change_folders.py": 1800,
+    "envs_shared/change_folders.py": 900,
 }
 OPTIONAL = {"ale_py", "minigrid"}  # packages that are imported for some tasks only
 
@@ -112,10 +112,20 @@ CASES = {
             "--num-envs 7": NOT_DIVISIBLE,
             "--env-id NoSuch-v0": "--env-id NoSuch-v0: Environment `NoSuch` doesn't exist",
             "--env-id no_such_module:Task-v0": "--env-id no_such_module:Task-v0: No module named 'no_such_module'",
-            "--env-id bad_envs:Sequence-v0": "needs arrays to observe and Discrete actions, not Sequence(",
-            "--env-id bad_envs:MultiDiscrete-v0": "needs arrays to observe and Discrete actions, not Box(-1.0, 1.0,",
-            "--env-id Acrobot-v1 --resume good.pt": "good.pt: does not fit the environment or flags",
+            "--env-id bad_envs:Sequence-v0": "observations must be a fixed number of numbers, not Sequence(",
+            "--env-id bad_envs:MultiDiscrete-v0": "actions must be Discrete, not MultiDiscrete([2 3])",
+            "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id",
+            "--hidden-size 17 --evaluate good.pt": "good.pt: not the network of --env-id, --hidden-size",
+            "--no-recurrent --resume good.pt": "good.pt: not the network of --env-id, --hidden-size, --recurrent",
+            "--learn-length 0": "--learn-length (0) must be at least 1",
+            "--n-step 0 --resume good.pt": "--n-step (0) must be at least 1",
+            "--burn-in -1": "--burn-in (-1) must be at least 0",
+            "--memory-span 0.5": "--memory-span (0.5) must be at least 1",
+            "--learning-rate nan": "--learning-rate (nan) must be at least 0",
+            "--buffer-size 1000000000000": "--buffer-size (1000000000000) must be smaller",
         },
+        num_saves=1,
+        other_task="--env-id popgym:popgym-RepeatPreviousMedium-v0",
     ),
     "reinforce_tsp_attention": Case(
         quick="--env-id tsp5-uniform --num-epochs 8 --steps-per-epoch 2 --batch-size 8 --eval-episodes 4"
@@ -170,15 +180,16 @@ CASES = {
         bad={
             "--num-envs 7": NOT_DIVISIBLE,
             "--env-id fog": "--env-id fog: must be one of haze, haze-3, haze-4",
-            "--data-dir nothing": "train/A, B and label need equal names",
+            "--data-dir nothing": "nothing: not {train,val,test}/{A,B,label} with equal names",
             "--patch-size 6": "--image-size must be divisible by --patch-size",
             "--predict a.png b.png": "--predict needs --evaluate",
             "--predict a.png b.png --evaluate good.pt": "a.png: cannot be read as a picture",
-            "--pretrained missing.pt": "missing.pt: does not fit the flags",
-            "--env-id haze-3 --resume good.pt": "good.pt: does not fit the flags",
+            "--pretrained missing.pt": "missing.pt: missing, or not a checkpoint",
+            "--env-id haze-3 --resume good.pt": "good.pt: not the network of --env-id (",
+            "--patch-size 0": "--patch-size (0) must be at least 1",
+            "--learning-rate -1": "--learning-rate (-1.0) must be at least 0",
         },
         sibling="change_pairs.py",
-        reader="change_folders.py",
     ),
 }
 SCRIPTS = list(CASES)
@@ -526,6 +537,11 @@ def test_a_resumed_run_without_a_best_score_evaluates(script, whole, tmp_path):
     assert not (never / "best.pt").exists()
     out = resume(never, "--eval-episodes", "4")
     assert f"raise {case.length} to train on" in out and "not evaluated" not in out
+    finished = shutil.copytree(whole.path, tmp_path / "finished")
+    before = read_files(finished)
+    module.main(["--resume", str(finished / "checkpoint.pt"), case.length, "1"])
+    after = read_files(finished)
+    assert all(after[finished / name] == before[finished / name] for name in ("checkpoint.pt", "best.pt"))
     missing = shutil.copytree(whole.path, tmp_path / "missing")
     (missing / "best.pt").unlink()
     resume(missing)
@@ -607,7 +623,7 @@ def test_a_script_is_within_its_budget(script):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
-            assert length <= (140 if node.name == "train" else 70), node.name
+            assert length <= (150 if node.name == "train" else 70), node.name
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             assert re.match(r"[A-Z].*\.(\n\n|\Z)", ast.get_docstring(node) or "", re.S), node.name

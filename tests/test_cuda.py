@@ -4,7 +4,6 @@ The constant CUDA_GRAPHS of a script switches its graphs.
 """
 
 import ast
-import copy
 import functools
 import importlib
 import shutil
@@ -194,8 +193,7 @@ def test_the_host_waits_in_no_update_and_seldom_between_updates(played):
     assert played("alphazero_go").count_waits("train_epoch") == [2] * 3  # of two minibatches
     change = played("ppo_change_detection")
     assert set(change.count_waits("take_step")) == {0} and len(change.calls["take_step"]) > 3 * 2
-    # Once or twice in a step for the queries that look
-    assert max(change.count_waits("ppo_loss") + change.count_waits("detector_loss")) <= 4
+    assert set(change.count_waits("ppo_loss") + change.count_waits("detector_loss")) == {0}
 
 
 @pytest.mark.parametrize(("script", "flags", "max_updates"), CUTS)
@@ -245,8 +243,8 @@ def test_ppo_leaves_the_same_checkpoint_with_graphs_and_without(played, tmp_path
 def test_r2d2_leaves_the_same_checkpoint_with_graphs_and_without(played, tmp_path, name):
     """The first updates run without graphs, since they make the optimizer's state.
 
-    The host never waits in an update, and thrice in a step; then six times for a window that is stored, five times for
-    what is counted and logged, and twice for the recordings.
+    The host never waits in an update, and thrice in a step; then six times to store all windows, five times for what
+    is counted and logged, and twice for the recordings.
     """
     graphs, eager = played(name), played(name, CUDA_GRAPHS=False)
     num_updates = len(eager.calls["update_network"])
@@ -258,9 +256,9 @@ def test_r2d2_leaves_the_same_checkpoint_with_graphs_and_without(played, tmp_pat
         assert set(run.count_waits("update_network")) == {0}
         starts, _, returned = zip(*run.calls["collect_steps"], strict=True)
         windows = [num_windows for _, _, num_windows in returned[:-1]]  # 0 before learning starts
-        waits = np.diff(starts).tolist()
-        over = sorted(x - (3 * 8 + 6 * n + 5) for x, n in zip(waits, windows, strict=True) if n)
-        assert len(over) > 3 and over[-1] <= (2 if run is graphs else 0) and over[-2] <= 0, over
+        over = sorted(np.diff(starts) - (3 * 8 + 6 + 5))
+        assert max(windows) > 3 and len(over) > 3
+        assert over[-1] <= (2 if run is graphs else 0) and over[-2] <= 0, over
 
 
 def test_a_checkpoint_of_r2d2_is_resumed_on_the_device(played, tmp_path):
@@ -346,17 +344,3 @@ def test_a_capture_runs_nothing_and_a_replay_everything():
         stream = torch.cuda.current_stream()
         with pytest.raises(RuntimeError, match="non-default"), torch.cuda.graph(graph, stream=stream):
             pass
-
-
-def test_modules_copies_and_autocast_stay_on_the_device():
-    """An optimizer that is not capturable is refused in a capture."""
-    with pretend_cuda():
-        layer = torch.nn.Linear(2, 2).to("cuda")
-        other, x = copy.deepcopy(layer), torch.rand(3, 2, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16):
-            assert layer(x).dtype == torch.bfloat16
-        layer(x).sum().backward()
-        assert {y.device.type for y in (layer.weight, layer.weight.grad, other.weight, layer(x))} == {"cuda"}
-        optimizer = torch.optim.Adam(layer.parameters(), fused=True)
-        with pytest.raises(RuntimeError, match="capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            optimizer.step()

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -40,10 +41,10 @@ def make_parts(**changes):
 def roll(args, agent, images, labels):
     """Collect a rollout; returns it, what is logged, and all of its rows in order as a minibatch."""
     torch.manual_seed(0)
-    buffer, scalars = cd.collect_rollout(agent, images, labels, args)
-    rows = {name: x.flatten(0, 1) for name, x in buffer.data.items()}
+    rollout, scalars = cd.collect_rollout(agent, images, labels, args)
+    rows = {name: x.flatten(0, 1) for name, x in rollout.items()}
     pairs = torch.arange(args.num_envs).repeat(args.num_steps)
-    return buffer, scalars, rows | {"images": images[pairs], "labels": labels[pairs]}
+    return rollout, scalars, rows | {"images": images[pairs], "labels": labels[pairs]}
 
 
 # Networks
@@ -113,11 +114,11 @@ def test_a_rollout_follows_its_decisions():
     """Rewards are those of eq. 1, and advantages those of eq. 3: sums over what follows, up to a stop."""
     args, agent, images, labels = make_parts(num_steps=3, cost=0.2, gamma=0.9, gae_lambda=0.7)
     f1 = agent.running_f1.clone()
-    buffer, scalars, _ = roll(args, agent, images, labels)
-    data, close = buffer.data, torch.testing.assert_close
+    data, scalars, _ = roll(args, agent, images, labels)
+    close = torch.testing.assert_close
     looks, mask = ~data["stop"], data["pre_action_mask"]
     assert mask[0].all() and torch.equal(mask[1:], looks[:-1]) and not (looks & ~mask).any()
-    assert looks[1].any() and not looks[1].all() and torch.equal(data["dones"], ~looks)
+    assert looks[1].any() and not looks[1].all()
     next_values = *data["values"][1:], torch.zeros(4, 4, 4)
     steps = [*zip(data["rewards"], data["values"], next_values, looks, strict=True)]
     for t in range(3):
@@ -156,9 +157,9 @@ def test_a_rollout_follows_its_decisions():
 
 def test_minibatches_have_each_row_once_in_each_epoch():
     args, agent, images, labels = make_parts(num_minibatches=3, update_epochs=2)
-    buffer, _, rows = roll(args, agent, images, labels)
-    buffer.data["number"] = torch.arange(8).view(2, 4)
-    batches, orders = list(buffer.get_minibatches(images, labels, args)), []
+    rollout, _, rows = roll(args, agent, images, labels)
+    rollout["number"] = torch.arange(8).view(2, 4)
+    batches, orders = list(cd.get_minibatches(rollout, images, labels, args)), []
     assert [len(x["query"]) for x in batches] == [3, 3, 2] * 2
     for epoch in (batches[:3], batches[3:]):
         found = {name: torch.cat([x[name] for x in epoch]) for name in epoch[0]}
@@ -235,7 +236,7 @@ def test_the_detector_learns_from_no_look_and_each_look(share, monkeypatch):
     """Compare with the mean of cross entropies by hand, for shares of looks of 0 and 1."""
     args, agent, images, labels = make_parts()
     monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, share))
-    loss, _ = cd.detector_loss(agent, images, labels, args)
+    loss, _ = cd.detector_loss(agent, (images, labels), args)
     env = cd.ChangeEnv(agent)
     obs, looks = env.reset(images, labels), torch.full((4, 4, 4), share > 0)
     losses = [F.binary_cross_entropy_with_logits(env.final_logits, labels)]
@@ -339,9 +340,9 @@ def test_a_resumed_run_is_that_of_no_interruption(tmp_path, monkeypatch):
 
     def keep(source, target):
         replace(source, target)
-        number = load(target)["progress"][0]
+        number = load(target)["progress"]["iteration"]
         if Path(target).name == "checkpoint.pt" and number in (1, 2, 5):
-            shutil.copytree(Path(target).parent, tmp_path / str(number))
+            shutil.copytree(Path(target).parent, tmp_path / str(number), dirs_exist_ok=True)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", keep)
@@ -353,11 +354,57 @@ def test_a_resumed_run_is_that_of_no_interruption(tmp_path, monkeypatch):
         resumed = load(left / "checkpoint.pt")
         for part in ("agent", "optimizer"):
             torch.testing.assert_close(whole[part], resumed[part], rtol=0, atol=0)
-        first, second = ((*x["progress"][:3], *x["progress"][4:]) for x in (whole, resumed))
-        assert first == second  # all but the CPU-seconds
+        first, second = (x["progress"] | {"cpu_seconds": 0} for x in (whole, resumed))
+        assert first == second
         for tag, values in read_scalars(left).items():
             if not tag.startswith(("charts/cpu", "charts/SPS")):
                 assert values == scalars[tag][-len(values) :], tag
+
+
+def test_a_finished_run_of_another_price_or_without_best_is_evaluated_again(tmp_path, capsys):
+    """best.pt of another price does not count, whatever its return; nothing is left to train, and a line says so."""
+    path, _ = run(tmp_path / "runs", TINY, "--detector-iterations 1 --ppo-iterations 1 --cost -1")
+    first = load(path / "best.pt")["progress"]["best_score"]
+    words = ["--resume", str(path / "checkpoint.pt")]
+    cd.main([*words, "--cost", "1"])
+    second = load(path / "best.pt")["progress"]["best_score"]
+    assert second < first and "raise --ppo-iterations to train on" in capsys.readouterr().out
+    (path / "best.pt").unlink()
+    cd.main(words)
+    assert load(path / "best.pt")["progress"]["best_score"] == second
+
+
+def test_a_failing_evaluation_loses_nothing(tmp_path, monkeypatch):
+    """What was trained before it is in the checkpoint, and is evaluated when the run is resumed."""
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(cd, "evaluate", lambda *args: 1 / 0)
+        run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 2 --eval-interval 2")
+    (path,) = tmp_path.glob("*/checkpoint.pt")
+    assert load(path)["progress"]["iteration"] == 2 and not path.with_name("best.pt").exists()
+    cd.main(["--resume", str(path)])
+    progress = load(path)["progress"]
+    assert progress["iteration"] == 3 and progress["last_score"] == progress["best_score"] is not None
+
+
+def test_a_folder_of_pairs_may_have_any_name(tmp_path):
+    """Also one of haze with three dates: pairs of a folder have two."""
+    save_set(tmp_path / "set", size=(16, 16))
+    flags = f"{TINY} --detector-iterations 1 --ppo-iterations 1 --env-id haze-3 --data-dir {tmp_path / 'set'}"
+    path, _ = run(tmp_path / "runs", flags)
+    assert load(path / "best.pt")["agent"]["backbone.0.weight"].shape[1] == 6
+
+
+def test_a_network_of_three_dates_predicts_no_pairs(tmp_path, capsys):
+    path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 0 --env-id haze-3")
+    words = ["--evaluate", str(path / "best.pt"), "--predict", "a.png", "b.png"]
+    assert "best.pt: not the network of --env-id (pairs of" in fail_with(capsys, cd.main, words)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--cost nan", "--log-std nan", "--cell-size 8 --image-size 8", "--num-steps 0"]
+)
+def test_numbers_that_make_no_sense(capsys, flags):
+    assert flags.split()[0] in fail_with(capsys, cd.main, flags.split())
 
 
 def test_a_pretrained_detector_is_taken(tmp_path):
@@ -385,14 +432,14 @@ def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     shutil.rmtree(folder / "label")
     words = ["--evaluate", path / "best.pt", "--output", maps, "--predict", folder / "A", folder / "B"]
     cd.main([*map(str, words)])
-    assert len(list(maps.iterdir())) == 12
+    assert len(list(maps.iterdir())) == 18
     pair, *size = change_pairs.read_pairs(folder / "A/val_1.png", folder / "B/val_1.png", 8)["val_1"]
     assert pair.shape == (1, 7, 24, 24) and size == [24, 20]
     p, *_ = cd.classify(agent, args, torch.from_numpy(pair))
     p = p[0, :, :20].numpy()
     probability, mask = (np.array(Image.open(maps / f"val_1_{x}.png")) for x in ("probability", "mask"))
     assert (probability == np.uint8(255 * p)).all()
-    assert (mask == 255 * (p >= load(path / "best.pt")["progress"][6])).all()
+    assert (mask == 255 * (p >= load(path / "best.pt")["progress"]["threshold"])).all()
     assert "maps" in fail_with(capsys, cd.main, [*map(str, words)])
 
 
@@ -401,9 +448,11 @@ def test_losses_that_are_not_finite_end_a_run_with_one_line(tmp_path, capsys, st
     """The checkpoint is the last one with finite losses, and its weights are as well."""
     rate = "--detector-lr 1e30" if stage == "detector" else "--learning-rate 1e30"
     flags = f"{rate} --detector-iterations 2 --ppo-iterations 4 --eval-interval 1 --run-dir {tmp_path}"
-    assert "haze: losses are not finite" in fail_with(capsys, cd.main, [*TINY.split(), *flags.split()])
+    assert re.search(
+        r"haze: \w+ is not finite at step \d+", fail_with(capsys, cd.main, [*TINY.split(), *flags.split()])
+    )
     (path,) = tmp_path.glob("*/checkpoint.pt")
-    assert (load(path)["progress"][0] > 1) == (stage == "PPO")
+    assert (load(path)["progress"]["iteration"] > 1) == (stage == "PPO")
 
 
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path, capsys):

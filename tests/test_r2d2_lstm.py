@@ -13,7 +13,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ROOT, fail_with, read_scalars
+from conftest import fail_with, read_scalars
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_contract import find_run, load, run_main
@@ -139,6 +139,7 @@ def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
         ledger.p_end = p_end
     logged, taken = play(parts, args, max(60 // num_steps, 1))
     replay.add(player)  # what was read last
+    replay.store()
     rewards = np.array([x[2] for ledger in ledgers for e in ledger.episodes for x in e])
     assert taken == len(rewards)
     expected = 1 + norm_reward * taken, 1 + norm_reward * (rewards**2).sum()
@@ -159,24 +160,6 @@ def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
         assert mine == expected[len(expected) - len(mine) :]
         num_expected += len(expected)
     assert replay.num_added == num_expected < 300 and len(found) == min(num_expected, buffer_size)
-
-
-def test_the_page_shows_the_windows_that_the_replay_holds():
-    """The drawing of an episode of 12 steps: step by step, what a window takes it for."""
-    args = Args(burn_in=4, learn_length=5, n_step=2, buffer_size=3, hidden_size=1)
-    replay = SequenceReplay(describe(gym.spaces.Box(0, 12, (1,))), args, CPU)
-    for t in range(13):
-        reading, is_over = (np.float32([t]), t - 1, 0.0, torch.full((2, 1), float(t))), [t == 12]
-        replay.add(SimpleNamespace(read=[(0, reading)], is_over=is_over, terminated=is_over))
-    page = (ROOT / "docs" / "r2d2_lstm.md").read_text()
-    head, *lines = re.search(r"```\n(step .*?)```", page, re.S)[1].splitlines()
-    columns = [(match.start(), int(match[0])) for match in re.finditer(r"\d+", head)]
-    windows = zip(*map(replay.data.get, ("obs", "end", "is_warm", "state")), strict=True)
-    for line, (obs, end, is_warm, state) in zip(lines, windows, strict=True):
-        kinds = f"{'bbbb' if is_warm else '    '}LLLLLtt"[:end] + "t"
-        held = [(int(x), kind) for x, kind in zip(obs[:, 0], kinds, strict=False) if kind != " "]
-        assert [(step, line[at]) for at, step in columns if line[at] != " "] == held
-        assert f"{'stored' if is_warm else 'zero'} state at step {int(state[0, 0])}" in line
 
 
 # Targets and the loss
@@ -353,6 +336,48 @@ def test_a_run_gives_each_environment_its_epsilon(tmp_path, monkeypatch):
     assert given[2:] == [pytest.approx(ladder[1::2])] and len(list(tmp_path.iterdir())) == 1
 
 
+class Coins(gym.vector.VectorEnv):
+    """Episodes of 8 steps with a reward of 100 in a type of 8 bits, which its square of 10,000 does not fit."""
+
+    def __init__(self, num_envs=1, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP):
+        self.metadata, self.num_envs, self.steps = {"autoreset_mode": autoreset_mode}, num_envs, 0
+        self.single_observation_space, self.single_action_space = (
+            gym.spaces.Box(0, 9, (1,)),
+            gym.spaces.Discrete(2),
+        )
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros((self.num_envs, 1), np.float32), {}
+
+    def step(self, actions):
+        self.steps = 0 if self.steps == 8 else self.steps + 1
+        is_over, obs = (
+            np.full(self.num_envs, self.steps == 8),
+            np.full((self.num_envs, 1), self.steps, np.float32),
+        )
+        return obs, np.full(self.num_envs, 100 * (self.steps > 0), np.int8), is_over, ~is_over & is_over, {}
+
+
+gym.register("Coins-v0", vector_entry_point=Coins)
+disabled = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
+gym.register("DisabledCoins-v0", vector_entry_point=Coins, kwargs=disabled)
+
+
+def test_rewards_of_a_small_type_are_squared_and_summed_as_floats():
+    args = Args(env_id="Coins-v0", num_envs=2, num_steps=27, hidden_size=2, buffer_size=9)
+    parts = agent, _, _ = make_parts(args)
+    episodes, num_steps = play(parts, args)
+    assert episodes == [(800.0, 8)] * 3 and num_steps == 2 * 24
+    torch.testing.assert_close(agent.reward_sums, torch.tensor([48.0, 48e4]).double(), rtol=1e-6, atol=0.0)
+
+
+def test_environments_that_do_not_reset_themselves_are_refused(tmp_path, capsys):
+    flags = ["--env-id", "DisabledCoins-v0", "--run-dir", str(tmp_path / "runs")]
+    line = fail_with(capsys, r2d2.main, flags)
+    assert line.endswith("the autoreset mode must be NEXT_STEP or SAME_STEP, not DISABLED")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("env_id", LEDGERS)
 def test_a_player_is_shown_action_reward_and_state_of_its_own_episode(monkeypatch, env_id):
     """At the beginning of an episode there is none of them. Scores are of each environment's first episode."""
@@ -418,9 +443,24 @@ def test_images_of_all_layouts_are_kept_as_bytes_and_read_in_units_of_255(layout
     assert sizes == ([] if size else [(32, 8, 4), (64, 4, 2), (64, 3, 1)])
     for env.steps in range(3):
         pixels = torch.tensor(env.observe().reshape(1, -1) if size else env.pixels()[None]) / 255.0
-        found = agent.encode(torch.tensor(env.observe())[None, None])[0]
+        found = agent.encode(torch.tensor(env.observe())[None])
         torch.testing.assert_close(found, agent.encoder(pixels), rtol=1e-4, atol=1e-6)
         assert found.std() > 0
+
+
+@pytest.mark.parametrize("layout", ["CHW", "HWC", "HW"])
+def test_stacked_frames_become_channels(monkeypatch, layout):
+    """With gymnasium's wrapper, whose observations [k, ...] hold the oldest frame first."""
+    stack, make_vec = partial(gym.wrappers.FrameStackObservation, stack_size=2), gym.make_vec
+    monkeypatch.setattr(gym, "make_vec", lambda *a, wrappers, **_: make_vec(*a[:2], "sync", wrappers=[stack]))
+    agent, player, _ = make_parts(make_args(f"Picture{layout}", num_envs=1, buffer_size=2))
+    player.step(lambda: torch.zeros(1).long())
+    env, frames = player.envs.unwrapped.envs[0].unwrapped, []
+    for env.steps in (0, 1):
+        frames.append(env.pixels())
+    assert env.pixels().shape[0] == (1 if layout == "HW" else 3)
+    pixels = torch.tensor(np.concatenate(frames)[None]) / 255.0  # [1, channels, H, W]
+    torch.testing.assert_close(agent.encode(player.obs), agent.encoder(pixels), rtol=1e-4, atol=1e-6)
 
 
 def test_discrete_observations_become_one_hot_and_tuples_flat():
@@ -518,7 +558,6 @@ def test_the_lstm_remembers_what_only_the_stored_states_hold(tmp_path, flags, lo
 
 SMALL = "--num-envs 4 --learning-starts 100 --batch-size 128 --buffer-size 60 --hidden-size 8"
 SMALL += " --target-interval 5 --eval-episodes 1 --replay-ratio 2"
-NUM_UPDATES, NUM_DUE = 6, 7  # places in a checkpoint's progress
 
 
 def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half(tmp_path, monkeypatch):
@@ -536,9 +575,9 @@ def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half
     flags += " --replay-ratio 0.7 --target-interval 7 --hidden-size 8 --eval-episodes 1 --learning-rate 4e-3"
     path = run(tmp_path, flags).path
     checkpoint, scalars, num_updates = load(path / "checkpoint.pt"), read_scalars(path), len(is_equal)
-    assert num_updates == checkpoint["progress"][NUM_UPDATES] > 60
-    due = num_updates + checkpoint["progress"][NUM_DUE] % 1
-    assert 0.7 * checkpoint["num_added"] / 5 == pytest.approx(due)
+    assert num_updates == checkpoint["progress"]["num_updates"] > 60
+    due = num_updates + checkpoint["progress"]["updates_due"]
+    assert 0.7 * checkpoint["replay"]["num_added"] / 5 == pytest.approx(due)
     assert scalars["charts/num_updates"][-1][1] == num_updates
     assert is_equal == [i % 7 == 0 for i in range(num_updates)]
     assert {x for _, x in scalars["charts/episodic_return"]} == {12.5}
@@ -572,11 +611,11 @@ def test_a_checkpoint_holds_all_that_a_resumed_run_starts_with(tmp_path):
     with mock.patch.object(r2d2, "collect_steps", lambda *args: ([], 64, 0)):
         r2d2.main(["--resume", str(path), "--total-timesteps", "1200", "--eval-episodes", "0"])
     ends.append(load(path))
-    assert ends[1]["progress"][1] > ends[0]["progress"][1]
+    assert ends[1]["progress"]["step"] > ends[0]["progress"]["step"]
     for end in ends:
-        end["optimizer"], end["progress"] = end["optimizer"]["state"], end["progress"][NUM_UPDATES]
+        end["optimizer"], end["progress"] = end["optimizer"]["state"], end["progress"]["num_updates"]
         del end["args"]
-    assert ends[0]["num_added"] > 60 and ends[0]["optimizer"]
+    assert ends[0]["replay"]["num_added"] > 60 and ends[0]["optimizer"]
     torch.testing.assert_close(*ends, rtol=0, atol=0)
     assert any(not torch.equal(x, ends[0]["target"][name]) for name, x in ends[0]["agent"].items())
 
@@ -588,10 +627,10 @@ def test_a_resumed_run_trains_at_once_or_fills_its_replay_first(tmp_path, has_re
     flags += " --learn-length 4 --burn-in 2 --eval-interval 3"
     path = run(tmp_path, flags, *([] if has_replay else ["--no-checkpoint-replay"])).path
     first = load(path / "checkpoint.pt")
-    assert ("replay" in first) == ("num_added" in first) == has_replay
+    assert ("replay" in first) == has_replay
     assert "replay" not in load(path / "best.pt")
     r2d2.main(["--resume", str(path / "checkpoint.pt"), "--total-timesteps", "1500", "--checkpoint-replay"])
-    step, num_updates = first["progress"][1], first["progress"][NUM_UPDATES]
+    step, num_updates = first["progress"]["step"], first["progress"]["num_updates"]
     updates = {s - step: n for s, n in read_scalars(path)["charts/num_updates"] if s > step}
     assert max(updates.values()) > num_updates + 10
     waiting = [s for s, n in updates.items() if n == num_updates]
@@ -608,5 +647,67 @@ def test_evaluate_plays_other_episodes_and_a_replay_that_does_not_fit_is_one_lin
     for name in ("best.pt", "checkpoint.pt"):
         r2d2.main(["--evaluate", str(path / name), "--eval-episodes", "2"])
     assert streams == [2, 3, 3]
-    flags = ["--resume", str(path / "checkpoint.pt"), "--buffer-size", "61"]
-    assert "checkpoint.pt: does not fit the environment or flags" in fail_with(capsys, r2d2.main, flags)
+    for flag in ("--burn-in 9", "--learn-length 15", "--n-step 2", "--buffer-size 61"):
+        name = flag.split()[0]
+        line = fail_with(capsys, r2d2.main, ["--resume", str(path / "checkpoint.pt"), *flag.split()])
+        assert line.split("error: ")[1].startswith(f"{name} must be ") and "as in the replay of" in line
+
+
+def test_a_resumed_run_knows_the_score_of_a_best_policy_that_is_newer_than_its_checkpoint(
+    tmp_path, monkeypatch
+):
+    """The replay may be large, so checkpoint.pt is not written again after an evaluation."""
+    scores, kept = iter((3.0, 5.0, 4.0, 4.5)), []
+    result = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
+    monkeypatch.setattr(r2d2, "evaluate", lambda *_: result | {"eval/episodic_return": next(scores)})
+    save = r2d2.save_checkpoint
+
+    def stop_after_second_best(path, args, progress, parts, name):
+        save(path, args, progress, parts, name)
+        kept.append((name, progress.best_score))
+        if kept[-1] == ("best.pt", 5.0):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(r2d2, "save_checkpoint", stop_after_second_best)
+    flags = f"--env-id probe_envs:Endless-v0 {SMALL} --eval-interval 2 --total-timesteps 600"
+    with pytest.raises(SystemExit, match="130"):
+        run(tmp_path, flags)
+    path = find_run(tmp_path)
+    assert load(path / "checkpoint.pt")["progress"]["best_score"] == 3.0
+    r2d2.main(["--resume", str(path / "checkpoint.pt"), "--total-timesteps", "400"])
+    assert kept[-1] == ("checkpoint.pt", 5.0)
+    assert load(path / "best.pt")["progress"]["best_score"] == 5.0
+    assert load(path / "checkpoint.pt")["progress"]["last_score"] == 4.5
+
+
+def test_a_run_that_is_resumed_with_another_task_begins_with_an_empty_replay(tmp_path):
+    path = run(tmp_path, f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 600").path
+    before = load(path / "checkpoint.pt")
+    flags = [
+        "--env-id",
+        "probe_envs:NoLimit-v0",
+        "--total-timesteps",
+        "660",
+        "--learn-length",
+        "4",
+        "--n-step",
+        "2",
+    ]
+    r2d2.main(["--resume", str(path / "checkpoint.pt"), *flags])
+    after = load(path / "checkpoint.pt")
+    assert before["replay"]["num_added"] > 30 > after["replay"]["num_added"] > 0
+    assert after["replay"]["obs"].shape[:2] == (60, 8 + 4 + 2)
+
+
+def test_the_best_score_of_another_task_does_not_return_with_a_second_resume(tmp_path, monkeypatch):
+    """The first resumed run is of the new task and never evaluates, so best.pt is still that of the old task."""
+    scores = iter((5.0, 3.0))
+    result = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
+    monkeypatch.setattr(r2d2, "evaluate", lambda *_: result | {"eval/episodic_return": next(scores)})
+    flags = f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 100 --eval-interval 1000"
+    path = run(tmp_path, flags).path
+    more = ["--resume", str(path / "checkpoint.pt"), "--env-id", "probe_envs:NoLimit-v0"]
+    r2d2.main([*more, "--total-timesteps", "200", "--eval-episodes", "0"])
+    assert load(path / "best.pt")["progress"]["best_score"] == 5.0
+    r2d2.main([*more, "--total-timesteps", "300", "--eval-episodes", "1"])
+    assert load(path / "best.pt")["progress"]["best_score"] == 3.0

@@ -113,9 +113,9 @@ def train_gain_head(agent, args, train_pairs, looks_ahead: bool):
     with torch.no_grad():
         for _ in range(16):
             images, labels = change_pairs.draw_batch(train_pairs, 64, args)
-            _, buffer = cd.play(agent, images, labels, args, lambda env, logits: logits == logits)
-            states.append(torch.cat((buffer.data["query"], buffer.data["seen"]), 2).movedim(2, -1))
-            rewards = buffer.data["rewards"]  # [T, B, h, w]
+            _, rollout = cd.play(agent, images, labels, args, lambda env, logits: logits == logits)
+            states.append(torch.cat((rollout["query"], rollout["seen"]), 2).movedim(2, -1))
+            rewards = rollout["rewards"]  # [T, B, h, w]
             gains.append(rewards.flip(0).cumsum(0).flip(0) if looks_ahead else rewards)
     states, gains = torch.cat(states, 1), torch.cat(gains, 1)  # [T, B, h, w, D + E] and [T, B, h, w]
     states, gains = states.flatten(0, -2), gains.flatten()
