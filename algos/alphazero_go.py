@@ -58,7 +58,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # Where envs_shared is, unless it is beside this file
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from envs_shared.go import LEGAL_PLANE, NUM_PLANES, Boards, Go
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
@@ -193,17 +193,18 @@ def refill_pool(pool, new, capacity, oldest):
 def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes: bool = False):
     """Choose indices of records [B]: the largest losses, then random; no two are images of one position.
 
-    If fewer than B records have their turn, the batch is smaller, or with fixed shapes has some others too.
+    If fewer than B records have their turn, the batch is smaller; fixed shapes need B of them.
     """
     has_turn = pool.turn == turn % 8
     rows = torch.arange(len(has_turn), device=has_turn.device)
     if not fixed_shapes:
         rows = rows[has_turn]
-    num_ranked = min(len(rows), batch_size - min(batch_size, round(random_fraction * batch_size)))
+    loss = pool.loss[rows]
     is_other = ~has_turn[rows]
-    ranked = pool.loss[rows].masked_fill(is_other, -1).topk(num_ranked).indices
-    # Random keys, ahead of them those of the largest losses, and behind them those whose turn it is not
-    keys = torch.rand(len(rows), device=rows.device).scatter(0, ranked, 2.0) - 4.0 * is_other
+    num_ranked = min(len(rows), max(0, batch_size - round(random_fraction * batch_size)))
+    ranked = loss.masked_fill(is_other, -1).topk(num_ranked).indices
+    # Those of the largest losses come first, then random ones, and last those whose turn it is not
+    keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
 
@@ -355,7 +356,7 @@ class Search:
     """
 
     @torch.no_grad()
-    def __init__(self, go, workers, boards, num_simulations, args, scores=puct_scores):
+    def __init__(self, go, workers, boards, num_simulations, args, scores=puct_scores, use_graphs=False):
         self.go = go
         self.workers = workers
         self.has_two = len(workers) > 1
@@ -372,7 +373,7 @@ class Search:
             self.num_nodes = torch.zeros(shape[0], dtype=torch.int64)  # [G]
             self.games = torch.arange(shape[0])  # [G]
         self.start(boards)
-        if go.fixed_shapes:
+        if use_graphs and go.fixed_shapes:
             # Two simulations set up what a recording must not, such as the plans of convolutions
             self.simulate()
             self.simulate()
@@ -382,8 +383,8 @@ class Search:
     @torch.no_grad()
     def start(self, boards):
         """Begin new trees, in the same memory, with boards [G] at the roots."""
-        for x in (self.N, self.pseudo):
-            x.zero_()
+        self.N.zero_()
+        self.pseudo.zero_()
         self.child.fill_(self.nowhere)
         self.next.fill_(self.nowhere)
         self.status.fill_(ABSENT)
@@ -530,12 +531,15 @@ class Search:
             if len(games):
                 # A single worker needs no thread
                 logits, values = worker.wait() if worker.job else worker.evaluate(boards, legal)
-                first_q = values.unsqueeze(1) * (self.args.first_q == "value")
+                # Ends of games, which are here only with fixed shapes, keep their values
+                nodes = nodes.masked_fill(self.status[games, nodes] == OVER, self.nowhere)
+                first_q = values.unsqueeze(1)
+                if self.args.first_q == "zero":
+                    first_q = torch.zeros_like(first_q)
                 self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
                 self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
-                is_over = self.status[games, nodes] == OVER  # only with fixed shapes
-                self.value[games, nodes] = torch.where(is_over, self.value[games, nodes], values)
-                self.status[games, nodes] = torch.where(is_over, OVER, OPEN)
+                self.value[games, nodes] = values
+                self.status[games, nodes] = OPEN
             self.backup(edges, ends)
             self.choose(torch.cat((edges[:2], torch.stack((games, nodes))), 1))
         for edges in worker.pseudo_edges:
@@ -707,13 +711,12 @@ def update_network(agent, optimizer, records, stage):
     return torch.cat((losses.detach(), grad_norm.unsqueeze(0)))
 
 
-def train_minibatch(agent, optimizer, pool, turn, fixed_shapes: bool, stage, args):
-    """Train on the minibatch number `turn`, and count it; returns the METRICS.
+def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, args, turn):
+    """Train on the minibatch of number `turn`; returns the METRICS.
 
     The losses of its records in the pool become those after the step.
     """
-    index = sample_pool(pool, turn, args.batch_size // WORLD_SIZE, args.random_fraction, fixed_shapes)
-    turn += 1
+    index = sample_pool(pool, turn, batch_size, args.random_fraction, fixed_shapes)
     records = pool.pick(index)
     losses = update_network(agent.train(), optimizer, records, stage)
     loss_after = rank_records(agent, records, stage)
@@ -721,16 +724,18 @@ def train_minibatch(agent, optimizer, pool, turn, fixed_shapes: bool, stage, arg
     return torch.cat((losses, torch.stack((records.loss.mean(), loss_after.mean()))))
 
 
-def train_epoch(agent, optimizer, pool, stage, args, bar, use_graphs=False):
+def train_epoch(agent, optimizer, pool, num_minibatches, stage, args, bar, use_graphs=False):
     """Train on minibatches of the pool, which the bar counts; returns the mean METRICS."""
-    turn = torch.zeros((), dtype=torch.int64, device=pool.z.device)
-    fixed_shapes = use_graphs and len(pool.z) >= args.batch_size
-    update = partial(train_minibatch, agent, optimizer, pool, turn, fixed_shapes, stage, args)
+    batch_size = args.batch_size // WORLD_SIZE
+    # Fixed shapes need a full minibatch for each of the eight turns
+    fixed_shapes = pool.z.is_cuda and pool.turn.bincount(minlength=8).min().item() >= batch_size
+    update = partial(train_minibatch, agent, optimizer, pool, batch_size, fixed_shapes, stage, args)
     metrics = []
-    for i in range(ceil(args.train_fraction * args.pool_size / args.batch_size)):
-        if fixed_shapes and i == 1:  # the first one creates AdamW's state
-            update = capture(update)
-        metrics.append(update().clone())
+    for turn in torch.arange(num_minibatches, device=pool.z.device):
+        # Record after one minibatch, as AdamW creates its state in the first step
+        if use_graphs and fixed_shapes and len(metrics) == 1:
+            update = capture(update, turn)
+        metrics.append(update(turn).clone())
         bar.update()
     optimizer.zero_grad()  # so that copies of the network have no gradients
     # Each process has its own statistics of the batch normalizations
@@ -1028,15 +1033,18 @@ def train(args, run_path: Path, checkpoint=None):
         save(whole, "checkpoint.pt")
 
     use_graphs = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+    # On a GPU, one worker searches in fixed shapes, recorded or not
+    search_go = Go(go.size, device, device.type == "cuda" and args.num_workers == 1)
     capacity = args.pool_size // WORLD_SIZE
     num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones per epoch, of eight images each
     num_minibatches = ceil(args.train_fraction * args.pool_size / args.batch_size)
+    epoch_length = num_positions + num_minibatches  # of the bar
     match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # of a match, at most
     eval_interval = args.eval_interval or ceil(args.num_epochs / 10)
     saved_at = time.time()
     with tqdm(
-        total=args.num_epochs * (num_positions + num_minibatches),
-        initial=progress.iteration * (num_positions + num_minibatches),
+        total=args.num_epochs * epoch_length,
+        initial=progress.iteration * epoch_length,
         mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
         disable=RANK > 0,
     ) as bar:
@@ -1061,9 +1069,10 @@ def train(args, run_path: Path, checkpoint=None):
                 games.start()
 
             # Collect: play until there are enough new records, which replace old ones in the pool
-            search_go = Go(go.size, device, use_graphs and args.num_workers == 1)
             workers = make_workers(search_go, agent, args)
-            search = Search(search_go, workers, games.boards, stage.num_simulations, args, stage.scores)
+            search = Search(
+                search_go, workers, games.boards, stage.num_simulations, args, stage.scores, use_graphs
+            )
             images, num_moves = collect_images(games, go, search, num_positions, epoch, stage, args, bar)
             images = images._replace(loss=rank_records(agent, images, stage))
             oldest = epoch - (args.max_age or args.num_epochs)
@@ -1071,7 +1080,7 @@ def train(args, run_path: Path, checkpoint=None):
             collected = time.time()
 
             # Update: minibatches of the pool
-            metrics = train_epoch(agent, optimizer, games.pool, stage, args, bar, use_graphs)
+            metrics = train_epoch(agent, optimizer, games.pool, num_minibatches, stage, args, bar, use_graphs)
 
             # Count the moves: the mean over processes times their number is the sum
             num_moves = round(average(torch.tensor(float(num_moves), device=device)).item() * WORLD_SIZE)

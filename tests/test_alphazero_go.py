@@ -372,10 +372,9 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
     pool = make_records(400)
     ranked, sampled, sample = pool.loss.clone(), [], az.sample_pool
     monkeypatch.setattr(az, "sample_pool", lambda *a: sampled.append(sample(*a)) or sampled[-1])
-    metrics = az.train_epoch(
-        agent, torch.optim.AdamW(agent.parameters(), 1e-2), pool, stage(), args, no_bar()
-    )
-    assert [int(x[0]) % 8 for x in sampled] == [0, 1, 2]  # three minibatches are 12 % of 400
+    optimizer = torch.optim.AdamW(agent.parameters(), 1e-2)
+    metrics = az.train_epoch(agent, optimizer, pool, 3, stage(), args, no_bar())
+    assert [int(x[0]) % 8 for x in sampled] == [0, 1, 2]  # a turn each
     index = torch.cat(sampled)
     is_new = torch.zeros(400, dtype=torch.bool).index_fill(0, index, True)
     assert torch.equal(pool.loss != ranked, is_new) and len(index.unique()) == 48
