@@ -201,7 +201,7 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes: bool = Fa
         rows = rows[has_turn]
     loss = pool.loss[rows]
     is_other = ~has_turn[rows]
-    num_ranked = min(len(rows), max(0, batch_size - round(random_fraction * batch_size)))
+    num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
     ranked = loss.masked_fill(is_other, -1).topk(num_ranked).indices
     # Those of the largest losses come first, then random ones, and last those whose turn it is not
     keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
@@ -375,8 +375,7 @@ class Search:
         self.start(boards)
         if use_graphs and go.fixed_shapes:
             # Two simulations set up what a recording must not, such as the plans of convolutions
-            self.simulate()
-            self.simulate()
+            self.run(2)
             self.simulate = capture(self.simulate)
             self.start(boards)
 
@@ -425,15 +424,14 @@ class Search:
         The last edge leads to a child that does not exist yet, to the end of a game, or to a pending node.
         """
         path = torch.zeros_like(games).unsqueeze(1)  # [R, 1], the roots
-        if self.go.fixed_shapes:
-            # Pointer jumping: if `jump` leads k nodes further, a path of k nodes becomes one of 2 k
-            jump = self.next
-            while path.shape[1] <= self.nowhere:
-                path = torch.cat((path, jump.gather(1, path)), 1)
-                jump = jump.gather(1, jump)
-        else:
-            while (path[:, -1] != self.nowhere).any():
-                path = torch.cat((path, self.next[games, path[:, -1]].unsqueeze(1)), 1)
+        jump = self.next[games]  # [R, M]
+        # Pointer jumping: if `jump` leads k nodes further, a path of k nodes becomes one of 2 k. Fixed shapes
+        # make a path of at least M nodes, the longest there is; else all paths end where the deepest one does
+        while path.shape[1] <= self.nowhere:
+            if not self.go.fixed_shapes and (path[:, -1] == self.nowhere).all():
+                break
+            path = torch.cat((path, jump.gather(1, path)), 1)
+            jump = jump.gather(1, jump)
         length = (path != self.nowhere).sum(1, keepdim=True)
         ends = torch.zeros_like(self.games)
         ends[games] = path.gather(1, length - 1).squeeze(1)
@@ -574,7 +572,7 @@ class Search:
         """Add noise to the prior of the roots, eq. 3."""
         noise = dirichlet_noise(self.P[:, 0], self.args.dirichlet_alpha)
         self.P[:, 0] += self.args.noise_weight * noise
-        self.choose((self.games, torch.zeros_like(self.games)))
+        self.choose((self.games, 0))
 
     def policy(self):
         """Return pi of eq. 3 [G, A]."""
@@ -969,7 +967,8 @@ def set_up(args, checkpoint, device):
                 games.load_state_dict(checkpoint["games"])
         except (KeyError, RuntimeError, ValueError):
             path = args.evaluate or args.gtp or args.resume
-            fail(f"{path}: not network or games of --env-id, --blocks, --channels, --num-games and this file")
+            flags = "--env-id, --blocks, --channels, --num-games"
+            fail(f"{path}: not the network or the games of {flags} and this file")
         optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
     return go, parts, games
 
@@ -1146,12 +1145,17 @@ def main(argv=None):
         checkpoint = load_checkpoint(path)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = "num_games channels simulations_start simulations_end num_epochs pool_size batch_size".split()
+    shares = "score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef".split()
+    shares += ["q_weight_start", "q_weight_end"]
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
+        flag = f"--{name.replace('_', '-')} ({value})"
         if type(value) in (int, float) and name != "komi" and not value >= least:  # also if it is NaN
-            fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
-    if not args.dirichlet_alpha * args.generate_fraction * args.train_fraction:
-        fail("--dirichlet-alpha, --generate-fraction and --train-fraction must be greater than 0")
+            fail(f"{flag} must be at least {least}")
+        if name in shares and value > 1:
+            fail(f"{flag} must be at most 1")
+        if name in ("dirichlet_alpha", "generate_fraction", "train_fraction") and value == 0:
+            fail(f"{flag} must be greater than 0")
     if not re.fullmatch(r"Go-([2-9]|1\d)x\1", args.env_id):
         fail(f"--env-id {args.env_id}: must be Go-2x2 to Go-19x19")
     if args.gtp and not find_spec("envs_shared.go_gtp"):
