@@ -537,7 +537,7 @@ class Search:
                 self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
                 self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
                 self.value[games, nodes] = values
-                self.status[games, nodes] = OPEN
+                self.status[games, nodes] = torch.full_like(nodes, OPEN)  # a number would wait for its copy
             self.backup(edges, ends)
             self.choose(torch.cat((edges[:2], torch.stack((games, nodes))), 1))
         for edges in worker.pseudo_edges:
