@@ -1,6 +1,7 @@
 """AlphaZero for Go: the search against a plain recursive one, its workers, the pool, the losses, self-play."""
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -103,15 +104,21 @@ def assert_same_tree(search, game, node, args, number=0):
             assert_same_tree(search, game, child, args, int(search.child[game, number, move]))
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
 @pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {"score_weight": 0.4}), (5, {"first_q": "zero"})])
-def test_one_worker_is_the_serial_search(size, options, request):
-    """For several games at once, on small boards where games end and superko bites, and if continued."""
+def test_one_worker_is_the_serial_search(size, options, fixed_shapes, request):
+    """For several games at once, on small boards where games end and superko bites, and if continued.
+
+    With fixed shapes, rows without work leave nothing behind, and trees begin again in used memory.
+    """
     # Some scores are so close that float32 may order them in another way
     torch.set_default_dtype(torch.float64)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    go, args = Go(size), Args(komi=0.0, c_puct=2.0, **options)
+    go, args = Go(size, "cpu", fixed_shapes), Args(komi=0.0, c_puct=2.0, **options)
     evaluator, boards = make_evaluator(go), make_boards(go, 6, 2 if size == 2 else 4)
-    search = make_search(go, evaluator, boards, 120, args)
+    search = make_search(go, evaluator, make_boards(go, 6, 1), 120, args)
+    search.run(120)
+    search.start(boards)
     roots = [make_node(go, evaluator, boards.pick(torch.tensor([game])), args) for game in range(6)]
     for num_simulations in (3, 77, 40):
         search.run(num_simulations)
@@ -126,7 +133,10 @@ def test_one_worker_is_the_serial_search(size, options, request):
             assert search.root_values()[game].item() == pytest.approx(value, abs=1e-5)
             best = max(edges, key=lambda move: edges[move][:2])  # ties by the values
             assert search.best_moves()[game] == best
-    search.run(10**6)  # no tree has room for more nodes
+    assert (search.child[:, search.nowhere] == search.nowhere).all()
+    assert all(x.isfinite().all() for x in (search.N, search.Q, search.P, search.value))
+    if not fixed_shapes:
+        search.run(10**6)  # no tree has room for more nodes
     assert (search.num_nodes <= 121).all()
 
 
@@ -329,14 +339,14 @@ def test_the_pool_drops_the_smallest_losses_and_the_old():
 def test_minibatches_are_those_of_the_largest_loss_and_others_at_random():
     pool = make_records(800)
     torch.manual_seed(0)
-    for turn, share in ((3, 0.0), (11, 0.25), (2, 1.0)):
-        index = az.sample_pool(pool, turn, 20, share)
+    for turn, share, fixed in itertools.product((3, 10), (0.0, 0.25, 1.0), (False, True)):
+        index = az.sample_pool(pool, turn, 20, share, fixed)
         assert len(index.unique()) == 20 and (pool.turn[index] == turn % 8).all()
         rows = (pool.turn == turn % 8).nonzero()[:, 0]
         best = rows[pool.loss[rows].argsort(descending=True)]
         num_ranked = round(20 * (1 - share))
         assert set(best[:num_ranked].tolist()) <= set(index.tolist())
-    drawn = torch.cat([az.sample_pool(pool, 0, 20, 0.5) for _ in range(2000)])
+    drawn = torch.cat([az.sample_pool(pool, 0, 20, 0.5, i % 2 == 0) for i in range(2000)])
     counts = torch.bincount(drawn, minlength=800)[0::8].sort(descending=True).values
     assert (counts[:10] == 2000).all()  # ranked; each of the other 90 by chance
     assert ((counts[10:] - 20000 / 90) ** 2 / (20000 / 90)).sum() < 140  # chi-squared, 89 degrees, 0.05 %
@@ -470,7 +480,10 @@ TINY = (
 
 
 def test_epochs_of_a_training(tmp_path, monkeypatch):
-    """Five percent of the pool are new, in images of eight; a new kind of games begins with an empty pool."""
+    """Five percent of the pool are new, in images of eight; a new kind of games begins with an empty pool.
+
+    The bar counts two new positions and three minibatches per epoch, which are 15 % of the pool.
+    """
 
     def watch(name, describe):
         """Record the description of all arguments at each call of a function."""
@@ -480,13 +493,15 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
 
     played = watch("collect_images", lambda games, *x: (x[3], x[2], bool(games.boards.history.any())))
     pools = watch("refill_pool", lambda pool, new, *x: (len(pool.z) if pool else 0, new.epoch, *x))
-    rates = watch("train_epoch", lambda agent, optimizer, *x: optimizer.param_groups[0]["lr"])
+    updates = watch("train_epoch", lambda agent, optimizer, *x: (optimizer.param_groups[0]["lr"], x[1], x[4]))
     az.main([*TINY, "--learning-rate", "0.01", "--max-age", "3", "--run-dir", str(tmp_path)])
     assert played == [(0, 2, False), (1, 2, False), (2, 2, False), (3, 2, True), (4, 2, True)]
     for number, (size, epochs, capacity, oldest) in enumerate(pools):
         assert len(epochs) >= 8 * 2 and (epochs == number).all() and (capacity, oldest) == (256, number - 3)
         assert (size > 0) == (number > 2)
-    assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)])
+    rates, counts, bars = zip(*updates, strict=True)
+    assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)]) and counts == (3,) * 5
+    assert bars[0].n == bars[0].total == 5 * (2 + 3)
 
 
 # Matches

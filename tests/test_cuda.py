@@ -236,6 +236,22 @@ def test_ppo_leaves_the_same_checkpoint_with_graphs_and_without(played, tmp_path
     assert finished[0].find_differences(finished[1]) == [] and finished[0].num_replays > 8
 
 
+def test_alphazero_leaves_the_same_checkpoint_with_graphs_and_without(tmp_path):
+    """To the last bit: networks, pool, games and records. Each epoch records its search and its minibatch.
+
+    Learning rate, number of simulations and network change from epoch to epoch. The first epoch has too few records of
+    a turn for fixed shapes: the host waits once for each of four minibatches, and twice to count the records.
+    """
+    flags = f"{GO} --num-workers 1 --simulations-start 2 --num-games 4 --pretrain-value-epochs 0 --eval-episodes 0"
+    flags += " --pretrain-search-epochs 0 --pool-size 512 --generate-fraction 0.2 --train-fraction 0.1"
+    eager, graphs = (play("alphazero_go", flags, tmp_path / str(x), CUDA_GRAPHS=x) for x in (False, True))
+    assert graphs.find_differences(eager) == [] and len(graphs.tensors) > 100
+    assert eager.count_waits("train_epoch") == [4 + 2, 2, 2] and eager.num_replays == 0
+    assert graphs.count_waits("train_epoch") == [4 + 2, 3, 3]  # once to record
+    num_moves = graphs.checkpoint["progress"]["step"] // 4
+    assert 2 * num_moves + 2 * 3 <= graphs.num_replays <= 4 * num_moves + 2 * 3
+
+
 # R2D2 and its graphs
 
 
