@@ -138,6 +138,7 @@ class Agent(nn.Module):
         super().__init__()
         width = args.channels
         self.bf16 = args.bf16
+        # The tower: two convolutions a block, whose output is added to its input
         self.stem = nn.Sequential(*conv_norm(NUM_PLANES, width, 3), nn.ReLU(inplace=True))
         self.blocks = nn.ModuleList()
         for _ in range(args.blocks):
@@ -186,6 +187,7 @@ def refill_pool(pool, new, capacity, oldest):
     """Add records; beyond the capacity, drop those of epochs before `oldest`, then those of least loss."""
     if pool:
         new = concatenate((pool, new))
+    # A loss is at least zero, so that -1 comes after all
     rank = new.loss.masked_fill(new.epoch < oldest, -1)
     return new.pick(rank.topk(min(capacity, len(rank))).indices)
 
@@ -201,6 +203,7 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes: bool = Fa
         rows = rows[has_turn]
     loss = pool.loss[rows]
     is_other = ~has_turn[rows]
+    # The minibatch: of random_fraction 0.75 and B = 128, 32 records of largest loss and 96 others
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
     ranked = loss.masked_fill(is_other, -1).topk(num_ranked).indices
     # Those of the largest losses come first, then random ones, and last those whose turn it is not
@@ -240,6 +243,7 @@ class SelfPlay:
 
     def load_state_dict(self, state):
         """Restore what `state_dict` returned; raises RuntimeError if the sizes differ."""
+        # view_as refuses other sizes, of which copy_ would spread some
         self.q.copy_(state["q"].view_as(self.q))
         self.planes.copy_(state["planes"])
         self.policy.copy_(state["policy"])
@@ -262,15 +266,17 @@ def ucb_scores(q, visits, prior, parent_visits, c):
 
 def dirichlet_noise(prior, alpha):
     """Draw noise [R, A] of a Dirichlet distribution over the moves whose prior [R, A] is not zero."""
-    concentration = torch.full_like(prior, alpha, dtype=torch.float64)  # float32 rounds too much to zero
+    # Gamma variables that are divided by their sum; float32 would round too many to zero
+    concentration = torch.full_like(prior, alpha, dtype=torch.float64)
     noise = torch.distributions.Gamma(concentration, torch.ones_like(concentration)).sample() * (prior > 0)
     return (noise / noise.sum(1, keepdim=True)).float()
 
 
 def compute_result(score, args, num_points):
     """Compute z of black [B] from its area minus that of white [B]; 1/2 is a draw."""
+    # A mixture of who won, which is 0, 1/2 or 1, and the share of the board
     margin = score - args.komi
-    share = (0.5 + margin / (2 * num_points)).clamp(0, 1)  # of the board
+    share = (0.5 + margin / (2 * num_points)).clamp(0, 1)
     return (1 - args.score_weight) * (margin.sign() + 1) / 2 + args.score_weight * share
 
 
@@ -309,6 +315,7 @@ class Worker:
 
     def __init__(self, evaluate, device):
         self.evaluate = evaluate
+        # The number of threads of an operation is a setting of each thread
         self.thread = ThreadPoolExecutor(
             1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
@@ -323,7 +330,6 @@ class Worker:
             self.stream.wait_stream(torch.cuda.current_stream())
         self.job = self.thread.submit(self.work, self.leaves.boards, self.leaves.legal)
 
-    @torch.no_grad()
     def work(self, boards, legal):
         """Evaluate in the worker's thread."""
         with torch.cuda.stream(self.stream):
@@ -352,24 +358,28 @@ class Search:
         root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 is the leaf
 
     Both change only where statistics change. All values are for the side to move at their node. If
-    `go.fixed_shapes` is set, a simulation computes all games, and the host never waits.
+    `go.fixed_shapes` is set, a simulation computes all games, and the host never waits; what has no work
+    in a simulation writes to `nowhere`. There must be room in the trees then.
     """
 
-    @torch.no_grad()
     def __init__(self, go, workers, boards, num_simulations, args, scores=puct_scores, use_graphs=False):
         self.go = go
         self.workers = workers
         self.has_two = len(workers) > 1
         self.args = args
         self.scores = scores
+        # Besides the root and a node for each simulation, there is `nowhere`
         shape = len(boards.to_play), num_simulations + 2
         self.nowhere = num_simulations + 1
         with go.device:
+            # Of each edge: N(s, a), Q(s, a), P(a | s), pseudo-visits, and the node where it leads
             self.N, self.Q, self.P, self.pseudo = torch.zeros(4, *shape, go.num_actions)  # [G, M, A]
-            self.child = torch.zeros(self.N.shape, dtype=torch.int64)  # [G, M, A], nodes
+            self.child = torch.zeros(self.N.shape, dtype=torch.int64)  # [G, M, A]
+            # Of each node
             self.value = torch.zeros(shape)  # [G, M], as all below
             self.best, self.next, self.status = torch.zeros(3, *shape, dtype=torch.int64)
             self.boards = Boards(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
+            # Of each game
             self.num_nodes = torch.zeros(shape[0], dtype=torch.int64)  # [G]
             self.games = torch.arange(shape[0])  # [G]
         self.start(boards)
@@ -379,9 +389,9 @@ class Search:
             self.simulate = capture(self.simulate)
             self.start(boards)
 
-    @torch.no_grad()
     def start(self, boards):
         """Begin new trees, in the same memory, with boards [G] at the roots."""
+        # Other tensors are written at a node before they are read there
         self.N.zero_()
         self.pseudo.zero_()
         self.child.fill_(self.nowhere)
@@ -393,13 +403,13 @@ class Search:
         self.add_nodes(self.workers[0], self.games, roots, boards, no_edges, roots)
         self.finish(self.workers[0])
 
-    @torch.no_grad()
     def run(self, num_simulations):
         """Run num_simulations, or as many as the tree has room for, in each game that is not over."""
         if self.go.fixed_shapes:
             for _ in range(num_simulations):
                 self.simulate()
             return
+        # The workers take turns: each backs up its last leaves, then gets new ones
         room = self.nowhere - self.num_nodes
         left = room.clamp(max=num_simulations) * (self.status[:, 0] == OPEN)
         while left.any() or any(worker.leaves or worker.pseudo_edges for worker in self.workers):
@@ -409,14 +419,14 @@ class Search:
                 if len(games):
                     left[self.request(worker, games)] -= 1
 
-    def select(self, mask):
-        """Return the indices where a mask is true; with fixed shapes all, and the rest counts for nothing."""
-        return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
-
     def simulate(self):
         """Run one simulation in all games, with one worker and fixed shapes."""
         self.request(self.workers[0], self.games)
         self.finish(self.workers[0])
+
+    def select(self, mask):
+        """Return the indices where a mask is true; with fixed shapes all, and the rest counts for nothing."""
+        return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
 
     def descend(self, games):
         """Follow `next` from the roots of games [R]; returns edges [3, E], and where paths end [G].
@@ -425,20 +435,25 @@ class Search:
         """
         path = torch.zeros_like(games).unsqueeze(1)  # [R, 1], the roots
         jump = self.next[games]  # [R, M]
-        # Pointer jumping: if `jump` leads k nodes further, a path of k nodes becomes one of 2 k. Fixed shapes
-        # make a path of at least M nodes, the longest there is; else all paths end where the deepest one does
+        # Pointer jumping: if `jump` leads k nodes further, a path of k nodes becomes one of 2 k. With fixed
+        # shapes a path gets at least M nodes, as the deepest tree has; else the deepest of all paths decides
         while path.shape[1] <= self.nowhere:
-            if not self.go.fixed_shapes and (path[:, -1] == self.nowhere).all():
+            is_complete = path[:, -1] == self.nowhere
+            if not self.go.fixed_shapes and is_complete.all():
                 break
             path = torch.cat((path, jump.gather(1, path)), 1)
             jump = jump.gather(1, jump)
+
+        # The end of a path is its last node before `nowhere`
         length = (path != self.nowhere).sum(1, keepdim=True)
         ends = torch.zeros_like(self.games)
         ends[games] = path.gather(1, length - 1).squeeze(1)
+
+        # Each node of a path has an edge, by its best move; the end has one only if it is open
         game = games.unsqueeze(1).expand_as(path).flatten()
         node = path.flatten()
-        # The end of a path has an edge only if it is open
-        is_edge = (node != self.nowhere) & ((node != ends[game]) | (self.status[game, node] == OPEN))
+        goes_on = (node != ends[game]) | (self.status[game, node] == OPEN)
+        is_edge = (node != self.nowhere) & goes_on
         node = node.masked_fill(~is_edge, self.nowhere)
         edges = torch.stack((game, node, self.best[game, node]))
         return edges[:, self.select(is_edge)], ends
@@ -457,16 +472,20 @@ class Search:
         for _ in range(MAX_DESCENTS):
             edges, new_ends = self.descend(games)
             ends[games] = new_ends[games]
-            # Who collided
+
+            # Who collided: the path ends at a leaf of the other worker. All others have found a leaf
             has_collided = self.status[self.games, ends] == PENDING  # [G]
             found.append(edges[:, ~has_collided[edges[0]]])
             games = games[has_collided[games]]
-            # Who may try again
+
+            # Who may try again: the tree has room for another pseudo-visit
             num_pseudo = 1 + self.pseudo[games, 0].sum(1)
             num_visits = 1 + self.N[games, 0].sum(1)
             games = games[num_pseudo <= self.args.pseudo_limit * num_visits]
             if len(games) == 0:
                 break
+
+            # The pseudo-visit lowers the scores along the path
             edges = edges[:, torch.isin(edges[0], games)]
             self.pseudo[tuple(edges)] += 1
             worker.pseudo_edges.append(edges)
@@ -477,13 +496,14 @@ class Search:
         """Send a leaf of each of the games [R] to the worker; returns the games in which one was found."""
         edges, ends = self.find_leaves(worker, games)
         if self.has_two:
+            # Who collided to the last gets no leaf
             games = games[self.status[games, ends[games]] != PENDING]
 
         # Expand: below an open node is a new one. Other paths have led to the end of a game
         is_new = self.status[games, ends[games]] == OPEN
         selected = self.select(is_new)
         new = games[selected]
-        is_other = ~is_new[selected]
+        is_other = ~is_new[selected]  # with fixed shapes alone
         parents = ends[new].masked_fill(is_other, self.nowhere)
         moves = self.best[new, parents]
         nodes = self.num_nodes[new].masked_fill(is_other, self.nowhere)
@@ -491,6 +511,8 @@ class Search:
         self.next[new, parents] = nodes
         self.num_nodes[games] += is_new
         ends[new] = torch.where(is_other, ends[new], nodes)
+
+        # Play the moves that lead there
         boards = self.go.play(self.boards.pick((new, parents)), moves)
         self.add_nodes(worker, new, nodes, boards, edges, ends)
         return games
@@ -501,9 +523,12 @@ class Search:
         over = boards.is_over
         self.status[games, nodes] = torch.where(over, OVER, PENDING)
         if self.go.fixed_shapes or over.any():
+            # The value of a game's end is its result
             ended = self.select(over)
-            z = compute_result(self.go.score(boards.pick(ended)), self.args, self.go.num_points)
-            self.value[games[ended], nodes[ended]] = torch.where(boards.to_play[ended] == 1, z, 1 - z)
+            score = self.go.score(boards.pick(ended))
+            z = compute_result(score, self.args, self.go.num_points)
+            is_black = boards.to_play[ended] == 1
+            self.value[games[ended], nodes[ended]] = torch.where(is_black, z, 1 - z)
             to_go = self.select(~over)
             games = games[to_go]
             nodes = nodes[to_go]
@@ -531,15 +556,18 @@ class Search:
                 logits, values = worker.wait() if worker.job else worker.evaluate(boards, legal)
                 # Ends of games, which are here only with fixed shapes, keep their values
                 nodes = nodes.masked_fill(self.status[games, nodes] == OVER, self.nowhere)
+                self.value[games, nodes] = values
+                self.status[games, nodes] = OPEN
                 first_q = values.unsqueeze(1)
                 if self.args.first_q == "zero":
                     first_q = torch.zeros_like(first_q)
                 self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
+                # A large number in place of infinity, so that a row without a legal move is not NaN
                 self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
-                self.value[games, nodes] = values
-                self.status[games, nodes] = torch.full_like(nodes, OPEN)  # a number would wait for its copy
             self.backup(edges, ends)
-            self.choose(torch.cat((edges[:2], torch.stack((games, nodes))), 1))
+            opened = torch.stack((games, nodes))
+            self.choose(torch.cat((edges[:2], opened), 1))
+        # Take the pseudo-visits away that have led around these leaves
         for edges in worker.pseudo_edges:
             self.pseudo[tuple(edges)] -= 1
             self.choose(edges[:2])
@@ -550,21 +578,23 @@ class Search:
         edge = tuple(edges)
         game, node, _ = edge
         end = ends[game]
+        value = self.value[game, end]
+        # A value of the other side is 1 minus that of this one
         is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, end]
-        v = torch.where(is_same_side, self.value[game, end], 1 - self.value[game, end])
+        v = torch.where(is_same_side, value, 1 - value)
         self.N[edge] += 1
         self.Q[edge] += (v - self.Q[edge]) / self.N[edge]
 
     def choose(self, places):
         """Find the best moves again after the statistics of `places` [2, E], game and node, have changed."""
         games, nodes = places
-        visits = self.N[games, nodes]  # [E, A]
+        q = self.Q[games, nodes]  # [E, A]
+        visits = self.N[games, nodes]
+        prior = self.P[games, nodes]
         parent_visits = 1 + visits.sum(1, keepdim=True)  # without pseudo-visits
         if self.has_two:
             visits = visits + self.pseudo[games, nodes]
-        best = self.scores(
-            self.Q[games, nodes], visits, self.P[games, nodes], parent_visits, self.args.c_puct
-        ).argmax(1)
+        best = self.scores(q, visits, prior, parent_visits, self.args.c_puct).argmax(1)
         self.best[games, nodes] = best
         self.next[games, nodes] = self.child[games, nodes, best]
 
@@ -576,15 +606,19 @@ class Search:
 
     def policy(self):
         """Return pi of eq. 3 [G, A]."""
-        return self.N[:, 0] / self.N[:, 0].sum(1, keepdim=True)
+        visits = self.N[:, 0]
+        return visits / visits.sum(1, keepdim=True)
 
     def root_values(self):
         """Return Q(root) [G], the mean of all values in the tree, including the root's own."""
-        return (self.value[:, 0] + (self.N * self.Q)[:, 0].sum(1)) / (1 + self.N[:, 0].sum(1))
+        visits = self.N[:, 0]
+        sum_of_values = self.value[:, 0] + (visits * self.Q[:, 0]).sum(1)
+        return sum_of_values / (1 + visits.sum(1))
 
     def best_moves(self):
         """Return the most visited moves [G]; ties are broken by the largest Q + P / 50."""
-        return (self.N[:, 0] + 0.5 * self.Q[:, 0].clamp(min=0) + 0.01 * self.P[:, 0]).argmax(1)
+        q = self.Q[:, 0].clamp(min=0)  # also of illegal moves
+        return (self.N[:, 0] + 0.5 * q + 0.01 * self.P[:, 0]).argmax(1)
 
 
 def choose_moves(boards, legal, go, search, stage, args):
@@ -593,11 +627,14 @@ def choose_moves(boards, legal, go, search, stage, args):
         policy = legal / legal.sum(1, keepdim=True)
         q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z takes its place when the game is over
         return policy, q, go.draw_moves(boards, legal)
+
+    # Search
     search.start(boards)
     search.add_noise()
     search.run(stage.num_simulations)
     policy = search.policy()
     q = search.root_values()
+
     # The first moves of a game are drawn from pi, the later ones are the best; a share epsilon is random
     is_early = boards.num_moves < args.draw_moves * go.num_points
     moves = torch.where(is_early, torch.multinomial(policy, 1).squeeze(1), search.best_moves())
@@ -611,21 +648,27 @@ def play_moves(games, go, search, stage, args):
     boards = games.boards
     legal = go.legal_moves(boards)
     policy, q, moves = choose_moves(boards, legal, go, search, stage, args)
+
+    # Record the position at index num_moves of its game, then play
     rows = torch.arange(len(q), device=go.device), boards.num_moves
     games.planes[rows] = go.planes(boards, legal)
     games.policy[rows] = policy.half()
     games.q[rows] = q
     games.boards = go.play(boards, moves)
 
-    # Collect the R games that have ended, and put new ones in their place
+    # Which R games have ended
     ended = games.boards.is_over.nonzero().squeeze(1)
     boards = games.boards.pick(ended)
+
+    # The result from the side of who was to move, for each of their moves
     step = torch.arange(games.q.shape[1], device=go.device)  # [T]
     z = compute_result(go.score(boards), args, go.num_points).unsqueeze(1)
     z = torch.where(step % 2 == 0, z, 1 - z)  # [R, T], as black begins
     is_move = step < boards.num_moves.unsqueeze(1)  # [R, T]
     q = games.q[ended][is_move]
     z = z[is_move]
+
+    # New games take their place
     games.boards.put(ended, go.new(len(ended)))
     loss, epoch, turn = torch.zeros(3, len(z), device=go.device)  # set later
     return Records(
@@ -643,6 +686,7 @@ def make_images(records, symmetries, epoch):
     """Make the eight symmetric images of records [B]; image k of record b is row k B + b."""
     planes = records.planes.flatten(2)[..., symmetries[:, :-1]]  # [B, NUM_PLANES, 8, n^2]
     policy = records.policy[:, symmetries]  # [B, 8, A]
+    # Image k of position i has turn i + k, modulo 8: each turn has one image of each position
     position = torch.arange(len(records.z), device=symmetries.device)
     turn = (position + position.new_tensor(range(8)).unsqueeze(1)).flatten() % 8
     return Records(
@@ -678,6 +722,7 @@ def alphazero_loss(agent, records, stage):
     logits, values = agent(records.planes)
     points = records.planes[:, LEGAL_PLANE].flatten(1)
     legal = nn.functional.pad(points, (0, 1), value=True)  # [B, A]; a pass is always legal
+    # Illegal moves have probability zero; their logarithms become 0, as 0 times infinity would be NaN
     log_probs = logits.masked_fill(~legal, -torch.inf).log_softmax(1).masked_fill(~legal, 0)
     policy = records.policy.float()
     policy_loss = (torch.xlogy(policy, policy) - policy * log_probs).sum(1)  # eq. 4
@@ -692,8 +737,10 @@ def alphazero_loss(agent, records, stage):
 def rank_records(agent, records, stage):
     """Compute eq. 6 for records [B], in parts that fit into a CPU's cache."""
     agent.eval()
-    parts = zip(*(x.split(512) for x in records))
-    return torch.cat([alphazero_loss(agent, Records(*part), stage)[0] for part in parts])
+    losses = []
+    for part in zip(*(x.split(512) for x in records)):
+        losses.append(alphazero_loss(agent, Records(*part), stage)[0])
+    return torch.cat(losses)
 
 
 def update_network(agent, optimizer, records, stage):
@@ -750,7 +797,12 @@ def evaluate_network(go, network, boards, legal):
     planes = go.planes(boards, legal)
     # On a CPU, in parts that fit into its cache
     num_parts = 1 if planes.is_cuda else 1 + len(planes) * go.num_points // 6000
-    logits, values = zip(*(network(part) for part in planes.chunk(num_parts)))
+    logits = []
+    values = []
+    for part in planes.chunk(num_parts):
+        outputs = network(part)
+        logits.append(outputs[0])
+        values.append(outputs[1])
     return torch.cat(logits), torch.cat(values)
 
 
@@ -786,6 +838,7 @@ def play_match(go, players, num_games, komi):
     Returns the first one's win rate, its mean margin in points after komi, and the number of moves. Each
     opening of two random moves is played from both sides. A draw is half a win.
     """
+    # The openings
     num_openings = (num_games + 1) // 2
     boards = go.new(num_openings)
     for _ in range(2):
@@ -793,14 +846,19 @@ def play_match(go, players, num_games, komi):
     number = torch.arange(num_games, device=go.device)
     boards = boards.pick(number % num_openings)
     is_first_black = number < num_openings
+
+    # Each player moves in all games where it is its turn
     while not boards.is_over.all():
         for player, is_black in zip(players, (is_first_black, ~is_first_black)):
             rows = (~boards.is_over & ((boards.to_play == 1) == is_black)).nonzero().squeeze(1)
             if len(rows):
                 moving = boards.pick(rows)
                 boards.put(rows, go.play(moving, player(moving)))
+
+    # Margins of black become those of the first player
     margin = (go.score(boards) - komi) * (2 * is_first_black - 1)
-    return ((margin.sign() + 1) / 2).mean().item(), margin.mean().item(), boards.num_moves.sum().item()
+    won = (margin.sign() + 1) / 2
+    return won.mean().item(), margin.mean().item(), boards.num_moves.sum().item()
 
 
 def evaluate(go, agent, best, args, *stream):
@@ -809,10 +867,12 @@ def evaluate(go, agent, best, args, *stream):
     num_games = args.eval_episodes
     num_simulations = args.simulations_end
     if best:
+        # A match during training: fewer games, and a search that is as shallow for both
         num_games = min(40, num_games)
         num_simulations = ceil(num_simulations / 4)
         opponent = make_player(go, make_workers(go, best, args), num_simulations, args)
     else:
+        # Plain MCTS: classic UCB, random games in place of the network, and won games alone count
         workers = [Worker(partial(evaluate_rollouts, go, args.komi), go.device)]
         plain_args = replace(args, score_weight=0.0, c_puct=1.25)
         opponent = make_player(go, workers, num_simulations, plain_args, ucb_scores)
@@ -1068,9 +1128,14 @@ def train(args, run_path: Path, checkpoint=None):
                 games.start()
 
             # Collect: play until there are enough new records, which replace old ones in the pool
-            workers = make_workers(search_go, agent, args)
             search = Search(
-                search_go, workers, games.boards, stage.num_simulations, args, stage.scores, use_graphs
+                search_go,
+                make_workers(search_go, agent, args),
+                games.boards,
+                stage.num_simulations,
+                args,
+                stage.scores,
+                use_graphs,
             )
             images, num_moves = collect_images(games, go, search, num_positions, epoch, stage, args, bar)
             images = images._replace(loss=rank_records(agent, images, stage))
@@ -1145,8 +1210,10 @@ def main(argv=None):
         checkpoint = load_checkpoint(path)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = "num_games channels simulations_start simulations_end num_epochs pool_size batch_size".split()
-    shares = "score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef".split()
-    shares += ["q_weight_start", "q_weight_end"]
+    shares = (
+        "score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef "
+        "q_weight_start q_weight_end"
+    ).split()
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
         flag = f"--{name.replace('_', '-')} ({value})"

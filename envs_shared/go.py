@@ -66,7 +66,9 @@ class Go:
         keys = np.random.default_rng(0).integers(-(2**63), 2**63, (2, self.num_cells), np.int64)
         self.black_keys, self.white_keys = torch.from_numpy(keys).to(device)  # [S]
         # A liberty as one number: 1, its cell and the square of that. In the sums over the liberties that the
-        # stones of a group see, count * squares = sum^2 if and only if all of them are the same cell.
+        # stones of a group see, count * squares = sum^2 if and only if all of them are the same cell. On 19x19,
+        # 360 stones see at most 1,440 liberties, and cells are at most 420: the count takes 11 of its 13 bits,
+        # the sum of cells 20 of its 21, and that of squares 28, so that a sum stays below 2^62.
         cell = torch.arange(self.num_cells, device=device)
         self.liberties = 1 + (cell << 13) + (cell**2 << 34)  # [S]
         # [n^2, n^2]: 1 from each point to itself and to its neighbours
@@ -94,18 +96,22 @@ class Go:
 
     def find_atari(self, stones, groups):
         """Find the stones whose group has one liberty, bool [B, S]."""
+        # What each stone sees, summed over its group
         left, right, upper, lower = self.neighbours(self.liberties * (stones == 0))
         seen = torch.zeros_like(groups)
         seen[:, self.inner] = left + right + upper + lower
         total = torch.zeros_like(groups).scatter_add_(1, groups, seen.masked_fill_(stones.abs() != 1, 0))
+        # Unpack the three sums
         count, cells, squares = total & 8191, (total >> 13) & (2**21 - 1), total >> 34
         return ((count * squares == cells * cells) & (count > 0)).gather(1, groups)
 
     def legal_moves(self, boards: Boards):
         """Find the legal moves, bool [B, A]; there are none if the game is over."""
+        # The sum of the keys of each group, which leave the hash if it is captured
         keys = torch.where(boards.stones == 1, self.black_keys, self.white_keys)
         keys = keys.masked_fill_(boards.stones.abs() != 1, 0)
         group_keys = torch.zeros_like(keys).scatter_add_(1, boards.groups, keys).gather(1, boards.groups)
+        # A stone lives beside an empty point, a group that it captures, or an own one with another liberty
         stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
         can_live = torch.zeros_like(stones[:, self.inner], dtype=torch.bool)
         captured_keys, seen = torch.zeros_like(keys[:, self.inner]), []
@@ -117,6 +123,7 @@ class Go:
                 is_captured &= group != other
             seen.append(group)
             captured_keys += group_key * is_captured
+        # Superko: a move whose position was there before is illegal
         is_black = (boards.to_play == 1).unsqueeze(1)
         own_keys = torch.where(is_black, self.black_keys, self.white_keys)[:, self.inner]
         position = boards.history.gather(1, boards.num_moves.unsqueeze(1))
@@ -145,6 +152,7 @@ class Go:
         around = torch.cat([cell + k for k in self.offsets], 1)  # [B, 4]
         near, groups = boards.stones.gather(1, around), boards.groups.gather(1, around)
         own = boards.to_play[:, None]
+        # Which groups it captures and joins: their numbers, -1 for none
         captured = (near == -own) & boards.in_atari.gather(1, around) & ~is_pass
         captured = groups.masked_fill(~captured, -1)
         joined = groups.masked_fill((near != own) | is_pass, -1)
@@ -152,11 +160,13 @@ class Go:
         for k in range(4):
             is_captured |= boards.groups == captured[:, k : k + 1]
             is_joined |= boards.groups == joined[:, k : k + 1]
+        # Take captured stones off, put the new one down, and give the groups that it joins its number
         stones = boards.stones.masked_fill(is_captured, 0)
         groups = boards.groups.masked_fill(is_captured, self.num_cells - 1)
         groups = torch.where(is_joined, cell, groups)
         stones.scatter_(1, cell, torch.where(is_pass, stones.gather(1, cell), own))
         groups.scatter_(1, cell, torch.where(is_pass, groups.gather(1, cell), cell))
+        # The hash of the new position
         is_black = own == 1
         key = torch.where(is_black, self.black_keys[cell], self.white_keys[cell]).masked_fill(is_pass, 0)
         captured_keys = torch.where(is_black, self.white_keys, self.black_keys) * is_captured
