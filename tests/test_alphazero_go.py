@@ -142,21 +142,22 @@ def test_one_worker_is_the_serial_search(size, options, fixed_shapes, request):
 
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 def test_a_path_may_be_as_long_as_the_tree(fixed_shapes):
-    """With noise on the roots alone, whose first move it decides, and below them a prior for one move."""
-    go, args = Go(5, "cpu", fixed_shapes), Args(noise_weight=1.0)
+    """It is if each position has one good move. With noise, the new prior decides on the first move."""
+    go, args = Go(5, "cpu", fixed_shapes), Args(noise_weight=1.5)
 
     def evaluate(boards, legal):
         return -100.0 * torch.arange(26).expand(legal.shape), torch.full(legal.shape[:1], 0.5)
 
-    search = make_search(go, evaluate, make_boards(go, 40, 4), 13, args)
-    torch.manual_seed(0)
+    boards = make_boards(go, 40, 4)
+    search = make_search(go, evaluate, boards, 13, args)
+    search.run(13)
+    assert (search.N.sum(2)[:, :14] == torch.arange(13, -1, -1)).all()
+    before = search.N[:, 0].argmax(1)
+    search.start(boards)
     search.add_noise()
-    search.P[:, 1:] = 0.0
     search.run(1)
-    assert torch.equal(search.N[:, 0].argmax(1), search.P[:, 0].argmax(1))
-    args.c_puct = 1e-3
-    search.run(12)
-    assert (search.N.sum(2)[:, 1:13] == torch.arange(12, 0, -1)).all(1).any()
+    first = search.N[:, 0].argmax(1)
+    assert torch.equal(first, search.P[:, 0].argmax(1)) and (first != before).any()
 
 
 def test_scores_are_classic_ucb():
