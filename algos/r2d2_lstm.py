@@ -72,7 +72,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if costly)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if long)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
@@ -86,15 +86,15 @@ class Args:
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     num_steps: int = 16  # steps in each environment between rounds of updates
     gamma: float = 0.98  # discount gamma
-    norm_reward: bool = True  # divide rewards in targets by the root mean square of all nonzero ones
+    norm_reward: bool = True  # divide rewards in targets by the root mean square of all nonzero ones so far
     burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
     learn_length: int = 16  # trained steps m of a window; the next one begins that many steps later
-    last_window: Literal["mask", "overlap", "null"] = "mask"  # steps past the end: masked, avoided, target 0
+    last_window: Literal["mask", "overlap", "null"] = "mask"  # past the end: untrained, avoided, target 0
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
-    state_init: Literal["stored", "zero"] = "stored"  # a window's first LSTM state: as when acting, or 0
+    state_init: Literal["stored", "zero"] = "stored"  # LSTM's state at a window's start: as when acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
     checkpoint_replay: bool = True  # save the replay of process 0 in checkpoints (gigabytes for images)
-    learning_starts: int = 2_000  # learn_length times the windows in all replays before the first update
+    learning_starts: int = 2_000  # steps (learn_length a window) in all replays before the first update
     replay_ratio: float = 8.0  # mean number of updates that train on each step
     batch_size: int = 1024  # trained steps per update (N windows of m steps), in total across processes
     target_interval: int = 50  # updates between copies of the network to the target network
@@ -116,7 +116,7 @@ class QNetwork(nn.Module):
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
         # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so that their
-        # quotient is 1 before the first reward. After it, the 1e-6 no longer matter
+        # quotient is 1 before the first reward. Soon after it, the 1e-6 matter little
         self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
 
         # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]
@@ -173,6 +173,7 @@ class QNetwork(nn.Module):
             is_last_action = last_action.unsqueeze(-1) == actions  # one-hot [N, L, A], or zeros for -1
             x = torch.cat((x, is_last_action, last_reward.unsqueeze(-1)), -1)
         if self.args.recurrent:
+            # The kernels for GPUs need h and c in memory of their own
             h, c = state.transpose(0, 1).unsqueeze(1).contiguous()  # [1, N, H] each
             x, (h, c) = self.core(x, (h, c))  # [N, L, H]
             state = torch.cat((h, c)).transpose(0, 1)  # [N, 2, H]
@@ -221,7 +222,7 @@ def make_envs(args, num_envs: int):
         fail(f"--env-id {args.env_id}: actions must be Discrete, not {actions}")
     if envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP or SAME_STEP, not DISABLED")
-    if not isinstance(space, Box):
+    if not isinstance(space, Box) or not space.shape:
         envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete observations become one-hot
     return envs
 
@@ -258,7 +259,7 @@ class Player:
             self.last_action = torch.zeros(num_envs).long()
             self.last_reward = torch.zeros(num_envs)
             self.state = torch.zeros(num_envs, STATE_SIZE, args.hidden_size)  # [B, 2, H]
-        self.show(obs, self.lengths, self.returns, ~self.is_over)
+        self.show(obs, 0, 0, ~self.is_over)  # every environment begins an episode
 
     @torch.no_grad()
     def act(self):
@@ -274,17 +275,20 @@ class Player:
 
     def step(self, act):
         """Take a step in each environment with `act`, which is self.act or its CUDA graph."""
-        actions = act().cpu().numpy().copy()
+        actions = act().cpu().numpy()
         obs, rewards, terminated, truncated, infos = self.envs.step(
             actions + self.envs.single_action_space.start
         )
-        # Under NEXT_STEP autoreset, the step after an episode's end only resets: its length and sums are 0
         was_over = self.is_over
         self.rewards = np.array(rewards, np.float64)  # integers might overflow when they are squared
         self.terminated = terminated
         self.is_over = terminated | truncated
-        self.returns = self.returns * ~was_over + self.rewards
-        self.lengths = self.lengths * ~was_over + (~was_over | self.is_same_step)
+        # Where an episode was over, count again. Under NEXT_STEP autoreset, this step was only a reset, with
+        # length and reward 0; under SAME_STEP, it was the first step of the next episode
+        self.returns[was_over] = 0
+        self.returns += self.rewards
+        self.lengths[was_over] = 0
+        self.lengths += ~was_over | self.is_same_step
         # Under SAME_STEP autoreset, `obs` already begins the next episode
         self.readings = []
         for i in np.flatnonzero(self.is_over & self.is_same_step):
@@ -296,21 +300,21 @@ class Player:
     def show(self, obs, actions, rewards, is_first):
         """Set the network's next inputs from arrays [B, ...]; an episode's first input is only its obs."""
         for name, x in (("observation", obs), ("reward", rewards)):
-            for i, *_ in np.argwhere(~np.isfinite(x)):
+            for i, *_ in np.argwhere(~np.isfinite(x)):  # the first bad number ends the program
                 fail(f"{self.args.env_id}: {name} of environment {i} is not finite in step {self.lengths[i]}")
         obs = np.array(obs, self.dtype)  # a copy, since some environments reuse their arrays
 
         # Where an episode begins, there is no last action and no last reward, and the memory is empty
         last_action = np.where(is_first, -1, actions)
         last_reward = np.where(is_first, 0, rewards)
-        # One copy to the device for three small arrays
+        # One copy to the device for three small arrays, stacked to [3, B]
         rows = torch.as_tensor(np.float32((last_action, last_reward, ~is_first)), device=self.obs.device)
         self.obs.copy_(torch.as_tensor(obs))
         self.last_action.copy_(rows[0])
         self.last_reward.copy_(rows[1])
         self.state.mul_(rows[2, :, None, None])
 
-        # The same for the replay
+        # The same for the replay: map walks along the four arrays, and makes a Reading of each environment
         self.readings += enumerate(map(Reading, obs, last_action, last_reward, self.state.clone()))
 
 
@@ -336,9 +340,9 @@ class SequenceReplay:
         self.num_added = 0
         self.windows = []  # new windows, which `store` writes
         # Of each environment, by its number: the newest readings of its episode, L at most, and how many of
-        # them belong to the next window
-        self.readings = {}
-        self.num_read = {}
+        # them belong to the next window, with the copies in front of an episode
+        self.recent = {}
+        self.num_pending = {}
         size = args.buffer_size
         space = envs.single_observation_space
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
@@ -348,8 +352,8 @@ class SequenceReplay:
                     "obs": torch.zeros(size, self.length, *space.shape, dtype=dtype),  # [R, L, *D]
                     "last_action": torch.zeros(size, self.length).long(),  # [R, L]
                     "last_reward": torch.zeros(size, self.length),  # [R, L]
-                    "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], at the first step
-                    "end": torch.zeros(size).long(),  # index of the last step; copies of it follow
+                    "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], see `cut`
+                    "end": torch.zeros(size).long(),  # index of the last reading; copies of it follow
                     "is_terminated": torch.zeros(size).bool(),  # did the episode terminate at `end`
                     "is_warm": torch.zeros(size).bool(),  # are all burn-in steps real, not padding
                     "priority": torch.zeros(size),  # p of eq. 4
@@ -363,27 +367,32 @@ class SequenceReplay:
         learn_length = self.args.learn_length
         for i, reading in player.readings:
             if reading.last_action == -1:
-                # An episode begins; the player's is_over is that of the episode before it
-                self.readings[i] = deque([reading] * (burn_in + 1), self.length)
-                self.num_read[i] = burn_in + 1
+                # An episode begins. is_over of the player may still be that of the episode before it
+                self.recent[i] = deque([reading] * (burn_in + 1), self.length)
+                self.num_pending[i] = burn_in + 1
                 continue
-            self.readings[i].append(reading)
-            self.num_read[i] += 1
+            self.recent[i].append(reading)
+            self.num_pending[i] += 1
             is_over = player.is_over[i]
-            # A window at the end of an episode has at least one trained step and the reading after it
-            while self.num_read[i] == self.length or (is_over and self.num_read[i] > burn_in + 1):
-                num_readings = self.num_read[i]
+            # Cut a window if it is full, and, at the end of an episode, what is left if it has at least one
+            # trained step and the reading after it. An end can need both
+            while self.num_pending[i] == self.length or (is_over and self.num_pending[i] > burn_in + 1):
+                num_readings = self.num_pending[i]
                 if is_over and self.args.last_window == "overlap":
                     # Begin earlier if that is needed to have learn_length trained steps
                     num_readings = max(num_readings, burn_in + learn_length + 1)
-                window = self.cut(list(self.readings[i])[-num_readings:], player.terminated[i])
+                window = self.cut(list(self.recent[i])[-num_readings:], player.terminated[i])
                 self.windows.append(window)
-                self.num_read[i] -= learn_length
+                # The next window shares the newest burn_in + n_step readings. After an episode, the number
+                # means nothing until the next one begins
+                self.num_pending[i] -= learn_length
 
     def cut(self, readings, is_terminated):
         """Return the window of these readings, by the names in `data`; copies of the last one fill it up."""
         padded = readings + readings[-1:] * (self.length - len(readings))
-        is_warm = readings[0] is not readings[1]  # in front, copies of an episode's first reading are padding
+        # `add` puts the same object in front burn_in times. If it still is, the window has no real burn-in:
+        # then its state is that before the first trained step, and `unroll` uses it as it is
+        is_warm = readings[0] is not readings[1]
         return {
             "obs": np.stack([x.obs for x in padded]),
             "last_action": [x.last_action for x in padded],
@@ -450,6 +459,7 @@ def value_rescale(x, eps=1e-3):
 
 def inverse_value_rescale(y, eps=1e-3):
     """Return h^-1(y), rearranged in the same way, so that small values survive in float32."""
+    # w = sqrt(|x| + 1) - 1 is the positive root of eps w^2 + k w = |y|, and |x| = w (w + 2)
     k = 1 + 2 * eps
     w = 2 * y.abs() / (k + (k * k + 4 * eps * y.abs()).sqrt())
     return y.sign() * w * (w + 2)
@@ -496,7 +506,7 @@ def collect_steps(player, act, replay, args):
 def unroll(agent, windows, args):
     """Return Q [N, m + n, A] of the steps after burn_in, which updates the state without gradient."""
     inputs = [windows[name] for name in ("obs", "last_action", "last_reward")]  # [N, L, ...] each
-    state = windows["state"]  # before the first step, or before the first trained one if not is_warm
+    state = windows["state"]  # before the first reading, or before the first trained one if not is_warm
     if args.state_init == "zero":
         state = torch.zeros_like(state)
     if args.burn_in and args.recurrent:
@@ -518,7 +528,7 @@ def compute_targets(q, target_q, rewards, end, is_terminated, gamma, n_step):
     last = end.unsqueeze(1)  # [N, 1]
     k = (t + n_step).minimum(last)  # [N, m]
 
-    # Rewards after steps t to k - 1
+    # Rewards after steps t to k - 1: unfold lists the n rewards after each step t, [N, m, n]
     is_before_end = steps[:-1] < last  # [N, m + n - 1]
     discounts = gamma ** torch.arange(n_step, device=q.device)
     returns = (rewards * is_before_end).unfold(1, n_step, 1) @ discounts  # [N, m]
@@ -528,7 +538,7 @@ def compute_targets(q, target_q, rewards, end, is_terminated, gamma, n_step):
     values = inverse_value_rescale(target_q.gather(2, best_action).squeeze(2))  # [N, m + n]
     is_terminal = is_terminated.unsqueeze(1) & (k == last)  # [N, m]
     values_at_k = values.gather(1, k) * ~is_terminal  # [N, m]
-    discount = gamma ** (k - t).clamp(min=0)
+    discount = gamma ** (k - t).clamp(min=0)  # k < t only after the end, where y_t is zero
     return value_rescale(returns + discount * values_at_k) * (t < last)
 
 
@@ -760,7 +770,7 @@ def set_up(args, checkpoint, learning_rate):
                 f"{args.evaluate or args.resume}: not the network of --env-id, --hidden-size, "
                 "--recurrent, --last-action-reward and this file"
             )
-        optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
+        optimizer.param_groups[0] |= options  # loading has put the saved ones in their place
     if args.evaluate:
         return envs, parts, None
 

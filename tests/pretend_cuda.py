@@ -191,9 +191,10 @@ class PretendCuda(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in INDEXING:
             indices, values = [x for x in args[1] if x is not None], list(args[2:3])
-            is_fill = len(values) == 1 and not isinstance(values[0], CudaTensor)  # no wait for a number
-            if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not is_fill:
-                self.wait("a mask as index")
+            is_fill = len(values) == 1 and not isinstance(values[0], CudaTensor)
+            is_masked = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+            if is_masked != is_fill:  # under a mask a number is filled in; elsewhere it is copied first
+                self.wait("a mask as index" if is_masked else "a number for indexed places")
             if not all(isinstance(x, CudaTensor) for x in indices):
                 self.wait("an index on the host")
             tensors = [args[0], *values]
