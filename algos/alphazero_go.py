@@ -344,8 +344,8 @@ class Worker:
         return output
 
 
-# New nodes [R] of games [R] that a worker evaluates, with their boards and legal moves, and the edges [3, E]
-# that the values will change: games, nodes and moves. A path of edges ends, in each of G games, at ends [G]
+# What a worker evaluates: new nodes [R] of games [R], with their boards and legal moves. Their values will
+# change edges [3, E], each a game, a node and a move. `ends` [G] are the nodes where all games' paths end
 Leaves = namedtuple("Leaves", "games nodes boards legal edges ends")
 
 
@@ -496,7 +496,7 @@ class Search:
         """Send a leaf of each of the games [R] to the worker; returns the games in which one was found."""
         edges, ends = self.find_leaves(worker, games)
         if self.has_two:
-            # Who collided to the last gets no leaf
+            # Games whose last path collided too get no leaf
             games = games[self.status[games, ends[games]] != PENDING]
 
         # Expand: below an open node is a new one. Other paths have led to the end of a game
@@ -557,7 +557,8 @@ class Search:
                 # Ends of games, which are here only with fixed shapes, keep their values
                 nodes = nodes.masked_fill(self.status[games, nodes] == OVER, self.nowhere)
                 self.value[games, nodes] = values
-                self.status[games, nodes] = OPEN
+                # A graph refuses to copy a number to indexed places
+                self.status[games, nodes] = torch.full_like(nodes, OPEN)
                 first_q = values.unsqueeze(1)
                 if self.args.first_q == "zero":
                     first_q = torch.zeros_like(first_q)

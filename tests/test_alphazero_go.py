@@ -44,14 +44,8 @@ def make_boards(go, num_games, num_moves):
     return boards
 
 
-def stage(
-    name="self-play", scores=az.puct_scores, num_simulations=8, epsilon=0.0, q_weight=0.3, value_coef=0.2
-):
-    return az.Stage(name, scores, num_simulations, epsilon, q_weight, value_coef)
-
-
-def no_bar():
-    return SimpleNamespace(update=lambda n=1: None)
+def stage(name="self-play", num_simulations=8, epsilon=0.0, value_coef=0.2):
+    return az.Stage(name, az.puct_scores, num_simulations, epsilon, 0.3, value_coef)
 
 
 # One worker
@@ -403,7 +397,7 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
     ranked, sampled, sample = pool.loss.clone(), [], az.sample_pool
     monkeypatch.setattr(az, "sample_pool", lambda *a: sampled.append(sample(*a)) or sampled[-1])
     optimizer = torch.optim.AdamW(agent.parameters(), 1e-2)
-    metrics = az.train_epoch(agent, optimizer, pool, 3, stage(), args, no_bar())
+    metrics = az.train_epoch(agent, optimizer, pool, 3, stage(), args, SimpleNamespace(update=lambda: None))
     assert [int(x[0]) % 8 for x in sampled] == [0, 1, 2]  # a turn each
     index = torch.cat(sampled)
     is_new = torch.zeros(400, dtype=torch.bool).index_fill(0, index, True)
@@ -480,9 +474,8 @@ def test_stages_and_schedules():
     args = Args(num_epochs=5, pretrain_value_epochs=1, pretrain_search_epochs=1, value_coef=0.15)
     args = replace(args, simulations_start=2, simulations_end=6, epsilon_start=0.8, epsilon_end=0.4)
     args = replace(args, q_weight_start=0.1, q_weight_end=0.9)
-    names, scores, sims, epsilons, q_weights, coefs = zip(
-        *(az.get_stage(k, 5, args) for k in range(5)), strict=True
-    )
+    stages = [az.get_stage(k, 5, args) for k in range(5)]
+    names, scores, sims, epsilons, q_weights, coefs = zip(*stages, strict=True)
     assert names == ("random games", "search pretraining", *["self-play"] * 3)
     assert scores == (az.puct_scores, az.ucb_scores, *[az.puct_scores] * 3)
     assert sims == (2, 6, 4, 5, 6)  # classic UCB tries all five moves before it chooses
@@ -557,13 +550,9 @@ def test_evaluations_are_of_the_search_against_the_best_network_or_plain_mcts(mo
     go, matches, searches, search = Go(5), [], [], az.Search
     monkeypatch.setattr(az, "play_match", lambda go, *match: matches.append(match) or (0.5, 1.5, 7))
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
-    assert az.evaluate(go, agent, None, args, 3) == {
-        "eval/win_rate": 0.5,
-        "eval/margin": 1.5,
-        "eval/moves": 7,
-    }
-    best = az.evaluate(go, agent, agent, args, 2, 1)
-    assert best == {"eval/win_rate_best": 0.5, "eval/margin_best": 1.5, "eval/moves": 7}
+    for best, suffix, stream in ((None, "", (3,)), (agent, "_best", (2, 1))):
+        found = az.evaluate(go, agent, best, args, *stream)
+        assert found == {f"eval/win_rate{suffix}": 0.5, f"eval/margin{suffix}": 1.5, "eval/moves": 7}
     ((searcher, mcts), *rest), (pair, *rest_best) = matches
     assert rest == [60, 0.5] and rest_best == [40, 0.5]
     moves, plain = mcts(go.new(64)), searches[-1]
@@ -596,15 +585,11 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
     found = [x["value_head.2.bias"].item() for x in (best["agent"], last["best"], last["agent"])]
     assert found == [news[3], news[3], news[4]]
     assert best["progress"]["iteration"] == 4 and best["progress"]["best_score"] == 0.5
-    found = [
-        last["progress"][name] for name in ("iteration", "eval_steps", "best_score", "last_score", "win_rate")
-    ]
-    assert found == [5, 15, 0.5, 0.2, 0.75]
-    scalars = read_scalars(path)
-    assert [x for _, x in scalars["eval/win_rate_best"]] == pytest.approx(rates)
-    assert [x for _, x in scalars["eval/win_rate"]] == [0.75] and [x for _, x in scalars["eval/margin"]] == [
-        2.5
-    ]
+    names = ("iteration", "eval_steps", "best_score", "last_score", "win_rate")
+    assert [last["progress"][name] for name in names] == [5, 15, 0.5, 0.2, 0.75]
+    scalars = {tag: [x for _, x in pairs] for tag, pairs in read_scalars(path).items()}
+    assert scalars["eval/win_rate_best"] == pytest.approx(rates)
+    assert scalars["eval/win_rate"] == [0.75] and scalars["eval/margin"] == [2.5]
 
 
 def test_the_line_with_the_sources_values():
