@@ -252,6 +252,20 @@ def test_alphazero_leaves_the_same_checkpoint_with_graphs_and_without(tmp_path):
     assert 2 * num_moves + 2 * 3 <= graphs.num_replays <= 4 * num_moves + 2 * 3
 
 
+def test_alphazero_trains_in_fixed_shapes_if_each_turn_fills_a_minibatch():
+    found, agent = [], torch.nn.Linear(1, 1)
+    optimizer, bar = torch.optim.AdamW(agent.parameters()), SimpleNamespace(update=lambda: None)
+    with (
+        mock.patch.object(az, "train_minibatch", lambda *x: found.append(x[4]) or torch.zeros(6)),
+        pretend_cuda(),
+    ):
+        for num_records in (8 * 16, 8 * 16 - 1):
+            turn = (torch.arange(num_records) % 8).cuda()
+            pool = SimpleNamespace(z=turn, turn=turn)
+            az.train_epoch(agent, optimizer, pool, 1, None, az.Args(batch_size=16), bar)
+    assert found == [True, False]
+
+
 # R2D2 and its graphs
 
 
