@@ -380,8 +380,8 @@ class Search:
             self.best, self.next, self.status = torch.zeros(3, *shape, dtype=torch.int64)
             self.boards = Boards(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
             # Of each game
-            self.num_nodes = torch.zeros(shape[0], dtype=torch.int64)  # [G]
             self.games = torch.arange(shape[0])  # [G]
+            self.num_nodes = torch.zeros_like(self.games)
         self.start(boards)
         if use_graphs and go.fixed_shapes:
             # Two simulations set up what a recording must not, such as the plans of convolutions
@@ -558,6 +558,7 @@ class Search:
                 nodes = nodes.masked_fill(self.status[games, nodes] == OVER, self.nowhere)
                 self.value[games, nodes] = values
                 # A graph refuses to copy a number to indexed places
+                # A number that is written to indexed places comes from the host, which no graph can record
                 self.status[games, nodes] = torch.full_like(nodes, OPEN)
                 first_q = values.unsqueeze(1)
                 if self.args.first_q == "zero":
