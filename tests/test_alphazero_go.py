@@ -132,6 +132,7 @@ def test_one_worker_is_the_serial_search(size, options, fixed_shapes, request):
     if not fixed_shapes:
         search.run(10**6)  # no tree has room for more nodes
     assert (search.num_nodes <= 121).all()
+    assert torch.equal(search.num_nodes, 1 + (search.child != search.nowhere).sum((1, 2)))
 
 
 @pytest.mark.parametrize("fixed_shapes", [False, True])
@@ -179,7 +180,7 @@ def test_noise_is_of_a_dirichlet_distribution():
 def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit, most):
     """At most k N(root) pseudo-visits, which a worker takes away again. Random values are the worst case."""
     go, args = Go(7), Args(komi=0.5, c_puct=1.25, pseudo_limit=pseudo_limit)
-    evaluator, boards, numbers = make_evaluator(go), make_boards(go, 16, 8), [0]
+    evaluator, boards, numbers, again = make_evaluator(go), make_boards(go, 16, 8), [0], set()
     serial = make_search(go, evaluator, boards, 300, args)
     search = make_search(go, evaluator, boards, 300, args, num_workers=2)
     request, finish = search.request, search.finish
@@ -190,6 +191,7 @@ def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit
         num_pseudo, num_visits = search.pseudo[:, 0].sum(1), 1 + search.N[:, 0].sum(1)
         assert (num_pseudo <= pseudo_limit * num_visits).all() and len(done.unique()) == len(done)
         numbers.append(int(num_pseudo.max()))
+        again.update(*(edges[0][torch.isin(edges[0], done)].tolist() for edges in worker.pseudo_edges))
         return done
 
     def watch_finish(worker):
@@ -202,6 +204,7 @@ def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit
     serial.run(300)
     distance = (search.policy() - serial.policy()).abs().sum(1).mean() / 2
     assert distance <= most and (distance > 0) == (max(numbers) > 0) == (most > 0)
+    assert (len(again) > 8) == (most > 0)  # games in which another leaf was found after a pseudo-visit
     assert not search.pseudo.any() and not (search.status == az.PENDING).any()
     assert (search.N[:, 0].sum(1) == 300).all()
     # The visits of an edge are those of its child, N(s) is 1 and the visits of its edges, and Q is eq. 2
