@@ -39,7 +39,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -48,7 +48,7 @@ from functools import partial
 from importlib.util import find_spec
 from math import ceil, log
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -58,13 +58,14 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # Where envs_shared is, unless it is beside this file
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from envs_shared.go import LEGAL_PLANE, NUM_PLANES, Boards, Go
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 # What is logged about an epoch of training: means over its minibatches
 METRICS = ("loss", "policy_loss", "value_loss", "grad_norm", "sampled_loss", "sampled_loss_after")
+CUDA_GRAPHS = False  # on one GPU, record simulation and update once an epoch; off until run on a GPU
 OPEN, PENDING, OVER, ABSENT = range(4)  # status of a node: evaluated, being evaluated, end of a game, no node
 ILLEGAL = -1e9  # Q of illegal moves
 MAX_DESCENTS = 8  # attempts of a worker to find a leaf that no other worker has
@@ -124,7 +125,7 @@ class Args:
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-def conv_norm(num_inputs: int, num_outputs: int, kernel_size: int):
+def conv_norm(num_inputs, num_outputs, kernel_size):
     """Make a convolution that keeps the size of the board, and a batch normalization."""
     conv = nn.Conv2d(num_inputs, num_outputs, kernel_size, padding=kernel_size // 2, bias=False)
     return conv, nn.BatchNorm2d(num_outputs)
@@ -133,16 +134,16 @@ def conv_norm(num_inputs: int, num_outputs: int, kernel_size: int):
 class Agent(nn.Module):
     """Residual tower with a policy head and a value head (Silver et al. 2017, methods)."""
 
-    def __init__(self, size: int, args):
+    def __init__(self, size, args):
         super().__init__()
         width = args.channels
         self.bf16 = args.bf16
+        # The tower: two convolutions a block, whose output is added to its input
         self.stem = nn.Sequential(*conv_norm(NUM_PLANES, width, 3), nn.ReLU(inplace=True))
         self.blocks = nn.ModuleList()
         for _ in range(args.blocks):
-            first = conv_norm(width, width, 3)
-            second = conv_norm(width, width, 3)
-            self.blocks.append(nn.Sequential(*first, nn.ReLU(inplace=True), *second))
+            layers = *conv_norm(width, width, 3), nn.ReLU(inplace=True), *conv_norm(width, width, 3)
+            self.blocks.append(nn.Sequential(*layers))
         # Four planes for each head
         self.head_conv = nn.Sequential(*conv_norm(width, 8, 1), nn.ReLU(inplace=True))
         num_inputs = 4 * size**2
@@ -164,41 +165,49 @@ class Agent(nn.Module):
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class Records(NamedTuple):
-    """B records: symmetric images of positions, as the side to move saw them, with training targets."""
+class Records(namedtuple("Records", "planes policy q z loss epoch turn")):
+    """B records: symmetric images of positions, as the side to move saw them, with training targets.
 
-    planes: torch.Tensor  # bool [B, NUM_PLANES, n, n]
-    policy: torch.Tensor  # float16 [B, A], pi of eq. 3
-    q: torch.Tensor  # [B], Q(root) of eq. 5
-    z: torch.Tensor  # [B], result of the game
-    loss: torch.Tensor  # [B], eq. 6 as last computed
-    epoch: torch.Tensor  # [B], epoch in which it was made
-    turn: torch.Tensor  # [B], minibatches with this number modulo 8 may draw it; differs between the images
+    They are planes, bool [B, NUM_PLANES, n, n], pi of eq. 3, float16 [B, A], and [B] each: Q(root) and z of
+    eq. 5, the loss of eq. 6 as last computed, the epoch in which it was made, and its turn: minibatches with
+    this number modulo 8 may draw it. The turn differs between the images of a position.
+    """
 
-    def pick(self, index) -> "Records":
+    def pick(self, index):
         """Return the records at an index."""
         return Records(*(x[index] for x in self))
 
 
-def concatenate(parts) -> Records:
+def concatenate(parts):
     """Join records that were made one after the other."""
     return Records(*map(torch.cat, zip(*parts)))
 
 
-def refill_pool(pool: Records | None, new: Records, capacity: int, oldest: int) -> Records:
+def refill_pool(pool, new, capacity, oldest):
     """Add records; beyond the capacity, drop those of epochs before `oldest`, then those of least loss."""
     if pool:
         new = concatenate((pool, new))
+    # A loss is at least zero, so that -1 comes after all
     rank = new.loss.masked_fill(new.epoch < oldest, -1)
     return new.pick(rank.topk(min(capacity, len(rank))).indices)
 
 
-def sample_pool(pool: Records, turn: int, batch_size: int, random_fraction: float):
-    """Choose indices of records [B]: the largest losses, then random; no two are images of one position."""
-    rows = (pool.turn == turn % 8).nonzero().squeeze(1)
+def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes: bool = False):
+    """Choose indices of records [B]: the largest losses, then random; no two are images of one position.
+
+    If fewer than B records have their turn, the batch is smaller; fixed shapes need B of them.
+    """
+    has_turn = pool.turn == turn % 8
+    rows = torch.arange(len(has_turn), device=has_turn.device)
+    if not fixed_shapes:
+        rows = rows[has_turn]
+    loss = pool.loss[rows]
+    is_other = ~has_turn[rows]
+    # The minibatch: of random_fraction 0.75 and B = 128, 32 records of largest loss and 96 others
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
-    keys = torch.rand(len(rows), device=rows.device)
-    keys[pool.loss[rows].topk(num_ranked).indices] = 2.0  # ahead of all others, whose keys are random
+    ranked = loss.masked_fill(is_other, -1).topk(num_ranked).indices
+    # Those of the largest losses come first, then random ones, and last those whose turn it is not
+    keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
 
@@ -208,7 +217,7 @@ class SelfPlay:
     T is the maximum number of moves. The pool is None before the first game ends.
     """
 
-    def __init__(self, go: Go, num_games: int):
+    def __init__(self, go, num_games):
         self.go = go
         shape = num_games, 2 * go.num_points
         with go.device:
@@ -220,64 +229,64 @@ class SelfPlay:
     def start(self):
         """Begin new games and an empty pool."""
         self.boards = self.go.new(len(self.q))
-        self.pool: Records | None = None
+        self.pool = None
 
-    def state_dict(self) -> dict:
+    def state_dict(self):
         """Return all tensors by name."""
-        state = {"planes": self.planes, "policy": self.policy, "q": self.q}
-        state["boards"] = self.boards._asdict()
-        state["pool"] = self.pool._asdict() if self.pool else None
-        return state
+        return {
+            "planes": self.planes,
+            "policy": self.policy,
+            "q": self.q,
+            "boards": self.boards._asdict(),
+            "pool": self.pool._asdict() if self.pool else None,
+        }
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state):
         """Restore what `state_dict` returned; raises RuntimeError if the sizes differ."""
-        device = self.q.device
-        for name in ("planes", "policy", "q"):
-            # `view_as` raises if the number of games or the board differs
-            getattr(self, name).copy_(state[name].view_as(getattr(self, name)))
-        self.boards = Boards(**{name: x.to(device) for name, x in state["boards"].items()})
+        # view_as refuses other sizes, of which copy_ would spread some
+        self.q.copy_(state["q"].view_as(self.q))
+        self.planes.copy_(state["planes"])
+        self.policy.copy_(state["policy"])
+        self.boards.put(slice(None), Boards(**state["boards"]))
         if state["pool"]:
-            self.pool = Records(**{name: x.to(device) for name, x in state["pool"].items()})
+            self.pool = Records(*(x.to(self.q.device) for x in state["pool"].values()))
 
 
 # ---- AlphaZero ---------------------------------------------------------------------------------------------
-def puct_scores(q, visits, prior, parent_visits, c: float):
+def puct_scores(q, visits, prior, parent_visits, c):
     """Compute eq. 1 from Q, N(s, a) and P [..., A], and N(s) [..., 1]."""
     return q + c * prior * parent_visits.sqrt() / (visits + 1)
 
 
-def ucb_scores(q, visits, prior, parent_visits, c: float):
+def ucb_scores(q, visits, prior, parent_visits, c):
     """Compute classic UCB (Auer et al. 2002); unvisited moves come first, by prior."""
     bonus = c * (parent_visits.log() / visits.clamp(min=1)).sqrt()
     return q + torch.where(visits > 0, bonus, 1e6 * (1 + prior))
 
 
-def dirichlet_noise(prior, alpha: float):
+def dirichlet_noise(prior, alpha):
     """Draw noise [R, A] of a Dirichlet distribution over the moves whose prior [R, A] is not zero."""
-    concentration = torch.full_like(prior, alpha, dtype=torch.float64)  # float32 rounds too much to zero
+    # Gamma variables that are divided by their sum; float32 would round too many to zero
+    concentration = torch.full_like(prior, alpha, dtype=torch.float64)
     noise = torch.distributions.Gamma(concentration, torch.ones_like(concentration)).sample() * (prior > 0)
     return (noise / noise.sum(1, keepdim=True)).float()
 
 
-def compute_result(score, args, num_points: int):
+def compute_result(score, args, num_points):
     """Compute z of black [B] from its area minus that of white [B]; 1/2 is a draw."""
+    # A mixture of who won, which is 0, 1/2 or 1, and the share of the board
     margin = score - args.komi
-    share = (0.5 + margin / (2 * num_points)).clamp(0, 1)  # of the board
+    share = (0.5 + margin / (2 * num_points)).clamp(0, 1)
     return (1 - args.score_weight) * (margin.sign() + 1) / 2 + args.score_weight * share
 
 
-class Stage(NamedTuple):
-    """Settings that change from epoch to epoch."""
-
-    name: Literal["random games", "search pretraining", "self-play"]
-    scores: Callable | None  # eq. 1 or classic UCB, by which a search chooses; None: random games
-    num_simulations: int
-    epsilon: float  # share of random moves
-    q_weight: float  # beta of eq. 5
-    value_coef: float  # g of eq. 6
+# Settings that change from epoch to epoch: the name is "random games", "search pretraining" or "self-play",
+# the scores eq. 1 or classic UCB, by which a search chooses, epsilon the share of random moves, q_weight and
+# value_coef beta of eq. 5 and g of eq. 6
+Stage = namedtuple("Stage", "name scores num_simulations epsilon q_weight value_coef")
 
 
-def get_stage(epoch: int, num_actions: int, args) -> Stage:
+def get_stage(epoch, num_actions, args):
     """Return the settings of an epoch of value pretraining, search pretraining or self-play."""
     t = epoch / max(1, args.num_epochs - 1)  # from 0 to 1
 
@@ -293,7 +302,7 @@ def get_stage(epoch: int, num_actions: int, args) -> Stage:
         value_coef=args.value_coef,
     )
     if epoch < args.pretrain_value_epochs:
-        return stage._replace(name="random games", scores=None, value_coef=1.0)
+        return stage._replace(name="random games", value_coef=1.0)
     if epoch < args.pretrain_value_epochs + args.pretrain_search_epochs:
         # Classic UCB tries each move before it chooses
         num_simulations = max(stage.num_simulations, 5 * num_actions // 4)
@@ -302,22 +311,25 @@ def get_stage(epoch: int, num_actions: int, args) -> Stage:
 
 
 class Worker:
-    """Evaluates a batch of leaves while the search goes on, in a thread and, on a GPU, its own stream."""
+    """Evaluates leaves. If there are two, each does it in a thread and, on a GPU, a stream of its own."""
 
     def __init__(self, evaluate, device):
-        threads = {"initializer": torch.set_num_threads, "initargs": (torch.get_num_threads(),)}
-        self.evaluate, self.thread = evaluate, ThreadPoolExecutor(1, **threads)
+        self.evaluate = evaluate
+        # The number of threads of an operation is a setting of each thread
+        self.thread = ThreadPoolExecutor(
+            1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+        )
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.device, self.job, self.pseudo_edges = device, None, []
+        self.leaves = None  # what it evaluates
+        self.job = None
+        self.pseudo_edges = []  # where the search waits for those leaves
 
-    def submit(self, *batch):
-        """Start to evaluate boards [R] with legal moves [R, A], the last two items of `batch`."""
-        self.batch = batch  # keeps its memory from being reused meanwhile
+    def submit(self):
+        """Start to evaluate the leaves in the thread."""
         if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.job = self.thread.submit(self.work, *batch[-2:])
+            self.stream.wait_stream(torch.cuda.current_stream())
+        self.job = self.thread.submit(self.work, self.leaves.boards, self.leaves.legal)
 
-    @torch.no_grad()
     def work(self, boards, legal):
         """Evaluate in the worker's thread."""
         with torch.cuda.stream(self.stream):
@@ -325,158 +337,306 @@ class Worker:
 
     def wait(self):
         """Return logits [R, A] and values [R]; on a GPU, the search's stream waits for them."""
-        job, self.job = self.job, None
-        output = job.result()
+        output = self.job.result()
+        self.job = None
         if self.stream:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            torch.cuda.current_stream().wait_stream(self.stream)
         return output
 
 
-class Search:
-    """Trees of G games with M nodes each. Node 0 is the root. The last stays empty: child -1 is no node.
+# What a worker evaluates: new nodes [R] of games [R], with their boards and legal moves. Their values will
+# change edges [3, E], each a game, a node and a move. `ends` [G] are the nodes where all games' paths end
+Leaves = namedtuple("Leaves", "games nodes boards legal edges ends")
 
-    All values are for the side to move at their node.
+
+class Search:
+    """Trees of G games with M nodes each. Node 0 is the root.
+
+    The last node is `nowhere`: it stands for a child that does not exist, and nothing that is written there
+    counts. `best` caches each node's move of largest score, and `next` the child that this move leads to:
+
+        root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 is the leaf
+
+    Both change only where statistics change. All values are for the side to move at their node. If
+    `go.fixed_shapes` is set, a simulation computes all games, and the host never waits; what has no work
+    in a simulation writes to `nowhere`. There must be room in the trees then.
     """
 
-    @torch.no_grad()
-    def __init__(self, go: Go, workers, boards: Boards, num_simulations: int, args, scores=puct_scores):
-        self.go, self.workers, self.args, self.scores = go, workers, args, scores
+    def __init__(self, go, workers, boards, num_simulations, args, scores=puct_scores, use_graphs=False):
+        self.go = go
+        self.workers = workers
+        self.has_two = len(workers) > 1
+        self.args = args
+        self.scores = scores
+        # Besides the root and a node for each simulation, there is `nowhere`
         shape = len(boards.to_play), num_simulations + 2
+        self.nowhere = num_simulations + 1
         with go.device:
+            # Of each edge: N(s, a), Q(s, a), P(a | s), pseudo-visits, and the node where it leads
             self.N, self.Q, self.P, self.pseudo = torch.zeros(4, *shape, go.num_actions)  # [G, M, A]
-            self.child = torch.full(self.N.shape, -1)  # [G, M, A], nodes
-            self.value, self.status = torch.zeros(shape), torch.full(shape, ABSENT)  # [G, M]
+            self.child = torch.zeros(self.N.shape, dtype=torch.int64)  # [G, M, A]
+            # Of each node
+            self.value = torch.zeros(shape)  # [G, M], as all below
+            self.best, self.next, self.status = torch.zeros(3, *shape, dtype=torch.int64)
             self.boards = Boards(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
-            self.num_nodes = torch.zeros(shape[0]).long()  # [G]
-            games, no_edges = torch.arange(shape[0]), torch.zeros(3, 0).long()
-        self.add_nodes(workers[0], no_edges, games, boards)
-        self.finish(workers[0])
+            # Of each game
+            self.games = torch.arange(shape[0])  # [G]
+            self.num_nodes = torch.zeros_like(self.games)
+        self.start(boards)
+        if use_graphs and go.fixed_shapes:
+            # Two simulations set up what a recording must not, such as the plans of convolutions
+            self.run(2)
+            self.simulate = capture(self.simulate)
+            self.start(boards)
 
-    @torch.no_grad()
-    def run(self, num_simulations: int):
+    def start(self, boards):
+        """Begin new trees, in the same memory, with boards [G] at the roots."""
+        # Other tensors are written at a node before they are read there
+        self.N.zero_()
+        self.pseudo.zero_()
+        self.child.fill_(self.nowhere)
+        self.next.fill_(self.nowhere)
+        self.status.fill_(ABSENT)
+        self.num_nodes.fill_(1)
+        roots = torch.zeros_like(self.games)
+        no_edges = self.games.new_zeros(3, 0)
+        self.add_nodes(self.workers[0], self.games, roots, boards, no_edges, roots)
+        self.finish(self.workers[0])
+
+    def run(self, num_simulations):
         """Run num_simulations, or as many as the tree has room for, in each game that is not over."""
-        room = self.status.shape[1] - 1 - self.num_nodes
+        if self.go.fixed_shapes:
+            for _ in range(num_simulations):
+                self.simulate()
+            return
+        # The workers take turns: each backs up its last leaves, then gets new ones
+        room = self.nowhere - self.num_nodes
         left = room.clamp(max=num_simulations) * (self.status[:, 0] == OPEN)
-        while left.any() or any(worker.job or worker.pseudo_edges for worker in self.workers):
+        while left.any() or any(worker.leaves or worker.pseudo_edges for worker in self.workers):
             for worker in self.workers:
                 self.finish(worker)
                 games = left.nonzero().squeeze(1)
                 if len(games):
                     left[self.request(worker, games)] -= 1
 
+    def simulate(self):
+        """Run one simulation in all games, with one worker and fixed shapes."""
+        self.request(self.workers[0], self.games)
+        self.finish(self.workers[0])
+
+    def select(self, mask):
+        """Return the indices where a mask is true; with fixed shapes all, and the rest counts for nothing."""
+        return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
+
     def descend(self, games):
-        """Follow the best scores from the roots of games [R] to leaves; returns the paths as edges [3, E]."""
-        node, edges = torch.zeros_like(games), []
-        while len(games):
-            visits = self.N[games, node]  # [R, A]
-            parent_visits = 1 + visits.sum(1, keepdim=True)  # without pseudo-visits
-            if len(self.workers) > 1:
-                visits = visits + self.pseudo[games, node]
-            statistics = self.Q[games, node], visits, self.P[games, node]
-            move = self.scores(*statistics, parent_visits, self.args.c_puct).argmax(1)
-            edges.append(torch.stack((games, node, move)))
-            node = self.child[games, node, move]
-            goes_on = self.status[games, node] == OPEN
-            games, node = games[goes_on], node[goes_on]
-        return torch.cat(edges, 1)
+        """Follow `next` from the roots of games [R]; returns edges [3, E], and where paths end [G].
 
-    def request(self, worker, games):
-        """Send a leaf of each of the games [R] to the worker; returns the games in which one was found.
-
-        If another worker has the leaf already, its path gets a pseudo-visit, and the next descent may lead to
-        another leaf. A tree has at most k N(root) pseudo-visits; finishing a batch removes the batch's own.
+        The last edge leads to a child that does not exist yet, to the end of a game, or to a pending node.
         """
+        path = torch.zeros_like(games).unsqueeze(1)  # [R, 1], the roots
+        jump = self.next[games]  # [R, M]
+        # Pointer jumping: if `jump` leads k nodes further, a path of k nodes becomes one of 2 k. With fixed
+        # shapes a path gets at least M nodes, as the deepest tree has; else the deepest of all paths decides
+        while path.shape[1] <= self.nowhere:
+            is_complete = path[:, -1] == self.nowhere
+            if not self.go.fixed_shapes and is_complete.all():
+                break
+            path = torch.cat((path, jump.gather(1, path)), 1)
+            jump = jump.gather(1, jump)
+
+        # The end of a path is its last node before `nowhere`
+        length = (path != self.nowhere).sum(1, keepdim=True)
+        ends = torch.zeros_like(self.games)
+        ends[games] = path.gather(1, length - 1).squeeze(1)
+
+        # Each node of a path has an edge, by its best move; the end has one only if it is open
+        game = games.unsqueeze(1).expand_as(path).flatten()
+        node = path.flatten()
+        goes_on = (node != ends[game]) | (self.status[game, node] == OPEN)
+        is_edge = (node != self.nowhere) & goes_on
+        node = node.masked_fill(~is_edge, self.nowhere)
+        edges = torch.stack((game, node, self.best[game, node]))
+        return edges[:, self.select(is_edge)], ends
+
+    def find_leaves(self, worker, games):
+        """Descend in games [R]; returns edges [3, E] to the leaves found, and the ends [G] of all paths.
+
+        With two workers, a path may end at a node that the other one evaluates. It then gets a pseudo-visit,
+        and the next descent may lead to another leaf. A tree has at most k N(root) pseudo-visits, and keeps
+        them until the worker's leaves are evaluated.
+        """
+        if not self.has_two:
+            return self.descend(games)
         found = []
+        ends = torch.zeros_like(self.games)
         for _ in range(MAX_DESCENTS):
-            edges = self.descend(games)
-            is_pending = self.status[edges[0], self.child[tuple(edges)]] == PENDING
-            taken = edges[0, is_pending]
-            found.append(edges[:, ~torch.isin(edges[0], taken)] if len(taken) else edges)
-            num_pseudo, num_visits = (1 + x[taken, 0].sum(1) for x in (self.pseudo, self.N))
-            games = taken[num_pseudo <= self.args.pseudo_limit * num_visits]
+            edges, new_ends = self.descend(games)
+            ends[games] = new_ends[games]
+
+            # Who collided: the path ends at a leaf of the other worker. All others have found a leaf
+            has_collided = self.status[self.games, ends] == PENDING  # [G]
+            found.append(edges[:, ~has_collided[edges[0]]])
+            games = games[has_collided[games]]
+
+            # Who may try again: the tree has room for another pseudo-visit
+            num_pseudo = 1 + self.pseudo[games, 0].sum(1)
+            num_visits = 1 + self.N[games, 0].sum(1)
+            games = games[num_pseudo <= self.args.pseudo_limit * num_visits]
             if len(games) == 0:
                 break
+
+            # The pseudo-visit lowers the scores along the path
             edges = edges[:, torch.isin(edges[0], games)]
             self.pseudo[tuple(edges)] += 1
             worker.pseudo_edges.append(edges)
-        edges = torch.cat(found, 1)
-        child = self.child[tuple(edges)]
-        is_new, is_over = (self.status[edges[0], child] == status for status in (ABSENT, OVER))
-        self.backup(edges, edges[0, is_over], child[is_over])
-        last = games, node, move = edges[:, is_new]
-        self.child[tuple(last)] = self.num_nodes[games]
-        if len(games):
-            self.add_nodes(worker, edges, games, self.go.play(self.boards.pick((games, node)), move))
-        return edges[0, is_new | is_over]
+            self.choose(edges[:2])
+        return torch.cat(found, 1), ends
 
-    def add_nodes(self, worker, edges, games, boards: Boards):
-        """Add a node to each of games [R], at the end of paths `edges`; back up finished games at once."""
-        nodes, over, to_go = self.num_nodes[games], boards.is_over, ~boards.is_over
-        self.num_nodes[games] += 1
+    def request(self, worker, games):
+        """Send a leaf of each of the games [R] to the worker; returns the games in which one was found."""
+        edges, ends = self.find_leaves(worker, games)
+        if self.has_two:
+            # Games whose last path collided too get no leaf
+            games = games[self.status[games, ends[games]] != PENDING]
+
+        # Expand: below an open node is a new one. Other paths have led to the end of a game
+        is_new = self.status[games, ends[games]] == OPEN
+        selected = self.select(is_new)
+        new = games[selected]
+        is_other = ~is_new[selected]  # with fixed shapes alone
+        parents = ends[new].masked_fill(is_other, self.nowhere)
+        moves = self.best[new, parents]
+        nodes = self.num_nodes[new].masked_fill(is_other, self.nowhere)
+        self.child[new, parents, moves] = nodes
+        self.next[new, parents] = nodes
+        self.num_nodes[games] += is_new
+        ends[new] = torch.where(is_other, ends[new], nodes)
+
+        # Play the moves that lead there
+        boards = self.go.play(self.boards.pick((new, parents)), moves)
+        self.add_nodes(worker, new, nodes, boards, edges, ends)
+        return games
+
+    def add_nodes(self, worker, games, nodes, boards, edges, ends):
+        """Store boards [R] as nodes [R] of games [R], and send those that are not over to the worker."""
         self.boards.put((games, nodes), boards)
+        over = boards.is_over
         self.status[games, nodes] = torch.where(over, OVER, PENDING)
-        if over.any():
-            z = compute_result(self.go.score(boards.pick(over)), self.args, self.go.num_points)
-            self.value[games[over], nodes[over]] = torch.where(boards.to_play[over] == 1, z, 1 - z)
-            self.backup(edges, games[over], nodes[over])
-            games, nodes, boards = games[to_go], nodes[to_go], boards.pick(to_go)
-        if len(games):
-            worker.submit(edges, games, nodes, boards, self.go.legal_moves(boards))
+        if self.go.fixed_shapes or over.any():
+            # The value of a game's end is its result
+            ended = self.select(over)
+            score = self.go.score(boards.pick(ended))
+            z = compute_result(score, self.args, self.go.num_points)
+            is_black = boards.to_play[ended] == 1
+            self.value[games[ended], nodes[ended]] = torch.where(is_black, z, 1 - z)
+            to_go = self.select(~over)
+            games = games[to_go]
+            nodes = nodes[to_go]
+            boards = boards.pick(to_go)
+        if self.has_two:
+            # The other worker's next descents see the games that have ended here
+            is_over = (self.status[self.games, ends] == OVER)[edges[0]]
+            if is_over.any():
+                finished = edges[:, is_over]
+                self.backup(finished, ends)
+                self.choose(finished[:2])
+                edges = edges[:, ~is_over]
+        legal = self.go.legal_moves(boards) if len(games) else None
+        worker.leaves = Leaves(games, nodes, boards, legal, edges, ends)
+        if len(games) and self.has_two:
+            worker.submit()
 
     def finish(self, worker):
-        """Wait for the worker's batch, open its nodes and back its values up."""
-        if worker.job:
-            logits, values = worker.wait()
-            edges, games, nodes, _, legal = worker.batch
-            first_q = values.unsqueeze(1) * (self.args.first_q == "value")
-            self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
-            self.P[games, nodes] = logits.masked_fill(~legal, -torch.inf).softmax(1)
-            self.value[games, nodes], self.status[games, nodes] = values, OPEN
-            self.backup(edges, games, nodes)
+        """Wait for the worker's leaves, open them and back their values up."""
+        if worker.leaves:
+            games, nodes, boards, legal, edges, ends = worker.leaves
+            worker.leaves = None
+            if len(games):
+                # A single worker needs no thread
+                logits, values = worker.wait() if worker.job else worker.evaluate(boards, legal)
+                # Ends of games, which are here only with fixed shapes, keep their values
+                nodes = nodes.masked_fill(self.status[games, nodes] == OVER, self.nowhere)
+                self.value[games, nodes] = values
+                # A graph refuses to copy a number to indexed places
+                # A number that is written to indexed places comes from the host, which no graph can record
+                self.status[games, nodes] = torch.full_like(nodes, OPEN)
+                first_q = values.unsqueeze(1)
+                if self.args.first_q == "zero":
+                    first_q = torch.zeros_like(first_q)
+                self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
+                # A large number in place of infinity, so that a row without a legal move is not NaN
+                self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
+            self.backup(edges, ends)
+            opened = torch.stack((games, nodes))
+            self.choose(torch.cat((edges[:2], opened), 1))
+        # Take the pseudo-visits away that have led around these leaves
         for edges in worker.pseudo_edges:
             self.pseudo[tuple(edges)] -= 1
+            self.choose(edges[:2])
         worker.pseudo_edges = []
 
-    def backup(self, edges, games, leaves):
-        """Update the edges [3, E] above leaves [R] of games [R] with the values of the leaves, eq. 2."""
-        leaf = torch.full_like(self.num_nodes, -1)  # [G]
-        leaf[games] = leaves
-        game, node, move = edges[:, leaf[edges[0]] >= 0]  # each edge once, as += requires
-        leaf = leaf[game]
-        is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, leaf]
-        v = torch.where(is_same_side, self.value[game, leaf], 1 - self.value[game, leaf])
-        self.N[game, node, move] += 1
-        self.Q[game, node, move] += (v - self.Q[game, node, move]) / self.N[game, node, move]
+    def backup(self, edges, ends):
+        """Update edges [3, E] with the values of the nodes where their games' paths end [G], eq. 2."""
+        edge = tuple(edges)
+        game, node, _ = edge
+        end = ends[game]
+        value = self.value[game, end]
+        # A value of the other side is 1 minus that of this one
+        is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, end]
+        v = torch.where(is_same_side, value, 1 - value)
+        self.N[edge] += 1
+        self.Q[edge] += (v - self.Q[edge]) / self.N[edge]
+
+    def choose(self, places):
+        """Find the best moves again after the statistics of `places` [2, E], game and node, have changed."""
+        games, nodes = places
+        q = self.Q[games, nodes]  # [E, A]
+        visits = self.N[games, nodes]
+        prior = self.P[games, nodes]
+        parent_visits = 1 + visits.sum(1, keepdim=True)  # without pseudo-visits
+        if self.has_two:
+            visits = visits + self.pseudo[games, nodes]
+        best = self.scores(q, visits, prior, parent_visits, self.args.c_puct).argmax(1)
+        self.best[games, nodes] = best
+        self.next[games, nodes] = self.child[games, nodes, best]
 
     def add_noise(self):
         """Add noise to the prior of the roots, eq. 3."""
         noise = dirichlet_noise(self.P[:, 0], self.args.dirichlet_alpha)
         self.P[:, 0] += self.args.noise_weight * noise
+        self.choose((self.games, 0))
 
     def policy(self):
         """Return pi of eq. 3 [G, A]."""
-        return self.N[:, 0] / self.N[:, 0].sum(1, keepdim=True)
+        visits = self.N[:, 0]
+        return visits / visits.sum(1, keepdim=True)
 
     def root_values(self):
         """Return Q(root) [G], the mean of all values in the tree, including the root's own."""
-        return (self.value[:, 0] + (self.N * self.Q)[:, 0].sum(1)) / (1 + self.N[:, 0].sum(1))
+        visits = self.N[:, 0]
+        sum_of_values = self.value[:, 0] + (visits * self.Q[:, 0]).sum(1)
+        return sum_of_values / (1 + visits.sum(1))
 
     def best_moves(self):
         """Return the most visited moves [G]; ties are broken by the largest Q + P / 50."""
-        return (self.N[:, 0] + 0.5 * self.Q[:, 0].clamp(min=0) + 0.01 * self.P[:, 0]).argmax(1)
+        q = self.Q[:, 0].clamp(min=0)  # also of illegal moves
+        return (self.N[:, 0] + 0.5 * q + 0.01 * self.P[:, 0]).argmax(1)
 
 
-def choose_moves(boards: Boards, legal, go: Go, workers, stage: Stage, args):
+def choose_moves(boards, legal, go, search, stage, args):
     """Search from boards [G]; returns pi [G, A], Q(root) [G] and the moves [G] of self-play."""
     if stage.name == "random games":
         policy = legal / legal.sum(1, keepdim=True)
         q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z takes its place when the game is over
         return policy, q, go.draw_moves(boards, legal)
-    search = Search(go, workers, boards, stage.num_simulations, args, stage.scores)
+
+    # Search
+    search.start(boards)
     search.add_noise()
     search.run(stage.num_simulations)
     policy = search.policy()
     q = search.root_values()
+
     # The first moves of a game are drawn from pi, the later ones are the best; a share epsilon is random
     is_early = boards.num_moves < args.draw_moves * go.num_points
     moves = torch.where(is_early, torch.multinomial(policy, 1).squeeze(1), search.best_moves())
@@ -485,26 +645,32 @@ def choose_moves(boards: Boards, legal, go: Go, workers, stage: Stage, args):
     return policy, q, moves
 
 
-def play_moves(games: SelfPlay, go: Go, workers, stage: Stage, args) -> Records:
+def play_moves(games, go, search, stage, args):
     """Play a move in each game, and return the records of the games that end with it."""
     boards = games.boards
     legal = go.legal_moves(boards)
-    policy, q, moves = choose_moves(boards, legal, go, workers, stage, args)
+    policy, q, moves = choose_moves(boards, legal, go, search, stage, args)
+
+    # Record the position at index num_moves of its game, then play
     rows = torch.arange(len(q), device=go.device), boards.num_moves
     games.planes[rows] = go.planes(boards, legal)
     games.policy[rows] = policy.half()
     games.q[rows] = q
     games.boards = go.play(boards, moves)
 
-    # Collect the R games that have ended, and put new ones in their place
+    # Which R games have ended
     ended = games.boards.is_over.nonzero().squeeze(1)
     boards = games.boards.pick(ended)
+
+    # The result from the side of who was to move, for each of their moves
     step = torch.arange(games.q.shape[1], device=go.device)  # [T]
     z = compute_result(go.score(boards), args, go.num_points).unsqueeze(1)
     z = torch.where(step % 2 == 0, z, 1 - z)  # [R, T], as black begins
     is_move = step < boards.num_moves.unsqueeze(1)  # [R, T]
     q = games.q[ended][is_move]
     z = z[is_move]
+
+    # New games take their place
     games.boards.put(ended, go.new(len(ended)))
     loss, epoch, turn = torch.zeros(3, len(z), device=go.device)  # set later
     return Records(
@@ -518,21 +684,16 @@ def play_moves(games: SelfPlay, go: Go, workers, stage: Stage, args) -> Records:
     )
 
 
-def make_images(records: Records, symmetries, epoch: int) -> Records:
+def make_images(records, symmetries, epoch):
     """Make the eight symmetric images of records [B]; image k of record b is row k B + b."""
-    size = records.planes.shape[-1]
+    planes = records.planes.flatten(2)[..., symmetries[:, :-1]]  # [B, NUM_PLANES, 8, n^2]
+    policy = records.policy[:, symmetries]  # [B, 8, A]
+    # Image k of position i has turn i + k, modulo 8: each turn has one image of each position
     position = torch.arange(len(records.z), device=symmetries.device)
-    planes = []
-    policy = []
-    turn = []
-    for k, image in enumerate(symmetries):
-        planes.append(records.planes.flatten(2)[..., image[:-1]].unflatten(2, (size, size)))
-        policy.append(records.policy[:, image])
-        turn.append((position + k) % 8)
-    turn = torch.cat(turn)
+    turn = (position + position.new_tensor(range(8)).unsqueeze(1)).flatten() % 8
     return Records(
-        planes=torch.cat(planes),
-        policy=torch.cat(policy),
+        planes=planes.permute(2, 0, 1, 3).reshape(-1, *records.planes.shape[1:]),
+        policy=policy.transpose(0, 1).flatten(0, 1),
         q=records.q.repeat(8),
         z=records.z.repeat(8),
         loss=records.loss.repeat(8),
@@ -541,7 +702,7 @@ def make_images(records: Records, symmetries, epoch: int) -> Records:
     )
 
 
-def collect_images(games: SelfPlay, go: Go, workers, num_positions: int, epoch: int, stage: Stage, args, bar):
+def collect_images(games, go, search, num_positions, epoch, stage, args, bar):
     """Play until finished games have enough positions; returns their images and the number of moves.
 
     The bar counts the positions up to `num_positions`.
@@ -550,7 +711,7 @@ def collect_images(games: SelfPlay, go: Go, workers, num_positions: int, epoch: 
     num_found = 0
     num_moves = 0
     while num_found < num_positions:
-        new = play_moves(games, go, workers, stage, args)
+        new = play_moves(games, go, search, stage, args)
         records.append(new)
         bar.update(min(len(new.z), num_positions - num_found))
         num_found += len(new.z)
@@ -558,11 +719,12 @@ def collect_images(games: SelfPlay, go: Go, workers, num_positions: int, epoch: 
     return make_images(concatenate(records), go.symmetries, epoch), num_moves
 
 
-def alphazero_loss(agent, records: Records, stage: Stage):
+def alphazero_loss(agent, records, stage):
     """Compute eq. 6, 4 and 5 for each record, [3, B]."""
     logits, values = agent(records.planes)
     points = records.planes[:, LEGAL_PLANE].flatten(1)
     legal = nn.functional.pad(points, (0, 1), value=True)  # [B, A]; a pass is always legal
+    # Illegal moves have probability zero; their logarithms become 0, as 0 times infinity would be NaN
     log_probs = logits.masked_fill(~legal, -torch.inf).log_softmax(1).masked_fill(~legal, 0)
     policy = records.policy.float()
     policy_loss = (torch.xlogy(policy, policy) - policy * log_probs).sum(1)  # eq. 4
@@ -574,7 +736,7 @@ def alphazero_loss(agent, records: Records, stage: Stage):
 
 
 @torch.no_grad()
-def rank_records(agent, records: Records, stage: Stage):
+def rank_records(agent, records, stage):
     """Compute eq. 6 for records [B], in parts that fit into a CPU's cache."""
     agent.eval()
     losses = []
@@ -583,7 +745,7 @@ def rank_records(agent, records: Records, stage: Stage):
     return torch.cat(losses)
 
 
-def update_network(agent, optimizer, records: Records, stage: Stage):
+def update_network(agent, optimizer, records, stage):
     """Take one gradient step on a minibatch, and return the first four METRICS."""
     losses = alphazero_loss(agent, records, stage).mean(1)
     optimizer.zero_grad()
@@ -596,9 +758,12 @@ def update_network(agent, optimizer, records: Records, stage: Stage):
     return torch.cat((losses.detach(), grad_norm.unsqueeze(0)))
 
 
-def train_minibatch(agent, optimizer, pool: Records, turn: int, stage: Stage, args):
-    """Train on one minibatch of the pool, and update the losses of its records; returns the METRICS."""
-    index = sample_pool(pool, turn, args.batch_size // WORLD_SIZE, args.random_fraction)
+def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, args, turn):
+    """Train on the minibatch of number `turn`; returns the METRICS.
+
+    The losses of its records in the pool become those after the step.
+    """
+    index = sample_pool(pool, turn, batch_size, args.random_fraction, fixed_shapes)
     records = pool.pick(index)
     losses = update_network(agent.train(), optimizer, records, stage)
     loss_after = rank_records(agent, records, stage)
@@ -606,11 +771,18 @@ def train_minibatch(agent, optimizer, pool: Records, turn: int, stage: Stage, ar
     return torch.cat((losses, torch.stack((records.loss.mean(), loss_after.mean()))))
 
 
-def train_epoch(agent, optimizer, pool: Records, stage: Stage, args, bar):
+def train_epoch(agent, optimizer, pool, num_minibatches, stage, args, bar, use_graphs=False):
     """Train on minibatches of the pool, which the bar counts; returns the mean METRICS."""
+    batch_size = args.batch_size // WORLD_SIZE
+    # Fixed shapes need a full minibatch for each of the eight turns
+    fixed_shapes = pool.z.is_cuda and pool.turn.bincount(minlength=8).min().item() >= batch_size
+    update = partial(train_minibatch, agent, optimizer, pool, batch_size, fixed_shapes, stage, args)
     metrics = []
-    for turn in range(count_minibatches(args)):
-        metrics.append(train_minibatch(agent, optimizer, pool, turn, stage, args))
+    for turn in torch.arange(num_minibatches, device=pool.z.device):
+        # Record after one minibatch, as AdamW creates its state in the first step
+        if use_graphs and fixed_shapes and len(metrics) == 1:
+            update = capture(update, turn)
+        metrics.append(update(turn).clone())
         bar.update()
     optimizer.zero_grad()  # so that copies of the network have no gradients
     # Each process has its own statistics of the batch normalizations
@@ -620,51 +792,40 @@ def train_epoch(agent, optimizer, pool: Records, stage: Stage, args, bar):
     return average(torch.stack(metrics).mean(0))
 
 
-def count_minibatches(args) -> int:
-    """Return the number of minibatches of an epoch."""
-    return ceil(args.train_fraction * args.pool_size / args.batch_size)
-
-
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.inference_mode()
-def evaluate_network(go: Go, network, boards: Boards, legal):
+def evaluate_network(go, network, boards, legal):
     """Return logits [R, A] and values [R] of a network."""
     planes = go.planes(boards, legal)
     # On a CPU, in parts that fit into its cache
     num_parts = 1 if planes.is_cuda else 1 + len(planes) * go.num_points // 6000
-    outputs = [network(part) for part in planes.chunk(num_parts)]
-    logits, values = zip(*outputs)
+    logits = []
+    values = []
+    for part in planes.chunk(num_parts):
+        outputs = network(part)
+        logits.append(outputs[0])
+        values.append(outputs[1])
     return torch.cat(logits), torch.cat(values)
 
 
-def evaluate_rollouts(go: Go, komi: float, boards: Boards, legal):
+def evaluate_rollouts(go, komi, boards, legal):
     """Return random logits [R, A], and values [R] of one random game each; with UCB, this is plain MCTS."""
     logits = torch.rand(legal.shape, device=go.device)
-    rows = torch.arange(len(legal), device=go.device)  # games that are not over
-    won = torch.zeros(len(legal), device=go.device)  # by black
-    to_play = boards.to_play
-    while len(rows):
-        boards = go.play(boards, go.draw_moves(boards, legal))
-        over = boards.is_over
-        won[rows[over]] = ((go.score(boards.pick(over)) - komi).sign() + 1) / 2
-        boards = boards.pick(~over)
-        rows = rows[~over]
-        if len(rows):
-            legal = go.legal_moves(boards)
-    return logits, torch.where(to_play == 1, won, 1 - won)
+    won = ((go.finish_at_random(boards, legal) - komi).sign() + 1) / 2  # by black
+    return logits, torch.where(boards.to_play == 1, won, 1 - won)
 
 
-def make_workers(go: Go, agent, args):
+def make_workers(go, agent, args):
     """Make workers that evaluate leaves with a copy of the network as it is now."""
     # This memory format saves 3 % of a search on a CPU
     network = deepcopy(agent).eval().to(memory_format=torch.channels_last)
     return [Worker(partial(evaluate_network, go, network), go.device) for _ in range(args.num_workers)]
 
 
-def make_player(go: Go, workers, num_simulations: int, args, scores=puct_scores):
+def make_player(go, workers, num_simulations, args, scores=puct_scores):
     """Make a function from boards [R] to the moves [R] that a search finds best."""
 
-    def choose_moves(boards: Boards):
+    def choose_moves(boards):
         """Search each of the boards from the root."""
         search = Search(go, workers, boards, num_simulations, args, scores)
         search.run(num_simulations)
@@ -673,12 +834,13 @@ def make_player(go: Go, workers, num_simulations: int, args, scores=puct_scores)
     return choose_moves
 
 
-def play_match(go: Go, players, num_games: int, komi: float):
+def play_match(go, players, num_games, komi):
     """Play two functions from boards [R] to moves [R] against each other.
 
     Returns the first one's win rate, its mean margin in points after komi, and the number of moves. Each
     opening of two random moves is played from both sides. A draw is half a win.
     """
+    # The openings
     num_openings = (num_games + 1) // 2
     boards = go.new(num_openings)
     for _ in range(2):
@@ -686,27 +848,33 @@ def play_match(go: Go, players, num_games: int, komi: float):
     number = torch.arange(num_games, device=go.device)
     boards = boards.pick(number % num_openings)
     is_first_black = number < num_openings
+
+    # Each player moves in all games where it is its turn
     while not boards.is_over.all():
         for player, is_black in zip(players, (is_first_black, ~is_first_black)):
             rows = (~boards.is_over & ((boards.to_play == 1) == is_black)).nonzero().squeeze(1)
             if len(rows):
                 moving = boards.pick(rows)
                 boards.put(rows, go.play(moving, player(moving)))
+
+    # Margins of black become those of the first player
     margin = (go.score(boards) - komi) * (2 * is_first_black - 1)
-    win_rate = (margin.sign() + 1) / 2
-    return win_rate.mean().item(), margin.mean().item(), boards.num_moves.sum().item()
+    won = (margin.sign() + 1) / 2
+    return won.mean().item(), margin.mean().item(), boards.num_moves.sum().item()
 
 
-def evaluate(go: Go, agent, best, args, *stream: int) -> dict[str, float]:
+def evaluate(go, agent, best, args, *stream):
     """Play against `best` with a quarter of the simulations, or with all against plain MCTS if it is None."""
     seed_everything(args.seed, *stream)
     num_games = args.eval_episodes
     num_simulations = args.simulations_end
     if best:
+        # A match during training: fewer games, and a search that is as shallow for both
         num_games = min(40, num_games)
         num_simulations = ceil(num_simulations / 4)
         opponent = make_player(go, make_workers(go, best, args), num_simulations, args)
     else:
+        # Plain MCTS: classic UCB, random games in place of the network, and won games alone count
         workers = [Worker(partial(evaluate_rollouts, go, args.komi), go.device)]
         plain_args = replace(args, score_weight=0.0, c_puct=1.25)
         opponent = make_player(go, workers, num_simulations, plain_args, ucb_scores)
@@ -751,7 +919,7 @@ def average_gradients(network):
         nn.utils.vector_to_parameters(vector, gradients)
 
 
-def seed_everything(*stream: int) -> int:
+def seed_everything(*stream: int):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
     Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
@@ -760,6 +928,26 @@ def seed_everything(*stream: int) -> int:
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
     return seed
+
+
+def capture(function, *inputs):
+    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
+
+    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
+    read again in each replay.
+    """
+    memory = [x.clone() for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        output = function(*memory)
+
+    def replay(*new_inputs):
+        for old, new in zip(memory, new_inputs):
+            old.copy_(new)
+        graph.replay()
+        return output
+
+    return replay
 
 
 def set_up_processes(args):
@@ -827,27 +1015,27 @@ def set_up(args, checkpoint, device):
     go = Go(int(args.env_id.split("x")[1]), device)
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(go.size, args).to(device)
-    optimizer = torch.optim.AdamW(agent.parameters(), weight_decay=args.weight_decay, fused=True)
+    options = {"weight_decay": args.weight_decay, "capturable": device.type == "cuda"}
+    optimizer = torch.optim.AdamW(agent.parameters(), fused=True, **options)
     parts = {"agent": agent, "best": deepcopy(agent), "optimizer": optimizer}
-    if WORLD_SIZE == 1:  # several processes save no games and no pool, and resume without them
-        parts["games"] = SelfPlay(go, args.num_games)
+    games = SelfPlay(go, args.num_games // WORLD_SIZE)
     if checkpoint:
-        used = ["agent"] if args.evaluate or args.gtp else parts
+        is_resumed = not (args.evaluate or args.gtp)
         try:
-            for name in used:
-                if name != "games" or name in checkpoint:
-                    parts[name].load_state_dict(checkpoint[name])
+            for name in parts if is_resumed else ["agent"]:
+                parts[name].load_state_dict(checkpoint[name])
+            # Several processes save no games and no pool, and resume without them
+            if is_resumed and "games" in checkpoint and WORLD_SIZE == 1:
+                games.load_state_dict(checkpoint["games"])
         except (KeyError, RuntimeError, ValueError):
             path = args.evaluate or args.gtp or args.resume
             flags = "--env-id, --blocks, --channels, --num-games"
             fail(f"{path}: not the network or the games of {flags} and this file")
-        optimizer.param_groups[0]["weight_decay"] = (
-            args.weight_decay
-        )  # loading has put the saved one in place
-    return go, parts
+        optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
+    return go, parts, games
 
 
-def use_network(go: Go, agent, args):
+def use_network(go, agent, args):
     """Print scores for --evaluate, or answer commands of the Go Text Protocol for --gtp."""
     if args.evaluate:
         print(evaluate(go, agent, None, args, 3))
@@ -857,7 +1045,7 @@ def use_network(go: Go, agent, args):
     Engine(go, partial(Search, go, make_workers(go, agent, args)), args).serve(sys.stdin)
 
 
-def summarize(pool: Records, metrics, epoch: int):
+def summarize(pool, metrics, epoch):
     """Return what is logged about an epoch's losses and the pool after it."""
     scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
     scalars["pool/size"] = len(pool.z)
@@ -874,23 +1062,19 @@ def train(args, run_path: Path, checkpoint=None):
     """
     # Set up
     device = set_up_processes(args)
-    go, parts = set_up(args, checkpoint, device)
-    agent = parts["agent"]
-    best = parts["best"]
-    optimizer = parts["optimizer"]
-    num_games = args.num_games // WORLD_SIZE
-    games = parts.get("games") or SelfPlay(go, num_games)
+    go, parts, games = set_up(args, checkpoint, device)
+    agent, best, optimizer = parts.values()
     if args.evaluate or args.gtp:
         use_network(go, agent, args)
         return
     progress = checkpoint["progress"] if checkpoint else Progress()
-    network_parts = {name: part for name, part in parts.items() if name != "games"}
+    whole = parts | {"games": games} if WORLD_SIZE == 1 else parts
     save = partial(save_checkpoint, run_path, args, progress)
     if RANK == 0:
         writer = open_run(run_path, args, progress.step)
-        print(f"{run_path}: {num_games} games on {device}, step {progress.step}")
+        print(f"{run_path}: {args.num_games} games on {device}, step {progress.step}")
         if not checkpoint:
-            save(parts, "checkpoint.pt")
+            save(whole, "checkpoint.pt")
         elif not (run_path / "best.pt").exists() or checkpoint["args"].komi != args.komi:
             progress.best_score = None  # the next network that is evaluated is the best one
         if progress.iteration >= args.num_epochs:
@@ -906,18 +1090,22 @@ def train(args, run_path: Path, checkpoint=None):
         if progress.best_score is None or progress.last_score >= 0.5:
             progress.best_score = progress.last_score
             best.load_state_dict(agent.state_dict())
-            save(network_parts, "best.pt")
-        save(parts, "checkpoint.pt")
+            save(parts, "best.pt")
+        save(whole, "checkpoint.pt")
 
+    use_graphs = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+    # On a GPU, one worker searches in fixed shapes, recorded or not
+    search_go = Go(go.size, device, device.type == "cuda" and args.num_workers == 1)
     capacity = args.pool_size // WORLD_SIZE
     num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones per epoch, of eight images each
-    num_minibatches = count_minibatches(args)
+    num_minibatches = ceil(args.train_fraction * args.pool_size / args.batch_size)
+    epoch_length = num_positions + num_minibatches  # of the bar
     match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # of a match, at most
     eval_interval = args.eval_interval or ceil(args.num_epochs / 10)
     saved_at = time.time()
     with tqdm(
-        total=args.num_epochs * (num_positions + num_minibatches),
-        initial=progress.iteration * (num_positions + num_minibatches),
+        total=args.num_epochs * epoch_length,
+        initial=progress.iteration * epoch_length,
         mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
         disable=RANK > 0,
     ) as bar:
@@ -942,19 +1130,26 @@ def train(args, run_path: Path, checkpoint=None):
                 games.start()
 
             # Collect: play until there are enough new records, which replace old ones in the pool
-            workers = make_workers(go, agent, args)
-            images, num_moves = collect_images(games, go, workers, num_positions, epoch, stage, args, bar)
+            search = Search(
+                search_go,
+                make_workers(search_go, agent, args),
+                games.boards,
+                stage.num_simulations,
+                args,
+                stage.scores,
+                use_graphs,
+            )
+            images, num_moves = collect_images(games, go, search, num_positions, epoch, stage, args, bar)
             images = images._replace(loss=rank_records(agent, images, stage))
-            oldest = epoch - args.max_age if args.max_age else 0
+            oldest = epoch - (args.max_age or args.num_epochs)
             games.pool = refill_pool(games.pool, images, capacity, oldest)
             collected = time.time()
 
             # Update: minibatches of the pool
-            metrics = train_epoch(agent, optimizer, games.pool, stage, args, bar)
+            metrics = train_epoch(agent, optimizer, games.pool, num_minibatches, stage, args, bar, use_graphs)
 
             # Count the moves: the mean over processes times their number is the sum
-            num_moves = average(torch.tensor(float(num_moves), device=device)).item()
-            num_moves = round(num_moves * WORLD_SIZE)
+            num_moves = round(average(torch.tensor(float(num_moves), device=device)).item() * WORLD_SIZE)
             progress.step += num_moves
             progress.cpu_seconds += time.process_time() - cpu_start
 
@@ -980,7 +1175,7 @@ def train(args, run_path: Path, checkpoint=None):
             is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
-                save(parts, "checkpoint.pt")
+                save(whole, "checkpoint.pt")
                 saved_at = time.time()
 
             # Evaluate. Without --eval-interval, matches take at most a fifth as many moves as self-play
@@ -1000,7 +1195,7 @@ def train(args, run_path: Path, checkpoint=None):
             progress.win_rate = scores["eval/win_rate"]
             for name in ("eval/win_rate", "eval/margin"):
                 writer.add_scalar(name, scores[name], progress.step)
-            save(parts, "checkpoint.pt")
+            save(whole, "checkpoint.pt")
     writer.close()
     score = "not evaluated"
     if progress.win_rate is not None:
@@ -1017,14 +1212,14 @@ def main(argv=None):
         checkpoint = load_checkpoint(path)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = "num_games channels simulations_start simulations_end num_epochs pool_size batch_size".split()
-    shares = "score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef".split()
-    shares += ["q_weight_start", "q_weight_end"]
+    shares = (
+        "score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef "
+        "q_weight_start q_weight_end"
+    ).split()
     for name, value in vars(args).items():
-        if type(value) not in (int, float) or name == "komi":
-            continue
-        flag = f"--{name.replace('_', '-')} ({value})"
         least = 1 if name in counts else 0
-        if not value >= least:  # also if it is NaN
+        flag = f"--{name.replace('_', '-')} ({value})"
+        if type(value) in (int, float) and name != "komi" and not value >= least:  # also if it is NaN
             fail(f"{flag} must be at least {least}")
         if name in shares and value > 1:
             fail(f"{flag} must be at most 1")
@@ -1036,11 +1231,8 @@ def main(argv=None):
         fail("--gtp needs envs_shared/go_gtp.py beside envs_shared/go.py")
     if args.evaluate and not args.eval_episodes:
         fail("--evaluate needs --eval-episodes")
-    for name in ("num_games", "batch_size"):
-        value = getattr(args, name)
-        if value % WORLD_SIZE:
-            flag = f"--{name.replace('_', '-')} ({value})"
-            fail(f"{flag} must be divisible by the number of processes ({WORLD_SIZE})")
+    if args.num_games % WORLD_SIZE or args.batch_size % WORLD_SIZE:
+        fail(f"--num-games and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     if args.pool_size < 8 * args.batch_size:
         # Only one image of each position may be in a minibatch
         fail(f"--pool-size ({args.pool_size}) must be at least eight times --batch-size ({args.batch_size})")

@@ -3,6 +3,14 @@
 A board of n x n points is a row of S = (n + 2) (n + 1) + 1 cells. Two rows, one column and the last cell are walls,
 so that the neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also at the sides of the board.
 Moves are numbered row * n + column from the top left. The pass is n * n, so there are A = n^2 + 1 moves.
+
+What alphazero_go.py asks of a game, so that another file can take the place of this one:
+- NUM_PLANES and LEGAL_PLANE, the number of input planes and the one that shows the legal moves but the last;
+- Boards with the fields to_play, num_moves, last_move and history, `is_over`, `pick` and `put`; black begins,
+  sides alternate, and a game has at most 2 n^2 moves;
+- Go(size, device, fixed_shapes) with size, num_points n^2, num_actions n^2 + 1, device, fixed_shapes, symmetries,
+  new, legal_moves, play, draw_moves, score, finish_at_random and planes.
+A board is square, has eight symmetries and one input plane cell a point, and the last move is always legal in training.
 """
 
 from typing import NamedTuple
@@ -45,7 +53,8 @@ class Boards(NamedTuple):
 class Go:
     """The rules on boards of one size."""
 
-    def __init__(self, size: int, device="cpu"):
+    def __init__(self, size: int, device="cpu", fixed_shapes: bool = False):
+        self.fixed_shapes = fixed_shapes
         self.size, self.num_points, self.num_actions = size, size**2, size**2 + 1
         self.num_cells, self.device = (size + 2) * (size + 1) + 1, torch.device(device)
         rows, columns = np.divmod(np.arange(size**2), size)
@@ -57,9 +66,14 @@ class Go:
         keys = np.random.default_rng(0).integers(-(2**63), 2**63, (2, self.num_cells), np.int64)
         self.black_keys, self.white_keys = torch.from_numpy(keys).to(device)  # [S]
         # A liberty as one number: 1, its cell and the square of that. In the sums over the liberties that the
-        # stones of a group see, count * squares = sum^2 if and only if all of them are the same cell.
+        # stones of a group see, count * squares = sum^2 if and only if all of them are the same cell. On 19x19,
+        # 360 stones see at most 1,440 liberties, and cells are at most 420: the count takes 11 of its 13 bits,
+        # the sum of cells 20 of its 21, and that of squares 28, so that a sum stays below 2^62.
         cell = torch.arange(self.num_cells, device=device)
         self.liberties = 1 + (cell << 13) + (cell**2 << 34)  # [S]
+        # [n^2, n^2]: 1 from each point to itself and to its neighbours
+        distance = np.abs(rows - rows[:, None]) + np.abs(columns - columns[:, None])
+        self.spread = torch.from_numpy(distance < 2).float().to(device)
         points = np.arange(size**2).reshape(size, size)
         images = [np.rot90(x, k).flatten() for x in (points, points.T) for k in range(4)]
         # [8, A]: x[..., symmetries[k]] is image k of x [..., A] under the symmetries of the square; 0 is x
@@ -82,18 +96,22 @@ class Go:
 
     def find_atari(self, stones, groups):
         """Find the stones whose group has one liberty, bool [B, S]."""
+        # What each stone sees, summed over its group
         left, right, upper, lower = self.neighbours(self.liberties * (stones == 0))
         seen = torch.zeros_like(groups)
         seen[:, self.inner] = left + right + upper + lower
         total = torch.zeros_like(groups).scatter_add_(1, groups, seen.masked_fill_(stones.abs() != 1, 0))
+        # Unpack the three sums
         count, cells, squares = total & 8191, (total >> 13) & (2**21 - 1), total >> 34
         return ((count * squares == cells * cells) & (count > 0)).gather(1, groups)
 
     def legal_moves(self, boards: Boards):
         """Find the legal moves, bool [B, A]; there are none if the game is over."""
+        # The sum of the keys of each group, which leave the hash if it is captured
         keys = torch.where(boards.stones == 1, self.black_keys, self.white_keys)
         keys = keys.masked_fill_(boards.stones.abs() != 1, 0)
         group_keys = torch.zeros_like(keys).scatter_add_(1, boards.groups, keys).gather(1, boards.groups)
+        # A stone lives beside an empty point, a group that it captures, or an own one with another liberty
         stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
         can_live = torch.zeros_like(stones[:, self.inner], dtype=torch.bool)
         captured_keys, seen = torch.zeros_like(keys[:, self.inner]), []
@@ -105,6 +123,7 @@ class Go:
                 is_captured &= group != other
             seen.append(group)
             captured_keys += group_key * is_captured
+        # Superko: a move whose position was there before is illegal
         is_black = (boards.to_play == 1).unsqueeze(1)
         own_keys = torch.where(is_black, self.black_keys, self.white_keys)[:, self.inner]
         position = boards.history.gather(1, boards.num_moves.unsqueeze(1))
@@ -115,6 +134,9 @@ class Go:
 
     def was_before(self, boards: Boards, hashes):
         """Tell which of the hashes [B, n^2] belong to earlier positions of the same board."""
+        if self.fixed_shapes:
+            # All of the history; a hash of zero is also that of an empty board, which no move makes
+            return (hashes.unsqueeze(2) == boards.history.unsqueeze(1)).any(2)
         past = boards.history[:, : int(boards.num_moves.max()) + 1]
         # Few hashes share their low bits with a past one; only those are compared in full
         table = torch.zeros(len(past), 4096, dtype=torch.bool, device=self.device)
@@ -130,6 +152,7 @@ class Go:
         around = torch.cat([cell + k for k in self.offsets], 1)  # [B, 4]
         near, groups = boards.stones.gather(1, around), boards.groups.gather(1, around)
         own = boards.to_play[:, None]
+        # Which groups it captures and joins: their numbers, -1 for none
         captured = (near == -own) & boards.in_atari.gather(1, around) & ~is_pass
         captured = groups.masked_fill(~captured, -1)
         joined = groups.masked_fill((near != own) | is_pass, -1)
@@ -137,17 +160,20 @@ class Go:
         for k in range(4):
             is_captured |= boards.groups == captured[:, k : k + 1]
             is_joined |= boards.groups == joined[:, k : k + 1]
+        # Take captured stones off, put the new one down, and give the groups that it joins its number
         stones = boards.stones.masked_fill(is_captured, 0)
         groups = boards.groups.masked_fill(is_captured, self.num_cells - 1)
         groups = torch.where(is_joined, cell, groups)
         stones.scatter_(1, cell, torch.where(is_pass, stones.gather(1, cell), own))
         groups.scatter_(1, cell, torch.where(is_pass, groups.gather(1, cell), cell))
+        # The hash of the new position
         is_black = own == 1
         key = torch.where(is_black, self.black_keys[cell], self.white_keys[cell]).masked_fill(is_pass, 0)
         captured_keys = torch.where(is_black, self.white_keys, self.black_keys) * is_captured
         position = boards.history.gather(1, boards.num_moves.unsqueeze(1))
         position += key - captured_keys.sum(1, keepdim=True)
-        num_moves = boards.num_moves + 1
+        # A move after the end, which only fixed shapes make, counts for nothing and stays within the history
+        num_moves = (boards.num_moves + 1).clamp(max=boards.history.shape[1] - 1)
         history = boards.history.scatter(1, num_moves.unsqueeze(1), position)
         num_passes = (boards.num_passes + 1) * is_pass[:, 0]
         in_atari = self.find_atari(stones, groups)
@@ -164,18 +190,46 @@ class Go:
             weights[:, -1] = 1e-6
         return torch.multinomial(weights, 1).squeeze(1)
 
+    def finish_at_random(self, boards: Boards, legal):
+        """Play random moves to the end of games [R] that are not over, and return their scores [R]."""
+        rows = torch.arange(len(legal), device=self.device)  # games that are not over
+        scores = torch.zeros_like(rows)
+        while len(rows):
+            boards = self.play(boards, self.draw_moves(boards, legal))
+            over = boards.is_over
+            scores[rows[over]] = self.score(boards.pick(over))
+            boards = boards.pick(~over)
+            rows = rows[~over]
+            if len(rows):
+                legal = self.legal_moves(boards)
+        return scores
+
     def score(self, boards: Boards):
         """Return the area of black minus that of white, int64 [B], without komi."""
+        if self.fixed_shapes:
+            return self.score_in_fixed_time(boards)
         areas = []
         for colour in (1, -1):
-            reached, count = boards.stones == colour, -1
-            while count != (count := int(reached.sum())):
+            reached = boards.stones == colour
+            before = -1
+            while before != (count := int(reached.sum())):
+                before = count
                 left, right, upper, lower = self.neighbours(reached)
                 spread = (boards.stones[:, self.inner] == 0) & (left | right | upper | lower)
                 reached = reached.clone()
                 reached[:, self.inner] |= spread
             areas.append(reached.sum(1))
         return areas[0] - areas[1]
+
+    def score_in_fixed_time(self, boards: Boards):
+        """Do what `score` does in as many steps as the longest way through empty points may need."""
+        stones = boards.stones[:, self.cells].unsqueeze(0)  # [1, B, n^2]
+        reached = torch.cat((stones == 1, stones == -1)).float()  # of black and of white
+        room = torch.maximum(reached, (stones == 0).float())
+        for _ in range(2 * self.num_points // 3 + 1):
+            reached = torch.minimum(reached @ self.spread, room)
+        black, white = reached.sum(2).long()
+        return black - white
 
     def planes(self, boards: Boards, legal):
         """Return a network's input, bool [B, NUM_PLANES, n, n], as the side to move sees it.

@@ -1,6 +1,7 @@
 """AlphaZero for Go: the search against a plain recursive one, its workers, the pool, the losses, self-play."""
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -43,13 +44,8 @@ def make_boards(go, num_games, num_moves):
     return boards
 
 
-def stage(scores=az.puct_scores, num_simulations=8, epsilon=0.0, q_weight=0.3, value_coef=0.2):
-    name = "self-play" if scores else "random games"
-    return az.Stage(name, scores, num_simulations, epsilon, q_weight, value_coef)
-
-
-def no_bar():
-    return SimpleNamespace(update=lambda n=1: None)
+def stage(name="self-play", num_simulations=8, epsilon=0.0, value_coef=0.2):
+    return az.Stage(name, az.puct_scores, num_simulations, epsilon, 0.3, value_coef)
 
 
 # One worker
@@ -102,15 +98,21 @@ def assert_same_tree(search, game, node, args, number=0):
             assert_same_tree(search, game, child, args, int(search.child[game, number, move]))
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
 @pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {"score_weight": 0.4}), (5, {"first_q": "zero"})])
-def test_one_worker_is_the_serial_search(size, options, request):
-    """For several games at once, on small boards where games end and superko bites, and if continued."""
+def test_one_worker_is_the_serial_search(size, options, fixed_shapes, request):
+    """For several games at once, on small boards where games end and superko bites, and if continued.
+
+    With fixed shapes, rows without work leave nothing behind, and trees begin again in used memory.
+    """
     # Some scores are so close that float32 may order them in another way
     torch.set_default_dtype(torch.float64)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    go, args = Go(size), Args(komi=0.0, c_puct=2.0, **options)
+    go, args = Go(size, "cpu", fixed_shapes), Args(komi=0.0, c_puct=2.0, **options)
     evaluator, boards = make_evaluator(go), make_boards(go, 6, 2 if size == 2 else 4)
-    search = make_search(go, evaluator, boards, 120, args)
+    search = make_search(go, evaluator, make_boards(go, 6, 1), 120, args)
+    search.run(120)
+    search.start(boards)
     roots = [make_node(go, evaluator, boards.pick(torch.tensor([game])), args) for game in range(6)]
     for num_simulations in (3, 77, 40):
         search.run(num_simulations)
@@ -125,8 +127,32 @@ def test_one_worker_is_the_serial_search(size, options, request):
             assert search.root_values()[game].item() == pytest.approx(value, abs=1e-5)
             best = max(edges, key=lambda move: edges[move][:2])  # ties by the values
             assert search.best_moves()[game] == best
-    search.run(10**6)  # no tree has room for more nodes
+    assert (search.child[:, search.nowhere] == search.nowhere).all()
+    assert all(x.isfinite().all() for x in (search.N, search.Q, search.P, search.value))
+    if not fixed_shapes:
+        search.run(10**6)  # no tree has room for more nodes
     assert (search.num_nodes <= 121).all()
+    assert torch.equal(search.num_nodes, 1 + (search.child != search.nowhere).sum((1, 2)))
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_a_path_may_be_as_long_as_the_tree(fixed_shapes):
+    """It is if each position has one good move. With noise, the new prior decides on the first move."""
+    go, args = Go(5, "cpu", fixed_shapes), Args(noise_weight=1.5)
+
+    def evaluate(boards, legal):
+        return -100.0 * torch.arange(26).expand(legal.shape), torch.full(legal.shape[:1], 0.5)
+
+    boards = make_boards(go, 40, 4)
+    search = make_search(go, evaluate, boards, 13, args)
+    search.run(13)
+    assert (search.N.sum(2)[:, :14] == torch.arange(13, -1, -1)).all()
+    before = search.N[:, 0].argmax(1)
+    search.start(boards)
+    search.add_noise()
+    search.run(1)
+    first = search.N[:, 0].argmax(1)
+    assert torch.equal(first, search.P[:, 0].argmax(1)) and (first != before).any()
 
 
 def test_scores_are_classic_ucb():
@@ -154,7 +180,7 @@ def test_noise_is_of_a_dirichlet_distribution():
 def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit, most):
     """At most k N(root) pseudo-visits, which a worker takes away again. Random values are the worst case."""
     go, args = Go(7), Args(komi=0.5, c_puct=1.25, pseudo_limit=pseudo_limit)
-    evaluator, boards, numbers = make_evaluator(go), make_boards(go, 16, 8), [0]
+    evaluator, boards, numbers, again = make_evaluator(go), make_boards(go, 16, 8), [0], set()
     serial = make_search(go, evaluator, boards, 300, args)
     search = make_search(go, evaluator, boards, 300, args, num_workers=2)
     request, finish = search.request, search.finish
@@ -165,6 +191,7 @@ def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit
         num_pseudo, num_visits = search.pseudo[:, 0].sum(1), 1 + search.N[:, 0].sum(1)
         assert (num_pseudo <= pseudo_limit * num_visits).all() and len(done.unique()) == len(done)
         numbers.append(int(num_pseudo.max()))
+        again.update(*(edges[0][torch.isin(edges[0], done)].tolist() for edges in worker.pseudo_edges))
         return done
 
     def watch_finish(worker):
@@ -177,10 +204,11 @@ def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit
     serial.run(300)
     distance = (search.policy() - serial.policy()).abs().sum(1).mean() / 2
     assert distance <= most and (distance > 0) == (max(numbers) > 0) == (most > 0)
+    assert (len(again) > 8) == (most > 0)  # games in which another leaf was found after a pseudo-visit
     assert not search.pseudo.any() and not (search.status == az.PENDING).any()
     assert (search.N[:, 0].sum(1) == 300).all()
     # The visits of an edge are those of its child, N(s) is 1 and the visits of its edges, and Q is eq. 2
-    game, node, move = (search.child >= 0).nonzero(as_tuple=True)
+    game, node, move = (search.child != search.nowhere).nonzero(as_tuple=True)
     child = search.child[game, node, move]
     is_open = search.status[game, child] == az.OPEN
     visits = 1 + search.N.sum(2)
@@ -196,7 +224,7 @@ def test_a_search_of_two_workers_leaves_nothing_for_the_next_one():
     for i in range(60):
         search = az.Search(go, workers, make_boards(go, 20 + i, i % 6), 20, args)
         search.run(20)
-        assert not any(w.job or w.pseudo_edges for w in workers) and not search.pseudo.any()
+        assert not any(w.leaves or w.job or w.pseudo_edges for w in workers) and not search.pseudo.any()
 
 
 # What a search finds
@@ -246,7 +274,8 @@ def test_a_network_evaluates_in_parts_and_in_bfloat16_as_it_does_at_once():
     planes = go.planes(boards, legal)
     expected, in_bf16 = agent(planes), make_agent(bf16=True)[0](planes)
     (worker,) = az.make_workers(go, agent.train(), args)
-    worker.submit(boards, legal)  # the network as it is now, in evaluation mode
+    worker.leaves = az.Leaves(None, None, boards, legal, None, None)
+    worker.submit()  # the network as it is now, in evaluation mode
     for x in agent.parameters():
         x.zero_()
     for x, y, z in zip(worker.wait(), in_bf16, expected, strict=True):
@@ -327,14 +356,14 @@ def test_the_pool_drops_the_smallest_losses_and_the_old():
 def test_minibatches_are_those_of_the_largest_loss_and_others_at_random():
     pool = make_records(800)
     torch.manual_seed(0)
-    for turn, share in ((3, 0.0), (11, 0.25), (2, 1.0)):
-        index = az.sample_pool(pool, turn, 20, share)
+    for turn, share, fixed in itertools.product((3, 10), (0.0, 0.25, 1.0), (False, True)):
+        index = az.sample_pool(pool, turn, 20, share, fixed)
         assert len(index.unique()) == 20 and (pool.turn[index] == turn % 8).all()
         rows = (pool.turn == turn % 8).nonzero()[:, 0]
         best = rows[pool.loss[rows].argsort(descending=True)]
         num_ranked = round(20 * (1 - share))
         assert set(best[:num_ranked].tolist()) <= set(index.tolist())
-    drawn = torch.cat([az.sample_pool(pool, 0, 20, 0.5) for _ in range(2000)])
+    drawn = torch.cat([az.sample_pool(pool, 0, 20, 0.5, i % 2 == 0) for i in range(2000)])
     counts = torch.bincount(drawn, minlength=800)[0::8].sort(descending=True).values
     assert (counts[:10] == 2000).all()  # ranked; each of the other 90 by chance
     assert ((counts[10:] - 20000 / 90) ** 2 / (20000 / 90)).sum() < 140  # chi-squared, 89 degrees, 0.05 %
@@ -370,10 +399,9 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
     pool = make_records(400)
     ranked, sampled, sample = pool.loss.clone(), [], az.sample_pool
     monkeypatch.setattr(az, "sample_pool", lambda *a: sampled.append(sample(*a)) or sampled[-1])
-    metrics = az.train_epoch(
-        agent, torch.optim.AdamW(agent.parameters(), 1e-2), pool, stage(), args, no_bar()
-    )
-    assert [int(x[0]) % 8 for x in sampled] == [0, 1, 2]  # three minibatches are 12 % of 400
+    optimizer = torch.optim.AdamW(agent.parameters(), 1e-2)
+    metrics = az.train_epoch(agent, optimizer, pool, 3, stage(), args, SimpleNamespace(update=lambda: None))
+    assert [int(x[0]) % 8 for x in sampled] == [0, 1, 2]  # a turn each
     index = torch.cat(sampled)
     is_new = torch.zeros(400, dtype=torch.bool).index_fill(0, index, True)
     assert torch.equal(pool.loss != ranked, is_new) and len(index.unique()) == 48
@@ -397,7 +425,8 @@ def test_records_are_the_games(monkeypatch):
     torch.manual_seed(0)
     for _ in range(40):
         planes, sides = go.planes(games.boards, go.legal_moves(games.boards)), games.boards.to_play.tolist()
-        found = az.play_moves(games, go, workers, stage(num_simulations=12, epsilon=0.1), args)
+        tree = az.Search(go, workers, games.boards, 12, args)
+        found = az.play_moves(games, go, tree, stage(num_simulations=12, epsilon=0.1), args)
         search, expected = searches[-1], []
         assert (search.N[:, 0].sum(1) == 12).all() and search.P[:, 0].sum(1).mean() == pytest.approx(1.25)
         rows = zip(planes, search.policy(), search.root_values(), sides, strict=True)
@@ -421,7 +450,8 @@ def test_moves_of_self_play():
     for epsilon, draw_moves, low, high in ((0.5, 0.0, 0.4, 0.65), (0.0, 0.0, 1, 1), (0.0, 0.33, 0.05, 0.6)):
         torch.manual_seed(0)
         games, args.draw_moves = az.SelfPlay(go, 300), draw_moves
-        az.play_moves(games, go, workers, stage(num_simulations=20, epsilon=epsilon), args)
+        search = az.Search(go, workers, games.boards, 20, args)
+        az.play_moves(games, go, search, stage(num_simulations=20, epsilon=epsilon), args)
         policy = games.policy[:, 0]
         chosen = policy.gather(1, games.boards.last_move[:, None])[:, 0]
         assert low <= (chosen == policy.amax(1)).float().mean() <= high
@@ -430,14 +460,14 @@ def test_moves_of_self_play():
     assert ((counts - expected) ** 2 / expected.clamp(min=1e-9))[expected > 0].sum() < 50
     boards = go.new(300)
     games.boards = boards._replace(num_moves=torch.full_like(boards.num_moves, 9))  # no longer early
-    az.play_moves(games, go, workers, stage(num_simulations=20), args)
+    az.play_moves(games, go, search, stage(num_simulations=20), args)
     assert len(games.boards.last_move.unique()) == 1
 
 
 def test_random_games_have_results_for_values():
     go = Go(5)
     games = az.SelfPlay(go, 8)
-    records = [az.play_moves(games, go, None, stage(scores=None), Args(komi=0.5)) for _ in range(60)]
+    records = [az.play_moves(games, go, None, stage("random games"), Args(komi=0.5)) for _ in range(60)]
     q, z = torch.cat([x.q for x in records]), torch.cat([x.z for x in records])
     assert len(z) > 100 and torch.equal(q, z) and set(z.tolist()) == {0.0, 1.0}
 
@@ -447,11 +477,10 @@ def test_stages_and_schedules():
     args = Args(num_epochs=5, pretrain_value_epochs=1, pretrain_search_epochs=1, value_coef=0.15)
     args = replace(args, simulations_start=2, simulations_end=6, epsilon_start=0.8, epsilon_end=0.4)
     args = replace(args, q_weight_start=0.1, q_weight_end=0.9)
-    names, scores, sims, epsilons, q_weights, coefs = zip(
-        *(az.get_stage(k, 5, args) for k in range(5)), strict=True
-    )
+    stages = [az.get_stage(k, 5, args) for k in range(5)]
+    names, scores, sims, epsilons, q_weights, coefs = zip(*stages, strict=True)
     assert names == ("random games", "search pretraining", *["self-play"] * 3)
-    assert scores == (None, az.ucb_scores, *[az.puct_scores] * 3)
+    assert scores == (az.puct_scores, az.ucb_scores, *[az.puct_scores] * 3)
     assert sims == (2, 6, 4, 5, 6)  # classic UCB tries all five moves before it chooses
     assert epsilons == pytest.approx((0.8, 0.7, 0.6, 0.5, 0.4)) and coefs == (1.0, *[0.15] * 4)
     assert q_weights == pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9))
@@ -467,7 +496,10 @@ TINY = (
 
 
 def test_epochs_of_a_training(tmp_path, monkeypatch):
-    """Five percent of the pool are new, in images of eight; a new kind of games begins with an empty pool."""
+    """Five percent of the pool are new, in images of eight; a new kind of games begins with an empty pool.
+
+    The bar counts two new positions and three minibatches per epoch, which are 15 % of the pool.
+    """
 
     def watch(name, describe):
         """Record the description of all arguments at each call of a function."""
@@ -477,13 +509,15 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
 
     played = watch("collect_images", lambda games, *x: (x[3], x[2], bool(games.boards.history.any())))
     pools = watch("refill_pool", lambda pool, new, *x: (len(pool.z) if pool else 0, new.epoch, *x))
-    rates = watch("train_epoch", lambda _, optimizer, *x: optimizer.param_groups[0]["lr"])
+    updates = watch("train_epoch", lambda agent, optimizer, *x: (optimizer.param_groups[0]["lr"], x[1], x[4]))
     az.main([*TINY, "--learning-rate", "0.01", "--max-age", "3", "--run-dir", str(tmp_path)])
     assert played == [(0, 2, False), (1, 2, False), (2, 2, False), (3, 2, True), (4, 2, True)]
     for number, (size, epochs, capacity, oldest) in enumerate(pools):
         assert len(epochs) >= 8 * 2 and (epochs == number).all() and (capacity, oldest) == (256, number - 3)
         assert (size > 0) == (number > 2)
-    assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)])
+    rates, counts, bars = zip(*updates, strict=True)
+    assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)]) and counts == (3,) * 5
+    assert bars[0].n == bars[0].total == 5 * (2 + 3)
 
 
 # Matches
@@ -519,13 +553,9 @@ def test_evaluations_are_of_the_search_against_the_best_network_or_plain_mcts(mo
     go, matches, searches, search = Go(5), [], [], az.Search
     monkeypatch.setattr(az, "play_match", lambda go, *match: matches.append(match) or (0.5, 1.5, 7))
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
-    assert az.evaluate(go, agent, None, args, 3) == {
-        "eval/win_rate": 0.5,
-        "eval/margin": 1.5,
-        "eval/moves": 7,
-    }
-    best = az.evaluate(go, agent, agent, args, 2, 1)
-    assert best == {"eval/win_rate_best": 0.5, "eval/margin_best": 1.5, "eval/moves": 7}
+    for best, suffix, stream in ((None, "", (3,)), (agent, "_best", (2, 1))):
+        found = az.evaluate(go, agent, best, args, *stream)
+        assert found == {f"eval/win_rate{suffix}": 0.5, f"eval/margin{suffix}": 1.5, "eval/moves": 7}
     ((searcher, mcts), *rest), (pair, *rest_best) = matches
     assert rest == [60, 0.5] and rest_best == [40, 0.5]
     moves, plain = mcts(go.new(64)), searches[-1]
@@ -558,15 +588,11 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
     found = [x["value_head.2.bias"].item() for x in (best["agent"], last["best"], last["agent"])]
     assert found == [news[3], news[3], news[4]]
     assert best["progress"]["iteration"] == 4 and best["progress"]["best_score"] == 0.5
-    found = [
-        last["progress"][name] for name in ("iteration", "eval_steps", "best_score", "last_score", "win_rate")
-    ]
-    assert found == [5, 15, 0.5, 0.2, 0.75]
-    scalars = read_scalars(path)
-    assert [x for _, x in scalars["eval/win_rate_best"]] == pytest.approx(rates)
-    assert [x for _, x in scalars["eval/win_rate"]] == [0.75] and [x for _, x in scalars["eval/margin"]] == [
-        2.5
-    ]
+    names = ("iteration", "eval_steps", "best_score", "last_score", "win_rate")
+    assert [last["progress"][name] for name in names] == [5, 15, 0.5, 0.2, 0.75]
+    scalars = {tag: [x for _, x in pairs] for tag, pairs in read_scalars(path).items()}
+    assert scalars["eval/win_rate_best"] == pytest.approx(rates)
+    assert scalars["eval/win_rate"] == [0.75] and scalars["eval/margin"] == [2.5]
 
 
 def test_the_line_with_the_sources_values():

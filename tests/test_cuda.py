@@ -185,12 +185,12 @@ def test_the_host_waits_in_no_update_and_seldom_between_updates(played):
     # Twice in a step of the environments, and 22 times to make the batch and read the metrics
     assert max(np.diff([before for before, *_ in ppo.calls["collect_rollout"]])) <= 2 * 4 + 22
     for name, most in (("pomo", 3), ("rollout", 5)):
-        run = played(f"reinforce_tsp_attention {name}")
+        run = played(f"reinforce_tsp_attention {name}", CUDA_GRAPHS=False)
         before, after, _ = zip(*run.calls["update_weights"], strict=True)
         between = np.subtract(before[1:], after[:-1]).tolist()
         assert run.count_waits("update_weights") == [0] * 6
         assert between[::2] == [1] * 3 and max(between[1::2]) <= most, between  # once for new points
-    assert played("alphazero_go").count_waits("train_epoch") == [4] * 3  # of two minibatches
+    assert played("alphazero_go", CUDA_GRAPHS=False).count_waits("train_epoch") == [4, 4, 2]  # the third one in fixed shapes
     change = played("ppo_change_detection")
     assert set(change.count_waits("take_step")) == {0} and len(change.calls["take_step"]) > 3 * 2
     assert set(change.count_waits("ppo_loss") + change.count_waits("detector_loss")) == {0}
@@ -252,6 +252,36 @@ def test_tsp_leaves_the_same_checkpoint_and_log_with_graphs_and_without(tmp_path
     assert runs[0].find_differences(runs[1]) == runs[2].find_differences(runs[3]) == []
     losses = [{tag: x for tag, x in read_scalars(run.path).items() if "losses" in tag} for run in runs]
     assert losses[0] == losses[1] and losses[2] == losses[3] and len(losses[2]) == 4
+
+
+def test_alphazero_leaves_the_same_checkpoint_with_graphs_and_without(tmp_path):
+    """To the last bit: networks, pool, games and records. Each epoch records its search and its minibatch.
+
+    Learning rate, number of simulations and network change from epoch to epoch. The first epoch has too few records of
+    a turn for fixed shapes: the host waits once for each of four minibatches, and twice to count the records.
+    """
+    flags = f"{GO} --num-workers 1 --simulations-start 2 --num-games 4 --pretrain-value-epochs 0 --eval-episodes 0"
+    flags += " --pretrain-search-epochs 0 --pool-size 512 --generate-fraction 0.2 --train-fraction 0.1"
+    eager, graphs = (play("alphazero_go", flags, tmp_path / str(x), CUDA_GRAPHS=x) for x in (False, True))
+    assert graphs.find_differences(eager) == [] and len(graphs.tensors) > 100
+    assert eager.count_waits("train_epoch") == [4 + 2, 2, 2] and eager.num_replays == 0
+    assert graphs.count_waits("train_epoch") == [4 + 2, 3, 3]  # once to record
+    num_moves = graphs.checkpoint["progress"]["step"] // 4
+    assert 2 * num_moves + 2 * 3 <= graphs.num_replays <= 4 * num_moves + 2 * 3
+
+
+def test_alphazero_trains_in_fixed_shapes_if_each_turn_fills_a_minibatch():
+    found, agent = [], torch.nn.Linear(1, 1)
+    optimizer, bar = torch.optim.AdamW(agent.parameters()), SimpleNamespace(update=lambda: None)
+    with (
+        mock.patch.object(az, "train_minibatch", lambda *x: found.append(x[4]) or torch.zeros(6)),
+        pretend_cuda(),
+    ):
+        for num_records in (8 * 16, 8 * 16 - 1):
+            turn = (torch.arange(num_records) % 8).cuda()
+            pool = SimpleNamespace(z=turn, turn=turn)
+            az.train_epoch(agent, optimizer, pool, 1, None, az.Args(batch_size=16), bar)
+    assert found == [True, False]
 
 
 # R2D2 and its graphs

@@ -43,7 +43,20 @@ def test_openspiel_games(size):
         assert legal[torch.arange(len(index)), moves].all()
         boards.put(torch.tensor(index), go.play(part, moves))
     assert get_points(go, boards).tolist() == [game["final_board"] for game in games]
-    assert go.score(boards).tolist() == [game["score"] for game in games]
+    scores = [game["score"] for game in games]
+    assert go.score(boards).tolist() == Go(size, "cpu", True).score(boards).tolist() == scores
+
+
+@pytest.mark.parametrize("size", [2, 5, 6, 9, 19])
+def test_scores_in_fixed_time_reach_the_end_of_long_ways(size):
+    """Black's stone at the top sees all points of a way in serpentines, between white walls with a gap each."""
+    points = torch.zeros(size, size, dtype=torch.int64)
+    points[1::2] = -1
+    points[1::4, -1] = points[3::4, 0] = 0
+    points[0, 0] = 1
+    boards = set_up(Go(size), points.flatten().tolist(), 1)
+    found = [Go(size, "cpu", fixed).score(boards).item() for fixed in (False, True)]
+    assert found == [1 - int((points == -1).sum())] * 2  # all empty points see both colours
 
 
 def test_gnugo_games_with_superko():
@@ -61,9 +74,10 @@ def test_gnugo_games_with_superko():
             assert get_points(go, boards)[0].tolist() == game["final_board"]
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 9])
-def test_number_of_sequences(size):
-    expected, go = json.loads((DATA / "perft.json").read_text())[str(size)], Go(size)
+def test_number_of_sequences(size, fixed_shapes):
+    expected, go = json.loads((DATA / "perft.json").read_text())[str(size)], Go(size, "cpu", fixed_shapes)
     boards = go.new(1)
     for i, count in enumerate(expected):
         legal = go.legal_moves(boards)
