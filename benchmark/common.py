@@ -12,7 +12,13 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
+try:
+    import numpy as np
+    import scipy  # noqa: F401  # and tyro: of the programs that import this file first
+    import tyro  # noqa: F401
+except ImportError as error:
+    print(f"{error}: pip install -r benchmark/requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARK = ROOT / "benchmark"
@@ -31,10 +37,10 @@ def require(is_right: object, message: str) -> None:
 
 
 def run_main(main) -> None:
-    """Run a program; a ResultsError prints one line and exits with code 2."""
+    """Run a program; an error of its input or of the disk prints one line and exits with code 2."""
     try:
         sys.exit(main())
-    except ResultsError as error:
+    except (ResultsError, OSError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -31,16 +31,24 @@ class Args:
     new: Positional[Path]  # the same, after the change
 
 
-def find_p_worse(base, new) -> np.ndarray:
-    """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t; 0 or 1 without noise."""
+def find_p_worse(base, new, are_paired: bool) -> np.ndarray:
+    """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t; 0 or 1 without noise.
+
+    If both have the same seeds, it is twice the smaller p of the test for pairs and of the test for two samples.
+    """
     base, new = np.asarray(base, float), np.asarray(new, float)
     difference = new.mean(-1) - base.mean(-1)
     rounding = 1e-12 + 1e-6 * np.abs(base.mean(-1))
+    tests = [(stats.ttest_ind, base.std(-1) + new.std(-1))]
+    if are_paired:
+        tests.append((stats.ttest_rel, (new - base).std(-1)))
     with warnings.catch_warnings():  # about samples without noise
         warnings.simplefilter("ignore", RuntimeWarning)
-        p = stats.ttest_ind(new, base, axis=-1, alternative="greater").pvalue
-    has_noise = base.std(-1) + new.std(-1) > rounding
-    return np.where(has_noise, p, difference <= rounding)
+        p = [test(new, base, axis=-1, alternative="greater").pvalue for test, _ in tests]
+    p = [
+        np.where(noise > rounding, x, difference <= rounding) for x, (_, noise) in zip(p, tests, strict=True)
+    ]
+    return np.minimum(len(p) * np.min(p, 0), 1)
 
 
 def find_worse(p: list[float]) -> np.ndarray:
@@ -59,12 +67,12 @@ def find_losses(cell: dict) -> dict[str, np.ndarray]:
     return losses | {"speed": -np.log(records.get_values(cell, "steps_per_second"))}
 
 
-def find_p(quantity: str, old: np.ndarray, now: np.ndarray) -> float | None:
+def find_p(quantity: str, old: np.ndarray, now: np.ndarray, are_paired: bool = False) -> float | None:
     """Return the p value of a quantity being no worse; None for a single seed, which cannot tell."""
     if not np.isfinite(now).all():
         return 0.0
     margin = np.log(SLOWER) if quantity == "speed" else 0.0
-    return float(find_p_worse(old + margin, now)) if min(len(old), len(now)) > 1 else None
+    return float(find_p_worse(old + margin, now, are_paired)) if min(len(old), len(now)) > 1 else None
 
 
 def compare(base: dict, new: dict) -> tuple[list[list], list[str]]:
@@ -78,15 +86,16 @@ def compare(base: dict, new: dict) -> tuple[list[list], list[str]]:
         failed += [
             f"failed: {name}: {m['error']}" for m in other["missing"] if m["error"] != records.NOT_RUN
         ][:1]
-        is_ours = records.is_ours(cell) or cell["script"].startswith("our_")
-        if is_ours and cell["runs"] and other["runs"] and cell["headline"] == other["headline"]:
+        if records.is_ours(cell) and cell["runs"] and other["runs"] and cell["headline"] == other["headline"]:
             losses, sign = find_losses(other), -1.0 if cell["better"] == "higher" else 1.0
+            seeds = [sorted(run["seed"] for run in side["runs"]) for side in (cell, other)]
             for quantity, old in find_losses(cell).items():
                 is_same = quantity != "steps" or cell["threshold"] == other["threshold"]
                 if quantity in losses and np.isfinite(old).all() and is_same:
-                    sides = [signs.get(quantity, sign) * side.mean() for side in (old, losses[quantity])]
-                    means = [common.show(float(np.exp(x) if quantity in signs else x)) for x in sides]
-                    rows.append([name, quantity, *means, find_p(quantity, old, losses[quantity])])
+                    sides = old, losses[quantity]
+                    logs = [signs.get(quantity, sign) * side.mean() for side in sides]
+                    means = [common.show(float(np.exp(x) if quantity in signs else x)) for x in logs]
+                    rows.append([name, quantity, *means, find_p(quantity, *sides, seeds[0] == seeds[1])])
     judged = [row for row in rows if row[-1] is not None]
     for row, is_worse in zip(judged, find_worse([row[-1] for row in judged]), strict=True):
         row[-1] = "**worse**" * bool(is_worse)
@@ -96,12 +105,16 @@ def compare(base: dict, new: dict) -> tuple[list[list], list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison; returns the exit code."""
     args = tyro.cli(Args, args=argv, description=__doc__)
-    rows, failed = compare(records.load(args.base), records.load(args.new))
+    base = records.load(args.base)
+    rows, failed = compare(base, records.load(args.new))
     common.require(rows or failed, f"{args.base} and {args.new} have no results of the same cell")
     print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *failed, sep="\n")
     worse = {name for name, *_, verdict in rows if verdict}
-    num_cells = len({row[0] for row in rows})
-    print(f"{num_cells} cells compared: {len(worse)} worse beyond noise, {len(failed)} failed")
+    compared = {row[0] for row in rows}
+    for name, cell in base["cells"].items():
+        if records.is_ours(cell) and name not in compared:
+            print(f"not compared: {name}: one side has no runs, or another headline")
+    print(f"{len(compared)} cells compared: {len(worse)} worse beyond noise, {len(failed)} failed")
     return 1 if worse or failed else 0
 
 

@@ -14,6 +14,11 @@ from suite import SHOWN, read_suite
 
 NUM_POINTS = 60  # kept of a learning curve in the JSON file
 NOT_RUN = "not run yet"
+# What torchrun adds to a log when a script has failed, with its exit codes, of which the last is the first to have come
+TORCHRUN = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic", re.M)
+EXIT_CODE = re.compile(r"^  exitcode  : (\S+)", re.M)
+# The one line on bad input of our scripts, and the first line in tyro's frame
+BAD_INPUT = re.compile(r"^\w+\.py: error: .+|(?<=^│ ).+?(?= +│$)", re.M)
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -66,10 +71,15 @@ def read_run(path: Path, cell: dict, process: dict) -> dict:
     return run | {"curve": points}
 
 
-def read_end(log: Path) -> str:
-    """Read the last line of a log, or the last state of a progress bar."""
+def read_end(log: Path) -> tuple[str, list[str]]:
+    """Read from a log why a script ended, and the exit codes of its processes if torchrun tells them.
+
+    That is its line on bad input, else the last line or the last state of a progress bar.
+    """
     text = log.read_bytes().decode(errors="replace") if log.exists() else ""
-    return re.split("[\r\n]", text.strip())[-1].strip()
+    own = TORCHRUN.split(text)[0]
+    found = BAD_INPUT.search(own)
+    return found[0] if found else re.split("[\r\n]", own.strip())[-1].strip(), EXIT_CODE.findall(text)
 
 
 def read_attempt(attempt: Path, cell: dict) -> dict:
@@ -80,9 +90,10 @@ def read_attempt(attempt: Path, cell: dict) -> dict:
         raise ResultsError(NOT_RUN) from None
     code = process["exit_code"]
     require(code is not None, f"not done after {cell.get('hours', 0):g} hours")
-    require(code == 0, f"exit code {code}: {read_end(attempt / 'log.txt')}")
+    line, codes = read_end(attempt / "log.txt")
+    require(code == 0, f"exit code {[code, *codes][-1]}: {line}")
     is_scored = process.get("best") or not cell.get("score_best")
-    require(is_scored, f"no scores of best.pt: {read_end(attempt / 'best.txt')}")
+    require(is_scored, f"no scores of best.pt: {read_end(attempt / 'best.txt')[0]}")
     for path in common.find_run_folders(attempt):
         return read_run(path, cell, process)
     raise ResultsError("no run folder")
@@ -138,7 +149,7 @@ def load(path: Path) -> dict:
 
 
 def load_published() -> dict[str, dict]:
-    """Read benchmark/results by suite, with the cells, tables and ratios that the suite has now.
+    """Read benchmark/results by suite, with the cells, seeds, tables and ratios that the suite has now.
 
     A cell that is new in the suite, or has another command now, counts as not run yet.
     """
@@ -150,7 +161,9 @@ def load_published() -> dict[str, dict]:
             for cell in new:
                 old = results["cells"].get(cell.name, {"command": ""})
                 if old["command"].split() == cell.command.split():
-                    cells[cell.name] = old
+                    seeds = {other.seed for other in new if other.name == cell.name}
+                    kept = {key: [x for x in old[key] if x["seed"] in seeds] for key in ("runs", "missing")}
+                    cells[cell.name] = old | kept
                 else:
                     missing = {"seed": cell.seed, "error": NOT_RUN}
                     add_run(cells, cell.name, vars(cell), None, missing)
@@ -159,8 +172,8 @@ def load_published() -> dict[str, dict]:
 
 
 def is_ours(cell: dict) -> bool:
-    """Return whether the cell runs one of our scripts, and not a peer."""
-    return "benchmark/peers/" not in cell["command"]
+    """Return whether the cell runs a program of ours, and not a peer."""
+    return re.search("algos/|/our_", cell["command"].split(".py")[0])
 
 
 # ---- Over seeds ------------------------------------------------------------------------------------------------------

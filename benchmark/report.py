@@ -65,10 +65,24 @@ def show_mean(cell: dict, metric: str) -> str:
 
 
 def show_median(cell: dict, quantity: str) -> str:
-    """Write the median over the seeds, and how many got to the threshold if not all did."""
+    """Write the median over the seeds, how many got to the threshold if not all did, and if the seeds are few."""
     values = np.array(records.get_values(cell, quantity))
-    num_reached = int(np.isfinite(values).sum())
-    return show(np.median(values)) + f" ({num_reached} of {len(values)})" * (num_reached < len(values))
+    num, num_reached = len(values), int(np.isfinite(values).sum())
+    notes = f" ({num_reached} of {num})" * (num_reached < num) + f" (seeds: {count_seeds(cell)})" * (num < 3)
+    return show(np.median(values)) + notes
+
+
+def count_seeds(cell: dict) -> str:
+    """Write the number of seeds, and whether they are few."""
+    num = len(cell["runs"])
+    return f"{'only ' * (num < 3)}{num}"
+
+
+def list_processors(*cells: dict) -> str:
+    """Name the processors that runs of cells used."""
+    return ", ".join(
+        sorted({run["machine"]["cpu"] for cell in cells for run in cell["runs"] if run["machine"]})
+    )
 
 
 def show_difference(cell: dict, base: dict) -> str:
@@ -84,6 +98,8 @@ def show_difference(cell: dict, base: dict) -> str:
 def make_ratio_table(results: dict) -> str:
     """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval."""
     rows, cells = [], results["cells"]
+    shown = [cells[ratio[side]] for ratio in results["ratios"] for side in ("ours", "peer")]
+    are_mixed = "," in list_processors(*shown)
     for ratio in results["ratios"]:
         sides = cells[ratio["ours"]], cells[ratio["peer"]]
         peer = sides[1]
@@ -96,8 +112,9 @@ def make_ratio_table(results: dict) -> str:
             low, high = interval or (0.0, math.inf)
             mark = "**" * (low > 1 or high < 1)
             line.append(f"{mark}{show(value)}{mark}{show_interval(interval)}")
-        rows.append(line + ["-", "-", *lacking[:1]] * bool(lacking))
-    return common.make_table("what | peer | ours: | peer's: | ours / peer, 95 % interval:", rows)
+        rows.append(line + ["-", "-", *lacking[:1]] * bool(lacking) + [list_processors(*sides)] * are_mixed)
+    head = "what | peer | ours: | peer's: | ours / peer, 95 % interval:" + " | processor" * are_mixed
+    return common.make_table(head, rows)
 
 
 def make_cell_table(cells: list[dict], columns: dict) -> str:
@@ -106,11 +123,15 @@ def make_cell_table(cells: list[dict], columns: dict) -> str:
     A column shows the metric that it names, or what its function says of a cell.
     """
     rows, missing = [], []
+    if "," in list_processors(*cells):
+        columns = columns | {"processor": list_processors}
     for cell in cells:
         name = f"{cell['task']}, {cell['setting']}"
         if cell["runs"]:
             shown = [find(cell) if callable(find) else show_mean(cell, find) for find in columns.values()]
-            rows.append([name, *shown, show_median(cell, "cpu_seconds"), len(cell["runs"])])
+            rows.append(
+                [name, *shown, show(np.median(records.get_values(cell, "cpu_seconds"))), count_seeds(cell)]
+            )
         seeds = {}
         for lost in cell["missing"]:
             seeds.setdefault(lost["error"], []).append(str(lost["seed"]))
@@ -131,13 +152,30 @@ def make_comparison(cells: list[dict]) -> str:
     return make_cell_table(cells, RESULT | change)
 
 
+def is_interleaved(ours: dict, cells: list[dict]) -> bool:
+    """Tell whether the runs of a task ran at the same commit for each seed."""
+    commits = {}
+    for run in (run for cell in cells if cell["task"] == ours["task"] for run in cell["runs"]):
+        commits.setdefault(run["seed"], set()).add(run["machine"]["commit"])
+    return all(len(found) == 1 for found in commits.values())
+
+
 def describe_machines(cells: list[dict]) -> str:
-    """Say which machines the runs of cells used, and the versions of other programs."""
+    """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
     runs = [run for cell in cells for run in cell["runs"] if run["machine"]]
     machines = [run["machine"] for run in runs]
     peers = {run["commit"] for run in runs} - {machine["commit"] for machine in machines}
-    others = f" Others: {', '.join(sorted(peers))}." * bool(peers)
-    gpus = ["with GPUs"] * any(cell["gpus"] for cell in cells)
+    others = ""
+    if peers:
+        others = f" Others: {', '.join(sorted(peers))}."
+        ours = [cell for cell in cells if records.is_ours(cell)]
+        apart = sorted({cell["task"] for cell in ours if not is_interleaved(cell, cells)})
+        others += f" Not interleaved, as the sides ran at different commits: {', '.join(apart)}." * bool(
+            apart
+        )
+        if any(run["clock"] == "loop" for cell in ours for run in cell["runs"]):
+            others += " Our CPU-seconds leave out setting up, logging and saving, theirs do not."
+    gpus = ["with GPUs"] * any(cell["gpus"] and cell["runs"] for cell in cells)
     return common.machine_line(machines, gpus) + others if runs else ""
 
 
@@ -258,6 +296,7 @@ def write_own(suites: list[dict], out: Path) -> None:
             describe_machines(cells),
             picture,
             make_comparison(cells),
+            LEGEND,
         ]
     common.write_atomically(out / "results.md", "\n\n".join(filter(None, parts)) + "\n")
 

@@ -14,6 +14,7 @@ import common
 from common import ResultsError, require
 
 SHOWN = {"ratios": [], "tables": [], "summary": ""}  # keys of a suite that say how pages show its results
+DEFAULTS = SHOWN | {"headline": {}, "seeds": [], "cells": []}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")
 # Files of this repository that a file uses: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
@@ -52,7 +53,7 @@ class Cell:
         modules = [f"{word.split(':')[0].replace('.', '/')}.py" for word in self.words]  # of --env-id
         files = {common.ROOT / word for word in [*self.words, *modules] if "/" in word}
         files |= find_used_files(common.ROOT / self.path)
-        files.add(common.PEERS / f"requirements-{self.environment}.txt")
+        files |= {common.PEERS / f"requirements-{self.environment}.txt", common.PEERS / "clock.py"}
         digest = hashlib.sha256(self.command.encode())
         for path in sorted(filter(Path.is_file, files)):
             digest.update(f"\n{path.relative_to(common.ROOT)}\n".encode() + path.read_bytes())
@@ -73,6 +74,12 @@ def find_used_files(script: Path) -> set[Path]:
     return found
 
 
+def check_keys(table: dict, known, where: str) -> None:
+    """Raise ResultsError for a key that the harness would not read."""
+    for key in table:
+        require(key in known, f"{where}: unknown key {key}; there are {', '.join(sorted(known))}")
+
+
 def make_cell(table: dict, headlines: dict, where: str) -> Cell:
     """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
     command = " ".join(str(table.get("command")).split())
@@ -80,15 +87,10 @@ def make_cell(table: dict, headlines: dict, where: str) -> Cell:
     known = "python or torchrun --standalone, and a script of algos/ or benchmark/peers/"
     require(match and (common.ROOT / match[1]).is_file(), f"{where}: command = {command!r} has to be {known}")
     script = Path(match[1]).stem
-    names = {
-        "path": match[1],
-        "script": script,
-        "name": f"{script}/{table.get('task')}/{table.get('setting')}",
-    }
-    try:
-        cell = Cell(**{"headline": headlines.get(script)} | table | names)
-    except TypeError as error:
-        raise ResultsError(f"{where}: {error}") from None
+    named = {"task": None, "setting": None, "headline": headlines.get(script)} | table
+    check_keys(named, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)
+    name = f"{script}/{named['task']}/{named['setting']}"
+    cell = Cell(**named | {"path": match[1], "script": script, "name": name})
     for key, kind in Cell.__annotations__.items():
         value = getattr(cell, key)
         require(
@@ -109,9 +111,10 @@ def read_suite(path: Path) -> tuple[list[Cell], dict]:
     Cells are listed seed by seed, so that runs that are compared follow one another.
     """
     try:
-        content = SHOWN | {"headline": {}, "seeds": [], "cells": []} | tomllib.loads(path.read_text())
+        content = DEFAULTS | tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: cannot be read as TOML ({error})") from None
+    check_keys(content, DEFAULTS, path)
     rows = []
     for number, table in enumerate(content["cells"], 1):
         where = f"{path}, cell {number}"
