@@ -149,7 +149,7 @@ def load(path: Path) -> dict:
 
 
 def load_published() -> dict[str, dict]:
-    """Read benchmark/results by suite, with the cells, seeds, tables and ratios that the suite has now.
+    """Read benchmark/results by suite, with the cells, tables and ratios that the suite has now.
 
     A cell that is new in the suite, or has another command now, counts as not run yet.
     """
@@ -161,9 +161,7 @@ def load_published() -> dict[str, dict]:
             for cell in new:
                 old = results["cells"].get(cell.name, {"command": ""})
                 if old["command"].split() == cell.command.split():
-                    seeds = {other.seed for other in new if other.name == cell.name}
-                    kept = {key: [x for x in old[key] if x["seed"] in seeds] for key in ("runs", "missing")}
-                    cells[cell.name] = old | kept
+                    cells[cell.name] = old
                 else:
                     missing = {"seed": cell.seed, "error": NOT_RUN}
                     add_run(cells, cell.name, vars(cell), None, missing)

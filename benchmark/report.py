@@ -65,24 +65,16 @@ def show_mean(cell: dict, metric: str) -> str:
 
 
 def show_median(cell: dict, quantity: str) -> str:
-    """Write the median over the seeds, how many got to the threshold if not all did, and if the seeds are few."""
+    """Write the median over the seeds, and how many got to the threshold if not all did."""
     values = np.array(records.get_values(cell, quantity))
-    num, num_reached = len(values), int(np.isfinite(values).sum())
-    notes = f" ({num_reached} of {num})" * (num_reached < num) + f" (seeds: {count_seeds(cell)})" * (num < 3)
-    return show(np.median(values)) + notes
-
-
-def count_seeds(cell: dict) -> str:
-    """Write the number of seeds, and whether they are few."""
-    num = len(cell["runs"])
-    return f"{'only ' * (num < 3)}{num}"
+    num_reached = int(np.isfinite(values).sum())
+    return show(np.median(values)) + f" ({num_reached} of {len(values)})" * (num_reached < len(values))
 
 
 def list_processors(*cells: dict) -> str:
-    """Name the processors that runs of cells used."""
-    return ", ".join(
-        sorted({run["machine"]["cpu"] for cell in cells for run in cell["runs"] if run["machine"]})
-    )
+    """Name the processors of all runs of cells."""
+    runs = [run for cell in cells for run in cell["runs"] if run["machine"]]
+    return ", ".join(sorted({run["machine"]["cpu"] for run in runs}))
 
 
 def show_difference(cell: dict, base: dict) -> str:
@@ -95,26 +87,34 @@ def show_difference(cell: dict, base: dict) -> str:
     return f"{mark}{show(np.mean(values) - np.mean(others))}{mark}{show_interval(interval)}"
 
 
+def list_cells(results: dict, ratios=()) -> list[dict]:
+    """List the cells of a suite, or of some of its ratios."""
+    names = [ratio[side] for ratio in ratios for side in ("ours", "peer")]
+    return [results["cells"][name] for name in names or results["cells"]]
+
+
 def make_ratio_table(results: dict) -> str:
-    """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval."""
-    rows, cells = [], results["cells"]
-    shown = [cells[ratio[side]] for ratio in results["ratios"] for side in ("ours", "peer")]
-    are_mixed = "," in list_processors(*shown)
+    """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval.
+
+    A column names the processors of a line if not all lines have the same one.
+    """
+    rows, are_mixed = [], "," in list_processors(*list_cells(results, results["ratios"]))
     for ratio in results["ratios"]:
-        sides = cells[ratio["ours"]], cells[ratio["peer"]]
+        sides = list_cells(results, [ratio])
         peer = sides[1]
-        line = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
-        lacking = [cell["missing"][0]["error"] for cell in sides if not cell["runs"]]
-        if not lacking:
-            quantities = ratio["quantity"], ratio.get("peer_quantity", ratio["quantity"])
-            line += map(show_median, sides, quantities)
-            value, interval = records.find_ratio(*map(records.get_values, sides, quantities))
+        line = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"], "-", "-"]
+        line += [cell["missing"][0]["error"] for cell in sides if not cell["runs"]][:1]
+        if len(line) == 4:
+            line[2:] = [show_median(cell, ratio["quantity"]) for cell in sides]
+            values = (records.get_values(cell, ratio["quantity"]) for cell in sides)
+            value, interval = records.find_ratio(*values)
             low, high = interval or (0.0, math.inf)
             mark = "**" * (low > 1 or high < 1)
             line.append(f"{mark}{show(value)}{mark}{show_interval(interval)}")
-        rows.append(line + ["-", "-", *lacking[:1]] * bool(lacking) + [list_processors(*sides)] * are_mixed)
-    head = "what | peer | ours: | peer's: | ours / peer, 95 % interval:" + " | processor" * are_mixed
-    return common.make_table(head, rows)
+        line.append(" / ".join(str(len(cell["runs"])) for cell in sides))
+        rows.append(line + [list_processors(*sides)] * are_mixed)
+    head = "what | peer | ours: | peer's: | ours / peer, 95 % interval: | seeds:"
+    return common.make_table(head + " | processor" * are_mixed, rows)
 
 
 def make_cell_table(cells: list[dict], columns: dict) -> str:
@@ -129,9 +129,7 @@ def make_cell_table(cells: list[dict], columns: dict) -> str:
         name = f"{cell['task']}, {cell['setting']}"
         if cell["runs"]:
             shown = [find(cell) if callable(find) else show_mean(cell, find) for find in columns.values()]
-            rows.append(
-                [name, *shown, show(np.median(records.get_values(cell, "cpu_seconds"))), count_seeds(cell)]
-            )
+            rows.append([name, *shown, show_median(cell, "cpu_seconds"), len(cell["runs"])])
         seeds = {}
         for lost in cell["missing"]:
             seeds.setdefault(lost["error"], []).append(str(lost["seed"]))
@@ -152,31 +150,24 @@ def make_comparison(cells: list[dict]) -> str:
     return make_cell_table(cells, RESULT | change)
 
 
-def is_interleaved(ours: dict, cells: list[dict]) -> bool:
-    """Tell whether the runs of a task ran at the same commit for each seed."""
-    commits = {}
-    for run in (run for cell in cells if cell["task"] == ours["task"] for run in cell["runs"]):
-        commits.setdefault(run["seed"], set()).add(run["machine"]["commit"])
-    return all(len(found) == 1 for found in commits.values())
-
-
 def describe_machines(cells: list[dict]) -> str:
     """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
-    runs = [run for cell in cells for run in cell["runs"] if run["machine"]]
-    machines = [run["machine"] for run in runs]
-    peers = {run["commit"] for run in runs} - {machine["commit"] for machine in machines}
-    others = ""
-    if peers:
-        others = f" Others: {', '.join(sorted(peers))}."
-        ours = [cell for cell in cells if records.is_ours(cell)]
-        apart = sorted({cell["task"] for cell in ours if not is_interleaved(cell, cells)})
-        others += f" Not interleaved, as the sides ran at different commits: {', '.join(apart)}." * bool(
-            apart
-        )
-        if any(run["clock"] == "loop" for cell in ours for run in cell["runs"]):
-            others += " Our CPU-seconds leave out setting up, logging and saving, theirs do not."
+    runs = [(cell["task"], run) for cell in cells for run in cell["runs"] if run["machine"]]
+    if not runs:
+        return ""
+    machines = [run["machine"] for _, run in runs]
     gpus = ["with GPUs"] * any(cell["gpus"] and cell["runs"] for cell in cells)
-    return common.machine_line(machines, gpus) + others if runs else ""
+    text, commits = common.machine_line(machines, gpus), {}
+    peers = {run["commit"] for _, run in runs} - {machine["commit"] for machine in machines}
+    if peers:
+        text += f" Others: {', '.join(sorted(peers))}."
+        for task, run in runs:
+            commits.setdefault((task, run["seed"]), set()).add(run["machine"]["commit"])
+        if apart := {task for (task, _), found in commits.items() if len(found) > 1}:
+            text += f" Not interleaved, as the sides ran at different commits: {', '.join(sorted(apart))}."
+        if not all("clock" in machine for machine in machines):
+            text += " Our seconds of training leave out set-up, logging and saving, theirs do not."
+    return text
 
 
 def fill_summary(results: dict) -> str:
@@ -230,11 +221,6 @@ def draw(results: dict, path: Path) -> bool:
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def list_cells(results: dict) -> list[dict]:
-    """List the cells of a suite."""
-    return [*results["cells"].values()]
-
-
 def load_studies() -> list[tuple]:
     """Import the studies, each with its results, None if it has not run yet."""
     return [(importlib.import_module(name), common.load_results(name)) for name in STUDIES]
@@ -259,9 +245,11 @@ def make_pages(published: dict[str, dict]) -> dict[Path, str]:
     for name, results in published.items():
         cells = list_cells(results)
         for table in results["tables"]:
-            columns = table.get("columns")
-            parts = [make_cell_table(cells, columns), LEGEND] if columns else [make_ratio_table(results)]
-            add(table["page"], table["section"], cells, *parts)
+            where = table["page"], table["section"]
+            if columns := table.get("columns"):
+                add(*where, cells, make_cell_table(cells, columns), LEGEND)
+            else:
+                add(*where, list_cells(results, results["ratios"]), make_ratio_table(results))
         if results["summary"]:
             put("README", f"{name}_cell", fill_summary(results))
     for module, results in load_studies():
@@ -302,14 +290,15 @@ def write_own(suites: list[dict], out: Path) -> None:
 
 
 def merge(old: dict, new: dict) -> None:
-    """Add to `new` the committed runs that it lacks; ResultsError for runs made with uncommitted changes."""
+    """Add to `new` the committed runs of its seeds that it lacks; ResultsError for runs with uncommitted changes."""
     for name, cell in new["cells"].items():
         for run in cell["runs"]:
             where = f"{new['suite']}: {name}, seed {run['seed']}"
             require("dirty" not in str(run["machine"]), f"{where} ran with uncommitted changes: run it again")
     for name, before in old["cells"].items():
         cell = new["cells"].setdefault(name, before)
-        runs = {run["seed"]: run for run in before["runs"] + cell["runs"]}
+        seeds = {entry["seed"] for entry in cell["runs"] + cell["missing"]}  # of the suite
+        runs = {run["seed"]: run for run in before["runs"] + cell["runs"] if run["seed"] in seeds}
         cell["runs"] = list(runs.values())
         cell["missing"] = [
             m for m in cell["missing"] if m["seed"] not in runs or m["error"] != records.NOT_RUN

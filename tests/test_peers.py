@@ -24,7 +24,7 @@ SCRIPTS = {  # the environment of each (None: the main one), and what it logs, o
     "sb3_ppo": ("sb3", RETURNS),
     "cleanrl_ppo": ("cleanrl", "charts/episodic_return charts/learning_rate charts/SPS losses/value_loss"),
     "sb3_recurrent_ppo": ("sb3", RETURNS),
-    "rl4co_attention": ("rl4co", "eval/greedy_length eval/greedy_gap eval/instances_per_cpu_second"),
+    "rl4co_attention": ("rl4co", "eval/greedy_length eval/greedy_gap"),
     "openspiel_mcts": ("openspiel", SPEED),
     "our_go_search": (None, SPEED),
     "gnugo_match": (None, MATCH),
