@@ -64,12 +64,12 @@ def find_losses(cell: dict) -> dict[str, np.ndarray]:
     return losses | {"steps_per_second": -np.log(records.get_values(cell, "steps_per_second"))}
 
 
-def find_p(quantity: str, old: np.ndarray, now: np.ndarray, are_paired: bool) -> float | None:
-    """Return the p value of a quantity being no worse; None for a single seed, which cannot tell."""
+def find_p(quantity: str, old: np.ndarray, now: np.ndarray, are_paired: bool) -> float:
+    """Return the p value of a quantity being no worse; 1 for a single seed, which cannot tell."""
     if not np.isfinite(now).all():
         return 0.0
     margin = np.log(SLOWER) if quantity == "steps_per_second" else 0.0
-    return float(find_p_worse(old + margin, now, are_paired)) if min(len(old), len(now)) > 1 else None
+    return float(find_p_worse(old + margin, now, are_paired)) if min(len(old), len(now)) > 1 else 1.0
 
 
 def compare_cells(cell: dict, other: dict) -> list[list]:
@@ -91,7 +91,7 @@ def compare(base: dict, new: dict) -> tuple[list[list], list[str]]:
     """
     rows, notes = [], []
     for name, cell in base["cells"].items():
-        other = new["cells"].get(name, {"headline": None, "runs": [], "missing": []})
+        other = new["cells"].get(name, cell | {"runs": [], "missing": []})
         failed = [m["error"] for m in other["missing"] if m["error"] != records.NOT_RUN]
         notes += [f"failed: {name}: {error}" for error in failed[:1]]
         if records.is_ours(cell) and cell["runs"]:
@@ -99,8 +99,7 @@ def compare(base: dict, new: dict) -> tuple[list[list], list[str]]:
                 rows += [[name, *row] for row in compare_cells(cell, other)]
             else:
                 notes.append(f"not compared: {name}: NEW has no runs with this headline")
-    judged = [row for row in rows if row[-1] is not None]
-    for row, is_worse in zip(judged, find_worse([row[-1] for row in judged]), strict=True):
+    for row, is_worse in zip(rows, find_worse([row[-1] for row in rows]), strict=True):
         row[-1] = "**worse**" * bool(is_worse)
     return rows, notes
 

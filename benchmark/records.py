@@ -37,34 +37,34 @@ def find_threshold(curve: list[list[float]], threshold: float, better: str = "hi
 def read_run(path: Path, cell: dict, process: dict) -> dict:
     """Read what is kept of the run in the folder `path`; ResultsError if it lacks the cell's headline or curve.
 
-    `process` is what run.py has recorded of it; empty if something else started the run.
+    `process` is what run.py has recorded of it.
     """
     tags = common.read_events(path).Tags()["scalars"]
+    headline = cell["headline"]
     shown = [tag for tag in tags if tag.startswith(("eval/", "best/"))]
-    headline = cell.get("headline") or [*shown, "charts/episodic_return"][0]
     values = {tag: common.read_points(path, tag)[-1][-1] for tag in sorted({headline, *shown})}
     last = common.read_points(path, "charts/cpu_seconds")[-1]
-    machine, clock = process.get("machine"), 2 if cell.get("gpus") else 1
+    machine, clock = process["machine"], 2 if cell["gpus"] else 1
     version = common.read_text(path, "program")  # logged by peers
     run = {
-        "seed": cell.get("seed", 0),
+        "seed": cell["seed"],
         "headline": headline,
         "value": values[headline],
         "metrics": values | process.get("best", {}),
         "env_steps": last[0],
         "wall_seconds": last[2],
-        "cpu_seconds": process.get("cpu_seconds", last[1]),
+        "cpu_seconds": process["cpu_seconds"],
         "machine": machine,
-        "commit": version or (machine or {}).get("commit", "unknown"),
+        "commit": version or machine["commit"],
         "steps_per_second": last[0] / max(last[clock], 1e-9),
     }
     if "charts/episodic_return" in tags:
         returns = common.read_points(path, "charts/episodic_return")
         if late := [point[-1] for point in returns if point[0] > 0.9 * last[0]]:
             run["final_return"] = float(np.mean(late))
-    curve = common.read_points(path, cell["curve"]) if cell.get("curve") else []
-    if cell.get("threshold") is not None:
-        point = find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
+    curve = common.read_points(path, cell["curve"]) if cell["curve"] else []
+    if cell["threshold"] is not None:
+        point = find_threshold(curve, cell["threshold"], cell["better"], cell["in_a_row"])
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
     rare = curve[:: -math.ceil(len(curve) / NUM_POINTS) or 1][::-1]  # keeps the last point
     points = [[point[0], float(f"{point[clock]:.5g}"), float(f"{point[3]:.5g}")] for point in rare]
@@ -138,7 +138,7 @@ def collect(folder: Path) -> dict:
         run, error = find_run(folder / cell.pop("folder"), cell)
         name, seed = cell.pop("name"), cell.pop("seed")
         add_run(cells, name, cell, run, {"seed": seed, "error": error})
-    return {key: suite[key] for key in ("suite", *SHOWN)} | {"cells": cells}
+    return suite | {"cells": cells}
 
 
 def load(path: Path) -> dict:
@@ -163,15 +163,14 @@ def load_published() -> dict[str, dict]:
                 if old["command"].split() == cell.command.split():
                     cells[cell.name] = old
                 else:
-                    missing = {"seed": cell.seed, "error": NOT_RUN}
-                    add_run(cells, cell.name, vars(cell), None, missing)
+                    add_run(cells, cell.name, vars(cell), None, {"seed": cell.seed, "error": NOT_RUN})
             found[path.stem] = results | shown | {"cells": cells}
     return found
 
 
 def is_ours(cell: dict) -> bool:
     """Return whether the cell runs a program of ours, and not a peer."""
-    return re.search("algos/|/our_", cell["command"].split(".py")[0])
+    return not re.search("peers/(?!our_)", cell["command"])
 
 
 # ---- Over seeds ------------------------------------------------------------------------------------------------------

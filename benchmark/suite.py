@@ -84,8 +84,11 @@ def make_cell(table: dict, headlines: dict, where: str) -> Cell:
     """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
     command = " ".join(str(table.get("command")).split())
     match = COMMAND.fullmatch(command)
-    known = "python or torchrun --standalone, and a script of algos/ or benchmark/peers/"
-    require(match and (common.ROOT / match[1]).is_file(), f"{where}: command = {command!r} has to be {known}")
+    require(
+        match and (common.ROOT / match[1]).is_file(),
+        f"{where}: command = {command!r} has to be python or torchrun --standalone, and a script of algos/ or "
+        "benchmark/peers/",
+    )
     script = Path(match[1]).stem
     named = {"task": None, "setting": None, "headline": headlines.get(script)} | table
     check_keys(named, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)

@@ -455,7 +455,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])  # it forgets nothing of the others
     page = (tmp_path / "out" / "results.md").read_text()
     assert all(f"| CartPole-v1, {name} |" in page for name in ("good", "killed", "other"))
-    assert f"- CartPole-v1, bad, seeds 1: {reason}\n" in page and report.LEGEND in page
+    assert f"- CartPole-v1, bad, seed 1: {reason}\n" in page and report.LEGEND in page
 
 
 @on_linux
@@ -568,7 +568,7 @@ def test_tables_say_what_the_results_say():
     lost["missing"] = [{"seed": seed, "error": "exit code 1: why"} for seed in (1, 2)]
     table = report.make_cell_table([make_cell([400.0, 410.0, 420.0]), lost], report.RESULT)
     assert "| CartPole-v1, default | return | 410 (400, 410, 420) | 1.00 | 3 |" in table
-    assert table.endswith("\n\n- Go, match, seeds 1, 2: exit code 1: why")
+    assert table.endswith("\n\n- Go, match, seed 1: exit code 1: why\n- Go, match, seed 2: exit code 1: why")
     six = [400.0, 410.0, 420.0] * 2
     low, high = map(common.show, records.find_interval(six))
     assert f"| 410 ({low} to {high}) | 1.00 | 6 |" in report.make_cell_table([make_cell(six)], report.RESULT)
