@@ -84,33 +84,32 @@ def compare_cells(cell: dict, other: dict) -> list[list]:
     return rows
 
 
-def compare(base: dict, new: dict) -> tuple[list[list], list[str]]:
-    """Return a row for each quantity of each cell of ours that both have, and notes on what failed and what is gone.
+def compare(base: dict, new: dict) -> tuple[list[list], list[str], list[str]]:
+    """Return a row for each quantity of each cell of ours that both have, what failed in NEW, and what is gone there.
 
     A row has name, quantity, its median in BASE and in NEW, and whether it is worse.
     """
-    rows, notes = [], []
+    rows, failed, gone = [], [], []
     for name, cell in base["cells"].items():
         other = new["cells"].get(name, cell | {"runs": [], "missing": []})
-        failed = [m["error"] for m in other["missing"] if m["error"] != records.NOT_RUN]
-        notes += [f"failed: {name}: {error}" for error in failed[:1]]
+        errors = [m["error"] for m in other["missing"] if m["error"] != records.NOT_RUN]
+        failed += [f"failed: {name}: {error}" for error in errors[:1]]
         if records.is_ours(cell) and cell["runs"]:
             if other["runs"] and cell["headline"] == other["headline"]:
                 rows += [[name, *row] for row in compare_cells(cell, other)]
             else:
-                notes.append(f"not compared: {name}: NEW has no runs with this headline")
+                gone.append(f"not compared: {name}: NEW has no runs with this headline")
     for row, is_worse in zip(rows, find_worse([row[-1] for row in rows]), strict=True):
         row[-1] = "**worse**" * bool(is_worse)
-    return rows, notes
+    return rows, failed, gone
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison; returns the exit code."""
     args = tyro.cli(Args, args=argv, description=__doc__)
-    rows, notes = compare(records.load(args.base), records.load(args.new))
-    failed = [note for note in notes if note.startswith("failed")]
+    rows, failed, gone = compare(records.load(args.base), records.load(args.new))
     common.require(rows or failed, f"{args.base} and {args.new} have no results of the same cell")
-    print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *notes, sep="\n")
+    print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *failed, *gone, sep="\n")
     worse = {name for name, *_, verdict in rows if verdict}
     num_cells = len({row[0] for row in rows})
     print(f"{num_cells} cells compared: {len(worse)} worse beyond noise, {len(failed)} failed")

@@ -5,7 +5,6 @@ import hashlib
 import re
 import shlex
 import tomllib
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +14,10 @@ from common import ResultsError, require
 
 SHOWN = {"ratios": [], "tables": [], "summary": ""}  # keys of a suite that say how pages show its results
 DEFAULTS = SHOWN | {"headline": {}, "seeds": [], "cells": []}
+SHOWN_KEYS = {
+    "ratios": ["title", "quantity", "better", "ours", "peer"],
+    "tables": ["page", "section", "columns"],
+}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")
 # Files of this repository that a file uses: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
@@ -118,6 +121,9 @@ def read_suite(path: Path) -> tuple[list[Cell], dict]:
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: cannot be read as TOML ({error})") from None
     check_keys(content, DEFAULTS, path)
+    for key, known in SHOWN_KEYS.items():
+        for table in content[key]:
+            check_keys(table, known, f"{path}, {key}")
     rows = []
     for number, table in enumerate(content["cells"], 1):
         where = f"{path}, cell {number}"
@@ -130,6 +136,7 @@ def read_suite(path: Path) -> tuple[list[Cell], dict]:
         rows.append([replace(cell, seed=seed) for seed in seeds])
     require(rows, f"{path}: no cells")
     cells = [cell for turn in zip_longest(*rows) for cell in turn if cell]
-    twice = [key for key, count in Counter((cell.name, cell.seed) for cell in cells).items() if count > 1]
+    keys = [(cell.name, cell.seed) for cell in cells]
+    twice = [key for key in keys if keys.count(key) > 1]
     require(not twice, f"{path}: there are two cells {twice[:1]}")
     return cells, {key: content[key] for key in SHOWN}

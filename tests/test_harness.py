@@ -132,6 +132,11 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
         ),
         ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
         (
+            "[[cells]]",
+            "[[tables]]\npag = 'ppo'\n[[cells]]",
+            "tables: unknown key pag; there are columns, page",
+        ),
+        (
             "seeds = [1]",
             "seed = [1]",
             "unknown key seed; there are cells, headline, ratios, seeds, summary, tables",
@@ -608,9 +613,9 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks():
 
 
 def compare_cells(base, new):
-    """Return what is worse in a comparison of two cells, and what has failed or is gone."""
-    rows, notes = compare.compare(make_results(base), make_results(new))
-    return [row[1:4] for row in rows if row[-1]], notes
+    """Return what is worse in a comparison of two cells, and what has failed."""
+    rows, failed, _ = compare.compare(make_results(base), make_results(new))
+    return [row[1:4] for row in rows if row[-1]], failed
 
 
 BASE, NAN = [480.0, 490.0, 500.0, 470.0, 500.0], [math.nan] * 5
@@ -659,9 +664,9 @@ def test_only_equal_things_of_ours_are_compared():
     slow = [3 * x for x in STEPS]
     peer, others = "sb3_ppo/CartPole-v1/zoo", [make_cell(BASE, f"ppo/T{i}/s") for i in range(3)]
     new = make_results(make_solved(slow, name=peer), others[0])
-    rows, notes = compare.compare(make_results(make_solved(STEPS, name=peer), *others), new)
+    rows, _, gone = compare.compare(make_results(make_solved(STEPS, name=peer), *others), new)
     assert {name for name, *_ in rows} == {"ppo/T0/s"}
-    assert [note.split(": ")[:2] for note in notes] == [["not compared", f"ppo/T{i}/s"] for i in (1, 2)]
+    assert [note.split(": ")[:2] for note in gone] == [["not compared", f"ppo/T{i}/s"] for i in (1, 2)]
     search = [make_cell([x, 1.1 * x, 1.2 * x], "our_go_search/Go/s", threshold=None) for x in (1000.0, 500.0)]
     assert compare_cells(*search)[0]  # a program of ours among the peers
     assert not compare_cells(make_solved(STEPS), make_solved(slow, threshold=400))[0]
