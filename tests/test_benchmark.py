@@ -97,32 +97,27 @@ def test_ratios_count_runs_that_never_got_there():
     assert lines[4] == "| t | abc | 1,050 | 1,050 | 1.00 (0.898 to 1.11) | 3 / 3 |"
 
 
-def test_a_line_says_what_is_not_equal():
-    """Its processor if others have another one; sides at different commits; a clock that leaves out set-up."""
+def test_tables_say_what_is_not_equal():
+    """Processors if there are several, sides at different commits, and a clock that leaves out set-up."""
     ours, peer = make_cell([1.0]), make_cell([1.0], "sb3_ppo/CartPole-v1/zoo")
-    peer["runs"][0]["commit"] = "sb3 2.9"
-    keys = dict.fromkeys(("cores", "python", "torch", "gymnasium", "date"), "1") | {"clock": "all"}
-    for cell, cpu in ((ours, "A"), (peer, "B")):
-        cell["runs"][0]["machine"] = keys | {"cpu": cpu, "commit": "abc"}
-    ratio = {"title": "t", "quantity": "steps_per_second", "ours": "a", "peer": "b"}
-    results = {"cells": {"a": ours, "b": peer}, "ratios": [ratio]}
-    assert report.make_ratio_table(results).endswith(
-        "\n| t | sb3 2.9 | 1,000 | 1,000 | 1.00 | 1 / 1 | A, B |"
-    )
-    table = report.make_cell_table([ours, peer | {"runs": []}], report.RESULT)
-    assert "processor" not in table
-    table = report.make_cell_table([ours, peer], report.RESULT)
-    assert "| CartPole-v1, default | return | 1.00 | A | 1.00 | 1 |" in table
-    assert report.describe_machines([ours | {"gpus": 1, "runs": []}, ours, peer]).endswith(
-        "1. Others: sb3 2.9."
-    )
-    peer["runs"][0]["machine"] = keys | {"cpu": "A", "commit": "def"}
-    del ours["runs"][0]["machine"]["clock"]
-    text = report.describe_machines([ours, peer])
+    keys = dict.fromkeys(("cores", "python", "torch", "gymnasium", "date", "cpu"), "a")
+    keys["commit"] = "abc"
+    ours["runs"][0]["machine"], peer["runs"][0]["machine"] = keys | {"clock": "all"}, keys | {"commit": "b"}
+    peer["runs"][0]["commit"] = "sb3"
+    found = report.describe_machines([ours | {"gpus": 1, "runs": []}, ours, peer])
     assert (
-        "Not interleaved, as the sides ran at different commits: CartPole-v1." in text
-        and "leave out set-up" in text
+        "a; commit abc, b; a. Others: sb3. Not interleaved, as " in found
+        and found.count("leave out set-up") == 1
     )
+    assert "processor" not in report.make_cell_table([ours, peer], report.RESULT)
+    peer["runs"][0]["machine"] = keys | {"cpu": "B", "clock": "all"}
+    assert report.describe_machines([ours, peer]).endswith("; commit abc; a. Others: sb3.")
+    assert "| CartPole-v1, zoo | return | 1.00 | B | 1.00 | 1 |" in report.make_cell_table(
+        [ours, peer], report.RESULT
+    )
+    ratio = {"title": "t", "quantity": "steps_per_second", "ours": "a", "peer": "b"}
+    table = report.make_ratio_table({"cells": {"a": ours, "b": peer}, "ratios": [ratio]})
+    assert table.endswith("\n| t | sb3 | 1,000 | 1,000 | 1.00 | 1 / 1 | B, a |")
 
 
 def test_a_match_shows_its_own_interval():

@@ -125,22 +125,10 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
         ("python", "torchrun --nproc-per-node 2", "torchrun --standalone"),
         ("'eval/x'", "3", "cell 1: headline = 3 has to be str"),
         ('"T"', '"../T"', "'../T' is not a name"),
-        (
-            'setting = "s"',
-            'setting = "s"\ncurv = "x"',
-            "cell 1: unknown key curv; there are better, command, ",
-        ),
+        ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
         ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
-        (
-            "[[cells]]",
-            "[[tables]]\npag = 'ppo'\n[[cells]]",
-            "tables: unknown key pag; there are columns, page",
-        ),
-        (
-            "seeds = [1]",
-            "seed = [1]",
-            "unknown key seed; there are cells, headline, ratios, seeds, summary, tables",
-        ),
+        ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
+        ("seeds = [1]", "seed = [1]", "unknown key seed; there are cells, headline, ratios, seeds, summary"),
         ('setting = "s"', 'setting = "s"\nthreshold = 3', "a threshold needs the tag of its curve"),
         ('setting = "s"', 'setting = "s"\nbetter = "more"', "better is neither"),
     ],
@@ -349,11 +337,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="guards kill the p
         ("print('|##| 1/1\\r|###| 2/2'); sys.exit('why it ended')", 1, "exit code 1: why it ended"),
         ("print('|##| 1/1\\r|###| 2/2', end=''); exit(3)", 1, "exit code 3: |###| 2/2"),
         ("os.kill(os.getpid(), 9)", 1, "exit code -9: ready"),
-        (
-            "print('╭─ Error ─╮\\n│ --x: no  │\\n│ ─────── │\\n╰─────────╯'); exit(2)",
-            1,
-            "exit code 2: --x: no",
-        ),
+        ("print('╭─ Bad ─╮\\n│ --x: no  │\\n│ ─── │\\n╰─────╯'); exit(2)", 1, "exit code 2: --x: no"),
         ("time.sleep(90)", 20 / 3600, "not done after 0.00555556 hours"),
     ],
 )
@@ -380,12 +364,9 @@ def test_cells_take_the_cores_and_gpus_that_they_ask_for(monkeypatch):
         return Future()
 
     monkeypatch.setattr(run, "ThreadPoolExecutor", lambda num_threads: SimpleNamespace(submit=submit))
-    lacking = define_cell(gpus=1)
     for names in ("NoDevFiles", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
-        assert run.run_cells({lacking: Path()}, run.start_here([lacking])) == {
-            lacking: "this machine lacks the GPUs"
-        }
+        assert run.start_here([define_cell(gpus=1)])(define_cell(gpus=1), Path(), []) is None
     monkeypatch.setattr(run.os, "sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
@@ -417,7 +398,7 @@ AGAIN = ["exit code 1: a crash", "exit code -9: ", "a node died"]
 @pytest.mark.parametrize("error", [*AGAIN, "exit code 2: bad flags", "no eval/x", "not done after 24 hours"])
 def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, error):
     """A cell that would fail in the same way again is not repeated."""
-    cell, tries, tries_left = define_cell(), [], "try_3" if error in AGAIN else "try_1"
+    cell, tries = define_cell(), []
 
     def submit(cell, path, command):
         path.mkdir(parents=True)
@@ -428,9 +409,9 @@ def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, error):
         return future
 
     monkeypatch.setattr(records, "find_run", lambda *_: (None, records.NOT_RUN if "node" in error else error))
-    log = tmp_path / "cell" / tries_left / "log.txt"
-    assert run.run_cells({cell: tmp_path / "cell"}, submit) == {cell: f"{error} (log: {log})"}
+    found = run.run_cells({cell: tmp_path / "cell"}, submit)
     assert tries == ["try_1", "try_2", "try_3"][: 3 if error in AGAIN else 1]
+    assert found == {cell: f"{error} (log: {tmp_path / 'cell' / tries[-1] / 'log.txt'})"}
 
 
 def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
@@ -695,9 +676,8 @@ def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
             steps, end, speed = NOISE[kind](rng, (3, 2, 20, 5))
             base, new = np.stack([0.3 * steps + 0.95 * end, steps, speed], 1)
             new[:, 0] += np.array(shifts)[:, None]
-            is_worse |= (
-                compare.find_worse(compare.find_p_worse(base, new, True).ravel()).reshape(3, 20).any(0)
-            )
+            p = compare.find_p_worse(base, new, True).ravel()
+            is_worse |= compare.find_worse(p).reshape(3, 20).any(0)
         return found
 
     assert simulate(500, 0, 0, 0).any(1).mean() <= 0.08

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, read_scalars
@@ -11,6 +12,7 @@ from envs_shared.go import Go
 
 PEERS = ROOT / "benchmark" / "peers"
 sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(PEERS)]
+import clock
 import common
 import gnugo_match
 import go_engine
@@ -70,6 +72,31 @@ def read_result(path):
 def run_peer(script, *flags):
     command = [str(find_python(script)), str(PEERS / f"{script}.py"), *map(str, flags)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+SCRIPT = """
+import time
+from torch.utils.tensorboard import SummaryWriter
+RANK, spend = 0, lambda seconds: time.seconds.append(seconds)
+evaluate, main = lambda: spend(100), lambda: (spend(50), train("events"))
+def train(folder):
+    spend(2)
+    writer = SummaryWriter(folder)
+    for step in (1, 2):
+        spend(5), writer.add_scalar("charts/cpu_seconds", 0.0, step), evaluate(), spend(1)
+    writer.close()
+"""
+
+
+def test_our_scripts_run_by_the_clock_of_the_peers(tmp_path, monkeypatch):
+    """Set-up and checkpoints count; imports, flags and evaluations do not."""
+    (tmp_path / "tiny.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "seconds", [1000.0], raising=False)
+    monkeypatch.setattr(time, "process_time", lambda: sum(time.seconds))
+    monkeypatch.setattr(sys, "argv", ["clock.py", f"{tmp_path}/tiny.py"])
+    clock.main()
+    assert read_scalars(tmp_path / "events")["charts/cpu_seconds"] == [(1, 7.0), (2, 13.0)]
 
 
 def test_every_peer_is_tested_and_in_the_readme():
