@@ -12,7 +12,13 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
+try:
+    import numpy as np
+    import scipy  # noqa: F401  # and tyro: of the programs that import this file first
+    import tyro  # noqa: F401
+except ImportError as error:
+    print(f"{error}: pip install -r benchmark/requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARK = ROOT / "benchmark"
@@ -31,10 +37,10 @@ def require(is_right: object, message: str) -> None:
 
 
 def run_main(main) -> None:
-    """Run a program; a ResultsError prints one line and exits with code 2."""
+    """Run a program; an error of its input or of the disk prints one line and exits with code 2."""
     try:
         sys.exit(main())
-    except ResultsError as error:
+    except (ResultsError, OSError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -70,8 +76,7 @@ def read_points(run_path: Path, tag: str) -> list[list[float]]:
     events = read_events(run_path)
     tags = events.Tags()["scalars"]
     for needed in (tag, "charts/cpu_seconds"):
-        found = ", ".join(tags) or "none"
-        require(needed in tags, f"no {needed} in {run_path} (there are: {found})")
+        require(needed in tags, f"no {needed} in {run_path} (there are: {', '.join(tags)})")
     points, start = events.Scalars(tag), events.FirstEventTimestamp()
     clock = np.array([(point.step, point.value) for point in events.Scalars("charts/cpu_seconds")])
     seconds = np.interp([point.step for point in points], *clock.T).tolist()
@@ -83,13 +88,11 @@ def read_points(run_path: Path, tag: str) -> list[list[float]]:
 
 def describe_machine() -> dict:
     """Describe processor, cores, versions, commit and day, for the record."""
-    cpu = platform.processor() or platform.machine()
-    if (info := Path("/proc/cpuinfo")).exists():
-        found = re.search(r"model name\s*: (.+)", info.read_text())
-        cpu = found[1] if found else cpu  # ARM has none
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text() if info.exists() else "")  # ARM has none
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     return {
-        "cpu": cpu,
+        "cpu": found[1] if found else platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("torch", "gymnasium")},
@@ -161,8 +164,8 @@ def make_table(head: str, rows: list[list]) -> str:
 
 
 def replace_section(text: str, name: str, content: str) -> str:
-    """Replace what is between <!-- name --> and <!-- /name --> in `text`; ValueError if the marks are missing."""
-    pattern = re.compile(rf"(<!-- {name} -->).*?(<!-- /{name} -->)", re.S)
-    if not pattern.search(text):
-        raise ValueError(f"no <!-- {name} --> section")
-    return pattern.sub(lambda m: m[1] + content + m[2], text)
+    """Replace what is between <!-- name --> and <!-- /name --> in `text`; ResultsError if the marks are missing."""
+    pattern = f"(?s)(?<=<!-- {name} -->).*?(?=<!-- /{name} -->)"
+    text, count = re.subn(pattern, lambda _: content, text)
+    require(count, f"no <!-- {name} --> section")
+    return text

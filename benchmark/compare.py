@@ -31,16 +31,19 @@ class Args:
     new: Positional[Path]  # the same, after the change
 
 
-def find_p_worse(base, new) -> np.ndarray:
-    """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t; 0 or 1 without noise."""
+def find_p_worse(base, new, are_paired: bool) -> np.ndarray:
+    """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t.
+
+    If both have the same seeds, it is twice the smaller p of the test of pairs and of the test of two samples.
+    """
     base, new = np.asarray(base, float), np.asarray(new, float)
-    difference = new.mean(-1) - base.mean(-1)
-    rounding = 1e-12 + 1e-6 * np.abs(base.mean(-1))
+    tests = [stats.ttest_ind, stats.ttest_rel][: 1 + are_paired]
     with warnings.catch_warnings():  # about samples without noise
         warnings.simplefilter("ignore", RuntimeWarning)
-        p = stats.ttest_ind(new, base, axis=-1, alternative="greater").pvalue
-    has_noise = base.std(-1) + new.std(-1) > rounding
-    return np.where(has_noise, p, difference <= rounding)
+        p = [test(new, base, axis=-1, alternative="greater").pvalue for test in tests]
+    rounding = 1e-12 + 1e-6 * np.abs(base.mean(-1))
+    is_larger = new.mean(-1) - base.mean(-1) > rounding
+    return np.where(is_larger, np.minimum(1, len(p) * np.min(p, 0)), 1)
 
 
 def find_worse(p: list[float]) -> np.ndarray:
@@ -55,50 +58,58 @@ def find_losses(cell: dict) -> dict[str, np.ndarray]:
     losses = {"headline": sign * np.array(records.get_values(cell, "headline"))}
     if all(run["curve"] for run in runs):
         given = NEVER * np.array([run["curve"][-1][0] for run in runs])
-        losses["steps"] = np.log(np.minimum(records.get_values(cell, "steps_to_threshold"), given))
-    return losses | {"speed": -np.log(records.get_values(cell, "steps_per_second"))}
+        losses["steps_to_threshold"] = np.log(
+            np.minimum(records.get_values(cell, "steps_to_threshold"), given)
+        )
+    return losses | {"steps_per_second": -np.log(records.get_values(cell, "steps_per_second"))}
 
 
-def find_p(quantity: str, old: np.ndarray, now: np.ndarray) -> float | None:
-    """Return the p value of a quantity being no worse; None for a single seed, which cannot tell."""
+def find_p(quantity: str, old: np.ndarray, now: np.ndarray, are_paired: bool) -> float:
+    """Return the p value of a quantity being no worse; 1 for a single seed, which cannot tell."""
     if not np.isfinite(now).all():
         return 0.0
-    margin = np.log(SLOWER) if quantity == "speed" else 0.0
-    return float(find_p_worse(old + margin, now)) if min(len(old), len(now)) > 1 else None
+    margin = np.log(SLOWER) if quantity == "steps_per_second" else 0.0
+    return float(find_p_worse(old + margin, now, are_paired)) if min(len(old), len(now)) > 1 else 1.0
 
 
-def compare(base: dict, new: dict) -> tuple[list[list], list[str]]:
-    """Return a row for each quantity of each cell of ours that both have, and what failed in NEW.
+def compare_cells(cell: dict, other: dict) -> list[list]:
+    """Return [quantity, its median in BASE and in NEW, p value of being no worse] of a cell that both have."""
+    rows, losses = [], find_losses(other)
+    seeds, others = ({run["seed"] for run in side["runs"]} for side in (cell, other))
+    for quantity, old in find_losses(cell).items():
+        is_same = quantity != "steps_to_threshold" or cell["threshold"] == other["threshold"]
+        if quantity in losses and np.isfinite(old).all() and is_same:
+            medians = [common.show(np.median(records.get_values(side, quantity))) for side in (cell, other)]
+            rows.append([quantity, *medians, find_p(quantity, old, losses[quantity], seeds == others)])
+    return rows
 
-    A row has name, quantity, its mean in BASE and in NEW (geometric for steps and speed), and whether it is worse.
+
+def compare(base: dict, new: dict) -> tuple[list[list], list[str], list[str]]:
+    """Return a row for each quantity of each cell of ours that both have, what failed in NEW, and what is gone there.
+
+    A row has name, quantity, its median in BASE and in NEW, and whether it is worse.
     """
-    rows, failed, signs = [], [], {"steps": 1.0, "speed": -1.0}  # of the quantities that are logarithms
+    rows, failed, gone = [], [], []
     for name, cell in base["cells"].items():
-        other = new["cells"].get(name, {"runs": [], "missing": []})
-        failed += [
-            f"failed: {name}: {m['error']}" for m in other["missing"] if m["error"] != records.NOT_RUN
-        ][:1]
-        is_ours = records.is_ours(cell) or cell["script"].startswith("our_")
-        if is_ours and cell["runs"] and other["runs"] and cell["headline"] == other["headline"]:
-            losses, sign = find_losses(other), -1.0 if cell["better"] == "higher" else 1.0
-            for quantity, old in find_losses(cell).items():
-                is_same = quantity != "steps" or cell["threshold"] == other["threshold"]
-                if quantity in losses and np.isfinite(old).all() and is_same:
-                    sides = [signs.get(quantity, sign) * side.mean() for side in (old, losses[quantity])]
-                    means = [common.show(float(np.exp(x) if quantity in signs else x)) for x in sides]
-                    rows.append([name, quantity, *means, find_p(quantity, old, losses[quantity])])
-    judged = [row for row in rows if row[-1] is not None]
-    for row, is_worse in zip(judged, find_worse([row[-1] for row in judged]), strict=True):
+        other = new["cells"].get(name, cell | {"runs": [], "missing": []})
+        errors = [m["error"] for m in other["missing"] if m["error"] != records.NOT_RUN]
+        failed += [f"failed: {name}: {error}" for error in errors[:1]]
+        if records.is_ours(cell) and cell["runs"]:
+            if other["runs"] and cell["headline"] == other["headline"]:
+                rows += [[name, *row] for row in compare_cells(cell, other)]
+            else:
+                gone.append(f"not compared: {name}: NEW has no runs with this headline")
+    for row, is_worse in zip(rows, find_worse([row[-1] for row in rows]), strict=True):
         row[-1] = "**worse**" * bool(is_worse)
-    return rows, failed
+    return rows, failed, gone
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison; returns the exit code."""
     args = tyro.cli(Args, args=argv, description=__doc__)
-    rows, failed = compare(records.load(args.base), records.load(args.new))
+    rows, failed, gone = compare(records.load(args.base), records.load(args.new))
     common.require(rows or failed, f"{args.base} and {args.new} have no results of the same cell")
-    print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *failed, sep="\n")
+    print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *failed, *gone, sep="\n")
     worse = {name for name, *_, verdict in rows if verdict}
     num_cells = len({row[0] for row in rows})
     print(f"{num_cells} cells compared: {len(worse)} worse beyond noise, {len(failed)} failed")

@@ -14,6 +14,11 @@ from suite import SHOWN, read_suite
 
 NUM_POINTS = 60  # kept of a learning curve in the JSON file
 NOT_RUN = "not run yet"
+# What torchrun adds to a log when a script has failed, with its exit codes, of which the last is the first to have come
+TORCHRUN = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic", re.M)
+EXIT_CODE = re.compile(r"^  exitcode  : (\S+)", re.M)
+# The one line on bad input of our scripts, and the first line in tyro's frame
+BAD_INPUT = re.compile(r"^\w+\.py: error: .+|(?<=^│ ).+?(?= +│$)", re.M)
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -32,44 +37,49 @@ def find_threshold(curve: list[list[float]], threshold: float, better: str = "hi
 def read_run(path: Path, cell: dict, process: dict) -> dict:
     """Read what is kept of the run in the folder `path`; ResultsError if it lacks the cell's headline or curve.
 
-    `process` is what run.py has recorded of it; empty if something else started the run.
+    `process` is what run.py has recorded of it.
     """
     tags = common.read_events(path).Tags()["scalars"]
+    headline = cell["headline"]
     shown = [tag for tag in tags if tag.startswith(("eval/", "best/"))]
-    headline = cell.get("headline") or [*shown, "charts/episodic_return"][0]
     values = {tag: common.read_points(path, tag)[-1][-1] for tag in sorted({headline, *shown})}
     last = common.read_points(path, "charts/cpu_seconds")[-1]
-    machine, clock = process.get("machine"), 2 if cell.get("gpus") else 1
+    machine, clock = process["machine"], 2 if cell["gpus"] else 1
     version = common.read_text(path, "program")  # logged by peers
     run = {
-        "seed": cell.get("seed", 0),
+        "seed": cell["seed"],
         "headline": headline,
         "value": values[headline],
         "metrics": values | process.get("best", {}),
         "env_steps": last[0],
         "wall_seconds": last[2],
-        "cpu_seconds": process.get("cpu_seconds", last[1]),
+        "cpu_seconds": process["cpu_seconds"],
         "machine": machine,
-        "commit": version or (machine or {}).get("commit", "unknown"),
+        "commit": version or machine["commit"],
         "steps_per_second": last[0] / max(last[clock], 1e-9),
     }
     if "charts/episodic_return" in tags:
         returns = common.read_points(path, "charts/episodic_return")
         if late := [point[-1] for point in returns if point[0] > 0.9 * last[0]]:
             run["final_return"] = float(np.mean(late))
-    curve = common.read_points(path, cell["curve"]) if cell.get("curve") else []
-    if cell.get("threshold") is not None:
-        point = find_threshold(curve, cell["threshold"], cell["better"], cell.get("in_a_row", 1))
+    curve = common.read_points(path, cell["curve"]) if cell["curve"] else []
+    if cell["threshold"] is not None:
+        point = find_threshold(curve, cell["threshold"], cell["better"], cell["in_a_row"])
         run |= {"steps_to_threshold": point and point[0], "seconds_to_threshold": point and point[clock]}
     rare = curve[:: -math.ceil(len(curve) / NUM_POINTS) or 1][::-1]  # keeps the last point
     points = [[point[0], float(f"{point[clock]:.5g}"), float(f"{point[3]:.5g}")] for point in rare]
     return run | {"curve": points}
 
 
-def read_end(log: Path) -> str:
-    """Read the last line of a log, or the last state of a progress bar."""
+def read_end(log: Path) -> tuple[str, list[str]]:
+    """Read from a log why a script ended, and the exit codes of its processes if torchrun tells them.
+
+    That is its line on bad input, else the last line or the last state of a progress bar.
+    """
     text = log.read_bytes().decode(errors="replace") if log.exists() else ""
-    return re.split("[\r\n]", text.strip())[-1].strip()
+    own = TORCHRUN.split(text)[0]
+    found = BAD_INPUT.search(own)
+    return found[0] if found else re.split("[\r\n]", own.strip())[-1].strip(), EXIT_CODE.findall(text)
 
 
 def read_attempt(attempt: Path, cell: dict) -> dict:
@@ -80,9 +90,10 @@ def read_attempt(attempt: Path, cell: dict) -> dict:
         raise ResultsError(NOT_RUN) from None
     code = process["exit_code"]
     require(code is not None, f"not done after {cell.get('hours', 0):g} hours")
-    require(code == 0, f"exit code {code}: {read_end(attempt / 'log.txt')}")
+    line, codes = read_end(attempt / "log.txt")
+    require(code == 0, f"exit code {[code, *codes][-1]}: {line}")
     is_scored = process.get("best") or not cell.get("score_best")
-    require(is_scored, f"no scores of best.pt: {read_end(attempt / 'best.txt')}")
+    require(is_scored, f"no scores of best.pt: {read_end(attempt / 'best.txt')[0]}")
     for path in common.find_run_folders(attempt):
         return read_run(path, cell, process)
     raise ResultsError("no run folder")
@@ -127,7 +138,7 @@ def collect(folder: Path) -> dict:
         run, error = find_run(folder / cell.pop("folder"), cell)
         name, seed = cell.pop("name"), cell.pop("seed")
         add_run(cells, name, cell, run, {"seed": seed, "error": error})
-    return {key: suite[key] for key in ("suite", *SHOWN)} | {"cells": cells}
+    return suite | {"cells": cells}
 
 
 def load(path: Path) -> dict:
@@ -152,15 +163,14 @@ def load_published() -> dict[str, dict]:
                 if old["command"].split() == cell.command.split():
                     cells[cell.name] = old
                 else:
-                    missing = {"seed": cell.seed, "error": NOT_RUN}
-                    add_run(cells, cell.name, vars(cell), None, missing)
+                    add_run(cells, cell.name, vars(cell), None, {"seed": cell.seed, "error": NOT_RUN})
             found[path.stem] = results | shown | {"cells": cells}
     return found
 
 
 def is_ours(cell: dict) -> bool:
-    """Return whether the cell runs one of our scripts, and not a peer."""
-    return "benchmark/peers/" not in cell["command"]
+    """Return whether the cell runs a program of ours, and not a peer."""
+    return not re.search("peers/(?!our_)", cell["command"])
 
 
 # ---- Over seeds ------------------------------------------------------------------------------------------------------

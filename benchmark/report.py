@@ -64,11 +64,16 @@ def show_mean(cell: dict, metric: str) -> str:
     return text + show_interval(records.find_interval(values) or own)
 
 
-def show_median(cell: dict, quantity: str) -> str:
+def show_median(values: list[float]) -> str:
     """Write the median over the seeds, and how many got to the threshold if not all did."""
-    values = np.array(records.get_values(cell, quantity))
     num_reached = int(np.isfinite(values).sum())
     return show(np.median(values)) + f" ({num_reached} of {len(values)})" * (num_reached < len(values))
+
+
+def list_processors(*cells: dict) -> str:
+    """Name the processors of all runs of cells."""
+    found = {run["machine"]["cpu"] for cell in cells for run in cell["runs"] if run["machine"]}
+    return ", ".join(sorted(found))
 
 
 def show_difference(cell: dict, base: dict) -> str:
@@ -82,22 +87,26 @@ def show_difference(cell: dict, base: dict) -> str:
 
 
 def make_ratio_table(results: dict) -> str:
-    """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval."""
-    rows, cells = [], results["cells"]
+    """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval.
+
+    A column names the processors of a line if not all lines have the same one.
+    """
+    rows, are_mixed = [], "," in list_processors(*list_cells(results, results["ratios"]))
     for ratio in results["ratios"]:
-        sides = cells[ratio["ours"]], cells[ratio["peer"]]
-        peer = sides[1]
-        line = [ratio["title"], peer["runs"][0]["commit"] if peer["runs"] else peer["script"]]
+        sides = list_cells(results, [ratio])
+        values = [records.get_values(cell, ratio["quantity"]) for cell in sides]
+        commits = [run["commit"] for run in sides[1]["runs"]] or [sides[1]["script"]]
         lacking = [cell["missing"][0]["error"] for cell in sides if not cell["runs"]]
+        line = ["-", "-", *lacking[:1]]
         if not lacking:
-            quantities = ratio["quantity"], ratio.get("peer_quantity", ratio["quantity"])
-            line += map(show_median, sides, quantities)
-            value, interval = records.find_ratio(*map(records.get_values, sides, quantities))
+            value, interval = records.find_ratio(*values)
             low, high = interval or (0.0, math.inf)
             mark = "**" * (low > 1 or high < 1)
-            line.append(f"{mark}{show(value)}{mark}{show_interval(interval)}")
-        rows.append(line + ["-", "-", *lacking[:1]] * bool(lacking))
-    return common.make_table("what | peer | ours: | peer's: | ours / peer, 95 % interval:", rows)
+            line = [*map(show_median, values), f"{mark}{show(value)}{mark}{show_interval(interval)}"]
+        seeds = " / ".join(str(len(side)) for side in values)
+        rows.append([ratio["title"], commits[0], *line, seeds, *[list_processors(*sides)] * are_mixed])
+    head = "what | peer | ours: | peer's: | ours / peer, 95 % interval: | seeds:"
+    return common.make_table(head + " | processor" * are_mixed, rows)
 
 
 def make_cell_table(cells: list[dict], columns: dict) -> str:
@@ -106,15 +115,16 @@ def make_cell_table(cells: list[dict], columns: dict) -> str:
     A column shows the metric that it names, or what its function says of a cell.
     """
     rows, missing = [], []
+    if "," in list_processors(*cells):
+        columns = columns | {"processor": list_processors}
     for cell in cells:
         name = f"{cell['task']}, {cell['setting']}"
         if cell["runs"]:
             shown = [find(cell) if callable(find) else show_mean(cell, find) for find in columns.values()]
-            rows.append([name, *shown, show_median(cell, "cpu_seconds"), len(cell["runs"])])
-        seeds = {}
-        for lost in cell["missing"]:
-            seeds.setdefault(lost["error"], []).append(str(lost["seed"]))
-        missing += [f"- {name}, seeds {', '.join(found)}: {error}" for error, found in seeds.items()]
+            rows.append(
+                [name, *shown, show_median(records.get_values(cell, "cpu_seconds")), len(cell["runs"])]
+            )
+        missing += [f"- {name}, seed {lost['seed']}: {lost['error']}" for lost in cell["missing"]]
     head = " | ".join(["task, setting", *(f"{title}:" for title in columns), "CPU-s:", "seeds:"])
     return "\n".join([common.make_table(head, rows), "", *missing]).rstrip()
 
@@ -132,13 +142,24 @@ def make_comparison(cells: list[dict]) -> str:
 
 
 def describe_machines(cells: list[dict]) -> str:
-    """Say which machines the runs of cells used, and the versions of other programs."""
-    runs = [run for cell in cells for run in cell["runs"] if run["machine"]]
-    machines = [run["machine"] for run in runs]
-    peers = {run["commit"] for run in runs} - {machine["commit"] for machine in machines}
-    others = f" Others: {', '.join(sorted(peers))}." * bool(peers)
-    gpus = ["with GPUs"] * any(cell["gpus"] for cell in cells)
-    return common.machine_line(machines, gpus) + others if runs else ""
+    """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
+    runs = [(cell["task"], run["machine"], run) for cell in cells for run in cell["runs"] if run["machine"]]
+    if not runs:
+        return ""
+    machines, commits = [machine for _, machine, _ in runs], {}
+    gpus = ["with GPUs"] * any(cell["gpus"] and cell["runs"] for cell in cells)
+    notes = [common.machine_line(machines, gpus)]
+    if peers := {run["commit"] for *_, run in runs} - {machine["commit"] for machine in machines}:
+        notes.append(f"Others: {', '.join(sorted(peers))}.")
+        for task, machine, run in runs:
+            commits.setdefault((task, run["seed"]), set()).add(machine["commit"])
+        if apart := {task for (task, _), found in commits.items() if len(found) > 1}:
+            notes.append(
+                f"Not interleaved, as the sides ran at different commits: {', '.join(sorted(apart))}."
+            )
+        if not all("clock" in machine for machine in machines):
+            notes.append("Our seconds of training leave out set-up, logging and saving, theirs do not.")
+    return " ".join(notes)
 
 
 def fill_summary(results: dict) -> str:
@@ -192,9 +213,10 @@ def draw(results: dict, path: Path) -> bool:
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def list_cells(results: dict) -> list[dict]:
-    """List the cells of a suite."""
-    return [*results["cells"].values()]
+def list_cells(results: dict, ratios=()) -> list[dict]:
+    """List the cells of a suite, or of some of its ratios."""
+    names = [ratio[side] for ratio in ratios for side in ("ours", "peer")]
+    return [results["cells"][name] for name in names or results["cells"]]
 
 
 def load_studies() -> list[tuple]:
@@ -221,9 +243,11 @@ def make_pages(published: dict[str, dict]) -> dict[Path, str]:
     for name, results in published.items():
         cells = list_cells(results)
         for table in results["tables"]:
-            columns = table.get("columns")
-            parts = [make_cell_table(cells, columns), LEGEND] if columns else [make_ratio_table(results)]
-            add(table["page"], table["section"], cells, *parts)
+            where = table["page"], table["section"]
+            if columns := table.get("columns"):
+                add(*where, cells, make_cell_table(cells, columns), LEGEND)
+            else:
+                add(*where, list_cells(results, results["ratios"]), make_ratio_table(results))
         if results["summary"]:
             put("README", f"{name}_cell", fill_summary(results))
     for module, results in load_studies():
@@ -258,23 +282,24 @@ def write_own(suites: list[dict], out: Path) -> None:
             describe_machines(cells),
             picture,
             make_comparison(cells),
+            LEGEND,
         ]
     common.write_atomically(out / "results.md", "\n\n".join(filter(None, parts)) + "\n")
 
 
 def merge(old: dict, new: dict) -> None:
-    """Add to `new` the committed runs that it lacks; ResultsError for runs made with uncommitted changes."""
+    """Add to `new` the committed runs of its seeds that it lacks; ResultsError for runs with uncommitted changes."""
     for name, cell in new["cells"].items():
         for run in cell["runs"]:
-            where = f"{new['suite']}: {name}, seed {run['seed']}"
-            require("dirty" not in str(run["machine"]), f"{where} ran with uncommitted changes: run it again")
+            message = f"{new['suite']}: {name}, seed {run['seed']} ran with uncommitted changes: run it again"
+            require("dirty" not in str(run["machine"]), message)
     for name, before in old["cells"].items():
         cell = new["cells"].setdefault(name, before)
-        runs = {run["seed"]: run for run in before["runs"] + cell["runs"]}
-        cell["runs"] = list(runs.values())
-        cell["missing"] = [
-            m for m in cell["missing"] if m["seed"] not in runs or m["error"] != records.NOT_RUN
-        ]
+        seeds = {entry["seed"] for entry in cell["runs"] + cell["missing"]}  # of the suite
+        runs = {run["seed"]: run for run in before["runs"] + cell["runs"] if run["seed"] in seeds}
+        cell["runs"] = [*runs.values()]
+        lost = cell["missing"]
+        cell["missing"] = [m for m in lost if m["seed"] not in runs or m["error"] != records.NOT_RUN]
         cell["headline"] = cell["headline"] or before["headline"]
 
 

@@ -58,8 +58,10 @@ class Args:
 
 
 def make_command(cell: Cell, python: str, run_dir: Path) -> list[str]:
-    """Return what is executed: the cell's command with --seed and --run-dir."""
+    """Return what is executed: the cell's command with --seed and --run-dir, our scripts by the peers' clock."""
     start, *words = cell.words
+    if cell.path.startswith("algos/"):
+        words.insert(words.index(cell.path), "benchmark/peers/clock.py")
     launcher = ["-m", "torch.distributed.run"] * (start == "torchrun")
     return [python, *launcher, *words, "--seed", str(cell.seed), "--run-dir", str(run_dir)]
 
@@ -69,13 +71,14 @@ def run_cell(cell: Cell, path: Path, command: list[str], gpus: str | None = None
     is_same = path.parent.name.endswith(cell.hash())
     require(is_same, f"no run: {cell.path} has changed since the suite was started")
     path.mkdir(parents=True)
-    process = {"machine": common.describe_machine()}  # with the commit of the script that starts now
+    # With the commit of the script that starts now. The clock is that of benchmark/peers/clock.py
+    process = {"machine": common.describe_machine() | {"clock": "all"}}
     process |= execute(command, cell, path / "log.txt", gpus)
     if cell.score_best and process["exit_code"] == 0:
         best = next(path.glob("*/best.pt"), "best.pt")
         flags = ["--evaluate", str(best), "--eval-episodes", "100", "--seed", str(cell.seed)]
         execute([command[0], cell.path, *flags], cell, path / "best.txt", gpus)
-        line = records.read_end(path / "best.txt")
+        line, _ = records.read_end(path / "best.txt")
         scores = ast.literal_eval(line) if line.startswith("{") else {}
         process["best"] = {name.replace("eval/", "best/"): score for name, score in scores.items()}
     common.write_atomically(path / "process.json", json.dumps(process, indent=1))
@@ -102,13 +105,16 @@ def execute(command: list[str], cell: Cell, log: Path, gpus: str | None) -> dict
 
 def start_here(cells: list[Cell]):
     """Return a function that starts a cell in a thread if this machine has room for it, and returns its future."""
-    cores, gpus, running = os.cpu_count(), [], {}
+    # What taskset or a container leaves of the cores; macOS does not tell
+    find_cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
+    cores, gpus, running = len(find_cores(0)), [], {}
     pool = ThreadPoolExecutor(cores)
     if any(cell.gpus for cell in cells):
         import torch
 
-        ids = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        gpus = [name for name in ids.split(",") if name]
+        num_gpus = torch.cuda.device_count()  # 0 for NoDevFiles or -1
+        ids = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+        gpus = ids.split(",")[:num_gpus]
 
     def submit(cell: Cell, *args):
         busy = [held for future, held in running.items() if not future.done()]
@@ -153,12 +159,12 @@ def run_cells(folders: dict[Cell, Path], submit) -> dict[Cell, str]:
         for cell in [*waiting]:
             path = folders[cell] / f"try_{1 + len([*folders[cell].glob('try_*')])}"
             if future := submit(cell, path, make_command(cell, pythons[cell.environment], path)):
-                running[future] = cell
+                running[future] = cell, path
                 waiting.remove(cell)
         if not running:
             return errors | dict.fromkeys(waiting, "this machine lacks the GPUs")
         for future in wait(running, 1.0, FIRST_COMPLETED).done:
-            cell = running.pop(future)
+            cell, path = running.pop(future)
             tries[cell] += 1
             result, error = records.find_run(folders[cell], vars(cell))
             if lost := future.exception():  # such as Ray's error when a machine is gone, or a full disk
@@ -170,7 +176,7 @@ def run_cells(folders: dict[Cell, Path], submit) -> dict[Cell, str]:
                 end = "again"
                 waiting.insert(0, cell)
             else:
-                errors[cell] = error
+                errors[cell] = error = f"{error} (log: {path / 'log.txt'})"
             left = len(waiting) + len(running)
             print(f"{end}: {cell.name}, seed {cell.seed}: {error}; {left} left", file=sys.stderr)
     return errors
@@ -181,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Args, args=argv, description=__doc__)
     cells, shown = read_suite(args.suite)
     root = args.runs.resolve() / args.suite.stem
+    require(str(root).isprintable(), f"--runs {args.runs}: TensorBoard needs a folder whose name is UTF-8")
     folders = {cell: root / cell.name / f"seed{cell.seed}-{cell.hash()}" for cell in cells}
     chosen = [cell for cell in cells if fnmatch.fnmatch(cell.name, args.only)]
     require(chosen, f"--only {args.only}: no such cell in {args.suite}")
@@ -196,8 +203,6 @@ def main(argv: list[str] | None = None) -> int:
         root.mkdir(parents=True, exist_ok=True)
         common.write_atomically(root / "suite.json", json.dumps(content, indent=1))
         errors = run_cells(missing, submit)
-    except OSError as error:
-        raise ResultsError(str(error)) from None
     except KeyboardInterrupt:
         print(
             "\ninterrupted: what was finished is kept, the same command does the rest",

@@ -5,7 +5,6 @@ import hashlib
 import re
 import shlex
 import tomllib
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -14,6 +13,11 @@ import common
 from common import ResultsError, require
 
 SHOWN = {"ratios": [], "tables": [], "summary": ""}  # keys of a suite that say how pages show its results
+DEFAULTS = SHOWN | {"headline": {}, "seeds": [], "cells": []}
+SHOWN_KEYS = {
+    "ratios": ["title", "quantity", "better", "ours", "peer"],
+    "tables": ["page", "section", "columns"],
+}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")
 # Files of this repository that a file uses: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
@@ -52,7 +56,7 @@ class Cell:
         modules = [f"{word.split(':')[0].replace('.', '/')}.py" for word in self.words]  # of --env-id
         files = {common.ROOT / word for word in [*self.words, *modules] if "/" in word}
         files |= find_used_files(common.ROOT / self.path)
-        files.add(common.PEERS / f"requirements-{self.environment}.txt")
+        files |= {common.PEERS / f"requirements-{self.environment}.txt", common.PEERS / "clock.py"}
         digest = hashlib.sha256(self.command.encode())
         for path in sorted(filter(Path.is_file, files)):
             digest.update(f"\n{path.relative_to(common.ROOT)}\n".encode() + path.read_bytes())
@@ -73,22 +77,26 @@ def find_used_files(script: Path) -> set[Path]:
     return found
 
 
+def check_keys(table: dict, known, where: str) -> None:
+    """Raise ResultsError for a key that the harness would not read."""
+    for key in table:
+        require(key in known, f"{where}: unknown key {key}; there are {', '.join(sorted(known))}")
+
+
 def make_cell(table: dict, headlines: dict, where: str) -> Cell:
     """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
     command = " ".join(str(table.get("command")).split())
     match = COMMAND.fullmatch(command)
-    known = "python or torchrun --standalone, and a script of algos/ or benchmark/peers/"
-    require(match and (common.ROOT / match[1]).is_file(), f"{where}: command = {command!r} has to be {known}")
+    require(
+        match and (common.ROOT / match[1]).is_file(),
+        f"{where}: command = {command!r} has to be python or torchrun --standalone, and a script of algos/ or "
+        "benchmark/peers/",
+    )
     script = Path(match[1]).stem
-    names = {
-        "path": match[1],
-        "script": script,
-        "name": f"{script}/{table.get('task')}/{table.get('setting')}",
-    }
-    try:
-        cell = Cell(**{"headline": headlines.get(script)} | table | names)
-    except TypeError as error:
-        raise ResultsError(f"{where}: {error}") from None
+    named = {"task": None, "setting": None, "headline": headlines.get(script)} | table
+    check_keys(named, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)
+    name = f"{script}/{named['task']}/{named['setting']}"
+    cell = Cell(**named | {"path": match[1], "script": script, "name": name})
     for key, kind in Cell.__annotations__.items():
         value = getattr(cell, key)
         require(
@@ -109,9 +117,13 @@ def read_suite(path: Path) -> tuple[list[Cell], dict]:
     Cells are listed seed by seed, so that runs that are compared follow one another.
     """
     try:
-        content = SHOWN | {"headline": {}, "seeds": [], "cells": []} | tomllib.loads(path.read_text())
+        content = DEFAULTS | tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: cannot be read as TOML ({error})") from None
+    check_keys(content, DEFAULTS, path)
+    for key, known in SHOWN_KEYS.items():
+        for table in content[key]:
+            check_keys(table, known, f"{path}, {key}")
     rows = []
     for number, table in enumerate(content["cells"], 1):
         where = f"{path}, cell {number}"
@@ -124,6 +136,7 @@ def read_suite(path: Path) -> tuple[list[Cell], dict]:
         rows.append([replace(cell, seed=seed) for seed in seeds])
     require(rows, f"{path}: no cells")
     cells = [cell for turn in zip_longest(*rows) for cell in turn if cell]
-    twice = [key for key, count in Counter((cell.name, cell.seed) for cell in cells).items() if count > 1]
+    keys = [(cell.name, cell.seed) for cell in cells]
+    twice = [key for key in keys if keys.count(key) > 1]
     require(not twice, f"{path}: there are two cells {twice[:1]}")
     return cells, {key: content[key] for key in SHOWN}

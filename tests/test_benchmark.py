@@ -62,10 +62,12 @@ def test_how_many_deviations_slower_learning_is():
     steps, speed, num_found = [], [], 0
     for cell in (cell for found in records.load_published().values() for cell in report.list_cells(found)):
         if len(cell["runs"]) > 2:
-            losses = compare.find_losses(cell)["speed"]
+            losses = compare.find_losses(cell)["steps_per_second"]
             speed.append(np.std(losses, ddof=1))
             if records.is_ours(cell):
-                assert compare.find_p("speed", losses, losses + np.log(2)) < 0.01, cell["setting"]
+                assert compare.find_p("steps_per_second", losses, losses + np.log(2), True) < 0.01, cell[
+                    "setting"
+                ]
                 num_found += 1
             values = np.log(records.get_values(cell, "steps_to_threshold"))
             if np.isfinite(values).all() and np.std(values):
@@ -87,12 +89,35 @@ def test_ratios_count_runs_that_never_got_there():
     ratios = [base | {"ours": ours, "peer": peer} for ours, peer in ("ab", "ac", "ae", "cd")]
     ratios += [base | {"ours": "a", "peer": "c", "quantity": "steps_per_second"}]
     lines = report.make_ratio_table({"cells": cells, "ratios": ratios}).splitlines()[2:]
-    assert lines[0] == "| t | abc | 300 (2 of 3) | - (1 of 3) | - |"
-    assert lines[1] == "| t | abc | 300 (2 of 3) | 300 | 1.00 |"
-    assert lines[2] == "| t | gnugo | - | - | why |"
+    assert lines[0] == "| t | abc | 300 (2 of 3) | - (1 of 3) | - | 3 / 3 |"
+    assert lines[1] == "| t | abc | 300 (2 of 3) | 300 | 1.00 | 3 / 3 |"
+    assert lines[2] == "| t | gnugo | - | - | why | 3 / 0 |"
     low, high = map(common.show, records.find_ratio(steps["c"], steps["d"])[1])
-    assert lines[3] == f"| t | abc | 300 | 1,100 | **0.273** ({low} to {high}) |"
-    assert lines[4] == "| t | abc | 1,050 | 1,050 | 1.00 (0.898 to 1.11) |"
+    assert lines[3] == f"| t | abc | 300 | 1,100 | **0.273** ({low} to {high}) | 3 / 3 |"
+    assert lines[4] == "| t | abc | 1,050 | 1,050 | 1.00 (0.898 to 1.11) | 3 / 3 |"
+
+
+def test_tables_say_what_is_not_equal():
+    """Processors if there are several, sides at different commits, and a clock that leaves out set-up."""
+    ours, peer = make_cell([1.0]), make_cell([1.0], "sb3_ppo/CartPole-v1/zoo")
+    keys = dict.fromkeys(("cores", "python", "torch", "gymnasium", "date", "cpu"), "a")
+    keys["commit"] = "abc"
+    ours["runs"][0]["machine"], peer["runs"][0]["machine"] = keys | {"clock": "all"}, keys | {"commit": "b"}
+    peer["runs"][0]["commit"] = "sb3"
+    found = report.describe_machines([ours | {"gpus": 1, "runs": []}, ours, peer])
+    assert (
+        "a; commit abc, b; a. Others: sb3. Not interleaved, as " in found
+        and found.count("leave out set-up") == 1
+    )
+    assert "processor" not in report.make_cell_table([ours, peer], report.RESULT)
+    peer["runs"][0]["machine"] = keys | {"cpu": "B", "clock": "all"}
+    assert report.describe_machines([ours, peer]).endswith("; commit abc; a. Others: sb3.")
+    assert "| CartPole-v1, zoo | return | 1.00 | B | 1.00 | 1 |" in report.make_cell_table(
+        [ours, peer], report.RESULT
+    )
+    ratio = {"title": "t", "quantity": "steps_per_second", "ours": "a", "peer": "b"}
+    table = report.make_ratio_table({"cells": {"a": ours, "b": peer}, "ratios": [ratio]})
+    assert table.endswith("\n| t | sb3 | 1,000 | 1,000 | 1.00 | 1 / 1 | B, a |")
 
 
 def test_a_match_shows_its_own_interval():

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
+import torch
 import tyro
 from conftest import ENVIRONMENT, ROOT
 from torch.distributed.run import get_args_parser
@@ -39,7 +41,8 @@ SCRIPTS = {path.stem for path in (ROOT / "algos").glob("*.py")}
 def define_cell(command="python algos/ppo.py", **keys):
     """Make a cell as a suite does."""
     table = {"task": "T", "setting": "s", "headline": "eval/x", "command": command}
-    return suites.make_cell(table | keys, {}, "here")
+    seed = keys.pop("seed", 0)
+    return replace(suites.make_cell(table | keys, {}, "here"), seed=seed)
 
 
 def write_suite(path, seeds=(1,), **commands):
@@ -107,7 +110,7 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
     found = [(cell.setting, cell.seed, cell.headline) for cell in cells]
     assert found == [("s", 1, "eval/x"), ("t", 1, "eval/y"), ("s", 7, "eval/x"), ("t", 7, "eval/y")]
     *_, one, two = (run.make_command(cell, "/its/python", tmp_path) for cell in cells)
-    rest = ["algos/ppo.py", "--seed", "7", "--run-dir", str(tmp_path)]
+    rest = ["benchmark/peers/clock.py", "algos/ppo.py", "--seed", "7", "--run-dir", str(tmp_path)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert one == ["/its/python", *rest] and two == ["/its/python", *launcher, *rest]
 
@@ -122,7 +125,10 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
         ("python", "torchrun --nproc-per-node 2", "torchrun --standalone"),
         ("'eval/x'", "3", "cell 1: headline = 3 has to be str"),
         ('"T"', '"../T"', "'../T' is not a name"),
-        ('setting = "s"', 'setting = "s"\ncurv = "x"', "unexpected keyword argument 'curv'"),
+        ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
+        ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
+        ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
+        ("seeds = [1]", "seed = [1]", "unknown key seed; there are cells, headline, ratios, seeds, summary"),
         ('setting = "s"', 'setting = "s"\nthreshold = 3', "a threshold needs the tag of its curve"),
         ('setting = "s"', 'setting = "s"\nbetter = "more"', "better is neither"),
     ],
@@ -143,6 +149,7 @@ FILES = {
     "envs_shared/own.py": "c = 1\n",
     "benchmark/peers/match.py": 'import shared\nENGINE = "algos/ppo.py"\nDATA = "benchmark/data/r.txt"\n',
     "benchmark/data/r.txt": "3.85\n",
+    "benchmark/peers/clock.py": "",
     "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
     "benchmark/peers/requirements-x.txt": "x==1\n",
     "algos/net.pt": "weights",
@@ -166,7 +173,8 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
         for cell, names in changed.items():
             names |= {name} if cell.hash() != before[cell] else set()
         (tmp_path / name).write_text(text)
-    assert changed[ours] == {"algos/ppo.py", "envs_shared/a.py", "envs_shared/__init__.py"}
+    clock = "benchmark/peers/clock.py"
+    assert changed[ours] == {"algos/ppo.py", "envs_shared/a.py", "envs_shared/__init__.py", clock}
     assert changed[named] == changed[ours] | {"envs_shared/own.py"}
     assert changed[match] == FILES.keys() - {"envs_shared/b.py", "envs_shared/own.py"}
     assert define_cell(ours.command, setting="t", seed=2).hash() == before[ours] == ours.hash()
@@ -185,10 +193,11 @@ def test_bad_input_is_one_line(tmp_path):
             ([tmp_path / "none.toml"], "cannot be read"),
             ([suite, "--only", "r2d2*"], "no such cell"),
             ([suite, "--runs", tmp_path / "file"], "file"),
+            ([suite, "--runs", "x\udcff"], "UTF-8"),
             ([suite, "--address", "127.0.0.1:1"], "no Ray cluster answers there"),
             ([suite, "--address", silent], "no Ray cluster answers there"),
         ):
-            with pytest.raises(ResultsError, match=message) as error:
+            with pytest.raises((ResultsError, OSError), match=message) as error:
                 run.main(["--runs", str(tmp_path / "runs"), *map(str, flags)])
             assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
@@ -237,7 +246,8 @@ def test_a_run_is_read_from_its_events(run_python):
     assert found["curve"][-1] == [50_000, 1000.0, 5000.0]
     process = json.loads((path / "process.json").read_text())
     assert found["cpu_seconds"] == process["cpu_seconds"] and found["machine"] == process["machine"]
-    assert found["commit"] == process["machine"]["commit"] == common.describe_machine()["commit"]
+    assert found["machine"] == common.describe_machine() | {"clock": "all"}
+    assert found["commit"] == found["machine"]["commit"]
     on_gpu = records.read_attempt(path, vars(define_cell(gpus=1, **keys)))
     assert on_gpu["seconds_to_threshold"] <= on_gpu["wall_seconds"] < 30
 
@@ -327,13 +337,14 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="guards kill the p
         ("print('|##| 1/1\\r|###| 2/2'); sys.exit('why it ended')", 1, "exit code 1: why it ended"),
         ("print('|##| 1/1\\r|###| 2/2', end=''); exit(3)", 1, "exit code 3: |###| 2/2"),
         ("os.kill(os.getpid(), 9)", 1, "exit code -9: ready"),
+        ("print('╭─ Bad ─╮\\n│ --x: no  │\\n│ ─── │\\n╰─────╯'); exit(2)", 1, "exit code 2: --x: no"),
         ("time.sleep(90)", 20 / 3600, "not done after 0.00555556 hours"),
     ],
 )
 def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, hours, error):
     """However the cell ends. What crashed has failed, whatever it has logged.
 
-    The reason is the last line written, whatever the environment says of buffers.
+    The reason is the last line written, whatever the environment says of buffers, or the first in tyro's frame.
     """
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     path, found, failed = run_python(DAEMON + end, hours=hours)
@@ -353,7 +364,11 @@ def test_cells_take_the_cores_and_gpus_that_they_ask_for(monkeypatch):
         return Future()
 
     monkeypatch.setattr(run, "ThreadPoolExecutor", lambda num_threads: SimpleNamespace(submit=submit))
-    monkeypatch.setattr(run.os, "cpu_count", lambda: 3)
+    for names in ("NoDevFiles", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        assert run.start_here([define_cell(gpus=1)])(define_cell(gpus=1), Path(), []) is None
+    monkeypatch.setattr(run.os, "sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     sizes = {"a": (2, 0), "b": (2, 0), "c": (1, 0), "d": (9, 0)}  # cores and GPUs
     sizes |= {"e": (1, 1), "f": (1, 1), "g": (1, 1), "h": (1, 2), "i": (1, 0)}
@@ -394,14 +409,16 @@ def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, error):
         return future
 
     monkeypatch.setattr(records, "find_run", lambda *_: (None, records.NOT_RUN if "node" in error else error))
-    assert run.run_cells({cell: tmp_path / "cell"}, submit) == {cell: error}
+    found = run.run_cells({cell: tmp_path / "cell"}, submit)
     assert tries == ["try_1", "try_2", "try_3"][: 3 if error in AGAIN else 1]
+    assert found == {cell: f"{error} (log: {tmp_path / 'cell' / tries[-1] / 'log.txt'})"}
 
 
 def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     """One cell always fails, one is killed once, one lacks its curve. The next call repeats nothing that is done."""
     runs = tmp_path / "runs"
-    commands = {"good": SHORT, "bad": f"{SHORT} --env-id Nothing-v0"}
+    bad = SHORT.replace("python", "torchrun --standalone --nproc-per-node 2").replace("8", "3")
+    commands = {"good": SHORT, "bad": f"{bad} --no-cuda"}
     commands |= {"killed": SHORT.replace("2560", "5120"), "other": f"{SHORT} --gamma 0.9"}
     suite = write_suite(tmp_path / "a.toml", **commands)
     text = suite.read_text()
@@ -412,7 +429,8 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     output, _ = harness.communicate(timeout=240)
     assert harness.returncode == 1 and "2 of 4 cells done" in output, output
     assert "again: ppo/CartPole-v1/killed, seed 1: exit code -9: " in output
-    assert "failed: ppo/CartPole-v1/bad, seed 1: exit code 2: ppo.py: error: --env-id Nothing-v0" in output
+    reason = "exit code 2: ppo.py: error: --num-envs (3) must be divisible by the number of processes (2)"
+    assert f"failed: ppo/CartPole-v1/bad, seed 1: {reason} (log: {runs}/a/ppo/CartPole-v1/bad/seed1" in output
     assert "failed: ppo/CartPole-v1/other, seed 1: no charts/nothing in " in output
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
     assert len(before) == 5  # two of the cell that was killed
@@ -423,7 +441,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])  # it forgets nothing of the others
     page = (tmp_path / "out" / "results.md").read_text()
     assert all(f"| CartPole-v1, {name} |" in page for name in ("good", "killed", "other"))
-    assert "- CartPole-v1, bad, seeds 1: exit code 2: ppo.py: error: --env-id Nothing-v0" in page
+    assert f"- CartPole-v1, bad, seed 1: {reason}\n" in page and report.LEGEND in page
 
 
 @on_linux
@@ -536,7 +554,7 @@ def test_tables_say_what_the_results_say():
     lost["missing"] = [{"seed": seed, "error": "exit code 1: why"} for seed in (1, 2)]
     table = report.make_cell_table([make_cell([400.0, 410.0, 420.0]), lost], report.RESULT)
     assert "| CartPole-v1, default | return | 410 (400, 410, 420) | 1.00 | 3 |" in table
-    assert table.endswith("\n\n- Go, match, seeds 1, 2: exit code 1: why")
+    assert table.endswith("\n\n- Go, match, seed 1: exit code 1: why\n- Go, match, seed 2: exit code 1: why")
     six = [400.0, 410.0, 420.0] * 2
     low, high = map(common.show, records.find_interval(six))
     assert f"| 410 ({low} to {high}) | 1.00 | 6 |" in report.make_cell_table([make_cell(six)], report.RESULT)
@@ -565,6 +583,7 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks():
     assert merge(make_cell([5.0], missing=[failed])) == ([5.0, 2.0], [failed])
     assert merge(make_cell([5.0, 6.0, 7.0])) == ([5.0, 6.0, 7.0], [])
     assert merge(make_cell([5.0], "ppo/T/other")) == ([1.0, 2.0], [])  # a folder without the cell
+    assert merge(make_cell([5.0])) == ([5.0], [])  # a suite that has no second seed any more
     peer = make_cell([1.0, 2.0], "sb3_ppo/T/s")
     peer["runs"][1] |= {"machine": {"commit": "abc-dirty"}, "commit": "sb3 1.0"}
     with pytest.raises(ResultsError, match=r"T/s, seed 2 ran with uncommitted changes: run it again"):
@@ -576,7 +595,7 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks():
 
 def compare_cells(base, new):
     """Return what is worse in a comparison of two cells, and what has failed."""
-    rows, failed = compare.compare(make_results(base), make_results(new))
+    rows, failed, _ = compare.compare(make_results(base), make_results(new))
     return [row[1:4] for row in rows if row[-1]], failed
 
 
@@ -594,6 +613,7 @@ BASE, NAN = [480.0, 490.0, 500.0, 470.0, 500.0], [math.nan] * 5
         ([500.0] * 3, [500.0] * 3, "higher", 0),
         ([500.0], [1.0], "higher", 0),  # one seed cannot tell
         ([0.3] * 3, [0.1 + 0.2] * 3, "lower", 0),  # rounding is no noise
+        (BASE, [x - 10 for x in BASE], "higher", 1),  # on each seed, though seeds differ by more
         (BASE, NAN, "higher", 1),
         (NAN, BASE, "higher", 0),
     ],
@@ -607,10 +627,10 @@ def test_comparison_fails_if_a_headline_got_worse_beyond_noise(base, new, better
     ("steps", "speeds", "worse"),
     [
         (STEPS[::-1], SPEEDS[::-1], []),
-        ([3 * x for x in STEPS], SPEEDS, [["steps", "1,091", "3,272"]]),
-        ([None] * 5, SPEEDS, [["steps", "1,091", "18,000"]]),
+        ([3 * x for x in STEPS], SPEEDS, [["steps_to_threshold", "1,100", "3,300"]]),
+        ([None] * 5, SPEEDS, [["steps_to_threshold", "1,100", "-"]]),
         ([*STEPS[:4], None], SPEEDS, []),  # one is luck
-        (STEPS, [x / 2 for x in SPEEDS], [["speed", "997", "499"]]),
+        (STEPS, [x / 2 for x in SPEEDS], [["steps_per_second", "1,000", "500"]]),
         (STEPS, [x / 1.2 for x in SPEEDS], []),  # may be the machine
         ([x / 3 for x in STEPS], [3 * x for x in SPEEDS], []),
     ],
@@ -625,8 +645,9 @@ def test_only_equal_things_of_ours_are_compared():
     slow = [3 * x for x in STEPS]
     peer, others = "sb3_ppo/CartPole-v1/zoo", [make_cell(BASE, f"ppo/T{i}/s") for i in range(3)]
     new = make_results(make_solved(slow, name=peer), others[0])
-    rows, _ = compare.compare(make_results(make_solved(STEPS, name=peer), *others), new)
+    rows, _, gone = compare.compare(make_results(make_solved(STEPS, name=peer), *others), new)
     assert {name for name, *_ in rows} == {"ppo/T0/s"}
+    assert [note.split(": ")[:2] for note in gone] == [["not compared", f"ppo/T{i}/s"] for i in (1, 2)]
     search = [make_cell([x, 1.1 * x, 1.2 * x], "our_go_search/Go/s", threshold=None) for x in (1000.0, 500.0)]
     assert compare_cells(*search)[0]  # a program of ours among the peers
     assert not compare_cells(make_solved(STEPS), make_solved(slow, threshold=400))[0]
@@ -655,13 +676,14 @@ def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
             steps, end, speed = NOISE[kind](rng, (3, 2, 20, 5))
             base, new = np.stack([0.3 * steps + 0.95 * end, steps, speed], 1)
             new[:, 0] += np.array(shifts)[:, None]
-            is_worse |= compare.find_worse(compare.find_p_worse(base, new).ravel()).reshape(3, 20).any(0)
+            p = compare.find_p_worse(base, new, True).ravel()
+            is_worse |= compare.find_worse(p).reshape(3, 20).any(0)
         return found
 
     assert simulate(500, 0, 0, 0).any(1).mean() <= 0.08
     shifts = (3, 0, 0), (4, 0, 0), (0, 4, 0), (0, 0, 5), (3, 3, 0)
     found = [simulate(150, *shift)[:, 0].mean() for shift in shifts]
-    assert (np.array(found) > [0.42, 0.75, 0.78, 0.88, 0.72]).all(), found
+    assert (np.array(found) > [0.33, 0.7, 0.7, 0.88, 0.6]).all(), found
 
 
 def test_a_failed_cell_has_exit_code_1_and_results_that_cannot_be_read_2(tmp_path):

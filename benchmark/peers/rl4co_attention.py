@@ -68,7 +68,6 @@ def main() -> None:
     options = {
         "batch_size": ROLLOUT_BATCH_SIZE, "device": "cpu", "dataset_size": args.baseline_instances
     }  # fmt: skip
-    start = run.cpu_seconds
     baseline.setup(policy, env, **options)
     for epoch in range(args.num_epochs):
         learning_rate = args.learning_rate / 2 * (1 + math.cos(math.pi * epoch / args.num_epochs))
@@ -91,8 +90,7 @@ def main() -> None:
         if epoch + 1 < args.num_epochs:
             run.log((epoch + 1) * num_instances, greedy)
     bar.close()
-    train_seconds = run.cpu_seconds - run.evaluation_seconds - start
-    run.finish(bar.n, greedy | {"instances_per_cpu_second": bar.n / train_seconds})
+    run.finish(bar.n, greedy)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmark/studies/on_gpu.py              # eight minutes on a machine with one GPU; pip install ale-py too
 
 Rows of speed run one after another on the GPU and, at the same time, on one CPU core. They report the median speed of
-the last iterations of a short run, in the script's own steps per second. Rows of learning run side by side on the GPU,
+the last iterations of a short run, in the script's own steps per second; those of Go also moves per second of
+self-play, and the seconds of collecting and of training apart. Rows of learning run side by side on the GPU,
 so their seconds say little; they report the score at the end. A row that fails keeps the last line that it printed.
 """
 
@@ -32,9 +33,10 @@ PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-
     --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560 --no-checkpoint-replay --eval-episodes 0
     --total-timesteps 24000"""
 TSP = "reinforce_tsp_attention --eval-episodes 0 --num-epochs 4"
+GO5 = "alphazero_go --num-epochs 8 --eval-episodes 0"
 GO9 = """alphazero_go --env-id Go-9x9 --komi 7.5 --blocks 6 --channels 64 --pool-size 100000 --eval-episodes 0
-    --simulations-start 16 --simulations-end 16 --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4
-    --dirichlet-alpha 0.12"""
+    --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4 --dirichlet-alpha 0.12 --num-games 1024"""
+GO9_16 = f"{GO9} --simulations-start 16 --simulations-end 16"
 CHANGE = "ppo_change_detection --eval-episodes 0 --detector-iterations 8 --ppo-iterations 12"
 # Name, command, kind: "cpu" also runs on the CPU, "no graphs" runs without CUDA graphs
 SPEED = (
@@ -43,15 +45,29 @@ SPEED = (
     ("RepeatPreviousEasy, without CUDA graphs", R2D2, "no graphs"),
     ("Pong, hidden 512, batch of 2,560 steps", PONG, ""),
     ("Pong, without CUDA graphs", PONG, "no graphs"),
-    ("TSP20, batch 32, default", f"{TSP} --steps-per-epoch 50", "cpu"),
-    ("TSP50, batch 512", f"{TSP} --env-id tsp50-uniform --batch-size 512 --steps-per-epoch 10", ""),
-    ("TSP100, batch 128", f"{TSP} --env-id tsp100-uniform --batch-size 128 --steps-per-epoch 5", ""),
-    ("TSP100, batch 512", f"{TSP} --env-id tsp100-uniform --batch-size 512 --steps-per-epoch 2", ""),
-    ("Go 5x5, default", "alphazero_go --num-epochs 8 --eval-episodes 0", "cpu"),
-    ("Go 5x5, two workers", "alphazero_go --num-epochs 8 --eval-episodes 0 --num-workers 2", ""),
-    ("Go 9x9, 1,024 games", f"{GO9} --num-games 1024", ""),
-    ("Go 9x9, 1,024 games, bf16", f"{GO9} --num-games 1024 --bf16", ""),
-    ("Go 9x9, 1,024 games, bf16, two workers", f"{GO9} --num-games 1024 --bf16 --num-workers 2", ""),
+    ("TSP20, batch 32, default; an instance is 20 tours", f"{TSP} --steps-per-epoch 50", "cpu"),
+    (
+        "TSP50, batch 512; an instance is 50 tours",
+        f"{TSP} --env-id tsp50-uniform --batch-size 512 --steps-per-epoch 10",
+        "",
+    ),
+    (
+        "TSP100, batch 128; an instance is 100 tours",
+        f"{TSP} --env-id tsp100-uniform --batch-size 128 --steps-per-epoch 5",
+        "",
+    ),
+    (
+        "TSP100, batch 512; an instance is 100 tours",
+        f"{TSP} --env-id tsp100-uniform --batch-size 512 --steps-per-epoch 2",
+        "",
+    ),
+    ("Go 5x5, default: 128 games, 32 to 48 simulations", GO5, "cpu"),
+    ("Go 5x5, 128 games, 32 to 48 simulations, two workers", f"{GO5} --num-workers 2", ""),
+    ("Go 5x5, 1,024 games, 32 to 48 simulations", f"{GO5} --num-games 1024 --pool-size 800000", ""),
+    ("Go 9x9, 1,024 games, 16 simulations", GO9_16, ""),
+    ("Go 9x9, 1,024 games, 16 simulations, bf16", f"{GO9_16} --bf16", ""),
+    ("Go 9x9, 1,024 games, 16 simulations, bf16, two workers", f"{GO9_16} --bf16 --num-workers 2", ""),
+    ("Go 9x9, 1,024 games, 64 simulations", f"{GO9} --simulations-start 64 --simulations-end 64", ""),
     ("haze, default", CHANGE, "cpu"),
 )
 LEARNING = (
@@ -69,13 +85,14 @@ SCORES = {
     "eval/f1": "F1",
     "eval/looks": "looks a query",
 }
-WITHOUT_GRAPHS = "import r2d2_lstm; r2d2_lstm.CUDA_GRAPHS = False; r2d2_lstm.main()"
+SPLIT = ("charts/moves", "charts/collect_seconds", "charts/train_seconds")  # of an epoch, which Go alone logs
 
 
 def run(command: str, kind: str, timeout: float) -> dict:
     """Run a script; `kind` is "cpu", "no graphs" or "". Returns its seconds, speed and last values, or an error."""
     script, *flags = shlex.split(command)
-    program = ["-c", WITHOUT_GRAPHS] if kind == "no graphs" else [f"algos/{script}.py"]
+    without_graphs = f"import {script} as script; script.CUDA_GRAPHS = False; script.main()"
+    program = ["-c", without_graphs] if kind == "no graphs" else [f"algos/{script}.py"]
     path = os.pathsep.join([str(common.ROOT / "algos"), os.environ.get("PYTHONPATH", "")])
     env, start = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, time.time()
     with tempfile.TemporaryDirectory() as folder:
@@ -91,8 +108,14 @@ def run(command: str, kind: str, timeout: float) -> dict:
     points = events.Scalars("charts/cpu_seconds")[-10:]
     speeds = [(b.step - a.step) / (b.wall_time - a.wall_time) for a, b in itertools.pairwise(points)]
     speed = statistics.median(speeds[len(speeds) // 2 :])
-    last = {name: events.Scalars(name)[-1].value for name in SCORES if name in events.Tags()["scalars"]}
-    return {"seconds": time.time() - start, "sps": speed, "last": last}
+    tags = events.Tags()["scalars"]
+    last = {name: events.Scalars(name)[-1].value for name in SCORES if name in tags}
+    row = {"seconds": time.time() - start, "sps": speed, "last": last}
+    if set(SPLIT) <= set(tags):
+        epochs = [[point.value for point in events.Scalars(tag)] for tag in SPLIT]
+        moves, *seconds = (statistics.mean(values[len(values) // 2 :]) for values in epochs)
+        row |= {"moves": moves / seconds[0], "collect_seconds": seconds[0], "train_seconds": seconds[1]}
+    return row
 
 
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
@@ -100,22 +123,31 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     if not results:
         return {("results", "on_gpu"): f"\n{records.NOT_RUN}\n"}
     rows = {(row["kind"], row["name"]): row for row in results["rows"]}
-    speeds, scores = [], []
+    speeds, splits, scores = [], [], []
     missing = {"error": records.NOT_RUN}
     for name, _, kind in SPEED:
         gpu = rows.get(("speed on the GPU", name), missing)
         cpu = rows.get(("speed on the CPU", name), missing) if kind == "cpu" else {}
         shown = [row.get("error") or common.show(row.get("sps")) for row in (gpu, cpu)]
         has_both = "sps" in gpu and "sps" in cpu
-        speeds.append([name, *shown, common.show(gpu["sps"] / cpu["sps"]) if has_both else "-"])
+        ratio = common.show(gpu["sps"] / cpu["sps"]) if has_both else "-"
+        speeds.append([name, *shown, ratio, gpu.get("gpu", "-")])
+        if "moves" in gpu:
+            parts = gpu["moves"], gpu["collect_seconds"], gpu["train_seconds"]
+            splits.append([name, *map(common.show, parts), gpu["gpu"]])
     for name, _ in LEARNING:
         row = rows.get(("learning on the GPU", name), missing)
         last = row.get("last", {})
         found = [f"{SCORES[tag]} {common.show(last[tag])}" for tag in SCORES if tag in last]
-        scores.append([name, row.get("error") or ", ".join(found), common.show(row.get("seconds"))])
-    head = "training steps a second | one GPU: | one CPU core: | ratio:"
+        score = row.get("error") or ", ".join(found)
+        scores.append([name, score, common.show(row.get("seconds")), row.get("gpu", "-")])
+    head = "training steps a second, one run each | one GPU: | one CPU core: | ratio: | GPU"
     text = common.make_table(head, speeds) + "\n\n"
-    text += common.make_table("default run on the GPU, one seed | at its end | seconds:", scores) + "\n\n"
+    if splits:
+        head = "Go, one run each | moves a second of collecting: | seconds of an epoch, collecting: | training: | GPU"
+        text += common.make_table(head, splits) + "\n\n"
+    head = "default run on the GPU, one seed each | at its end | seconds: | GPU"
+    text += common.make_table(head, scores) + "\n\n"
     gpus = {row["gpu"] for row in results["rows"]}
     text += common.machine_line([row["machine"] for row in results["rows"]], gpus)
     return {("results", "on_gpu"): f"\n{text}\n"}
