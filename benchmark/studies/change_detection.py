@@ -298,6 +298,14 @@ def show_lead(rows: list[dict], method: str, group: str) -> str:
     return f"{lead:+.3f} ± {common.show(interval, 2)} ({wins} of {len(rows)})"
 
 
+def describe_lead(rows: list[dict], method: str) -> str:
+    """Say in words by how much a method differs from PPO."""
+    lead, interval, _ = compare(rows, method)
+    if abs(lead) > interval:
+        return f"has {abs(lead):.3f} ± {interval:.3f} {'less' if lead > 0 else 'more'}"
+    return f"equals PPO within noise (difference {lead:.3f} ± {interval:.3f})"
+
+
 def judge(rows: list[dict]) -> dict[str, float]:
     """Count the seeds that fulfil the criterion, with best.pt and with the last policy, and find the longest run."""
     found = {}
@@ -411,11 +419,9 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
         page = f"{tables}\n\n{common.machine_line([row['machine'] for row in results['rows']])}"
     if rows:
-        leads = ["{:.3f} ± {:.3f}".format(*compare(rows, method)) for method in ("threshold", "all")]
-        summary = (
-            f"F1 {get_mean(rows, 'ppo_f1'):.3f} with PPO's looks; with as many looks, a tuned threshold has"
-        )
-        summary += f" {leads[0]} less, and a supervised look-ahead {leads[1]} less ({len(rows)} seeds)"
+        summary = f"F1 {get_mean(rows, 'ppo_f1'):.3f} with {get_mean(rows, 'ppo_looks'):.2f} looks per patch."
+        summary += f" With as many looks, a tuned threshold {describe_lead(rows, 'threshold')};"
+        summary += f" a supervised look-ahead {describe_lead(rows, 'all')} ({len(rows)} seeds)"
     return {
         (PAGE, "change_detection"): f"\n{page}\n",
         (PAGE, "change_prices"): f"\n{make_price_table(results)}\n",

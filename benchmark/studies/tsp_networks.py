@@ -104,7 +104,13 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     text += common.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
     if results:
         text += "\n\n" + common.machine_line([row["machine"] for row in results["rows"]])
-    return {(PAGE, "tsp_networks"): f"\n{text}\n"}
+    cell = find_cell(results, "lkh", 20)
+    summary = records.NOT_RUN
+    if cell:
+        summary = (
+            f"LKH, a local search: {show_gap(cell['gap'])} % in {cell['cpu_ms']:.0f} CPU-milliseconds a tour"
+        )
+    return {(PAGE, "tsp_networks"): f"\n{text}\n", ("README", "tsp_networks_cell"): summary}
 
 
 def draw(results: dict | None, path: Path) -> None:
