@@ -21,17 +21,11 @@ import numpy as np
 import records
 import tyro
 from common import require, show
+from pictures import METRICS, draw
 
 sys.path.append(str(common.BENCHMARK / "studies"))
 STUDIES = ("change_detection", "go_search", "on_gpu", "tsp_networks")  # each by its own program
 UNPUBLISHED = ("smoke", "gpu")
-METRICS = {  # in words
-    "eval/episodic_return": "return",
-    "charts/episodic_return": "return of training episodes",
-    "eval/greedy_gap": "gap of greedy tours, %",
-    "eval/f1": "F1 of changed pixels, on val",
-    "eval/win_rate": "games won against plain MCTS",
-}
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = """The table shows means. Brackets hold the value of each seed, from six seeds on Student's 95 % interval,
@@ -171,43 +165,6 @@ def fill_summary(results: dict) -> str:
         return format(average(records.get_values(results["cells"][name], quantity)), form)
 
     return SUMMARY_NUMBER.sub(fill, results["summary"])
-
-
-# ---- Pictures --------------------------------------------------------------------------------------------------------
-
-
-def draw(results: dict, path: Path) -> bool:
-    """Draw the learning curves of each task by steps and by seconds: each seed, thin, and their mean.
-
-    Returns whether there are any.
-    """
-    from matplotlib.figure import Figure
-
-    tasks = {}
-    for cell in list_cells(results):
-        if any(run["curve"] for run in cell["runs"]):
-            tasks.setdefault((cell["task"], cell["curve"]), []).append(cell)
-    if not tasks:
-        return False
-    figure = Figure(figsize=(9, 2.8 * len(tasks)), layout="constrained")
-    grid = figure.subplots(len(tasks), 2, squeeze=False)
-    for row, ((task, tag), cells) in zip(grid, tasks.items(), strict=True):
-        for column, axes in enumerate(row):
-            seconds = "seconds" if cells[0]["gpus"] else "CPU-seconds"
-            axes.set(xlabel=("steps", seconds)[column], ylabel=METRICS.get(tag, tag))
-            axes.set_title(task, fontsize=10)
-            axes.locator_params(axis="x", nbins=5)
-            for i, cell in enumerate(cells):
-                curves = [np.array(run["curve"])[:, [column, 2]].T for run in cell["runs"]]
-                for curve in curves:
-                    axes.plot(*curve, color=f"C{i}", alpha=1 / (2 + len(curves)), lw=0.8)
-                x, label = curves[0][0], f"{cell['script']}, {cell['setting']}"
-                x = x[x <= min(curve[0, -1] for curve in curves)]  # where all have values
-                mean = np.mean([np.interp(x, *curve) for curve in curves], axis=0)
-                axes.plot(x, mean, color=f"C{i}", lw=2, label=label)
-        row[0].legend(fontsize=7)
-    figure.savefig(path)
-    return True
 
 
 # ---- Pages -----------------------------------------------------------------------------------------------------------

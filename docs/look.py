@@ -4,8 +4,8 @@
     pip install playwright && playwright install chromium      # or --browser /usr/bin/chromium, where that is installed
     python docs/look.py /tmp/site --out /tmp/look
 
-Fails where a page is wider than the screen, where on a wide one a table or code goes on to the right, where a figure is
-missing, or where the search finds nothing. Leaves a screenshot of each page in --out, to be looked at.
+Fails if a page is wider than the screen, if on a wide one a table or code goes on to the right, if a figure is missing,
+or if the search does not find what people look for. Leaves a screenshot of each page in --out, to be looked at.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 
 WIDTHS = (1280, 400)
 SCHEMES = ("light", "dark")
+WORDS = ("GAE", "lambda", "frame stack", "action mask", "resume")  # what the search has to find
 # What reaches beyond the right side of the screen, of what does not scroll in a box of its own
 WIDE = """width => {
     const scrolls = box => box && (getComputedStyle(box).overflowX != "visible" || scrolls(box.parentElement))
@@ -56,10 +57,13 @@ def search(page, path: Path, word: str) -> list[str]:
             opener.click()
         page.locator("input.md-search__input").click()
         page.keyboard.type(word, delay=50)
-        page.locator(".md-search-result__item").first.wait_for(state="attached", timeout=10_000)
+        first = page.locator(".md-search-result__item").first
+        first.wait_for(state="attached", timeout=10_000)
+        text = first.text_content().lower()
     except Exception:
         return [f"the search for {word} finds nothing"]
-    return []
+    is_found = all(part in text for part in word.lower().split())
+    return [] if is_found else [f"the search for {word} first finds {text[:80]!r}"]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -90,9 +94,9 @@ def main() -> None:
                 page.on("pageerror", lambda error, found=problems: found.append(f"script error: {error}"))
                 for path in pages:
                     problems += look_at(page, path, width, scheme, args.out)
-                problems += [
-                    f"{width} pixels, {scheme}: {problem}" for problem in search(page, pages[0], "reward")
-                ]
+                for word in WORDS:
+                    found = search(page, pages[0], word)
+                    problems += [f"{width} pixels, {scheme}: {problem}" for problem in found]
                 page.close()
         browser.close()
     print("\n".join(problems) or f"{len(pages)} pages as they should be; screenshots in {args.out}")

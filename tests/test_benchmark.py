@@ -21,6 +21,7 @@ import common
 import compare
 import go_engine
 import helpers
+import pictures
 import records
 import report
 import tsp_networks
@@ -130,6 +131,13 @@ def test_summaries_take_medians_of_times_and_means_of_metrics():
     cells = {"x/a": make_solved([100, 300, 800]), "x/b": make_cell([1.0, 2.0, 6.0])}
     summary = "{x/a seconds_to_threshold .1f} s, {x/a steps_to_threshold ,.0f} steps, {x/b headline .0%}"
     assert report.fill_summary({"cells": cells, "summary": summary}) == "3.0 s, 300 steps, 300%"
+
+
+def test_bands_of_pictures_are_intervals_of_the_mean():
+    curves = [np.array([[0.0, 100.0], [a, a + 10]]) for a in (1.0, 2.0, 6.0)]
+    x, mean, half = pictures.find_band(curves, 4)
+    assert (x[0], x[-1], mean[0]) == (0, 100, 3) and mean[30] == pytest.approx(3 + x[30] / 10)
+    assert half == pytest.approx(4.3027 * np.std([1, 2, 6], ddof=1) / 3**0.5, rel=1e-4)
 
 
 def test_studies_that_have_not_run_say_so():

@@ -279,6 +279,8 @@ def test_the_search_of_the_site_works_from_a_folder(site):
     """Its index is a script, as pages of a folder may load no data, and so is what stands in for a worker."""
     index = (site / "search" / "search_index.js").read_text()
     assert index.startswith("var __index = {") and "Truncation bootstraps" in index
+    for word in ("gae", "lambda", "frame stack", "action mask", "resume"):
+        assert word in index.lower(), word
     assert "advantages[t] = delta[t] + decay[t] * advantages[t + 1]" not in index  # no sources of functions
     assert "assets/iframe-worker.js" in (site / "index.html").read_text()
     assert (site / "assets" / "iframe-worker.js").exists()

@@ -41,6 +41,7 @@ import time
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from scipy import stats
 from torch import nn
@@ -297,6 +298,14 @@ def show_lead(rows: list[dict], method: str, group: str) -> str:
     return f"{lead:+.3f} ± {common.show(interval, 2)} ({wins} of {len(rows)})"
 
 
+def describe_lead(rows: list[dict], method: str) -> str:
+    """Say in words by how much a method differs from PPO."""
+    lead, interval, _ = compare(rows, method)
+    if abs(lead) > interval:
+        return f"has {abs(lead):.3f} ± {interval:.3f} {'less' if lead > 0 else 'more'}"
+    return f"equals PPO within noise (difference {lead:.3f} ± {interval:.3f})"
+
+
 def judge(rows: list[dict]) -> dict[str, float]:
     """Count the seeds that fulfil the criterion, with best.pt and with the last policy, and find the longest run."""
     found = {}
@@ -370,23 +379,37 @@ def make_price_table(results: dict | None) -> str:
 
 
 def draw(results: dict | None, path: Path) -> None:
-    """Draw F1 by looks per query, a point for each run and method, if there are runs."""
+    """Draw F1 by looks per query, or by price: a point for each run, and a large one for the mean."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     studies = get_studies(results)
     if not studies:
         return
-    figure = Figure(figsize=(5 * len(studies), 4.5), layout="constrained")
-    for place, (study, rows) in enumerate(studies.items(), 1):
-        axes = figure.add_subplot(1, len(studies), place)
-        for i, (method, title) in enumerate(METHODS.items()):
-            group, name = ("last", "ppo") if method == "last" else ("best", method)
-            points = sorted((row[group][f"{name}_looks"], row[group][f"{name}_f1"]) for row in rows)
-            axes.plot(*zip(*points, strict=True), "*" if name == "ppo" else ".", color=f"C{i}", label=title)
-        axes.set(title=study, xlabel="looks per query", ylabel="F1 of changed pixels")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    with rc_context({"font.size": 14}):
+        figure = Figure(figsize=(9, 4.2 * len(studies) + 1.4), layout="constrained")
+        for axes, (study, rows) in zip(figure.subplots(len(studies), 1, squeeze=False).flat, studies.items()):
+            prices = sorted({row["cost"] for row in rows})
+            by_price = len(prices) > 1
+            for i, (method, title) in enumerate(METHODS.items()):
+                group, name = ("last", "ppo") if method == "last" else ("best", method)
+                x, mark = "cost" if by_price else f"{name}_looks", "*" if name == "ppo" else "o"
+                points = np.array([((row | row[group])[x], row[group][f"{name}_f1"]) for row in rows])
+                axes.plot(*points.T, mark, color=f"C{i}", ms=5, alpha=0.35, mew=0)
+                parts = [points[points[:, 0] == price] for price in prices] if by_price else [points]
+                means = np.array([part.mean(0) for part in parts])
+                size = 14 if name == "ppo" else 9
+                axes.plot(*means.T, f"-{mark}", color=f"C{i}", ms=size, zorder=20 - i, label=title)
+            axes.set_title(
+                f"{study}" if by_price else f"{study}, a look costs {prices[0]}", fontsize="medium"
+            )
+            axes.set(
+                xlabel="price of a look" if by_price else "looks per query", ylabel="F1 of changed pixels"
+            )
+            axes.grid(alpha=0.3)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+        figure.savefig(path, dpi=130)
 
 
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
@@ -396,11 +419,9 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
         page = f"{tables}\n\n{common.machine_line([row['machine'] for row in results['rows']])}"
     if rows:
-        leads = ["{:.3f} ± {:.3f}".format(*compare(rows, method)) for method in ("threshold", "all")]
-        summary = (
-            f"F1 {get_mean(rows, 'ppo_f1'):.3f} with PPO's looks; with as many looks, a tuned threshold has"
-        )
-        summary += f" {leads[0]} less, and a supervised look-ahead {leads[1]} less ({len(rows)} seeds)"
+        summary = f"F1 {get_mean(rows, 'ppo_f1'):.3f} with {get_mean(rows, 'ppo_looks'):.2f} looks per patch."
+        summary += f" With as many looks, a tuned threshold {describe_lead(rows, 'threshold')};"
+        summary += f" a supervised look-ahead {describe_lead(rows, 'all')} ({len(rows)} seeds)"
     return {
         (PAGE, "change_detection"): f"\n{page}\n",
         (PAGE, "change_prices"): f"\n{make_price_table(results)}\n",

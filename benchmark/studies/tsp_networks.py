@@ -104,7 +104,13 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     text += common.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
     if results:
         text += "\n\n" + common.machine_line([row["machine"] for row in results["rows"]])
-    return {(PAGE, "tsp_networks"): f"\n{text}\n"}
+    cell = find_cell(results, "lkh", 20)
+    summary = records.NOT_RUN
+    if cell:
+        summary = (
+            f"LKH, a local search: {show_gap(cell['gap'])} % in {cell['cpu_ms']:.0f} CPU-milliseconds a tour"
+        )
+    return {(PAGE, "tsp_networks"): f"\n{text}\n", ("README", "tsp_networks_cell"): summary}
 
 
 def draw(results: dict | None, path: Path) -> None:
@@ -113,19 +119,25 @@ def draw(results: dict | None, path: Path) -> None:
 
     if not results:
         return
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
     for axes, (size, name) in zip(figure.subplots(1, 3), DATA.items(), strict=True):
         instances = am.read_instances(str(common.BENCHMARK / "data" / "tsp" / f"{name}.txt"))
         points, optimum = instances.points[0], instances.tours[0]
         tour = torch.tensor(find_cell(results, "greedy", size)["first_tour"])
         lengths = am.tour_length(points[None], torch.stack((tour, optimum))[None])[0]
-        for nodes, style in ((optimum, {"color": "0.75", "lw": 4}), (tour, {"color": "C0", "lw": 1.2})):
-            axes.plot(*points[torch.cat((nodes, nodes[:1]))].T, **style)
+        thick, thin = {"color": "0.75", "lw": 4}, {"color": "C0", "lw": 1.2}
+        for nodes, style, label in (
+            (optimum, thick, "optimal tour"),
+            (tour, thin, "greedy tour of the network"),
+        ):
+            axes.plot(*points[torch.cat((nodes, nodes[:1]))].T, label=label, **style)
         axes.plot(*points.T, "k.", ms=4)
         axes.set_title(
-            f"{size} nodes, {100 * (lengths[0] / lengths[1] - 1).item():z.2f} % longer", fontsize=10
+            f"{size} nodes, {100 * (lengths[0] / lengths[1] - 1).item():z.2f} % longer", fontsize=15
         )
         axes.set(aspect="equal", xticks=[], yticks=[], xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize=15)
     figure.savefig(path, dpi=100)
 
 
