@@ -19,7 +19,7 @@ TASKS = {
     "RepeatPreviousMedium": ("popgym:popgym-RepeatPreviousMedium-v0", (33,)),
     "RepeatFirstEasy": ("popgym:popgym-RepeatFirstEasy-v0", (4, 52)),
     "CartPoleNoVelocity": ("envs_shared.memory_tasks:CartPoleNoVelocity-v0", (2,)),
-    "TMaze20": ("envs_shared.memory_tasks:TMaze20-v0", (24,)),
+    "TMaze20": ("envs_shared.memory_tasks:TMaze20-v0", (24, 101)),
 }
 for name, (env_id, stacks) in TASKS.items():
     for num_frames in stacks:
