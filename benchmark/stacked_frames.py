@@ -16,7 +16,7 @@ def make_stacked(env_id: str, num_frames: int, **kwargs) -> gym.Env:
 # The task of each short name, and the numbers of frames to register it with
 TASKS = {
     "RepeatPreviousEasy": ("popgym:popgym-RepeatPreviousEasy-v0", (4,)),
-    "RepeatPreviousMedium": ("popgym:popgym-RepeatPreviousMedium-v0", (33,)),
+    "RepeatPreviousMedium": ("popgym:popgym-RepeatPreviousMedium-v0", (32,)),
     "RepeatFirstEasy": ("popgym:popgym-RepeatFirstEasy-v0", (4, 52)),
     "CartPoleNoVelocity": ("envs_shared.memory_tasks:CartPoleNoVelocity-v0", (2,)),
     "TMaze20": ("envs_shared.memory_tasks:TMaze20-v0", (24, 101)),
