@@ -112,3 +112,18 @@ def test_hidden_velocities():
         full_obs, *expected = full.step(actions)
         check_equal((obs, *rest), (full_obs[:, [0, 2]], *expected))
         assert rest[2].all() == (t == 499)
+
+
+# Stacked frames
+
+
+@pytest.mark.parametrize(
+    "name", ["RepeatPreviousEasy-Stack4", "RepeatPreviousMedium-Stack32", "RepeatFirstEasy-Stack52"]
+)
+def test_the_oldest_frame_of_a_stack_is_what_a_task_of_popgym_asks_for(name):
+    env = gym.make(f"benchmark.stacked_frames:{name}-v0")
+    obs, total, is_over = env.reset(seed=5)[0], 0.0, False
+    while not is_over:
+        obs, reward, terminated, truncated, _ = env.step(obs[0])
+        total, is_over = total + reward, terminated or truncated
+    assert total == pytest.approx(1.0)

@@ -402,8 +402,14 @@ def test_evaluations_repeat_themselves_and_cut_an_episode_without_end():
     agent, *_ = make_parts(args)
     scores = [r2d2.evaluate(agent, args, CPU, stream) for stream in (2, 2, 3)]
     assert scores[0] == scores[1] != scores[2]
-    args, q = make_args("HalfEndless", eval_episodes=2), torch.zeros(2, 1, 2)
-    scores = r2d2.evaluate(lambda *inputs: (q, inputs[-1]), args, CPU, 2)  # every second seed never ends
+    args, q, actions = make_args("HalfEndless", eval_episodes=2), torch.zeros(2, 1, 2), set()
+
+    def prefer_the_first(obs, last_action, last_reward, state):
+        actions.update(last_action.flatten().tolist())
+        return q, state
+
+    scores = r2d2.evaluate(prefer_the_first, args, CPU, 2)  # every second seed never ends
+    assert actions == {-1, 0}  # none at random
     assert scores["eval/episodic_length"] == scores["eval/episodic_return"] == (10_000 + 4) / 2
 
 

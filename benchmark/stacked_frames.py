@@ -1,0 +1,30 @@
+"""The memory tasks of R2D2's page with stacked frames: the observation is that of the last k steps.
+
+    python algos/ppo.py --env-id benchmark.stacked_frames:RepeatPreviousEasy-Stack4-v0 --gamma 0.5
+
+At the start of an episode, copies of its first observation fill the stack. Needs popgym.
+"""
+
+import gymnasium as gym
+
+
+def make_stacked(env_id: str, num_frames: int, **kwargs) -> gym.Env:
+    """Make the task `env_id` with observations of the last `num_frames` steps."""
+    return gym.wrappers.FrameStackObservation(gym.make(env_id, **kwargs), num_frames)
+
+
+# The task of each short name, and the numbers of frames to register it with
+TASKS = {
+    "RepeatPreviousEasy": ("popgym:popgym-RepeatPreviousEasy-v0", (4,)),
+    "RepeatPreviousMedium": ("popgym:popgym-RepeatPreviousMedium-v0", (32,)),
+    "RepeatFirstEasy": ("popgym:popgym-RepeatFirstEasy-v0", (4, 52)),
+    "CartPoleNoVelocity": ("envs_shared.memory_tasks:CartPoleNoVelocity-v0", (2,)),
+    "TMaze20": ("envs_shared.memory_tasks:TMaze20-v0", (24, 101)),
+}
+for name, (env_id, stacks) in TASKS.items():
+    for num_frames in stacks:
+        gym.register(
+            f"{name}-Stack{num_frames}-v0",
+            make_stacked,
+            kwargs={"env_id": env_id, "num_frames": num_frames},
+        )
