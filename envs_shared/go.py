@@ -5,12 +5,17 @@ so that the neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also
 Moves are numbered row * n + column from the top left. The pass is n * n, so there are A = n^2 + 1 moves.
 
 What alphazero_go.py asks of a game, so that another file can take the place of this one:
-- NUM_PLANES and LEGAL_PLANE, the number of input planes and the one that shows the legal moves but the last;
-- Boards with the fields to_play, num_moves, last_move and history, `is_over`, `pick` and `put`; black begins,
-  sides alternate, and a game has at most 2 n^2 moves;
-- Go(size, device, fixed_shapes) with size, num_points n^2, num_actions n^2 + 1, device, fixed_shapes, symmetries,
-  new, legal_moves, play, draw_moves, score, finish_at_random and planes.
-A board is square, has eight symmetries and one input plane cell a point, and the last move is always legal in training.
+- NUM_PLANES and LEGAL_PLANE: the number of input planes, and which one shows the legal moves but the last.
+- Boards: a NamedTuple of tensors [B, ...] with `is_over`, `pick` and `put`. Two of its fields are to_play,
+  1 for black and -1 for white, and num_moves.
+- Go(size, device, fixed_shapes): size n, num_points n^2, num_actions n^2 + 1, device, fixed_shapes,
+  symmetries, new, legal_moves, play, draw_moves, finish_at_random, planes, and score: an integer from -n^2
+  to n^2, positive if black is ahead.
+- With fixed_shapes, legal_moves, play, score and is_over never wait for a GPU, and play takes any move on any
+  board, also if the game is over.
+Black begins and sides alternate. A game has 2 to 2 n^2 moves, and a legal one until it is over. The board is
+square and has all eight symmetries. In the loss the last move always counts as legal, but a game may lack it.
+go_gtp.py knows Go alone.
 """
 
 from typing import NamedTuple

@@ -42,6 +42,7 @@ sb3_recurrent_ppo --total-timesteps 2048 --settings ours --env-id envs_shared.me
 sb3_recurrent_ppo --total-timesteps 512 --settings zoo
 rl4co_attention --num-epochs 2 --steps-per-epoch 2 --batch-size 4 --baseline-instances 20
 openspiel_mcts --simulations 16 --repeats 1
+openspiel_mcts --work rollouts --simulations 16 --repeats 1
 openspiel_mcts --work match --simulations 4 --games 2 --simulations-end 8
 our_go_search --simulations 16 --repeats 1
 gnugo_match --games 2 --simulations-end 8

@@ -78,7 +78,9 @@ def test_a_recipe_does_what_it_says(script, title, tmp_path, monkeypatch):
     if diff := find_block(body, "diff"):
         path.write_text(apply_diff(path.read_text(), diff))
     else:
-        path.with_name("recipe.py").write_text(find_block(body, "python") or "")
+        block = find_block(body, "python") or ""
+        name = re.match(r"# (\S+\.py)\n", block)  # of a whole file
+        (path.parent / (name[1] if name else "recipe.py")).write_text(block)
     for name in ("probe_envs.py",):
         shutil.copy(ROOT / "tests" / name, path.parent)
     monkeypatch.chdir(path.parent)

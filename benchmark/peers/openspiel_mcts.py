@@ -2,6 +2,8 @@
 
 --work search: simulations per CPU-second, on one position, of the Python search by PUCT with a network that does
 nothing; the counterpart of our_go_search.py.
+--work rollouts: the same of the C++ search, which Python cannot give a network: values are of one game of uniformly
+random moves each. The counterpart is in benchmark/studies/go_search.py.
 --work match: the C++ search with random rollouts and --simulations per move, against algos/alphazero_go.py.
 Rules and score of the match are those of envs_shared/go.py.
 """
@@ -21,15 +23,15 @@ C_PUCT, C_UCT = 1.25, 2.0
 def make_parser():
     """Make the parser of the command line's flags."""
     parser = peer.make_parser(__doc__, None)
-    parser.add_argument("--work", choices=("search", "match"), default="search")
+    parser.add_argument("--work", choices=("search", "rollouts", "match"), default="search")
     parser.add_argument("--simulations", type=peer.count, default=800, help="per move of OpenSpiel")
-    parser.add_argument("--repeats", type=peer.count, default=5, help="repeats of --work search")
+    parser.add_argument("--repeats", type=peer.count, default=5, help="repeats of --work search and rollouts")
     go_engine.add_match_flags(parser)
     return parser
 
 
 def search(args) -> None:
-    """Measure the speed of the search."""
+    """Measure the speed of the search, in Python or in C++."""
     import numpy as np
     import pyspiel
     from open_spiel.python.algorithms import mcts
@@ -52,13 +54,18 @@ def search(args) -> None:
     state, generator = game.new_initial_state(), random.Random(args.seed)
     for _ in range(20):
         state.apply_action(generator.choice(state.legal_actions()[:-1]))
+
+    def make_bot():
+        if args.work == "rollouts":
+            rollouts = pyspiel.RandomRolloutEvaluator(1, generator.randrange(2**31))
+            return pyspiel.MCTSBot(game, rollouts, C_UCT, n, 1000, False, args.seed, False)
+        return mcts.MCTSBot(game, C_PUCT, n, NullEvaluator(), child_selection_fn=mcts.SearchNode.puct_value)
+
     num_searches, rates = math.ceil(2000 / n), []
     for _ in tqdm(range(args.repeats), unit="repeat"):
         start = time.process_time()
         for _ in range(num_searches):
-            mcts.MCTSBot(
-                game, C_PUCT, n, NullEvaluator(), child_selection_fn=mcts.SearchNode.puct_value
-            ).step(state)
+            make_bot().step(state)
         rates.append(num_searches * n / (time.process_time() - start))
     run.finish(args.repeats * num_searches * n, {"simulations_per_cpu_second": statistics.median(rates)})
 
@@ -95,8 +102,8 @@ def match(args) -> None:
 def main() -> None:
     """Run from the command line."""
     args = make_parser().parse_args()
-    args.env_id = args.env_id or {"search": "Go-9x9", "match": "Go-5x5"}[args.work]
-    {"search": search, "match": match}[args.work](args)
+    args.env_id = args.env_id or ("Go-5x5" if args.work == "match" else "Go-9x9")
+    (match if args.work == "match" else search)(args)
 
 
 if __name__ == "__main__":

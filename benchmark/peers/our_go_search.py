@@ -29,14 +29,18 @@ def evaluate_nothing(boards, legal, sharpness: float = 0.0):
     return sharpness * torch.randn(legal.shape, device=legal.device), 0.49 + 0.02 * noise
 
 
-def measure_search(go, boards, workers: list, num_simulations: int) -> tuple[float, float]:
-    """Return simulations per CPU-second and per wall-clock second of one search of all `boards`."""
+def measure_search(go, boards, workers: list, num_simulations: int, c_puct=0.5, **options):
+    """Return simulations per CPU-second and per wall-clock second of one search of all `boards`.
+
+    `options` are those of Search, such as the scores.
+    """
     import torch
 
     from algos import alphazero_go as az
 
     start = time.process_time(), time.perf_counter()
-    az.Search(go, workers, boards, num_simulations, az.Args(komi=7.5)).run(num_simulations)
+    args = az.Args(komi=7.5, c_puct=c_puct)
+    az.Search(go, workers, boards, num_simulations, args, **options).run(num_simulations)
     if go.device.type == "cuda":
         torch.cuda.synchronize()
     total = len(boards.to_play) * num_simulations

@@ -2,15 +2,20 @@
 
     python benchmark/studies/go_search.py           # minutes on two free cores
     python benchmark/studies/go_search.py --cuda    # on a GPU
+    python benchmark/studies/go_search.py --rollouts    # only plain MCTS, ours and OpenSpiel's in C++
 
 Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say what a
-simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle. The suite `cpu`
-measures OpenSpiel's search.
+simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle.
+
+OpenSpiel has a search in Python and one in C++. The suite `cpu` measures the one in Python, with a network without
+cost. Python cannot give the one in C++ a network, so this study measures it as plain MCTS. On both sides, a value is
+the result of one game of uniformly random moves, passes included.
 """
 
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from functools import partial
@@ -21,8 +26,10 @@ import torch
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
 import helpers
+import records
 
 sys.path.append(str(common.PEERS))
+import environment
 from go_engine import load_network, play_random_moves, set_up_torch
 from our_go_search import evaluate_nothing, measure_search
 
@@ -64,6 +71,41 @@ def list_searches(num_games: int, device):
         workers = az.make_workers(go, agent.to(device), replace(args, num_workers=2))
         what = f"tree and network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
         yield what, go, boards, workers, 64
+
+
+class UniformGo(az.Go):
+    """Rules whose random moves are uniform over all legal ones, as OpenSpiel's are."""
+
+    def draw_moves(self, boards, legal, fill_eyes: bool = False):
+        return super().draw_moves(boards, legal, fill_eyes=True)
+
+
+def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
+    """Return rows of simulations per second of plain MCTS on 9x9, ours and that of OpenSpiel in C++."""
+    set_up_torch(0)
+    go, rates = az.Go(9), {}
+    uniform = UniformGo(9)
+    for _ in range(num_repeats):
+        for n, name in ((num_games, ""), (1, ", one game")):
+            boards, _ = play_random_moves(go, n, 20)
+            workers = [az.Worker(partial(az.evaluate_rollouts, uniform, 7.5), go.device)]
+            # OpenSpiel's c of 2, for values from -1 to 1
+            rate = measure_search(go, boards, workers, 64, c_puct=1.0, scores=az.ucb_scores)
+            rates.setdefault(f"tree and random games, 9x9, 64 simulations{name}", []).append(rate)
+    command = [
+        environment.make_environment("openspiel"),
+        common.PEERS / "openspiel_mcts.py",
+        "--work",
+        "rollouts",
+    ]
+    folder = helpers.run_command(tempfile.mkdtemp(), *command, "--simulations", 64, "--repeats", num_repeats)
+    result = records.read_run(folder, {"headline": "eval/simulations_per_cpu_second"}, {})
+    what = f"the same, OpenSpiel's search in C++ ({result['commit']})"
+    return [
+        {"what": what, "column": column, "value": round(statistics.median(values))}
+        for what, repeats in (rates | {what: [(result["headline"],)]}).items()
+        for column, values in zip(COLUMNS, zip(*repeats, strict=True), strict=False)
+    ]
 
 
 def measure(num_repeats: int, cuda: bool) -> list[dict]:
@@ -109,9 +151,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--rollouts", action="store_true", help="measure only plain MCTS, on the CPU")
     return parser
 
 
 if __name__ == "__main__":
     args = make_parser().parse_args()
-    helpers.save_rows("go_search", measure(args.repeats, args.cuda), ("what", "column"))
+    rows = [] if args.cuda else measure_rollouts(args.repeats, 256)
+    if not args.rollouts:
+        rows = [*measure(args.repeats, args.cuda), *rows]
+    helpers.save_rows("go_search", rows, ("what", "column"))
