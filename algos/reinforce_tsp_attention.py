@@ -17,7 +17,8 @@ Equations, numbered as by Kool et al.:
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
     (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ]
 A training step samples tours without gradient. One pass with gradient then gives eq. 1 for whole tours.
-Unlike in the papers, the first node is learned, inputs are scaled, learning rates decay, and Muon is used.
+Unlike in POMO, the first node is learned. Unlike in both papers, inputs are scaled, learning rates decay,
+and Muon trains most matrices.
 Shapes: B instances (M in a file), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
 """
 
@@ -53,13 +54,14 @@ DECODINGS = ("greedy", "multistart", "multistart_x8")  # ways to build tours in 
 CUDA_GRAPHS = True  # on one GPU, record the update once an epoch; replaying it saves CPU overhead
 POINT_DIM = 2  # coordinates x and y of a node
 EMBED_DIM = 128  # D
-NUM_HEADS = 8  # H, so that sqrt(d) = 4
+NUM_HEADS = 8  # H. The 4 below is sqrt(d) = sqrt(D / H): change them together
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 # Whether this CPU multiplies bfloat16 fast; GPUs do
 CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
 
-# What the decoder needs of the nodes: what each one adds to a query as the first or last node, in row N the
-# placeholder, [B, N + 1, D]; k and v of eq. 6 [B, H, N, d]; W^O and k of eq. 7 in one [B, N, D]
+# What the decoder needs of the nodes, [B, N + 1, D]: first_queries, the projected mean of h plus what a node
+# adds as the first one, and last_queries, what it adds as the last one; row N is that of the placeholders.
+# k and v of eq. 6 [B, H, N, d]; W^O and k of eq. 7 in one [B, N, D]
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
 # Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
 # measures tours, such as tour_length
@@ -80,7 +82,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: ten a run, fewer if costly)
+    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: at most ten a run)
     eval_episodes: int = 1000  # random instances per evaluation without --data (0: only with --evaluate)
     env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
     train_path: str | None = None  # train on the instances of this file instead, in the formats of --data
@@ -90,8 +92,8 @@ class Args:
     steps_per_epoch: int = 100  # gradient steps per epoch
     batch_size: int = 32  # instances B of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or a baseline policy's greedy tour
-    baseline_instances: int = 10_000  # rollout: instances to compare it on with the policy (thousands)
-    baseline_level: float = 0.05  # rollout: level of the t-test for a new one (0.5: any improvement)
+    baseline_instances: int = 10_000  # rollout: instances to compare it with the policy on; use 1,000 or more
+    baseline_level: float = 0.05  # rollout: level of the t-test to replace it (0.5: if any better)
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
     learning_rate: float = 1e-3  # Adam learning rate; Muon's steps have a root mean square of 0.4 times it
     anneal_lr: bool = True  # lower the learning rates to zero along a half cosine
@@ -125,7 +127,7 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.BatchNorm1d(EMBED_DIM)
 
     def forward(self, h):
-        # Keys are divided by sqrt(d) of eq. 6, instead of u
+        # Keys are divided by 4 = sqrt(d) of eq. 6, instead of u
         k = split_heads(self.project_k(h) / 4)  # [B, H, N, d]
         v = split_heads(self.project_v(h))
         attention = self.project_out(attend(self.project_q(h), k, v))
@@ -157,7 +159,7 @@ class AttentionModel(nn.Module):
         offset = points - points.amin(1, True)
         size = offset.amax((1, 2), True).clamp(min=1e-30)  # of points that coincide it is 0
         h = self.layers(self.embed((offset / size).float()))  # [B, N, D]
-        # Tours without nodes have the placeholders as node N, [B, N + 1, D]
+        # Tours without nodes have the placeholders as node N, [B, N + 1, D]: v is v^f, then v^l
         first, last = (torch.cat((h, v.expand(len(h), 1, -1)), 1) for v in self.placeholders)
         # Keys and values of the glimpse, [B, H, N, d]; keys are divided by sqrt(d)
         k = split_heads(self.project_k(h) / 4)
@@ -170,16 +172,18 @@ class AttentionModel(nn.Module):
 
 def decode(encoded, first, last, log_mask):
     """Return u [B, P, T, N] of eq. 7, given first and last nodes [B, P, 1 or T] and log_mask [B, P, T, N]."""
-    # Pick the queries of nodes from the rows of all instances. A row is picked often; the backward pass of
-    # `embedding`, which adds up its gradients, is then several times as fast as that of `gather`
+    # Pick the queries of nodes from one table of all instances, in which node i of instance b is row
+    # b (N + 1) + i. A row is picked often; the backward pass of `embedding`, which adds up its gradients, is
+    # then several times as fast as that of `gather`
     offset = torch.arange(len(first), device=first.device).view(-1, 1, 1) * encoded.first_queries.shape[1]
+    # [B, P, 1 or T, D] and [B, P, T, D]
     first_query = nn.functional.embedding(first + offset, encoded.first_queries.flatten(0, 1))
     last_query = nn.functional.embedding(last + offset, encoded.last_queries.flatten(0, 1))
     q = (first_query + last_query).flatten(1, 2)  # eq. 4, 5, [B, Q, D]
     log_mask = log_mask.flatten(1, 2)  # [B, Q, N]
     glimpse = attend(q, encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, Q, D]
     logits = 10 * torch.bmm(glimpse, encoded.logit_k.transpose(1, 2)).tanh() + log_mask  # eq. 7
-    return logits.unflatten(1, last.shape[1:])
+    return logits.unflatten(1, last.shape[1:])  # [B, Q, N] to [B, P, T, N]
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
@@ -195,7 +199,7 @@ def draw_points(env_id, num_instances, stored=None):
 
 
 def parse_instance(line, place):
-    """Return the points [N, 2] and the tour of a line, N nodes from 0, or none; exits if they are unfit."""
+    """Parse a line into points [N, 2] and a tour, N nodes counted from 0 or none; exits if it is invalid."""
     coordinates, _, nodes = line.partition("output")
     try:
         points = np.array(coordinates.split(), float).reshape(-1, POINT_DIM)
@@ -228,6 +232,7 @@ def read_instances(path):
     for number, line in enumerate(lines, 1):
         if line.strip():
             rows.append(parse_instance(line, f"{path}:{number}"))
+            # Compare the numbers of nodes, and the lengths of tours, which are 0 without one
             if [*map(len, rows[-1])] != [*map(len, rows[0])]:
                 fail(f"{path}:{number}: all lines must have as many nodes, and all or none of them a tour")
     if not rows:
@@ -248,13 +253,13 @@ def construct_tours(points, encoded, multistart=False, sample=False):
     """Build a tour of points [B, N, 2], or one from each node; returns tours [B, P, N], lengths [B, P]."""
     num_nodes = points.shape[1]
     num_tours = num_nodes if multistart else 1
-    # Of the tours so far: 0 for open nodes and -inf for visited ones, and the first and the last node. That
-    # is N while there is none, the row of the placeholders
+    # The tours so far: log_mask is 0 for open nodes and -inf for visited ones. Before there is a first and a
+    # last node, both are N, the row of the placeholders
     log_mask = encoded.logit_k.new_zeros(len(points), num_tours, 1, num_nodes)  # [B, P, 1, N]
     first = last = torch.full_like(log_mask[..., 0], num_nodes, dtype=torch.long)  # [B, P, 1]
     nodes = []  # [B, P, 1] each
     if multistart:
-        nodes.append(torch.ones_like(first).cumsum(1) - 1)  # tour j begins at node j
+        nodes.append(torch.ones_like(first).cumsum(1) - 1)  # 0 ... N - 1: tour j begins at node j
     while len(nodes) < num_nodes:
         if nodes:
             first = nodes[0]
@@ -262,10 +267,9 @@ def construct_tours(points, encoded, multistart=False, sample=False):
             log_mask.scatter_(-1, last.unsqueeze(-1), -torch.inf)
         logits = decode(encoded, first, last, log_mask)  # [B, P, 1, N]
         if sample:
-            # Draw from eq. 8: the first open node whose cumulated probability reaches a threshold, which is
-            # random in (0, largest one]. Unlike `multinomial`, this does not make the host wait. A visited
-            # node has probability 0 and repeats the sum before it. It gets -inf instead, so that it is never
-            # drawn, however a device rounds sums
+            # Draw from eq. 8: take the first open node whose cumulated probability reaches a random threshold
+            # in (0, largest sum]. `multinomial` would make the host wait. Visited nodes have probability 0
+            # and would repeat the sum before them; they get -inf, so that no rounding can ever select them
             cumulated = logits.softmax(-1).cumsum(-1) + log_mask
             largest = cumulated.amax(-1, True)
             threshold = largest * (1 - torch.rand_like(largest))
@@ -310,8 +314,8 @@ def compute_loss(agent, baseline_policy, points):
     advantages = lengths - baseline
     loss = (log_likelihood * advantages).mean()
     if is_pomo:
-        # Tour j begins at node j, so no first node was drawn. In place of its log-likelihood stands the
-        # expected advantage over first nodes: a sum over N nodes, which is N times a mean
+        # Tour j begins at node j, so all first nodes are tried and none is drawn. Their expected advantage,
+        # sum_j p(j) A_j, has an exact gradient without a log-likelihood. The sum is N times a mean
         loss = loss + (lengths.shape[1] * start_log_probs.exp() * advantages).mean()
     return loss, lengths.mean(), baseline.mean()
 
@@ -352,6 +356,7 @@ def orthogonalize(x):
     y = x.bfloat16() if x.is_cuda or CPU_HAS_BFLOAT16 else x
     y = nn.functional.normalize(y.flatten(1)).view_as(y)
     for _ in range(5):
+        # y becomes 3.4445 y + (-4.7750 G + 2.0315 G G) y, where G = y y^T
         gram = torch.bmm(y, y.mT)
         y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
     return y.to(x.dtype)
@@ -368,7 +373,7 @@ class Muon(torch.optim.Optimizer):
             if p.grad is not None:
                 by_shape.setdefault(p.shape, []).append(p)
         for shape, params in by_shape.items():
-            # Nesterov momentum
+            # Nesterov momentum: m becomes 0.95 m + 0.05 g, and the update is 0.95 m + 0.05 g
             updates = []
             for p in params:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
@@ -560,7 +565,8 @@ def set_up(args, checkpoint, device):
     """Make the policy, the optimizers and the policy of the rollout baseline, from `checkpoint` if given."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = AttentionModel().to(device)
-    # Muon is for the matrices that map embeddings to embeddings; Adam trains the rest
+    # Muon is for the matrices that map embeddings to embeddings, which have `project` or `ff` in their names;
+    # Adam trains the rest
     matrices = []
     others = []
     for name, p in agent.named_parameters():
@@ -574,8 +580,8 @@ def set_up(args, checkpoint, device):
     if args.baseline == "rollout":
         parts["baseline_policy"] = deepcopy(agent).eval().requires_grad_(False)
     if checkpoint:
-        # Trained networks of the repository have no states of optimizers. They are their own baseline, and so
-        # is the policy of a POMO run
+        # Load each part that the checkpoint has. If it has no baseline policy, as after a POMO run, the agent
+        # becomes it. Trained networks of the repository have no states of optimizers, which then begin anew
         states = {"baseline_policy": checkpoint["agent"]} | checkpoint
         try:
             for name in parts.keys() & states:
@@ -598,7 +604,7 @@ def train(args, run_path, checkpoint=None):
     """
     # Set up
     device = set_up_device(args)
-    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs, and on CPUs oneDNN's kernels
+    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; oneDNN on CPUs, some in bfloat16
     torch.empty(8_000_000)  # freed at once: glibc then keeps freed memory, which saves a fifth of a step
     seed_everything(args.seed, 3 if args.evaluate else 2)  # other instances than those that selected best.pt
     instances = Instances(draw_points(args.env_id, args.eval_episodes or 1000).double(), None, tour_length)
@@ -661,7 +667,7 @@ def train(args, run_path, checkpoint=None):
             start = time.time()
             cpu_start = time.process_time()
             seed_everything(args.seed, 1, progress.iteration, RANK)
-            progress.last_score = None  # of the policy that this epoch makes
+            progress.last_score = None  # the policy that this epoch makes has no score yet
             agent.train()
 
             # Learning rate: it falls to zero along a half cosine
@@ -685,7 +691,7 @@ def train(args, run_path, checkpoint=None):
                 if buffer.is_floating_point():
                     average(buffer)
 
-            # Rollout baseline: the policy becomes the baseline's if it is better beyond noise
+            # Rollout baseline: the policy replaces the baseline policy if it is significantly better
             if baseline_policy:
                 points = draw_points(args.env_id, args.baseline_instances // WORLD_SIZE, stored).to(device)
                 if is_better(agent, baseline_policy, points, args.baseline_level):
@@ -716,7 +722,7 @@ def train(args, run_path, checkpoint=None):
                 save("checkpoint.pt")
                 saved_at = time.time()
 
-            # Evaluate, without --eval-interval on at most a fifth as many instances as in training
+            # Evaluate. Without --eval-interval, on at most a fifth as many instances as training
             num_evaluated = progress.eval_steps + len(instances.points)
             is_affordable = args.eval_interval or num_evaluated <= progress.step / 5
             if is_due and is_affordable and args.eval_episodes and not is_last:
