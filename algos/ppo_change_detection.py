@@ -4,7 +4,7 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
 
     python ppo_change_detection.py                       # learns the task haze in a minute on one CPU core
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --num-steps 1        # real pairs
-    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --cost 0.1           # PPO alone
+    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --cost 0.5           # PPO alone
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps  # files, folders
     torchrun --nproc-per-node 2 ppo_change_detection.py  # two GPUs, or with --no-cuda two CPU processes
 
@@ -15,7 +15,8 @@ an embedding and added. A look at the last step shows all dates, one at the step
 The detector is trained first, by cross entropy with random looks. Then PPO learns where to look.
 
 Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
-    (1) r_t = w(p_{t+1}) - w(p_t) - cost if the query looks at step t; else it stops for good, and r_t = 0
+    (1) r_t = w(p_{t+1}) - w(p_t) - 2 share cost if the query looks at step t; else it stops for good, and
+        r_t = 0; share is that of changed pixels in training, so one look at each query costs `cost` of F1
     (2) w(p) = mean over labelled cells of beta max(log likelihood of y, -7) + 1[p > f1 / 2] (2 y - f1), the
         worth of its map; f1 is a running F1 = 2 TP / (predicted + true). One more predicted cell moves it by
         about (2 y - f1) / (predicted + true), so cells are predicted as changed if p > f1 / 2
@@ -32,7 +33,6 @@ dates but the last, K windows that are read, n rows; in pixels, S a picture's si
 # requires-python = ">=3.11"
 # dependencies = ["torch", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
-import math
 import os
 import random
 import sys
@@ -101,7 +101,7 @@ class Args:
     learning_rate: float = 3e-3  # Adam learning rate of PPO
     anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
     num_envs: int = 256  # pairs B of a rollout, in total across processes
-    cost: float = 0.09  # price of a look, eq. 1
+    cost: float = 0.45  # price: the F1 that one look at each query costs, eq. 1
     beta: float = 0.1  # weight beta of the log-likelihood, eq. 2
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
@@ -155,6 +155,7 @@ class Agent(nn.Module):
         nn.init.zeros_(self.heads[-1].weight)
         nn.init.constant_(self.heads[-1].bias, 1e-3)  # so the detector alone looks everywhere
         self.register_buffer("running_f1", torch.tensor(0.5))  # f1 of eq. 2
+        self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
 
     def decide(self, obs):
         """Return the logits of a look and the values V, [B, h, w] each; neither depends on the step."""
@@ -206,8 +207,7 @@ class Agent(nn.Module):
             # Leave out what does not look, which saves most of the time
             rows = self.read_windows(windows[looks], is_shown[looks])  # [K, G + E]
             grid = rows.new_zeros(*looks.shape, rows.shape[1]).masked_scatter(looks.unsqueeze(-1), rows)
-        correction, shown = grid.movedim(-1, 1).tensor_split((len(self.log_std),), 1)
-        return {"correction": correction, "shown": shown}
+        return grid.movedim(-1, 1).tensor_split((len(self.log_std),), 1)
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
@@ -256,7 +256,8 @@ class ChangeEnv:
         }
         last_worth = self.worth
         self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
-        rewards = (self.worth - last_worth - self.args.cost) * looks  # eq. 1
+        # Eq. 1
+        rewards = (self.worth - last_worth - 2 * self.agent.share * self.args.cost) * looks
         accuracy = ((self.final_logits > 0) == (self.labels > 0)).float().mean(1)
         info = {
             "pre_action_mask": pre_action_mask,
@@ -278,9 +279,9 @@ class ChangeEnv:
 #     advantages, returns          of eq. 3 and 5
 def get_minibatches(rollout, images, labels, args):
     """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
-    num_steps, num_pairs = rollout["values"].shape[:2]
+    num_pairs = len(images)
     for _ in range(args.update_epochs):
-        order = torch.randperm(num_steps * num_pairs, device=images.device)
+        order = torch.randperm(args.num_steps * num_pairs, device=images.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = {name: x.flatten(0, 1)[rows] for name, x in rollout.items()}
             minibatch["images"] = images[rows % num_pairs]
@@ -329,15 +330,13 @@ def play(agent, images, labels, args, rule=None, std=0.0):
     for _ in range(args.num_steps):
         logits, values = agent.decide(obs)
         looks = env.is_active & (rule(env, logits) if rule else logits > 0)
-        action = agent.look(images, obs, looks)
-        means = action["correction"]
-        noise = torch.randn_like(means) * std * looks.unsqueeze(1)
-        action["correction"] = means + noise
-        action["stop"] = ~looks
-        log_probs = compute_log_probs(agent, logits, looks, means, action["correction"])
+        means, shown = agent.look(images, obs, looks)
+        correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
+        action = {"stop": ~looks, "correction": correction, "shown": shown}
+        log_probs = compute_log_probs(agent, logits, looks, means, correction)
         next_obs, rewards, info = env.step(action)
-        outcome = {"log_probs": log_probs, "values": values, "rewards": rewards}
-        steps.append(obs | action | outcome | info)
+        info |= {"log_probs": log_probs, "values": values, "rewards": rewards}
+        steps.append(obs | action | info)
         obs = next_obs
     rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     rollout["advantages"] = compute_gae(
@@ -355,8 +354,8 @@ def collect_rollout(agent, images, labels, args):
         images,
         labels,
         args,
-        rule=lambda env, logits: torch.rand_like(logits) < logits.sigmoid(),
-        std=agent.log_std.exp(),
+        lambda env, logits: torch.rand_like(logits) < logits.sigmoid(),
+        agent.log_std.exp(),
     )
     # Move the running F1 of eq. 2 towards that of this rollout's maps, in total across processes. With one
     # process, average does nothing
@@ -392,7 +391,7 @@ def ppo_loss(agent, batch, args):
 
     # The ratios of the decision and of the correction. They are masked before exp, as inf * 0 is not a number
     logits, values = agent.decide(batch)
-    means = agent.look(batch["images"], batch, looks)["correction"]
+    means, _ = agent.look(batch["images"], batch, looks)
     log_probs = compute_log_probs(agent, logits, looks, means, batch["correction"])  # [n, 2, h, w]
     is_taken = torch.stack((is_active, looks), 1)
     log_ratio = (log_probs - batch["log_probs"]) * is_taken
@@ -446,8 +445,7 @@ def take_step(agent, optimizer, loss, metrics, args):
 def classify(agent, args, pairs, rule=None):
     """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, 3 J + 1, H, W]."""
     found = []
-    pairs_at_once = max(1, 2**17 // pairs[0, 0].numel())  # limits the memory
-    for part in pairs.split(pairs_at_once):
+    for part in pairs.split(max(1, 2**17 // pairs[0, 0].numel())):  # as many as memory holds
         images, labels = change_pairs.split_labels(part, args)
         env, rollout = play(agent, images, labels, args, rule)
         cells = F.pixel_shuffle(env.final_logits.sigmoid(), args.patch_size // args.cell_size)
@@ -461,10 +459,12 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
     """Score maps of pairs by pixel; without a probability threshold, use the one with the largest F1."""
     probability, looks, returns = classify(agent, args, pairs, rule)
     f1, threshold = change_pairs.compute_f1(probability, pairs, threshold)
+    num_looks = looks.mean().item()
     return {
         "eval/f1": f1,
         "eval/threshold": threshold,
-        "eval/looks": looks.mean().item(),
+        "eval/looks": num_looks,
+        "eval/net": f1 - args.cost * num_looks,  # as --cost is the F1 that one look at each query costs
         "eval/episodic_return": returns.mean().item(),
     }
 
@@ -475,26 +475,31 @@ def look_above(level, env, logits):
     return ~is_first | (env.final_logits.sigmoid().mean(1) > level)
 
 
-@torch.no_grad()
-def print_rules(agent, args, val, test):
-    """Print test F1 of the policy and of rules tuned on val; `threshold` is tuned to look as often."""
-    _, looks, _ = classify(agent, args, val)
-    coarse = []
-    for part in val.split(16):
-        env = ChangeEnv(agent)
-        env.reset(*change_pairs.split_labels(part, args))
-        coarse.append(env.final_logits.sigmoid().mean(1))
-    level = torch.cat(coarse).quantile(1 - looks.mean() / args.num_steps)
-    rules = {
-        "nowhere": partial(look_above, 1),
-        "everywhere": partial(look_above, -1),
-        "threshold": partial(look_above, level),
-        "PPO": None,
-    }
-    for name, rule in rules.items():
+def print_rules(agent, args, val, test, best):
+    """Print test scores of the policy, of that in the checkpoint `best`, and of simple rules on its network.
+
+    Returns the name of the rule whose F1 less the price of its looks is the largest.
+    """
+    nets = {}
+
+    def print_rule(name, rule=None):
         threshold = evaluate(agent, args, val, None, rule)["eval/threshold"]
         scores = evaluate(agent, args, test, threshold, rule)
-        print(f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query")
+        nets[name] = scores["eval/net"]
+        print(
+            f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query,"
+            f" less their price {nets[name]:.3f}"
+        )
+
+    print_rule("last policy")
+    agent.load_state_dict(best["agent"])
+    print_rule("best.pt")
+    # The threshold on coarse maps that earns most on val, of a grid from everywhere to nowhere
+    rules = [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3]
+    print_rule("threshold", max(rules, key=lambda rule: evaluate(agent, args, val, None, rule)["eval/net"]))
+    print_rule("everywhere", rules[0])
+    print_rule("nowhere", rules[-1])
+    return max(nets, key=nets.get)
 
 
 def write_predictions(agent, args, threshold, device):
@@ -638,8 +643,10 @@ def set_up(args, checkpoint, progress, device):
             if checkpoint:
                 optimizer.load_state_dict(saved["optimizer"])
         except (KeyError, RuntimeError, ValueError):
-            flags = "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size"
-            fail(f"{path}: not the network of {flags}, --coarse-size and this file")
+            fail(
+                f"{path}: not the network of --env-id (pairs of --data-dir and --predict have two dates), "
+                "--patch-size, --cell-size, --coarse-size and this file"
+            )
     return agent, optimizer
 
 
@@ -660,13 +667,20 @@ def train(args, run_path: Path, checkpoint=None):
         print(evaluate(agent, args, test, progress.threshold))
         return
     val = val[: args.eval_episodes]
+    # The price of a look, eq. 1
+    labels = train_pairs[:, -1]
+    agent.share.copy_((labels == 1).sum() / (labels != change_pairs.UNCOUNTED).sum())
     num_iterations = args.detector_iterations + args.ppo_iterations
     parts = {"agent": agent, "optimizer": optimizer}
     save = partial(save_checkpoint, run_path, args, progress, parts)
     if RANK == 0:
         writer = open_run(run_path, args, progress.step)
-        sizes = f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs"
-        print(f"{run_path}: {sizes}, step {progress.step}")
+        print(
+            f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, step "
+            f"{progress.step}; {agent.share:.2%} are changed, "
+            f"so a look costs {2 * agent.share * args.cost:.4f}, "
+            f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
+        )
         if not checkpoint:
             save("checkpoint.pt")
         elif not (run_path / "best.pt").exists() or get_task(args) != get_task(checkpoint["args"]):
@@ -772,9 +786,11 @@ def train(args, run_path: Path, checkpoint=None):
     writer.close()
     scores = "not evaluated"
     if args.eval_episodes:
-        agent.load_state_dict(load_checkpoint(run_path / "best.pt")["agent"])
-        print_rules(agent, args, val, test)
-        scores = f"return of best.pt {progress.best_score:.4f}, of the last policy {progress.last_score:.4f}"
+        winner = print_rules(agent, args, val, test, load_checkpoint(run_path / "best.pt"))
+        scores = (
+            f"return of best.pt {progress.best_score:.4f}, of the last policy {progress.last_score:.4f}; "
+            f"{winner} earned most on test"
+        )
     print(f"{run_path}: {scores}")
 
 
@@ -793,16 +809,18 @@ def main(argv=None):
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
         if name in ("cost", "log_std"):
-            least = -math.inf  # any number, but not NaN
+            least = -np.inf  # any number, but not NaN
         if type(value) in (int, float) and not value >= least:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     patch = args.patch_size
-    if args.cell_size >= args.image_size:
-        fail(f"--cell-size ({args.cell_size}) must be smaller than --image-size ({args.image_size})")
-    if args.image_size % patch or patch % args.cell_size or patch % args.coarse_size:
-        fail("--image-size must be divisible by --patch-size, and --patch-size by --cell-size, --coarse-size")
+    has_rest = args.image_size % patch or patch % args.cell_size or patch % args.coarse_size
+    if has_rest or args.image_size == args.cell_size:
+        fail(
+            "--image-size must be divisible by --patch-size and larger than --cell-size, "
+            "and --patch-size divisible by --cell-size and --coarse-size"
+        )
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"

@@ -54,8 +54,9 @@ from envs_shared import change_pairs
 
 PAGE = "ppo_change_detection"
 SEEDS = range(9701, 9711)
+SHARE = 0.1  # of changed pixels in haze: a price in reward is 2 x SHARE x --cost
 STUDIES = {
-    "haze": ("", (cd.Args.cost,)),
+    "haze": ("", (0.09,)),
     "five prices": ("", (0.05, 0.07, 0.09, 0.0975, 0.115)),
     "haze-3": ("--env-id haze-3 --num-steps 3", (0.06,)),
 }  # flags, prices of a look, each about 0.92 of that of the widest lead by calculation
@@ -216,13 +217,17 @@ def measure_methods(agent, args, names, num_looks: float | None = None) -> dict[
 
 def measure_seed(study: str, seed: int, cost: float, detector: Path, more: str) -> dict:
     """Run the script with a seed and a price, and score all methods on its network and on the `detector`."""
-    path, seconds = run_script(STUDIES[study][0], more, "--seed", seed, "--cost", cost)
+    path, seconds = run_script(
+        STUDIES[study][0], more, "--seed", seed, "--cost", round(cost / (2 * SHARE), 6)
+    )
     rivals = [name for name in METHODS if name not in ("ppo", "last")]
     row = {"study": study, "seed": seed, "cost": cost, "seconds": round(seconds, 1)}
     row["best"] = measure_methods(*load_agent(path / "best.pt"), ["ppo", *rivals])
     row["last"] = measure_methods(*load_agent(path / "checkpoint.pt"), ["ppo", "oracle"])
     agent, args = load_agent(detector / "checkpoint.pt")
-    args.cost, (_, val, _) = cost, cd.load_pairs(args, torch.device("cpu"))
+    args.cost = cost / (2 * SHARE)
+    agent.share.fill_(SHARE)
+    _, val, _ = cd.load_pairs(args, torch.device("cpu"))
     f1 = cd.evaluate(agent, args, val, None, lambda env, logits: logits == logits)["eval/f1"]
     agent.running_f1.fill_(f1)  # F of eq. 2, which PPO measures while it trains
     row["control"] = measure_methods(agent, args, rivals, row["best"]["val_looks"])
