@@ -667,8 +667,7 @@ def train(args, run_path: Path, checkpoint=None):
         print(evaluate(agent, args, test, progress.threshold))
         return
     val = val[: args.eval_episodes]
-    # The price of a look, eq. 1
-    labels = train_pairs[:, -1]
+    labels = train_pairs[:, -1]  # of pixels; the share of changed ones sets the price of a look, eq. 1
     agent.share.copy_((labels == 1).sum() / (labels != change_pairs.UNCOUNTED).sum())
     num_iterations = args.detector_iterations + args.ppo_iterations
     parts = {"agent": agent, "optimizer": optimizer}
@@ -676,10 +675,9 @@ def train(args, run_path: Path, checkpoint=None):
     if RANK == 0:
         writer = open_run(run_path, args, progress.step)
         print(
-            f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, step "
-            f"{progress.step}; {agent.share:.2%} are changed, "
-            f"so a look costs {2 * agent.share * args.cost:.4f}, "
-            f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
+            f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, "
+            f"step {progress.step}; {agent.share:.2%} are changed, so a look costs "
+            f"{2 * agent.share * args.cost:.4f}, and all looks cost {args.num_steps * args.cost:.2f} of F1"
         )
         if not checkpoint:
             save("checkpoint.pt")
