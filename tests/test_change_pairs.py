@@ -171,7 +171,7 @@ def test_a_split_without_pictures(plain):
     path, _ = plain
     for file in path.glob("test/*/*"):
         file.unlink()
-    with pytest.raises(ValueError, match="no test pictures; needed are {train,val,test}/{A,B,label} with"):
+    with pytest.raises(ValueError, match=r"no test pictures; needed are {train,val,test}/{A,B,label} with"):
         read_folder(path, 8, 8)
 
 
@@ -208,7 +208,9 @@ def test_labels_of_other_forms_are_left_to_the_other_reader(tmp_path, monkeypatc
         assert change_pairs.read_label(path) == "the other reader's x.png"
     monkeypatch.setitem(sys.modules, "envs_shared.change_folders", None)
     monkeypatch.delattr("envs_shared.change_folders")
-    with pytest.raises(ValueError, match=r"x\.png: not .* as PNG; others need envs_shared/change_folders\.py"):
+    with pytest.raises(
+        ValueError, match=r"x\.png: not .* as PNG; others need envs_shared/change_folders\.py"
+    ):
         change_pairs.read_label(path)
 
 
