@@ -99,6 +99,7 @@ class Args:
     batch_size: int = 16  # pairs per gradient step of the detector, in total across processes
     detector_lr: float = 3e-3  # Adam learning rate of the detector
     learning_rate: float = 3e-3  # Adam learning rate of PPO
+    head_lr_scale: float = 3.0  # learning rate of the policy and value heads, as a multiple of the others'
     anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
     num_envs: int = 256  # pairs B of a rollout, in total across processes
     cost: float = 0.45  # price: the F1 that one look at each query costs, eq. 1
@@ -153,7 +154,8 @@ class Agent(nn.Module):
             Conv2d(embed_dim + self.seen_dim, 128, 1), nn.Tanh(), Conv2d(128, 2, 1, groups=2)
         )
         nn.init.zeros_(self.heads[-1].weight)
-        nn.init.constant_(self.heads[-1].bias, 1e-3)  # so the detector alone looks everywhere
+        # At first a query looks with probability 0.88, so that PPO sees what later looks earn
+        self.heads[-1].bias.data = torch.tensor([2.0, 1e-3])
         self.register_buffer("running_f1", torch.tensor(0.5))  # f1 of eq. 2
         self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
 
@@ -466,6 +468,7 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
         "eval/looks": num_looks,
         "eval/net": f1 - args.cost * num_looks,  # as --cost is the F1 that one look at each query costs
         "eval/episodic_return": returns.mean().item(),
+        "eval/standard_error": returns.mean((1, 2)).std().item() / len(returns) ** 0.5,  # of this mean
     }
 
 
@@ -631,7 +634,12 @@ def set_up(args, checkpoint, progress, device):
     """Make agent and optimizer, from `checkpoint` or with the detector of --pretrained if there is one."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), fused=True)
+    # The heads learn faster: the policy must tell haze apart before it stops looking altogether
+    groups = [
+        {"params": x, "scale": args.head_lr_scale if name.startswith("heads") else 1}
+        for name, x in agent.named_parameters()
+    ]
+    optimizer = torch.optim.Adam(groups, fused=True)
     path = args.evaluate or args.resume or args.pretrained
     if path:
         saved = checkpoint or load_checkpoint(path)
@@ -687,7 +695,10 @@ def train(args, run_path: Path, checkpoint=None):
             print(f"{run_path}: raise --ppo-iterations to train on")
 
     def score_policy():
-        """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better."""
+        """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better.
+
+        A difference below the standard error is noise: then the newer policy is kept.
+        """
         scores = evaluate(agent, args, val)
         for name, score in scores.items():
             writer.add_scalar(name, score, progress.step)
@@ -695,7 +706,8 @@ def train(args, run_path: Path, checkpoint=None):
         progress.eval_steps += len(val)
         progress.threshold = scores["eval/threshold"]
         progress.last_score = scores["eval/episodic_return"]
-        if progress.best_score is None or progress.last_score >= progress.best_score:
+        highest = progress.last_score + scores["eval/standard_error"]
+        if progress.best_score is None or not highest < progress.best_score:
             progress.best_score = progress.last_score
             save("best.pt")
         save("checkpoint.pt")
@@ -719,7 +731,8 @@ def train(args, run_path: Path, checkpoint=None):
             learning_rate = args.learning_rate if is_ppo else args.detector_lr
             if args.anneal_lr:
                 learning_rate *= 1 - progress.iteration / num_iterations
-            optimizer.param_groups[0]["lr"] = learning_rate
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group["scale"]
 
             # Draw pairs for the detector, or collect a rollout for PPO
             progress.iteration += 1

@@ -34,6 +34,7 @@ def make_parts(**changes):
     agent = cd.Agent(args).double()
     torch.nn.init.normal_(agent.heads[-1].weight, 0.0, 0.3)
     agent.share.fill_(0.5)  # then a look costs --cost
+    agent.heads[-1].bias.data.fill_(0.0)
     pairs, *_ = change_pairs.draw_haze(args.num_envs, args.image_size, 2, 0)
     images, labels = change_pairs.split_labels(torch.from_numpy(pairs), args)
     return args, agent, images.double(), labels.double()
@@ -393,7 +394,7 @@ def test_the_policy_follows_the_price(tmp_path, cost, least, most):
     flags += f" --cost {cost} --eval-interval 100"
     _, scalars = run(tmp_path, flags)
     looks = [x for _, x in scalars["charts/looks"]]
-    assert least - 0.05 <= looks[-1] <= most + 0.05 and 0.5 < looks[0] < 1.7
+    assert least - 0.05 <= looks[-1] <= most + 0.05 and 0.5 < looks[0] < 1.9
     assert least <= scalars["eval/looks"][-1][1] <= most
 
 
@@ -487,6 +488,32 @@ def test_a_network_of_three_dates_predicts_no_pairs(tmp_path, capsys):
 )
 def test_numbers_that_make_no_sense(capsys, flags):
     assert flags.split()[0] in fail_with(capsys, cd.main, flags.split())
+
+
+def test_the_heads_learn_faster_and_queries_look_at_first():
+    args = cd.Args(head_lr_scale=3.0)
+    agent, optimizer = cd.set_up(args, None, cd.Progress(), torch.device("cpu"))
+    scales = {id(x): group["scale"] for group in optimizer.param_groups for x in group["params"]}
+    assert len(scales) == len(list(agent.parameters()))
+    for name, x in agent.named_parameters():
+        assert scales[id(x)] == (3 if name.startswith("heads") else 1)
+    logits, values = agent.decide({"query": torch.randn(2, 64, 3, 3), "seen": torch.randn(2, 16, 3, 3)})
+    assert (logits == 2).all() and (values.abs() < 0.01).all()
+
+
+@pytest.mark.parametrize(("lead", "is_kept"), [(0.2, False), (0.05, True), (-1.0, True)])
+def test_noise_on_val_does_not_choose_the_policy(tmp_path, monkeypatch, lead, is_kept):
+    """With a standard error of 0.1, the later policy replaces one whose return is larger by 0.05, and not by 0.2."""
+    returns = iter((1.0 + lead, 1.0))
+
+    def evaluate(*args):
+        found = {"eval/episodic_return": next(returns), "eval/threshold": 0.5, "eval/f1": 0.5}
+        return found | {"eval/standard_error": 0.1}
+
+    monkeypatch.setattr(cd, "evaluate", evaluate)
+    monkeypatch.setattr(cd, "print_rules", lambda *args: "nowhere")
+    path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 2 --eval-interval 2")
+    assert (load(path / "best.pt")["progress"]["iteration"] == 3) == is_kept
 
 
 def test_a_pretrained_detector_is_taken(tmp_path):
