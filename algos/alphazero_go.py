@@ -61,7 +61,9 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from envs_shared.go import LEGAL_PLANE, NUM_PLANES, Boards, Go
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# What is logged about an epoch of training: means over its minibatches
 METRICS = ("loss", "policy_loss", "value_loss", "grad_norm", "sampled_loss", "sampled_loss_after")
 OPEN, PENDING, OVER, ABSENT = range(4)  # status of a node: evaluated, being evaluated, end of a game, no node
 ILLEGAL = -1e9  # Q of illegal moves
@@ -133,24 +135,31 @@ class Agent(nn.Module):
 
     def __init__(self, size: int, args):
         super().__init__()
-        width, self.bf16, num_inputs = args.channels, args.bf16, 4 * size**2
+        width = args.channels
+        self.bf16 = args.bf16
         self.stem = nn.Sequential(*conv_norm(NUM_PLANES, width, 3), nn.ReLU(inplace=True))
-        layers = ((conv_norm(width, width, 3), conv_norm(width, width, 3)) for _ in range(args.blocks))
-        blocks = (nn.Sequential(*first, nn.ReLU(inplace=True), *second) for first, second in layers)
-        self.blocks = nn.ModuleList(blocks)
-        self.head_conv = nn.Sequential(*conv_norm(width, 8, 1), nn.ReLU(inplace=True))  # shared by both heads
+        self.blocks = nn.ModuleList()
+        for _ in range(args.blocks):
+            first = conv_norm(width, width, 3)
+            second = conv_norm(width, width, 3)
+            self.blocks.append(nn.Sequential(*first, nn.ReLU(inplace=True), *second))
+        # Four planes for each head
+        self.head_conv = nn.Sequential(*conv_norm(width, 8, 1), nn.ReLU(inplace=True))
+        num_inputs = 4 * size**2
         self.policy_head = nn.Linear(num_inputs, size**2 + 1)
         self.value_head = nn.Sequential(nn.Linear(num_inputs, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, planes):
         """Return logits [B, A] and values [B] of planes [B, NUM_PLANES, n, n]."""
         with torch.autocast(planes.device.type, torch.bfloat16, enabled=self.bf16):
-            x = planes.to(torch.float32, memory_format=torch.channels_last)  # saves 5 % of a search on a CPU
+            # This memory format saves 5 % of a search on a CPU
+            x = planes.to(torch.float32, memory_format=torch.channels_last)
             x = self.stem(x)  # [B, channels, n, n]
             for block in self.blocks:
                 x = block(x).add_(x).relu_()
             policy, value = self.head_conv(x).split(4, 1)  # [B, 4, n, n] each
-            logits, value = self.policy_head(policy.flatten(1)), self.value_head(value.flatten(1)).squeeze(1)
+            logits = self.policy_head(policy.flatten(1))
+            value = self.value_head(value.flatten(1)).squeeze(1)
         return logits.float(), value.float().sigmoid()
 
 
@@ -171,11 +180,17 @@ class Records(NamedTuple):
         return Records(*(x[index] for x in self))
 
 
+def concatenate(parts) -> Records:
+    """Join records that were made one after the other."""
+    return Records(*map(torch.cat, zip(*parts)))
+
+
 def refill_pool(pool: Records | None, new: Records, capacity: int, oldest: int) -> Records:
     """Add records; beyond the capacity, drop those of epochs before `oldest`, then those of least loss."""
-    pool = Records(*map(torch.cat, zip(pool, new, strict=True))) if pool else new
-    rank = pool.loss.masked_fill(pool.epoch < oldest, -1)
-    return pool.pick(rank.topk(min(capacity, len(rank))).indices)
+    if pool:
+        new = concatenate((pool, new))
+    rank = new.loss.masked_fill(new.epoch < oldest, -1)
+    return new.pick(rank.topk(min(capacity, len(rank))).indices)
 
 
 def sample_pool(pool: Records, turn: int, batch_size: int, random_fraction: float):
@@ -187,19 +202,42 @@ def sample_pool(pool: Records, turn: int, batch_size: int, random_fraction: floa
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
 
-class Games:
-    """G games of self-play, and what was recorded at each move; T is the maximum number of moves."""
+class SelfPlay:
+    """G games, what was recorded at each of their moves, and the pool of records from finished games.
+
+    T is the maximum number of moves. The pool is None before the first game ends.
+    """
 
     def __init__(self, go: Go, num_games: int):
-        self.boards, shape = go.new(num_games), (num_games, 2 * go.num_points)
+        self.go = go
+        shape = num_games, 2 * go.num_points
         with go.device:
-            self.planes = torch.zeros(*shape, NUM_PLANES, go.size, go.size, dtype=torch.bool)
-            self.policy = torch.zeros(*shape, go.num_actions, dtype=torch.float16)
-            self.q = torch.zeros(shape)
+            self.planes = torch.zeros(*shape, NUM_PLANES, go.size, go.size, dtype=torch.bool)  # [G, T, ...]
+            self.policy = torch.zeros(*shape, go.num_actions, dtype=torch.float16)  # [G, T, A]
+            self.q = torch.zeros(shape)  # [G, T]
+        self.start()
 
-    def state_dict(self):
+    def start(self):
+        """Begin new games and an empty pool."""
+        self.boards = self.go.new(len(self.q))
+        self.pool: Records | None = None
+
+    def state_dict(self) -> dict:
         """Return all tensors by name."""
-        return self.boards._asdict() | {"planes": self.planes, "policy": self.policy, "q": self.q}
+        state = {"planes": self.planes, "policy": self.policy, "q": self.q}
+        state["boards"] = self.boards._asdict()
+        state["pool"] = self.pool._asdict() if self.pool else None
+        return state
+
+    def load_state_dict(self, state: dict):
+        """Restore what `state_dict` returned; raises RuntimeError if the sizes differ."""
+        device = self.q.device
+        for name in ("planes", "policy", "q"):
+            # `view_as` raises if the number of games or the board differs
+            getattr(self, name).copy_(state[name].view_as(getattr(self, name)))
+        self.boards = Boards(**{name: x.to(device) for name, x in state["boards"].items()})
+        if state["pool"]:
+            self.pool = Records(**{name: x.to(device) for name, x in state["pool"].items()})
 
 
 # ---- AlphaZero ---------------------------------------------------------------------------------------------
@@ -231,6 +269,7 @@ def compute_result(score, args, num_points: int):
 class Stage(NamedTuple):
     """Settings that change from epoch to epoch."""
 
+    name: Literal["random games", "search pretraining", "self-play"]
     scores: Callable | None  # eq. 1 or classic UCB, by which a search chooses; None: random games
     num_simulations: int
     epsilon: float  # share of random moves
@@ -241,15 +280,24 @@ class Stage(NamedTuple):
 def get_stage(epoch: int, num_actions: int, args) -> Stage:
     """Return the settings of an epoch of value pretraining, search pretraining or self-play."""
     t = epoch / max(1, args.num_epochs - 1)  # from 0 to 1
-    starts = args.simulations_start, args.epsilon_start, args.q_weight_start
-    ends = args.simulations_end, args.epsilon_end, args.q_weight_end
-    num_simulations, epsilon, q_weight = ((1 - t) * x + t * y for x, y in zip(starts, ends, strict=True))
-    stage = Stage(puct_scores, round(num_simulations), epsilon, q_weight, args.value_coef)
+
+    def schedule(start: float, end: float):
+        return (1 - t) * start + t * end
+
+    stage = Stage(
+        name="self-play",
+        scores=puct_scores,
+        num_simulations=round(schedule(args.simulations_start, args.simulations_end)),
+        epsilon=schedule(args.epsilon_start, args.epsilon_end),
+        q_weight=schedule(args.q_weight_start, args.q_weight_end),
+        value_coef=args.value_coef,
+    )
     if epoch < args.pretrain_value_epochs:
-        return stage._replace(scores=None, value_coef=1.0)
-    if epoch < args.pretrain_value_epochs + args.pretrain_search_epochs:  # tries each move first
+        return stage._replace(name="random games", scores=None, value_coef=1.0)
+    if epoch < args.pretrain_value_epochs + args.pretrain_search_epochs:
+        # Classic UCB tries each move before it chooses
         num_simulations = max(stage.num_simulations, 5 * num_actions // 4)
-        return stage._replace(scores=ucb_scores, num_simulations=num_simulations)
+        return stage._replace(name="search pretraining", scores=ucb_scores, num_simulations=num_simulations)
     return stage
 
 
@@ -418,53 +466,96 @@ class Search:
         return (self.N[:, 0] + 0.5 * self.Q[:, 0].clamp(min=0) + 0.01 * self.P[:, 0]).argmax(1)
 
 
-def play_moves(games: Games, go: Go, workers, stage: Stage, args) -> Records:
+def choose_moves(boards: Boards, legal, go: Go, workers, stage: Stage, args):
+    """Search from boards [G]; returns pi [G, A], Q(root) [G] and the moves [G] of self-play."""
+    if stage.name == "random games":
+        policy = legal / legal.sum(1, keepdim=True)
+        q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z takes its place when the game is over
+        return policy, q, go.draw_moves(boards, legal)
+    search = Search(go, workers, boards, stage.num_simulations, args, stage.scores)
+    search.add_noise()
+    search.run(stage.num_simulations)
+    policy = search.policy()
+    q = search.root_values()
+    # The first moves of a game are drawn from pi, the later ones are the best; a share epsilon is random
+    is_early = boards.num_moves < args.draw_moves * go.num_points
+    moves = torch.where(is_early, torch.multinomial(policy, 1).squeeze(1), search.best_moves())
+    is_random = torch.rand_like(q) < stage.epsilon
+    moves = torch.where(is_random, go.draw_moves(boards, legal, fill_eyes=True), moves)
+    return policy, q, moves
+
+
+def play_moves(games: SelfPlay, go: Go, workers, stage: Stage, args) -> Records:
     """Play a move in each game, and return the records of the games that end with it."""
     boards = games.boards
     legal = go.legal_moves(boards)
-    if stage.scores:
-        search = Search(go, workers, boards, stage.num_simulations, args, stage.scores)
-        search.add_noise()
-        search.run(stage.num_simulations)
-        policy, q, moves = search.policy(), search.root_values(), search.best_moves()
-        is_early = boards.num_moves < args.draw_moves * go.num_points
-        moves = torch.where(is_early, torch.multinomial(policy, 1).squeeze(1), moves)
-        is_random = torch.rand_like(q) < stage.epsilon
-        moves = torch.where(is_random, go.draw_moves(boards, legal, fill_eyes=True), moves)
-    else:
-        policy, moves = legal / legal.sum(1, keepdim=True), go.draw_moves(boards, legal)
-        q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z replaces it below
-    rows = torch.arange(len(legal), device=go.device), boards.num_moves
-    games.planes[rows], games.policy[rows], games.q[rows] = go.planes(boards, legal), policy.half(), q
+    policy, q, moves = choose_moves(boards, legal, go, workers, stage, args)
+    rows = torch.arange(len(q), device=go.device), boards.num_moves
+    games.planes[rows] = go.planes(boards, legal)
+    games.policy[rows] = policy.half()
+    games.q[rows] = q
     games.boards = go.play(boards, moves)
+
+    # Collect the R games that have ended, and put new ones in their place
     ended = games.boards.is_over.nonzero().squeeze(1)
-    boards, step = games.boards.pick(ended), torch.arange(games.q.shape[1], device=go.device)  # [T]
+    boards = games.boards.pick(ended)
+    step = torch.arange(games.q.shape[1], device=go.device)  # [T]
     z = compute_result(go.score(boards), args, go.num_points).unsqueeze(1)
     z = torch.where(step % 2 == 0, z, 1 - z)  # [R, T], as black begins
-    is_move = step < boards.num_moves.unsqueeze(1)
-    planes, policy, q, z = (x[is_move] for x in (games.planes[ended], games.policy[ended], games.q[ended], z))
+    is_move = step < boards.num_moves.unsqueeze(1)  # [R, T]
+    q = games.q[ended][is_move]
+    z = z[is_move]
     games.boards.put(ended, go.new(len(ended)))
-    return Records(planes, policy, torch.where(q.isnan(), z, q), z, *torch.zeros(3, len(z), device=go.device))
+    loss, epoch, turn = torch.zeros(3, len(z), device=go.device)  # set later
+    return Records(
+        planes=games.planes[ended][is_move],
+        policy=games.policy[ended][is_move],
+        q=torch.where(q.isnan(), z, q),
+        z=z,
+        loss=loss,
+        epoch=epoch,
+        turn=turn,
+    )
 
 
 def make_images(records: Records, symmetries, epoch: int) -> Records:
     """Make the eight symmetric images of records [B]; image k of record b is row k B + b."""
     size = records.planes.shape[-1]
-    planes = [records.planes.flatten(2)[..., image[:-1]].unflatten(2, (size, size)) for image in symmetries]
-    policy = [records.policy[:, image] for image in symmetries]
     position = torch.arange(len(records.z), device=symmetries.device)
-    turn = torch.cat([(position + k) % 8 for k in range(8)])
-    images = Records(torch.cat(planes), torch.cat(policy), *(x.repeat(8) for x in records[2:]))
-    return images._replace(epoch=torch.full_like(turn, epoch), turn=turn)
+    planes = []
+    policy = []
+    turn = []
+    for k, image in enumerate(symmetries):
+        planes.append(records.planes.flatten(2)[..., image[:-1]].unflatten(2, (size, size)))
+        policy.append(records.policy[:, image])
+        turn.append((position + k) % 8)
+    turn = torch.cat(turn)
+    return Records(
+        planes=torch.cat(planes),
+        policy=torch.cat(policy),
+        q=records.q.repeat(8),
+        z=records.z.repeat(8),
+        loss=records.loss.repeat(8),
+        epoch=torch.full_like(turn, epoch),
+        turn=turn,
+    )
 
 
-def collect_images(games: Games, go: Go, workers, num_positions: int, epoch: int, stage: Stage, args):
-    """Play until finished games have enough positions; returns their images and the number of moves."""
-    records, num_moves = [], 0
-    while sum(len(x.z) for x in records) < num_positions:
-        records.append(play_moves(games, go, workers, stage, args))
+def collect_images(games: SelfPlay, go: Go, workers, num_positions: int, epoch: int, stage: Stage, args, bar):
+    """Play until finished games have enough positions; returns their images and the number of moves.
+
+    The bar counts the positions up to `num_positions`.
+    """
+    records = []
+    num_found = 0
+    num_moves = 0
+    while num_found < num_positions:
+        new = play_moves(games, go, workers, stage, args)
+        records.append(new)
+        bar.update(min(len(new.z), num_positions - num_found))
+        num_found += len(new.z)
         num_moves += len(games.q)
-    return make_images(Records(*map(torch.cat, zip(*records, strict=True))), go.symmetries, epoch), num_moves
+    return make_images(concatenate(records), go.symmetries, epoch), num_moves
 
 
 def alphazero_loss(agent, records: Records, stage: Stage):
@@ -476,7 +567,8 @@ def alphazero_loss(agent, records: Records, stage: Stage):
     policy = records.policy.float()
     policy_loss = (torch.xlogy(policy, policy) - policy * log_probs).sum(1)  # eq. 4
     target = stage.q_weight * records.q + (1 - stage.q_weight) * records.z
-    value_loss, g = (values - target).square(), stage.value_coef  # eq. 5
+    value_loss = (values - target).square()  # eq. 5
+    g = stage.value_coef
     loss = g * value_loss / 0.25 + (1 - g) * policy_loss / log(legal.shape[1])  # eq. 6
     return torch.stack((loss, policy_loss, value_loss))
 
@@ -485,8 +577,10 @@ def alphazero_loss(agent, records: Records, stage: Stage):
 def rank_records(agent, records: Records, stage: Stage):
     """Compute eq. 6 for records [B], in parts that fit into a CPU's cache."""
     agent.eval()
-    parts = zip(*(x.split(512) for x in records), strict=True)
-    return torch.cat([alphazero_loss(agent, Records(*x), stage)[0] for x in parts])
+    losses = []
+    for part in zip(*(x.split(512) for x in records)):
+        losses.append(alphazero_loss(agent, Records(*part), stage)[0])
+    return torch.cat(losses)
 
 
 def update_network(agent, optimizer, records: Records, stage: Stage):
@@ -496,29 +590,39 @@ def update_network(agent, optimizer, records: Records, stage: Stage):
     losses[0].backward()
     if stage.value_coef == 1:  # the policy head is frozen
         agent.policy_head.zero_grad()
-    parameters = [parameter for parameter in agent.parameters() if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in parameters]  # sent as one vector
-    nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
-    grad_norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+    average_gradients(agent)
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
     optimizer.step()
     return torch.cat((losses.detach(), grad_norm.unsqueeze(0)))
 
 
-def train_epoch(agent, optimizer, pool: Records, stage: Stage, args):
-    """Train on minibatches of the pool and update the losses of their records; returns the mean METRICS."""
+def train_minibatch(agent, optimizer, pool: Records, turn: int, stage: Stage, args):
+    """Train on one minibatch of the pool, and update the losses of its records; returns the METRICS."""
+    index = sample_pool(pool, turn, args.batch_size // WORLD_SIZE, args.random_fraction)
+    records = pool.pick(index)
+    losses = update_network(agent.train(), optimizer, records, stage)
+    loss_after = rank_records(agent, records, stage)
+    pool.loss[index] = loss_after
+    return torch.cat((losses, torch.stack((records.loss.mean(), loss_after.mean()))))
+
+
+def train_epoch(agent, optimizer, pool: Records, stage: Stage, args, bar):
+    """Train on minibatches of the pool, which the bar counts; returns the mean METRICS."""
     metrics = []
-    for turn in range(ceil(args.train_fraction * args.pool_size / args.batch_size)):
-        index = sample_pool(pool, turn, args.batch_size // WORLD_SIZE, args.random_fraction)
-        records = pool.pick(index)
-        losses = update_network(agent.train(), optimizer, records, stage)
-        pool.loss[index] = rank_records(agent, records, stage)
-        sampled = torch.stack((records.loss.mean(), pool.loss[index].mean()))  # before and after the step
-        metrics.append(torch.cat((losses, sampled)))
+    for turn in range(count_minibatches(args)):
+        metrics.append(train_minibatch(agent, optimizer, pool, turn, stage, args))
+        bar.update()
     optimizer.zero_grad()  # so that copies of the network have no gradients
-    for statistics in agent.buffers():  # of the batch normalizations
+    # Each process has its own statistics of the batch normalizations
+    for statistics in agent.buffers():
         if statistics.is_floating_point():
             average(statistics)
     return average(torch.stack(metrics).mean(0))
+
+
+def count_minibatches(args) -> int:
+    """Return the number of minibatches of an epoch."""
+    return ceil(args.train_fraction * args.pool_size / args.batch_size)
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -526,26 +630,34 @@ def train_epoch(agent, optimizer, pool: Records, stage: Stage, args):
 def evaluate_network(go: Go, network, boards: Boards, legal):
     """Return logits [R, A] and values [R] of a network."""
     planes = go.planes(boards, legal)
-    num_parts = 1 if planes.is_cuda else 1 + len(planes) * go.num_points // 6000  # fit into a CPU's cache
-    return [*map(torch.cat, zip(*map(network, planes.chunk(num_parts)), strict=True))]
+    # On a CPU, in parts that fit into its cache
+    num_parts = 1 if planes.is_cuda else 1 + len(planes) * go.num_points // 6000
+    outputs = [network(part) for part in planes.chunk(num_parts)]
+    logits, values = zip(*outputs)
+    return torch.cat(logits), torch.cat(values)
 
 
 def evaluate_rollouts(go: Go, komi: float, boards: Boards, legal):
     """Return random logits [R, A], and values [R] of one random game each; with UCB, this is plain MCTS."""
-    logits, rows = torch.rand(legal.shape, device=go.device), torch.arange(len(legal), device=go.device)
-    won, to_play = torch.zeros(len(legal), device=go.device), boards.to_play  # won by black
+    logits = torch.rand(legal.shape, device=go.device)
+    rows = torch.arange(len(legal), device=go.device)  # games that are not over
+    won = torch.zeros(len(legal), device=go.device)  # by black
+    to_play = boards.to_play
     while len(rows):
         boards = go.play(boards, go.draw_moves(boards, legal))
         over = boards.is_over
         won[rows[over]] = ((go.score(boards.pick(over)) - komi).sign() + 1) / 2
-        boards, rows = boards.pick(~over), rows[~over]
-        legal = go.legal_moves(boards) if len(rows) else legal
+        boards = boards.pick(~over)
+        rows = rows[~over]
+        if len(rows):
+            legal = go.legal_moves(boards)
     return logits, torch.where(to_play == 1, won, 1 - won)
 
 
 def make_workers(go: Go, agent, args):
     """Make workers that evaluate leaves with a copy of the network as it is now."""
-    network = deepcopy(agent).eval().to(memory_format=torch.channels_last)  # saves 3 % of a search on a CPU
+    # This memory format saves 3 % of a search on a CPU
+    network = deepcopy(agent).eval().to(memory_format=torch.channels_last)
     return [Worker(partial(evaluate_network, go, network), go.device) for _ in range(args.num_workers)]
 
 
@@ -562,42 +674,62 @@ def make_player(go: Go, workers, num_simulations: int, args, scores=puct_scores)
 
 
 def play_match(go: Go, players, num_games: int, komi: float):
-    """Play two functions from boards [R] to moves [R]; returns the first's win rate and the number of moves.
+    """Play two functions from boards [R] to moves [R] against each other.
 
-    Each opening of two random moves is played from both sides. A draw is half a win.
+    Returns the first one's win rate, its mean margin in points after komi, and the number of moves. Each
+    opening of two random moves is played from both sides. A draw is half a win.
     """
     num_openings = (num_games + 1) // 2
     boards = go.new(num_openings)
     for _ in range(2):
         boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards)))
     number = torch.arange(num_games, device=go.device)
-    boards, is_first_black = boards.pick(number % num_openings), number < num_openings
+    boards = boards.pick(number % num_openings)
+    is_first_black = number < num_openings
     while not boards.is_over.all():
-        for player, is_black in zip(players, (is_first_black, ~is_first_black), strict=True):
+        for player, is_black in zip(players, (is_first_black, ~is_first_black)):
             rows = (~boards.is_over & ((boards.to_play == 1) == is_black)).nonzero().squeeze(1)
             if len(rows):
                 moving = boards.pick(rows)
                 boards.put(rows, go.play(moving, player(moving)))
     margin = (go.score(boards) - komi) * (2 * is_first_black - 1)
-    return ((margin.sign() + 1) / 2).mean().item(), boards.num_moves.sum().item()
+    win_rate = (margin.sign() + 1) / 2
+    return win_rate.mean().item(), margin.mean().item(), boards.num_moves.sum().item()
 
 
 def evaluate(go: Go, agent, best, args, *stream: int) -> dict[str, float]:
     """Play against `best` with a quarter of the simulations, or with all against plain MCTS if it is None."""
     seed_everything(args.seed, *stream)
-    num_games, num_simulations = args.eval_episodes, args.simulations_end
+    num_games = args.eval_episodes
+    num_simulations = args.simulations_end
     if best:
-        num_games, num_simulations = min(40, num_games), ceil(num_simulations / 4)
-    players = [make_player(go, make_workers(go, x, args), num_simulations, args) for x in (agent, best) if x]
-    if not best:
+        num_games = min(40, num_games)
+        num_simulations = ceil(num_simulations / 4)
+        opponent = make_player(go, make_workers(go, best, args), num_simulations, args)
+    else:
         workers = [Worker(partial(evaluate_rollouts, go, args.komi), go.device)]
         plain_args = replace(args, score_weight=0.0, c_puct=1.25)
-        players.append(make_player(go, workers, num_simulations, plain_args, ucb_scores))
-    win_rate, num_moves = play_match(go, players, num_games, args.komi)
-    return {f"eval/win_rate{'_best' if best else ''}": win_rate, "eval/moves": num_moves}
+        opponent = make_player(go, workers, num_simulations, plain_args, ucb_scores)
+    player = make_player(go, make_workers(go, agent, args), num_simulations, args)
+    win_rate, margin, num_moves = play_match(go, (player, opponent), num_games, args.komi)
+    suffix = "_best" if best else ""
+    return {f"eval/win_rate{suffix}": win_rate, f"eval/margin{suffix}": margin, "eval/moves": num_moves}
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
+@dataclass
+class Progress:
+    """What a run has done so far."""
+
+    iteration: int = 0  # epochs
+    step: int = 0  # moves of self-play, in total across processes
+    eval_steps: int = 0  # moves of the matches against the best network
+    cpu_seconds: float = 0.0  # of training in process 0
+    best_score: float | None = None  # win rate of best.pt's network in its match, None before the first one
+    last_score: float | None = None  # win rate of the newest network against the best, None if not evaluated
+    win_rate: float | None = None  # of the newest network against plain MCTS, None before the last epoch
+
+
 def fail(message: str):
     """Print one line for the user and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -611,143 +743,317 @@ def average(x):
     return x
 
 
+def average_gradients(network):
+    """Average the gradients over all processes, in one message; parameters without one are left out."""
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    if WORLD_SIZE > 1:
+        vector = average(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(vector, gradients)
+
+
 def seed_everything(*stream: int) -> int:
-    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; other integers give independent numbers.
+
+    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
     return seed
 
 
-def train(args: Args, checkpoint: dict | None = None):
-    """Train, from `checkpoint` if there is one. With --evaluate or --gtp, only use its network."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
+def set_up_processes(args):
+    """Set the thread count, select the device and, under torchrun, join the process group."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
+    if use_cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     if WORLD_SIZE > 1:
+        # The other processes wait while process 0 plays a match, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
-    go, num_games = Go(int(args.env_id.split("x")[1]), device), args.num_games // WORLD_SIZE
+    return device
+
+
+def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
+    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
+    states = {key: part.state_dict() for key, part in parts.items()}
+    checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
+    torch.save(checkpoint, run_path / f"{name}.tmp")
+    os.replace(run_path / f"{name}.tmp", run_path / name)
+
+
+def load_checkpoint(path):
+    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint["args"] = Args(**checkpoint["args"])
+        checkpoint["progress"] = Progress(**checkpoint["progress"])
+        return checkpoint
+    except Exception:
+        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+
+
+def open_run(run_path: Path, args, step: int):
+    """Make the run folder, and return the writer of its log; exits if the folder cannot be written to.
+
+    With --track, Weights & Biases gets the log too.
+    """
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=run_path.name,
+            id=run_path.name,
+            config=asdict(args),
+            sync_tensorboard=True,
+            resume="allow",
+        )
+    try:
+        # Hide what was logged after the checkpoint of a resumed run
+        writer = SummaryWriter(str(run_path), purge_step=step + 1)
+    except OSError as error:
+        fail(f"{run_path}: cannot be written to ({error.strerror})")
+    rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
+    return writer
+
+
+def set_up(args, checkpoint, device):
+    """Make board, networks, optimizer and games, from `checkpoint` if there is one."""
+    go = Go(int(args.env_id.split("x")[1]), device)
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(go.size, args).to(device)
     optimizer = torch.optim.AdamW(agent.parameters(), weight_decay=args.weight_decay, fused=True)
     parts = {"agent": agent, "best": deepcopy(agent), "optimizer": optimizer}
-    pool, games = None, Games(go, num_games)
-    iteration, step, eval_steps, cpu_seconds, win_rate = 0, 0, 0, 0.0, np.nan
+    if WORLD_SIZE == 1:  # several processes save no games and no pool, and resume without them
+        parts["games"] = SelfPlay(go, args.num_games)
     if checkpoint:
+        used = ["agent"] if args.evaluate or args.gtp else parts
         try:
-            iteration, step, eval_steps, cpu_seconds, win_rate = checkpoint["progress"]
-            for name in parts if args.resume else ["agent"]:
-                parts[name].load_state_dict(checkpoint[name])
-            if args.resume and "games" in checkpoint and WORLD_SIZE == 1:
-                for name, x in games.state_dict().items():
-                    x.copy_(checkpoint["games"][name].view_as(x))
-                if checkpoint["pool"]:
-                    pool = Records(**{name: x.to(device) for name, x in checkpoint["pool"].items()})
-        except Exception as error:
-            path = args.evaluate or args.resume or args.gtp
-            fail(f"{path}: does not fit the board, network or number of games ({str(error)[:200]})")
+            for name in used:
+                if name != "games" or name in checkpoint:
+                    parts[name].load_state_dict(checkpoint[name])
+        except (KeyError, RuntimeError, ValueError):
+            path = args.evaluate or args.gtp or args.resume
+            flags = "--env-id, --blocks, --channels, --num-games"
+            fail(f"{path}: not the network or the games of {flags} and this file")
+        optimizer.param_groups[0]["weight_decay"] = (
+            args.weight_decay
+        )  # loading has put the saved one in place
+    return go, parts
+
+
+def use_network(go: Go, agent, args):
+    """Print scores for --evaluate, or answer commands of the Go Text Protocol for --gtp."""
     if args.evaluate:
-        return print(evaluate(go, agent, None, args, 3))
-    if args.gtp:
-        from envs_shared.go_gtp import Engine
+        print(evaluate(go, agent, None, args, 3))
+        return
+    from envs_shared.go_gtp import Engine
 
-        return Engine(go, partial(Search, go, make_workers(go, agent, args)), args).serve(sys.stdin)
+    Engine(go, partial(Search, go, make_workers(go, agent, args)), args).serve(sys.stdin)
 
-    def save(name: str):
-        progress = (iteration, step, eval_steps, cpu_seconds, win_rate)
-        states = {name: part.state_dict() for name, part in parts.items()}
-        if name == "checkpoint.pt" and WORLD_SIZE == 1:  # the games of other processes would be lost
-            states |= {"games": games.state_dict(), "pool": pool._asdict() if pool else None}
-        torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
 
+def summarize(pool: Records, metrics, epoch: int):
+    """Return what is logged about an epoch's losses and the pool after it."""
+    scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
+    scalars["pool/size"] = len(pool.z)
+    scalars["pool/loss"] = pool.loss.mean()
+    scalars["pool/age"] = epoch - pool.epoch.float().mean()
+    return scalars
+
+
+def train(args, run_path: Path, checkpoint=None):
+    """Train, from `checkpoint` if there is one; with --evaluate or --gtp, only use its network.
+
+    Random numbers are seeded by --seed and 0 for the weights, 1 for training (in each epoch, by its number),
+    2 for matches during training (by the epoch), 3 for --evaluate, 4 for the match against plain MCTS.
+    """
+    # Set up
+    device = set_up_processes(args)
+    go, parts = set_up(args, checkpoint, device)
+    agent = parts["agent"]
+    best = parts["best"]
+    optimizer = parts["optimizer"]
+    num_games = args.num_games // WORLD_SIZE
+    games = parts.get("games") or SelfPlay(go, num_games)
+    if args.evaluate or args.gtp:
+        use_network(go, agent, args)
+        return
+    progress = checkpoint["progress"] if checkpoint else Progress()
+    network_parts = {name: part for name, part in parts.items() if name != "games"}
+    save = partial(save_checkpoint, run_path, args, progress)
     if RANK == 0:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}".replace(":", "-")
-        run_path = Path(args.resume).parent if args.resume else Path(args.run_dir, name.replace("/", "-"))
-        print(f"{run_path}: {args.num_games} games on {device}, step {step}")
-        if args.track:
-            import wandb
+        writer = open_run(run_path, args, progress.step)
+        print(f"{run_path}: {num_games} games on {device}, step {progress.step}")
+        if not checkpoint:
+            save(parts, "checkpoint.pt")
+        elif not (run_path / "best.pt").exists() or checkpoint["args"].komi != args.komi:
+            progress.best_score = None  # the next network that is evaluated is the best one
+        if progress.iteration >= args.num_epochs:
+            print(f"{run_path}: raise --num-epochs to train on")
 
-            config = {"config": asdict(args), "sync_tensorboard": True, "resume": "allow"}
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, id=run_path.name, **config)
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
+    def play_best():
+        """Play against the best network, log the scores, and keep the new one in best.pt if it wins half."""
+        scores = evaluate(go, agent, best, args, 2, progress.iteration)
+        for name, score in scores.items():
+            writer.add_scalar(name, score, progress.step)
+        progress.eval_steps += scores["eval/moves"]
+        progress.last_score = scores["eval/win_rate_best"]
+        if progress.best_score is None or progress.last_score >= 0.5:
+            progress.best_score = progress.last_score
+            best.load_state_dict(agent.state_dict())
+            save(network_parts, "best.pt")
+        save(parts, "checkpoint.pt")
+
     capacity = args.pool_size // WORLD_SIZE
-    num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones per epoch
-    match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # at most, against the best network
+    num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones per epoch, of eight images each
+    num_minibatches = count_minibatches(args)
+    match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # of a match, at most
     eval_interval = args.eval_interval or ceil(args.num_epochs / 10)
-    seconds_per_line = 0.1 if sys.stderr.isatty() else 30
-    bar = tqdm(total=args.num_epochs, initial=iteration, mininterval=seconds_per_line, disable=RANK > 0)
-    while iteration < args.num_epochs:
-        start, cpu_start = time.time(), time.process_time()
-        stage, epoch, iteration = get_stage(iteration, go.num_actions, args), iteration, iteration + 1
-        seed_everything(args.seed, 1, iteration, RANK)
-        lr = args.learning_rate * (1 - 0.99 * epoch / args.num_epochs * args.anneal_lr)
-        optimizer.param_groups[0]["lr"] = lr
-        if stage.scores != get_stage(epoch - 1, go.num_actions, args).scores:  # the kind of games changes
-            pool, games = None, Games(go, num_games)
-        workers = make_workers(go, agent, args)
-        images, num_moves = collect_images(games, go, workers, num_positions, epoch, stage, args)
-        images = images._replace(loss=rank_records(agent, images, stage))
-        pool = refill_pool(pool, images, capacity, epoch - args.max_age if args.max_age else 0)
-        metrics = train_epoch(agent, optimizer, pool, stage, args)
-        num_moves = round(average(torch.tensor(float(num_moves), device=device)).item() * WORLD_SIZE)
-        step += num_moves
-        if RANK > 0:
-            continue
-        cpu_seconds += time.process_time() - cpu_start
-        if not metrics.isfinite().all():
-            fail(f"{args.env_id}: losses are not finite at step {step}")
-        scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist(), strict=True)}
-        scalars |= {"charts/cpu_seconds": cpu_seconds, "charts/SPS": num_moves / (time.time() - start)}
-        scalars |= {"charts/learning_rate": lr, "pool/size": len(pool.z)}
-        scalars |= {"pool/loss": pool.loss.mean(), "pool/age": epoch - pool.epoch.float().mean()}
-        bar.set_postfix_str(f"loss {scalars['losses/loss']:.3f}", refresh=False)
-        bar.update()
-        is_last = iteration >= args.num_epochs
-        is_due = is_last or iteration % eval_interval == 0
-        is_affordable = eval_steps + match_moves <= step / 5
-        if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
-            scalars |= evaluate(go, agent, parts["best"], args, 2, iteration)
-            if scalars["eval/win_rate_best"] >= 0.5 or eval_steps == 0:
-                parts["best"].load_state_dict(agent.state_dict())
-                save("best.pt")
-            eval_steps += scalars["eval/moves"]
-            if is_last:
-                scalars |= evaluate(go, agent, None, args, 4)
-                win_rate = scalars["eval/win_rate"]
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
-        if is_due:
-            writer.flush()
-            save("checkpoint.pt")
-    if RANK == 0:
-        bar.close()
-        score = f"the last network wins {win_rate:.0%} of its games against plain MCTS"
-        print(f"{run_path}: {'not evaluated' if np.isnan(win_rate) else score}")
+    saved_at = time.time()
+    with tqdm(
+        total=args.num_epochs * (num_positions + num_minibatches),
+        initial=progress.iteration * (num_positions + num_minibatches),
+        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+        disable=RANK > 0,
+    ) as bar:
+        while progress.iteration < args.num_epochs:
+            start = time.time()
+            cpu_start = time.process_time()
+            epoch = progress.iteration
+            progress.iteration += 1
+            progress.last_score = None  # of the network that this epoch makes
+            progress.win_rate = None
+            seed_everything(args.seed, 1, progress.iteration, RANK)
+
+            # Learning rate: it falls linearly to a hundredth
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - 0.99 * epoch / args.num_epochs
+            optimizer.param_groups[0]["lr"] = learning_rate
+
+            # Stage: another kind of games begins with new games and an empty pool
+            stage = get_stage(epoch, go.num_actions, args)
+            if stage.name != get_stage(epoch - 1, go.num_actions, args).name:
+                games.start()
+
+            # Collect: play until there are enough new records, which replace old ones in the pool
+            workers = make_workers(go, agent, args)
+            images, num_moves = collect_images(games, go, workers, num_positions, epoch, stage, args, bar)
+            images = images._replace(loss=rank_records(agent, images, stage))
+            oldest = epoch - args.max_age if args.max_age else 0
+            games.pool = refill_pool(games.pool, images, capacity, oldest)
+            collected = time.time()
+
+            # Update: minibatches of the pool
+            metrics = train_epoch(agent, optimizer, games.pool, stage, args, bar)
+
+            # Count the moves: the mean over processes times their number is the sum
+            num_moves = average(torch.tensor(float(num_moves), device=device)).item()
+            num_moves = round(num_moves * WORLD_SIZE)
+            progress.step += num_moves
+            progress.cpu_seconds += time.process_time() - cpu_start
+
+            # Log, in process 0 alone. The rest of the loop must not call `average`, since the other processes
+            # do not get there
+            if RANK > 0:
+                continue
+            if not metrics.isfinite().all():
+                fail(f"{args.env_id}: losses are not finite at step {progress.step}")
+            scalars = summarize(games.pool, metrics, epoch)
+            scalars["charts/learning_rate"] = learning_rate
+            scalars["charts/cpu_seconds"] = progress.cpu_seconds
+            scalars["charts/moves"] = num_moves
+            scalars["charts/SPS"] = num_moves / (time.time() - start)
+            scalars["charts/collect_seconds"] = collected - start
+            scalars["charts/train_seconds"] = time.time() - collected
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, progress.step)
+            bar.set_postfix_str(f"loss {scalars['losses/loss']:.3f}", refresh=False)
+
+            # Save, before a match that might fail
+            is_last = progress.iteration >= args.num_epochs
+            is_due = is_last or progress.iteration % eval_interval == 0
+            if is_due or time.time() - saved_at > 600:
+                writer.flush()
+                save(parts, "checkpoint.pt")
+                saved_at = time.time()
+
+            # Evaluate. Without --eval-interval, matches take at most a fifth as many moves as self-play
+            is_affordable = args.eval_interval or progress.eval_steps + match_moves <= progress.step / 5
+            if is_due and is_affordable and args.eval_episodes and not is_last:
+                play_best()
+
+    # Evaluate the last network
+    if RANK > 0:
+        return
+    if args.eval_episodes:
+        # None: the last network is not evaluated yet, or there is no best.pt of this komi
+        if None in (progress.best_score, progress.last_score):
+            play_best()
+        if progress.win_rate is None:
+            scores = evaluate(go, agent, None, args, 4)
+            progress.win_rate = scores["eval/win_rate"]
+            for name in ("eval/win_rate", "eval/margin"):
+                writer.add_scalar(name, scores[name], progress.step)
+            save(parts, "checkpoint.pt")
+    writer.close()
+    score = "not evaluated"
+    if progress.win_rate is not None:
+        score = f"the last network wins {progress.win_rate:.0%} of its games against plain MCTS"
+    print(f"{run_path}: {score}")
 
 
-def main(argv: list[str] | None = None):
+def main(argv=None):
     """Read the command line; flags override the settings of a checkpoint."""
-    args, checkpoint = tyro.cli(Args, args=argv), None
-    if path := args.evaluate or args.resume or args.gtp:
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"] | {"resume": None}))
-        except Exception as error:
-            fail(f"{path}: not a checkpoint of this script ({str(error).split('. ')[0]})")
+    args = tyro.cli(Args, args=argv)
+    checkpoint = None
+    path = args.evaluate or args.gtp or args.resume
+    if path:
+        checkpoint = load_checkpoint(path)
+        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    counts = "num_games channels simulations_start simulations_end num_epochs pool_size batch_size".split()
+    shares = "score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef".split()
+    shares += ["q_weight_start", "q_weight_end"]
+    for name, value in vars(args).items():
+        if type(value) not in (int, float) or name == "komi":
+            continue
+        flag = f"--{name.replace('_', '-')} ({value})"
+        least = 1 if name in counts else 0
+        if not value >= least:  # also if it is NaN
+            fail(f"{flag} must be at least {least}")
+        if name in shares and value > 1:
+            fail(f"{flag} must be at most 1")
+        if name in ("dirichlet_alpha", "generate_fraction", "train_fraction") and value == 0:
+            fail(f"{flag} must be greater than 0")
     if not re.fullmatch(r"Go-([2-9]|1\d)x\1", args.env_id):
         fail(f"--env-id {args.env_id}: must be Go-2x2 to Go-19x19")
     if args.gtp and not find_spec("envs_shared.go_gtp"):
         fail("--gtp needs envs_shared/go_gtp.py beside envs_shared/go.py")
-    if args.num_games % WORLD_SIZE or args.batch_size % WORLD_SIZE:
-        fail(f"--num-games and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
-    if args.evaluate and args.eval_episodes < 1:
+    if args.evaluate and not args.eval_episodes:
         fail("--evaluate needs --eval-episodes")
-    train(args, checkpoint)
+    for name in ("num_games", "batch_size"):
+        value = getattr(args, name)
+        if value % WORLD_SIZE:
+            flag = f"--{name.replace('_', '-')} ({value})"
+            fail(f"{flag} must be divisible by the number of processes ({WORLD_SIZE})")
+    if args.pool_size < 8 * args.batch_size:
+        # Only one image of each position may be in a minibatch
+        fail(f"--pool-size ({args.pool_size}) must be at least eight times --batch-size ({args.batch_size})")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", name))
+    try:
+        train(args, run_path, checkpoint)
+    except KeyboardInterrupt:
+        newest = run_path / "checkpoint.pt"
+        if RANK == 0 and newest.exists() and not args.gtp:
+            how = f"python {sys.argv[0]} --resume {newest}"
+            print(f"{run_path}: interrupted; to resume: {how}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if costly)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at most ten a run)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
@@ -89,7 +89,7 @@ class Args:
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
     max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm
-    target_kl: float | None = None  # skip a rollout's remaining epochs when approx_kl exceeds this
+    target_kl: float | None = None  # skip a rollout's remaining epochs when approx_kl exceeds this (0: never)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -124,8 +124,9 @@ class RunningMeanStd(nn.Module):
         # of 0 and a sum(d^2) of (n - m) var. So the mean moves by shift = (sum(d) of new rows) / n, and
         #   new var = ((n - m) var + (sum(d^2) of new rows)) / n - shift^2
         #           = var + ((sum(d^2) of new rows) - m var) / n - shift^2
-        # Sums of d instead of x avoid rounding errors (Chan et al. 1979). With several processes, sums and
-        # numbers are means per process, which gives the same quotients; with one, average does nothing.
+        # Sums of d instead of x avoid rounding errors (Chan et al. 1979). With W processes, `average` divides
+        # m and both sums by W, and `count` is n / W, so that W cancels in every quotient. With one process,
+        # it does nothing.
         weights = weights.double()
         d = x.double() - self.mean
         num_rows = average(weights.sum())
@@ -152,7 +153,7 @@ class Agent(nn.Module):
         super().__init__()
         self.space = envs.single_action_space
         self.is_continuous = isinstance(self.space, Box)
-        num_outputs = math.prod(self.space.shape) if self.is_continuous else int(self.space.n)
+        num_outputs = math.prod(self.space.shape) if self.is_continuous else self.space.n
         obs_shape = envs.single_observation_space.shape
         num_inputs = math.prod(obs_shape)
         self.actor = make_mlp(num_inputs, num_outputs, last_gain=0.01)
@@ -177,6 +178,7 @@ class Agent(nn.Module):
         if self.is_continuous:
             mean, logstd = policy_params.chunk(2, -1)
             return Normal(mean, logstd.exp(), validate_args=False)
+        # A = 1: logits [N, 1, P] make N x 1 distributions, so that log_prob takes actions [N, 1]
         return Categorical(logits=policy_params.unsqueeze(-2), validate_args=False)
 
     def to_env(self, actions):
@@ -193,7 +195,7 @@ class Agent(nn.Module):
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
-def make_envs(args, num_envs: int, video_folder=None):
+def make_envs(args, num_envs, video_folder=None):
     """Make environments, the first recorded on video if there is a folder for it; exits if unsupported."""
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]; evaluations make new ones
     mode = args.vectorization
@@ -217,7 +219,7 @@ def make_envs(args, num_envs: int, video_folder=None):
     next_step = gym.vector.AutoresetMode.NEXT_STEP
     if envs.metadata.get("autoreset_mode", next_step) != next_step:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP, gymnasium's default")
-    if not isinstance(space, Box):
+    if not isinstance(space, Box) or not space.shape:
         envs = FlattenObservation(envs)  # discrete observations become one-hot
     if video_folder:
         envs = RecordVideo(envs, video_folder, record_first_only=True)
@@ -252,8 +254,9 @@ class RolloutStorage:
         row t + 1  the outcome of step t: its reward, whether the episode ended, the next obs s_{t+1}, and
                    the sums over the episode up to and including step t
 
-    So the last row's obs is where the next rollout begins: its row 0 is a copy of this last row. A step that
-    only resets an environment has length 0 in the row of its outcome. All attributes are arrays of this form.
+    So terminated[t] and truncated[t] say whether step t - 1 ended the episode. If it did, step t only resets
+    the environment: lengths[t + 1] is 0, and its training row has weight 0. The last row begins the next
+    rollout, which first copies it to row 0. All attributes are arrays of this form.
     """
 
     def __init__(self, envs, num_steps: int):
@@ -325,8 +328,9 @@ def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda
 def compute_batch(agent, storage, args, device):
     """Compute the training data of a rollout, and update the running statistics.
 
-    Weights and statistics of observations are still those that acted, so values and log-probabilities in one
-    large pass are the same numbers as during the rollout, and cheaper. Then the statistics are updated.
+    The network and the observation statistics have not changed since the rollout, so one large pass gives
+    the rollout's values and log-probabilities (up to rounding), and is cheaper. Observation statistics are
+    updated after it, return statistics before they scale the rewards.
     """
     data = {name: torch.as_tensor(array, device=device) for name, array in vars(storage).items()}
     weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B, length 0: a reset
@@ -387,8 +391,8 @@ def update_minibatch(agent, optimizer, args, *rows):
     a CUDA graph can record it.
     """
     batch = Batch(*rows)
-    # The number of rows of all processes, divided by the number of processes. As average(sum) is the sum
-    # over all of them divided by the same number, average(sum) / count is the mean over all rows.
+    # (Rows of weight 1 in all W processes) / W. As average(sum) is also divided by W, average(sum) / count is
+    # the mean over all rows. For the gradient of the loss, average_gradients does the averaging.
     count = average(batch.weights.sum()).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
         mean = average((batch.weights * batch.advantages).sum()) / count
@@ -587,7 +591,7 @@ def summarize(storage, batch, metrics):
     return scalars
 
 
-def train(args, run_path: Path, checkpoint=None):
+def train(args, run_path, checkpoint=None):
     """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint.
 
     Random numbers are seeded by --seed and 0 for the weights, 1 for training (and again in each iteration, by
@@ -611,7 +615,7 @@ def train(args, run_path: Path, checkpoint=None):
         if not checkpoint:
             save("checkpoint.pt")
         elif not (run_path / "best.pt").exists() or checkpoint["args"].env_id != args.env_id:
-            progress.best_score = None  # the next evaluation is the best one
+            progress.best_score = progress.last_score = None  # the next evaluation is the best one
         if progress.step >= args.total_timesteps:
             print(f"{run_path}: raise --total-timesteps to train on")
 
@@ -677,8 +681,8 @@ def train(args, run_path: Path, checkpoint=None):
             progress.step += num_steps
             progress.cpu_seconds += time.process_time() - cpu_start
 
-            # Log, in process 0 alone: losses are of all processes, episodes its own. The rest of the loop
-            # must not call `average`, since the other processes do not get there
+            # Log, in process 0 alone: losses are of all processes, explained variance and episodes its own.
+            # The rest of the loop must not call `average`, since the other processes do not get there
             if RANK > 0:
                 continue
             scalars = summarize(storage, batch, metrics)
@@ -694,7 +698,8 @@ def train(args, run_path: Path, checkpoint=None):
             bar.update(min(progress.step, args.total_timesteps) - bar.n)
 
             # Save, before an evaluation that might fail
-            is_due = progress.iteration % eval_interval == 0
+            is_last = progress.step >= args.total_timesteps
+            is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
                 save("checkpoint.pt")
@@ -704,13 +709,12 @@ def train(args, run_path: Path, checkpoint=None):
             # rollout's longest episode predicts how many the next one takes
             eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
             is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
+            if is_due and is_affordable and args.eval_episodes and not is_last:
                 score_policy()
 
-    # Evaluate the last policy, and save
+    # Evaluate the last policy
     if RANK > 0:
         return
-    save("checkpoint.pt")
     # None: the last policy is not evaluated yet, or there is no best.pt of this task
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy()

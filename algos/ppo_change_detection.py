@@ -776,7 +776,8 @@ def train(args, run_path: Path, checkpoint=None):
             bar.update()
 
             # Save, before an evaluation that might fail
-            is_due = progress.iteration % eval_interval == 0
+            is_last = progress.iteration >= num_iterations
+            is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
                 save("checkpoint.pt")
@@ -784,13 +785,12 @@ def train(args, run_path: Path, checkpoint=None):
 
             # Evaluate. Without --eval-interval, evaluations take at most a fifth of the pairs trained on
             is_affordable = args.eval_interval or progress.eval_steps + len(val) <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and progress.iteration < num_iterations:
+            if is_due and is_affordable and args.eval_episodes and not is_last:
                 score_policy()
 
-    # Evaluate the last policy, save, and compare best.pt with other rules
+    # Evaluate the last policy, and compare best.pt with other rules
     if RANK > 0:
         return
-    save("checkpoint.pt")
     # None: the last policy is not evaluated yet, or there is no best.pt of this task
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy()

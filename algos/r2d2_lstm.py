@@ -348,9 +348,7 @@ class SequenceReplay:
                     "obs": torch.zeros(size, self.length, *space.shape, dtype=dtype),  # [R, L, *D]
                     "last_action": torch.zeros(size, self.length).long(),  # [R, L]
                     "last_reward": torch.zeros(size, self.length),  # [R, L]
-                    "state": torch.zeros(
-                        size, STATE_SIZE, args.hidden_size
-                    ),  # before the first unrolled step
+                    "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], at the first step
                     "end": torch.zeros(size).long(),  # index of the last step; copies of it follow
                     "is_terminated": torch.zeros(size).bool(),  # did the episode terminate at `end`
                     "is_warm": torch.zeros(size).bool(),  # are all burn-in steps real, not padding
@@ -802,11 +800,13 @@ def train(args, run_path: Path, checkpoint=None):
         )
         if not checkpoint:
             save(all_parts, "checkpoint.pt")
-        elif not (run_path / "best.pt").exists() or checkpoint["args"].env_id != args.env_id:
-            progress.best_score = None  # the next evaluation is the best one
         else:
-            # It may be newer than checkpoint.pt, which is not saved again after an evaluation
-            progress.best_score = load_checkpoint(run_path / "best.pt")["progress"].best_score
+            # best.pt may be newer than checkpoint.pt. Without one of this task, the next score is the best
+            progress.best_score = None
+            if (run_path / "best.pt").exists():
+                best = load_checkpoint(run_path / "best.pt")
+                if best["args"].env_id == args.env_id:
+                    progress.best_score = best["progress"].best_score
         if progress.step >= args.total_timesteps:
             print(f"{run_path}: raise --total-timesteps to train on")
 
@@ -821,8 +821,7 @@ def train(args, run_path: Path, checkpoint=None):
             progress.best_score = progress.last_score
             save(parts, "best.pt")
 
-    # Each process has environments of all epsilons
-    epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]
+    epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]  # large and small ones
     seed = seed_everything(args.seed, 1, progress.iteration, RANK)
     player = Player(agent, envs, args, epsilons, device, seed)
     act = player.act
@@ -875,9 +874,7 @@ def train(args, run_path: Path, checkpoint=None):
                 continue
             if not metrics.isfinite().all():
                 fail(f"{args.env_id}: losses are not finite at step {progress.step}")
-            scalars = {}
-            if num_updates:
-                scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
+            scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist()) if num_updates}
             scalars["charts/cpu_seconds"] = progress.cpu_seconds
             scalars["charts/SPS"] = num_steps / (time.time() - start)
             scalars["charts/num_updates"] = progress.num_updates
@@ -892,7 +889,8 @@ def train(args, run_path: Path, checkpoint=None):
             bar.update(min(progress.step, args.total_timesteps) - bar.n)
 
             # Save, before an evaluation that might fail
-            is_due = progress.iteration % eval_interval == 0
+            is_last = progress.step >= args.total_timesteps
+            is_due = is_last or progress.iteration % eval_interval == 0
             if is_due or time.time() - saved_at > 600:
                 writer.flush()
                 save(all_parts, "checkpoint.pt")
@@ -903,20 +901,19 @@ def train(args, run_path: Path, checkpoint=None):
             longest_episode = max([longest_episode, *player.lengths, *(length for _, length in episodes)])
             eval_steps = progress.eval_steps + args.eval_episodes * longest_episode
             is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and progress.step < args.total_timesteps:
+            if is_due and is_affordable and args.eval_episodes and not is_last:
                 score_policy()
 
-    # Evaluate the last policy, and save
+    # Evaluate the last policy
     if RANK > 0:
         return
-    save(all_parts, "checkpoint.pt")
     # None: the last policy is not evaluated yet, or there is no best.pt of this task
     if args.eval_episodes and None in (progress.best_score, progress.last_score):
         score_policy()
         save(all_parts, "checkpoint.pt")
     writer.close()
     scores = "not evaluated"
-    if progress.last_score is not None:
+    if None not in (progress.best_score, progress.last_score):
         scores = f"return of best.pt {progress.best_score:.2f}, of the last policy {progress.last_score:.2f}"
     print(f"{run_path}: {scores}")
 

@@ -46,7 +46,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path.append(os.getcwd())  # for envs_shared/tsplib.py, if --data is a .tsp
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 METRICS = ("policy_loss", "tour_length", "grad_norm")  # per update
 DECODINGS = ("greedy", "multistart", "multistart_x8")
 EMBED_DIM, NUM_HEADS = 128, 8  # D and H, so that sqrt(d) = 4
@@ -261,8 +262,7 @@ def update_weights(agent, best_policy, optimizers, args, points):
     loss, length = compute_loss(agent, best_policy, points)
     agent.zero_grad()
     loss.backward()
-    gradients = [parameter.grad for parameter in agent.parameters()]  # sent as one vector
-    nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+    average_gradients(agent)
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     for optimizer in optimizers:
         optimizer.step()
@@ -297,8 +297,9 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         (group,) = self.param_groups
-        for shape in {p.shape for p in group["params"]}:
-            params, updates = [p for p in group["params"] if p.shape == shape], []
+        trained = [p for p in group["params"] if p.grad is not None]  # without what a user has frozen
+        for shape in {p.shape for p in trained}:
+            params, updates = [p for p in trained if p.shape == shape], []
             for p in params:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum
@@ -349,6 +350,18 @@ def write_tours(args, instances, tours):
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
+@dataclass
+class Progress:
+    """What a run has done so far."""
+
+    iteration: int = 0  # epochs
+    step: int = 0  # instances trained on, in total across processes
+    eval_steps: int = 0  # instances of evaluations
+    cpu_seconds: float = 0.0  # of training in process 0
+    best_score: float | None = None  # gap or length of best.pt, None before the first evaluation
+    last_score: float | None = None  # gap or length of the newest policy, None if it was not evaluated
+
+
 def fail(message: str):
     """Print one line for the user and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -362,24 +375,94 @@ def average(x):
     return x
 
 
+def average_gradients(network):
+    """Average the gradients over all processes, in one message; parameters without one are left out."""
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    if WORLD_SIZE > 1:
+        vector = average(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(vector, gradients)
+
+
 def seed_everything(*stream: int) -> int:
-    """Seed all random generators from the integers `stream`; returns a seed below 2^30 for environments."""
+    """Seed all random generators from the integers `stream`; other integers give independent numbers.
+
+    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
     return seed
 
 
-def train(args, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow these networks down
-    torch.empty(8_000_000)  # freed at once: glibc then keeps freed memory, which saves a fifth of a step
+def set_up_device(args):
+    """Set the thread count, select the device and, under torchrun, join the process group."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs, and on CPUs oneDNN's kernels
     use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
+    if use_cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
+    return device
+
+
+def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
+    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
+    states = {key: part.state_dict() for key, part in parts.items()}
+    checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
+    torch.save(checkpoint, run_path / f"{name}.tmp")
+    os.replace(run_path / f"{name}.tmp", run_path / name)
+
+
+def load_checkpoint(path):
+    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint["args"] = Args(**checkpoint["args"])
+        checkpoint["progress"] = Progress(**checkpoint["progress"])
+        return checkpoint
+    except Exception:
+        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+
+
+def open_run(run_path: Path, args, step: int):
+    """Make the run folder, and return the writer of its log; exits if the folder cannot be written to.
+
+    With --track, Weights & Biases gets the log too.
+    """
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=run_path.name,
+            id=run_path.name,
+            config=asdict(args),
+            sync_tensorboard=True,
+            resume="allow",
+        )
+    try:
+        # Hide what was logged after the checkpoint of a resumed run
+        writer = SummaryWriter(str(run_path), purge_step=step + 1)
+    except OSError as error:
+        fail(f"{run_path}: cannot be written to ({error.strerror})")
+    rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
+    return writer
+
+
+def is_same_task(before, args) -> bool:
+    """Whether two settings score policies on the same instances."""
+    return (before.env_id, before.data, before.eval_episodes) == (args.env_id, args.data, args.eval_episodes)
+
+
+def train(args, run_path: Path, checkpoint=None):
+    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint."""
+    device = set_up_device(args)
+    torch.empty(8_000_000)  # freed at once: glibc then keeps freed memory, which saves a fifth of a step
+    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs, and on CPUs oneDNN's kernels
     stored = read_instances(args.train_path).points.float() if args.train_path and not args.evaluate else None
     seed_everything(args.seed, 3 if args.evaluate else 2)  # other instances than those that selected best.pt
     instances = Instances(draw_points(args.env_id, args.eval_episodes).double(), None, tour_length)
@@ -392,106 +475,151 @@ def train(args, checkpoint=None):
     best_policy = deepcopy(agent).eval().requires_grad_(False)  # for the rollout baseline; not best.pt
     baseline = best_policy if args.baseline == "rollout" else None
     parts = {"agent": agent, "best_policy": best_policy, "optimizer": optimizers[0], "muon": optimizers[1]}
-    progress = checkpoint["progress"] if checkpoint else (0, 0, 0, 0.0, np.inf, np.nan)
-    iteration, step, eval_steps, cpu_seconds, best_score, last_score = progress
+    progress = checkpoint["progress"] if checkpoint else Progress()
     if checkpoint:
         try:
             for name in checkpoint.keys() & parts | {"agent"}:
                 parts[name].load_state_dict(checkpoint[name])
-        except Exception as error:
-            fail(f"{args.evaluate or args.resume}: does not fit --optimizer ({error})")
+        except (KeyError, RuntimeError, ValueError):
+            fail(f"{args.evaluate or args.resume}: does not fit --optimizer")
     if args.evaluate:
         scores, tours = evaluate(agent, instances, device)
         print(scores)
-        return args.solve and write_tours(args, instances, tours)
+        if args.solve:
+            write_tours(args, instances, tours)
+        return
 
-    def save(name: str):
-        progress = (iteration, step, eval_steps, cpu_seconds, best_score, last_score)
-        states = {name: part.state_dict() for name, part in parts.items()}
-        torch.save({"args": asdict(args), "progress": progress} | states, run_path / f"{name}.tmp")
-        os.replace(run_path / f"{name}.tmp", run_path / name)  # atomic: a kill leaves the old file or the new
-
+    save = partial(save_checkpoint, run_path, args, progress, parts)
     if RANK == 0:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}".replace(":", "-")
-        run_path = Path(args.resume).parent if args.resume else Path(args.run_dir, name.replace("/", "-"))
-        print(f"{run_path}: {args.env_id} on {device}, epoch {iteration}")
-        if args.track:
-            import wandb
+        writer = open_run(run_path, args, progress.step)
+        print(f"{run_path}: {args.env_id} on {device}, epoch {progress.iteration}")
+        if not checkpoint:
+            save("checkpoint.pt")
+        elif not (run_path / "best.pt").exists() or not is_same_task(checkpoint["args"], args):
+            progress.best_score = progress.last_score = None  # the next evaluation is the best one
+        if progress.iteration >= args.num_epochs:
+            print(f"{run_path}: raise --num-epochs to train on")
 
-            config = {"config": asdict(args), "sync_tensorboard": True, "resume": "allow"}
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, id=run_path.name, **config)
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-        checkpoint or save("checkpoint.pt")  # before training, so that a kill always leaves one
+    def score_policy(decodings):
+        """Evaluate, log the scores, and keep the policy in best.pt unless an earlier one was better."""
+        scores, _ = evaluate(agent, instances, device, decodings)
+        for name, score in scores.items():
+            writer.add_scalar(name, score, progress.step)
+        progress.eval_steps += len(instances.points)
+        progress.last_score = scores.get("eval/greedy_gap", scores["eval/greedy_length"])
+        if progress.best_score is None or progress.last_score <= progress.best_score:
+            progress.best_score = progress.last_score
+            save("best.pt")
+        save("checkpoint.pt")
+
     size, epoch_size = args.batch_size // WORLD_SIZE, args.batch_size * args.steps_per_epoch
     eval_interval = args.eval_interval or args.num_epochs // 10 + 1
-    seconds = 0.1 if sys.stderr.isatty() else 30
-    bar = tqdm(total=args.num_epochs * epoch_size, initial=step, mininterval=seconds, disable=RANK > 0)
-    while iteration < args.num_epochs:
-        start, cpu_start, metrics = time.time(), time.process_time(), 0.0
-        seed_everything(args.seed, 1, iteration, RANK)
-        agent.train()
-        lr = args.learning_rate / 2 * (1 + math.cos(math.pi * iteration / args.num_epochs * args.anneal_lr))
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = lr
-        for _ in range(args.steps_per_epoch):
-            points = draw_points(args.env_id, size, stored).to(device)
-            metrics += update_weights(agent, baseline, optimizers, args, points) / args.steps_per_epoch
-            bar.update(args.batch_size)
-        for buffer in agent.buffers():  # batch norm statistics
-            buffer.copy_(average(buffer.double()))
-        if baseline:
-            points = draw_points(args.env_id, args.baseline_instances // WORLD_SIZE, stored).to(device)
-            if is_better(agent, best_policy, points, args.baseline_level):
-                best_policy.load_state_dict(agent.state_dict())
-        iteration, step = iteration + 1, step + epoch_size
-        if RANK > 0:
-            continue
-        cpu_seconds += time.process_time() - cpu_start
-        scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist(), strict=True)}
-        if not metrics.isfinite().all():
-            fail(f"{args.env_id}: losses are not finite at instance {step}")
-        scalars |= {"charts/cpu_seconds": cpu_seconds, "charts/SPS": epoch_size / (time.time() - start)}
-        scalars["charts/learning_rate"] = lr
-        is_last = iteration >= args.num_epochs
-        is_due = is_last or iteration % eval_interval == 0
-        is_affordable = eval_steps + len(instances.points) <= step / 5  # a fifth of the instances trained on
-        if is_due and args.eval_episodes and (is_last or args.eval_interval or is_affordable):
-            scalars |= evaluate(agent, instances, device, DECODINGS if is_last else DECODINGS[:1])[0]
-            eval_steps += len(instances.points)
-            last_score = scalars.get("eval/greedy_gap", scalars["eval/greedy_length"])
-            bar.set_postfix_str(f"greedy {last_score:.3f}", refresh=False)
-            if last_score <= best_score or not (run_path / "best.pt").exists():
-                best_score = last_score
-                save("best.pt")
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
-        if is_due:
-            writer.flush()
-            save("checkpoint.pt")
-    if RANK == 0:
-        bar.close()
-        scores = f"greedy score of best.pt {best_score:.3f}, of the last policy {last_score:.3f}"
-        print(f"{run_path}: {scores if args.eval_episodes else 'not evaluated'}")
+    saved_at = time.time()
+    with tqdm(
+        total=args.num_epochs * epoch_size,
+        initial=progress.step,
+        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+        disable=RANK > 0,
+    ) as bar:
+        while progress.iteration < args.num_epochs:
+            start, cpu_start, metrics = time.time(), time.process_time(), 0.0
+            seed_everything(args.seed, 1, progress.iteration, RANK)
+            progress.last_score = None  # of the policy that this epoch makes
+            agent.train()
+
+            # Learning rate: it falls to zero along a half cosine
+            share = progress.iteration / args.num_epochs * args.anneal_lr
+            lr = args.learning_rate / 2 * (1 + math.cos(math.pi * share))
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = lr
+
+            # Gradient steps, each on new instances
+            for _ in range(args.steps_per_epoch):
+                points = draw_points(args.env_id, size, stored).to(device)
+                metrics += update_weights(agent, baseline, optimizers, args, points) / args.steps_per_epoch
+                bar.update(args.batch_size)
+            for buffer in agent.buffers():  # batch norm statistics
+                buffer.copy_(average(buffer.double()))
+
+            # Rollout baseline: the policy becomes the baseline's if it is better beyond noise
+            if baseline:
+                points = draw_points(args.env_id, args.baseline_instances // WORLD_SIZE, stored).to(device)
+                if is_better(agent, best_policy, points, args.baseline_level):
+                    best_policy.load_state_dict(agent.state_dict())
+            progress.iteration += 1
+            progress.step += epoch_size
+            progress.cpu_seconds += time.process_time() - cpu_start
+
+            # Log, in process 0 alone
+            if RANK > 0:
+                continue
+            if not metrics.isfinite().all():
+                fail(f"{args.env_id}: losses are not finite at instance {progress.step}")
+            scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
+            scalars["charts/cpu_seconds"] = progress.cpu_seconds
+            scalars["charts/SPS"] = epoch_size / (time.time() - start)
+            scalars["charts/learning_rate"] = lr
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, progress.step)
+
+            # Save, before an evaluation that might fail
+            is_last = progress.iteration >= args.num_epochs
+            is_due = is_last or progress.iteration % eval_interval == 0
+            if is_due or time.time() - saved_at > 600:
+                writer.flush()
+                save("checkpoint.pt")
+                saved_at = time.time()
+
+            # Evaluate, without --eval-interval on at most a fifth as many instances as in training
+            eval_steps = progress.eval_steps + len(instances.points)
+            is_affordable = args.eval_interval or eval_steps <= progress.step / 5
+            if is_due and is_affordable and args.eval_episodes and not is_last:
+                score_policy(DECODINGS[:1])
+                bar.set_postfix_str(f"greedy {progress.last_score:.3f}", refresh=False)
+
+    # Evaluate the last policy
+    if RANK > 0:
+        return
+    if args.eval_episodes and None in (progress.best_score, progress.last_score):
+        score_policy(DECODINGS)
+    writer.close()
+    scores = "not evaluated"
+    if progress.last_score is not None:
+        scores = (
+            f"greedy score of best.pt {progress.best_score:.3f}, of the last policy {progress.last_score:.3f}"
+        )
+    print(f"{run_path}: {scores}")
 
 
 def main(argv=None):
     """Read the command line; flags override the settings of a checkpoint."""
-    args, checkpoint = tyro.cli(Args, args=argv), None
-    if path := args.evaluate or args.resume:
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            args = tyro.cli(Args, args=argv, default=Args(**checkpoint["args"]))
-        except Exception as error:
-            fail(f"{path}: not a checkpoint of this script ({str(error).split('. ')[0]})")
+    args = tyro.cli(Args, args=argv)
+    checkpoint = None
+    path = args.evaluate or args.resume
+    if path:
+        checkpoint = load_checkpoint(path)
+        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    counts = "num_epochs steps_per_epoch batch_size baseline_instances".split()
+    for name, value in vars(args).items():
+        least = 1 if name in counts else 0
+        if type(value) in (int, float) and not value >= least:  # also if it is NaN
+            fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.batch_size % WORLD_SIZE:
         fail(f"--batch-size ({args.batch_size}) must be divisible by the number of processes ({WORLD_SIZE})")
     if args.solve and (Path(args.solve).exists() or not (args.evaluate and args.data)):
         fail(f"--solve {args.solve}: must be a new folder, and needs --evaluate and --data")
     if args.evaluate and not args.data and not args.eval_episodes:
         fail("--evaluate needs --eval-episodes or --data")
-    train(args, checkpoint)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", name))
+    try:
+        train(args, run_path, checkpoint)
+    except KeyboardInterrupt:
+        newest = run_path / "checkpoint.pt"
+        if RANK == 0 and newest.exists():
+            how = f"python {sys.argv[0]} --resume {newest}"
+            print(f"{run_path}: interrupted; to resume: {how}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

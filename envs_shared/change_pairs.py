@@ -4,7 +4,7 @@ Pairs are uint8 [M, 3 J + 1, H, W]: the colours of J dates, then the label of ea
 unchanged, 1 for changed, and 255 where it does not count. There are two dates, except in haze-3 and haze-4.
 """
 
-from importlib import import_module
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -206,7 +206,7 @@ def read_pairs(path_a, path_b, multiple: int) -> dict:
 def import_reader(path):
     """Import the reader of rarer layouts and labels; raises ValueError if the file is not there."""
     try:
-        return import_module("envs_shared.change_folders")  # it imports this file
+        return importlib.import_module("envs_shared.change_folders")
     except ImportError:
         raise ValueError(f"{path}: not {LAYOUT}; others need envs_shared/change_folders.py") from None
 

@@ -227,7 +227,7 @@ def update_alphazero(az, rows):
     """With frozen batch norms, as in training each process normalizes by its own rows; with and without the policy."""
     args, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), [], []
     go, stage = az.Go(3), az.get_stage(0, 10, args)
-    images, _ = az.collect_images(az.Games(go, 8), go, None, 5, 0, stage, args)
+    images, _ = az.collect_images(az.SelfPlay(go, 8), go, None, 5, 0, stage, args, az.tqdm(disable=True))
     for value_coef in (args.value_coef, 1.0):
         agent = az.Agent(3, args).eval()
         shake(agent)

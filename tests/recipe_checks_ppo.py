@@ -96,8 +96,8 @@ def check_acting(path, folder):
     done, module = run(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2")
     (done.path / "best.pt").rename(folder / "best.pt")
     sys.modules["ppo"] = module
-    names = {"torch": torch, "np": np, **vars(module)}
-    exec("from types import SimpleNamespace\n" + (folder / "recipe.py").read_text(), names)
+    names = {}
+    exec((folder / "recipe.py").read_text(), names)
     weights = load(folder / "best.pt")["agent"]
     x = torch.tensor([0.0, 0.1, 0.02, -0.1])
     for i in (1, 3, 5):

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +44,12 @@ def make_boards(go, num_games, num_moves):
 
 
 def stage(scores=az.puct_scores, num_simulations=8, epsilon=0.0, q_weight=0.3, value_coef=0.2):
-    return az.Stage(scores, num_simulations, epsilon, q_weight, value_coef)
+    name = "self-play" if scores else "random games"
+    return az.Stage(name, scores, num_simulations, epsilon, q_weight, value_coef)
+
+
+def no_bar():
+    return SimpleNamespace(update=lambda n=1: None)
 
 
 # One worker
@@ -364,7 +370,9 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
     pool = make_records(400)
     ranked, sampled, sample = pool.loss.clone(), [], az.sample_pool
     monkeypatch.setattr(az, "sample_pool", lambda *a: sampled.append(sample(*a)) or sampled[-1])
-    metrics = az.train_epoch(agent, torch.optim.AdamW(agent.parameters(), 1e-2), pool, stage(), args)
+    metrics = az.train_epoch(
+        agent, torch.optim.AdamW(agent.parameters(), 1e-2), pool, stage(), args, no_bar()
+    )
     assert [int(x[0]) % 8 for x in sampled] == [0, 1, 2]  # three minibatches are 12 % of 400
     index = torch.cat(sampled)
     is_new = torch.zeros(400, dtype=torch.bool).index_fill(0, index, True)
@@ -382,7 +390,7 @@ def test_records_are_the_games(monkeypatch):
     """Compare planes, pi, Q, and the result from the mover's side with what was seen during the games."""
     go, searches, scores, history = Go(3), [], [], [[] for _ in range(8)]
     args = Args(komi=0.5, num_games=8, draw_moves=0.3)
-    games, workers = az.Games(go, 8), [az.Worker(make_evaluator(go), CPU)]
+    games, workers = az.SelfPlay(go, 8), [az.Worker(make_evaluator(go), CPU)]
     run, play, num_finished = az.Search.run, go.play, 0
     monkeypatch.setattr(az.Search, "run", lambda self, n: searches.append(self) or run(self, n))
     go.play = lambda *x: scores.append(go.score(boards := play(*x))) or boards
@@ -412,7 +420,7 @@ def test_moves_of_self_play():
     workers = [az.Worker(make_evaluator(go, 3.0), CPU)]
     for epsilon, draw_moves, low, high in ((0.5, 0.0, 0.4, 0.65), (0.0, 0.0, 1, 1), (0.0, 0.33, 0.05, 0.6)):
         torch.manual_seed(0)
-        games, args.draw_moves = az.Games(go, 300), draw_moves
+        games, args.draw_moves = az.SelfPlay(go, 300), draw_moves
         az.play_moves(games, go, workers, stage(num_simulations=20, epsilon=epsilon), args)
         policy = games.policy[:, 0]
         chosen = policy.gather(1, games.boards.last_move[:, None])[:, 0]
@@ -428,7 +436,7 @@ def test_moves_of_self_play():
 
 def test_random_games_have_results_for_values():
     go = Go(5)
-    games = az.Games(go, 8)
+    games = az.SelfPlay(go, 8)
     records = [az.play_moves(games, go, None, stage(scores=None), Args(komi=0.5)) for _ in range(60)]
     q, z = torch.cat([x.q for x in records]), torch.cat([x.z for x in records])
     assert len(z) > 100 and torch.equal(q, z) and set(z.tolist()) == {0.0, 1.0}
@@ -439,13 +447,16 @@ def test_stages_and_schedules():
     args = Args(num_epochs=5, pretrain_value_epochs=1, pretrain_search_epochs=1, value_coef=0.15)
     args = replace(args, simulations_start=2, simulations_end=6, epsilon_start=0.8, epsilon_end=0.4)
     args = replace(args, q_weight_start=0.1, q_weight_end=0.9)
-    scores, sims, epsilons, q_weights, coefs = zip(*(az.get_stage(k, 5, args) for k in range(5)), strict=True)
+    names, scores, sims, epsilons, q_weights, coefs = zip(
+        *(az.get_stage(k, 5, args) for k in range(5)), strict=True
+    )
+    assert names == ("random games", "search pretraining", *["self-play"] * 3)
     assert scores == (None, az.ucb_scores, *[az.puct_scores] * 3)
     assert sims == (2, 6, 4, 5, 6)  # classic UCB tries all five moves before it chooses
     assert epsilons == pytest.approx((0.8, 0.7, 0.6, 0.5, 0.4)) and coefs == (1.0, *[0.15] * 4)
     assert q_weights == pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9))
     args = replace(args, num_epochs=1, pretrain_value_epochs=0, pretrain_search_epochs=0)
-    assert az.get_stage(0, 5, args) == (az.puct_scores, 2, 0.8, 0.1, 0.15)
+    assert az.get_stage(0, 5, args) == ("self-play", az.puct_scores, 2, 0.8, 0.1, 0.15)
 
 
 TINY = (
@@ -490,24 +501,31 @@ def test_matches_are_balanced():
         return torch.full_like(boards.num_moves, 25)
 
     torch.manual_seed(0)
-    win_rate, num_moves = az.play_match(go, (first_legal, always_pass), 10, 0.5)
-    assert 0.5 < win_rate <= 1 and num_moves > 40
+    win_rate, margin, num_moves = az.play_match(go, (first_legal, always_pass), 10, 0.5)
+    assert 0.5 < win_rate <= 1 and num_moves > 40 and margin > 0
     games = asked[1]  # its second moves as black in five games, and its first ones as white
     assert games.to_play.tolist() == [1] * 5 + [-1] * 5 and games.num_moves.tolist() == [4] * 5 + [3] * 5
     assert torch.equal(games.history[:5, :3], games.history[5:, :3])
     assert az.play_match(go, (always_pass, first_legal), 10, 0.5)[0] < 0.5
-    assert az.play_match(go, (first_legal, always_pass), 1, 100.0)[0] == 0  # white wins by komi
+    # White wins by komi: without it, black has the whole board but for white's move of the opening, or with it
+    win_rate, margin, _ = az.play_match(go, (first_legal, always_pass), 1, 100.0)
+    assert win_rate == 0 and -100 < margin <= -75
     torch.manual_seed(0)
-    assert az.play_match(go, (first_legal, always_pass), 9, 0.5)[1] < num_moves  # an odd number of games
+    assert az.play_match(go, (first_legal, always_pass), 9, 0.5)[2] < num_moves  # an odd number of games
 
 
 def test_evaluations_are_of_the_search_against_the_best_network_or_plain_mcts(monkeypatch):
     agent, args = make_agent(5, simulations_end=22, score_weight=1.0, eval_episodes=60)
     go, matches, searches, search = Go(5), [], [], az.Search
-    monkeypatch.setattr(az, "play_match", lambda go, *match: matches.append(match) or (0.5, 7))
+    monkeypatch.setattr(az, "play_match", lambda go, *match: matches.append(match) or (0.5, 1.5, 7))
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
-    assert az.evaluate(go, agent, None, args, 3) == {"eval/win_rate": 0.5, "eval/moves": 7}
-    assert az.evaluate(go, agent, agent, args, 2, 1) == {"eval/win_rate_best": 0.5, "eval/moves": 7}
+    assert az.evaluate(go, agent, None, args, 3) == {
+        "eval/win_rate": 0.5,
+        "eval/margin": 1.5,
+        "eval/moves": 7,
+    }
+    best = az.evaluate(go, agent, agent, args, 2, 1)
+    assert best == {"eval/win_rate_best": 0.5, "eval/margin_best": 1.5, "eval/moves": 7}
     ((searcher, mcts), *rest), (pair, *rest_best) = matches
     assert rest == [60, 0.5] and rest_best == [40, 0.5]
     moves, plain = mcts(go.new(64)), searches[-1]
@@ -526,7 +544,7 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
 
     def evaluate(go, agent, best, args, *stream):
         if best is None:
-            return {"eval/win_rate": 0.75, "eval/moves": 1}
+            return {"eval/win_rate": 0.75, "eval/margin": 2.5, "eval/moves": 1}
         matches.append([x.value_head[2].bias.item() for x in (agent, best)] + [stream])
         return {"eval/win_rate_best": rates[len(matches) - 1], "eval/moves": 3}
 
@@ -539,10 +557,16 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
     best, last = (torch.load(path / name, weights_only=True) for name in ("best.pt", "checkpoint.pt"))
     found = [x["value_head.2.bias"].item() for x in (best["agent"], last["best"], last["agent"])]
     assert found == [news[3], news[3], news[4]]
-    assert best["progress"][0] == 4 and (last["progress"][0], *last["progress"][2::2]) == (5, 15, 0.75)
+    assert best["progress"]["iteration"] == 4 and best["progress"]["best_score"] == 0.5
+    found = [
+        last["progress"][name] for name in ("iteration", "eval_steps", "best_score", "last_score", "win_rate")
+    ]
+    assert found == [5, 15, 0.5, 0.2, 0.75]
     scalars = read_scalars(path)
     assert [x for _, x in scalars["eval/win_rate_best"]] == pytest.approx(rates)
-    assert [x for _, x in scalars["eval/win_rate"]] == [0.75]
+    assert [x for _, x in scalars["eval/win_rate"]] == [0.75] and [x for _, x in scalars["eval/margin"]] == [
+        2.5
+    ]
 
 
 def test_the_line_with_the_sources_values():

@@ -8,7 +8,7 @@ from PIL import Image
 from test_change_pairs import save, save_pair, save_set
 
 from envs_shared import change_folders, change_pairs
-from envs_shared.change_pairs import DIRECTORIES, SPLITS
+from envs_shared.change_pairs import SPLITS
 
 FLAT = "{kind}/{split}_{i}"
 
@@ -149,29 +149,6 @@ def test_labels_that_are_refused(tmp_path, label, message):
 
 
 # Folders that are refused
-
-
-def test_missing_folders(tmp_path):
-    assert "nothing: no such folder; needed are " in read_error(tmp_path / "nothing")
-    assert f"{tmp_path}: no folder a; needed are train/A/x.png, or A/x.png and " in read_error(tmp_path)
-    save_set(tmp_path)
-    (tmp_path / "val" / "label").rename(tmp_path / "val" / "other")
-    assert "val: no folder label; needed are" in read_error(tmp_path)
-    (tmp_path / "val").rename(tmp_path / "valid")
-    assert "val: no such folder; needed are" in read_error(tmp_path)
-
-
-@pytest.mark.parametrize("kind", DIRECTORIES)
-def test_a_pair_with_a_gap_or_of_two_sizes(tmp_path, kind):
-    save_set(tmp_path)
-    shape = (8, 7) if kind == "label" else (8, 7, 3)
-    file = save(tmp_path / "val" / kind / "x0.png", np.zeros(shape, np.uint8))
-    message = read_error(tmp_path)
-    assert "x0.png: height and width" in message and "(8, 7)" in message and "(8, 8)" in message
-    file.unlink()
-    assert read_error(tmp_path) == f"{tmp_path}: val has no picture x0 in its folder {kind}"
-    save(tmp_path / "val" / kind / "x1.tif", np.zeros((8, 8), np.uint8))
-    assert read_error(tmp_path).endswith("x1.tif: same name as x1.png; remove one of them")
 
 
 @pytest.mark.parametrize(

@@ -167,14 +167,6 @@ def test_a_gap_in_a_plain_folder(plain, kind):
     assert str(error.value) == f"{path}: val has no picture x1 in its folder {kind}"
 
 
-def test_a_split_without_pictures(plain):
-    path, _ = plain
-    for file in path.glob("test/*/*"):
-        file.unlink()
-    with pytest.raises(ValueError, match=r"no test pictures; needed are {train,val,test}/{A,B,label} with"):
-        read_folder(path, 8, 8)
-
-
 def test_other_layouts_need_the_other_file(plain, monkeypatch):
     path, pairs = plain
     (path / "val" / "A").rename(path / "val" / "time1")

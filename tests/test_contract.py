@@ -41,7 +41,7 @@ MAX_TOKENS = {
     "envs_shared/go_gtp.py": 4500,
     "algos/ppo_change_detection.py": 5900,
     "envs_shared/change_pairs.py": 2000,
-    "envs_shared/change_folders.py": 1800,
+    "envs_shared/change_folders.py": 900,
 }
 OPTIONAL = {"ale_py", "minigrid"}  # packages that are imported for some tasks only
 
@@ -157,13 +157,19 @@ CASES = {
             "--num-games 7": NOT_DIVISIBLE,
             "--env-id Go-9x8": "--env-id Go-9x8: must be Go-2x2 to Go-19x19",
             "--env-id Go-20x20 --evaluate good.pt": "--env-id Go-20x20: must be Go-2x2 to Go-19x19",
-            "--env-id Go-3x3 --resume good.pt": "good.pt: does not fit the board, network",
+            "--env-id Go-3x3 --resume good.pt": "good.pt: not the network or the games of --env-id",
             "--gtp good.pt": "--gtp needs envs_shared/go_gtp.py",
             "--batch-size 7": NOT_DIVISIBLE,
             "--eval-episodes 0 --evaluate good.pt": "--evaluate needs --eval-episodes",
+            "--num-games 0": "--num-games (0) must be at least 1",
+            "--train-fraction -1": "--train-fraction (-1.0) must be at least 0",
+            "--generate-fraction 0": "--generate-fraction (0.0) must be greater than 0",
+            "--q-weight-end 1.5": "--q-weight-end (1.5) must be at most 1",
+            "--pool-size 1000": "--pool-size (1000) must be at least eight times --batch-size (128)",
         },
         sibling="go.py",
         reader="go_gtp.py",
+        other_task="--komi 3",
     ),
     "ppo_change_detection": Case(
         quick="--num-train-pairs 32 --image-size 16 --batch-size 4 --num-envs 8 --num-minibatches 2"
@@ -455,13 +461,13 @@ def test_a_frozen_layer_and_an_unused_parameter_train_on(script, tmp_path):
     """What is frozen stays, what no loss uses stays, and the rest is trained."""
     found, to = [], torch.nn.Module.to
 
-    def edit(network, *args):
+    def edit(network, *args, **options):
         if not found:
             name, first = next(network.named_parameters())
             first.requires_grad_(False)
             network.unused = torch.nn.Parameter(torch.ones(3))
             found.extend((name, {name: x.clone() for name, x in network.state_dict().items()}, network))
-        return to(network, *args)
+        return to(network, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Module, "to", edit)
@@ -532,6 +538,11 @@ def test_a_resumed_run_without_a_best_score_evaluates(script, whole, tmp_path):
     assert not (never / "best.pt").exists()
     out = resume(never, "--eval-episodes", "4")
     assert f"raise {case.length} to train on" in out and "not evaluated" not in out
+    finished = shutil.copytree(whole.path, tmp_path / "finished")
+    before = read_files(finished)
+    module.main(["--resume", str(finished / "checkpoint.pt"), case.length, "1"])
+    after = read_files(finished)
+    assert all(after[finished / name] == before[finished / name] for name in ("checkpoint.pt", "best.pt"))
     missing = shutil.copytree(whole.path, tmp_path / "missing")
     (missing / "best.pt").unlink()
     resume(missing)
@@ -613,7 +624,7 @@ def test_a_script_is_within_its_budget(script):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
-            assert length <= (140 if node.name == "train" else 70), node.name
+            assert length <= (150 if node.name == "train" else 70), node.name
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             assert re.match(r"[A-Z].*\.(\n\n|\Z)", ast.get_docstring(node) or "", re.S), node.name

@@ -4,7 +4,6 @@ The constant CUDA_GRAPHS of a script switches its graphs.
 """
 
 import ast
-import copy
 import functools
 import importlib
 import shutil
@@ -167,7 +166,7 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
     torch.testing.assert_close(device.tensors, host.tensors, rtol=rtol, atol=atol)
     found, expected = (read_scalars(run.path) for run in (device, host))
     assert found.keys() == expected.keys()
-    for tag in found.keys() - {"charts/SPS", "charts/cpu_seconds"}:
+    for tag in [tag for tag in found if tag != "charts/SPS" and not tag.endswith("seconds")]:
         np.testing.assert_allclose(found[tag], expected[tag], rtol=1e-3, atol=1e-4, err_msg=tag)
     if (path := device.path / "best.pt").exists():
         capsys.readouterr()
@@ -205,7 +204,7 @@ def test_a_cut_run_that_is_resumed_on_the_device_ends_as_a_whole_one(script, fla
         play(script, flags, tmp_path / "cut", max_updates)
     (path,) = tmp_path.glob("cut/*/checkpoint.pt")
     half = load(path)
-    assert script != "alphazero_go" or (half["games"]["num_moves"].any() and len(half["pool"]["z"]) > 0)
+    assert script != "alphazero_go" or (half["games"]["boards"]["num_moves"].any() and half["games"]["pool"])
     resumed = play(script, f"--resume {path}", tmp_path / "cut")
     assert resumed.find_differences(whole) == [] and len(resumed.tensors) > 100
     counts = [run.checkpoint["progress"] | {"cpu_seconds": 0.0} for run in (whole, resumed)]
@@ -345,17 +344,3 @@ def test_a_capture_runs_nothing_and_a_replay_everything():
         stream = torch.cuda.current_stream()
         with pytest.raises(RuntimeError, match="non-default"), torch.cuda.graph(graph, stream=stream):
             pass
-
-
-def test_modules_copies_and_autocast_stay_on_the_device():
-    """An optimizer that is not capturable is refused in a capture."""
-    with pretend_cuda():
-        layer = torch.nn.Linear(2, 2).to("cuda")
-        other, x = copy.deepcopy(layer), torch.rand(3, 2, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16):
-            assert layer(x).dtype == torch.bfloat16
-        layer(x).sum().backward()
-        assert {y.device.type for y in (layer.weight, layer.weight.grad, other.weight, layer(x))} == {"cuda"}
-        optimizer = torch.optim.Adam(layer.parameters(), fused=True)
-        with pytest.raises(RuntimeError, match="capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            optimizer.step()

@@ -82,7 +82,8 @@ def test_two_nodes_under_slurm(tmp_path):
 
 def test_the_commands_of_the_page_are_real(monkeypatch):
     """The scripts of docs/scaling.md take their flags, and totals are divisible by the number of processes."""
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: {"args": {}})  # what --resume names
+    empty = {"args": {}, "progress": {}}
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: {**empty})  # what --resume names
     blocks, named = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.S), set()
     for line in "".join(blocks).splitlines():
         program, *words = shlex.split(line, comments=True)

@@ -92,11 +92,8 @@ def test_handicap():
     engine = make_engine(9)
     assert ask(engine, "fixed_handicap 5") == ["= C3 G7 C7 G3 E5"] and int(engine.boards.to_play) == -1
     assert ask(engine, "fixed_handicap 2") == ["? board not empty"]
-    assert ask(engine, "play w E4", "clear_board", "fixed_handicap 7") == ["=", "=", "= C3 G7 C7 G3 C5 G5 E5"]
     answers = ask(engine, "clear_board", "set_free_handicap a1 B2 j9", "showboard", "genmove w")
     assert answers[1] == "=" and answers[2].count("X") == 3 and answers[3].startswith("= ")
-    answers = ask(make_engine(7), "fixed_handicap 5", "fixed_handicap 4")
-    assert answers == ["? invalid number of stones", "= C3 E5 C5 E3"]
 
 
 def test_keeps_the_rules():
@@ -155,21 +152,6 @@ def test_thinks_no_longer_than_the_clock_allows():
         assert engine.budget(-1) == pytest.approx(budget)
 
 
-def test_clocks_of_byoyomi_run():
-    engine = make_engine()
-    for settings, spent, left in (
-        ("0 20 5", [8.0], (12.0, 4)),
-        ("0 20 5", [8.0, 2.0, 2.0, 2.0, 2.0], (20.0, 5)),  # the next five moves
-        ("5 20 2", [4.0], (1.0, 0)),
-        ("5 20 2", [4.0, 4.0], (20.0, 2)),  # main time is over
-    ):
-        ask(engine, f"time_settings {settings}")
-        other = engine.time_left[-1]
-        for seconds in spent:
-            engine.spend(1, seconds)
-        assert engine.time_left == {1: left, -1: other}
-
-
 def test_analysis():
     engine = make_engine()
     ask(engine, "play b C3")
@@ -180,52 +162,6 @@ def test_analysis():
     fields = dict(zip(first[1::2], first[2::2], strict=False))
     assert fields["move"] == text[1].split()[1] == first[first.index("pv") + 1] and fields["order"] == "0"
     assert 0 <= int(fields["winrate"]) <= 10_000 and int(fields["visits"]) > 0
-
-
-def test_resigns_where_it_is_told_to():
-    engine = make_engine()
-    assert ask(engine, "genmove b")[0] != "= resign"  # never, by default
-    engine.args.resign_below = 1.0
-    before = engine.positions[:]
-    assert ask(engine, "genmove w") == ["= resign"] and engine.positions == before
-    assert ask(engine, "lz-genmove_analyze w")[0].endswith("play resign")
-
-
-def test_an_analysis_ends_with_the_next_line_and_a_full_tree_waits(monkeypatch):
-    """The second one would write its first line after 1,000 seconds."""
-    monkeypatch.setattr(go_gtp, "MAX_TREE", 30)
-    engine, start = make_engine(), time.monotonic()
-
-    def lines():
-        yield "3 lz-analyze b 10"
-        while not engine.searched[1] or engine.searched[1].N[0, 0].sum() < 30:
-            time.sleep(0.1)
-        time.sleep(1.0)
-        yield from ("name", "lz-analyze 100000")
-        time.sleep(0.5)
-        yield "quit"
-
-    engine.serve(lines())
-    analysis, name, *_ = engine.out.getvalue().split("\n\n")
-    assert 1 <= analysis.count("\ninfo move ") <= 10 * (time.monotonic() - start) < 1000  # ten a second
-    assert analysis.startswith("=3") and name == "= alphazero_go" and engine.searched[1].N[0, 0].sum() == 30
-
-
-def test_without_time_it_plays_by_the_prior(monkeypatch):
-    engine = make_engine()
-    ask(engine, "play b A5")
-    monkeypatch.setattr(engine, "budget", lambda colour: -1.0)
-    assert ask(engine, "genmove w")[0].startswith("= ")
-    tree = engine.searched[1]
-    assert not tree.N[0, 0].any() and engine.boards.last_move == tree.P[0, 0].argmax()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_broken_input_ends_it_after_the_answers_to_what_was_before():
-    engine = make_engine()
-    engine.serve(line.decode() for line in (b"name", b"\xff", b"version"))
-    assert engine.out.getvalue() == "= alphazero_go\n\n"
-    time.sleep(0.1)
 
 
 # SGF
@@ -257,14 +193,7 @@ def test_main_lines_of_files(tmp_path):
     for number, colour, num_moves in ((1, "white", 0), (3, "white", 2), (2, "black", 1), (99, "white", 4)):
         assert load(engine, path, text, str(number)) == f"= {colour}"
         assert int(engine.boards.num_moves) == num_moves
-    for text, colour in {
-        "AB[aa]PL[B]KM[2]": "black",
-        "PL[B]AB[aa]KM[2]": "black",
-        "AB[aa]KM[]": "white",
-        "AB[aa]AW[ee]KM[2,0]": "black",
-        "AB[aa]PL[]": "white",
-    }.items():
-        assert load(engine, path, f"(;SZ[5]{text})") == f"= {colour}" and engine.args.komi == 2
+    assert load(engine, path, "(;SZ[5]AB[aa]PL[B]KM[2])") == "= black" and engine.args.komi == 2
     assert load(engine, path, "(;SZ[5:5]AW[dd:cc])") == "= black" and sum(board(engine).values()) == -4
     assert load(engine, path, "junk (of a mail) ( ;SZ[5];B[ bc])(;B[aa])") == "= white"
     assert board(engine) == {"B3": 1}
@@ -288,12 +217,7 @@ def test_files_are_read_in_the_encoding_that_they_declare(tmp_path):
         "(;CA[Big5]SZ[5]PB[\u8a31];B[cc])".encode("big5"),  # its second byte is a backslash
         "(;SZ[5]PB[\xe9];B[cc])".encode("latin-1"),  # no UTF-8
         "(;CA[UTF-16]SZ[5]PB[\u5d5d];B[cc])".encode("utf-16"),
-        "\ufeff(;SZ[5]PB[\u5d5d];B[cc])".encode("utf-16-be"),
-        "(;SZ[5]PB[\u5d5d];B[cc])".encode("utf-16-le"),
-        "(;SZ[5]PB[\u5d5d];B[cc])".encode("utf-16-be"),
         "(;CA[Big5]SZ[5]PB[\u5d61];B[cc])".encode("utf-8-sig"),  # the mark says it better
-        b"(;CA[no-such-encoding]SZ[5]PB[\xff];B[cc])",
-        b"(;CA[UTF-16]SZ[5];B[cc])",  # which it is not
     ):
         engine = make_engine()
         assert load(engine, tmp_path / "game.sgf", data) == "= white" and board(engine) == {"C3": 1}, data
@@ -303,15 +227,10 @@ def test_a_turn_may_be_said_and_stones_set_up_after_a_move(tmp_path):
     engine, path = make_engine(), tmp_path / "game.sgf"
     assert load(engine, path, "(;SZ[5];B[cc];W[bb]PL[B];B[dd])") == "= white"
     assert board(engine) == {"C3": 1, "B4": -1, "D2": 1}
-    assert load(engine, path, "(;SZ[5];B[cc];PL[B])") == "= black"
     assert load(engine, path, "(;SZ[5];B[cc];AB[aa]AW[bb]AE[cc];W[ba])") == "= black"
     assert board(engine) == {"A5": 1, "B4": -1, "B5": -1}
     assert load(engine, path, "(;SZ[5];B[aa];AW[ba];W[ab])") == "= black"  # captures what was set up around
     assert board(engine) == {"B5": -1, "A4": -1}
-    before = engine.positions
-    assert load(engine, path, "(;SZ[5];B[aa];AW[ba][ab])").startswith("?") and engine.positions is before
-    assert load(engine, path, "(;SZ[5];B[aa];AW[ee];B[bb];W[cc])", "2") == "= black"  # before the second move
-    assert board(engine) == {"A5": 1, "E1": -1}
 
 
 def test_vertices():
@@ -337,7 +256,7 @@ def test_games_against_gnugo(tmp_path):
     Where a network that knows nothing passes too early, GNU Go takes dead stones off before it counts.
     """
     agent, args = make_network(simulations_end=16)
-    checkpoint = {"args": asdict(args), "progress": (0, 0, 0, 0.0, 0.0), "agent": agent.state_dict()}
+    checkpoint = {"args": asdict(args), "progress": {}, "agent": agent.state_dict()}
     torch.save(checkpoint, tmp_path / "best.pt")
     command = f"{sys.executable} {ROOT / 'algos' / 'alphazero_go.py'} --gtp {tmp_path / 'best.pt'}"
     num_compared = 0

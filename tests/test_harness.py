@@ -173,14 +173,6 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
     assert define_cell("python algos/ppo.py --gamma 0.8").hash() != before[ours]
 
 
-def test_what_a_program_uses_is_what_it_imports():
-    """The files that real programs use, beside lists by hand."""
-    change = {"ppo_change_detection", "__init__", "change_folders", "change_pairs"}
-    assert {x.stem for x in suites.find_used_files(ROOT / "algos" / "ppo_change_detection.py")} == change
-    search = {"our_go_search", "go_engine", "peer", "alphazero_go", "go5x5", "go", "go_gtp"}
-    assert {x.stem for x in suites.find_used_files(common.PEERS / "our_go_search.py")} == search
-
-
 def test_bad_input_is_one_line(tmp_path):
     """Also an address at which something listens and says nothing: Ray itself would wait for minutes."""
     suite = write_suite(tmp_path / "a.toml", a=SHORT)
@@ -199,11 +191,6 @@ def test_bad_input_is_one_line(tmp_path):
             with pytest.raises(ResultsError, match=message) as error:
                 run.main(["--runs", str(tmp_path / "runs"), *map(str, flags)])
             assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
-
-
-def test_no_program_imports_ray_unless_it_has_an_address():
-    code = "import sys, run, report, compare; sys.exit('ray' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmark", check=True)
 
 
 # ---- Cells -----------------------------------------------------------------------------------------------------------
@@ -314,13 +301,6 @@ def test_a_cell_has_its_gpus_one_thread_and_no_stdin(run_python, monkeypatch):
     for gpus, given, shown in ((0, None, ""), (0, "", ""), (1, None, "3"), (2, "1,2", "1,2")):
         path, *_ = run_python(code, given, gpus=gpus)
         assert (path / "log.txt").read_text() == f"['{shown}', '1'] ''\n"
-
-
-def test_a_script_that_changes_while_a_suite_runs_is_told(tmp_path):
-    path = tmp_path / f"seed1-{'0' * 12}" / "try_1"
-    with pytest.raises(ResultsError, match=r"^no run: algos/ppo.py has changed since"):
-        run.run_cell(define_cell(), path, ["true"])
-    assert not path.parent.exists()
 
 
 # Starts a daemon in a session of its own that ignores signals, and has the folder of the attempt, the last
@@ -463,33 +443,6 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     assert "Traceback" not in output and not list(tmp_path.rglob("process.json"))
 
 
-@pytest.mark.slow
-def test_a_node_that_dies_half_way_costs_no_cell_and_repeats_none(tmp_path):
-    """Two nodes on this machine, one killed while its cell runs: all cells are done in the end, none twice."""
-    pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    runs = tmp_path / "runs"
-    command = "python algos/ppo.py --total-timesteps 100352 --eval-interval 99 --eval-episodes 4"
-    suite = write_suite(tmp_path / "a.toml", [1, 2, 3], a=command)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    node = cluster.add_node(num_cpus=1)
-    try:
-        harness = start_harness(suite, "--runs", runs, "--address", cluster.address)
-        wait_until(lambda: len(list(runs.rglob("checkpoint.pt"))) == 2, 300)
-        for cell in find_processes(runs / "a", "guard.py"):
-            cell.suspend()  # so that neither is done before the node is gone
-        cluster.remove_node(node, allow_graceful=False)
-        (cell,) = wait_until(lambda: len(cells := find_processes(runs / "a", "guard.py")) == 1 and cells)
-        cell.resume()
-        output, _ = harness.communicate(timeout=300)
-    finally:
-        cluster.shutdown()
-    assert harness.returncode == 0 and "again: ppo/CartPole-v1/a" in output, output
-    assert [len(list(runs.rglob(name))) for name in ("process.json", "try_2")] == [3, 1]
-    assert not find_processes(runs / "a")
-
-
 # ---- Statistics ------------------------------------------------------------------------------------------------------
 
 
@@ -597,12 +550,6 @@ def test_a_comparison_holds_each_cell_against_the_first_of_its_task():
     assert "2.00 (1.00, 2.00, 3.00) |  |" in text and "2.00 (2.00, 1.00, 3.00) | 0 (-2.27 to 2.27) |" in text
 
 
-def test_numbers_are_shown_as_people_write_them():
-    shown = {-8.9e-16: "0", -0.4961: "-0.496", 0.0653: "0.0653", 0.98 - 0.97: "0.0100", 4.567: "4.57"}
-    shown |= {123.4: "123", 52822.0: "52,822", None: "-", math.nan: "-", math.inf: "-"}
-    assert {value: common.show(value) for value in shown} == shown
-
-
 def test_a_report_keeps_committed_runs_that_a_folder_lacks():
     """New runs replace those of their seeds. A run that has failed is listed beside the committed one."""
 
@@ -622,52 +569,6 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks():
     peer["runs"][1] |= {"machine": {"commit": "abc-dirty"}, "commit": "sb3 1.0"}
     with pytest.raises(ResultsError, match=r"T/s, seed 2 ran with uncommitted changes: run it again"):
         merge(peer)
-
-
-def test_published_are_the_cells_that_a_suite_has_now(tmp_path, monkeypatch):
-    """A cell that left the suite leaves the pages. One that is new or has another command is not run yet."""
-    for name in ("RESULTS", "SUITES", "FIGURES", "runs/a", "runs/b"):  # b is no suite of this repository
-        (tmp_path / name).mkdir(parents=True)
-        monkeypatch.setattr(common, name, tmp_path / name, raising=False)
-        (tmp_path / name / "suite.json").touch()
-    results, suite = common.RESULTS / "a.json", common.SUITES / "a.toml"
-    write_suite(suite, default="python algos/ppo.py")
-    results.write_text(json.dumps(make_results(make_cell([1.0, 2.0]))))
-    new = make_cell([5.0])
-    monkeypatch.setattr(records, "collect", lambda folder: make_results(new, suite=folder.name))
-    monkeypatch.setattr(report, "publish", lambda published: None)
-
-    def read_values():
-        cells = records.load_published()["a"]["cells"]
-        return {cell["setting"]: records.get_values(cell, "headline") for cell in cells.values()}
-
-    report.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
-    assert read_values() == {"default": [1.0, 2.0]} and (tmp_path / "out" / "results.md").exists()
-    report.main(["--runs", str(tmp_path / "runs")])
-    assert read_values() == {"default": [5.0, 2.0]} and not (common.RESULTS / "b.json").exists()
-    write_suite(suite, default="python algos/ppo.py", new="python algos/ppo.py")
-    assert read_values() == {"default": [5.0, 2.0], "new": []}
-    write_suite(suite, default="python algos/ppo.py --gamma 0.9")
-    assert read_values() == {"default": []}
-    with pytest.raises(ResultsError, match="none: no such folder"):
-        report.main(["--runs", str(tmp_path / "none")])
-
-
-def test_curves_are_drawn_by_steps_and_by_seconds(tmp_path, monkeypatch):
-    """A thin line for each seed, and their mean as far as all have values."""
-    figures = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **_: figures.append(args))
-    cell = make_cell([6.0, 3.0])
-    for run_ in cell["runs"]:
-        run_["curve"] = [[100 * i, 2.0 * i, run_["value"]] for i in range(1, int(run_["value"]) + 1)]
-    path = tmp_path / "figures" / "a.png"
-    assert report.draw(make_results(cell), path) and not report.draw(make_results(), path)
-    ((figure, *paths),) = figures
-    assert paths == [path] and [x.get_xlabel() for x in figure.axes] == ["steps", "CPU-seconds"]
-    for axes, unit in zip(figure.axes, (100, 2), strict=True):
-        *seeds, mean = axes.lines
-        assert [line.get_xdata()[-1] for line in seeds] == [6 * unit, 3 * unit]
-        assert mean.get_xdata().tolist() == [unit, 2 * unit, 3 * unit] and (mean.get_ydata() == 4.5).all()
 
 
 # ---- Comparison ------------------------------------------------------------------------------------------------------

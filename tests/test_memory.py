@@ -22,30 +22,6 @@ def check_equal(steps, others):
         np.testing.assert_array_equal(a, b)
 
 
-def test_repeating_popgyms_cards_needs_memory():
-    """To remember the fourth card back earns 1, and no map from the suit shown to an answer more than -0.49.
-
-    The best of all 256 maps name another suit, of which one card more is left.
-    """
-    env = gym.make("popgym:popgym-RepeatPreviousEasy-v0")
-    shown, rewards = np.zeros((300, 52), int), np.zeros((300, 51, 4))  # rewards of each answer at each step
-    for episode, suit in itertools.product(range(300), range(4)):
-        shown[episode, 0], _ = env.reset(seed=episode)
-        for t in range(51):
-            shown[episode, t + 1], rewards[episode, t, suit], terminated, truncated, _ = env.step(suit)
-            assert terminated == (t == 50) and not truncated
-
-    def score(answers):
-        return np.take_along_axis(rewards, answers[..., None], 2).sum() / 300
-
-    assert score(np.pad(shown, ((0, 0), (3, 0)))[:, :51]) == pytest.approx(1.0)
-    maps = np.array(list(itertools.product(range(4), repeat=4)))  # [256, 4]
-    num_same = (maps == np.arange(4)).sum(1)  # suits that are answered by themselves
-    expected = -(50 + num_same) / 102  # of 51 cards to come, 13 are of another suit and 12 of the same
-    assert expected.max() == pytest.approx(-0.49, abs=1e-3)
-    np.testing.assert_allclose([score(x[shown[:, :51]]) for x in maps], expected, atol=0.04)
-
-
 # T-maze
 
 
@@ -136,22 +112,3 @@ def test_hidden_velocities():
         full_obs, *expected = full.step(actions)
         check_equal((obs, *rest), (full_obs[:, [0, 2]], *expected))
         assert rest[2].all() == (t == 499)
-
-
-# MiniGrid
-
-
-def test_the_hint_of_minigrid_is_in_view_from_the_start():
-    """The mazes are those of MiniGrid-Memory with the same seeds, in which the hint is mostly out of view at first."""
-    pytest.importorskip("minigrid")
-    in_view = {"MemoryForced": 0, "Memory": 0}
-    for size, seed in itertools.product((7, 9, 13), range(20)):
-        grids = []
-        for name, module in (("MemoryForced", "envs_shared.memory_tasks"), ("Memory", "minigrid")):
-            env = gym.make(f"{module}:MiniGrid-{name}S{size}-v0")
-            env.reset(seed=seed)
-            assert name == "Memory" or tuple(env.unwrapped.agent_pos) == (1, size // 2)
-            in_view[name] += env.unwrapped.agent_sees(1, size // 2 - 1)
-            grids.append(env.unwrapped.grid.encode())
-        np.testing.assert_array_equal(*grids)
-    assert in_view["MemoryForced"] == 60 > 40 > in_view["Memory"]

@@ -450,25 +450,6 @@ def test_a_failing_evaluation_loses_nothing(tmp_path, monkeypatch):
     assert progress["iteration"] == 3 and progress["last_score"] == progress["best_score"] is not None
 
 
-def test_a_frozen_layer_stays(tmp_path, monkeypatch):
-    """And a parameter that no loss uses does no harm."""
-
-    class Frozen(cd.Agent):
-        def __init__(self, args):
-            super().__init__(args)
-            self.backbone.requires_grad_(False)
-            self.unused = torch.nn.Parameter(torch.ones(3))
-
-    torch.manual_seed(0)
-    monkeypatch.setattr(cd, "Agent", Frozen)
-    path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 1")
-    args = cd.Args(**load(path / "checkpoint.pt")["args"])
-    cd.seed_everything(args.seed, 0)
-    first, last = cd.Agent(args).state_dict(), load(path / "checkpoint.pt")["agent"]
-    kept = {name for name in first if torch.equal(first[name], last[name])}
-    assert kept == {"unused", *(name for name in first if name.startswith("backbone"))}
-
-
 def test_a_folder_of_pairs_may_have_any_name(tmp_path):
     """Also one of haze with three dates: pairs of a folder have two."""
     save_set(tmp_path / "set", size=(16, 16))

@@ -13,7 +13,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ROOT, fail_with, read_scalars
+from conftest import fail_with, read_scalars
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_contract import find_run, load, run_main
@@ -160,25 +160,6 @@ def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
         assert mine == expected[len(expected) - len(mine) :]
         num_expected += len(expected)
     assert replay.num_added == num_expected < 300 and len(found) == min(num_expected, buffer_size)
-
-
-def test_the_page_shows_the_windows_that_the_replay_holds():
-    """The drawing of an episode of 12 steps: step by step, what a window takes it for."""
-    args = Args(burn_in=4, learn_length=5, n_step=2, buffer_size=3, hidden_size=1)
-    replay = SequenceReplay(describe(gym.spaces.Box(0, 12, (1,))), args, CPU)
-    for t in range(13):
-        reading, is_over = r2d2.Reading(np.float32([t]), t - 1, 0.0, torch.full((2, 1), float(t))), [t == 12]
-        replay.add(SimpleNamespace(readings=[(0, reading)], is_over=is_over, terminated=is_over))
-    replay.store()
-    page = (ROOT / "docs" / "r2d2_lstm.md").read_text()
-    head, *lines = re.search(r"```\n(step .*?)```", page, re.S)[1].splitlines()
-    columns = [(match.start(), int(match[0])) for match in re.finditer(r"\d+", head)]
-    windows = zip(*map(replay.data.get, ("obs", "end", "is_warm", "state")), strict=True)
-    for line, (obs, end, is_warm, state) in zip(lines, windows, strict=True):
-        kinds = f"{'bbbb' if is_warm else '    '}LLLLLtt"[:end] + "t"
-        held = [(int(x), kind) for x, kind in zip(obs[:, 0], kinds, strict=False) if kind != " "]
-        assert [(step, line[at]) for at, step in columns if line[at] != " "] == held
-        assert f"{'stored' if is_warm else 'zero'} state at step {int(state[0, 0])}" in line
 
 
 # Targets and the loss
@@ -716,3 +697,17 @@ def test_a_run_that_is_resumed_with_another_task_begins_with_an_empty_replay(tmp
     after = load(path / "checkpoint.pt")
     assert before["replay"]["num_added"] > 30 > after["replay"]["num_added"] > 0
     assert after["replay"]["obs"].shape[:2] == (60, 8 + 4 + 2)
+
+
+def test_the_best_score_of_another_task_does_not_return_with_a_second_resume(tmp_path, monkeypatch):
+    """The first resumed run is of the new task and never evaluates, so best.pt is still that of the old task."""
+    scores = iter((5.0, 3.0))
+    result = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
+    monkeypatch.setattr(r2d2, "evaluate", lambda *_: result | {"eval/episodic_return": next(scores)})
+    flags = f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 100 --eval-interval 1000"
+    path = run(tmp_path, flags).path
+    more = ["--resume", str(path / "checkpoint.pt"), "--env-id", "probe_envs:NoLimit-v0"]
+    r2d2.main([*more, "--total-timesteps", "200", "--eval-episodes", "0"])
+    assert load(path / "best.pt")["progress"]["best_score"] == 5.0
+    r2d2.main([*more, "--total-timesteps", "300", "--eval-episodes", "1"])
+    assert load(path / "best.pt")["progress"]["best_score"] == 3.0

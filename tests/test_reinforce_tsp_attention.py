@@ -272,7 +272,8 @@ def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloa
     torch.manual_seed(0)
     shapes = (8, 8), (8, 8), (32, 8), (8, 32)
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    muon = am.Muon([{"params": ours, "lr": 0.04}], {})
+    frozen = torch.nn.Parameter(torch.ones(4, 4))  # no gradient, and no other matrix of this shape
+    muon = am.Muon([{"params": [*ours, frozen], "lr": 0.04}], {})
     reference = torch.optim.Muon(theirs, 0.08, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         for p, q, scale in zip(ours, theirs, (1e-3, 1e3, 1.0, 1.0), strict=True):
@@ -282,7 +283,7 @@ def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloa
         reference.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=4e-3)
-        assert (p - 1).abs().max() > 0.04
+        assert (p - 1).abs().max() > 0.04 and (frozen == 1).all()
 
 
 # Training
@@ -334,7 +335,8 @@ def test_the_best_policy_follows_the_t_test_on_instances_of_a_file(tmp_path, mon
     folder = run(tmp_path / "runs", SHORT, *flags.split()).path
     checkpoint = load(folder / "checkpoint.pt")
     assert [(len(x.points), x.training) for x in updates] == [(2, True)] * 8 and len(asked) == 4
-    assert checkpoint["progress"][:2] == (4, 4 * 2 * 4)
+    progress = checkpoint["progress"]
+    assert (progress["iteration"], progress["step"]) == (4, 4 * 2 * 4)
     assert all(torch.equal(x.best, updates[0].weights) for x in updates[:4])
     assert all(torch.equal(x.best, asked[1]) for x in updates[4:])
     assert torch.equal(flatten(checkpoint["best_policy"]), asked[1])
@@ -384,7 +386,14 @@ def test_losses_are_means_over_an_epoch_and_end_the_run_if_they_are_not_finite(t
     for i, name in enumerate(("policy_loss", "tour_length", "grad_norm")):
         assert scalars[f"losses/{name}"] == [(8 * (k + 1), 6 * k + 1.5 + i) for k in range(3)]
     assert [x for _, x in scalars["charts/cpu_seconds"]] == [2.0, 4.0, 6.0]
-    assert load(path / "checkpoint.pt")["progress"][:4] == (3, 24, 12, 6.0)
+    progress = load(path / "checkpoint.pt")["progress"]
+    assert [progress[x] for x in ("iteration", "step", "eval_steps", "cpu_seconds")] == [3, 24, 12, 6.0]
+
+
+def scores(path):
+    """The best and the last score in a checkpoint."""
+    progress = load(path)["progress"]
+    return progress["best_score"], progress["last_score"]
 
 
 @pytest.mark.parametrize("has_gaps", [False, True])
@@ -401,21 +410,22 @@ def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch, has_gaps):
         searches.append(decodings)
         assert instances.points.shape == (4, 6, 2) and instances.points.dtype == torch.float64
         x = next(numbers)
-        scores = {"eval/greedy_length": -x, "eval/greedy_gap": x} if has_gaps else {"eval/greedy_length": x}
-        return scores, None
+        found = {"eval/greedy_length": -x, "eval/greedy_gap": x} if has_gaps else {"eval/greedy_length": x}
+        return found, None
 
     monkeypatch.setattr(am, "evaluate", evaluate)
     flags = f"{SHORT} --steps-per-epoch 1 --num-epochs"
     done = run(tmp_path / "runs", f"{flags} 5")
     path = done.path / "checkpoint.pt"
     assert searches == [am.DECODINGS[:1]] * 4 + [am.DECODINGS]  # only the end's is of several tours
-    assert load(done.path / "best.pt")["progress"][:3] == (4, 16, 16)
-    assert load(path)["progress"][4:] == (3.0, 6.0) and done.written.count("best.pt") == 3
+    progress = load(done.path / "best.pt")["progress"]
+    assert (progress["iteration"], progress["step"], progress["eval_steps"]) == (4, 16, 16)
+    assert scores(path) == (3.0, 6.0) and done.written.count("best.pt") == 3
     resumed = run(tmp_path / "runs", f"{flags} 6", "--resume", path)
-    assert load(path)["progress"][4:] == (3.0, 3.5) and "best.pt" not in resumed.written
+    assert scores(path) == (3.0, 3.5) and "best.pt" not in resumed.written
     (tmp_path / "alone").mkdir()
     am.main([*f"{flags} 7 --resume".split(), shutil.copy(path, tmp_path / "alone")])
-    assert load(tmp_path / "alone" / "best.pt")["progress"][4] == 9.0
+    assert scores(tmp_path / "alone" / "best.pt")[0] == 9.0
     for name in ("best.pt", "checkpoint.pt"):
         am.main(["--evaluate", str(done.path / name)])
     assert seen == seen[:1] * 7 + seen[-1:] * 2 and not seen[0] & seen[-1]
@@ -435,13 +445,13 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(tmp_path, mon
         patch.setattr(am, "update_weights", lambda *args: next(updates)(*args))
         run(tmp_path / "cut", flags)
     paths += (tmp_path / "cut").iterdir()
-    assert load(paths[1] / "checkpoint.pt")["progress"][0] == 2
+    assert load(paths[1] / "checkpoint.pt")["progress"]["iteration"] == 2
     run(tmp_path / "cut", f"--resume {paths[1] / 'checkpoint.pt'}")
     for name in ("checkpoint.pt", "best.pt"):
         ends = [load(path / name) for path in paths]
         for end in ends:
             del end["args"]
-            end["progress"] = (*end["progress"][:3], *end["progress"][4:])  # without the seconds
+            del end["progress"]["cpu_seconds"]
         torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
@@ -516,7 +526,7 @@ def test_training_goes_on_from_a_network_of_the_repository(tmp_path, updates, ba
     flags = f"--resume {path} --num-epochs 351 --steps-per-epoch 2 --batch-size 2 --eval-episodes 0"
     am.main(f"{flags} --baseline {baseline} --baseline-instances 5 --optimizer muon".split())
     before, after = load(path), load(tmp_path / "checkpoint.pt")
-    assert before.keys() == {"args", "progress", "agent"} and after["progress"][0] == 351
+    assert before.keys() == {"args", "progress", "agent"} and after["progress"]["iteration"] == 351
     assert torch.equal(updates[0].weights, flatten(before["agent"]))
     assert 0 < (flatten(after["agent"]) - updates[0].weights).abs().max() < 1e-3  # the cosine's end
 
@@ -539,7 +549,10 @@ def test_the_folder_of_tours_gets_its_name_when_all_is_written(tmp_path, monkeyp
     (tmp_path / "x.txt").write_text("0 0 1 0 1 1\n")
     flags = "--data", "x.txt", "--solve", "no/tours/"
     for name in ("write_text", "rename"):
-        with mock.patch.object(Path, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with (
+            mock.patch.object(Path, name, side_effect=KeyboardInterrupt),
+            pytest.raises(SystemExit, match="130"),
+        ):
             evaluate_file(capsys, TSP20, *flags)
         assert not Path("no/tours").exists()
     evaluate_file(capsys, TSP20, *flags)
@@ -620,7 +633,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, cap
     ("num_nodes", "size", "baseline", "limits"),
     [
         (6, 3, "pomo", (4.0, 0.5, 0.02)),
-        (6, 3, "rollout", (8.0, 1.2, 0.02)),
+        (6, 3, "rollout", (8.0, 1.5, 0.02)),  # rounding differs between processors
         pytest.param(8, 8, "pomo", (3.0, 0.4, 0.1), marks=pytest.mark.slow),
         pytest.param(8, 8, "rollout", (6.0, 2.0, 0.3), marks=pytest.mark.slow),
     ],
