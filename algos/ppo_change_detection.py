@@ -4,7 +4,7 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
 
     python ppo_change_detection.py                       # learns the task haze in a minute on one CPU core
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --num-steps 1        # real pairs
-    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --cost 0.5           # PPO alone
+    python ppo_change_detection.py --resume runs/NAME/checkpoint.pt --ppo-iterations 200     # train on
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps  # files, folders
     torchrun --nproc-per-node 2 ppo_change_detection.py  # two GPUs, or with --no-cuda two CPU processes
 
@@ -62,9 +62,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
 # What the return on val depends on
-get_task = attrgetter(
-    "env_id", "data_dir", "seed", "image_size", "eval_episodes", "num_steps", "cost", "beta"
-)
+get_task = attrgetter(*"env_id data_dir seed image_size eval_episodes num_steps cost beta".split())
 
 
 @dataclass
@@ -93,7 +91,6 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels
     coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse copy
     num_steps: int = 2  # steps T of an episode: the maximum number of looks
-    pretrained: str | None = None  # checkpoint of a trained detector (--ppo-iterations 0); skips its training
     detector_iterations: int = 24  # iterations that train the detector
     ppo_iterations: int = 84  # iterations of PPO
     batch_size: int = 16  # pairs per gradient step of the detector, in total across processes
@@ -235,38 +232,27 @@ class ChangeEnv:
         zeros = torch.zeros_like(query[:, 0])  # [B, h, w]
         self.is_active = zeros == 0  # queries that have not stopped yet
         self.labels = labels
-        self.final_logits = self.agent.class_head(query)  # of the newest embeddings
-        self.worth = compute_worth(self.final_logits, labels, self.agent.running_f1, self.args.beta)
-        self.obs = {
-            "query": query,
-            "seen": zeros.unsqueeze(1).expand(-1, self.agent.seen_dim, -1, -1),
-            "step_indices": zeros[:, 0, 0].long(),  # [B]
-        }
+        seen = zeros.unsqueeze(1).expand(-1, self.agent.seen_dim, -1, -1)
+        return self.observe(query, seen, zeros[:, 0, 0].long())
+
+    def observe(self, query, seen, step_indices):
+        """Classify the embeddings [B, D, h, w], compute their worth and return the observation."""
+        self.final_logits = self.agent.class_head(query)
+        self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
+        self.obs = {"query": query, "seen": seen, "step_indices": step_indices}
         return self.obs
 
     def step(self, action):
         """Apply `correction` [B, G, h, w], `shown` [B, E, h, w] and `stop` [B, h, w] to all queries."""
         pre_action_mask = self.is_active
         looks = pre_action_mask & ~action["stop"]
-        query = self.obs["query"] + self.agent.up(action["correction"])
         self.is_active = looks
-        self.final_logits = self.agent.class_head(query)
-        self.obs = {
-            "query": query,
-            "seen": self.obs["seen"] + action["shown"],
-            "step_indices": self.obs["step_indices"] + 1,
-        }
         last_worth = self.worth
-        self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
-        # Eq. 1
-        rewards = (self.worth - last_worth - 2 * self.agent.share * self.args.cost) * looks
-        accuracy = ((self.final_logits > 0) == (self.labels > 0)).float().mean(1)
-        info = {
-            "pre_action_mask": pre_action_mask,
-            "cls_query": query,
-            "settled_acc": torch.where(looks, torch.nan, accuracy),
-        }
-        return self.obs, rewards, info
+        query = self.obs["query"] + self.agent.up(action["correction"])
+        obs = self.observe(query, self.obs["seen"] + action["shown"], self.obs["step_indices"] + 1)
+        price = 2 * self.agent.share * self.args.cost
+        rewards = (self.worth - last_worth - price) * looks  # eq. 1
+        return obs, rewards, {"pre_action_mask": pre_action_mask, "cls_query": query}
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
@@ -277,7 +263,6 @@ class ChangeEnv:
 #     rewards                      outcome [h, w]; an episode ends at its stop
 #     pre_action_mask              which queries had not stopped before the step
 #     cls_query                    the embedding after the step, which is classified
-#     settled_acc                  share of a query's cells that are right once it has stopped, else NaN
 #     advantages, returns          of eq. 3 and 5
 def get_minibatches(rollout, images, labels, args):
     """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
@@ -365,14 +350,15 @@ def collect_rollout(agent, images, labels, args):
     counts = torch.stack((2 * says_change * labels, says_change + labels.clamp(min=0)))  # [2, B, G, h, w]
     hits, total = average(counts.sum((1, 2, 3, 4)))
     agent.running_f1.lerp_(hits / (total + 1e-9), 0.2)
-    # Log means over queries
+    # Log means over queries. settled_acc is the accuracy of the queries that have stopped
+    accuracy = ((env.final_logits > 0) == (labels > 0)).float().mean(1)
     scores = {
         "charts/running_f1": agent.running_f1,
         "charts/looks": (~rollout["stop"]).float().sum(0),
-        "charts/settled_acc": rollout["settled_acc"][-1],
+        "charts/settled_acc": accuracy[~env.is_active],
         "charts/episodic_return": rollout["rewards"].sum(0),
     }
-    return rollout, {name: average(x.nanmean()).item() for name, x in scores.items()}
+    return rollout, {name: average(x.mean()).item() for name, x in scores.items()}
 
 
 def cross_entropy(logits, labels):
@@ -630,8 +616,8 @@ def open_run(run_path: Path, args, step: int):
     return writer
 
 
-def set_up(args, checkpoint, progress, device):
-    """Make agent and optimizer, from `checkpoint` or with the detector of --pretrained if there is one."""
+def set_up(args, checkpoint, device):
+    """Make agent and optimizer, from `checkpoint` if there is one."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(args).to(device)
     # The heads learn faster: the policy must tell haze apart before it stops looking altogether
@@ -640,20 +626,14 @@ def set_up(args, checkpoint, progress, device):
         for name, x in agent.named_parameters()
     ]
     optimizer = torch.optim.Adam(groups, fused=True)
-    path = args.evaluate or args.resume or args.pretrained
-    if path:
-        saved = checkpoint or load_checkpoint(path)
-        if not checkpoint:  # the detector of --pretrained, with the initial sigma of --log-std
-            saved["agent"]["log_std"] = agent.log_std
-            progress.iteration = args.detector_iterations
+    if checkpoint:
         try:
-            agent.load_state_dict(saved["agent"])
-            if checkpoint:
-                optimizer.load_state_dict(saved["optimizer"])
+            agent.load_state_dict(checkpoint["agent"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, RuntimeError, ValueError):
             fail(
-                f"{path}: not the network of --env-id (pairs of --data-dir and --predict have two dates), "
-                "--patch-size, --cell-size, --coarse-size and this file"
+                f"{args.evaluate or args.resume}: not the network of --env-id (pairs of --data-dir and --predict "
+                "have two dates), --patch-size, --cell-size, --coarse-size and this file"
             )
     return agent, optimizer
 
@@ -666,7 +646,7 @@ def train(args, run_path: Path, checkpoint=None):
     # Set up
     device = set_up_device(args)
     progress = checkpoint["progress"] if checkpoint else Progress()
-    agent, optimizer = set_up(args, checkpoint, progress, device)
+    agent, optimizer = set_up(args, checkpoint, device)
     if args.predict:
         write_predictions(agent, args, progress.threshold, device)
         return
@@ -697,7 +677,8 @@ def train(args, run_path: Path, checkpoint=None):
     def score_policy():
         """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better.
 
-        A difference below the standard error is noise: then the newer policy is kept.
+        A difference below the standard error is noise: then the newer policy is kept. The standard error of
+        a single val pair is NaN.
         """
         scores = evaluate(agent, args, val)
         for name, score in scores.items():
@@ -746,9 +727,9 @@ def train(args, run_path: Path, checkpoint=None):
             else:
                 num_pairs = DETECTOR_STEPS * args.batch_size
                 scalars = {}
-                size = args.batch_size // WORLD_SIZE
                 minibatches = (
-                    change_pairs.draw_batch(train_pairs, size, args) for _ in range(DETECTOR_STEPS)
+                    change_pairs.draw_batch(train_pairs, args.batch_size // WORLD_SIZE, args)
+                    for _ in range(DETECTOR_STEPS)
                 )
 
             # Update
