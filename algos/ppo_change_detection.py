@@ -632,8 +632,8 @@ def set_up(args, checkpoint, device):
             optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, RuntimeError, ValueError):
             fail(
-                f"{args.evaluate or args.resume}: not the network of --env-id (pairs of --data-dir and --predict "
-                "have two dates), --patch-size, --cell-size, --coarse-size and this file"
+                f"{args.evaluate or args.resume}: not the network of --env-id (pairs of --data-dir and "
+                "--predict have two dates), --patch-size, --cell-size, --coarse-size and this file"
             )
     return agent, optimizer
 

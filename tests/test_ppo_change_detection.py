@@ -263,7 +263,7 @@ def test_f1_of_pixels_and_its_threshold(monkeypatch):
     rng, (args, *_) = np.random.default_rng(0), make_parts()
     pairs = torch.from_numpy(rng.choice([0, 1, 255], (3, 7, 8, 8), p=(0.6, 0.3, 0.1)).astype(np.uint8))
     p = torch.from_numpy(rng.random((3, 8, 8))) * 0.7 + 0.3 * (pairs[:, -1] == 1)
-    looks, returns = torch.full((3, 2, 2), 1.5), torch.full((3, 2, 2), 0.25)
+    looks, returns = torch.full((3, 2, 2), 1.5), torch.arange(12.0).view(3, 2, 2)
     monkeypatch.setattr(cd, "classify", lambda *args: (p, looks, returns))
 
     def score(threshold):
@@ -274,7 +274,10 @@ def test_f1_of_pixels_and_its_threshold(monkeypatch):
     found, other = cd.evaluate(None, args, pairs), cd.evaluate(None, args, pairs, 0.1)
     assert found["eval/f1"] == pytest.approx(score(found["eval/threshold"]))
     assert found["eval/f1"] == pytest.approx(max(score(k / 100) for k in range(101)))
-    assert found["eval/looks"] == 1.5 and found["eval/episodic_return"] == 0.25
+    assert found["eval/looks"] == 1.5 and found["eval/episodic_return"] == 5.5
+    assert found["eval/standard_error"] == pytest.approx(
+        4 / math.sqrt(3)
+    )  # of the pairs' means 1.5, 5.5 and 9.5
     assert other["eval/f1"] == pytest.approx(score(0.1)) and other["eval/threshold"] == 0.1
 
 
@@ -352,7 +355,7 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
 
 def test_the_price_of_a_look_is_a_share_of_f1(tmp_path, capsys):
     """It is 2 x share x cost, with the share of changed pixels that count, and stays that of training."""
-    save_set(tmp_path / "set", size=(16, 16))
+    save_set(tmp_path / "set", size=(16, 12))  # the padding does not count
     flags = f"{TINY} --detector-iterations 1 --ppo-iterations 1 --cost 0.3 --data-dir {tmp_path / 'set'}"
     path, _ = run(tmp_path / "runs", flags)
     labels = [np.array(Image.open(x)) > 0 for x in (tmp_path / "set").glob("train/label/*")]
@@ -524,11 +527,13 @@ def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     assert len(list(maps.iterdir())) == 18
     pair, *size = change_pairs.read_pairs(folder / "A/val_1.png", folder / "B/val_1.png", 8)["val_1"]
     assert pair.shape == (1, 7, 24, 24) and size == [24, 20]
-    p, *_ = cd.classify(agent, args, torch.from_numpy(pair))
+    p, looks, _ = cd.classify(agent, args, torch.from_numpy(pair))
     p = p[0, :, :20].numpy()
     probability, mask = (np.array(Image.open(maps / f"val_1_{x}.png")) for x in ("probability", "mask"))
     assert (probability == np.uint8(255 * p)).all()
     assert (mask == 255 * (p >= load(path / "best.pt")["progress"]["threshold"])).all()
+    looked = np.array(Image.open(maps / "val_1_looks.png"))
+    assert (looked == 255 * np.kron(looks[0], np.ones((8, 8)))[:, :20]).all() and looked.any()
     assert "maps" in fail_with(capsys, cd.main, [*map(str, words)])
 
 
