@@ -4,7 +4,7 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
 
     python ppo_change_detection.py                       # learns the task haze in a minute on one CPU core
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --num-steps 1        # real pairs
-    python ppo_change_detection.py --resume runs/NAME/checkpoint.pt --ppo-iterations 200     # train on
+    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # PPO alone
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps  # files, folders
     torchrun --nproc-per-node 2 ppo_change_detection.py  # two GPUs, or with --no-cuda two CPU processes
 
@@ -91,6 +91,9 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels
     coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse copy
     num_steps: int = 2  # steps T of an episode: the maximum number of looks
+    pretrained: str | None = (
+        None  # checkpoint whose weights a run starts from, say those of a trained detector
+    )
     detector_iterations: int = 24  # iterations that train the detector
     ppo_iterations: int = 84  # iterations of PPO
     batch_size: int = 16  # pairs per gradient step of the detector, in total across processes
@@ -117,7 +120,7 @@ class Args:
 class Agent(nn.Module):
     """The detector (backbone, refiner, class head), the policy head and the value head."""
 
-    def __init__(self, args, embed_dim=64, date_dim=16, width=32):
+    def __init__(self, args, embed_dim=64):
         super().__init__()
         self.args = args
         # Real pairs have two dates, whatever --env-id calls them
@@ -125,28 +128,29 @@ class Agent(nn.Module):
         # From the coarse pictures of all dates [B, 3 J, S', S'] to embeddings of patches [B, D, h, w]
         patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
         self.backbone = nn.Sequential(
-            Conv2d(3 * self.num_dates, width, 3, padding=1),
+            Conv2d(3 * self.num_dates, 32, 3, padding=1),
             nn.GELU(),
-            Conv2d(width, embed_dim, patch, patch),
+            Conv2d(32, embed_dim, patch, patch),
             nn.GELU(),
             Conv2d(embed_dim, embed_dim, 3, padding=1),
         )
         num_cells = (args.patch_size // args.cell_size) ** 2
         self.class_head = Conv2d(embed_dim, num_cells, 1)
-        # From the window of a query at full resolution to its correction, one number per cell
-        self.read_date = Conv2d(3, date_dim, 2 * args.cell_size, args.cell_size)
+        # From the window of a query at full resolution to its correction, one number per cell, by way of 16
+        # features of each date
+        self.read_date = Conv2d(3, 16, 2 * args.cell_size, args.cell_size)
         self.refiner = nn.Sequential(
-            Conv2d(2 * self.num_dates * date_dim, width, 2),
+            Conv2d(2 * self.num_dates * 16, 32, 2),
             nn.ReLU(),
-            Conv2d(width, width, 3, padding=1),
+            Conv2d(32, 32, 3, padding=1),
             nn.ReLU(),
-            Conv2d(width, 1, 1),
+            Conv2d(32, 1, 1),
         )
         self.up = Conv2d(num_cells, embed_dim, 1, bias=False)  # maps corrections to embeddings
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((num_cells, 1, 1), args.log_std))
         # Policy and value, each with half of the 128 hidden features
-        self.seen_dim = (self.num_dates - 1) * date_dim  # E
+        self.seen_dim = (self.num_dates - 1) * 16  # E
         self.heads = nn.Sequential(
             Conv2d(embed_dim + self.seen_dim, 128, 1), nn.Tanh(), Conv2d(128, 2, 1, groups=2)
         )
@@ -288,11 +292,11 @@ def compute_worth(logits, labels, f1, beta):
 def compute_gae(rewards, values, looks, gamma, gae_lambda):
     """Compute advantages [T, ...] from rewards, values and looks [T, ...]; all queries stop at the end."""
     advantages = torch.zeros_like(rewards)
-    next_advantage = next_value = 0.0
+    advantage = next_value = 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * next_value * looks[t] - values[t]
-        advantages[t] = delta + gamma * gae_lambda * next_advantage * looks[t]  # eq. 3
-        next_advantage = advantages[t]
+        advantage = delta + gamma * gae_lambda * advantage * looks[t]  # eq. 3
+        advantages[t] = advantage
         next_value = values[t]
     return advantages
 
@@ -617,7 +621,7 @@ def open_run(run_path: Path, args, step: int):
 
 
 def set_up(args, checkpoint, device):
-    """Make agent and optimizer, from `checkpoint` if there is one."""
+    """Make agent and optimizer, from `checkpoint` or --pretrained if there is one."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(args).to(device)
     # The heads learn faster: the policy must tell haze apart before it stops looking altogether
@@ -626,14 +630,17 @@ def set_up(args, checkpoint, device):
         for name, x in agent.named_parameters()
     ]
     optimizer = torch.optim.Adam(groups, fused=True)
-    if checkpoint:
+    path = args.evaluate or args.resume or args.pretrained
+    if path:
+        saved = checkpoint or load_checkpoint(path)
         try:
-            agent.load_state_dict(checkpoint["agent"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
+            agent.load_state_dict(saved["agent"])
+            if checkpoint:  # --pretrained gives the weights alone
+                optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, RuntimeError, ValueError):
             fail(
-                f"{args.evaluate or args.resume}: not the network of --env-id (pairs of --data-dir and "
-                "--predict have two dates), --patch-size, --cell-size, --coarse-size and this file"
+                f"{path}: not the network of --env-id (pairs of --data-dir and --predict have two dates), "
+                "--patch-size, --cell-size, --coarse-size and this file"
             )
     return agent, optimizer
 

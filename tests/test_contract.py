@@ -185,6 +185,7 @@ CASES = {
             "--patch-size 6": "--image-size must be divisible by --patch-size",
             "--predict a.png b.png": "--predict needs --evaluate",
             "--predict a.png b.png --evaluate good.pt": "a.png: cannot be read as a picture",
+            "--pretrained missing.pt": "missing.pt: missing, or not a checkpoint",
             "--env-id haze-3 --resume good.pt": "good.pt: not the network of --env-id (",
             "--patch-size 0": "--patch-size (0) must be at least 1",
             "--learning-rate -1": "--learning-rate (-1.0) must be at least 0",

@@ -500,14 +500,15 @@ def test_noise_on_val_does_not_choose_the_policy(tmp_path, monkeypatch, lead, is
     assert (load(path / "best.pt")["progress"]["iteration"] == 3) == is_kept
 
 
-def test_ppo_starts_from_a_trained_detector(tmp_path):
-    """A run of the detector alone that is resumed for PPO is the run of both, to the last bit."""
-    flags = f"{TINY} --no-anneal-lr --detector-iterations 2 --eval-episodes 0 --ppo-iterations"
-    path, _ = run(tmp_path / "detector", flags, 0)
-    other, _ = run(tmp_path / "both", flags, 1)
-    cd.main(["--resume", str(path / "checkpoint.pt"), "--ppo-iterations", "1"])
+def test_a_pretrained_detector_is_taken(tmp_path):
+    """With all of its weights, sigma among them; no iteration trains it again."""
+    path, _ = run(tmp_path / "detector", TINY, "--detector-iterations 2 --ppo-iterations 0 --log-std -1")
+    flags = f"{TINY} --pretrained {path / 'checkpoint.pt'} --detector-iterations 0 --ppo-iterations 1"
+    other, scalars = run(tmp_path / "ppo", flags, "--learning-rate 0")
     first, second = (load(x / "checkpoint.pt")["agent"] for x in (path, other))
+    first.pop("running_f1"), second.pop("running_f1")
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert len(scalars["losses/cross_entropy"]) == len(scalars["losses/entropy"]) == 1
 
 
 # Files
