@@ -300,6 +300,7 @@ def compare(rows: list[dict], method: str, group: str = "best") -> tuple[float, 
 def show_lead(rows: list[dict], method: str, group: str) -> str:
     """Write a lead, its interval and the number of wins."""
     lead, interval, wins = compare(rows, method, group)
+    lead = round(lead, 3) + 0.0  # -0.0 becomes 0.0
     return f"{lead:+.3f} ± {common.show(interval, 2)} ({wins} of {len(rows)})"
 
 
