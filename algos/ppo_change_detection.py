@@ -4,7 +4,7 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
 
     python ppo_change_detection.py                       # learns the task haze in a minute on one CPU core
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --num-steps 1        # real pairs
-    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --cost 0.1           # PPO alone
+    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # PPO alone
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps  # files, folders
     torchrun --nproc-per-node 2 ppo_change_detection.py  # two GPUs, or with --no-cuda two CPU processes
 
@@ -15,7 +15,8 @@ an embedding and added. A look at the last step shows all dates, one at the step
 The detector is trained first, by cross entropy with random looks. Then PPO learns where to look.
 
 Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
-    (1) r_t = w(p_{t+1}) - w(p_t) - cost if the query looks at step t; else it stops for good, and r_t = 0
+    (1) r_t = w(p_{t+1}) - w(p_t) - 2 share cost if the query looks at step t; else it stops for good, and
+        r_t = 0; share is that of changed pixels in training, so one look at each query costs `cost` of F1
     (2) w(p) = mean over labelled cells of beta max(log likelihood of y, -7) + 1[p > f1 / 2] (2 y - f1), the
         worth of its map; f1 is a running F1 = 2 TP / (predicted + true). One more predicted cell moves it by
         about (2 y - f1) / (predicted + true), so cells are predicted as changed if p > f1 / 2
@@ -32,7 +33,6 @@ dates but the last, K windows that are read, n rows; in pixels, S a picture's si
 # requires-python = ">=3.11"
 # dependencies = ["torch", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
-import math
 import os
 import random
 import sys
@@ -62,9 +62,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
 # What the return on val depends on
-get_task = attrgetter(
-    "env_id", "data_dir", "seed", "image_size", "eval_episodes", "num_steps", "cost", "beta"
-)
+get_task = attrgetter(*"env_id data_dir seed image_size eval_episodes num_steps cost beta".split())
 
 
 @dataclass
@@ -93,15 +91,18 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels
     coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse copy
     num_steps: int = 2  # steps T of an episode: the maximum number of looks
-    pretrained: str | None = None  # checkpoint of a trained detector (--ppo-iterations 0); skips its training
+    pretrained: str | None = (
+        None  # checkpoint whose weights a run starts from, say those of a trained detector
+    )
     detector_iterations: int = 24  # iterations that train the detector
     ppo_iterations: int = 84  # iterations of PPO
     batch_size: int = 16  # pairs per gradient step of the detector, in total across processes
     detector_lr: float = 3e-3  # Adam learning rate of the detector
     learning_rate: float = 3e-3  # Adam learning rate of PPO
+    head_lr_scale: float = 3.0  # learning rate of the policy and value heads, as a multiple of the others'
     anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
     num_envs: int = 256  # pairs B of a rollout, in total across processes
-    cost: float = 0.09  # price of a look, eq. 1
+    cost: float = 0.45  # price: the F1 that one look at each query costs, eq. 1
     beta: float = 0.1  # weight beta of the log-likelihood, eq. 2
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
@@ -119,7 +120,7 @@ class Args:
 class Agent(nn.Module):
     """The detector (backbone, refiner, class head), the policy head and the value head."""
 
-    def __init__(self, args, embed_dim=64, date_dim=16, width=32):
+    def __init__(self, args, embed_dim=64):
         super().__init__()
         self.args = args
         # Real pairs have two dates, whatever --env-id calls them
@@ -127,34 +128,37 @@ class Agent(nn.Module):
         # From the coarse pictures of all dates [B, 3 J, S', S'] to embeddings of patches [B, D, h, w]
         patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
         self.backbone = nn.Sequential(
-            Conv2d(3 * self.num_dates, width, 3, padding=1),
+            Conv2d(3 * self.num_dates, 32, 3, padding=1),
             nn.GELU(),
-            Conv2d(width, embed_dim, patch, patch),
+            Conv2d(32, embed_dim, patch, patch),
             nn.GELU(),
             Conv2d(embed_dim, embed_dim, 3, padding=1),
         )
         num_cells = (args.patch_size // args.cell_size) ** 2
         self.class_head = Conv2d(embed_dim, num_cells, 1)
-        # From the window of a query at full resolution to its correction, one number per cell
-        self.read_date = Conv2d(3, date_dim, 2 * args.cell_size, args.cell_size)
+        # From the window of a query at full resolution to its correction, one number per cell, by way of 16
+        # features of each date
+        self.read_date = Conv2d(3, 16, 2 * args.cell_size, args.cell_size)
         self.refiner = nn.Sequential(
-            Conv2d(2 * self.num_dates * date_dim, width, 2),
+            Conv2d(2 * self.num_dates * 16, 32, 2),
             nn.ReLU(),
-            Conv2d(width, width, 3, padding=1),
+            Conv2d(32, 32, 3, padding=1),
             nn.ReLU(),
-            Conv2d(width, 1, 1),
+            Conv2d(32, 1, 1),
         )
         self.up = Conv2d(num_cells, embed_dim, 1, bias=False)  # maps corrections to embeddings
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((num_cells, 1, 1), args.log_std))
         # Policy and value, each with half of the 128 hidden features
-        self.seen_dim = (self.num_dates - 1) * date_dim  # E
+        self.seen_dim = (self.num_dates - 1) * 16  # E
         self.heads = nn.Sequential(
             Conv2d(embed_dim + self.seen_dim, 128, 1), nn.Tanh(), Conv2d(128, 2, 1, groups=2)
         )
         nn.init.zeros_(self.heads[-1].weight)
-        nn.init.constant_(self.heads[-1].bias, 1e-3)  # so the detector alone looks everywhere
+        # At first a query looks with probability 0.88, so that PPO sees what later looks earn
+        self.heads[-1].bias.data = torch.tensor([2.0, 1e-3])
         self.register_buffer("running_f1", torch.tensor(0.5))  # f1 of eq. 2
+        self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
 
     def decide(self, obs):
         """Return the logits of a look and the values V, [B, h, w] each; neither depends on the step."""
@@ -206,8 +210,7 @@ class Agent(nn.Module):
             # Leave out what does not look, which saves most of the time
             rows = self.read_windows(windows[looks], is_shown[looks])  # [K, G + E]
             grid = rows.new_zeros(*looks.shape, rows.shape[1]).masked_scatter(looks.unsqueeze(-1), rows)
-        correction, shown = grid.movedim(-1, 1).tensor_split((len(self.log_std),), 1)
-        return {"correction": correction, "shown": shown}
+        return grid.movedim(-1, 1).tensor_split((len(self.log_std),), 1)
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
@@ -233,37 +236,27 @@ class ChangeEnv:
         zeros = torch.zeros_like(query[:, 0])  # [B, h, w]
         self.is_active = zeros == 0  # queries that have not stopped yet
         self.labels = labels
-        self.final_logits = self.agent.class_head(query)  # of the newest embeddings
-        self.worth = compute_worth(self.final_logits, labels, self.agent.running_f1, self.args.beta)
-        self.obs = {
-            "query": query,
-            "seen": zeros.unsqueeze(1).expand(-1, self.agent.seen_dim, -1, -1),
-            "step_indices": zeros[:, 0, 0].long(),  # [B]
-        }
+        seen = zeros.unsqueeze(1).expand(-1, self.agent.seen_dim, -1, -1)
+        return self.observe(query, seen, zeros[:, 0, 0].long())
+
+    def observe(self, query, seen, step_indices):
+        """Classify the embeddings [B, D, h, w], compute their worth and return the observation."""
+        self.final_logits = self.agent.class_head(query)
+        self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
+        self.obs = {"query": query, "seen": seen, "step_indices": step_indices}
         return self.obs
 
     def step(self, action):
         """Apply `correction` [B, G, h, w], `shown` [B, E, h, w] and `stop` [B, h, w] to all queries."""
         pre_action_mask = self.is_active
         looks = pre_action_mask & ~action["stop"]
-        query = self.obs["query"] + self.agent.up(action["correction"])
         self.is_active = looks
-        self.final_logits = self.agent.class_head(query)
-        self.obs = {
-            "query": query,
-            "seen": self.obs["seen"] + action["shown"],
-            "step_indices": self.obs["step_indices"] + 1,
-        }
         last_worth = self.worth
-        self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
-        rewards = (self.worth - last_worth - self.args.cost) * looks  # eq. 1
-        accuracy = ((self.final_logits > 0) == (self.labels > 0)).float().mean(1)
-        info = {
-            "pre_action_mask": pre_action_mask,
-            "cls_query": query,
-            "settled_acc": torch.where(looks, torch.nan, accuracy),
-        }
-        return self.obs, rewards, info
+        query = self.obs["query"] + self.agent.up(action["correction"])
+        obs = self.observe(query, self.obs["seen"] + action["shown"], self.obs["step_indices"] + 1)
+        price = 2 * self.agent.share * self.args.cost
+        rewards = (self.worth - last_worth - price) * looks  # eq. 1
+        return obs, rewards, {"pre_action_mask": pre_action_mask, "cls_query": query}
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
@@ -274,13 +267,12 @@ class ChangeEnv:
 #     rewards                      outcome [h, w]; an episode ends at its stop
 #     pre_action_mask              which queries had not stopped before the step
 #     cls_query                    the embedding after the step, which is classified
-#     settled_acc                  share of a query's cells that are right once it has stopped, else NaN
 #     advantages, returns          of eq. 3 and 5
 def get_minibatches(rollout, images, labels, args):
     """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
-    num_steps, num_pairs = rollout["values"].shape[:2]
+    num_pairs = len(images)
     for _ in range(args.update_epochs):
-        order = torch.randperm(num_steps * num_pairs, device=images.device)
+        order = torch.randperm(args.num_steps * num_pairs, device=images.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = {name: x.flatten(0, 1)[rows] for name, x in rollout.items()}
             minibatch["images"] = images[rows % num_pairs]
@@ -300,11 +292,11 @@ def compute_worth(logits, labels, f1, beta):
 def compute_gae(rewards, values, looks, gamma, gae_lambda):
     """Compute advantages [T, ...] from rewards, values and looks [T, ...]; all queries stop at the end."""
     advantages = torch.zeros_like(rewards)
-    next_advantage = next_value = 0.0
+    advantage = next_value = 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * next_value * looks[t] - values[t]
-        advantages[t] = delta + gamma * gae_lambda * next_advantage * looks[t]  # eq. 3
-        next_advantage = advantages[t]
+        advantage = delta + gamma * gae_lambda * advantage * looks[t]  # eq. 3
+        advantages[t] = advantage
         next_value = values[t]
     return advantages
 
@@ -329,15 +321,13 @@ def play(agent, images, labels, args, rule=None, std=0.0):
     for _ in range(args.num_steps):
         logits, values = agent.decide(obs)
         looks = env.is_active & (rule(env, logits) if rule else logits > 0)
-        action = agent.look(images, obs, looks)
-        means = action["correction"]
-        noise = torch.randn_like(means) * std * looks.unsqueeze(1)
-        action["correction"] = means + noise
-        action["stop"] = ~looks
-        log_probs = compute_log_probs(agent, logits, looks, means, action["correction"])
+        means, shown = agent.look(images, obs, looks)
+        correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
+        action = {"stop": ~looks, "correction": correction, "shown": shown}
+        log_probs = compute_log_probs(agent, logits, looks, means, correction)
         next_obs, rewards, info = env.step(action)
-        outcome = {"log_probs": log_probs, "values": values, "rewards": rewards}
-        steps.append(obs | action | outcome | info)
+        info |= {"log_probs": log_probs, "values": values, "rewards": rewards}
+        steps.append(obs | action | info)
         obs = next_obs
     rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     rollout["advantages"] = compute_gae(
@@ -355,8 +345,8 @@ def collect_rollout(agent, images, labels, args):
         images,
         labels,
         args,
-        rule=lambda env, logits: torch.rand_like(logits) < logits.sigmoid(),
-        std=agent.log_std.exp(),
+        lambda env, logits: torch.rand_like(logits) < logits.sigmoid(),
+        agent.log_std.exp(),
     )
     # Move the running F1 of eq. 2 towards that of this rollout's maps, in total across processes. With one
     # process, average does nothing
@@ -364,14 +354,15 @@ def collect_rollout(agent, images, labels, args):
     counts = torch.stack((2 * says_change * labels, says_change + labels.clamp(min=0)))  # [2, B, G, h, w]
     hits, total = average(counts.sum((1, 2, 3, 4)))
     agent.running_f1.lerp_(hits / (total + 1e-9), 0.2)
-    # Log means over queries
+    # Log means over queries. settled_acc is the accuracy of the queries that have stopped
+    accuracy = ((env.final_logits > 0) == (labels > 0)).float().mean(1)
     scores = {
         "charts/running_f1": agent.running_f1,
         "charts/looks": (~rollout["stop"]).float().sum(0),
-        "charts/settled_acc": rollout["settled_acc"][-1],
+        "charts/settled_acc": accuracy[~env.is_active],
         "charts/episodic_return": rollout["rewards"].sum(0),
     }
-    return rollout, {name: average(x.nanmean()).item() for name, x in scores.items()}
+    return rollout, {name: average(x.mean()).item() for name, x in scores.items()}
 
 
 def cross_entropy(logits, labels):
@@ -392,7 +383,7 @@ def ppo_loss(agent, batch, args):
 
     # The ratios of the decision and of the correction. They are masked before exp, as inf * 0 is not a number
     logits, values = agent.decide(batch)
-    means = agent.look(batch["images"], batch, looks)["correction"]
+    means, _ = agent.look(batch["images"], batch, looks)
     log_probs = compute_log_probs(agent, logits, looks, means, batch["correction"])  # [n, 2, h, w]
     is_taken = torch.stack((is_active, looks), 1)
     log_ratio = (log_probs - batch["log_probs"]) * is_taken
@@ -446,8 +437,7 @@ def take_step(agent, optimizer, loss, metrics, args):
 def classify(agent, args, pairs, rule=None):
     """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, 3 J + 1, H, W]."""
     found = []
-    pairs_at_once = max(1, 2**17 // pairs[0, 0].numel())  # limits the memory
-    for part in pairs.split(pairs_at_once):
+    for part in pairs.split(max(1, 2**17 // pairs[0, 0].numel())):  # as many as memory holds
         images, labels = change_pairs.split_labels(part, args)
         env, rollout = play(agent, images, labels, args, rule)
         cells = F.pixel_shuffle(env.final_logits.sigmoid(), args.patch_size // args.cell_size)
@@ -461,11 +451,14 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
     """Score maps of pairs by pixel; without a probability threshold, use the one with the largest F1."""
     probability, looks, returns = classify(agent, args, pairs, rule)
     f1, threshold = change_pairs.compute_f1(probability, pairs, threshold)
+    num_looks = looks.mean().item()
     return {
         "eval/f1": f1,
         "eval/threshold": threshold,
-        "eval/looks": looks.mean().item(),
+        "eval/looks": num_looks,
+        "eval/net": f1 - args.cost * num_looks,  # as --cost is the F1 that one look at each query costs
         "eval/episodic_return": returns.mean().item(),
+        "eval/standard_error": returns.mean((1, 2)).std().item() / len(returns) ** 0.5,  # of this mean
     }
 
 
@@ -475,26 +468,31 @@ def look_above(level, env, logits):
     return ~is_first | (env.final_logits.sigmoid().mean(1) > level)
 
 
-@torch.no_grad()
-def print_rules(agent, args, val, test):
-    """Print test F1 of the policy and of rules tuned on val; `threshold` is tuned to look as often."""
-    _, looks, _ = classify(agent, args, val)
-    coarse = []
-    for part in val.split(16):
-        env = ChangeEnv(agent)
-        env.reset(*change_pairs.split_labels(part, args))
-        coarse.append(env.final_logits.sigmoid().mean(1))
-    level = torch.cat(coarse).quantile(1 - looks.mean() / args.num_steps)
-    rules = {
-        "nowhere": partial(look_above, 1),
-        "everywhere": partial(look_above, -1),
-        "threshold": partial(look_above, level),
-        "PPO": None,
-    }
-    for name, rule in rules.items():
+def print_rules(agent, args, val, test, best):
+    """Print test scores of the policy, of that in the checkpoint `best`, and of simple rules on its network.
+
+    Returns the name of the rule whose F1 less the price of its looks is the largest.
+    """
+    nets = {}
+
+    def print_rule(name, rule=None):
         threshold = evaluate(agent, args, val, None, rule)["eval/threshold"]
         scores = evaluate(agent, args, test, threshold, rule)
-        print(f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query")
+        nets[name] = scores["eval/net"]
+        print(
+            f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query,"
+            f" less their price {nets[name]:.3f}"
+        )
+
+    print_rule("last policy")
+    agent.load_state_dict(best["agent"])
+    print_rule("best.pt")
+    # The threshold on coarse maps that earns most on val, of a grid from everywhere to nowhere
+    rules = [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3]
+    print_rule("threshold", max(rules, key=lambda rule: evaluate(agent, args, val, None, rule)["eval/net"]))
+    print_rule("everywhere", rules[0])
+    print_rule("nowhere", rules[-1])
+    return max(nets, key=nets.get)
 
 
 def write_predictions(agent, args, threshold, device):
@@ -622,24 +620,28 @@ def open_run(run_path: Path, args, step: int):
     return writer
 
 
-def set_up(args, checkpoint, progress, device):
-    """Make agent and optimizer, from `checkpoint` or with the detector of --pretrained if there is one."""
+def set_up(args, checkpoint, device):
+    """Make agent and optimizer, from `checkpoint` or --pretrained if there is one."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), fused=True)
+    # The heads learn faster: the policy must tell haze apart before it stops looking altogether
+    groups = [
+        {"params": x, "scale": args.head_lr_scale if name.startswith("heads") else 1}
+        for name, x in agent.named_parameters()
+    ]
+    optimizer = torch.optim.Adam(groups, fused=True)
     path = args.evaluate or args.resume or args.pretrained
     if path:
         saved = checkpoint or load_checkpoint(path)
-        if not checkpoint:  # the detector of --pretrained, with the initial sigma of --log-std
-            saved["agent"]["log_std"] = agent.log_std
-            progress.iteration = args.detector_iterations
         try:
             agent.load_state_dict(saved["agent"])
-            if checkpoint:
-                optimizer.load_state_dict(saved["optimizer"])
+            if checkpoint:  # --pretrained gives the weights alone
+                optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, RuntimeError, ValueError):
-            flags = "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size"
-            fail(f"{path}: not the network of {flags}, --coarse-size and this file")
+            fail(
+                f"{path}: not the network of --env-id (pairs of --data-dir and --predict have two dates), "
+                "--patch-size, --cell-size, --coarse-size and this file"
+            )
     return agent, optimizer
 
 
@@ -651,7 +653,7 @@ def train(args, run_path: Path, checkpoint=None):
     # Set up
     device = set_up_device(args)
     progress = checkpoint["progress"] if checkpoint else Progress()
-    agent, optimizer = set_up(args, checkpoint, progress, device)
+    agent, optimizer = set_up(args, checkpoint, device)
     if args.predict:
         write_predictions(agent, args, progress.threshold, device)
         return
@@ -660,13 +662,18 @@ def train(args, run_path: Path, checkpoint=None):
         print(evaluate(agent, args, test, progress.threshold))
         return
     val = val[: args.eval_episodes]
+    labels = train_pairs[:, -1]  # of pixels; the share of changed ones sets the price of a look, eq. 1
+    agent.share.copy_((labels == 1).sum() / (labels != change_pairs.UNCOUNTED).sum())
     num_iterations = args.detector_iterations + args.ppo_iterations
     parts = {"agent": agent, "optimizer": optimizer}
     save = partial(save_checkpoint, run_path, args, progress, parts)
     if RANK == 0:
         writer = open_run(run_path, args, progress.step)
-        sizes = f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs"
-        print(f"{run_path}: {sizes}, step {progress.step}")
+        print(
+            f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, "
+            f"step {progress.step}; {agent.share:.2%} are changed, so a look costs "
+            f"{2 * agent.share * args.cost:.4f}, and all looks cost {args.num_steps * args.cost:.2f} of F1"
+        )
         if not checkpoint:
             save("checkpoint.pt")
         elif not (run_path / "best.pt").exists() or get_task(args) != get_task(checkpoint["args"]):
@@ -675,7 +682,11 @@ def train(args, run_path: Path, checkpoint=None):
             print(f"{run_path}: raise --ppo-iterations to train on")
 
     def score_policy():
-        """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better."""
+        """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better.
+
+        A difference below the standard error is noise: then the newer policy is kept. The standard error of
+        a single val pair is NaN.
+        """
         scores = evaluate(agent, args, val)
         for name, score in scores.items():
             writer.add_scalar(name, score, progress.step)
@@ -683,7 +694,8 @@ def train(args, run_path: Path, checkpoint=None):
         progress.eval_steps += len(val)
         progress.threshold = scores["eval/threshold"]
         progress.last_score = scores["eval/episodic_return"]
-        if progress.best_score is None or progress.last_score >= progress.best_score:
+        highest = progress.last_score + scores["eval/standard_error"]
+        if progress.best_score is None or not highest < progress.best_score:
             progress.best_score = progress.last_score
             save("best.pt")
         save("checkpoint.pt")
@@ -707,7 +719,8 @@ def train(args, run_path: Path, checkpoint=None):
             learning_rate = args.learning_rate if is_ppo else args.detector_lr
             if args.anneal_lr:
                 learning_rate *= 1 - progress.iteration / num_iterations
-            optimizer.param_groups[0]["lr"] = learning_rate
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group["scale"]
 
             # Draw pairs for the detector, or collect a rollout for PPO
             progress.iteration += 1
@@ -721,9 +734,9 @@ def train(args, run_path: Path, checkpoint=None):
             else:
                 num_pairs = DETECTOR_STEPS * args.batch_size
                 scalars = {}
-                size = args.batch_size // WORLD_SIZE
                 minibatches = (
-                    change_pairs.draw_batch(train_pairs, size, args) for _ in range(DETECTOR_STEPS)
+                    change_pairs.draw_batch(train_pairs, args.batch_size // WORLD_SIZE, args)
+                    for _ in range(DETECTOR_STEPS)
                 )
 
             # Update
@@ -772,9 +785,11 @@ def train(args, run_path: Path, checkpoint=None):
     writer.close()
     scores = "not evaluated"
     if args.eval_episodes:
-        agent.load_state_dict(load_checkpoint(run_path / "best.pt")["agent"])
-        print_rules(agent, args, val, test)
-        scores = f"return of best.pt {progress.best_score:.4f}, of the last policy {progress.last_score:.4f}"
+        winner = print_rules(agent, args, val, test, load_checkpoint(run_path / "best.pt"))
+        scores = (
+            f"return of best.pt {progress.best_score:.4f}, of the last policy {progress.last_score:.4f}; "
+            f"{winner} earned most on test"
+        )
     print(f"{run_path}: {scores}")
 
 
@@ -793,16 +808,18 @@ def main(argv=None):
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
         if name in ("cost", "log_std"):
-            least = -math.inf  # any number, but not NaN
+            least = -np.inf  # any number, but not NaN
         if type(value) in (int, float) and not value >= least:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     patch = args.patch_size
-    if args.cell_size >= args.image_size:
-        fail(f"--cell-size ({args.cell_size}) must be smaller than --image-size ({args.image_size})")
-    if args.image_size % patch or patch % args.cell_size or patch % args.coarse_size:
-        fail("--image-size must be divisible by --patch-size, and --patch-size by --cell-size, --coarse-size")
+    has_rest = args.image_size % patch or patch % args.cell_size or patch % args.coarse_size
+    if has_rest or args.image_size == args.cell_size:
+        fail(
+            "--image-size must be divisible by --patch-size and larger than --cell-size, "
+            "and --patch-size divisible by --cell-size and --coarse-size"
+        )
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"

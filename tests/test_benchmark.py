@@ -177,8 +177,14 @@ def test_leads_of_ppo_are_paired():
 
 def test_the_criterion_of_change_detection_counts_seeds():
     best, last = ([{"oracle_f1": 0.5, "ppo_f1": 0.5 - step * i} for i in range(5)] for step in (0.01, 0.02))
-    rows = [{"best": best[i], "last": last[i], "seconds": 40.0 + i} for i in range(5)]
-    assert change_detection.judge(rows) == {"best": 4, "last": 2, "seconds": 44.0}
+    rows = [
+        {"best": best[i] | {"everywhere_f1": 0.47}, "last": last[i], "seconds": 40.0 + i} for i in range(5)
+    ]
+    found = change_detection.judge(rows)
+    assert found == {"best": 4, "last": 2, "seconds": 44.0} | {
+        "best_lead": pytest.approx(0.01),
+        "last_lead": pytest.approx(-0.01),
+    }
 
 
 @pytest.mark.parametrize("num_dates", [2, 3, 4])
@@ -205,7 +211,8 @@ def test_the_lead_is_widest_where_the_page_says():
     prices = np.linspace(0, 0.15, 301)
     leads = [change_detection.calculate_lead(cost) for cost in prices]
     assert prices[np.argmax(leads)] == pytest.approx(0.0975)
-    assert change_detection.calculate_lead(cd.Args.cost) == pytest.approx(0.92 * max(leads), rel=0.01)
+    price = 2 * change_detection.SHARE * cd.Args.cost
+    assert change_detection.calculate_lead(price) == pytest.approx(0.92 * max(leads), rel=0.01)
     (price,) = change_detection.STUDIES["haze-3"][1]
     widest = max(change_detection.calculate_lead(cost, 3) for cost in prices)
     assert change_detection.calculate_lead(price, 3) == pytest.approx(0.92 * widest, rel=0.01)

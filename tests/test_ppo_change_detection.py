@@ -33,6 +33,8 @@ def make_parts(**changes):
     torch.manual_seed(0)
     agent = cd.Agent(args).double()
     torch.nn.init.normal_(agent.heads[-1].weight, 0.0, 0.3)
+    agent.share.fill_(0.5)  # then a look costs --cost
+    agent.heads[-1].bias.data.fill_(0.0)
     pairs, *_ = change_pairs.draw_haze(args.num_envs, args.image_size, 2, 0)
     images, labels = change_pairs.split_labels(torch.from_numpy(pairs), args)
     return args, agent, images.double(), labels.double()
@@ -45,6 +47,12 @@ def roll(args, agent, images, labels):
     rows = {name: x.flatten(0, 1) for name, x in rollout.items()}
     pairs = torch.arange(args.num_envs).repeat(args.num_steps)
     return rollout, scalars, rows | {"images": images[pairs], "labels": labels[pairs]}
+
+
+def make_action(agent, images, obs, looks):
+    """Look without noise."""
+    correction, shown = agent.look(images, obs, looks)
+    return {"correction": correction, "shown": shown, "stop": ~looks}
 
 
 # Networks
@@ -67,7 +75,7 @@ def test_a_look_reads_its_own_window_and_the_dates_of_its_step(num_steps):
         sees = is_read & torch.tensor([True] * 3 + [step == num_steps - 1] * 3).view(6, 1, 1)
         obs |= {"step_indices": torch.full((4,), step)}
         found, hidden, other = (
-            agent.look(torch.where(is_same, images, -images), obs, looks)
+            dict(zip(("correction", "shown"), agent.look(torch.where(is_same, images, -images), obs, looks)))
             for is_same in (torch.ones_like(sees), sees, ~sees)
         )
         for name, x in found.items():
@@ -125,7 +133,7 @@ def test_a_rollout_follows_its_decisions():
         obs = {name: data[name][t] for name in ("query", "seen", "step_indices")}
         correction = data["correction"][t]
         logits, values = agent.decide(obs)
-        found = agent.look(images, obs, looks[t])
+        found = dict(zip(("correction", "shown"), agent.look(images, obs, looks[t])))
         assert (obs["step_indices"] == t).all() and not correction.movedim(1, -1)[~looks[t]].any()
         assert (correction != found["correction"]).any(1)[looks[t]].all()  # drawn, not the mean
         close(values, data["values"][t])
@@ -192,7 +200,7 @@ def test_ppo_loss_is_equation_5():
     with torch.no_grad():
         logits, values = agent.decide(batch)
         looks, mask = ~batch["stop"], batch["pre_action_mask"]
-        means = agent.look(batch["images"], batch, looks)["correction"]
+        means, _ = agent.look(batch["images"], batch, looks)
         class_logits = agent.class_head(batch["query"] + agent.up(means))
     normal = torch.distributions.Normal(means, agent.log_std.exp())
     drawn, advantages = normal.log_prob(batch["correction"]).sum(1), batch["advantages"]
@@ -241,7 +249,7 @@ def test_the_detector_learns_from_no_look_and_each_look(share, monkeypatch):
     obs, looks = env.reset(images, labels), torch.full((4, 4, 4), share > 0)
     losses = [F.binary_cross_entropy_with_logits(env.final_logits, labels)]
     for _ in range(2):
-        obs, *_ = env.step(agent.look(images, obs, looks) | {"stop": ~looks})
+        obs, *_ = env.step(make_action(agent, images, obs, looks))
         losses.append(F.binary_cross_entropy_with_logits(env.final_logits, labels))
     assert loss.item() == pytest.approx(sum(losses).item() / 3)
     assert (losses[0] == losses[2]).item() == (share == 0)
@@ -255,7 +263,7 @@ def test_f1_of_pixels_and_its_threshold(monkeypatch):
     rng, (args, *_) = np.random.default_rng(0), make_parts()
     pairs = torch.from_numpy(rng.choice([0, 1, 255], (3, 7, 8, 8), p=(0.6, 0.3, 0.1)).astype(np.uint8))
     p = torch.from_numpy(rng.random((3, 8, 8))) * 0.7 + 0.3 * (pairs[:, -1] == 1)
-    looks, returns = torch.full((3, 2, 2), 1.5), torch.full((3, 2, 2), 0.25)
+    looks, returns = torch.full((3, 2, 2), 1.5), torch.arange(12.0).view(3, 2, 2)
     monkeypatch.setattr(cd, "classify", lambda *args: (p, looks, returns))
 
     def score(threshold):
@@ -266,7 +274,10 @@ def test_f1_of_pixels_and_its_threshold(monkeypatch):
     found, other = cd.evaluate(None, args, pairs), cd.evaluate(None, args, pairs, 0.1)
     assert found["eval/f1"] == pytest.approx(score(found["eval/threshold"]))
     assert found["eval/f1"] == pytest.approx(max(score(k / 100) for k in range(101)))
-    assert found["eval/looks"] == 1.5 and found["eval/episodic_return"] == 0.25
+    assert found["eval/looks"] == 1.5 and found["eval/episodic_return"] == 5.5
+    assert found["eval/standard_error"] == pytest.approx(
+        4 / math.sqrt(3)
+    )  # of the pairs' means 1.5, 5.5 and 9.5
     assert other["eval/f1"] == pytest.approx(score(0.1)) and other["eval/threshold"] == 0.1
 
 
@@ -285,7 +296,7 @@ def test_classification_takes_means_and_the_likelier_decision():
     obs = env.reset(images, labels)
     for _ in range(2):
         chosen = env.is_active & (agent.decide(obs)[0] > 0)
-        obs, rewards, *_ = env.step(agent.look(images, obs, chosen) | {"stop": ~chosen})
+        obs, rewards, *_ = env.step(make_action(agent, images, obs, chosen))
         total = total + rewards
     means = F.interpolate(F.pixel_shuffle(env.final_logits.sigmoid(), 4), scale_factor=2, mode="bilinear")
     torch.testing.assert_close(returns[33:34], total, rtol=1e-4, atol=1e-5)
@@ -293,24 +304,80 @@ def test_classification_takes_means_and_the_likelier_decision():
 
 
 def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
-    """The rule with a level looks as often as the policy on val. Pictures of test are black."""
-    args, agent, *_ = make_parts(image_size=16)
+    """Each with its own probability threshold. The last policy looks everywhere, and that of best.pt by its heads.
+
+    The level of the threshold is that with the largest net score on val, and the winner that of test.
+    """
+    args, agent, *_ = make_parts(image_size=16, cost=-0.02)  # a look earns; by F1 alone, nowhere is best
     val, test = (torch.from_numpy(change_pairs.draw_haze(60, 16, 2, seed)[0]) for seed in (1, 2))
-    test[:, :6] = 0
-    calls, looks, evaluate = [], {}, cd.evaluate
+    best = {"agent": agent.float().state_dict()}
+    last = cd.Agent(args)
+    last.load_state_dict({name: x.clone() for name, x in best["agent"].items()})
+    last.heads[-1].bias.data[0] = 100.0
+    calls, evaluate = [], cd.evaluate
 
     def record(agent, args, pairs, threshold=None, rule=None):
-        calls.append((pairs is test, threshold, rule, evaluate(agent, args, pairs, threshold, rule)))
-        return calls[-1][-1]
+        scores = evaluate(agent, args, pairs, threshold, rule)
+        calls.append((pairs is test, threshold, rule, scores))
+        return scores
 
     monkeypatch.setattr(cd, "evaluate", record)
-    cd.print_rules(agent.float(), args, val, test)
-    lines = capsys.readouterr().out.splitlines()
-    for line, (*tuned, scores), (*scored, _) in zip(lines, calls[::2], calls[1::2], strict=True):
-        assert tuned[:2] == [False, None] and scored == [True, scores["eval/threshold"], tuned[2]]
-        looks[line.split(":")[0].strip()] = scores["eval/looks"]
-    assert looks["nowhere"] == 0 and looks["everywhere"] == 2 and 0 < looks["PPO"] < 2
-    assert looks["threshold"] == pytest.approx(looks["PPO"], abs=0.02)
+    winner = cd.print_rules(last, args, val, test, best)
+    lines = [line.split(":") for line in capsys.readouterr().out.splitlines()]
+    names = [name.strip() for name, _ in lines]
+    assert names == ["last policy", "best.pt", "threshold", "everywhere", "nowhere"]
+    scored = [i for i, call in enumerate(calls) if call[0]]
+    found = {}
+    for name, (_, text), i in zip(names, lines, scored, strict=True):
+        on_val, (_, threshold, rule, scores) = calls[i - 1], calls[i]
+        assert not on_val[0] and on_val[1] is None and on_val[2] is rule and name not in found
+        assert threshold == on_val[3]["eval/threshold"]
+        found[name] = scores
+        net = scores["eval/f1"] + 0.02 * scores["eval/looks"]
+        assert re.findall(r"-?\d\.\d+", text) == [
+            f"{scores['eval/f1']:.3f}",
+            f"{scores['eval/looks']:.2f}",
+            f"{net:.3f}",
+        ]
+        assert net == pytest.approx(scores["eval/net"])
+    assert found["last policy"] == found["everywhere"] and found["nowhere"]["eval/looks"] == 0
+    assert found["everywhere"]["eval/looks"] == 2 and 0 < found["best.pt"]["eval/looks"] < 2
+    assert winner == max(found, key=lambda name: found[name]["eval/net"])
+    nets = [
+        evaluate(last, args, val, None, lambda env, logits, k=k: cd.look_above(k / 1000, env, logits))[
+            "eval/net"
+        ]
+        for k in (0, 1, 8, 27, 64, 125, 216, 343, 512, 729, 1000)
+    ]
+    tuned = evaluate(last, args, val, None, calls[scored[2]][2])["eval/net"]
+    assert tuned == pytest.approx(max(nets))
+
+
+def test_the_price_of_a_look_is_a_share_of_f1(tmp_path, capsys):
+    """It is 2 x share x cost, with the share of changed pixels that count, and stays that of training."""
+    save_set(tmp_path / "set", size=(16, 12))  # the padding does not count
+    flags = f"{TINY} --detector-iterations 1 --ppo-iterations 1 --cost 0.3 --data-dir {tmp_path / 'set'}"
+    path, _ = run(tmp_path / "runs", flags)
+    labels = [np.array(Image.open(x)) > 0 for x in (tmp_path / "set").glob("train/label/*")]
+    share = np.mean(labels)
+    out = capsys.readouterr().out
+    assert f"{share:.2%} are changed, so a look costs {0.6 * share:.4f}, and all looks cost 0.60 of F1" in out
+    shutil.rmtree(tmp_path / "set")
+    save_set(tmp_path / "set", size=(16, 24))
+    cd.main(["--evaluate", str(path / "best.pt")])
+    agent, args = study.load_agent(path / "best.pt")
+    assert agent.share.item() == pytest.approx(share)
+    images, labels = change_pairs.split_labels(
+        torch.from_numpy(cd.change_pairs.draw_haze(2, 16, 2, 0)[0]), args
+    )
+    env = cd.ChangeEnv(agent)
+    looks = torch.ones(2, 2, 2, dtype=torch.bool)
+    with torch.no_grad():
+        action = make_action(agent, images, env.reset(images, labels), looks)
+        before = env.worth
+        _, rewards, _ = env.step(action | {"correction": 0 * action["correction"]})
+    assert torch.equal(env.worth, before)
+    torch.testing.assert_close(rewards, torch.full((2, 2, 2), -0.6 * share), check_dtype=False)
 
 
 # Whole runs
@@ -323,14 +390,14 @@ def run(folder, *flags):
     return path, read_scalars(path)
 
 
-@pytest.mark.parametrize(("cost", "least", "most"), [(1.5, 0.0, 0.1), (-1.5, 1.9, 2.0)])
+@pytest.mark.parametrize(("cost", "least", "most"), [(7.5, 0.0, 0.1), (-7.5, 1.9, 2.0)])
 def test_the_policy_follows_the_price(tmp_path, cost, least, most):
     """It leaves out what costs more than it can gain, and takes what is paid for."""
     flags = f"{TINY} --detector-iterations 1 --ppo-iterations 12 --num-envs 32 --learning-rate 0.02"
     flags += f" --cost {cost} --eval-interval 100"
     _, scalars = run(tmp_path, flags)
     looks = [x for _, x in scalars["charts/looks"]]
-    assert least - 0.05 <= looks[-1] <= most + 0.05 and 0.5 < looks[0] < 1.7
+    assert least - 0.05 <= looks[-1] <= most + 0.05 and 0.5 < looks[0] < 1.9
     assert least <= scalars["eval/looks"][-1][1] <= most
 
 
@@ -407,13 +474,39 @@ def test_numbers_that_make_no_sense(capsys, flags):
     assert flags.split()[0] in fail_with(capsys, cd.main, flags.split())
 
 
+def test_the_heads_learn_faster_and_queries_look_at_first():
+    args = cd.Args(head_lr_scale=3.0)
+    agent, optimizer = cd.set_up(args, None, torch.device("cpu"))
+    scales = {id(x): group["scale"] for group in optimizer.param_groups for x in group["params"]}
+    assert len(scales) == len(list(agent.parameters()))
+    for name, x in agent.named_parameters():
+        assert scales[id(x)] == (3 if name.startswith("heads") else 1)
+    logits, values = agent.decide({"query": torch.randn(2, 64, 3, 3), "seen": torch.randn(2, 16, 3, 3)})
+    assert (logits == 2).all() and (values.abs() < 0.01).all()
+
+
+@pytest.mark.parametrize(("lead", "is_kept"), [(0.2, False), (0.05, True), (-1.0, True)])
+def test_noise_on_val_does_not_choose_the_policy(tmp_path, monkeypatch, lead, is_kept):
+    """With a standard error of 0.1, the later policy replaces one whose return is larger by 0.05, and not by 0.2."""
+    returns = iter((1.0 + lead, 1.0))
+
+    def evaluate(*args):
+        found = {"eval/episodic_return": next(returns), "eval/threshold": 0.5, "eval/f1": 0.5}
+        return found | {"eval/standard_error": 0.1}
+
+    monkeypatch.setattr(cd, "evaluate", evaluate)
+    monkeypatch.setattr(cd, "print_rules", lambda *args: "nowhere")
+    path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 2 --eval-interval 2")
+    assert (load(path / "best.pt")["progress"]["iteration"] == 3) == is_kept
+
+
 def test_a_pretrained_detector_is_taken(tmp_path):
-    path, _ = run(tmp_path / "detector", TINY, "--detector-iterations 2 --ppo-iterations 0")
-    flags = f"{TINY} --pretrained {path / 'checkpoint.pt'} --detector-iterations 2 --ppo-iterations 1"
-    other, scalars = run(tmp_path / "ppo", flags, "--learning-rate 0 --log-std -1")
+    """With all of its weights, sigma among them; no iteration trains it again."""
+    path, _ = run(tmp_path / "detector", TINY, "--detector-iterations 2 --ppo-iterations 0 --log-std -1")
+    flags = f"{TINY} --pretrained {path / 'checkpoint.pt'} --detector-iterations 0 --ppo-iterations 1"
+    other, scalars = run(tmp_path / "ppo", flags, "--learning-rate 0")
     first, second = (load(x / "checkpoint.pt")["agent"] for x in (path, other))
     first.pop("running_f1"), second.pop("running_f1")
-    assert (first.pop("log_std") == -3).all() and (second.pop("log_std") == -1).all()
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert len(scalars["losses/cross_entropy"]) == len(scalars["losses/entropy"]) == 1
 
@@ -435,11 +528,13 @@ def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     assert len(list(maps.iterdir())) == 18
     pair, *size = change_pairs.read_pairs(folder / "A/val_1.png", folder / "B/val_1.png", 8)["val_1"]
     assert pair.shape == (1, 7, 24, 24) and size == [24, 20]
-    p, *_ = cd.classify(agent, args, torch.from_numpy(pair))
+    p, looks, _ = cd.classify(agent, args, torch.from_numpy(pair))
     p = p[0, :, :20].numpy()
     probability, mask = (np.array(Image.open(maps / f"val_1_{x}.png")) for x in ("probability", "mask"))
     assert (probability == np.uint8(255 * p)).all()
     assert (mask == 255 * (p >= load(path / "best.pt")["progress"]["threshold"])).all()
+    looked = np.array(Image.open(maps / "val_1_looks.png"))
+    assert (looked == 255 * np.kron(looks[0], np.ones((8, 8)))[:, :20]).all() and looked.any()
     assert "maps" in fail_with(capsys, cd.main, [*map(str, words)])
 
 
