@@ -16,10 +16,11 @@ The detector is trained first, by cross entropy with random looks. Then PPO lear
 
 Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
     (1) r_t = w(p_{t+1}) - w(p_t) - 2 share cost if the query looks at step t; else it stops for good, and
-        r_t = 0; share is that of changed pixels in training, so one look at each query costs `cost` of F1
+        r_t = 0; share is that of changed pixels in training. Predicted and true cells together are about
+        2 share of all, so w rises by 2 share as F1 rises by 1: one look at each query costs `cost` of F1
     (2) w(p) = mean over labelled cells of beta max(log likelihood of y, -7) + 1[p > f1 / 2] (2 y - f1), the
         worth of its map; f1 is a running F1 = 2 TP / (predicted + true). One more predicted cell moves it by
-        about (2 y - f1) / (predicted + true), so cells are predicted as changed if p > f1 / 2
+        about (2 y - f1) / (predicted + true), which is expected to be positive if p > f1 / 2
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
@@ -233,15 +234,16 @@ class ChangeEnv:
     def reset(self, images, labels):
         """Begin with pictures [B, 3 J, S, S] and labels [B, G, h, w], and return the first observation."""
         query = self.agent.backbone(F.avg_pool2d(images, self.args.coarse_size))  # [B, D, h, w]
+        # Nothing has been seen yet, all queries are active (they have not stopped), and step 0 comes next
         zeros = torch.zeros_like(query[:, 0])  # [B, h, w]
-        self.is_active = zeros == 0  # queries that have not stopped yet
+        self.is_active = zeros == 0
         self.labels = labels
         seen = zeros.unsqueeze(1).expand(-1, self.agent.seen_dim, -1, -1)
         return self.observe(query, seen, zeros[:, 0, 0].long())
 
     def observe(self, query, seen, step_indices):
         """Classify the embeddings [B, D, h, w], compute their worth and return the observation."""
-        self.final_logits = self.agent.class_head(query)
+        self.final_logits = self.agent.class_head(query)  # of the cells, [B, G, h, w]
         self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
         self.obs = {"query": query, "seen": seen, "step_indices": step_indices}
         return self.obs
@@ -350,6 +352,7 @@ def collect_rollout(agent, images, labels, args):
     )
     # Move the running F1 of eq. 2 towards that of this rollout's maps, in total across processes. With one
     # process, average does nothing
+    # In `counts`, row 0 is 2 TP and row 1 predicted + true, cell by cell; labels of -1 add nothing
     says_change = (env.final_logits.sigmoid() > agent.running_f1 / 2) * (labels >= 0)
     counts = torch.stack((2 * says_change * labels, says_change + labels.clamp(min=0)))  # [2, B, G, h, w]
     hits, total = average(counts.sum((1, 2, 3, 4)))
@@ -366,7 +369,10 @@ def collect_rollout(agent, images, labels, args):
 
 
 def cross_entropy(logits, labels):
-    """Compute this process's share of the mean cross entropy over all labels but those of -1."""
+    """Compute the mean cross entropy over all labels but those of -1.
+
+    It is this process's sum by the mean number of labels: averaged over processes, it is the mean over all.
+    """
     is_counted = (labels >= 0).float()
     loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
     return loss / average(is_counted.sum()).clamp(min=1)
@@ -400,12 +406,13 @@ def ppo_loss(agent, batch, args):
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()
     loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
-    # The stored embedding trains the class head; the mean correction, recomputed, trains the refiner
+    # The stored embedding cls_query holds up(correction) as it was sampled, without gradient. In its place
+    # comes the mean of today's policy, whose gradient trains the refiner. PPO does not train the backbone
     query = batch["cls_query"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], -1.0)
     joint_loss = cross_entropy(agent.class_head(query), labels)
 
-    # What is logged of ratios is that of decisions
+    # Of the two ratios, those of decisions ([:, 0]) are logged
     approx_kl = ratio - 1 - log_ratio
     is_clipped = (ratio - 1).abs() > args.clip_coef
     metrics = [mean(x) for x in (policy_loss, value_loss, entropy, approx_kl[:, 0], is_clipped[:, 0])]
@@ -413,10 +420,13 @@ def ppo_loss(agent, batch, args):
 
 
 def detector_loss(agent, batch, args):
-    """Compute the mean cross entropy before and after each step; each pair looks at its own random rate."""
+    """Compute the cross entropy of the T + 1 maps, before the first step and after each one, on average.
+
+    For each pair a rate is drawn, with which its queries look.
+    """
     images, labels = batch
-    share = torch.rand(len(images), 1, 1, device=images.device)
-    env, rollout = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < share)
+    rate = torch.rand(len(images), 1, 1, device=images.device)
+    env, rollout = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < rate)
     queries = (rollout["query"][0], *rollout["cls_query"])
     loss = sum(cross_entropy(agent.class_head(query), labels) for query in queries) / len(queries)
     return loss, loss.detach()[None]
@@ -437,14 +447,14 @@ def take_step(agent, optimizer, loss, metrics, args):
 def classify(agent, args, pairs, rule=None):
     """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, 3 J + 1, H, W]."""
     found = []
-    for part in pairs.split(max(1, 2**17 // pairs[0, 0].numel())):  # as many as memory holds
+    for part in pairs.split(max(1, 2**17 // pairs[0, 0].numel())):  # bounds the memory
         images, labels = change_pairs.split_labels(part, args)
         env, rollout = play(agent, images, labels, args, rule)
         cells = F.pixel_shuffle(env.final_logits.sigmoid(), args.patch_size // args.cell_size)
         pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear")  # [m, 1, H, W]
         looks = (~rollout["stop"]).float().sum(0)  # [m, h, w]
         found.append((pixels.squeeze(1), looks, rollout["rewards"].sum(0)))
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+    return [torch.cat(parts) for parts in zip(*found)]
 
 
 def evaluate(agent, args, pairs, threshold=None, rule=None):
@@ -464,8 +474,9 @@ def evaluate(agent, args, pairs, threshold=None, rule=None):
 
 def look_above(level, env, logits):
     """Let queries look to the end if the mean probability of change in their coarse map is above `level`."""
-    is_first = env.obs["step_indices"].view(-1, 1, 1) == 0
-    return ~is_first | (env.final_logits.sigmoid().mean(1) > level)
+    # `logits` are those of the decision to look; env.final_logits are those of the cells
+    is_later = env.obs["step_indices"].view(-1, 1, 1) > 0
+    return is_later | (env.final_logits.sigmoid().mean(1) > level)
 
 
 def print_rules(agent, args, val, test, best):
@@ -625,10 +636,7 @@ def set_up(args, checkpoint, device):
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(args).to(device)
     # The heads learn faster: the policy must tell haze apart before it stops looking altogether
-    groups = [
-        {"params": x, "scale": args.head_lr_scale if name.startswith("heads") else 1}
-        for name, x in agent.named_parameters()
-    ]
+    groups = [{"params": x, "is_head": name.startswith("heads")} for name, x in agent.named_parameters()]
     optimizer = torch.optim.Adam(groups, fused=True)
     path = args.evaluate or args.resume or args.pretrained
     if path:
@@ -648,7 +656,7 @@ def set_up(args, checkpoint, device):
 def train(args, run_path: Path, checkpoint=None):
     """Train, from `checkpoint` if there is one; with --evaluate score it, or use it for --predict.
 
-    Random numbers are seeded by --seed and 0 for the weights, 1 and the iteration's number for training.
+    Random numbers are seeded by --seed and 0 for the weights, 1, the iteration and the process for training.
     """
     # Set up
     device = set_up_device(args)
@@ -720,7 +728,7 @@ def train(args, run_path: Path, checkpoint=None):
             if args.anneal_lr:
                 learning_rate *= 1 - progress.iteration / num_iterations
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * group["scale"]
+                group["lr"] = learning_rate * (args.head_lr_scale if group["is_head"] else 1)
 
             # Draw pairs for the detector, or collect a rollout for PPO
             progress.iteration += 1

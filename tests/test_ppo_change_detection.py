@@ -474,13 +474,15 @@ def test_numbers_that_make_no_sense(capsys, flags):
     assert flags.split()[0] in fail_with(capsys, cd.main, flags.split())
 
 
-def test_the_heads_learn_faster_and_queries_look_at_first():
-    args = cd.Args(head_lr_scale=3.0)
-    agent, optimizer = cd.set_up(args, None, torch.device("cpu"))
-    scales = {id(x): group["scale"] for group in optimizer.param_groups for x in group["params"]}
-    assert len(scales) == len(list(agent.parameters()))
-    for name, x in agent.named_parameters():
-        assert scales[id(x)] == (3 if name.startswith("heads") else 1)
+def test_the_heads_learn_faster_and_queries_look_at_first(tmp_path):
+    """The factor is the flag's, also in a resumed run."""
+    agent = cd.Agent(cd.Args())
+    for scale, flags in ((3, TINY), (5, "--resume {}")):
+        flags = flags.format(*tmp_path.glob("*/checkpoint.pt"))
+        path, _ = run(tmp_path, flags, f"--head-lr-scale {scale} --ppo-iterations {scale}")
+        groups = load(path / "checkpoint.pt")["optimizer"]["param_groups"]
+        for (name, _), group in zip(agent.named_parameters(), groups, strict=True):
+            assert group["lr"] == pytest.approx(groups[0]["lr"] * (scale if name.startswith("heads") else 1))
     logits, values = agent.decide({"query": torch.randn(2, 64, 3, 3), "seen": torch.randn(2, 16, 3, 3)})
     assert (logits == 2).all() and (values.abs() < 0.01).all()
 
