@@ -82,6 +82,9 @@ def test_a_look_reads_its_own_window_and_the_dates_of_its_step(num_steps):
             assert x.shape == (4, 16, 4, 4) and not x.movedim(1, -1)[~looks].any()
             assert torch.equal(x, hidden[name])
         assert (other["correction"] != found["correction"]).any(1)[looks].all()
+        is_second = is_read & (torch.arange(6) > 2).view(6, 1, 1)
+        correction, _ = agent.look(torch.where(is_second, -images, images), obs, looks)
+        assert torch.equal(correction, found["correction"]) == (step < num_steps - 1)
     padded = F.pad(images, (2,) * 4, mode="reflect")
     for b, y, x in looks.nonzero()[:4].tolist():
         window = padded[b, :3, 8 * y : 8 * y + 12, 8 * x : 8 * x + 12]
@@ -415,6 +418,9 @@ def test_a_resumed_run_is_that_of_no_interruption(tmp_path, monkeypatch):
         patch.setattr(os, "replace", keep)
         path, scalars = run(tmp_path / "runs", flags)
     whole = load(path / "checkpoint.pt")
+    rates = {group["lr"] for group in whole["optimizer"]["param_groups"]}
+    last_rate = pytest.approx(scalars["charts/learning_rate"][-1][1])
+    assert min(rates) == last_rate and max(rates) / 3 == last_rate
     for number in (1, 2, 5):
         left = tmp_path / str(number)
         cd.main(["--resume", str(left / "checkpoint.pt")])
