@@ -293,6 +293,19 @@ def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloa
         assert (p - 1).abs().max() > 0.04 and (frozen == 1).all()
 
 
+def test_weight_decay_is_decoupled_and_of_what_adam_trains():
+    """Without gradients, a step multiplies Adam's weights by 1 - 0.01 * 0.1, and Muon's stay."""
+    parts = am.set_up(am.Args(), None, CPU)
+    agent, before = parts["agent"], copy.deepcopy(parts["agent"])
+    for p in agent.parameters():
+        p.grad = torch.zeros_like(p)
+    for name in ("optimizer", "muon"):
+        parts[name].param_groups[0].update(lr=0.01, weight_decay=0.1)
+        parts[name].step()
+    torch.testing.assert_close(agent.placeholders, before.placeholders * 0.999)
+    torch.testing.assert_close(agent.project_k.weight, before.project_k.weight, rtol=0, atol=0)
+
+
 # Training
 
 
@@ -603,6 +616,7 @@ REFUSED = {
     f"{GOOD}0 0 1 0 1 1 output 1 2 2 1\n": ":2: the tour must visit each node once",
     "0 0 1 0 1 1 output 1 2 3\n": ":1: the tour must visit each node once and return to its first one",
     "0 0 1 0 1 1 output 1 2 3 2\n": ":1: the tour must visit each node once and return to its first one",
+    "0 0 1 0 1 1 output 2 2 3 1\n": ":1: the tour must visit each node once and return to its first one",
     "0 0 1 0 1 1 output 1 2 3.5 1\n": ":1: must be `x y x y x y`",
 }
 
