@@ -39,7 +39,8 @@ def test_the_pages_follow_from_the_committed_results():
     assert len(shown) >= 8
     for name in shown:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert name in report.STUDIES or published[name]["tables"]
+        # change_task is drawn from a trained network, by change_detection.py --picture
+        assert name in {*report.STUDIES, "change_task"} or published[name]["tables"]
 
 
 def test_every_file_of_results_is_shown():
