@@ -679,8 +679,8 @@ def train(args, run_path: Path, checkpoint=None):
         writer = open_run(run_path, args, progress.step)
         print(
             f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, "
-            f"step {progress.step}; {agent.share:.2%} are changed, so a look costs "
-            f"{2 * agent.share * args.cost:.4f}, and all looks cost {args.num_steps * args.cost:.2f} of F1"
+            f"step {progress.step}; {agent.share.item():.2%} are changed, so a look costs "
+            f"{2 * agent.share.item() * args.cost:.4f}, and all looks {args.num_steps * args.cost:.2f} of F1"
         )
         if not checkpoint:
             save("checkpoint.pt")
