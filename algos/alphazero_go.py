@@ -67,7 +67,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 METRICS = ("loss", "policy_loss", "value_loss", "grad_norm", "sampled_loss", "sampled_loss_after")
 CUDA_GRAPHS = True  # on one GPU, record the search and the minibatch; replaying them saves CPU overhead
 OPEN, PENDING, OVER, ABSENT = range(4)  # status of a node: evaluated, being evaluated, end of a game, no node
-ILLEGAL = -1e9  # Q of illegal moves
+ILLEGAL = -1e9  # Q and logit of illegal moves, in place of minus infinity
 MAX_DESCENTS = 8  # attempts of a worker to find a leaf that no other worker has
 
 
@@ -187,7 +187,7 @@ def refill_pool(pool, new, capacity, oldest):
     """Add records; beyond the capacity, drop those of epochs before `oldest`, then those of least loss."""
     if pool:
         new = concatenate((pool, new))
-    # A loss is at least zero, so that -1 comes after all
+    # A loss is above -1 (below 0 by rounding alone), so that -1 comes after all
     rank = new.loss.masked_fill(new.epoch < oldest, -1)
     return new.pick(rank.topk(min(capacity, len(rank))).indices)
 
@@ -206,7 +206,8 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes: bool = Fa
     # The minibatch: of random_fraction 0.75 and B = 128, 32 records of largest loss and 96 others
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
     ranked = loss.masked_fill(is_other, -1).topk(num_ranked).indices
-    # Those of the largest losses come first, then random ones, and last those whose turn it is not
+    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those without
+    # their turn, which only fixed shapes leave among the rows
     keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
@@ -417,6 +418,7 @@ class Search:
                 self.finish(worker)
                 games = left.nonzero().squeeze(1)
                 if len(games):
+                    # The games that get a leaf have one simulation less left
                     left[self.request(worker, games)] -= 1
 
     def simulate(self):
@@ -435,8 +437,9 @@ class Search:
         """
         path = torch.zeros_like(games).unsqueeze(1)  # [R, 1], the roots
         jump = self.next[games]  # [R, M]
-        # Pointer jumping: if `jump` leads k nodes further, a path of k nodes becomes one of 2 k. With fixed
-        # shapes a path gets at least M nodes, as the deepest tree has; else the deepest of all paths decides
+        # Pointer jumping: `path` holds the first k nodes, and `jump` leads from each node to the one k steps
+        # below it; each turn doubles k, from 1. Paths of M nodes have all ended, as a tree has at most M - 1.
+        # Without fixed shapes, the deepest of all paths decides when to stop
         while path.shape[1] <= self.nowhere:
             is_complete = path[:, -1] == self.nowhere
             if not self.go.fixed_shapes and is_complete.all():
@@ -449,7 +452,8 @@ class Search:
         ends = torch.zeros_like(self.games)
         ends[games] = path.gather(1, length - 1).squeeze(1)
 
-        # Each node of a path has an edge, by its best move; the end has one only if it is open
+        # All paths in a row: entry i is node[i] of game[i]. An inner node has an edge to the next node of its
+        # path; an open end has one to the child that `request` makes; other ends have none
         game = games.unsqueeze(1).expand_as(path).flatten()
         node = path.flatten()
         goes_on = (node != ends[game]) | (self.status[game, node] == OPEN)
@@ -478,7 +482,7 @@ class Search:
             found.append(edges[:, ~has_collided[edges[0]]])
             games = games[has_collided[games]]
 
-            # Who may try again: the tree has room for another pseudo-visit
+            # Who may try again: one more pseudo-visit is within the tree's limit, a share of N(root)
             num_pseudo = 1 + self.pseudo[games, 0].sum(1)
             num_visits = 1 + self.N[games, 0].sum(1)
             games = games[num_pseudo <= self.args.pseudo_limit * num_visits]
@@ -499,11 +503,13 @@ class Search:
             # Games whose last path collided too get no leaf
             games = games[self.status[games, ends[games]] != PENDING]
 
-        # Expand: below an open node is a new one. Other paths have led to the end of a game
+        # Expand: a path whose end is open gets a new node below it. `new` are the games of such paths; with
+        # fixed shapes they are all games, and where a path ended at the end of a game (is_other), parent and
+        # child are `nowhere`
         is_new = self.status[games, ends[games]] == OPEN
         selected = self.select(is_new)
         new = games[selected]
-        is_other = ~is_new[selected]  # with fixed shapes alone
+        is_other = ~is_new[selected]
         parents = ends[new].masked_fill(is_other, self.nowhere)
         moves = self.best[new, parents]
         nodes = self.num_nodes[new].masked_fill(is_other, self.nowhere)
@@ -534,7 +540,8 @@ class Search:
             nodes = nodes[to_go]
             boards = boards.pick(to_go)
         if self.has_two:
-            # The other worker's next descents see the games that have ended here
+            # Paths to the end of a game need no evaluation: they are backed up now, before the other worker's
+            # next descents. is_over is one per edge
             is_over = (self.status[self.games, ends] == OVER)[edges[0]]
             if is_over.any():
                 finished = edges[:, is_over]
@@ -557,8 +564,8 @@ class Search:
                 # Ends of games, which are here only with fixed shapes, keep their values
                 nodes = nodes.masked_fill(self.status[games, nodes] == OVER, self.nowhere)
                 self.value[games, nodes] = values
-                # A graph refuses to copy a number to indexed places
-                # A number that is written to indexed places comes from the host, which no graph can record
+                # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph
+                # can record
                 self.status[games, nodes] = torch.full_like(nodes, OPEN)
                 first_q = values.unsqueeze(1)
                 if self.args.first_q == "zero":
@@ -567,9 +574,8 @@ class Search:
                 # A large number in place of infinity, so that a row without a legal move is not NaN
                 self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
             self.backup(edges, ends)
-            opened = torch.stack((games, nodes))
-            self.choose(torch.cat((edges[:2], opened), 1))
-        # Take the pseudo-visits away that have led around these leaves
+            self.choose(torch.cat((edges[:2], torch.stack((games, nodes))), 1))
+        # Remove the pseudo-visits that led this worker past the other one's leaves to its own
         for edges in worker.pseudo_edges:
             self.pseudo[tuple(edges)] -= 1
             self.choose(edges[:2])
@@ -620,6 +626,7 @@ class Search:
     def best_moves(self):
         """Return the most visited moves [G]; ties are broken by the largest Q + P / 50."""
         q = self.Q[:, 0].clamp(min=0)  # also of illegal moves
+        # Half of Q + P / 50 is below 1, so that it only decides between equal N
         return (self.N[:, 0] + 0.5 * q + 0.01 * self.P[:, 0]).argmax(1)
 
 
@@ -672,7 +679,8 @@ def play_moves(games, go, search, stage, args):
 
     # New games take their place
     games.boards.put(ended, go.new(len(ended)))
-    loss, epoch, turn = torch.zeros(3, len(z), device=go.device)  # set later
+    # Set later: make_images sets epoch and turn, and rank_records finds the loss
+    loss, epoch, turn = torch.zeros(3, len(z), device=go.device)
     return Records(
         planes=games.planes[ended][is_move],
         policy=games.policy[ended][is_move],
@@ -750,7 +758,8 @@ def update_network(agent, optimizer, records, stage):
     losses = alphazero_loss(agent, records, stage).mean(1)
     optimizer.zero_grad()
     losses[0].backward()
-    if stage.value_coef == 1:  # the policy head is frozen
+    if stage.value_coef == 1:
+        # The policy head stays as it is: without a gradient, AdamW does not even decay its weights
         agent.policy_head.zero_grad()
     average_gradients(agent)
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
@@ -1076,7 +1085,7 @@ def train(args, run_path: Path, checkpoint=None):
         if not checkpoint:
             save(whole, "checkpoint.pt")
         elif not (run_path / "best.pt").exists() or checkpoint["args"].komi != args.komi:
-            progress.best_score = None  # the next network that is evaluated is the best one
+            progress.best_score = progress.win_rate = None  # the next network evaluated is the best one
         if progress.iteration >= args.num_epochs:
             print(f"{run_path}: raise --num-epochs to train on")
 
