@@ -391,7 +391,7 @@ def test_the_seed_alone_fixes_a_run_and_evaluations_change_nothing(script, whole
     assert not any(tag.startswith("eval/") for tag in read_scalars(never.path))
     assert {*never.written} == {"checkpoint.pt"} and len(never.written) > 3 and "best.pt" in whole.written
     assert "not evaluated" in never.out and "not evaluated" not in whole.out
-    if script in ("ppo", "r2d2_lstm", "reinforce_tsp_attention"):  # ten episodes or 1,000 instances, since the checkpoint says none
+    if script in ("ppo", "r2d2_lstm", "reinforce_tsp_attention"):  # ten episodes or 1,000 instances
         with redirect_stdout(io.StringIO()) as out:
             importlib.import_module(f"algos.{script}").main(["--evaluate", str(never.path / "checkpoint.pt")])
         assert np.isfinite([*ast.literal_eval(out.getvalue()).values()]).all()

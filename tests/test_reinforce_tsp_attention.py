@@ -394,7 +394,8 @@ def test_every_update_has_its_rates_matrices_and_instances(tmp_path, monkeypatch
     points = torch.cat([x.points for x in updates])  # which another seed changes
     assert points.shape == (2 * 8 * 4, 6, point_dim) and len({*map(str, points.tolist())}) == 2 * 8 * 4
     assert all(x.best is None for x in updates)
-    assert len({x.weights.sum().item() for x in updates}) == 2 * 8 and len(updates[0].weights) == 708_608 + 128 * (point_dim - 2)
+    assert len({x.weights.sum().item() for x in updates}) == 2 * 8
+    assert len(updates[0].weights) == 708_608 + 128 * (point_dim - 2)
 
 
 def test_losses_are_means_over_an_epoch_and_end_the_run_if_they_are_not_finite(tmp_path, monkeypatch, capsys):
