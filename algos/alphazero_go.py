@@ -441,8 +441,7 @@ class Search:
         # below it; each turn doubles k, from 1. Paths of M nodes have all ended, as a tree has at most M - 1.
         # Without fixed shapes, the deepest of all paths decides when to stop
         while path.shape[1] <= self.nowhere:
-            is_complete = path[:, -1] == self.nowhere
-            if not self.go.fixed_shapes and is_complete.all():
+            if not self.go.fixed_shapes and (path[:, -1] == self.nowhere).all():
                 break
             path = torch.cat((path, jump.gather(1, path)), 1)
             jump = jump.gather(1, jump)
@@ -928,7 +927,7 @@ def average_gradients(network):
         nn.utils.vector_to_parameters(vector, gradients)
 
 
-def seed_everything(*stream: int):
+def seed_everything(*stream: int) -> int:
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
     Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.

@@ -92,9 +92,7 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels
     coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse copy
     num_steps: int = 2  # steps T of an episode: the maximum number of looks
-    pretrained: str | None = (
-        None  # checkpoint whose weights a run starts from, say those of a trained detector
-    )
+    pretrained: str | None = None  # checkpoint whose weights a run starts from, such as a trained detector's
     detector_iterations: int = 24  # iterations that train the detector
     ppo_iterations: int = 84  # iterations of PPO
     batch_size: int = 16  # pairs per gradient step of the detector, in total across processes
@@ -680,7 +678,8 @@ def train(args, run_path: Path, checkpoint=None):
         print(
             f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, "
             f"step {progress.step}; {agent.share.item():.2%} are changed, so a look costs "
-            f"{2 * agent.share.item() * args.cost:.4f}, and all looks {args.num_steps * args.cost:.2f} of F1"
+            f"{2 * agent.share.item() * args.cost:.4f}, "
+            f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
         )
         if not checkpoint:
             save("checkpoint.pt")
