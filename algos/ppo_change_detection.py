@@ -496,11 +496,12 @@ def print_rules(agent, args, val, test, best):
     print_rule("last policy")
     agent.load_state_dict(best["agent"])
     print_rule("best.pt")
-    # The threshold on coarse maps that earns most on val, of a grid from everywhere to nowhere
+    # Thresholds on coarse maps, of a grid from everywhere to nowhere; then the one that earns most on val. If
+    # that is an end of the grid, the simpler rule is named as the winner
     rules = [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3]
-    print_rule("threshold", max(rules, key=lambda rule: evaluate(agent, args, val, None, rule)["eval/net"]))
     print_rule("everywhere", rules[0])
     print_rule("nowhere", rules[-1])
+    print_rule("threshold", max(rules, key=lambda rule: evaluate(agent, args, val, None, rule)["eval/net"]))
     return max(nets, key=nets.get)
 
 

@@ -211,28 +211,15 @@ class Go:
 
     def score(self, boards: Boards):
         """Return the area of black minus that of white, int64 [B], without komi."""
-        if self.fixed_shapes:
-            return self.score_in_fixed_time(boards)
-        areas = []
-        for colour in (1, -1):
-            reached = boards.stones == colour
-            before = -1
-            while before != (count := int(reached.sum())):
-                before = count
-                left, right, upper, lower = self.neighbours(reached)
-                spread = (boards.stones[:, self.inner] == 0) & (left | right | upper | lower)
-                reached = reached.clone()
-                reached[:, self.inner] |= spread
-            areas.append(reached.sum(1))
-        return areas[0] - areas[1]
-
-    def score_in_fixed_time(self, boards: Boards):
-        """Do what `score` does in as many steps as the longest way through empty points may need."""
         stones = boards.stones[:, self.cells].unsqueeze(0)  # [1, B, n^2]
         reached = torch.cat((stones == 1, stones == -1)).float()  # of black and of white
         room = torch.maximum(reached, (stones == 0).float())
+        # As many steps as the longest way through empty points may need
         for _ in range(2 * self.num_points // 3 + 1):
+            before = reached
             reached = torch.minimum(reached @ self.spread, room)
+            if not self.fixed_shapes and torch.equal(reached, before):
+                break
         black, white = reached.sum(2).long()
         return black - white
 

@@ -328,7 +328,7 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
     winner = cd.print_rules(last, args, val, test, best)
     lines = [line.split(":") for line in capsys.readouterr().out.splitlines()]
     names = [name.strip() for name, _ in lines]
-    assert names == ["last policy", "best.pt", "threshold", "everywhere", "nowhere"]
+    assert names == ["last policy", "best.pt", "everywhere", "nowhere", "threshold"]
     scored = [i for i, call in enumerate(calls) if call[0]]
     found = {}
     for name, (_, text), i in zip(names, lines, scored, strict=True):

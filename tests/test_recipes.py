@@ -81,8 +81,7 @@ def test_a_recipe_does_what_it_says(script, title, tmp_path, monkeypatch):
         block = find_block(body, "python") or ""
         name = re.match(r"# (\S+\.py)\n", block)  # of a whole file
         (path.parent / (name[1] if name else "recipe.py")).write_text(block)
-    for name in ("probe_envs.py",):
-        shutil.copy(ROOT / "tests" / name, path.parent)
+    shutil.copy(ROOT / "tests" / "probe_envs.py", path.parent)
     monkeypatch.chdir(path.parent)
     monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
     CHECKS[script, title](path, path.parent)

@@ -45,7 +45,7 @@ SPEED = (
     ("RepeatPreviousEasy, without CUDA graphs", R2D2, "no graphs"),
     ("Pong, hidden 512, batch of 2,560 steps", PONG, ""),
     ("Pong, without CUDA graphs", PONG, "no graphs"),
-    ("TSP20, batch 32, default; an instance is 20 tours", f"{TSP}", "cpu"),
+    ("TSP20, batch 32, default; an instance is 20 tours", TSP, "cpu"),
     (
         "TSP50, batch 512; an instance is 50 tours",
         f"{TSP} --env-id tsp50-uniform --batch-size 512 --steps-per-epoch 30",
