@@ -2,14 +2,14 @@
 
 Paper: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed Reinforcement Learning" (ICLR).
 
-    python r2d2_lstm.py                             # three steps of memory, in seconds on one CPU core
+    python r2d2_lstm.py                             # 50 steps of memory, in seconds on one CPU core
     python r2d2_lstm.py --no-recurrent --no-last-action-reward   # the control: a network without memory
     torchrun --nproc-per-node 2 r2d2_lstm.py        # two GPUs, or with --no-cuda two CPU processes
     python r2d2_lstm.py --evaluate runs/NAME/best.pt --eval-episodes 100
 
-The default task, RepeatPrevious, asks for what was shown three steps ago. A feed-forward policy that sees the
-last four observations solves it too, and PPO learns that in fewer CPU-seconds. An LSTM is needed if delays
-are long or have no bound.
+The default task, RepeatFirst, shows a card in each step, and always asks for the first one of the episode. A
+feed-forward policy that sees the last 4 or 16 cards cannot know it. One that sees all 52 can, and PPO learns
+that in fewer CPU-seconds. An LSTM is needed if a stack of whole episodes is too large.
 
 Equations of the paper and of the papers it builds on; the numbering is ours:
     (1)  h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, the value rescaling
@@ -78,7 +78,7 @@ class Args:
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if long)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
-    env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
+    env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
     recurrent: bool = True  # use an LSTM; otherwise a feed-forward layer of equal width
@@ -92,7 +92,7 @@ class Args:
     gamma: float = 0.98  # discount gamma
     norm_reward: bool = True  # divide rewards in targets by the root mean square of all nonzero ones so far
     burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
-    learn_length: int = 16  # trained steps m of a window; the next one begins that many steps later
+    learn_length: int = 26  # trained steps m of a window; the next one begins that many steps later
     last_window: Literal["mask", "overlap", "null"] = "mask"  # past the end: untrained, avoided, target 0
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
     state_init: Literal["stored", "zero"] = "stored"  # LSTM's state at a window's start: as when acting, or 0
