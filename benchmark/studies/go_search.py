@@ -26,7 +26,6 @@ import torch
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 import common
 import helpers
-import records
 
 sys.path.append(str(common.PEERS))
 import environment
@@ -99,11 +98,11 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
         "rollouts",
     ]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--simulations", 64, "--repeats", num_repeats)
-    result = records.read_run(folder, {"headline": "eval/simulations_per_cpu_second"}, {})
-    what = f"the same, OpenSpiel's search in C++ ({result['commit']})"
+    rate = common.read_points(folder, "eval/simulations_per_cpu_second")[-1][-1]
+    what = f"the same, one game, OpenSpiel's search in C++ ({common.read_text(folder, 'program')})"
     return [
         {"what": what, "column": column, "value": round(statistics.median(values))}
-        for what, repeats in (rates | {what: [(result["headline"],)]}).items()
+        for what, repeats in (rates | {what: [(rate,)]}).items()
         for column, values in zip(COLUMNS, zip(*repeats, strict=True), strict=False)
     ]
 
