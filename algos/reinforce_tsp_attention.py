@@ -593,7 +593,7 @@ def set_up(args, checkpoint, device):
 
 def describe_instances(args):
     """Say what policies are scored on."""
-    return args.data or f"{args.eval_episodes} random instances of {args.env_id}"
+    return args.data or f"{args.eval_episodes} random instances of {args.env_id}, seed {args.seed}"
 
 
 def train(args, run_path, checkpoint=None):
@@ -759,8 +759,8 @@ def main(argv=None):
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.batch_size % WORLD_SIZE:
         fail(f"--batch-size ({args.batch_size}) must be divisible by the number of processes ({WORLD_SIZE})")
-    if args.solve and not (args.evaluate and args.data):
-        fail("--solve needs --evaluate and --data")
+    if args.solve and not (args.evaluate and args.data and WORLD_SIZE == 1):
+        fail("--solve needs --evaluate and --data, and one process")
     name = (
         f"{Path(args.train_path or args.env_id).stem}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     )

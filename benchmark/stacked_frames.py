@@ -14,17 +14,11 @@ def make_stacked(env_id: str, num_frames: int, **kwargs) -> gym.Env:
     return gym.wrappers.FrameStackObservation(gym.make(env_id, **kwargs), num_frames)
 
 
-def make_minigrid(env_id: str, num_frames: int, is_one_hot: bool, **kwargs) -> gym.Env:
-    """Make a stack of MiniGrid's views of 7 x 7 cells, without direction and mission.
+def make_stacked_cells(env_id: str, num_frames: int, **kwargs) -> gym.Env:
+    """Make a stack of MiniGrid's views: object, color and state of 7 x 7 cells, without direction and mission."""
+    from minigrid.wrappers import ImgObsWrapper  # pip install minigrid
 
-    A cell is one-hot, 20 numbers as in R2D2's observations, or MiniGrid's three: object, color and state.
-    """
-    from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper  # pip install minigrid
-
-    env = gym.make(env_id, **kwargs)
-    if is_one_hot:
-        env = OneHotPartialObsWrapper(env)
-    return gym.wrappers.FrameStackObservation(ImgObsWrapper(env), num_frames)
+    return gym.wrappers.FrameStackObservation(ImgObsWrapper(gym.make(env_id, **kwargs)), num_frames)
 
 
 # The task of each short name, and the numbers of frames to register it with
@@ -43,15 +37,10 @@ for name, (env_id, stacks) in TASKS.items():
             kwargs={"env_id": env_id, "num_frames": num_frames},
         )
 
-# The largest stacks are those that algos/ppo.py accepts: 9,800 and 9,408 numbers
-for name, is_one_hot, num_frames in (
-    ("Bits", True, 4),
-    ("Bits", True, 10),
-    ("Cells", False, 16),
-    ("Cells", False, 64),
-):
+# 64 views are 9,408 numbers, and algos/ppo.py accepts up to 10,000
+for num_frames in (16, 64):
     gym.register(
-        f"MiniGridMemoryS7-{name}{num_frames}-v0",
-        make_minigrid,
-        kwargs={"env_id": "MiniGrid-MemoryS7-v0", "num_frames": num_frames, "is_one_hot": is_one_hot},
+        f"MiniGridMemoryS7-Stack{num_frames}-v0",
+        make_stacked_cells,
+        kwargs={"env_id": "MiniGrid-MemoryS7-v0", "num_frames": num_frames},
     )

@@ -434,7 +434,7 @@ def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch, has_gaps):
     A resumed run knows its score. A checkpoint that was moved alone gets a best policy anew.
     Evaluations of a run have the same instances. Those of --evaluate are others, so that scores are unbiased.
     """
-    numbers, seen, searches = iter([5.0, 3.0, 4.0, 3.0, 6.0, 3.5, 9.0, 1.0, 1.0]), [], []
+    numbers, seen, searches = iter([5.0, 3.0, 4.0, 3.0, 6.0, 3.5, 9.0, 1.0, 1.0, 8.0]), [], []
 
     def evaluate(agent, instances, device, decodings=None):
         seen.append({*instances.points.flatten().tolist()})
@@ -460,6 +460,9 @@ def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch, has_gaps):
     for name in ("best.pt", "checkpoint.pt"):
         am.main(["--evaluate", str(done.path / name)])
     assert seen == seen[:1] * 7 + seen[-1:] * 2 and not seen[0] & seen[-1]
+    # Another seed draws other instances, on which the old score means nothing
+    am.main([*f"{flags} 7 --seed 5 --resume".split(), str(path)])
+    assert scores(path) == (8.0, 8.0) and not seen[0] & seen[-1]
 
 
 @pytest.mark.parametrize("baseline", ["pomo", "rollout"])
@@ -652,6 +655,10 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, cap
     ):
         assert message in fail_with(capsys, am.main, flags.split())
         assert {*tmp_path.rglob("*")} == before, flags
+    monkeypatch.setattr(am, "WORLD_SIZE", 2)  # each process would write the tours
+    flags = "--solve new --data good.txt --evaluate good.pt"
+    assert "--solve needs --evaluate and --data, and one process" in fail_with(capsys, am.main, flags.split())
+    monkeypatch.setattr(am, "WORLD_SIZE", 1)
     with mock.patch.dict(sys.modules, {"envs_shared.tsplib": None}):  # a copied script without the reader
         assert "needs envs_shared/tsplib.py; copy it" in fail_with(capsys, am.main, ["--data", "bad.TSP"])
 
