@@ -7,14 +7,13 @@ says what is compared, by which test, and how often a change is found. Exit code
 something is worse or has failed in NEW, 2 when there is nothing to compare.
 """
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import common
 import numpy as np
 import records
-import tyro
+from records import get_values
 from scipy import stats
 from tyro.conf import Positional
 
@@ -36,85 +35,80 @@ def find_p_worse(base, new, are_paired: bool) -> np.ndarray:
 
     If both have the same seeds, it is twice the smaller p of the test of pairs and of the test of two samples.
     """
-    base, new = np.asarray(base, float), np.asarray(new, float)
-    tests = [stats.ttest_ind, stats.ttest_rel][: 1 + are_paired]
-    with warnings.catch_warnings():  # about samples without noise
-        warnings.simplefilter("ignore", RuntimeWarning)
-        p = [test(new, base, axis=-1, alternative="greater").pvalue for test in tests]
-    rounding = 1e-12 + 1e-6 * np.abs(base.mean(-1))
-    is_larger = new.mean(-1) - base.mean(-1) > rounding
-    return np.where(is_larger, np.minimum(1, len(p) * np.min(p, 0)), 1)
+    p = stats.ttest_ind(new, base, axis=-1, alternative="greater").pvalue
+    if are_paired:
+        paired = stats.ttest_rel(new, base, axis=-1, alternative="greater").pvalue
+        p = np.minimum(1, 2 * np.minimum(p, paired))
+    return np.nan_to_num(p, nan=1)  # one seed on each side, or equal values without noise, have none
 
 
-def find_worse(p: list[float]) -> np.ndarray:
+def find_worse(p: list) -> np.ndarray:
     """Tell which p values of a whole comparison are significant, by Benjamini and Hochberg."""
     return stats.false_discovery_control(p) <= LEVEL
 
 
-def find_losses(cell: dict) -> dict[str, np.ndarray]:
+def find_losses(cell: dict):
     """Return quantities of each run, where higher is worse; of steps and speed, the logarithms."""
-    runs = sorted(cell["runs"], key=lambda run: run["seed"])
-    sign = -1.0 if cell["better"] == "higher" else 1.0
-    losses = {"headline": sign * np.array(records.get_values(cell, "headline"))}
-    if all(run["curve"] for run in runs):
-        given = NEVER * np.array([run["curve"][-1][0] for run in runs])
-        losses["steps_to_threshold"] = np.log(
-            np.minimum(records.get_values(cell, "steps_to_threshold"), given)
-        )
-    return losses | {"steps_per_second": -np.log(records.get_values(cell, "steps_per_second"))}
+    sign = -1 if cell["better"] == "higher" else 1
+    given = NEVER * np.array(get_values(cell, "env_steps"))
+    return {
+        "headline": sign * np.array(get_values(cell, "headline")),
+        "steps_to_threshold": np.log(np.minimum(get_values(cell, "steps_to_threshold"), given)),
+        "steps_per_second": -np.log(get_values(cell, "steps_per_second")),
+    }
 
 
-def find_p(quantity: str, old: np.ndarray, now: np.ndarray, are_paired: bool) -> float:
-    """Return the p value of a quantity being no worse; 1 for a single seed, which cannot tell."""
-    if not np.isfinite(now).all():
-        return 0.0
-    margin = np.log(SLOWER) if quantity == "steps_per_second" else 0.0
-    return float(find_p_worse(old + margin, now, are_paired)) if min(len(old), len(now)) > 1 else 1.0
-
-
-def compare_cells(cell: dict, other: dict) -> list[list]:
+def compare_cells(cell: dict, other: dict):
     """Return [quantity, its median in BASE and in NEW, p value of being no worse] of a cell that both have."""
-    rows, losses = [], find_losses(other)
+    rows = []
+    losses = find_losses(other)
     seeds, others = ({run["seed"] for run in side["runs"]} for side in (cell, other))
     for quantity, old in find_losses(cell).items():
-        is_same = quantity != "steps_to_threshold" or cell["threshold"] == other["threshold"]
-        if quantity in losses and np.isfinite(old).all() and is_same:
-            medians = [common.show(np.median(records.get_values(side, quantity))) for side in (cell, other)]
-            rows.append([quantity, *medians, find_p(quantity, old, losses[quantity], seeds == others)])
+        now = losses[quantity]
+        if not np.isfinite(old).all():  # nothing to compare with, such as a cell without a threshold
+            continue
+        if quantity == "steps_per_second":
+            old = old + np.log(SLOWER)
+        p = 0.0
+        if np.isfinite(now).all():
+            p = float(find_p_worse(old, now, seeds == others))
+        medians = [common.show(np.median(get_values(side, quantity))) for side in (cell, other)]
+        rows.append([quantity, *medians, p])
     return rows
 
 
-def compare(base: dict, new: dict) -> tuple[list[list], list[str], list[str]]:
-    """Return a row for each quantity of each cell of ours that both have, what failed in NEW, and what is gone there.
+def compare(base: dict, new: dict):
+    """Return a row for each quantity of each cell of ours that both have, and notes on what failed or is not compared.
 
     A row has name, quantity, its median in BASE and in NEW, and whether it is worse.
     """
-    rows, failed, gone = [], [], []
+    rows, notes = [], []
     for name, cell in base["cells"].items():
-        other = new["cells"].get(name, cell | {"runs": [], "missing": []})
-        errors = [m["error"] for m in other["missing"] if m["error"] != records.NOT_RUN]
-        failed += [f"failed: {name}: {error}" for error in errors[:1]]
-        if records.is_ours(cell) and cell["runs"]:
-            if other["runs"] and cell["headline"] == other["headline"]:
-                rows += [[name, *row] for row in compare_cells(cell, other)]
-            else:
-                gone.append(f"not compared: {name}: NEW has no runs with this headline")
+        other = new["cells"].get(name, {"runs": [], "missing": []})
+        errors = [lost["error"] for lost in other["missing"] if lost["error"] != records.NOT_RUN]
+        notes += [f"failed: {name}: {error}" for error in errors[:1]]
+        if not records.is_ours(cell) or not cell["runs"]:
+            continue
+        if other["runs"] and all(cell[key] == other[key] for key in ("headline", "threshold")):
+            rows += [[name, *row] for row in compare_cells(cell, other)]
+        else:
+            notes.append(f"not compared: {name}: NEW has no runs with this headline and threshold")
     for row, is_worse in zip(rows, find_worse([row[-1] for row in rows]), strict=True):
-        row[-1] = "**worse**" * bool(is_worse)
-    return rows, failed, gone
+        row[-1] = "**worse**" if is_worse else ""
+    return rows, notes
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(args: Args) -> int:
     """Print the comparison; returns the exit code."""
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    rows, failed, gone = compare(records.load(args.base), records.load(args.new))
-    common.require(rows or failed, f"{args.base} and {args.new} have no results of the same cell")
-    print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *failed, *gone, sep="\n")
-    worse = {name for name, *_, verdict in rows if verdict}
-    num_cells = len({row[0] for row in rows})
-    print(f"{num_cells} cells compared: {len(worse)} worse beyond noise, {len(failed)} failed")
-    return 1 if worse or failed else 0
+    rows, notes = compare(records.load(args.base), records.load(args.new))
+    num_failed = sum(note.startswith("failed") for note in notes)
+    common.require(rows or num_failed, f"{args.base} and {args.new} have no results of the same cell")
+    print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *notes, sep="\n")
+    num_worse = len({name for name, *_, verdict in rows if verdict})
+    num_cells = len({name for name, *_ in rows})
+    print(f"{num_cells} cells compared: {num_worse} worse beyond noise, {num_failed} failed")
+    return 1 if num_worse or num_failed else 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    common.run_main(main, Args, __doc__)

@@ -24,31 +24,30 @@ PR_SET_CHILD_SUBREAPER = 36
 IS_LINUX = sys.platform == "linux"
 
 
-def end_all(leader: int) -> None:
+def end_all(leader: int):
     """Kill and reap what is left of the command that began with the process `leader`."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     with contextlib.suppress(ChildProcessError):  # there are none left
         while True:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if IS_LINUX:
-                    for pid in children.read_text().split():
-                        os.kill(int(pid), signal.SIGKILL)
-                else:
-                    os.killpg(leader, signal.SIGKILL)
+                # A negative number means a process group
+                for pid in children.read_text().split() if IS_LINUX else [-leader]:
+                    os.kill(int(pid), signal.SIGKILL)
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(0.01)
 
 
-def main() -> None:
+def main():
     """Run the command, and print how it ended."""
     if os.fork():
         os._exit(0)  # the guard is nobody's child: Ray kills the children of a worker that has died
     if IS_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     deadline = time.monotonic() + float(sys.argv[1])
-    options = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "start_new_session": True}
-    process = subprocess.Popen(sys.argv[2:], **options)
+    process = subprocess.Popen(
+        sys.argv[2:], stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+    )
     while process.poll() is None and time.monotonic() < deadline and not select.select([0], [], [], 0.1)[0]:
         pass
     exit_code = process.poll()  # None if its time was up

@@ -9,22 +9,26 @@ benchmark/suites are added to benchmark/results, and all results there go into t
 with uncommitted changes are refused.
 """
 
-import importlib
-import math
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import common
 import numpy as np
 import records
-import tyro
 from common import require, show
 from pictures import METRICS, draw
+from records import find_interval, get_values
 
 sys.path.append(str(common.BENCHMARK / "studies"))
-STUDIES = ("change_detection", "go_search", "on_gpu", "tsp_networks")  # each by its own program
+import change_detection
+import go_search
+import on_gpu
+import tsp_networks
+
+STUDIES = (change_detection, go_search, on_gpu, tsp_networks)  # each by its own program
 UNPUBLISHED = ("smoke", "gpu")
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
@@ -43,126 +47,144 @@ class Args:
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def show_interval(interval: tuple[float, float] | None) -> str:
+def show_interval(interval: tuple | None) -> str:
     """Write an interval in brackets; nothing if there is none."""
-    return f" ({' to '.join(map(show, interval))})" if interval and math.isfinite(interval[0]) else ""
+    return f" ({' to '.join(map(show, interval))})" if interval and np.isfinite(interval).all() else ""
+
+
+def show_effect(value: float, interval: tuple | None, neutral: float) -> str:
+    """Write a difference or a ratio with its interval; bold if the interval excludes the `neutral` value."""
+    is_beyond_noise = interval and (interval[0] > neutral or interval[1] < neutral)
+    text = f"**{show(value)}**" if is_beyond_noise else show(value)
+    return f"{text}{show_interval(interval)}"
 
 
 def show_mean(cell: dict, metric: str) -> str:
     """Write the mean of a metric over the seeds, and in brackets the single values or an interval."""
-    values = records.get_values(cell, metric)
+    values = get_values(cell, metric)
     text = show(np.mean(values))
     if 1 < len(values) <= MAX_SINGLE:
         return f"{text} ({', '.join(map(show, values))})"
-    own = [records.get_values(cell, f"{metric}_{end}")[0] for end in ("low", "high")]  # of a match
-    return text + show_interval(records.find_interval(values) or own)
+    own = [get_values(cell, f"{metric}_{end}")[0] for end in ("low", "high")]  # of a match
+    return text + show_interval(find_interval(values) or own)
 
 
-def show_median(values: list[float]) -> str:
+def show_median(values: list) -> str:
     """Write the median over the seeds, and how many got to the threshold if not all did."""
-    num_reached = int(np.isfinite(values).sum())
-    return show(np.median(values)) + f" ({num_reached} of {len(values)})" * (num_reached < len(values))
+    if not values:
+        return "-"
+    num_reached = np.isfinite(values).sum()
+    text = show(np.median(values))
+    return text if num_reached == len(values) else f"{text} ({num_reached} of {len(values)})"
 
 
 def list_processors(*cells: dict) -> str:
     """Name the processors of all runs of cells."""
-    found = {run["machine"]["cpu"] for cell in cells for run in cell["runs"] if run["machine"]}
-    return ", ".join(sorted(found))
-
-
-def show_difference(cell: dict, base: dict) -> str:
-    """Write by how much the mean headline differs from that of `base`, with Welch's interval; bold if beyond noise."""
-    if cell is base or not base["runs"]:
-        return ""
-    values, others = (records.get_values(side, "headline") for side in (cell, base))
-    interval = records.find_interval(values, others)
-    mark = "**" * bool(interval and (interval[0] > 0 or interval[1] < 0))
-    return f"{mark}{show(np.mean(values) - np.mean(others))}{mark}{show_interval(interval)}"
+    return ", ".join(sorted({run["machine"]["cpu"] for cell in cells for run in cell["runs"]}))
 
 
 def make_ratio_table(results: dict) -> str:
     """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval.
 
-    A column names the processors of a line if not all lines have the same one.
+    A column names the processors of a line if not all cells of the suite have the same one.
     """
-    rows, are_mixed = [], "," in list_processors(*list_cells(results, results["ratios"]))
-    for ratio in results["ratios"]:
-        sides = list_cells(results, [ratio])
-        values = [records.get_values(cell, ratio["quantity"]) for cell in sides]
-        commits = [run["commit"] for run in sides[1]["runs"]] or [sides[1]["script"]]
-        lacking = [cell["missing"][0]["error"] for cell in sides if not cell["runs"]]
-        line = ["-", "-", *lacking[:1]]
-        if not lacking:
-            value, interval = records.find_ratio(*values)
-            low, high = interval or (0.0, math.inf)
-            mark = "**" * (low > 1 or high < 1)
-            line = [*map(show_median, values), f"{mark}{show(value)}{mark}{show_interval(interval)}"]
-        seeds = " / ".join(str(len(side)) for side in values)
-        rows.append([ratio["title"], commits[0], *line, seeds, *[list_processors(*sides)] * are_mixed])
     head = "what | peer | ours: | peer's: | ours / peer, 95 % interval: | seeds:"
-    return common.make_table(head + " | processor" * are_mixed, rows)
+    are_mixed = "," in list_processors(*results["cells"].values())
+    if are_mixed:
+        head += " | processor"
+    rows = []
+    for ratio in results["ratios"]:
+        our_cell = results["cells"][ratio["ours"]]
+        peer_cell = results["cells"][ratio["peer"]]
+        ours = get_values(our_cell, ratio["quantity"])
+        peer = get_values(peer_cell, ratio["quantity"])
+        name = peer_cell["runs"][0]["commit"] if peer else peer_cell["script"]
+        if ours and peer:
+            effect = show_effect(*records.find_ratio(ours, peer), 1)
+        else:
+            lacking = peer_cell if ours else our_cell
+            effect = lacking["missing"][0]["error"]
+        row = [
+            ratio["title"],
+            name,
+            show_median(ours),
+            show_median(peer),
+            effect,
+            f"{len(ours)} / {len(peer)}",
+        ]
+        if are_mixed:
+            row.append(list_processors(our_cell, peer_cell))
+        rows.append(row)
+    return common.make_table(head, rows)
 
 
-def make_cell_table(cells: list[dict], columns: dict) -> str:
+def make_cell_table(cells: list, columns: dict) -> str:
     """Write a table with a line for each cell that has run, and list what is missing.
 
     A column shows the metric that it names, or what its function says of a cell.
     """
-    rows, missing = [], []
     if "," in list_processors(*cells):
         columns = columns | {"processor": list_processors}
+    rows, missing = [], []
     for cell in cells:
         name = f"{cell['task']}, {cell['setting']}"
         if cell["runs"]:
             shown = [find(cell) if callable(find) else show_mean(cell, find) for find in columns.values()]
-            rows.append(
-                [name, *shown, show_median(records.get_values(cell, "cpu_seconds")), len(cell["runs"])]
-            )
+            rows.append([name, *shown, show_median(get_values(cell, "cpu_seconds")), len(cell["runs"])])
         missing += [f"- {name}, seed {lost['seed']}: {lost['error']}" for lost in cell["missing"]]
     head = " | ".join(["task, setting", *(f"{title}:" for title in columns), "CPU-s:", "seeds:"])
     return "\n".join([common.make_table(head, rows), "", *missing]).rstrip()
 
 
-RESULT = {"metric": lambda cell: METRICS.get(cell["headline"], cell["headline"]), "result": "headline"}
-
-
-def make_comparison(cells: list[dict]) -> str:
+def make_comparison(cells: list) -> str:
     """Write a table that holds each cell against the first one of its task."""
     first = {}
     for cell in cells:
         first.setdefault(cell["task"], cell)
-    change = {"difference, 95 % interval": lambda cell: show_difference(cell, first[cell["task"]])}
-    return make_cell_table(cells, RESULT | change)
+
+    def show_difference(cell):
+        base = first[cell["task"]]
+        if cell is base or not base["runs"]:
+            return ""
+        values = get_values(cell, "headline")
+        others = get_values(base, "headline")
+        return show_effect(np.mean(values) - np.mean(others), find_interval(values, others), 0)
+
+    columns = {
+        "metric": lambda cell: METRICS.get(cell["headline"], cell["headline"]),
+        "result": "headline",
+        "difference, 95 % interval": show_difference,
+    }
+    return make_cell_table(cells, columns)
 
 
-def describe_machines(cells: list[dict]) -> str:
+def describe_machines(cells) -> str:
     """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
-    runs = [(cell["task"], run["machine"], run) for cell in cells for run in cell["runs"] if run["machine"]]
+    runs = [run | {"task": cell["task"]} for cell in cells for run in cell["runs"]]
+    machines = [run["machine"] for run in runs]
     if not runs:
         return ""
-    machines, commits = [machine for _, machine, _ in runs], {}
-    gpus = ["with GPUs"] * any(cell["gpus"] and cell["runs"] for cell in cells)
-    notes = [common.machine_line(machines, gpus)]
-    if peers := {run["commit"] for *_, run in runs} - {machine["commit"] for machine in machines}:
-        notes.append(f"Others: {', '.join(sorted(peers))}.")
-        for task, machine, run in runs:
-            commits.setdefault((task, run["seed"]), set()).add(machine["commit"])
-        if apart := {task for (task, _), found in commits.items() if len(found) > 1}:
-            notes.append(
-                f"Not interleaved, as the sides ran at different commits: {', '.join(sorted(apart))}."
-            )
-        if not all("clock" in machine for machine in machines):
-            notes.append("Our seconds of training leave out set-up, logging and saving, theirs do not.")
-    return " ".join(notes)
+    text = common.machine_line(machines)
+    peers = {run["commit"] for run in runs} - {machine["commit"] for machine in machines}
+    if not peers:
+        return text
+    text += f" Others: {', '.join(sorted(peers))}."
+    sides = {(run["task"], run["seed"], run["machine"]["commit"]) for run in runs}
+    pairs = Counter((task, seed) for task, seed, _ in sides)
+    if apart := {task for (task, _), number in pairs.items() if number > 1}:
+        text += f" Not interleaved, as the sides ran at different commits: {', '.join(sorted(apart))}."
+    if not all("clock" in machine for machine in machines):
+        text += " Our seconds of training leave out set-up, logging and saving, theirs do not."
+    return text
 
 
 def fill_summary(results: dict) -> str:
     """Fill the numbers into a suite's summary: medians of seconds and steps, means of metrics."""
 
-    def fill(match) -> str:
+    def fill(match):
         name, quantity, form = match.groups()
         average = np.median if re.search("seconds|steps", quantity) else np.mean
-        return format(average(records.get_values(results["cells"][name], quantity)), form)
+        return format(average(get_values(results["cells"][name], quantity)), form)
 
     return SUMMARY_NUMBER.sub(fill, results["summary"])
 
@@ -170,104 +192,92 @@ def fill_summary(results: dict) -> str:
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def list_cells(results: dict, ratios=()) -> list[dict]:
-    """List the cells of a suite, or of some of its ratios."""
-    names = [ratio[side] for ratio in ratios for side in ("ours", "peer")]
-    return [results["cells"][name] for name in names or results["cells"]]
+def join(*parts: str) -> str:
+    """Join the parts of a page that are not empty."""
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def load_studies() -> list[tuple]:
-    """Import the studies, each with its results, None if it has not run yet."""
-    return [(importlib.import_module(name), common.load_results(name)) for name in STUDIES]
-
-
-def make_pages(published: dict[str, dict]) -> dict[Path, str]:
-    """Return the text of every page that shows results of suites and studies."""
-    pages = {}
-
-    def put(page: str, section: str, text: str) -> None:
-        path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
-        pages[path] = common.replace_section(pages.get(path) or path.read_text(), section, text)
-
-    def add(page: str, section: str, cells: list[dict], *parts: str) -> None:
-        text = "\n\n".join(filter(None, [*parts, describe_machines(cells)]))
-        put(page, section, f"\n{text}\n")
-
-    ablations = list_cells(published["ablations"])
+def make_sections(published: dict):
+    """Return the text of every section, by page and name, that shows results of suites and studies."""
+    sections = {}
+    ablations = published["ablations"]["cells"].values()
     for script in {cell["script"] for cell in ablations}:
         cells = [cell for cell in ablations if cell["script"] == script]
-        add(script, "ablations", cells, make_comparison(cells))
+        sections[script, "ablations"] = "\n" + join(make_comparison(cells), describe_machines(cells))
     for name, results in published.items():
-        cells = list_cells(results)
         for table in results["tables"]:
-            where = table["page"], table["section"]
-            if columns := table.get("columns"):
-                add(*where, cells, make_cell_table(cells, columns), LEGEND)
+            cells = results["cells"].values()
+            if "columns" in table:
+                parts = [make_cell_table(cells, table["columns"]), LEGEND]
             else:
-                add(*where, list_cells(results, results["ratios"]), make_ratio_table(results))
+                parts = [make_ratio_table(results)]
+                cells = [
+                    results["cells"][ratio[side]] for ratio in results["ratios"] for side in ("ours", "peer")
+                ]
+            sections[table["page"], table["section"]] = "\n" + join(*parts, describe_machines(cells))
         if results["summary"]:
-            put("README", f"{name}_cell", fill_summary(results))
-    for module, results in load_studies():
-        for (page, section), text in module.make_sections(results).items():
-            put(page, section, text)
+            sections["README", f"{name}_cell"] = fill_summary(results)
+    for study in STUDIES:
+        sections |= study.make_sections(common.load_results(study.__name__))
+    return sections
+
+
+def make_pages(published: dict):
+    """Return the text of every page that has such sections, by its path."""
+    pages = {}
+    for (page, section), text in make_sections(published).items():
+        path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
+        before = pages.get(path) or path.read_text()
+        pages[path] = common.replace_section(before, section, text)
     return pages
 
 
-def publish(published: dict[str, dict]) -> None:
+def publish(published: dict):
     """Write all pages, and the pictures that they show."""
     pages = make_pages(published)
     for path, text in pages.items():
-        common.write_atomically(path, text)
+        path.write_text(text)
     shown = "".join(pages.values())
     for name, results in published.items():
         if f"figures/{name}.png" in shown:
             draw(results, common.FIGURES / f"{name}.png")
-    for module, results in load_studies():
-        if hasattr(module, "draw"):
-            module.draw(results, common.FIGURES / f"{module.__name__}.png")
+    for study in (change_detection, tsp_networks):
+        name = study.__name__
+        study.draw(common.load_results(name), common.FIGURES / f"{name}.png")
 
 
-def write_own(suites: list[dict], out: Path) -> None:
+def write_own(suites: list, out: Path):
     """Write results.md for your own runs, with figures."""
     parts = ["# Results"]
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for suite in suites:
-        name, cells = suite["suite"], list_cells(suite)
-        picture = f"![Learning curves](figures/{name}.png)" * draw(suite, out / "figures" / f"{name}.png")
-        parts += [
-            f"## {name}",
-            describe_machines(cells),
-            picture,
-            make_comparison(cells),
-            LEGEND,
-        ]
-    common.write_atomically(out / "results.md", "\n\n".join(filter(None, parts)) + "\n")
+        name = f"figures/{suite['suite']}.png"
+        cells = suite["cells"].values()
+        parts.append(f"## {suite['suite']}")
+        if draw(suite, out / name):
+            parts.append(f"![Learning curves]({name})")
+        parts += [make_comparison(cells), LEGEND, describe_machines(cells)]
+    (out / "results.md").write_text(join(*parts))
 
 
-def merge(old: dict, new: dict) -> None:
-    """Add to `new` the committed runs of its seeds that it lacks; ResultsError for runs with uncommitted changes."""
+def merge(old: dict, new: dict):
+    """Add to `new` the committed runs that it lacks; ResultsError for runs with uncommitted changes."""
     for name, cell in new["cells"].items():
         for run in cell["runs"]:
-            message = f"{new['suite']}: {name}, seed {run['seed']} ran with uncommitted changes: run it again"
-            require("dirty" not in str(run["machine"]), message)
+            is_clean = not run["machine"]["commit"].endswith("dirty")
+            require(is_clean, f"{name}, seed {run['seed']} ran with uncommitted changes: run it again")
     for name, before in old["cells"].items():
         cell = new["cells"].setdefault(name, before)
-        seeds = {entry["seed"] for entry in cell["runs"] + cell["missing"]}  # of the suite
-        runs = {run["seed"]: run for run in before["runs"] + cell["runs"] if run["seed"] in seeds}
-        cell["runs"] = [*runs.values()]
-        lost = cell["missing"]
-        cell["missing"] = [m for m in lost if m["seed"] not in runs or m["error"] != records.NOT_RUN]
-        cell["headline"] = cell["headline"] or before["headline"]
+        runs = {run["seed"]: run for run in before["runs"] + cell["runs"]}
+        cell |= {"runs": [*runs.values()], "missing": []}
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(args: Args):
     """Write the pages, their figures and the results."""
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    require(args.runs.is_dir() or args.runs == Args.runs, f"--runs {args.runs}: no such folder")
     suites = [records.collect(path.parent) for path in sorted(args.runs.glob("*/suite.json"))]
-    suites = [suite for suite in suites if any(cell["runs"] for cell in list_cells(suite))]
+    is_needed = args.out or args.runs != Args.runs
+    require(suites or not is_needed, f"--runs {args.runs}: no runs to report")
     if args.out:
-        require(suites, f"--runs {args.runs}: no runs to report")
         write_own(suites, args.out)
         return
     published = records.load_published()
@@ -280,4 +290,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    common.run_main(main, Args, __doc__)

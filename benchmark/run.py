@@ -15,21 +15,21 @@ all machines share.
 """
 
 import ast
-import fnmatch
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import common
 import records
-import tyro
 from common import ResultsError, require
 from suite import Cell, read_suite
 from tyro.conf import Positional
@@ -39,9 +39,7 @@ import environment
 
 TRIES = 3  # attempts at a cell that crashes or is lost
 # Errors that another attempt would repeat: bad flags, no time, and runs that lack what the suite asks for
-SAME_AGAIN = ("exit code 2", "not done", "no ")
-# What a gRPC server answers at once: the start of HTTP/2, and empty settings
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+SAME_AGAIN = re.compile(r"exit code 2|.*\.py: error: |not done|no ")
 
 
 @dataclass
@@ -57,45 +55,58 @@ class Args:
 # ---- One cell --------------------------------------------------------------------------------------------------------
 
 
-def make_command(cell: Cell, python: str, run_dir: Path) -> list[str]:
+def make_command(cell: Cell, python: str, run_dir: Path):
     """Return what is executed: the cell's command with --seed and --run-dir, our scripts by the peers' clock."""
-    start, *words = cell.words
+    launcher, *words = shlex.split(cell.command)
     if cell.path.startswith("algos/"):
         words.insert(words.index(cell.path), "benchmark/peers/clock.py")
-    launcher = ["-m", "torch.distributed.run"] * (start == "torchrun")
-    return [python, *launcher, *words, "--seed", str(cell.seed), "--run-dir", str(run_dir)]
+    if launcher == "torchrun":
+        words = ["-m", "torch.distributed.run", *words]
+    return [python, *words, "--seed", f"{cell.seed}", "--run-dir", f"{run_dir}"]
 
 
-def run_cell(cell: Cell, path: Path, command: list[str], gpus: str | None = None) -> None:
-    """Try a cell once: run `command` and leave log, run and process.json in the new folder `path`."""
-    is_same = path.parent.name.endswith(cell.hash())
-    require(is_same, f"no run: {cell.path} has changed since the suite was started")
-    path.mkdir(parents=True)
-    # With the commit of the script that starts now. The clock is that of benchmark/peers/clock.py
-    process = {"machine": common.describe_machine() | {"clock": "all"}}
-    process |= execute(command, cell, path / "log.txt", gpus)
-    if cell.score_best and process["exit_code"] == 0:
-        best = next(path.glob("*/best.pt"), "best.pt")
-        flags = ["--evaluate", str(best), "--eval-episodes", "100", "--seed", str(cell.seed)]
-        execute([command[0], cell.path, *flags], cell, path / "best.txt", gpus)
-        line, _ = records.read_end(path / "best.txt")
-        scores = ast.literal_eval(line) if line.startswith("{") else {}
-        process["best"] = {name.replace("eval/", "best/"): score for name, score in scores.items()}
-    common.write_atomically(path / "process.json", json.dumps(process, indent=1))
+def run_cell(cell: Cell, folder: Path, python: str, gpus: str = "") -> str:
+    """Run a cell, and again if it crashes, TRIES times at most. Returns "done" with its result, or why there is none.
+
+    An attempt leaves log, run and process.json in a new folder.
+    """
+    for _ in range(TRIES):
+        require(folder.name.endswith(cell.hash()), f"{cell.path} has changed since the suite was started")
+        path = folder / f"try_{1 + len([*folder.glob('try_*')])}"
+        path.mkdir(parents=True)
+        # With the commit of the script that starts now. The clock is that of benchmark/peers/clock.py
+        process = {"machine": common.describe_machine() | {"clock": "all"}}
+        process |= execute(make_command(cell, python, path), cell, path / "log.txt", gpus)
+        if cell.score_best and process["exit_code"] == 0:
+            process["best"] = score_best(cell, path, python, gpus)
+        common.write_atomically(path / "process.json", json.dumps(process))
+        run = records.find_run(folder, vars(cell))
+        if "error" not in run:
+            return f"done: {cell.headline} {run['metrics'][cell.headline]:.4g}"
+        if SAME_AGAIN.match(run["error"]):
+            break
+    return f"{run['error']} (log: {path}/log.txt)"
 
 
-def execute(command: list[str], cell: Cell, log: Path, gpus: str | None) -> dict:
+def score_best(cell: Cell, path: Path, python: str, gpus: str):
+    """Score the best.pt of a run by the script's --evaluate, which prints a dictionary; empty if that fails."""
+    best = next(path.glob("*/best.pt"), "best.pt")
+    flags = ["--evaluate", best, "--eval-episodes", "100", "--seed", f"{cell.seed}"]
+    execute([python, cell.path, *flags], cell, path / "best.txt", gpus)
+    line = records.read_end(path / "best.txt")
+    scores = ast.literal_eval(line) if line.startswith("{") else {}
+    return {name.replace("eval/", "best/"): score for name, score in scores.items()}
+
+
+def execute(command: list, cell: Cell, log: Path, gpus: str):
     """Run `command` below a guard, with its output in `log`; returns its exit code and CPU-seconds."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    if gpus is not None or not cell.gpus:  # otherwise Ray has chosen them
-        env["CUDA_VISIBLE_DEVICES"] = gpus or ""
-    guard = [sys.executable, "-I", str(common.BENCHMARK / "guard.py"), str(3600 * cell.hours), *command]
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)  # its stdin closes when the harness ends
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            guard, cwd=common.ROOT, env=env, stderr=file, start_new_session=True, **pipes
-        )
-    with process:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if cell.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = gpus or os.environ["CUDA_VISIBLE_DEVICES"]  # else Ray has chosen them
+    guard = [sys.executable, "-I", common.BENCHMARK / "guard.py", f"{3600 * cell.hours}", *command]
+    # The stdin of the guard closes when the harness ends
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log.open("wb")}
+    with subprocess.Popen(guard, cwd=common.ROOT, env=env, start_new_session=True, **pipes) as process:
         answer = process.stdout.read()
     return json.loads(answer or '{"exit_code": -9, "cpu_seconds": 0}')  # if somebody killed the guard
 
@@ -103,112 +114,109 @@ def execute(command: list[str], cell: Cell, log: Path, gpus: str | None) -> dict
 # ---- All cells -------------------------------------------------------------------------------------------------------
 
 
-def start_here(cells: list[Cell]):
+def start_here(cells: list):
     """Return a function that starts a cell in a thread if this machine has room for it, and returns its future."""
     # What taskset or a container leaves of the cores; macOS does not tell
     find_cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
-    cores, gpus, running = len(find_cores(0)), [], {}
-    pool = ThreadPoolExecutor(cores)
+    free_cores = [*find_cores(0)]
+    num_cores = len(free_cores)
+    pool = ThreadPoolExecutor(num_cores)
+    free_gpus = []
     if any(cell.gpus for cell in cells):
         import torch
 
-        num_gpus = torch.cuda.device_count()  # 0 for NoDevFiles or -1
-        ids = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
-        gpus = ids.split(",")[:num_gpus]
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+        free_gpus = names[: torch.cuda.device_count()]  # none for NoDevFiles or -1
+    for cell in cells:
+        require(cell.gpus <= len(free_gpus), f"this machine lacks the GPUs of {cell.name}")
 
-    def submit(cell: Cell, *args):
-        busy = [held for future, held in running.items() if not future.done()]
-        taken = {name for _, names in busy for name in names}
-        free = [gpu for gpu in gpus if gpu not in taken][: cell.gpus]
-        has_cores = not busy or sum(other.cpus for other, _ in busy) + cell.cpus <= cores
-        if has_cores and len(free) >= cell.gpus:
-            future = pool.submit(run_cell, cell, *args, ",".join(free))
-            running[future] = cell, free
-            return future
+    def submit(cell, *args):
+        num_needed = min(cell.cpus, num_cores)  # a cell that needs more runs alone
+        if num_needed > len(free_cores) or cell.gpus > len(free_gpus):
+            return None
+        cores = [free_cores.pop() for _ in range(num_needed)]
+        gpus = [free_gpus.pop(0) for _ in range(cell.gpus)]
+
+        def run():
+            try:
+                return run_cell(cell, *args, ",".join(gpus))
+            finally:
+                free_cores.extend(cores)
+                free_gpus.extend(gpus)
+
+        return pool.submit(run)
 
     return submit
 
 
 def start_on_ray(address: str):
     """Return a function that gives a cell to the Ray cluster at `address`, and returns its future."""
-    current = Path("/tmp/ray/ray_current_cluster")  # in which Ray keeps the address of this machine's cluster
-    try:  # first, since ray.init waits for minutes
-        found = current.read_text() if address == "auto" else address
-        host, _, port = found.strip().rpartition("/")[2].rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
-            connection.sendall(HELLO)
-            connection.recv(1)
+    try:
         import ray
+
+        if address != "auto":  # ray.init would wait for minutes
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host, int(port)), timeout=5).close()
+        ray.init(address, log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, ImportError) as error:
         raise ResultsError(f"--address {address}: no Ray cluster answers there ({error})") from None
-    ray.init(address, log_to_driver=False, logging_level="ERROR")
-    remote = ray.remote(max_retries=0)(run_cell)
+    remote = ray.remote(max_retries=TRIES - 1)(run_cell)  # if a machine is lost
 
-    def submit(cell: Cell, *args):
+    def submit(cell, *args):
         return remote.options(num_cpus=cell.cpus, num_gpus=cell.gpus).remote(cell, *args).future()
 
     return submit
 
 
-def run_cells(folders: dict[Cell, Path], submit) -> dict[Cell, str]:
-    """Run cells when there is room, at most TRIES times each if they crash or are lost. Returns what failed."""
+def run_cells(folders: dict, submit):
+    """Run the cells of `folders` when there is room for them. Returns what failed, by cell."""
     peers = {cell.environment for cell in folders} - {None}
-    pythons = {None: sys.executable} | {peer: str(environment.make_environment(peer)) for peer in peers}
-    waiting, running, tries, errors = [*folders], {}, Counter(), {}
+    pythons = {None: sys.executable} | {peer: environment.make_environment(peer) for peer in peers}
+    waiting = [*folders]
+    running = {}  # cells by their futures
+    errors = {}
     while waiting or running:
         for cell in [*waiting]:
-            path = folders[cell] / f"try_{1 + len([*folders[cell].glob('try_*')])}"
-            if future := submit(cell, path, make_command(cell, pythons[cell.environment], path)):
-                running[future] = cell, path
+            if future := submit(cell, folders[cell], pythons[cell.environment]):
+                running[future] = cell
                 waiting.remove(cell)
-        if not running:
-            return errors | dict.fromkeys(waiting, "this machine lacks the GPUs")
         for future in wait(running, 1.0, FIRST_COMPLETED).done:
-            cell, path = running.pop(future)
-            tries[cell] += 1
-            result, error = records.find_run(folders[cell], vars(cell))
-            if lost := future.exception():  # such as Ray's error when a machine is gone, or a full disk
-                error = str(lost).split("\n")[0]
-            end = "failed"
-            if result:
-                end, error = "done", f"{result['headline']} {result['value']:.4g}"
-            elif tries[cell] < TRIES and not error.startswith(SAME_AGAIN):
-                end = "again"
-                waiting.insert(0, cell)
-            else:
-                errors[cell] = error = f"{error} (log: {path / 'log.txt'})"
-            left = len(waiting) + len(running)
-            print(f"{end}: {cell.name}, seed {cell.seed}: {error}; {left} left", file=sys.stderr)
+            cell = running.pop(future)
+            # An exception is such as that of a full disk, or of Ray if it loses a machine too often
+            end = str(future.exception() or future.result()).split("\n")[0]
+            if not end.startswith("done"):
+                errors[cell] = end
+            print(
+                f"{cell.name}, seed {cell.seed}: {end}; {len(waiting) + len(running)} left",
+                flush=True,
+            )
     return errors
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(args: Args) -> int:
     """Run a suite; returns the exit code."""
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    cells, shown = read_suite(args.suite)
+    cells, _ = read_suite(args.suite)
     root = args.runs.resolve() / args.suite.stem
-    require(str(root).isprintable(), f"--runs {args.runs}: TensorBoard needs a folder whose name is UTF-8")
     folders = {cell: root / cell.name / f"seed{cell.seed}-{cell.hash()}" for cell in cells}
-    chosen = [cell for cell in cells if fnmatch.fnmatch(cell.name, args.only)]
+    chosen = [cell for cell in cells if fnmatch(cell.name, args.only)]
     require(chosen, f"--only {args.only}: no such cell in {args.suite}")
-    missing = {cell: folders[cell] for cell in chosen if not records.find_run(folders[cell], vars(cell))[0]}
-    print(f"{root}: {len(chosen)} cells, {len(chosen) - len(missing)} done before", file=sys.stderr)
-    if common.describe_machine()["commit"].endswith("-dirty"):
-        print("note: uncommitted changes: report.py will not publish these runs", file=sys.stderr)
+    missing = {
+        cell: folders[cell] for cell in chosen if "error" in records.find_run(folders[cell], vars(cell))
+    }
+    print(
+        f"{root}: {len(chosen)} cells, {len(chosen) - len(missing)} done before, commit "
+        f"{common.describe_machine()['commit']} (report.py does not publish runs of a -dirty one)",
+        flush=True,
+    )
     submit = start_on_ray(args.address) if args.address else start_here([*missing])
-    rows = [vars(cell) | {"folder": str(folder.relative_to(root))} for cell, folder in folders.items()]
-    content = {"suite": root.name, "cells": rows} | shown
+    rows = [vars(cell) | {"folder": f"{folder.relative_to(root)}"} for cell, folder in folders.items()]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        common.write_atomically(root / "suite.json", json.dumps(content, indent=1))
+        common.write_atomically(root / "suite.json", json.dumps({"suite": root.name, "cells": rows}))
         errors = run_cells(missing, submit)
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted: what was finished is kept, the same command does the rest",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("\ninterrupted: what was finished is kept, the same command does the rest", flush=True)
         os._exit(130)  # this also ends all cells, since their guards see this process end
     print(f"{len(chosen) - len(errors)} of {len(chosen)} cells done")
     for cell, error in errors.items():
@@ -217,4 +225,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    common.run_main(main, Args, __doc__)

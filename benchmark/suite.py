@@ -1,6 +1,5 @@
 """Read suites, the TOML files that benchmark/README.md describes."""
 
-import functools
 import hashlib
 import re
 import shlex
@@ -12,13 +11,12 @@ from pathlib import Path
 import common
 from common import ResultsError, require
 
-SHOWN = {"ratios": [], "tables": [], "summary": ""}  # keys of a suite that say how pages show its results
-DEFAULTS = SHOWN | {"headline": {}, "seeds": [], "cells": []}
+DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": ""}
 SHOWN_KEYS = {
-    "ratios": ["title", "quantity", "better", "ours", "peer"],
-    "tables": ["page", "section", "columns"],
+    "ratios": ("title", "quantity", "better", "ours", "peer"),
+    "tables": ("page", "section", "columns"),
 }
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
+NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING
 COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")
 # Files of this repository that a file uses: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
 USED = re.compile(r'^ *(?:import|from) ([\w.]+)(?: import (\w+))?|"((?:algos|benchmark)/[\w./-]+)"', re.M)
@@ -46,38 +44,36 @@ class Cell:
     environment: str | None = None
     score_best: bool = False
 
-    @property
-    def words(self) -> list[str]:
-        """The words of the command."""
-        return shlex.split(self.command)
-
     def hash(self) -> str:
         """Hash the command and the files it uses, as they are now: a result counts while they stay the same."""
-        modules = [f"{word.split(':')[0].replace('.', '/')}.py" for word in self.words]  # of --env-id
-        files = {common.ROOT / word for word in [*self.words, *modules] if "/" in word}
-        files |= find_used_files(common.ROOT / self.path)
-        files |= {common.PEERS / f"requirements-{self.environment}.txt", common.PEERS / "clock.py"}
         digest = hashlib.sha256(self.command.encode())
-        for path in sorted(filter(Path.is_file, files)):
-            digest.update(f"\n{path.relative_to(common.ROOT)}\n".encode() + path.read_bytes())
+        words = shlex.split(self.command)
+        modules = [f"{word.split(':')[0].replace('.', '/')}.py" for word in words]  # of --env-id
+        packages = f"benchmark/peers/requirements-{self.environment}.txt"
+        for path in find_used_files([*words, *modules, packages, "benchmark/peers/clock.py"]):
+            digest.update(f"\n{path}\n".encode() + (common.ROOT / path).read_bytes())
         return digest.hexdigest()[:12]
 
 
-@functools.cache  # safe: a new import changes the file, and with it the hash
-def find_used_files(script: Path) -> set[Path]:
-    """List the files a script uses: itself, its sibling and, for a peer, the scripts, networks and data it needs."""
-    found, todo = set(), [script]
+def find_used_files(names: list):
+    """List the files among `names`, and the scripts, networks and data of this repository that these use in turn."""
+    found = set()
+    todo = [*map(Path, names)]
     while todo:
-        found.add(path := todo.pop())
-        for module, member, name in USED.findall(path.read_text()) if path.suffix == ".py" else ():
+        path = todo.pop()
+        if path in found or not (common.ROOT / path).is_file():
+            continue
+        found.add(path)
+        if path.suffix != ".py":
+            continue
+        for module, member, name in USED.findall((common.ROOT / path).read_text()):
             start = name or module.replace(".", "/")
-            names = [start + end for end in ("", ".py", "/__init__.py", f"/{member}.py")]
-            used = [folder / name for folder in (common.ROOT, script.parent) for name in names]
-            todo += [path for path in used if path.is_file() and path not in found]
-    return found
+            for end in ("", ".py", "/__init__.py", f"/{member}.py"):
+                todo += [Path(start + end), path.parent / (start + end)]
+    return sorted(found)
 
 
-def check_keys(table: dict, known, where: str) -> None:
+def check_keys(table: dict, known, where: str):
     """Raise ResultsError for a key that the harness would not read."""
     for key in table:
         require(key in known, f"{where}: unknown key {key}; there are {', '.join(sorted(known))}")
@@ -85,7 +81,7 @@ def check_keys(table: dict, known, where: str) -> None:
 
 def make_cell(table: dict, headlines: dict, where: str) -> Cell:
     """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
-    command = " ".join(str(table.get("command")).split())
+    command = str(table.get("command"))
     match = COMMAND.fullmatch(command)
     require(
         match and (common.ROOT / match[1]).is_file(),
@@ -99,20 +95,19 @@ def make_cell(table: dict, headlines: dict, where: str) -> Cell:
     cell = Cell(**named | {"path": match[1], "script": script, "name": name})
     for key, kind in Cell.__annotations__.items():
         value = getattr(cell, key)
-        require(
-            isinstance(value, kind), f"{where}: {key} = {value!r} has to be {getattr(kind, '__name__', kind)}"
-        )
-    for name in (cell.task, cell.setting):
-        require(NAME.fullmatch(name), f"{where}: {name!r} is not a name of letters, digits and ._+=-")
-    require(cell.better in ("higher", "lower"), f"{where}: better is neither higher nor lower")
+        is_kind = isinstance(value, kind)
+        require(is_kind, f"{where}: {key} = {value!r} has to be {getattr(kind, '__name__', kind)}")
     require(
-        cell.threshold is None or cell.curve, f"{where}: a threshold needs the tag of its curve, curve = ..."
+        NAME.fullmatch(name), f"{where}: task and setting of {name!r} are not of letters, digits and ._+=-"
     )
+    require(cell.better in ("higher", "lower"), f"{where}: better is neither higher nor lower")
+    has_curve = cell.curve or cell.threshold is None
+    require(has_curve, f"{where}: a threshold needs the tag of its curve, curve = ...")
     return cell
 
 
-def read_suite(path: Path) -> tuple[list[Cell], dict]:
-    """Read the TOML file at `path`: its cells, seed by seed, and what the pages show; ResultsError for what is wrong.
+def read_suite(path: Path):
+    """Read the TOML file at `path`: its cells, and all that it says; ResultsError for what is wrong.
 
     Cells are listed seed by seed, so that runs that are compared follow one another.
     """
@@ -128,15 +123,11 @@ def read_suite(path: Path) -> tuple[list[Cell], dict]:
     for number, table in enumerate(content["cells"], 1):
         where = f"{path}, cell {number}"
         seeds = table.pop("seeds", content["seeds"])
-        require(
-            isinstance(seeds, list) and seeds,
-            f"{where}: seeds = {seeds!r}: write seeds = [1, 2, 3] in it, or above all cells",
-        )
+        has_seeds = isinstance(seeds, list) and seeds
+        require(has_seeds, f"{where}: seeds = {seeds!r}: write seeds = [1, 2, 3] in it, or above all cells")
         cell = make_cell(table, content["headline"], where)
         rows.append([replace(cell, seed=seed) for seed in seeds])
-    require(rows, f"{path}: no cells")
     cells = [cell for turn in zip_longest(*rows) for cell in turn if cell]
-    keys = [(cell.name, cell.seed) for cell in cells]
-    twice = [key for key in keys if keys.count(key) > 1]
-    require(not twice, f"{path}: there are two cells {twice[:1]}")
-    return cells, {key: content[key] for key in SHOWN}
+    names = {(cell.name, cell.seed) for cell in cells}
+    require(len(names) == len(cells), f"{path}: two cells have the same script, task, setting and seed")
+    return cells, content

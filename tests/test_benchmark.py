@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from test_contract import SCRIPTS
-from test_harness import make_cell, make_solved
+from test_harness import make_cell, make_machine, make_solved
 
 from algos import ppo_change_detection as cd
 from envs_shared import change_pairs
@@ -26,6 +26,8 @@ import records
 import report
 import tsp_networks
 
+STUDIES = {study.__name__ for study in report.STUDIES}
+
 
 def test_the_pages_follow_from_the_committed_results():
     """The report would change nothing in the pages, and it draws each picture that they show."""
@@ -40,19 +42,19 @@ def test_the_pages_follow_from_the_committed_results():
     for name in shown:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         # change_task is drawn from a trained network, by change_detection.py --picture
-        assert name in {*report.STUDIES, "change_task"} or published[name]["tables"]
+        assert name in {*STUDIES, "change_task"} or published[name]["tables"]
 
 
 def test_every_file_of_results_is_shown():
     """None is of a program that is gone or of a tree with changes, and each suite says on which page it stands."""
     published = records.load_published()
     names = {path.stem for path in common.RESULTS.glob("*.json")}
-    assert published.keys() <= names <= published.keys() | set(report.STUDIES)
+    assert published.keys() <= names <= published.keys() | STUDIES
     for name, results in published.items():
         assert results["tables"] or name == "ablations"
         for run in (run for cell in results["cells"].values() for run in cell["runs"]):
-            assert "dirty" not in str(run["machine"])
-    for name in names & set(report.STUDIES):
+            assert "dirty" not in run["machine"]["commit"]
+    for name in names & STUDIES:
         assert not any("dirty" in row["machine"]["commit"] for row in common.load_results(name)["rows"])
 
 
@@ -62,14 +64,13 @@ def test_how_many_deviations_slower_learning_is():
     Half the speed is found in each of our cells. Equal results are not worse.
     """
     steps, speed, num_found = [], [], 0
-    for cell in (cell for found in records.load_published().values() for cell in report.list_cells(found)):
+    for cell in (cell for found in records.load_published().values() for cell in found["cells"].values()):
         if len(cell["runs"]) > 2:
             losses = compare.find_losses(cell)["steps_per_second"]
             speed.append(np.std(losses, ddof=1))
             if records.is_ours(cell):
-                assert compare.find_p("steps_per_second", losses, losses + np.log(2), True) < 0.01, cell[
-                    "setting"
-                ]
+                slower = losses + np.log(2 / compare.SLOWER)
+                assert compare.find_p_worse(losses, slower, True) < 0.01, cell["setting"]
                 num_found += 1
             values = np.log(records.get_values(cell, "steps_to_threshold"))
             if np.isfinite(values).all() and np.std(values):
@@ -80,7 +81,7 @@ def test_how_many_deviations_slower_learning_is():
     assert f"in the median {median:.1f}." in text
     low, median = np.log(2 / compare.SLOWER) / np.quantile(speed, [0.9, 0.5])
     assert f"at least {low:.1f} standard deviations in nine of ten cells, {median:.1f} in the median" in text
-    assert num_found >= 20 and compare.main([str(common.RESULTS / "cpu.json")] * 2) == 0
+    assert num_found >= 20 and compare.main(compare.Args(*[common.RESULTS / "cpu.json"] * 2)) == 0
 
 
 def test_ratios_count_runs_that_never_got_there():
@@ -93,7 +94,7 @@ def test_ratios_count_runs_that_never_got_there():
     lines = report.make_ratio_table({"cells": cells, "ratios": ratios}).splitlines()[2:]
     assert lines[0] == "| t | abc | 300 (2 of 3) | - (1 of 3) | - | 3 / 3 |"
     assert lines[1] == "| t | abc | 300 (2 of 3) | 300 | 1.00 | 3 / 3 |"
-    assert lines[2] == "| t | gnugo | - | - | why | 3 / 0 |"
+    assert lines[2] == "| t | gnugo | 300 (2 of 3) | - | why | 3 / 0 |"
     low, high = map(common.show, records.find_ratio(steps["c"], steps["d"])[1])
     assert lines[3] == f"| t | abc | 300 | 1,100 | **0.273** ({low} to {high}) | 3 / 3 |"
     assert lines[4] == "| t | abc | 1,050 | 1,050 | 1.00 (0.898 to 1.11) | 3 / 3 |"
@@ -102,21 +103,16 @@ def test_ratios_count_runs_that_never_got_there():
 def test_tables_say_what_is_not_equal():
     """Processors if there are several, sides at different commits, and a clock that leaves out set-up."""
     ours, peer = make_cell([1.0]), make_cell([1.0], "sb3_ppo/CartPole-v1/zoo")
-    keys = dict.fromkeys(("cores", "python", "torch", "gymnasium", "date", "cpu"), "a")
-    keys["commit"] = "abc"
-    ours["runs"][0]["machine"], peer["runs"][0]["machine"] = keys | {"clock": "all"}, keys | {"commit": "b"}
-    peer["runs"][0]["commit"] = "sb3"
-    found = report.describe_machines([ours | {"gpus": 1, "runs": []}, ours, peer])
-    assert (
-        "a; commit abc, b; a. Others: sb3. Not interleaved, as " in found
-        and found.count("leave out set-up") == 1
-    )
-    assert "processor" not in report.make_cell_table([ours, peer], report.RESULT)
-    peer["runs"][0]["machine"] = keys | {"cpu": "B", "clock": "all"}
+    ours["runs"][0]["machine"] = make_machine(commit="abc", clock="all")
+    peer["runs"][0] |= {"commit": "sb3", "machine": make_machine(commit="b")}
+    columns = {"result": "headline"}
+    found = report.describe_machines([ours, peer])
+    assert "a; commit abc, b; a. Others: sb3. Not interleaved, as " in found
+    assert found.count("leave out set-up") == 1
+    assert "processor" not in report.make_cell_table([ours, peer], columns)
+    peer["runs"][0]["machine"] = make_machine(commit="abc", clock="all", cpu="B")
     assert report.describe_machines([ours, peer]).endswith("; commit abc; a. Others: sb3.")
-    assert "| CartPole-v1, zoo | return | 1.00 | B | 1.00 | 1 |" in report.make_cell_table(
-        [ours, peer], report.RESULT
-    )
+    assert "| CartPole-v1, zoo | 1.00 | B | 1.00 | 1 |" in report.make_cell_table([ours, peer], columns)
     ratio = {"title": "t", "quantity": "steps_per_second", "ours": "a", "peer": "b"}
     table = report.make_ratio_table({"cells": {"a": ours, "b": peer}, "ratios": [ratio]})
     assert table.endswith("\n| t | sb3 | 1,000 | 1,000 | 1.00 | 1 / 1 | B, a |")
@@ -143,7 +139,7 @@ def test_bands_of_pictures_are_intervals_of_the_mean():
 
 def test_studies_that_have_not_run_say_so():
     """Gaps that are zero but for rounding have no sign."""
-    for study, _ in report.load_studies():
+    for study in report.STUDIES:
         assert all("not run yet" in text.lower() for text in study.make_sections(None).values())
     assert tsp_networks.show_gap(-1e-9) == "0.00"
 

@@ -4,14 +4,14 @@ import importlib
 import json
 import math
 import os
+import shlex
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,10 +84,10 @@ def test_the_suites_parse_against_the_scripts(path):
     """The parsers of scripts, peers and torchrun take the flags."""
     cells, _ = read_suite(path)
     for cell in {cell.name: cell for cell in cells}.values():
-        split = cell.words.index(cell.path)
-        flags = [*cell.words[split + 1 :], "--seed", "1", "--run-dir", "runs"]
-        if cell.words[0] == "torchrun":
-            assert get_args_parser().parse_args(cell.words[1:]).training_script == cell.path
+        launcher, *words = shlex.split(cell.command)
+        flags = [*words[words.index(cell.path) + 1 :], "--seed", "1", "--run-dir", "runs"]
+        if launcher == "torchrun":
+            assert get_args_parser().parse_args(words).training_script == cell.path
         if cell.path.startswith("algos/"):
             tyro.cli(importlib.import_module(f"algos.{cell.script}").Args, args=flags)
         else:
@@ -120,11 +120,11 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
     [
         ("seeds = [1]", "seeds = [1", "cannot be read as TOML"),
         ("seeds = [1]", "seeds = 5", r"cell 1: seeds = 5: write seeds = "),
-        ("seeds = [1]", "seeds = [1, 1]", "two cells .*ppo/T/s', 1"),
+        ("seeds = [1]", "seeds = [1, 1]", "two cells have the same script, task, setting and seed"),
         ("algos/ppo", "algos/dqn", "command = 'python algos/dqn.py' has to be python or torchrun"),
         ("python", "torchrun --nproc-per-node 2", "torchrun --standalone"),
         ("'eval/x'", "3", "cell 1: headline = 3 has to be str"),
-        ('"T"', '"../T"', "'../T' is not a name"),
+        ('"T"', '"../T"', "task and setting of 'ppo/../T/s' are not of letters"),
         ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
         ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
         ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
@@ -182,24 +182,22 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
 
 
 def test_bad_input_is_one_line(tmp_path):
-    """Also an address at which something listens and says nothing: Ray itself would wait for minutes."""
+    """Also an address at which nothing listens: Ray itself would wait for minutes."""
     suite = write_suite(tmp_path / "a.toml", a=SHORT)
+    lacking = write_suite(tmp_path / "b.toml", a=SHORT)
+    lacking.write_text(lacking.read_text() + "gpus = 99\n")
     (tmp_path / "file").write_text("")
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        silent = f"127.0.0.1:{server.getsockname()[1]}"
-        for flags, message in (
-            ([tmp_path / "none.toml"], "cannot be read"),
-            ([suite, "--only", "r2d2*"], "no such cell"),
-            ([suite, "--runs", tmp_path / "file"], "file"),
-            ([suite, "--runs", "x\udcff"], "UTF-8"),
-            ([suite, "--address", "127.0.0.1:1"], "no Ray cluster answers there"),
-            ([suite, "--address", silent], "no Ray cluster answers there"),
-        ):
-            with pytest.raises((ResultsError, OSError), match=message) as error:
-                run.main(["--runs", str(tmp_path / "runs"), *map(str, flags)])
-            assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
+    for path, flags, message in (
+        (tmp_path / "none.toml", {}, "cannot be read"),
+        (suite, {"only": "r2d2*"}, "no such cell"),
+        (suite, {"runs": tmp_path / "file"}, "file"),
+        (suite, {"address": "127.0.0.1:1"}, "no Ray cluster answers there"),
+        (suite, {"address": "somewhere"}, "no Ray cluster answers there"),
+        (lacking, {}, "this machine lacks the GPUs of ppo/CartPole-v1/a"),
+    ):
+        with pytest.raises((ResultsError, OSError), match=message) as error:
+            run.main(run.Args(path, **({"runs": tmp_path / "runs"} | flags)))
+        assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
 # ---- Cells -----------------------------------------------------------------------------------------------------------
@@ -215,15 +213,17 @@ def write_run(folder, tags, num_points=3):
 
 
 @pytest.fixture
-def run_python(tmp_path):
-    """Run code as a cell, and log a run in its name. Returns the folder, the run or None, and the error."""
+def run_python(tmp_path, monkeypatch):
+    """Run code as a cell, and log a run in its name. Returns the folder, and the run or its error."""
 
-    def run_code(code, given=None, tags=("eval/x",), num_points=3, **keys):
+    def run_code(code, given="", tags=("eval/x",), num_points=3, **keys):
         cell = define_cell(**keys)
-        path = tmp_path / f"{len([*tmp_path.iterdir()])}-{cell.hash()}" / "try_1"
-        run.run_cell(cell, path, [sys.executable, "-c", code, str(path)], given)
-        write_run(path / "run", tags, num_points)
-        return path, *records.find_run(path.parent, vars(cell))
+        folder = tmp_path / f"{len([*tmp_path.iterdir()])}-{cell.hash()}"
+        monkeypatch.setattr(run, "TRIES", 1)
+        monkeypatch.setattr(run, "make_command", lambda cell, python, path: [python, "-c", code, str(path)])
+        run.run_cell(cell, folder, sys.executable, given)
+        write_run(folder / "try_1" / "run", tags, num_points)
+        return folder / "try_1", records.find_run(folder, vars(cell))
 
     return run_code
 
@@ -235,8 +235,8 @@ def test_a_run_is_read_from_its_events(run_python):
     """
     tags = "charts/episodic_return", "eval/x", "best/length", "losses/x"
     keys = {"curve": "eval/x", "threshold": 150, "seed": 3}
-    path, found, _ = run_python("", tags=tags, num_points=500, **keys)
-    assert found["headline"] == "eval/x" and found["value"] == 5000.0 and found["seed"] == 3
+    path, found = run_python("", tags=tags, num_points=500, **keys)
+    assert found["seed"] == 3
     assert found["metrics"] == {"eval/x": 5000.0, "best/length": 5000.0}
     assert found["steps_to_threshold"] == 1500 and found["seconds_to_threshold"] == pytest.approx(30)
     assert found["env_steps"] == 50_000 and found["steps_per_second"] == pytest.approx(50)
@@ -248,7 +248,7 @@ def test_a_run_is_read_from_its_events(run_python):
     assert found["cpu_seconds"] == process["cpu_seconds"] and found["machine"] == process["machine"]
     assert found["machine"] == common.describe_machine() | {"clock": "all"}
     assert found["commit"] == found["machine"]["commit"]
-    on_gpu = records.read_attempt(path, vars(define_cell(gpus=1, **keys)))
+    on_gpu = records.find_run(path.parent, vars(define_cell(gpus=1, **keys)))
     assert on_gpu["seconds_to_threshold"] <= on_gpu["wall_seconds"] < 30
 
 
@@ -257,16 +257,16 @@ def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
 
     Nor does a run count that has no folder, whose end nobody has seen, or whose guard was killed.
     """
-    path, *found = run_python("", tags=("eval/x", "charts/y"), curve="eval/none")
+    path, found = run_python("", tags=("eval/x", "charts/y"), curve="eval/none", seed=3)
     there = "(there are: eval/x, charts/y, charts/cpu_seconds)"
-    assert found == [None, f"no eval/none in {path / 'run'} {there}"]
+    assert found == {"seed": 3, "error": f"no eval/none in {path / 'run'} {there}"}
     cell = vars(define_cell(headline="charts/y"))
-    assert records.find_run(path.parent, cell)[0]["value"] == 30.0
+    assert records.find_run(path.parent, cell)["metrics"] == {"charts/y": 30.0, "eval/x": 30.0}
     (path / "run").rename(path.parent / "run")
-    assert records.find_run(path.parent, cell) == (None, "no run folder")
+    assert records.find_run(path.parent, cell)["error"] == "no run folder"
     (path / "process.json").unlink()
-    assert records.find_run(path.parent, cell) == (None, records.NOT_RUN)
-    assert run_python("import os; os.kill(os.getppid(), 9)")[1:] == (None, "exit code -9: ")
+    assert records.find_run(path.parent, cell)["error"] == records.NOT_RUN
+    assert run_python("import os; os.kill(os.getppid(), 9)")[1]["error"] == "exit code -9: "
 
 
 @pytest.mark.parametrize(
@@ -284,23 +284,25 @@ def test_best_is_scored_after_the_run_if_the_cell_asks_for_it(tmp_path, monkeypa
 
     monkeypatch.setattr(run, "execute", execute)
     cell = define_cell("python algos/ppo.py --gamma 0.9", score_best=True, seed=4)
-    path = tmp_path / f"seed4-{cell.hash()}" / "try_1"
-    run.run_cell(cell, path, ["python", "..."])
+    folder = tmp_path / f"seed4-{cell.hash()}"
+    run.run_cell(cell, folder, "python")
+    first, second = commands
+    assert first == run.make_command(cell, "python", folder / "try_1")
     flags = ["--evaluate", "best.pt", "--eval-episodes", "100", "--seed", "4"]
-    assert commands == [["python", "..."], ["python", "algos/ppo.py", *flags]]
-    process = json.loads((path / "process.json").read_text())
+    assert second == ["python", "algos/ppo.py", *flags]
+    process = json.loads((folder / "try_1" / "process.json").read_text())
     assert process["best"] == best and process["cpu_seconds"] == 1
-    write_run(path / "run", ["eval/x"])
-    found, failed = records.find_run(path.parent, vars(cell))
-    assert failed == error and (found or {"metrics": {}})["metrics"] == (
-        {"eval/x": 30.0} | best if best else {}
-    )
+    write_run(folder / "try_1" / "run", ["eval/x"])
+    found = records.find_run(folder, vars(cell))
+    assert found.get("error", "") == error
+    if best:
+        assert found["metrics"] == {"eval/x": 30.0} | best
 
 
 def test_cpu_seconds_are_those_of_all_processes_of_a_cell(run_python):
     """They include a child for which nobody waits."""
     child = "[sys.executable, '-c', 'while True: pass']"
-    path, *_ = run_python(f"import subprocess, sys, time; subprocess.Popen({child}); time.sleep(4)")
+    path, _ = run_python(f"import subprocess, sys, time; subprocess.Popen({child}); time.sleep(4)")
     assert json.loads((path / "process.json").read_text())["cpu_seconds"] > 0.5
 
 
@@ -308,8 +310,8 @@ def test_a_cell_has_its_gpus_one_thread_and_no_stdin(run_python, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray does in its worker
     names = "('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')"
     code = f"import os, sys; print([os.environ[x] for x in {names}], repr(sys.stdin.read()))"
-    for gpus, given, shown in ((0, None, ""), (0, "", ""), (1, None, "3"), (2, "1,2", "1,2")):
-        path, *_ = run_python(code, given, gpus=gpus)
+    for num_gpus, given, shown in ((0, "", ""), (1, "", "3"), (2, "1,2", "1,2")):
+        path, _ = run_python(code, given, gpus=num_gpus)
         assert (path / "log.txt").read_text() == f"['{shown}', '1'] ''\n"
 
 
@@ -347,9 +349,9 @@ def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, h
     The reason is the last line written, whatever the environment says of buffers, or the first in tyro's frame.
     """
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    path, found, failed = run_python(DAEMON + end, hours=hours)
+    path, found = run_python(DAEMON + end, hours=hours)
     assert not find_processes(path)
-    assert failed == error and bool(found) == (not error) and "ready" in (path / "log.txt").read_text()
+    assert found.get("error", "") == error and "ready" in (path / "log.txt").read_text()
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -357,29 +359,31 @@ def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, h
 
 def test_cells_take_the_cores_and_gpus_that_they_ask_for(monkeypatch):
     """On a machine with three cores and two GPUs."""
-    given, futures = {}, {}
+    given, ends = {}, {name: threading.Event() for name in "abcdefghi"}
 
-    def submit(run_cell, cell, path, command, gpus):
+    def run_cell(cell, gpus):
         given[cell.setting] = gpus
-        return Future()
+        assert ends[cell.setting].wait(60)
 
-    monkeypatch.setattr(run, "ThreadPoolExecutor", lambda num_threads: SimpleNamespace(submit=submit))
+    monkeypatch.setattr(run, "run_cell", run_cell)
     for names in ("NoDevFiles", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
-        assert run.start_here([define_cell(gpus=1)])(define_cell(gpus=1), Path(), []) is None
+        with pytest.raises(ResultsError, match="lacks the GPUs"):
+            run.start_here([define_cell(gpus=1)])
     monkeypatch.setattr(run.os, "sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     sizes = {"a": (2, 0), "b": (2, 0), "c": (1, 0), "d": (9, 0)}  # cores and GPUs
     sizes |= {"e": (1, 1), "f": (1, 1), "g": (1, 1), "h": (1, 2), "i": (1, 0)}
     cells = {name: define_cell(setting=name, cpus=x, gpus=y) for name, (x, y) in sizes.items()}
-    start_cell = run.start_here([*cells.values()])
+    start_cell, futures = run.start_here([*cells.values()]), {}
 
     def start(names, ended=""):
         """Return which of the cells start when those of `ended` have ended."""
         for name in ended:
-            futures[name].set_result(None)
-        futures.update({name: start_cell(cells[name], Path(), []) for name in names})
+            ends[name].set()
+            futures[name].result(60)
+        futures.update({name: start_cell(cells[name]) for name in names})
         return "".join(name for name in names if futures[name])
 
     assert start("abdc") == "ac"
@@ -387,31 +391,41 @@ def test_cells_take_the_cores_and_gpus_that_they_ask_for(monkeypatch):
     assert start("da", ended="bc") == "d"  # more cores than there are: alone
     assert start("efghi", ended="d") == "efi"
     assert start("h", ended="efi") == "h"
+    start("", ended="h")
     assert given == dict.fromkeys("abcdi", "") | {"e": "4", "f": "7", "h": "4,7"}
-    lacking = define_cell(gpus=3)
-    assert run.run_cells({lacking: Path()}, start_cell) == {lacking: "this machine lacks the GPUs"}
 
 
-AGAIN = ["exit code 1: a crash", "exit code -9: ", "a node died"]
+AGAIN = ["exit code 1: a crash", "exit code -9: "]
 
 
-@pytest.mark.parametrize("error", [*AGAIN, "exit code 2: bad flags", "no eval/x", "not done after 24 hours"])
+@pytest.mark.parametrize(
+    "error",
+    [*AGAIN, "exit code 2: x", "exit code 1: ppo.py: error: x", "no eval/x", "not done after 24 hours"],
+)
 def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, error):
     """A cell that would fail in the same way again is not repeated."""
-    cell, tries = define_cell(), []
+    cell = define_cell()
+    folder = tmp_path / cell.hash()
+    monkeypatch.setattr(run, "execute", lambda *_: {"exit_code": 1})
+    monkeypatch.setattr(records, "find_run", lambda *_: {"seed": 0, "error": error})
+    found = run.run_cell(cell, folder, "python")
+    tries = ["try_1", "try_2", "try_3"][: 3 if error in AGAIN else 1]
+    assert sorted(path.name for path in folder.iterdir()) == tries
+    assert found == f"{error} (log: {folder / tries[-1] / 'log.txt'})"
 
-    def submit(cell, path, command):
-        path.mkdir(parents=True)
-        tries.append(path.name)
+
+def test_what_a_worker_raises_fails_its_cell_in_one_line(tmp_path):
+    """Such as an error of Ray when a machine is gone, a full disk, or a script that was edited during the suite."""
+
+    def submit(cell, *_):
         future = Future()
-        lost = RuntimeError(f"{error}\nsomewhere")  # an error of Ray
-        future.set_exception(lost) if error == "a node died" else future.set_result(None)
+        future.set_exception(RuntimeError("a node died\nsomewhere"))
         return future
 
-    monkeypatch.setattr(records, "find_run", lambda *_: (None, records.NOT_RUN if "node" in error else error))
-    found = run.run_cells({cell: tmp_path / "cell"}, submit)
-    assert tries == ["try_1", "try_2", "try_3"][: 3 if error in AGAIN else 1]
-    assert found == {cell: f"{error} (log: {tmp_path / 'cell' / tries[-1] / 'log.txt'})"}
+    cell = define_cell()
+    assert run.run_cells({cell: tmp_path}, submit) == {cell: "a node died"}
+    with pytest.raises(ResultsError, match=r"^algos/ppo.py has changed since the suite was started$"):
+        run.run_cell(cell, tmp_path / "seed0-of-another-hash", "python")
 
 
 def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
@@ -428,8 +442,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     victim.kill()
     output, _ = harness.communicate(timeout=240)
     assert harness.returncode == 1 and "2 of 4 cells done" in output, output
-    assert "again: ppo/CartPole-v1/killed, seed 1: exit code -9: " in output
-    reason = "exit code 2: ppo.py: error: --num-envs (3) must be divisible by the number of processes (2)"
+    reason = "exit code 1: ppo.py: error: --num-envs (3) must be divisible by the number of processes (2)"
     assert f"failed: ppo/CartPole-v1/bad, seed 1: {reason} (log: {runs}/a/ppo/CartPole-v1/bad/seed1" in output
     assert "failed: ppo/CartPole-v1/other, seed 1: no charts/nothing in " in output
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
@@ -438,7 +451,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     harness = start_harness(suite, "--runs", runs, "--only", "*/[gko]*")
     assert "3 of 3 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
-    report.main(["--runs", str(runs), "--out", str(tmp_path / "out")])  # it forgets nothing of the others
+    report.main(report.Args(runs, tmp_path / "out"))  # it forgets nothing of the others
     page = (tmp_path / "out" / "results.md").read_text()
     assert all(f"| CartPole-v1, {name} |" in page for name in ("good", "killed", "other"))
     assert f"- CartPole-v1, bad, seed 1: {reason}\n" in page and report.LEGEND in page
@@ -467,6 +480,11 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
 NAME = "ppo/CartPole-v1/default"
 
 
+def make_machine(**changes):
+    """Describe a machine, as a stored run does."""
+    return dict.fromkeys(("cores", "python", "torch", "gymnasium", "date", "cpu", "commit"), "a") | changes
+
+
 def make_cell(values, name=NAME, **changes):
     """Return a cell of stored results, with a run for each value of the headline."""
     script, task, setting = name.split("/")
@@ -479,13 +497,15 @@ def make_cell(values, name=NAME, **changes):
         "better": "higher",
         "gpus": 0,
     }
-    run = {"commit": "abc", "machine": None, "cpu_seconds": 1.0, "steps_per_second": 1000.0}
-    run["curve"] = [[0, 0.0, 20.0], [9000, 90.0, 500.0]]
+    cell |= changes
+    run = {"commit": "abc", "machine": make_machine(), "cpu_seconds": 1.0, "steps_per_second": 1000.0}
+    run |= {"env_steps": 9000, "curve": [[0, 0.0, 20.0], [9000, 90.0, 500.0]]}
     runs = []
     for seed, value in enumerate(values, 1):
-        own = {"seed": seed, "value": value, "steps_to_threshold": 10 * seed}
-        runs.append(run | own | {"metrics": {"eval/episodic_return": value}})
-    return cell | {"runs": runs, "missing": []} | changes
+        runs.append(
+            run | {"seed": seed, "steps_to_threshold": 10 * seed, "metrics": {cell["headline"]: value}}
+        )
+    return {"runs": runs, "missing": []} | cell
 
 
 STEPS, SPEEDS = [1000, 1300, 900, 1200, 1100], [1000.0, 1100.0, 1050.0, 900.0, 950.0]
@@ -503,7 +523,7 @@ def make_solved(steps, speeds=SPEEDS, name=NAME, **changes):
 def make_results(*cells, suite="a", **keys):
     """Return the results of a suite, as report.py stores them."""
     names = [f"{c['script']}/{c['task']}/{c['setting']}" for c in cells]
-    return suites.SHOWN | {"suite": suite, "cells": dict(zip(names, cells, strict=True))} | keys
+    return {"suite": suite, "cells": dict(zip(names, cells, strict=True))} | keys
 
 
 def test_ratios_are_those_of_medians_with_an_interval_by_logarithms():
@@ -537,13 +557,19 @@ def test_intervals_cover_what_they_say(num):
 
 
 def test_threshold_is_the_first_point_at_it_in_the_right_direction():
-    curve = [[1, 0.1, 3.0], [2, 0.2, 5.0], [3, 0.3, 2.0], [4, 0.4, 4.0], [5, 0.5, 5.0]]
-    find = records.find_threshold
-    assert find(curve, 4) == [2, 0.2, 5.0]
-    assert find(curve, 3, "lower")[0] == 1 and find(curve, 2.5, "lower")[0] == 3
-    assert find(curve, 6) is None and find([], 0) is None
-    assert find(curve, 4, in_a_row=2)[0] == 5  # one alone is forgotten
-    assert find(curve, 4, in_a_row=3) is None
+    curve = [
+        SimpleNamespace(step=step, value=value) for step, value in enumerate((3.0, 5.0, 2.0, 4.0, 5.0), 1)
+    ]
+
+    def find(threshold, better="higher", in_a_row=1):
+        cell = {"threshold": threshold, "better": better, "in_a_row": in_a_row}
+        return getattr(records.find_threshold(curve, cell), "step", None)
+
+    assert find(4) == 2
+    assert find(3, "lower") == 1 and find(2.5, "lower") == 3
+    assert find(6) is None
+    assert find(4, in_a_row=2) == 5  # one alone is forgotten
+    assert find(4, in_a_row=3) is None
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
@@ -552,12 +578,18 @@ def test_threshold_is_the_first_point_at_it_in_the_right_direction():
 def test_tables_say_what_the_results_say():
     lost = make_cell([], "gnugo/Go/match")
     lost["missing"] = [{"seed": seed, "error": "exit code 1: why"} for seed in (1, 2)]
-    table = report.make_cell_table([make_cell([400.0, 410.0, 420.0]), lost], report.RESULT)
-    assert "| CartPole-v1, default | return | 410 (400, 410, 420) | 1.00 | 3 |" in table
+    columns = {"result": "headline"}
+    table = report.make_cell_table([make_cell([400.0, 410.0, 420.0]), lost], columns)
+    assert "| CartPole-v1, default | 410 (400, 410, 420) | 1.00 | 3 |" in table
     assert table.endswith("\n\n- Go, match, seed 1: exit code 1: why\n- Go, match, seed 2: exit code 1: why")
     six = [400.0, 410.0, 420.0] * 2
     low, high = map(common.show, records.find_interval(six))
-    assert f"| 410 ({low} to {high}) | 1.00 | 6 |" in report.make_cell_table([make_cell(six)], report.RESULT)
+    assert f"| 410 ({low} to {high}) | 1.00 | 6 |" in report.make_cell_table([make_cell(six)], columns)
+    assert "| CartPole-v1, default | return | 410 (400, 410, 420) |  | 1.00 | 3 |" in report.make_comparison(
+        [make_cell([400.0, 410.0, 420.0])]
+    )
+    found = [common.show(x) for x in (0.00999999, 99.96, 1234.5, -1e-12, 5.0, math.inf)]
+    assert found == ["0.0100", "100", "1,234", "0", "5.00", "-"]
 
 
 def test_a_comparison_holds_each_cell_against_the_first_of_its_task():
@@ -569,25 +601,39 @@ def test_a_comparison_holds_each_cell_against_the_first_of_its_task():
 
 
 def test_a_report_keeps_committed_runs_that_a_folder_lacks():
-    """New runs replace those of their seeds. A run that has failed is listed beside the committed one."""
+    """New runs replace those of their seeds."""
 
-    def merge(cell):
-        """Return the values that are published then, and what is missing."""
+    def merge(cell, name=NAME):
+        """Return the values that are published then."""
         old, new = make_results(make_cell([1.0, 2.0])), make_results(cell)
         report.merge(old, new)
-        found = new["cells"][NAME]
-        return [run_["value"] for run_ in found["runs"]], found["missing"]
+        found = new["cells"][name]
+        assert not found["missing"]
+        return records.get_values(found, "headline")
 
-    not_run, failed = ({"seed": 2, "error": error} for error in (records.NOT_RUN, "exit code 1"))
-    assert merge(make_cell([5.0], missing=[not_run])) == ([5.0, 2.0], [])
-    assert merge(make_cell([5.0], missing=[failed])) == ([5.0, 2.0], [failed])
-    assert merge(make_cell([5.0, 6.0, 7.0])) == ([5.0, 6.0, 7.0], [])
-    assert merge(make_cell([5.0], "ppo/T/other")) == ([1.0, 2.0], [])  # a folder without the cell
-    assert merge(make_cell([5.0])) == ([5.0], [])  # a suite that has no second seed any more
+    for error in (records.NOT_RUN, "exit code 1"):
+        assert merge(make_cell([5.0], missing=[{"seed": 2, "error": error}])) == [5.0, 2.0]
+    assert merge(make_cell([5.0, 6.0, 7.0])) == [5.0, 6.0, 7.0]
+    assert merge(make_cell([5.0], "ppo/T/other")) == [1.0, 2.0]  # a folder without the cell
     peer = make_cell([1.0, 2.0], "sb3_ppo/T/s")
-    peer["runs"][1] |= {"machine": {"commit": "abc-dirty"}, "commit": "sb3 1.0"}
+    peer["runs"][1] |= {"machine": make_machine(commit="abc-dirty"), "commit": "sb3 1.0"}
     with pytest.raises(ResultsError, match=r"T/s, seed 2 ran with uncommitted changes: run it again"):
         merge(peer)
+
+
+def test_pages_show_the_cells_and_seeds_that_a_suite_has_now(tmp_path, monkeypatch):
+    """Not a run of another command, nor of a seed that the suite has no more."""
+    monkeypatch.setattr(common, "SUITES", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    write_suite(
+        tmp_path / "a.toml", seeds=(2, 3), default="python algos/ppo.py", other="python algos/ppo.py -x"
+    )
+    other = make_cell([7.0, 8.0, 9.0], "ppo/CartPole-v1/other")
+    common.save_results(tmp_path / "a.json", make_results(make_cell([1.0, 2.0]), other))
+    cells = records.load_published()["a"]["cells"]
+    assert [run_["seed"] for run_ in cells[NAME]["runs"]] == [2]
+    assert cells[NAME]["missing"] == [{"seed": 3, "error": records.NOT_RUN}]
+    assert not cells["ppo/CartPole-v1/other"]["runs"] and len(cells["ppo/CartPole-v1/other"]["missing"]) == 2
 
 
 # ---- Comparison ------------------------------------------------------------------------------------------------------
@@ -595,8 +641,8 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks():
 
 def compare_cells(base, new):
     """Return what is worse in a comparison of two cells, and what has failed."""
-    rows, failed, _ = compare.compare(make_results(base), make_results(new))
-    return [row[1:4] for row in rows if row[-1]], failed
+    rows, notes = compare.compare(make_results(base), make_results(new))
+    return [row[1:4] for row in rows if row[-1]], notes
 
 
 BASE, NAN = [480.0, 490.0, 500.0, 470.0, 500.0], [math.nan] * 5
@@ -645,9 +691,9 @@ def test_only_equal_things_of_ours_are_compared():
     slow = [3 * x for x in STEPS]
     peer, others = "sb3_ppo/CartPole-v1/zoo", [make_cell(BASE, f"ppo/T{i}/s") for i in range(3)]
     new = make_results(make_solved(slow, name=peer), others[0])
-    rows, _, gone = compare.compare(make_results(make_solved(STEPS, name=peer), *others), new)
+    rows, notes = compare.compare(make_results(make_solved(STEPS, name=peer), *others), new)
     assert {name for name, *_ in rows} == {"ppo/T0/s"}
-    assert [note.split(": ")[:2] for note in gone] == [["not compared", f"ppo/T{i}/s"] for i in (1, 2)]
+    assert [note.split(": ")[:2] for note in notes] == [["not compared", f"ppo/T{i}/s"] for i in (1, 2)]
     search = [make_cell([x, 1.1 * x, 1.2 * x], "our_go_search/Go/s", threshold=None) for x in (1000.0, 500.0)]
     assert compare_cells(*search)[0]  # a program of ours among the peers
     assert not compare_cells(make_solved(STEPS), make_solved(slow, threshold=400))[0]
@@ -699,12 +745,22 @@ def test_a_failed_cell_has_exit_code_1_and_results_that_cannot_be_read_2(tmp_pat
         (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "bad").write_text("{")
     (tmp_path / "runs").mkdir()
-    base = str(tmp_path / "base")
-    assert [compare.main([base, str(tmp_path / code)]) for code in "01"] == [0, 1]
-    for name in ("none", "bad", "other", "list", "runs", "apart"):
-        message = "no results of (a suite|the same cell)$|give the folder that it is in$"
-        with pytest.raises(ResultsError, match=f"^{tmp_path}.* (have )?({message})"):
-            compare.main([base, str(tmp_path / name)])
+
+    def compare_with(name):
+        return compare.main(compare.Args(tmp_path / "base", tmp_path / name))
+
+    assert [compare_with(code) for code in "01"] == [0, 1]
+    for name, message in {
+        "none": "No such file .*none'$",
+        "runs": "No such file .*suite.json'$",
+        "bad": "no results of a suite$",
+        "other": "no results of a suite$",
+        "list": "no results of a suite$",
+        "apart": "have no results of the same cell$",
+    }.items():
+        with pytest.raises((ResultsError, OSError), match=message):
+            compare_with(name)
     command = [sys.executable, str(ROOT / "benchmark" / "compare.py"), "none.json", "none.json"]
     found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-    assert (found.returncode, found.stderr) == (2, "compare.py: none.json: no results of a suite\n")
+    message = "compare.py: [Errno 2] No such file or directory: 'none.json'\n"
+    assert (found.returncode, found.stderr) == (2, message)

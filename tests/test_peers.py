@@ -179,10 +179,13 @@ def test_returns_and_evaluations_of_sb3(tmp_path):
         run = run_peer("sb3_ppo", *flags, "--run-dir", tmp_path / str(interval))
         assert run.returncode == 0, run.stderr
         (path,) = (tmp_path / str(interval)).iterdir()
-        steps, seconds, _, returns = zip(*common.read_points(path, "charts/episodic_return"), strict=True)
-        assert steps == (256, 512, 768, 1024) and sorted(seconds) == list(seconds)
-        assert all(8 <= mean <= step for step, mean in zip(steps, returns, strict=True))
-        evaluated = [point[0] for point in common.read_points(path, "eval/episodic_return")]
+        events = common.read_events(path)
+        points = events.Scalars("charts/episodic_return")
+        assert [point.step for point in points] == [256, 512, 768, 1024]
+        assert all(8 <= point.value <= point.step for point in points)
+        seconds = [point.value for point in events.Scalars("charts/cpu_seconds")]
+        assert seconds == sorted(seconds)
+        evaluated = [point.step for point in events.Scalars("eval/episodic_return")]
         assert evaluated == ([512, 1024] if interval else [1024])
         metrics.append(read_result(path)["metrics"])
     assert metrics[0] == metrics[1]

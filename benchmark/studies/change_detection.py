@@ -302,7 +302,8 @@ def show_lead(rows: list[dict], method: str, group: str) -> str:
     """Write a lead, its interval and the number of wins."""
     lead, interval, wins = compare(rows, method, group)
     lead = round(lead, 3) + 0.0  # -0.0 becomes 0.0
-    return f"{lead:+.3f} ± {common.show(interval, 2)} ({wins} of {len(rows)})"
+    num_decimals = 1 - math.floor(math.log10(interval)) if interval > 1e-9 else 0  # two significant digits
+    return f"{lead:+.3f} ± {interval:.{num_decimals}f} ({wins} of {len(rows)})"
 
 
 def describe_lead(rows: list[dict], method: str) -> str:

@@ -98,7 +98,7 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
         "rollouts",
     ]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--simulations", 64, "--repeats", num_repeats)
-    rate = common.read_points(folder, "eval/simulations_per_cpu_second")[-1][-1]
+    rate = common.read_events(folder).Scalars("eval/simulations_per_cpu_second")[-1].value
     what = f"the same, one game, OpenSpiel's search in C++ ({common.read_text(folder, 'program')})"
     return [
         {"what": what, "column": column, "value": round(statistics.median(values))}

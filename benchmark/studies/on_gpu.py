@@ -11,6 +11,7 @@ so their seconds say little; they report the score at the end. A row that fails 
 import argparse
 import concurrent.futures
 import itertools
+import math
 import os
 import shlex
 import statistics
@@ -128,7 +129,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     for name, _, kind in SPEED:
         gpu = rows.get(("speed on the GPU", name), missing)
         cpu = rows.get(("speed on the CPU", name), missing) if kind == "cpu" else {}
-        shown = [row.get("error") or common.show(row.get("sps")) for row in (gpu, cpu)]
+        shown = [row.get("error") or common.show(row.get("sps", math.nan)) for row in (gpu, cpu)]
         has_both = "sps" in gpu and "sps" in cpu
         ratio = common.show(gpu["sps"] / cpu["sps"]) if has_both else "-"
         speeds.append([name, *shown, ratio, gpu.get("gpu", "-")])
@@ -140,7 +141,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         last = row.get("last", {})
         found = [f"{SCORES[tag]} {common.show(last[tag])}" for tag in SCORES if tag in last]
         score = row.get("error") or ", ".join(found)
-        scores.append([name, score, common.show(row.get("seconds")), row.get("gpu", "-")])
+        scores.append([name, score, common.show(row.get("seconds", math.nan)), row.get("gpu", "-")])
     head = "training steps a second, one run each | one GPU: | one CPU core: | ratio: | GPU"
     text = common.make_table(head, speeds) + "\n\n"
     if splits:
@@ -148,8 +149,9 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         text += common.make_table(head, splits) + "\n\n"
     head = "default run on the GPU, one seed each | at its end | seconds: | GPU"
     text += common.make_table(head, scores) + "\n\n"
-    gpus = {row["gpu"] for row in results["rows"]}
-    text += common.machine_line([row["machine"] for row in results["rows"]], gpus)
+    machines = common.machine_line([row["machine"] for row in results["rows"]])
+    gpus = "; ".join(sorted({row["gpu"] for row in results["rows"]}))
+    text += machines.replace("; commit", f"; {gpus}; commit")
     return {("results", "on_gpu"): f"\n{text}\n"}
 
 

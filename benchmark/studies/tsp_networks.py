@@ -59,9 +59,9 @@ def measure_lkh(size: int, path: Path) -> dict:
     """Score LKH on the file `path`."""
     command = [environment.make_environment("elkai"), common.PEERS / "elkai_lkh.py", "--data", path]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--env-id", f"tsp{size}-uniform")
-    result = records.read_run(folder, {"headline": "eval/gap"}, {})
-    row = {name: result["metrics"][f"eval/{name}"] for name in ("gap", "gap_std", "cpu_ms")}
-    return row | {"size": size, "way": "lkh", "num_instances": result["env_steps"]}
+    events = common.read_events(folder)
+    row = {name: events.Scalars(f"eval/{name}")[-1].value for name in ("gap", "gap_std", "cpu_ms")}
+    return row | {"size": size, "way": "lkh", "num_instances": events.Scalars("eval/gap")[-1].step}
 
 
 def measure() -> list[dict]:
