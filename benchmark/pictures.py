@@ -57,8 +57,11 @@ def find_band(curves: list, reach: int):
     return x, values.mean(0), stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
 
 
-def draw_task(axes, cells: list, column: int, colors: dict):
-    """Draw the cells of a task by steps (column 0) or seconds (1): the mean of the seeds, its interval, its end."""
+def draw_task(axes, cells: list, column: int, colors: dict, levels: dict):
+    """Draw the cells of a task by steps (column 0) or seconds (1): the mean of the seeds, its interval, its end.
+
+    `levels` are known values of others, as horizontal lines.
+    """
     for cell in cells:
         curves = [np.array(run["curve"])[:, [column, 2]].T for run in cell["runs"] if run["curve"]]
         reach = 4 if cell["curve"].startswith("charts/") else 0  # training episodes are few and noisy
@@ -70,6 +73,10 @@ def draw_task(axes, cells: list, column: int, colors: dict):
         axes.fill_between(x, mean - half, mean + half, color=color, alpha=0.2, lw=0)
         axes.plot(x, mean, color=color, lw=2.5, label=shown)
         axes.plot(x[-1], mean[-1], "o", color=color, ms=8)
+    for (label, level), style in zip(levels.items(), (":", "--"), strict=False):
+        shown = None if label in colors else label
+        color = colors.setdefault(label, "0.3")
+        axes.axhline(level, color=color, ls=style, label=shown)
     title = re.sub("popgym-|-v[0-9]|-1M", "", cells[0]["task"]).replace("-", " ")
     axes.set_title(textwrap.fill(title, 22), fontsize="medium" if len(title) < 18 else "small")
     axes.locator_params(axis="x", nbins=3)
@@ -93,7 +100,8 @@ def draw(results: dict, path: Path) -> bool:
         figure = Figure(figsize=(9, 3.3 * height + 0.5), layout="constrained")
         for i, (cells, column) in enumerate(panels):
             axes = figure.add_subplot(height, width, i + 1)
-            draw_task(axes, cells, column, colors)
+            levels = results.get("levels", {})
+            draw_task(axes, cells, column, colors, levels.get(cells[0]["task"], {}))
             if i >= len(panels) - width:
                 axes.set_xlabel("steps" if column == 0 else "seconds" if cells[0]["gpus"] else "CPU-seconds")
             if i % width == 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 import common
 from common import ResultsError, require
 
-DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": ""}
+DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": "", "levels": {}}
 SHOWN_KEYS = {
     "ratios": ("title", "quantity", "better", "ours", "peer"),
     "tables": ("page", "section", "columns"),
