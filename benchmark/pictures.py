@@ -29,6 +29,7 @@ LABELS = {  # of cells in legends; others are SCRIPT, SETTING, and those without
     "r2d2_lstm/default": "R2D2",
     "r2d2_lstm/lstm": "R2D2",
     "r2d2_lstm/no-memory": "R2D2 without memory",
+    "r2d2_lstm/last-action": "last action, no LSTM",
     "r2d2_lstm/last-overlaps": "last window overlaps",
     "r2d2_lstm/null-steps": "null steps at the end",
     "sb3_recurrent_ppo/ours": "RecurrentPPO",
@@ -75,8 +76,8 @@ def draw_task(axes, cells: list, column: int, colors: dict, levels: dict):
         axes.plot(x[-1], mean[-1], "o", color=color, ms=8)
     for (label, level), style in zip(levels.items(), (":", "--"), strict=False):
         shown = None if label in colors else label
-        color = colors.setdefault(label, "0.3")
-        axes.axhline(level, color=color, ls=style, label=shown)
+        colors[label] = "0.3"
+        axes.axhline(level, color="0.3", ls=style, label=shown)
     title = re.sub("popgym-|-v[0-9]|-1M", "", cells[0]["task"]).replace("-", " ")
     axes.set_title(textwrap.fill(title, 22), fontsize="medium" if len(title) < 18 else "small")
     axes.locator_params(axis="x", nbins=3)

@@ -39,7 +39,9 @@ import environment
 
 TRIES = 3  # attempts at a cell that crashes or is lost
 # Errors that another attempt would repeat: bad flags, no time, and runs that lack what the suite asks for
-SAME_AGAIN = re.compile(r"exit code 2|.*\.py: error: |not done|no ")
+SAME_AGAIN = re.compile(
+    r"exit code (2|1: (\w+\.py: error|Unrecognized|Error parsing|invalid choice|Missing))|not done|no "
+)
 
 
 @dataclass

@@ -103,7 +103,7 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
     return [
         {"what": what, "column": column, "value": round(statistics.median(values))}
         for what, repeats in (rates | {what: [(rate,)]}).items()
-        for column, values in zip(COLUMNS, zip(*repeats, strict=True), strict=False)
+        for column, values in zip(COLUMNS[:1], zip(*repeats, strict=True), strict=False)
     ]
 
 
