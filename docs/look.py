@@ -14,7 +14,15 @@ from pathlib import Path
 
 WIDTHS = (1280, 400)
 SCHEMES = ("light", "dark")
-WORDS = ("GAE", "lambda", "frame stack", "action mask", "resume", "wandb", "burn-in")  # what the search has to find
+WORDS = (
+    "GAE",
+    "lambda",
+    "frame stack",
+    "action mask",
+    "resume",
+    "wandb",
+    "burn-in",
+)  # what the search has to find
 # What reaches beyond the right side of the screen, of what does not scroll in a box of its own
 WIDE = """width => {
     const scrolls = box => box && (getComputedStyle(box).overflowX != "visible" || scrolls(box.parentElement))

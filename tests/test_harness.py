@@ -128,7 +128,11 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
         ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
         ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
         ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
-        ("seeds = [1]", "seed = [1]", "unknown key seed; there are cells, headline, levels, ratios, seeds, summary"),
+        (
+            "seeds = [1]",
+            "seed = [1]",
+            "unknown key seed; there are cells, headline, levels, ratios, seeds, summary",
+        ),
         ('setting = "s"', 'setting = "s"\nthreshold = 3', "a threshold needs the tag of its curve"),
         ('setting = "s"', 'setting = "s"\nbetter = "more"', "better is neither"),
     ],
