@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +13,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """One process runs all tests of a file, or those of it that are about one script, as they share what is made."""
+    for item in items:
+        script = item.callspec.params.get("script", "") if hasattr(item, "callspec") else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{script}"))
 
 
 @pytest.fixture(autouse=True)
@@ -30,38 +35,27 @@ def script(request):
     return request.param
 
 
-@pytest.fixture
-def run_script(tmp_path):
-    """Run a script in a process of its own, in `tmp_path`: run_script("ppo", "--seed", 3) -> CompletedProcess."""
-
-    def run(script, *flags, launcher=(sys.executable,), timeout=240, **env):
-        command = [*launcher, str(ROOT / "algos" / f"{script}.py"), *map(str, flags)]
-        return subprocess.run(
-            command, cwd=tmp_path, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=timeout
-        )
-
-    return run
-
-
-def start_process(log, env, name, *args):
-    """A process that does what ranks.py calls `name`, and prints into `log`.
+def start_process(log, env, name, *args, errors=None):
+    """A process that does what ranks.py calls `name`, and prints into `log`, or what it says of errors into `errors`.
 
     Its parent is a server that has imported torch and the scripts once, for all the processes that are started so.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(
-        ["ranks", *(f"algos.{path.stem}" for path in (ROOT / "algos").glob("*.py"))]
-    )
-    process = server.Process(target=start_here, args=(str(log), env, name, *map(str, args)), daemon=True)
+    scripts = [f"algos.{path.stem}" for path in (ROOT / "algos").glob("*.py")]
+    server.set_forkserver_preload(["ranks", *scripts])
+    words = str(log), str(errors or log), env, name, *map(str, args)
+    for path in {*words[:2]}:
+        Path(path).unlink(missing_ok=True)
+    process = server.Process(target=start_here, args=words, daemon=True)
     with mock.patch.dict(os.environ, ENVIRONMENT):
         process.start()
     return process
 
 
-def start_here(log, env, name, *args):
+def start_here(log, errors, env, name, *args):
     os.environ.update(env)
-    with open(log, "w") as file:
-        for stream in (1, 2):
+    for stream, path in ((1, log), (2, errors)):
+        with open(path, "a") as file:
             os.dup2(file.fileno(), stream)
     import ranks
 

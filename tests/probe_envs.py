@@ -4,7 +4,7 @@ from functools import partial
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Sequence, Tuple
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
@@ -203,10 +203,30 @@ class Picture(Task):
         return {"CHW": x, "HW": x[0], "HWC": x.transpose(1, 2, 0)}[self.layout]
 
 
-class DictOfBox(Task):
+class Bad(Task):
     """Only its spaces are looked at."""
 
-    observation_space = Dict(a=Box(-1, 1, (2,)))
+    def __init__(self, obs, actions):
+        self.observation_space, self.action_space = obs, actions
+
+
+class Broken(Task):
+    """Raises an error when it is made, at its first reset, or at its first step."""
+
+    def __init__(self, where):
+        self.where = where
+        self.fail_if("init")
+
+    def fail_if(self, where):
+        if where == self.where:
+            raise ValueError("a fault of the user")
+
+    def reset(self, seed=None, options=None):
+        self.fail_if("reset")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.fail_if("step")
 
 
 class Recall(Task):
@@ -225,13 +245,14 @@ class Recall(Task):
 
 
 def register(name, entry_point, **kwargs):
-    """Register `name` as it is, as `SameStep<name>`, and as `Reused<name>`, which has one array for all steps."""
+    """Register `name` as it is, and by two more modes of resets; as `Reused<name>` it has one array for all steps."""
     gym.register(f"{name}-v0", entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
 
     def make_vec(num_envs, options, **_):
         return SyncVectorEnv([lambda: gym.make(f"{name}-v0") for _ in range(num_envs)], **options)
 
     forms = {"SameStep": {"autoreset_mode": AutoresetMode.SAME_STEP}, "Reused": {"copy": False}}
+    forms |= {"NoReset": {"autoreset_mode": AutoresetMode.DISABLED}}
     for form, options in forms.items():
         gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, options=options))
 
@@ -242,7 +263,18 @@ register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
 register("NoLimit", Task)
 register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates
 register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
-register("Unsupporteddict", DictOfBox)
+flat, image = Box(-1, 1, (2,)), Box(0, 255, (84, 84, 3), np.uint8)
+for name, obs, actions in (
+    ("Dict", Dict(a=flat), Discrete(2)),
+    ("Image", image, Discrete(2)),
+    ("Sequence", Sequence(flat), Discrete(2)),
+    ("MultiDiscrete", flat, MultiDiscrete([2, 3])),
+    ("Integers", flat, Box(0, 3, (2,), int)),
+    ("Empty", flat, Box(-1, 1, (0,))),
+):
+    register(f"Bad{name}", Bad, kwargs={"obs": obs, "actions": actions})
+for where in ("init", "reset", "step"):
+    register(f"Broken{where}", Broken, kwargs={"where": where})
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
 for layout in ("CHW", "HWC", "HW"):

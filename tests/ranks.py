@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch._dynamo  # which optimizers import, in two seconds; their processes are forked from one that has it
 import torch.distributed as dist
 from conftest import ROOT
 
@@ -36,21 +37,26 @@ def run_copy(path, *flags):
     runpy.run_path(str(path), run_name="__main__")
 
 
-def kill_at(path, number, moment, *flags):
-    """Run the script at `path`, and kill -9 this process while it writes checkpoint.pt for the time `number`.
+def fail_each(path, *lines):
+    """Run the script at `path` with each line of flags, as one of two processes where it says so; print exit codes."""
+    for line in lines:
+        num_processes, *flags = line.split()
+        os.environ["WORLD_SIZE"] = num_processes
+        try:
+            run_copy(path, *flags)
+        except SystemExit as stop:
+            print("exit code", stop.code, file=sys.stderr)
 
-    The moment is "half", when half of the bytes are on the disk, "written", or "replaced".
-    """
+
+def kill_at(path, number, *flags):
+    """Run the script at `path`, and kill -9 this process when half of checkpoint.pt number `number` is on the disk."""
     replace, numbers = os.replace, itertools.count(1)
 
     def replace_or_die(source, target):
-        is_due = Path(target).name == "checkpoint.pt" and next(numbers) == int(number)
-        if is_due and moment == "half":
+        if Path(target).name == "checkpoint.pt" and next(numbers) == int(number):
             os.truncate(source, os.path.getsize(source) // 2)
-        if not is_due or moment == "replaced":
-            replace(source, target)
-        if is_due:
             os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
 
     os.replace = replace_or_die
     run_copy(path, *flags)
@@ -245,4 +251,4 @@ CASES = {
     "algos.reinforce_tsp_attention": update_tsp,
 }
 
-ACTIONS = {x.__name__: x for x in (run_copy, kill_at, share)}
+ACTIONS = {x.__name__: x for x in (run_copy, fail_each, kill_at, share)}

@@ -1,18 +1,10 @@
 """What the recipe for AlphaZero must bring about."""
 
-import importlib.util
 import sys
 
 import pytest
 import torch
-from test_contract import load, run_main
-
-
-def import_file(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from test_contract import import_file, load, run_edited
 
 
 def count_games(go):
@@ -48,8 +40,7 @@ def check_tic_tac_toe(path, folder):
         for name in ("envs_shared.go", "edited_copy"):
             patch.setitem(sys.modules, name, None)
         go = import_file("envs_shared.go", folder / "envs_shared" / "go.py").Go(3)
-        module = import_file("edited_copy", path)
-        done = run_main(module, folder / "runs", *flags.split())
+        done, module = run_edited(path, flags)
     assert count_games(go) == [131184, 77904, 46080]
     lines = {frozenset(x) for x in go.lines.tolist()}
     for image in go.symmetries.tolist():

@@ -1,6 +1,5 @@
 """What the recipes for PPO must bring about."""
 
-import importlib.util
 import sys
 
 import gymnasium as gym
@@ -8,48 +7,34 @@ import numpy as np
 import torch
 from conftest import read_scalars
 from gymnasium.spaces import Box, Discrete
-from test_contract import load, run_main
-
-
-def run(path, flags):
-    """Run the edited copy in this process, and return its Run and its module."""
-    spec = importlib.util.spec_from_file_location("edited_copy", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["edited_copy"] = module
-    spec.loader.exec_module(module)
-    return run_main(module, path.parent / "runs", *flags.split()), module
+from probe_envs import Task
+from test_contract import load, run_edited
 
 
 def read_returns(run):
     return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
 
 
-class Masked(gym.Env):
+class Masked(Task):
     """Three numbers and a mask of four actions, of which two are allowed: 1 for the one with the smaller index."""
 
-    observation_space, action_space = Box(-np.inf, np.inf, (7,)), Discrete(4)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return self.observe(), {}
+    observation_space, action_space, length = Box(-np.inf, np.inf, (7,)), Discrete(4), 5
 
     def observe(self):
+        self.last_mask = getattr(self, "mask", None)
         self.mask = np.zeros(4, np.float32)
         self.mask[self.np_random.choice(4, 2, replace=False)] = 1
         return np.concatenate((self.np_random.normal(50, 9, 3), self.mask)).astype(np.float32)
 
-    def step(self, action):
-        assert self.mask[action], "a forbidden action"
-        reward = float(action == self.mask.argmax())
-        self.steps += 1
-        return self.observe(), reward, self.steps == 5, False, {}
+    def score(self, action):
+        assert self.last_mask[action], "a forbidden action"
+        return float(action == self.last_mask.argmax())
 
 
 def check_cnn(path, folder):
     """The brighter quarter of an image is named: 1 at best, 0.25 at random."""
-    flags = "--env-id probe_envs:Quarters-v0 --learning-rate 1e-3 --num-steps 32 --total-timesteps 5000"
-    done, module = run(path, flags)
+    flags = "--env-id probe_envs:Quarters-v0 --learning-rate 1e-3 --num-steps 32 --total-timesteps 1500"
+    done, module = run_edited(path, flags)
     assert read_returns(done)[-1] >= 0.9
     assert load(done.path / "best.pt")["agent"]["actor.0.weight"].shape == (16, 1, 3, 3)
 
@@ -57,7 +42,7 @@ def check_cnn(path, folder):
 def check_atari(path, folder):
     """Pong is played to its end, an evaluated return is a difference of points, and all weights are trained."""
     flags = "--env-id ALE/Pong-v5 --num-envs 2 --num-steps 8 --total-timesteps 16 --eval-episodes 1 --no-norm-reward"
-    done, module = run(path, flags)
+    done, module = run_edited(path, flags)
     (returns,) = read_returns(done)
     assert -21 <= returns <= 21 and returns == int(returns)
     agent = load(done.path / "best.pt")["agent"]
@@ -70,7 +55,7 @@ def check_atari(path, folder):
 def check_masks(path, folder):
     """No forbidden action is ever taken, and the best allowed one is learned, with normalized observations."""
     gym.register("Masked-v0", Masked)
-    done, _ = run(path, "--env-id Masked-v0 --norm-obs --total-timesteps 12000 --eval-episodes 20")
+    done, _ = run_edited(path, "--env-id Masked-v0 --norm-obs --total-timesteps 12000 --eval-episodes 20")
     assert read_returns(done)[-1] >= 4.9  # of 5; at random 2.5
 
 
@@ -79,7 +64,7 @@ def check_frozen(path, folder):
     torch.manual_seed(3)
     encoder = torch.nn.Linear(4, 64)
     torch.save(encoder.state_dict(), folder / "encoder.pt")
-    done, _ = run(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 0")
+    done, _ = run_edited(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 0")
     agent = load(done.path / "checkpoint.pt")["agent"]
     assert torch.equal(agent["actor.1.weight"], encoder.weight)
     assert agent["actor.5.bias"].abs().max() > 0 and agent["critic.1.bias"].abs().max() > 0
@@ -87,13 +72,14 @@ def check_frozen(path, folder):
 
 def check_frames(path, folder):
     """The card of three steps ago is named in nearly every step: 1 at best, -0.5 at random."""
-    done, _ = run(path, "--env-id popgym:popgym-RepeatPreviousEasy-v0 --gamma 0.5 --total-timesteps 40000")
+    flags = "--env-id popgym:popgym-RepeatPreviousEasy-v0 --gamma 0.5 --total-timesteps 40000"
+    done, _ = run_edited(path, flags)
     assert read_returns(done)[-1] >= 0.9
 
 
 def check_acting(path, folder):
     """The lines give the action that the policy of best.pt finds most likely."""
-    done, module = run(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2")
+    done, module = run_edited(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2")
     (done.path / "best.pt").rename(folder / "best.pt")
     sys.modules["ppo"] = module
     names = {}

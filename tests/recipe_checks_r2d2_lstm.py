@@ -1,29 +1,17 @@
 """What the recipes for R2D2 must bring about."""
 
-import importlib.util
-import sys
-
 import torch
 from conftest import read_scalars
-from test_contract import load, run_main
-
-
-def run(path, flags):
-    """Run the edited copy in this process, and return its Run and its module."""
-    spec = importlib.util.spec_from_file_location("edited_copy", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["edited_copy"] = module
-    spec.loader.exec_module(module)
-    return run_main(module, path.parent / "runs", *flags.split()), module
+from test_contract import load, run_edited
 
 
 def check_gru(path, folder):
     """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Update gates open as promised."""
     flags = "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --learning-starts 500"
     flags += (
-        " --buffer-size 2000 --total-timesteps 16000 --batch-size 96 --burn-in 2 --learn-length 3 --n-step 2"
+        " --buffer-size 2000 --total-timesteps 16000 --batch-size 96 --replay-ratio 4 --eval-episodes 100"
     )
-    done, module = run(path, f"{flags} --replay-ratio 4 --eval-episodes 100")
+    done, module = run_edited(path, flags, "--burn-in 2 --learn-length 3 --n-step 2")
     assert read_scalars(done.path)["eval/episodic_return"][-1][1] >= 0.98
     checkpoint = load(done.path / "checkpoint.pt")
     assert checkpoint["agent"]["core.weight_hh_l0"].shape == (3 * 32, 32)

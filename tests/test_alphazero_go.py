@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import read_scalars
+from test_contract import run_main
 
 from algos import alphazero_go as az
 from envs_shared.go import LEGAL_PLANE, Go
@@ -221,7 +222,7 @@ def test_a_search_of_two_workers_leaves_nothing_for_the_next_one():
     """Near the end of a game one worker may only collide while the other one finds the last leaf, an end."""
     go, args = Go(2), Args(komi=0.5, pseudo_limit=0.5)
     workers = [az.Worker(make_evaluator(go), CPU) for _ in range(2)]
-    for i in range(60):
+    for i in range(24):
         search = az.Search(go, workers, make_boards(go, 20 + i, i % 6), 20, args)
         search.run(20)
         assert not any(w.leaves or w.job or w.pseudo_edges for w in workers) and not search.pseudo.any()
@@ -609,10 +610,7 @@ def test_the_line_with_the_sources_values():
 
 @pytest.mark.slow
 @pytest.mark.release
-def test_the_default_run_beats_plain_search(run_script, tmp_path):
+def test_the_default_run_beats_plain_search(tmp_path):
     """More seeds are in benchmark/suites/go_default.toml."""
-    run = run_script("alphazero_go", "--seed", 12, "--run-dir", tmp_path, timeout=1800)
-    assert run.returncode == 0, run.stderr
-    (path,) = tmp_path.iterdir()
-    scalars = read_scalars(path)
+    scalars = read_scalars(run_main(az, tmp_path, "--seed 12").path)
     assert scalars["eval/win_rate"][-1][1] >= 0.9 and len(scalars["eval/win_rate_best"]) > 2

@@ -51,20 +51,14 @@ def test_lists(tmp_path):
     """A line is a name as a whole, or in its first word; with suffixes, folders, an encoding's mark, or spaces."""
     expected = save_set(tmp_path, "{kind}/p.{split}_{i}")
     save_pair(tmp_path, "{kind}/unlisted", 999)
+    expected["test"].insert(0, save_pair(tmp_path, "{kind}/img (1)", 998))
+    save_pair(tmp_path, "{kind}/img", 999)  # the first word of a line, which comes first as a whole
     lists = {
         "train": "\ufeffp.train_1.png\n\n  p.train_0\t\n",
         "val": "A/p.val_0.PNG B/p.val_0.png label/p.val_0.png\r\nA\\p.val_1.tif 1\r\n",
-        "test": "p.test_1\np.test_0",
+        "test": "p.test_1\nimg (1).png\np.test_0",
     }
     write_lists(tmp_path, lists)
-    check(tmp_path, expected)
-
-
-def test_names_with_spaces_in_lists(tmp_path):
-    """The whole line comes first, also if its first word is a name too."""
-    expected = save_set(tmp_path, "{kind}/img ({i}){split}")
-    save_pair(tmp_path, "{kind}/img", 999)
-    write_lists(tmp_path, {split: f"img (0){split}\nimg (1){split}.png" for split in SPLITS})
     check(tmp_path, expected)
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from envs_shared import change_folders, change_pairs
-from envs_shared.change_pairs import SPLITS, UNCOUNTED, draw_haze, read_folder, split_labels
+from envs_shared.change_pairs import DIRECTORIES, SPLITS, UNCOUNTED, draw_haze, read_folder, split_labels
 
 
 def make_args(**changes):
@@ -114,9 +114,7 @@ def save(path, x, **options):
     return path
 
 
-def save_pair(
-    root, layout, seed, dirs=change_pairs.DIRECTORIES, suffixes=(".png",) * 3, size=(8, 8), **names
-):
+def save_pair(root, layout, seed, dirs=DIRECTORIES, suffixes=(".png",) * 3, size=(8, 8), **names):
     """Write a pair of noise, changed where the second date is bright; returns it as it is read."""
     images = np.random.default_rng(seed).integers(0, 256, (2, *size, 3), np.uint8)
     label = np.uint8(images[1, ..., 0] > 200)
@@ -158,7 +156,7 @@ def test_a_folder_is_read_and_padded(plain):
             assert (x[:6, height + 1, :width] == pair[:6, height - 2]).all()
 
 
-@pytest.mark.parametrize("kind", change_pairs.DIRECTORIES)
+@pytest.mark.parametrize("kind", DIRECTORIES)
 def test_a_gap_in_a_plain_folder(plain, kind):
     path, _ = plain
     (path / "val" / kind / "x1.png").rename(path / "gone")
@@ -200,9 +198,7 @@ def test_labels_of_other_forms_are_left_to_the_other_reader(tmp_path, monkeypatc
         assert change_pairs.read_label(path) == "the other reader's x.png"
     monkeypatch.setitem(sys.modules, "envs_shared.change_folders", None)
     monkeypatch.delattr("envs_shared.change_folders")
-    with pytest.raises(
-        ValueError, match=r"x\.png: not .* as PNG; others need envs_shared/change_folders\.py"
-    ):
+    with pytest.raises(ValueError, match=r"x\.png: not .* as PNG; others need envs_shared/change_fold"):
         change_pairs.read_label(path)
 
 

@@ -69,10 +69,8 @@ def test_two_nodes_under_slurm(tmp_path):
         (tmp_path / name).chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     job = f"SLURM_NNODES=2 SLURM_CPUS_PER_TASK=1 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=node[1-2]"
-    command = (
-        f"env PATH={path} {job} bash docs/slurm/train.sbatch algos/ppo.py {CASES['ppo'].quick} --no-cuda"
-    )
-    command = [*command.split(), "--run-dir", tmp_path / "runs"]
+    command = f"env PATH={path} {job} bash docs/slurm/train.sbatch algos/ppo.py --no-cuda"
+    command = [*command.split(), *CASES["ppo"].quick.split(), "--run-dir", tmp_path / "runs"]
     options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True}
     run = subprocess.run(command, timeout=240, **options)
     assert run.returncode == 0, run.stderr

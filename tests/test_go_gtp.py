@@ -193,10 +193,30 @@ def test_main_lines_of_files(tmp_path):
     for number, colour, num_moves in ((1, "white", 0), (3, "white", 2), (2, "black", 1), (99, "white", 4)):
         assert load(engine, path, text, str(number)) == f"= {colour}"
         assert int(engine.boards.num_moves) == num_moves
-    assert load(engine, path, "(;SZ[5]AB[aa]PL[B]KM[2])") == "= black" and engine.args.komi == 2
-    assert load(engine, path, "(;SZ[5:5]AW[dd:cc])") == "= black" and sum(board(engine).values()) == -4
-    assert load(engine, path, "junk (of a mail) ( ;SZ[5];B[ bc])(;B[aa])") == "= white"
-    assert board(engine) == {"B3": 1}
+
+
+FOUR = {"B4": -1, "B3": -1, "C4": -1, "C3": -1}
+FILES = [
+    ("(;SZ[5]AB[aa]PL[B]KM[2])", "black", {"A5": 1}),
+    ("(;SZ[5:5]AW[bb:cc])", "black", FOUR),
+    ("junk (of a mail) ( ;SZ[5];B[ bc])(;B[aa])", "white", {"B3": 1}),
+    # A turn is said, and stones are set up after a move, which captures what was set up around it
+    ("(;SZ[5];B[cc];W[bb]PL[B];B[dd])", "white", {"C3": 1, "B4": -1, "D2": 1}),
+    ("(;SZ[5];B[cc];AB[aa]AW[bb]AE[cc];W[ba])", "black", {"A5": 1, "B4": -1, "B5": -1}),
+    ("(;SZ[5];B[aa];AW[ba];W[ab])", "black", {"B5": -1, "A4": -1}),
+    # Encodings: one whose second byte is a backslash, no UTF-8, UTF-16, and a mark that says it better
+    ("(;CA[Big5]SZ[5]PB[\u8a31];B[cc])".encode("big5"), "white", {"C3": 1}),
+    ("(;SZ[5]PB[\xe9];B[cc])".encode("latin-1"), "white", {"C3": 1}),
+    ("(;CA[UTF-16]SZ[5]PB[\u5d5d];B[cc])".encode("utf-16"), "white", {"C3": 1}),
+    ("(;CA[Big5]SZ[5]PB[\u5d61];B[cc])".encode("utf-8-sig"), "white", {"C3": 1}),
+]
+
+
+def test_files_of_other_programs(tmp_path):
+    engine = make_engine()
+    for data, colour, stones in FILES:
+        assert load(engine, tmp_path / "game.sgf", data) == f"= {colour}" and board(engine) == stones, data
+    assert engine.args.komi == 2
 
 
 BAD_FILES = """
@@ -210,27 +230,6 @@ def test_bad_files_change_nothing(tmp_path):
     for wrong in ["", *BAD_FILES.replace("\n", "|").split("|")]:
         before = engine.positions
         assert load(engine, tmp_path / "x.sgf", wrong.strip()).startswith("? ") and engine.positions is before
-
-
-def test_files_are_read_in_the_encoding_that_they_declare(tmp_path):
-    for data in (
-        "(;CA[Big5]SZ[5]PB[\u8a31];B[cc])".encode("big5"),  # its second byte is a backslash
-        "(;SZ[5]PB[\xe9];B[cc])".encode("latin-1"),  # no UTF-8
-        "(;CA[UTF-16]SZ[5]PB[\u5d5d];B[cc])".encode("utf-16"),
-        "(;CA[Big5]SZ[5]PB[\u5d61];B[cc])".encode("utf-8-sig"),  # the mark says it better
-    ):
-        engine = make_engine()
-        assert load(engine, tmp_path / "game.sgf", data) == "= white" and board(engine) == {"C3": 1}, data
-
-
-def test_a_turn_may_be_said_and_stones_set_up_after_a_move(tmp_path):
-    engine, path = make_engine(), tmp_path / "game.sgf"
-    assert load(engine, path, "(;SZ[5];B[cc];W[bb]PL[B];B[dd])") == "= white"
-    assert board(engine) == {"C3": 1, "B4": -1, "D2": 1}
-    assert load(engine, path, "(;SZ[5];B[cc];AB[aa]AW[bb]AE[cc];W[ba])") == "= black"
-    assert board(engine) == {"A5": 1, "B4": -1, "B5": -1}
-    assert load(engine, path, "(;SZ[5];B[aa];AW[ba];W[ab])") == "= black"  # captures what was set up around
-    assert board(engine) == {"B5": -1, "A4": -1}
 
 
 def test_vertices():

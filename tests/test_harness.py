@@ -711,7 +711,7 @@ NOISE = {
 }
 
 
-@pytest.mark.parametrize("kind", NOISE)
+@pytest.mark.parametrize("kind", ["normal", *(pytest.param(x, marks=pytest.mark.slow) for x in [*NOISE][1:])])
 def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
     """The figures of benchmark/README.md; they hold for noise that is skewed or has heavy tails too."""
     rng = np.random.default_rng(4)

@@ -1,10 +1,10 @@
 """The change detector: its parts against brute force and closed forms, probes with a known optimum, files, resuming."""
 
 import math
-import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +22,8 @@ from envs_shared import change_pairs
 sys.path.append(str(ROOT / "benchmark" / "studies"))
 import change_detection as study
 
-TINY = (
-    "--num-train-pairs 32 --image-size 16 --batch-size 4 --num-envs 8 --num-minibatches 2 --eval-episodes 8"
-)
+TINY = "--num-train-pairs 32 --image-size 16 --batch-size 4 --num-envs 8 --num-minibatches 2"
+TINY += " --eval-episodes 8"
 
 
 def make_parts(**changes):
@@ -106,9 +105,8 @@ def test_the_backbone_sees_coarse_pictures_alone():
 
 def test_worth_is_equation_2():
     """Of a query with a hit, a false alarm, a miss and a cell that does not count; of one that is quiet."""
-    logits = (
-        torch.tensor([[0.9, 0.35, 0.2, 0.6], [1e-9, 0.29, 0.25, 0.1]]).double().logit().T[None, :, :, None]
-    )
+    p = torch.tensor([[0.9, 0.35, 0.2, 0.6], [1e-9, 0.29, 0.25, 0.1]]).double()
+    logits = p.logit().T[None, :, :, None]
     labels = torch.tensor([[1, 0, 1, -1], [1, 0, 0, 0]]).double().T[None, :, :, None]
     found = cd.compute_worth(logits, labels, torch.tensor(0.6), 0.2)
     hit, alarm, miss = 0.2 * math.log(0.9) + 2 - 0.6, 0.2 * math.log(0.65) - 0.6, 0.2 * math.log(0.2)
@@ -235,10 +233,8 @@ def test_the_joint_loss_trains_class_head_and_refiner_and_not_the_backbone():
     _, _, batch = roll(args, agent, images, labels)
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     cd.ppo_loss(agent, batch, args)[0].backward()
-    trained = {
-        name.split(".")[0] for name, x in agent.named_parameters() if x.grad is not None and x.grad.any()
-    }
-    assert trained == {"class_head", "refiner", "read_date", "up"}
+    trained = [name for name, x in agent.named_parameters() if x.grad is not None and x.grad.any()]
+    assert {name.split(".")[0] for name in trained} == {"class_head", "refiner", "read_date", "up"}
 
 
 @torch.no_grad()
@@ -278,9 +274,8 @@ def test_f1_of_pixels_and_its_threshold(monkeypatch):
     assert found["eval/f1"] == pytest.approx(score(found["eval/threshold"]))
     assert found["eval/f1"] == pytest.approx(max(score(k / 100) for k in range(101)))
     assert found["eval/looks"] == 1.5 and found["eval/episodic_return"] == 5.5
-    assert found["eval/standard_error"] == pytest.approx(
-        4 / math.sqrt(3)
-    )  # of the pairs' means 1.5, 5.5 and 9.5
+    # Of the pairs' means 1.5, 5.5 and 9.5
+    assert found["eval/standard_error"] == pytest.approx(4 / math.sqrt(3))
     assert other["eval/f1"] == pytest.approx(score(0.1)) and other["eval/threshold"] == 0.1
 
 
@@ -337,21 +332,14 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
         assert threshold == on_val[3]["eval/threshold"]
         found[name] = scores
         net = scores["eval/f1"] + 0.02 * scores["eval/looks"]
-        assert re.findall(r"-?\d\.\d+", text) == [
-            f"{scores['eval/f1']:.3f}",
-            f"{scores['eval/looks']:.2f}",
-            f"{net:.3f}",
-        ]
+        shown = f"{scores['eval/f1']:.3f}", f"{scores['eval/looks']:.2f}", f"{net:.3f}"
+        assert tuple(re.findall(r"-?\d\.\d+", text)) == shown
         assert net == pytest.approx(scores["eval/net"])
     assert found["last policy"] == found["everywhere"] and found["nowhere"]["eval/looks"] == 0
     assert found["everywhere"]["eval/looks"] == 2 and 0 < found["best.pt"]["eval/looks"] < 2
     assert winner == max(found, key=lambda name: found[name]["eval/net"])
-    nets = [
-        evaluate(last, args, val, None, lambda env, logits, k=k: cd.look_above(k / 1000, env, logits))[
-            "eval/net"
-        ]
-        for k in (0, 1, 8, 27, 64, 125, 216, 343, 512, 729, 1000)
-    ]
+    rules = [partial(cd.look_above, k**3 / 1000) for k in range(11)]
+    nets = [evaluate(last, args, val, None, rule)["eval/net"] for rule in rules]
     tuned = evaluate(last, args, val, None, calls[scored[2]][2])["eval/net"]
     assert tuned == pytest.approx(max(nets))
 
@@ -370,9 +358,8 @@ def test_the_price_of_a_look_is_a_share_of_f1(tmp_path, capsys):
     cd.main(["--evaluate", str(path / "best.pt")])
     agent, args = study.load_agent(path / "best.pt")
     assert agent.share.item() == pytest.approx(share)
-    images, labels = change_pairs.split_labels(
-        torch.from_numpy(cd.change_pairs.draw_haze(2, 16, 2, 0)[0]), args
-    )
+    pairs, *_ = change_pairs.draw_haze(2, 16, 2, 0)
+    images, labels = change_pairs.split_labels(torch.from_numpy(pairs), args)
     env = cd.ChangeEnv(agent)
     looks = torch.ones(2, 2, 2, dtype=torch.bool)
     with torch.no_grad():
@@ -404,80 +391,10 @@ def test_the_policy_follows_the_price(tmp_path, cost, least, most):
     assert least <= scalars["eval/looks"][-1][1] <= most
 
 
-def test_a_resumed_run_is_that_of_no_interruption(tmp_path, monkeypatch):
-    """From checkpoints of the detector's part, of its end, and of PPO's: to the last bit, and in the log."""
-    flags, replace = f"{TINY} --detector-iterations 2 --ppo-iterations 4 --eval-interval 1", os.replace
-
-    def keep(source, target):
-        replace(source, target)
-        number = load(target)["progress"]["iteration"]
-        if Path(target).name == "checkpoint.pt" and number in (1, 2, 5):
-            shutil.copytree(Path(target).parent, tmp_path / str(number), dirs_exist_ok=True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", keep)
-        path, scalars = run(tmp_path / "runs", flags)
-    whole = load(path / "checkpoint.pt")
-    rates = {group["lr"] for group in whole["optimizer"]["param_groups"]}
-    last_rate = pytest.approx(scalars["charts/learning_rate"][-1][1])
-    assert min(rates) == last_rate and max(rates) / 3 == last_rate
-    for number in (1, 2, 5):
-        left = tmp_path / str(number)
-        cd.main(["--resume", str(left / "checkpoint.pt")])
-        resumed = load(left / "checkpoint.pt")
-        for part in ("agent", "optimizer"):
-            torch.testing.assert_close(whole[part], resumed[part], rtol=0, atol=0)
-        first, second = (x["progress"] | {"cpu_seconds": 0} for x in (whole, resumed))
-        assert first == second
-        for tag, values in read_scalars(left).items():
-            if not tag.startswith(("charts/cpu", "charts/SPS")):
-                assert values == scalars[tag][-len(values) :], tag
-
-
-def test_a_finished_run_of_another_price_or_without_best_is_evaluated_again(tmp_path, capsys):
-    """best.pt of another price does not count, whatever its return; nothing is left to train, and a line says so."""
-    path, _ = run(tmp_path / "runs", TINY, "--detector-iterations 1 --ppo-iterations 1 --cost -1")
-    first = load(path / "best.pt")["progress"]["best_score"]
-    words = ["--resume", str(path / "checkpoint.pt")]
-    cd.main([*words, "--cost", "1"])
-    second = load(path / "best.pt")["progress"]["best_score"]
-    assert second < first and "raise --ppo-iterations to train on" in capsys.readouterr().out
-    (path / "best.pt").unlink()
-    cd.main(words)
-    assert load(path / "best.pt")["progress"]["best_score"] == second
-
-
-def test_a_failing_evaluation_loses_nothing(tmp_path, monkeypatch):
-    """What was trained before it is in the checkpoint, and is evaluated when the run is resumed."""
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(cd, "evaluate", lambda *args: 1 / 0)
-        run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 2 --eval-interval 2")
-    (path,) = tmp_path.glob("*/checkpoint.pt")
-    assert load(path)["progress"]["iteration"] == 2 and not path.with_name("best.pt").exists()
-    cd.main(["--resume", str(path)])
-    progress = load(path)["progress"]
-    assert progress["iteration"] == 3 and progress["last_score"] == progress["best_score"] is not None
-
-
-def test_a_folder_of_pairs_may_have_any_name(tmp_path):
-    """Also one of haze with three dates: pairs of a folder have two."""
-    save_set(tmp_path / "set", size=(16, 16))
-    flags = f"{TINY} --detector-iterations 1 --ppo-iterations 1 --env-id haze-3 --data-dir {tmp_path / 'set'}"
-    path, _ = run(tmp_path / "runs", flags)
-    assert load(path / "best.pt")["agent"]["backbone.0.weight"].shape[1] == 6
-
-
 def test_a_network_of_three_dates_predicts_no_pairs(tmp_path, capsys):
     path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 0 --env-id haze-3")
     words = ["--evaluate", str(path / "best.pt"), "--predict", "a.png", "b.png"]
     assert "best.pt: not the network of --env-id (pairs of" in fail_with(capsys, cd.main, words)
-
-
-@pytest.mark.parametrize(
-    "flags", ["--cost nan", "--log-std nan", "--cell-size 8 --image-size 8", "--num-steps 0"]
-)
-def test_numbers_that_make_no_sense(capsys, flags):
-    assert flags.split()[0] in fail_with(capsys, cd.main, flags.split())
 
 
 def test_the_heads_learn_faster_and_queries_look_at_first(tmp_path):
@@ -523,11 +440,14 @@ def test_a_pretrained_detector_is_taken(tmp_path):
 
 
 def test_training_on_a_folder_and_predicting(tmp_path, capsys):
-    """Maps have the size of their pictures, and are those of the network; a folder that exists is not written to."""
+    """Maps have the size of their pictures, and are those of the network; a folder that exists is not written to.
+
+    Pairs of a folder have two dates, whatever the task is called.
+    """
     folder = tmp_path / "set"
     save_set(folder, "{kind}/{split}_{i}", size=(24, 20))
     flags = "--image-size 16 --num-steps 1 --batch-size 4 --num-envs 4 --num-minibatches 2 --detector-iterations 1"
-    path, _ = run(tmp_path / "runs", flags, "--ppo-iterations 1 --data-dir", folder)
+    path, _ = run(tmp_path / "runs", flags, "--ppo-iterations 1 --env-id haze-3 --data-dir", folder)
     assert "2 train, 2 val and 2 test pairs" in capsys.readouterr().out
     (agent, args), maps = study.load_agent(path / "best.pt"), tmp_path / "maps"
     shutil.rmtree(folder / "label")
@@ -544,18 +464,6 @@ def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     looked = np.array(Image.open(maps / "val_1_looks.png"))
     assert (looked == 255 * np.kron(looks[0], np.ones((8, 8)))[:, :20]).all() and looked.any()
     assert "maps" in fail_with(capsys, cd.main, [*map(str, words)])
-
-
-@pytest.mark.parametrize("stage", ["detector", "PPO"])
-def test_losses_that_are_not_finite_end_a_run_with_one_line(tmp_path, capsys, stage):
-    """The checkpoint is the last one with finite losses, and its weights are as well."""
-    rate = "--detector-lr 1e30" if stage == "detector" else "--learning-rate 1e30"
-    flags = f"{rate} --detector-iterations 2 --ppo-iterations 4 --eval-interval 1 --run-dir {tmp_path}"
-    assert re.search(
-        r"haze: \w+ is not finite at step \d+", fail_with(capsys, cd.main, [*TINY.split(), *flags.split()])
-    )
-    (path,) = tmp_path.glob("*/checkpoint.pt")
-    assert (load(path)["progress"]["iteration"] > 1) == (stage == "PPO")
 
 
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path, capsys):

@@ -62,15 +62,16 @@ def test_each_recipe_is_in_the_table_with_its_lines():
         added = re.findall(r"^\+.*\S.*$", find_block(body, "diff") or "", re.M)
         written = re.findall(r"^(?!import|from).*\S.*$", find_block(body, "python") or "", re.M)
         counts[title] = len(added) or len(written)
-    assert {title.lower(): count for title, count in counts.items()} == {
-        name.lower(): int(count) for name, _, count in rows
-    }
+    listed = {name.lower(): int(count) for name, _, count in rows}
+    assert {title.lower(): count for title, count in counts.items()} == listed
     assert {anchor for _, anchor, _ in rows} <= get_anchors(PAGE) and CHECKS.keys() == RECIPES.keys()
 
 
-@pytest.mark.parametrize(
-    ("script", "title"), RECIPES, ids=[f"{script}: {title}" for script, title in RECIPES]
-)
+LEARNS_LONG = ("alphazero_go", "Another game: tic-tac-toe")
+PARAMS = [pytest.param(*x, marks=[pytest.mark.slow] * (x == LEARNS_LONG), id=": ".join(x)) for x in RECIPES]
+
+
+@pytest.mark.parametrize(("script", "title"), PARAMS)
 def test_a_recipe_does_what_it_says(script, title, tmp_path, monkeypatch):
     """In a folder of its own, as for a user."""
     path = copy_script(script, tmp_path / "copy") / f"{script}.py"

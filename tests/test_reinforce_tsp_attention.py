@@ -2,10 +2,10 @@
 
 import ast
 import copy
+import functools
 import itertools
 import math
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,6 +23,7 @@ from algos import reinforce_tsp_attention as am
 from envs_shared.tsplib import read_tour, read_tsplib
 
 CPU = torch.device("cpu")
+run = functools.partial(run_main, am)
 DATA = ROOT / "tests" / "data"
 GAUSSIAN = DATA / "tsp" / "tsp20-gaussian.txt"
 TSP20 = ROOT / "benchmark" / "checkpoints" / "tsp20.pt"
@@ -56,11 +57,6 @@ def measure(points, tours):
     points, tours = np.asarray(points, np.float64), np.asarray(tours)
     stops = points[np.arange(len(points)).reshape(-1, *[1] * (tours.ndim - 1)), tours]
     return np.linalg.norm(stops - np.roll(stops, 1, -2), axis=-1).sum(-1)
-
-
-def run(folder, flags=SHORT, *more):
-    """Run the whole script in `folder`."""
-    return run_main(am, folder, *flags.split(), *more)
 
 
 def evaluate_file(capsys, checkpoint, *flags):
@@ -362,7 +358,9 @@ def test_the_best_policy_follows_the_t_test_on_instances_of_a_file(tmp_path, mon
     assert all(torch.equal(x.best, updates[0].weights) for x in updates[:4])
     assert all(torch.equal(x.best, asked[1]) for x in updates[4:])
     assert torch.equal(flatten(checkpoint["baseline_policy"]), asked[1])
-    assert [x for _, x in read_scalars(folder)["charts/baseline_updates"]] == [0, 1, 1, 1]
+    scalars = read_scalars(folder)
+    assert [x for _, x in scalars["charts/baseline_updates"]] == [0, 1, 1, 1]
+    assert len(scalars["eval/greedy_length"]) == 4 and len(scalars["eval/multistart_x8_length"]) == 1
     assert torch.equal(flatten(checkpoint["agent"]), asked[3]) and not torch.equal(asked[1], asked[2])
     for points in (torch.cat([x.points for x in updates]), torch.cat(drawn)):
         assert {*map(str, points.tolist())} == {*map(str, stored.tolist())}
@@ -419,75 +417,6 @@ def test_losses_are_means_over_an_epoch_and_end_the_run_if_they_are_not_finite(t
     assert [x for _, x in scalars["charts/cpu_seconds"]] == [2.0, 4.0, 6.0]
     progress = load(path / "checkpoint.pt")["progress"]
     assert [progress[x] for x in ("iteration", "step", "eval_steps", "cpu_seconds")] == [3, 24, 12, 6.0]
-
-
-def scores(path):
-    """The best and the last score in a checkpoint."""
-    progress = load(path)["progress"]
-    return progress["best_score"], progress["last_score"]
-
-
-@pytest.mark.parametrize("has_gaps", [False, True])
-def test_the_best_of_all_evaluations_is_kept(tmp_path, monkeypatch, has_gaps):
-    """It has the smallest gap, or the shortest tours if no gap is known, and the later of equal ones.
-
-    A resumed run knows its score. A checkpoint that was moved alone gets a best policy anew.
-    Evaluations of a run have the same instances. Those of --evaluate are others, so that scores are unbiased.
-    """
-    numbers, seen, searches = iter([5.0, 3.0, 4.0, 3.0, 6.0, 3.5, 9.0, 1.0, 1.0, 8.0]), [], []
-
-    def evaluate(agent, instances, device, decodings=None):
-        seen.append({*instances.points.flatten().tolist()})
-        searches.append(decodings)
-        assert instances.points.shape == (4, 6, 2) and instances.points.dtype == torch.float64
-        x = next(numbers)
-        found = {"eval/greedy_length": -x, "eval/greedy_gap": x} if has_gaps else {"eval/greedy_length": x}
-        return found, None
-
-    monkeypatch.setattr(am, "evaluate", evaluate)
-    flags = f"{SHORT} --steps-per-epoch 1 --num-epochs"
-    done = run(tmp_path / "runs", f"{flags} 5")
-    path = done.path / "checkpoint.pt"
-    assert searches == [am.DECODINGS[:1]] * 4 + [am.DECODINGS]  # only the end's is of several tours
-    progress = load(done.path / "best.pt")["progress"]
-    assert (progress["iteration"], progress["step"], progress["eval_steps"]) == (4, 16, 16)
-    assert scores(path) == (3.0, 6.0) and done.written.count("best.pt") == 3
-    resumed = run(tmp_path / "runs", f"{flags} 6", "--resume", path)
-    assert scores(path) == (3.0, 3.5) and "best.pt" not in resumed.written
-    (tmp_path / "alone").mkdir()
-    am.main([*f"{flags} 7 --resume".split(), shutil.copy(path, tmp_path / "alone")])
-    assert scores(tmp_path / "alone" / "best.pt")[0] == 9.0
-    for name in ("best.pt", "checkpoint.pt"):
-        am.main(["--evaluate", str(done.path / name)])
-    assert seen == seen[:1] * 7 + seen[-1:] * 2 and not seen[0] & seen[-1]
-    # Another seed draws other instances, on which the old score means nothing
-    am.main([*f"{flags} 7 --seed 5 --resume".split(), str(path)])
-    assert scores(path) == (8.0, 8.0) and not seen[0] & seen[-1]
-
-
-@pytest.mark.parametrize("baseline", ["pomo", "rollout"])
-def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(tmp_path, monkeypatch, baseline):
-    """Checkpoints are equal to the last bit; epochs differ in learning rate and in whether the best policy changes."""
-    flags = f"{SHORT} --batch-size 8 --eval-episodes 8 --baseline {baseline} --baseline-instances 40"
-    flags += " --baseline-level 0.5 --seed 2"
-    answers, is_better, update = [], am.is_better, am.update_weights
-    monkeypatch.setattr(am, "is_better", lambda *args: answers.append(bool(is_better(*args))) or answers[-1])
-    paths = [run(tmp_path / "whole", flags).path]
-    # The baseline's policy in the checkpoint that is resumed is neither the initial one nor the newest
-    assert answers[:2] == ([True, False] if baseline == "rollout" else [])
-    updates = iter([update] * 5)  # the sixth is refused
-    with monkeypatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(am, "update_weights", lambda *args: next(updates)(*args))
-        run(tmp_path / "cut", flags)
-    paths += (tmp_path / "cut").iterdir()
-    assert load(paths[1] / "checkpoint.pt")["progress"]["iteration"] == 2
-    run(tmp_path / "cut", f"--resume {paths[1] / 'checkpoint.pt'}")
-    for name in ("checkpoint.pt", "best.pt"):
-        ends = [load(path / name) for path in paths]
-        for end in ends:
-            del end["args"]
-            del end["progress"]["cpu_seconds"]
-        torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 # Evaluation
@@ -568,17 +497,16 @@ def test_training_goes_on_from_a_network_of_the_repository(tmp_path, updates, ba
     assert 0 < (flatten(after["agent"]) - updates[0].weights).abs().max() < 1e-3  # the cosine's end
 
 
-def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, run_script):
+def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, monkeypatch, capsys):
     """The tour is read back and measured. The ending may be in capitals, and the current folder is any."""
     data = DATA / "tsplib" / "berlin52.tsp"
     shutil.copy(data, tmp_path / "BERLIN52.TSP")
-    flags = "--evaluate", TSP20, "--data", "BERLIN52.TSP", "--solve", "no/tours/"
-    found = run_script("reinforce_tsp_attention", *flags, PYTHONPATH="")
-    assert found.returncode == 0, found.stderr
+    monkeypatch.chdir(tmp_path)
+    scores = evaluate_file(capsys, TSP20, "--data", "BERLIN52.TSP", "--solve", "no/tours/")
     points, _, measure_tours = read_tsplib(str(data))
     path = tmp_path / "no" / "tours" / "BERLIN52.tour"
     length = measure_tours(points, read_tour(path, 52)[None, None]).item()
-    assert ast.literal_eval(found.stdout)["eval/multistart_x8_length"] == length and 7542 <= length < 8500
+    assert scores["eval/multistart_x8_length"] == length and 7542 <= length < 8500
     assert float(Path(f"{path}.lengths").read_text()) == length
 
 
@@ -610,18 +538,14 @@ def test_texts_of_instances(tmp_path):
 GOOD = "0 0 1 0 1 1 output 1 2 3 1\n"
 REFUSED = {
     "\n\n": ": is empty; each line must be an instance, `x y x y x y output 1 3 2 1`",
-    "x,y,x\n": ":1: must be `x y x y x y`",
     f"\n{GOOD}0 0 1 0 1\n": ":3: must be `x y x y x y`",
     "0 0 1 1\n": ":1: must have 3 or more nodes with finite coordinates",
-    "output\n": ":1: must have 3 or more nodes",
-    "0 0 1 0 1 1\n0 0 1 0 1 1 2 2\n": ":2: all lines must have as many nodes",
     f"{GOOD}0 0 1 0 1 1\n": ":2: all lines must have as many nodes, and all or none of them a tour",
     f"{GOOD}{GOOD}0 0 1 0 1 nan output 1 2 3 1\n": ":3: must have 3 or more nodes with finite coordinates",
     f"{GOOD}0 0 1 0 1 1e100 output 1 2 3 1\n": ":2: must have 3 or more nodes with finite coordinates",
     f"{GOOD}0 0 1 0 1 1 output 1 2 2 1\n": ":2: the tour must visit each node once",
     "0 0 1 0 1 1 output 1 2 3\n": ":1: the tour must visit each node once and return to its first one",
     "0 0 1 0 1 1 output 1 2 3 2\n": ":1: the tour must visit each node once and return to its first one",
-    "0 0 1 0 1 1 output 2 2 3 1\n": ":1: the tour must visit each node once and return to its first one",
     "0 0 1 0 1 1 output 1 2 3.5 1\n": ":1: must be `x y x y x y`",
 }
 
@@ -640,27 +564,20 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, cap
     shutil.copy(TSP20, "good.pt")
     Path("good.txt").write_text("0 0 1 0 1 1\n")
     Path("bad.tsp").write_text("garbage\n")
-    before = {*tmp_path.rglob("*")}
+    before, solve = {*tmp_path.rglob("*")}, "--data good.txt --evaluate good.pt --solve"
     for flags, message in (
         ("--env-id tsp020-uniform --evaluate good.pt", "--env-id tsp020-uniform: must be tspN-uniform or"),
         ("--data .", "Is a directory"),
-        ("--train-path good.pt", "good.pt:1: must be"),
         ("--data bad.tsp", "bad.tsp:1: must be `KEY : value`"),
         ("--solve new --data good.txt", "--solve needs --evaluate and --data"),
-        (
-            "--solve good.txt --data good.txt --evaluate good.pt",
-            "--solve good.txt: must be a new folder (File",
-        ),
-        ("--solve good.pt/x --data good.txt --evaluate good.pt", "must be a new folder (Not a directory)"),
+        (f"{solve} good.txt", "--solve good.txt: must be a new folder (File"),
+        (f"{solve} good.pt/x", "must be a new folder (Not a directory)"),
     ):
         assert message in fail_with(capsys, am.main, flags.split())
         assert {*tmp_path.rglob("*")} == before, flags
     monkeypatch.setattr(am, "WORLD_SIZE", 2)  # each process would write the tours
-    flags = "--solve new --data good.txt --evaluate good.pt"
-    assert "--solve needs --evaluate and --data, and one process" in fail_with(capsys, am.main, flags.split())
-    monkeypatch.setattr(am, "WORLD_SIZE", 1)
-    with mock.patch.dict(sys.modules, {"envs_shared.tsplib": None}):  # a copied script without the reader
-        assert "needs envs_shared/tsplib.py; copy it" in fail_with(capsys, am.main, ["--data", "bad.TSP"])
+    line = fail_with(capsys, am.main, f"{solve} new".split())
+    assert "--solve needs --evaluate and --data, and one process" in line
 
 
 # Learning
