@@ -29,7 +29,8 @@ import common
 import helpers
 import records
 
-R2D2 = "r2d2_lstm --total-timesteps 24000 --eval-episodes 0"
+PREVIOUS = "r2d2_lstm --env-id popgym:popgym-RepeatPreviousEasy-v0 --learn-length 16"
+R2D2 = f"{PREVIOUS} --total-timesteps 24000 --eval-episodes 0"
 PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-length 40 --n-step 5 --gamma 0.997
     --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560 --no-checkpoint-replay --eval-episodes 0
     --total-timesteps 24000"""
@@ -42,7 +43,7 @@ CHANGE = "ppo_change_detection --eval-episodes 0 --detector-iterations 8 --ppo-i
 # Name, command, kind: "cpu" also runs on the CPU, "no graphs" runs without CUDA graphs
 SPEED = (
     ("CartPole, default", "ppo --total-timesteps 40000 --eval-episodes 0", "cpu"),
-    ("RepeatPreviousEasy, default", R2D2, "cpu"),
+    ("RepeatPreviousEasy", R2D2, "cpu"),
     ("RepeatPreviousEasy, without CUDA graphs", R2D2, "no graphs"),
     ("Pong, hidden 512, batch of 2,560 steps", PONG, ""),
     ("Pong, without CUDA graphs", PONG, "no graphs"),
@@ -73,7 +74,7 @@ SPEED = (
 )
 LEARNING = (
     ("CartPole, default", "ppo"),
-    ("RepeatPreviousEasy, default", "r2d2_lstm"),
+    ("RepeatPreviousEasy", PREVIOUS),
     ("TSP20, default", "reinforce_tsp_attention --data benchmark/data/tsp/tsp20_uniform_500.txt"),
     ("Go 5x5, default", "alphazero_go"),
     ("haze, default", "ppo_change_detection"),
