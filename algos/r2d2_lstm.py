@@ -599,7 +599,9 @@ def update_network(agent, target, optimizer, replay, args):
     average_gradients(agent)
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
-    replay.data["priority"][index] = priorities.clamp(min=1e-8)  # zero would never be drawn again
+    # A priority of zero would never be drawn again. NaN would break the draws, before the training loop can
+    # say that the losses are not finite
+    replay.data["priority"][index] = priorities.nan_to_num().clamp(min=1e-8)
     return torch.cat((average(metrics / num_trained), grad_norm.unsqueeze(0)))
 
 
