@@ -32,8 +32,8 @@ STUDIES = (change_detection, go_search, on_gpu, tsp_networks)  # each by its own
 UNPUBLISHED = ("smoke", "gpu")
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
-LEGEND = """The table shows means. Brackets hold the value of each seed, from six seeds on Student's 95 % interval,
-and for a match Wilson's. CPU-seconds are medians of whole runs."""
+LEGEND = """Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.
+A match has Wilson's interval. CPU-s is the median of whole runs."""
 
 
 @dataclass
