@@ -53,7 +53,12 @@ RUNS = {
     "ppo_change_detection": CHANGE,
 }
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-R2D2_RUNS = ["r2d2_lstm vectors", "r2d2_lstm same-step", "r2d2_lstm images", slow("r2d2_lstm no-memory")]
+R2D2_RUNS = [
+    "r2d2_lstm vectors",
+    "r2d2_lstm same-step",
+    slow("r2d2_lstm images"),
+    slow("r2d2_lstm no-memory"),
+]
 TSP_RUNS = ["reinforce_tsp_attention pomo", "reinforce_tsp_attention rollout"]
 GRAPHS_OF_GO = "alphazero_go graphs"
 # Those that are compared with the host, and those that are recorded, of which some are resumed for longer

@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -332,6 +333,7 @@ while "up" not in Path(sys.argv[1], "log.txt").read_text():
     time.sleep(0.05)
 print("ready")
 """
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="guards kill the process group alone")
 
 
@@ -462,7 +464,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
 
 
 @on_linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, *map(SLOW, (signal.SIGTERM, signal.SIGKILL))])
 def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     """The cell has two processes under torchrun, and does not count as ended."""
     command = "torchrun --standalone --nproc-per-node 2 algos/ppo.py --total-timesteps 5000000"
@@ -711,7 +713,7 @@ NOISE = {
 }
 
 
-@pytest.mark.parametrize("kind", ["normal", *(pytest.param(x, marks=pytest.mark.slow) for x in [*NOISE][1:])])
+@pytest.mark.parametrize("kind", ["normal", *map(SLOW, [*NOISE][1:])])
 def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
     """The figures of benchmark/README.md; they hold for noise that is skewed or has heavy tails too."""
     rng = np.random.default_rng(4)

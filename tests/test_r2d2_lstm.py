@@ -498,7 +498,7 @@ QUICK = "--num-envs 32 --num-steps 4 --learning-rate 3e-3 --hidden-size 32 --tar
 QUICK += " --learning-starts 500 --buffer-size 2000"
 
 
-TASKS = [("Shifted", 6000), ("Quadrants", 4500), slow("SameStepQuadrants", 6000)]
+TASKS = [("Shifted", 6000), slow("Quadrants", 4500), slow("SameStepQuadrants", 6000)]
 
 
 @pytest.mark.parametrize(("env_id", "num_steps"), TASKS)
