@@ -61,7 +61,7 @@ def find_band(curves: list, reach: int):
 def draw_task(axes, cells: list, column: int, colors: dict, levels: dict):
     """Draw the cells of a task by steps (column 0) or seconds (1): the mean of the seeds, its interval, its end.
 
-    `levels` are known values of others, as horizontal lines.
+    `levels` are known values of others by task and name, as horizontal lines.
     """
     for cell in cells:
         curves = [np.array(run["curve"])[:, [column, 2]].T for run in cell["runs"] if run["curve"]]
@@ -74,11 +74,12 @@ def draw_task(axes, cells: list, column: int, colors: dict, levels: dict):
         axes.fill_between(x, mean - half, mean + half, color=color, alpha=0.2, lw=0)
         axes.plot(x, mean, color=color, lw=2.5, label=shown)
         axes.plot(x[-1], mean[-1], "o", color=color, ms=8)
-    for (label, level), style in zip(levels.items(), (":", "--"), strict=False):
+    task = cells[0]["task"]
+    for (label, level), style in zip(levels.get(task, {}).items(), (":", "--"), strict=False):
         shown = None if label in colors else label
         colors[label] = "0.3"
         axes.axhline(level, color="0.3", ls=style, label=shown)
-    title = re.sub("popgym-|-v[0-9]|-1M", "", cells[0]["task"]).replace("-", " ")
+    title = re.sub("popgym-|-v[0-9]|-1M", "", task).replace("-", " ")
     axes.set_title(textwrap.fill(title, 22), fontsize="medium" if len(title) < 18 else "small")
     axes.locator_params(axis="x", nbins=3)
     axes.locator_params(axis="y", nbins=4)
@@ -101,8 +102,7 @@ def draw(results: dict, path: Path) -> bool:
         figure = Figure(figsize=(9, 3.3 * height + 0.5), layout="constrained")
         for i, (cells, column) in enumerate(panels):
             axes = figure.add_subplot(height, width, i + 1)
-            levels = results.get("levels", {})
-            draw_task(axes, cells, column, colors, levels.get(cells[0]["task"], {}))
+            draw_task(axes, cells, column, colors, results.get("levels", {}))
             if i >= len(panels) - width:
                 axes.set_xlabel("steps" if column == 0 else "seconds" if cells[0]["gpus"] else "CPU-seconds")
             if i % width == 0:

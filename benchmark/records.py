@@ -52,13 +52,15 @@ def read_run(path: Path, cell: dict, process: dict):
     metrics = {tag: events.Scalars(tag)[-1].value for tag in sorted(shown)}
     clock = events.Scalars("charts/cpu_seconds")
     last = clock[-1]
+    steps = [point.step for point in clock]
+    seconds = [point.value for point in clock]
     start = events.FirstEventTimestamp()
 
     def find_seconds(point):
         """Return the seconds of training until a point: of the clock for GPUs, else CPU-seconds without evaluations."""
         if cell["gpus"]:
             return point.wall_time - start
-        return float(np.interp(point.step, [now.step for now in clock], [now.value for now in clock]))
+        return float(np.interp(point.step, steps, seconds))
 
     run = {
         "seed": cell["seed"],

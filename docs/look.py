@@ -14,15 +14,8 @@ from pathlib import Path
 
 WIDTHS = (1280, 400)
 SCHEMES = ("light", "dark")
-WORDS = (
-    "GAE",
-    "lambda",
-    "frame stack",
-    "action mask",
-    "resume",
-    "wandb",
-    "burn-in",
-)  # what the search has to find
+# What the search has to find
+WORDS = ("GAE", "lambda", "frame stack", "action mask", "resume", "wandb", "burn-in")
 # What reaches beyond the right side of the screen, of what does not scroll in a box of its own
 WIDE = """width => {
     const scrolls = box => box && (getComputedStyle(box).overflowX != "visible" || scrolls(box.parentElement))

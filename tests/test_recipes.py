@@ -73,7 +73,7 @@ PARAMS = [pytest.param(*x, marks=[pytest.mark.slow] * (x == LEARNS_LONG), id=": 
 
 @pytest.mark.parametrize(("script", "title"), PARAMS)
 def test_a_recipe_does_what_it_says(script, title, tmp_path, monkeypatch):
-    """In a folder of its own, as for a user."""
+    """In a folder of its own, as for a user. What it must bring about, the check of the recipe asserts."""
     path = copy_script(script, tmp_path / "copy") / f"{script}.py"
     body = RECIPES[script, title]
     if diff := find_block(body, "diff"):
