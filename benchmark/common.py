@@ -50,9 +50,9 @@ def run_main(main, args_type: type, description: str):
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def find_run_folders(folder: str | Path):
+def find_run_folders(folder: Path):
     """List the folders with TensorBoard events in `folder`."""
-    return sorted({path.parent for path in Path(folder).glob("*/events.out.tfevents*")})
+    return sorted({path.parent for path in folder.glob("*/events.out.tfevents*")})
 
 
 @functools.cache

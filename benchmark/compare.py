@@ -30,7 +30,7 @@ class Args:
     new: Positional[Path]  # the same, after the change
 
 
-def find_p_worse(base, new, are_paired: bool) -> np.ndarray:
+def find_p_worse(base, new, are_paired: bool):
     """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t.
 
     If both have the same seeds, it is twice the smaller p of the test of pairs and of the test of two samples.
@@ -42,12 +42,7 @@ def find_p_worse(base, new, are_paired: bool) -> np.ndarray:
     return np.nan_to_num(p, nan=1)  # one seed on each side, or equal values without noise, have none
 
 
-def find_worse(p: list) -> np.ndarray:
-    """Tell which p values of a whole comparison are significant, by Benjamini and Hochberg."""
-    return stats.false_discovery_control(p) <= LEVEL
-
-
-def find_losses(cell: dict):
+def find_losses(cell):
     """Return quantities of each run, where higher is worse; of steps and speed, the logarithms."""
     sign = -1 if cell["better"] == "higher" else 1
     given = NEVER * np.array(get_values(cell, "env_steps"))
@@ -77,7 +72,7 @@ def compare_cells(cell: dict, other: dict):
     return rows
 
 
-def compare(base: dict, new: dict):
+def compare(base, new):
     """Return a row for each quantity of each cell of ours that both have, and notes on what failed or is not compared.
 
     A row has name, quantity, its median in BASE and in NEW, and whether it is worse.
@@ -93,8 +88,10 @@ def compare(base: dict, new: dict):
             rows += [[name, *row] for row in compare_cells(cell, other)]
         else:
             notes.append(f"not compared: {name}: NEW has no runs with this headline and threshold")
-    for row, is_worse in zip(rows, find_worse([row[-1] for row in rows]), strict=True):
-        row[-1] = "**worse**" if is_worse else ""
+    # By the method of Benjamini and Hochberg
+    adjusted = stats.false_discovery_control([row[-1] for row in rows])
+    for row, p in zip(rows, adjusted, strict=True):
+        row[-1] = "**worse**" if p <= LEVEL else ""
     return rows, notes
 
 

@@ -13,7 +13,7 @@ from common import ResultsError, require
 
 DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": "", "levels": {}}
 SHOWN_KEYS = {
-    "ratios": ("title", "quantity", "better", "ours", "peer"),
+    "ratios": ("title", "quantity", "ours", "peer"),
     "tables": ("page", "section", "columns"),
 }
 NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING
@@ -116,6 +116,9 @@ def read_suite(path: Path):
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: cannot be read as TOML ({error})") from None
     check_keys(content, DEFAULTS, path)
+    for key, value in content.items():
+        kind = type(DEFAULTS[key])
+        require(type(value) is kind, f"{path}: {key} = {value!r} has to be a {kind.__name__}")
     for key, known in SHOWN_KEYS.items():
         for table in content[key]:
             check_keys(table, known, f"{path}, {key}")

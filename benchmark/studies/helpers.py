@@ -16,7 +16,7 @@ def run_command(folder: str | Path, *command) -> Path:
     command = [*map(str, command), "--run-dir", str(folder)]
     silent = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **silent)
-    (path,) = common.find_run_folders(folder)
+    (path,) = common.find_run_folders(Path(folder))
     return path
 
 

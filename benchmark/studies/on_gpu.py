@@ -106,7 +106,7 @@ def run(command: str, kind: str, timeout: float) -> dict:
             return {"error": f"stopped after {timeout} seconds"}
         if done.returncode:
             return {"error": (done.stderr.strip() or str(done.returncode)).splitlines()[-1]}
-        events = common.read_events(common.find_run_folders(folder)[0])
+        events = common.read_events(common.find_run_folders(Path(folder))[0])
     points = events.Scalars("charts/cpu_seconds")[-10:]
     speeds = [(b.step - a.step) / (b.wall_time - a.wall_time) for a, b in itertools.pairwise(points)]
     speed = statistics.median(speeds[len(speeds) // 2 :])
