@@ -16,12 +16,14 @@ MARKER = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)#([\w.]+)\)")  # [`name`]
 INLINE = re.compile(r"\$<code>(.+?)</code>\$", re.S)
 BLOCK = re.compile(r'<pre class="math"><code>(.+?)</code></pre>', re.S)
 FUNCTION = re.compile(r"(<mi>(?:log|exp|tanh)</mi>)(?=<m[isr])")
+PRIME = re.compile(r"<msup>(<mi>\w</mi>)<mi>(&#x02032;)</mi></msup>")
 PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n~~~~~~ {1}\n{2}\n~~~~~~\n"
 
 
 def to_mathml(latex: str, display: str) -> str:
-    """MathML of a formula, with the space after names of functions that browsers leave out."""
-    return FUNCTION.sub(r'\1<mspace width="0.167em" />', convert(latex.strip(), display=display))
+    """MathML of a formula, with the space after names of functions that browsers leave out, and primes of full size."""
+    mathml = FUNCTION.sub(r'\1<mspace width="0.167em" />', convert(latex.strip(), display=display))
+    return PRIME.sub(r'\1<mo lspace="0" rspace="0">\2</mo>', mathml)
 
 
 @functools.lru_cache
