@@ -393,7 +393,10 @@ def make_price_table(results: dict | None) -> str:
 
 
 def draw(results: dict | None, path: Path) -> None:
-    """Draw F1 by looks per query, or by price: a point for each run, and a large one for the mean."""
+    """Draw F1 by looks per query, or by price: a point for each run, and a large one for the mean.
+
+    Dotted lines join the means of a method at the prices that were measured.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -412,8 +415,18 @@ def draw(results: dict | None, path: Path) -> None:
                 axes.plot(*points.T, mark, color=f"C{i}", ms=5, alpha=0.35, mew=0)
                 parts = [points[points[:, 0] == price] for price in prices] if by_price else [points]
                 means = np.array([part.mean(0) for part in parts])
-                size = 14 if name == "ppo" else 9
-                axes.plot(*means.T, f"-{mark}", color=f"C{i}", ms=size, zorder=20 - i, label=title)
+                size = {"ppo": 13, "last": 20}.get(method, 9)
+                face = "none" if method == "last" else f"C{i}"  # a star around that of best.pt
+                axes.plot(
+                    *means.T,
+                    f":{mark}",
+                    color=f"C{i}",
+                    ms=size,
+                    mfc=face,
+                    mew=1.5,
+                    zorder=20 - i,
+                    label=title,
+                )
             axes.set_title(
                 f"{study}" if by_price else f"{study}, a look costs {prices[0]}", fontsize="medium"
             )
