@@ -12,14 +12,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+SCRIPTS = [path.stem for path in (ROOT / "algos").glob("*.py")]
 torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
     """One process runs all tests of a file, or those of it that are about one script, as they share what is made."""
     for item in items:
-        script = item.callspec.params.get("script", "") if hasattr(item, "callspec") else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{script}"))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        name = params.get("script") or params.get("name")
+        word = f"{name} ".split(" ")[0]  # "ppo" of the run "ppo cartpole"
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{word if word in SCRIPTS else ''}"))
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +44,7 @@ def start_process(log, env, name, *args, errors=None):
     Its parent is a server that has imported torch and the scripts once, for all the processes that are started so.
     """
     server = multiprocessing.get_context("forkserver")
-    scripts = [f"algos.{path.stem}" for path in (ROOT / "algos").glob("*.py")]
-    server.set_forkserver_preload(["ranks", *scripts])
+    server.set_forkserver_preload(["ranks", *(f"algos.{script}" for script in SCRIPTS)])
     words = str(log), str(errors or log), env, name, *map(str, args)
     for path in {*words[:2]}:
         Path(path).unlink(missing_ok=True)

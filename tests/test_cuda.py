@@ -188,19 +188,27 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
         assert first == pytest.approx(second, rel=1e-4) and len(first) > 1 and gpu.waits
 
 
-def test_the_host_waits_in_no_update_and_seldom_between_updates(played):
-    ppo = played("ppo pendulum", CUDA_GRAPHS=False)
+@pytest.mark.parametrize("name", ["ppo pendulum"])
+def test_the_host_waits_in_no_update_and_seldom_between_updates_of_ppo(played, name):
+    ppo = played(name, CUDA_GRAPHS=False)
     assert set(ppo.count_waits("update_minibatch")) == {0} and len(ppo.calls["update_minibatch"]) == 4 * 6
     # Twice in a step of the environments, and 22 times to make the batch and read the metrics
     assert max(np.diff([before for before, *_ in ppo.calls["collect_rollout"]])) <= 2 * 4 + 22
-    for name, most in (("pomo", 3), ("rollout", 5)):
-        run = played(f"reinforce_tsp_attention {name}", CUDA_GRAPHS=False)
-        before, after, _ = zip(*run.calls["update_weights"], strict=True)
-        between = np.subtract(before[1:], after[:-1]).tolist()
-        assert run.count_waits("update_weights") == [0] * 6
-        # Once for new points, and more often between two epochs
-        assert between[:2] == between[3:] == [1, 1] and between[2] <= most
-    change = played("ppo_change_detection")
+
+
+@pytest.mark.parametrize(("name", "most"), [(TSP_RUNS[0], 3), (TSP_RUNS[1], 5)])
+def test_the_host_waits_in_no_update_and_seldom_between_updates_of_tsp(played, name, most):
+    run = played(name, CUDA_GRAPHS=False)
+    before, after, _ = zip(*run.calls["update_weights"], strict=True)
+    between = np.subtract(before[1:], after[:-1]).tolist()
+    assert run.count_waits("update_weights") == [0] * 6
+    # Once for new points, and more often between two epochs
+    assert between[:2] == between[3:] == [1, 1] and between[2] <= most
+
+
+@pytest.mark.parametrize("name", ["ppo_change_detection"])
+def test_the_host_waits_in_no_update_of_change_detection(played, name):
+    change = played(name)
     assert set(change.count_waits("take_step")) == {0} and len(change.calls["take_step"]) > 3 * 2
     assert set(change.count_waits("ppo_loss") + change.count_waits("detector_loss")) == {0}
 
@@ -248,12 +256,13 @@ def test_each_epoch_of_tsp_records_its_update_after_one_step(played, name):
     assert graphs.num_replays == 2 * 2 and graphs.count_waits("update_weights") == [0] * 2 * 2
 
 
-def test_each_epoch_of_alphazero_records_its_search_and_its_minibatch(played):
+@pytest.mark.parametrize("name", [GRAPHS_OF_GO])
+def test_each_epoch_of_alphazero_records_its_search_and_its_minibatch(played, name):
     """The first epoch has too few records of a turn for fixed shapes.
 
     There the host waits once for each of four minibatches, and twice to count the records, as in later epochs.
     """
-    graphs, eager = played(GRAPHS_OF_GO), played(GRAPHS_OF_GO, CUDA_GRAPHS=False)
+    graphs, eager = played(name), played(name, CUDA_GRAPHS=False)
     assert eager.count_waits("train_epoch") == [4 + 2, 2, 2]
     assert graphs.count_waits("train_epoch") == [4 + 2, 3, 3]  # once to record
     num_moves = graphs.checkpoint["progress"]["step"] // 4
