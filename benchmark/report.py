@@ -47,19 +47,19 @@ class Args:
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def show_interval(interval: tuple | None) -> str:
+def show_interval(interval: tuple | None):
     """Write an interval in brackets; nothing if there is none."""
     return f" ({' to '.join(map(show, interval))})" if interval and np.isfinite(interval).all() else ""
 
 
-def show_effect(value: float, interval: tuple | None, neutral: float) -> str:
+def show_effect(value: float, interval: tuple | None, neutral: float):
     """Write a difference or a ratio with its interval; bold if the interval excludes the `neutral` value."""
     is_beyond_noise = interval and (interval[0] > neutral or interval[1] < neutral)
     text = f"**{show(value)}**" if is_beyond_noise else show(value)
     return f"{text}{show_interval(interval)}"
 
 
-def show_mean(cell: dict, metric: str) -> str:
+def show_mean(cell: dict, metric: str):
     """Write the mean of a metric over the seeds, and in brackets the single values or an interval."""
     values = get_values(cell, metric)
     text = show(np.mean(values))
@@ -69,7 +69,7 @@ def show_mean(cell: dict, metric: str) -> str:
     return text + show_interval(find_interval(values) or own)
 
 
-def show_median(values: list) -> str:
+def show_median(values: list):
     """Write the median over the seeds, and how many got to the threshold if not all did."""
     if not values:
         return "-"
@@ -78,7 +78,7 @@ def show_median(values: list) -> str:
     return text if num_reached == len(values) else f"{text} ({num_reached} of {len(values)})"
 
 
-def list_processors(*cells: dict) -> str:
+def list_processors(*cells: dict):
     """Name the processors of all runs of cells."""
     return ", ".join(sorted({run["machine"]["cpu"] for cell in cells for run in cell["runs"]}))
 
@@ -158,7 +158,7 @@ def make_comparison(cells: list) -> str:
     return make_cell_table(cells, columns)
 
 
-def describe_machines(cells) -> str:
+def describe_machines(cells):
     """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
     runs = [run | {"task": cell["task"]} for cell in cells for run in cell["runs"]]
     machines = [run["machine"] for run in runs]
@@ -169,6 +169,8 @@ def describe_machines(cells) -> str:
     if not peers:
         return text
     text += f" Others: {', '.join(sorted(peers))}."
+    if not any(map(records.is_ours, cells)):  # matches, where one process holds both sides
+        return text
     sides = {(run["task"], run["seed"], run["machine"]["commit"]) for run in runs}
     pairs = Counter((task, seed) for task, seed, _ in sides)
     if apart := {task for (task, _), number in pairs.items() if number > 1}:
@@ -178,7 +180,7 @@ def describe_machines(cells) -> str:
     return text
 
 
-def fill_summary(results: dict) -> str:
+def fill_summary(results: dict):
     """Fill the numbers into a suite's summary: medians of seconds and steps, means of metrics."""
 
     def fill(match):
@@ -192,7 +194,7 @@ def fill_summary(results: dict) -> str:
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def join(*parts: str) -> str:
+def join(*parts: str):
     """Join the parts of a page that are not empty."""
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -109,6 +109,7 @@ def test_tables_say_what_is_not_equal():
     found = report.describe_machines([ours, peer])
     assert "a; commit abc, b; a. Others: sb3. Not interleaved, as " in found
     assert found.count("leave out set-up") == 1
+    assert "leave out" not in report.describe_machines([peer])  # such as a match
     assert "processor" not in report.make_cell_table([ours, peer], columns)
     peer["runs"][0]["machine"] = make_machine(commit="abc", clock="all", cpu="B")
     assert report.describe_machines([ours, peer]).endswith("; commit abc; a. Others: sb3.")
