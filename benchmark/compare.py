@@ -95,7 +95,7 @@ def compare(base, new):
     return rows, notes
 
 
-def main(args: Args) -> int:
+def main(args: Args):
     """Print the comparison; returns the exit code."""
     rows, notes = compare(records.load(args.base), records.load(args.new))
     num_failed = sum(note.startswith("failed") for note in notes)

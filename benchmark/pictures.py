@@ -40,7 +40,7 @@ LABELS = {  # of cells in legends; others are SCRIPT, SETTING, and those without
 ROWS = {"ppo_equal": [1], "popgym": [0], "r2d2_memory": [0]}  # one panel a task: by steps (0) or seconds (1)
 
 
-def find_label(cell: dict) -> str:
+def find_label(cell: dict):
     """Return the label of a cell in legends."""
     name = f"{cell['script']}/{cell['setting']}"
     return LABELS.get(name, name.replace("/", ", "))

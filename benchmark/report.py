@@ -83,7 +83,7 @@ def list_processors(*cells: dict):
     return ", ".join(sorted({run["machine"]["cpu"] for cell in cells for run in cell["runs"]}))
 
 
-def make_ratio_table(results: dict) -> str:
+def make_ratio_table(results: dict):
     """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval.
 
     A column names the processors of a line if not all cells of the suite have the same one.

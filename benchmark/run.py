@@ -195,9 +195,9 @@ def run_cells(folders: dict, submit):
     return errors
 
 
-def main(args: Args) -> int:
+def main(args: Args):
     """Run a suite; returns the exit code."""
-    cells, _ = read_suite(args.suite)
+    cells, content = read_suite(args.suite)
     root = args.runs.resolve() / args.suite.stem
     folders = {cell: root / cell.name / f"seed{cell.seed}-{cell.hash()}" for cell in cells}
     chosen = [cell for cell in cells if fnmatch(cell.name, args.only)]
@@ -212,10 +212,11 @@ def main(args: Args) -> int:
     )
     submit = start_on_ray(args.address) if args.address else start_here([*missing])
     rows = [vars(cell) | {"folder": f"{folder.relative_to(root)}"} for cell, folder in folders.items()]
+    suite = {"suite": root.name, "cells": rows, "levels": content["levels"]}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        common.write_atomically(root / "suite.json", json.dumps({"suite": root.name, "cells": rows}))
+        common.write_atomically(root / "suite.json", json.dumps(suite))
         errors = run_cells(missing, submit)
     except KeyboardInterrupt:
         print("\ninterrupted: what was finished is kept, the same command does the rest", flush=True)

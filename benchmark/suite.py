@@ -44,7 +44,7 @@ class Cell:
     environment: str | None = None
     score_best: bool = False
 
-    def hash(self) -> str:
+    def hash(self):
         """Hash the command and the files it uses, as they are now: a result counts while they stay the same."""
         digest = hashlib.sha256(self.command.encode())
         words = shlex.split(self.command)

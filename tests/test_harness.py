@@ -456,7 +456,8 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert "failed: ppo/CartPole-v1/other, seed 1: no charts/nothing in " in output
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
     assert len(before) == 5  # two of the cell that was killed
-    suite.write_text(text + 'curve = "charts/episodic_return"\n')  # which all have logged
+    levels = "[levels.CartPole-v1]\nmaximum = 500\n"
+    suite.write_text(f'{text}curve = "charts/episodic_return"\n{levels}')  # which all have logged
     harness = start_harness(suite, "--runs", runs, "--only", "*/[gko]*")
     assert "3 of 3 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
@@ -464,6 +465,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     page = (tmp_path / "out" / "results.md").read_text()
     assert all(f"| CartPole-v1, {name} |" in page for name in ("good", "killed", "other"))
     assert f"- CartPole-v1, bad, seed 1: {reason}\n" in page and report.LEGEND in page
+    assert records.collect(runs / "a")["levels"] == {"CartPole-v1": {"maximum": 500}}  # of the picture
 
 
 @on_linux
