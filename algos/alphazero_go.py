@@ -8,14 +8,16 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
     torchrun --nproc-per-node 2 alphazero_go.py           # two GPUs, or with --no-cuda two CPU processes
     python alphazero_go.py --gtp runs/NAME/best.pt        # plays in Sabaki or GoGui
     python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
-        --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # strict
+        --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # source
 
-The "strict" run ranks the pool by loss alone, plays best or uniformly random moves, and ignores the score.
+The last command, `source` in the docs, has the values of the note that this script was written from. It ranks the
+pool by loss alone, plays best or uniformly random moves, and ignores the score.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
     (2) N(s, a) += 1, Q(s, a) += (v - Q(s, a)) / N(s, a), starting with Q(s, a) = V(s)
-    (3) pi(a) = N(root, a) / sum_b N(root, b); P(a | root) = p(a | root) + eta d(a), d ~ Dirichlet(alpha)
+    (3) pi(a) = N(root, a) / sum_b N(root, b); P(a | root) = p(a | root) + eta d(a), d ~ Dirichlet(alpha). The
+        noise is added, not mixed in by (1 - eta) p as in the papers, so P sums to 1 + eta
     (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)): the cross entropy minus its minimum
     (5) L_value = (V(s) - (beta Q(root) + (1 - beta) z))^2, where the result z is 1 if the game was won and 0
         if it was lost, mixed with its score by --score-weight
@@ -27,12 +29,13 @@ there are enough new records. The pool keeps the old and new records with the la
 trains on those of largest loss and on random ones. The first epochs learn V from random games, and the next
 ones search by classic UCB.
 
-Shapes: G parallel games, R some of them, M nodes of a tree, A = n^2 + 1 moves, E edges, B records.
+Shapes: G parallel games, R some of them, M nodes of a tree, A = n^2 + 1 moves, E edges, B records;
+G and B are those of one process.
 """
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.11", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import os
 import random
@@ -63,9 +66,12 @@ from envs_shared.go import LEGAL_PLANE, NUM_PLANES, Boards, Go
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# What is logged about an epoch of training: means over its minibatches
+# What is logged about an epoch of training: means over its minibatches, in the order in which update_network (the
+# first four) and train_minibatch (the last two) stack them
 METRICS = ("loss", "policy_loss", "value_loss", "grad_norm", "sampled_loss", "sampled_loss_after")
-CUDA_GRAPHS = True  # on one GPU, record the search and the minibatch; replaying them saves CPU overhead
+# On one GPU, record the search and the minibatch; replaying them saves CPU overhead. Set it to False for edits that
+# need the host in between, such as print, .item() or `if` on a tensor
+CUDA_GRAPHS = True
 OPEN, PENDING, OVER, ABSENT = range(4)  # status of a node: evaluated, being evaluated, end of a game, no node
 ILLEGAL = -1e9  # Q and logit of illegal moves, in place of minus infinity
 MAX_DESCENTS = 8  # attempts of a worker to find a leaf that no other worker has
@@ -108,7 +114,7 @@ class Args:
     epsilon_end: float = 0.0  # share of random moves in the last epoch
     draw_moves: float = 0.33  # share of n^2: so many first moves are drawn from pi; later ones are the best
     num_epochs: int = 30  # epochs, including pretraining
-    pretrain_value_epochs: int = 2  # first epochs, which learn V from random games with a frozen policy
+    pretrain_value_epochs: int = 2  # first epochs, which learn V from random games with a frozen policy head
     pretrain_search_epochs: int = 2  # epochs after those, which search by classic UCB
     pool_size: int = 100_000  # records in the pool, in total across processes; eight per position
     generate_fraction: float = 0.05  # new records per epoch, as a share of the pool
@@ -168,9 +174,14 @@ class Agent(nn.Module):
 class Records(namedtuple("Records", "planes policy q z loss epoch turn")):
     """B records: symmetric images of positions, as the side to move saw them, with training targets.
 
-    They are planes, bool [B, NUM_PLANES, n, n], pi of eq. 3, float16 [B, A], and [B] each: Q(root) and z of
-    eq. 5, the loss of eq. 6 as last computed, the epoch in which it was made, and its turn: minibatches with
-    this number modulo 8 may draw it. The turn differs between the images of a position.
+        planes    bool [B, NUM_PLANES, n, n]
+        policy    pi of eq. 3, float16 [B, A]
+        q, z      Q(root) and the result of eq. 5, [B] each
+        loss      eq. 6, as last computed [B]
+        epoch     when the record was made [B]
+        turn      from 0 to 7 [B]: minibatch k may draw the record if k modulo 8 is its turn
+
+    The eight images of a position have eight different turns.
     """
 
     def pick(self, index):
@@ -187,17 +198,17 @@ def refill_pool(pool, new, capacity, oldest):
     """Add records; beyond the capacity, drop those of epochs before `oldest`, then those of least loss."""
     if pool:
         new = concatenate((pool, new))
-    # A loss is above -1 (below 0 by rounding alone), so that -1 comes after all
+    # A loss is at least 0 up to rounding, so that -1 ranks below every loss
     rank = new.loss.masked_fill(new.epoch < oldest, -1)
     return new.pick(rank.topk(min(capacity, len(rank))).indices)
 
 
-def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes: bool = False):
+def sample_pool(pool, number, batch_size, random_fraction, fixed_shapes: bool = False):
     """Choose indices of records [B]: the largest losses, then random; no two are images of one position.
 
     If fewer than B records have their turn, the batch is smaller; fixed shapes need B of them.
     """
-    has_turn = pool.turn == turn % 8
+    has_turn = pool.turn == number % 8
     rows = torch.arange(len(has_turn), device=has_turn.device)
     if not fixed_shapes:
         rows = rows[has_turn]
@@ -215,7 +226,7 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes: bool = Fa
 class SelfPlay:
     """G games, what was recorded at each of their moves, and the pool of records from finished games.
 
-    T is the maximum number of moves. The pool is None before the first game ends.
+    T is the maximum number of moves. The pool is None until the first epoch of a stage has collected records.
     """
 
     def __init__(self, go, num_games):
@@ -244,7 +255,7 @@ class SelfPlay:
 
     def load_state_dict(self, state):
         """Restore what `state_dict` returned; raises RuntimeError if the sizes differ."""
-        # view_as refuses other sizes, of which copy_ would spread some
+        # view_as refuses other sizes; copy_ alone would broadcast some of them
         self.q.copy_(state["q"].view_as(self.q))
         self.planes.copy_(state["planes"])
         self.policy.copy_(state["policy"])
@@ -281,9 +292,13 @@ def compute_result(score, args, num_points):
     return (1 - args.score_weight) * (margin.sign() + 1) / 2 + args.score_weight * share
 
 
-# Settings that change from epoch to epoch: the name is "random games", "search pretraining" or "self-play",
-# the scores eq. 1 or classic UCB, by which a search chooses, epsilon the share of random moves, q_weight and
-# value_coef beta of eq. 5 and g of eq. 6
+# Settings that change from epoch to epoch:
+#     name               "random games" (they learn V), "search pretraining" or "self-play"
+#     scores             how a search chooses: puct_scores (eq. 1) or ucb_scores
+#     num_simulations    of each move
+#     epsilon            share of random moves
+#     q_weight           beta of eq. 5
+#     value_coef         g of eq. 6
 Stage = namedtuple("Stage", "name scores num_simulations epsilon q_weight value_coef")
 
 
@@ -360,7 +375,7 @@ class Search:
 
     Both change only where statistics change. All values are for the side to move at their node. If
     `go.fixed_shapes` is set, a simulation computes all games, and the host never waits; what has no work
-    in a simulation writes to `nowhere`. There must be room in the trees then.
+    in a simulation writes to `nowhere`. Then the caller must leave room in the trees (see `run`).
     """
 
     def __init__(self, go, workers, boards, num_simulations, args, scores=puct_scores, use_graphs=False):
@@ -405,7 +420,10 @@ class Search:
         self.finish(self.workers[0])
 
     def run(self, num_simulations):
-        """Run num_simulations, or as many as the tree has room for, in each game that is not over."""
+        """Run num_simulations in each game that is not over; they end early where a tree is full.
+
+        With fixed shapes, the caller must not ask for more than the trees have room for.
+        """
         if self.go.fixed_shapes:
             for _ in range(num_simulations):
                 self.simulate()
@@ -451,8 +469,9 @@ class Search:
         ends = torch.zeros_like(self.games)
         ends[games] = path.gather(1, length - 1).squeeze(1)
 
-        # All paths in a row: entry i is node[i] of game[i]. An inner node has an edge to the next node of its
-        # path; an open end has one to the child that `request` makes; other ends have none
+        # All paths, flattened: entry i is node[i] of game[i], or `nowhere` after the end of a path. A node before
+        # the end has an edge to the next one, and an open end has one to the child that `request` will make.
+        # Other ends have none
         game = games.unsqueeze(1).expand_as(path).flatten()
         node = path.flatten()
         goes_on = (node != ends[game]) | (self.status[game, node] == OPEN)
@@ -499,7 +518,7 @@ class Search:
         """Send a leaf of each of the games [R] to the worker; returns the games in which one was found."""
         edges, ends = self.find_leaves(worker, games)
         if self.has_two:
-            # Games whose last path collided too get no leaf
+            # A game in which every descent collided gets no leaf
             games = games[self.status[games, ends[games]] != PENDING]
 
         # Expand: a path whose end is open gets a new node below it. `new` are the games of such paths; with
@@ -540,7 +559,7 @@ class Search:
             boards = boards.pick(to_go)
         if self.has_two:
             # Paths to the end of a game need no evaluation: they are backed up now, before the other worker's
-            # next descents. is_over is one per edge
+            # next descents. is_over has an entry for each edge
             is_over = (self.status[self.games, ends] == OVER)[edges[0]]
             if is_over.any():
                 finished = edges[:, is_over]
@@ -612,7 +631,7 @@ class Search:
         self.choose((self.games, 0))
 
     def policy(self):
-        """Return pi of eq. 3 [G, A]."""
+        """Return pi of eq. 3 [G, A]; NaN where nothing was searched."""
         visits = self.N[:, 0]
         return visits / visits.sum(1, keepdim=True)
 
@@ -624,13 +643,16 @@ class Search:
 
     def best_moves(self):
         """Return the most visited moves [G]; ties are broken by the largest Q + P / 50."""
-        q = self.Q[:, 0].clamp(min=0)  # also of illegal moves
+        q = self.Q[:, 0].clamp(min=0)  # Q of an illegal move is ILLEGAL
         # Half of Q + P / 50 is below 1, so that it only decides between equal N
         return (self.N[:, 0] + 0.5 * q + 0.01 * self.P[:, 0]).argmax(1)
 
 
 def choose_moves(boards, legal, go, search, stage, args):
-    """Search from boards [G]; returns pi [G, A], Q(root) [G] and the moves [G] of self-play."""
+    """Choose the moves of self-play on boards [G]; returns pi [G, A], Q(root) [G] and the moves [G].
+
+    In random games nothing is searched: pi is uniform over the legal moves, and Q is NaN.
+    """
     if stage.name == "random games":
         policy = legal / legal.sum(1, keepdim=True)
         q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z takes its place when the game is over
@@ -652,7 +674,7 @@ def choose_moves(boards, legal, go, search, stage, args):
 
 
 def play_moves(games, go, search, stage, args):
-    """Play a move in each game, and return the records of the games that end with it."""
+    """Play a move in each game of `games` (a SelfPlay), and return the records of those that end with it."""
     boards = games.boards
     legal = go.legal_moves(boards)
     policy, q, moves = choose_moves(boards, legal, go, search, stage, args)
@@ -668,7 +690,7 @@ def play_moves(games, go, search, stage, args):
     ended = games.boards.is_over.nonzero().squeeze(1)
     boards = games.boards.pick(ended)
 
-    # The result from the side of who was to move, for each of their moves
+    # z of each move of these games, as seen by the side that moved
     step = torch.arange(games.q.shape[1], device=go.device)  # [T]
     z = compute_result(go.score(boards), args, go.num_points).unsqueeze(1)
     z = torch.where(step % 2 == 0, z, 1 - z)  # [R, T], as black begins
@@ -678,7 +700,7 @@ def play_moves(games, go, search, stage, args):
 
     # New games take their place
     games.boards.put(ended, go.new(len(ended)))
-    # Set later: make_images sets epoch and turn, and rank_records finds the loss
+    # Set later: make_images sets epoch and turn, and compute_losses finds the loss
     loss, epoch, turn = torch.zeros(3, len(z), device=go.device)
     return Records(
         planes=games.planes[ended][is_move],
@@ -743,8 +765,8 @@ def alphazero_loss(agent, records, stage):
 
 
 @torch.no_grad()
-def rank_records(agent, records, stage):
-    """Compute eq. 6 for records [B], in parts that fit into a CPU's cache."""
+def compute_losses(agent, records, stage):
+    """Compute eq. 6 for records [B] in eval mode, which stays on, in parts that fit into a CPU's cache."""
     agent.eval()
     losses = []
     for part in zip(*(x.split(512) for x in records)):
@@ -758,7 +780,8 @@ def update_network(agent, optimizer, records, stage):
     optimizer.zero_grad()
     losses[0].backward()
     if stage.value_coef == 1:
-        # The policy head stays as it is: without a gradient, AdamW does not even decay its weights
+        # Epochs that learn V alone: the policy head stays as it is, since without a gradient AdamW does not even
+        # decay its weights. In another network, name all layers here that only the policy uses
         agent.policy_head.zero_grad()
     average_gradients(agent)
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
@@ -766,15 +789,16 @@ def update_network(agent, optimizer, records, stage):
     return torch.cat((losses.detach(), grad_norm.unsqueeze(0)))
 
 
-def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, args, turn):
-    """Train on the minibatch of number `turn`; returns the METRICS.
+def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, args, number):
+    """Train on minibatch `number` of the epoch; returns the METRICS.
 
     The losses of its records in the pool become those after the step.
     """
-    index = sample_pool(pool, turn, batch_size, args.random_fraction, fixed_shapes)
+    index = sample_pool(pool, number, batch_size, args.random_fraction, fixed_shapes)
     records = pool.pick(index)
+    # agent.train() also switches on the batch norms of layers that you froze; call eval() on those after it
     losses = update_network(agent.train(), optimizer, records, stage)
-    loss_after = rank_records(agent, records, stage)
+    loss_after = compute_losses(agent, records, stage)
     pool.loss[index] = loss_after
     return torch.cat((losses, torch.stack((records.loss.mean(), loss_after.mean()))))
 
@@ -786,14 +810,15 @@ def train_epoch(agent, optimizer, pool, num_minibatches, stage, args, bar, use_g
     fixed_shapes = pool.z.is_cuda and pool.turn.bincount(minlength=8).min().item() >= batch_size
     update = partial(train_minibatch, agent, optimizer, pool, batch_size, fixed_shapes, stage, args)
     metrics = []
-    for turn in torch.arange(num_minibatches, device=pool.z.device):
+    for number in torch.arange(num_minibatches, device=pool.z.device):
         # Record after one minibatch, as AdamW creates its state in the first step
         if use_graphs and fixed_shapes and len(metrics) == 1:
-            update = capture(update, turn)
-        metrics.append(update(turn).clone())
+            update = capture(update, number)
+        metrics.append(update(number).clone())
         bar.update()
     optimizer.zero_grad()  # so that copies of the network have no gradients
-    # Each process has its own statistics of the batch normalizations
+    # Average the statistics of batch norms, of which each process has its own. With one process, average does
+    # nothing
     for statistics in agent.buffers():
         if statistics.is_floating_point():
             average(statistics)
@@ -805,7 +830,7 @@ def train_epoch(agent, optimizer, pool, num_minibatches, stage, args, bar, use_g
 def evaluate_network(go, network, boards, legal):
     """Return logits [R, A] and values [R] of a network."""
     planes = go.planes(boards, legal)
-    # On a CPU, in parts that fit into its cache
+    # On a CPU, in parts of about 6000 points of boards, which fit into its cache
     num_parts = 1 if planes.is_cuda else 1 + len(planes) * go.num_points // 6000
     logits = []
     values = []
@@ -817,7 +842,10 @@ def evaluate_network(go, network, boards, legal):
 
 
 def evaluate_rollouts(go, komi, boards, legal):
-    """Return random logits [R, A], and values [R] of one random game each; with UCB, this is plain MCTS."""
+    """Return random logits [R, A], and as values [R] the result of a random game each. With UCB: plain MCTS.
+
+    The logits only decide in which order untried moves come.
+    """
     logits = torch.rand(legal.shape, device=go.device)
     won = ((go.finish_at_random(boards, legal) - komi).sign() + 1) / 2  # by black
     return logits, torch.where(boards.to_play == 1, won, 1 - won)
@@ -833,13 +861,13 @@ def make_workers(go, agent, args):
 def make_player(go, workers, num_simulations, args, scores=puct_scores):
     """Make a function from boards [R] to the moves [R] that a search finds best."""
 
-    def choose_moves(boards):
+    def find_moves(boards):
         """Search each of the boards from the root."""
         search = Search(go, workers, boards, num_simulations, args, scores)
         search.run(num_simulations)
         return search.best_moves()
 
-    return choose_moves
+    return find_moves
 
 
 def play_match(go, players, num_games, komi):
@@ -872,7 +900,10 @@ def play_match(go, players, num_games, komi):
 
 
 def evaluate(go, agent, best, args, *stream):
-    """Play against `best` with a quarter of the simulations, or with all against plain MCTS if it is None."""
+    """Play against `best` with a quarter of the simulations, or with all against plain MCTS if it is None.
+
+    `stream` goes to seed_everything.
+    """
     seed_everything(args.seed, *stream)
     num_games = args.eval_episodes
     num_simulations = args.simulations_end
@@ -913,7 +944,7 @@ def fail(message: str):
 
 
 def average(x):
-    """Average a tensor over all processes, in place."""
+    """Average a tensor that needs no gradient over all processes, in place."""
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x.div_(WORLD_SIZE))
     return x
@@ -930,7 +961,7 @@ def average_gradients(network):
 def seed_everything(*stream: int) -> int:
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -942,7 +973,7 @@ def capture(function, *inputs):
     """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
 
     Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay.
+    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
     """
     memory = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -981,7 +1012,7 @@ def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
 
 
 def load_checkpoint(path):
-    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    """Read a checkpoint of this script without executing anything in it; exits if it is not a valid one."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
@@ -1065,8 +1096,9 @@ def summarize(pool, metrics, epoch):
 def train(args, run_path: Path, checkpoint=None):
     """Train, from `checkpoint` if there is one; with --evaluate or --gtp, only use its network.
 
-    Random numbers are seeded by --seed and 0 for the weights, 1 for training (in each epoch, by its number),
-    2 for matches during training (by the epoch), 3 for --evaluate, 4 for the match against plain MCTS.
+    Random numbers come from seed_everything(args.seed, stream, ...): stream 0 for the weights, 1 for training
+    (then the epoch and the process), 2 for matches during training (then the epoch), 3 for --evaluate, 4 for
+    the match against plain MCTS.
     """
     # Set up
     device = set_up_processes(args)
@@ -1089,7 +1121,10 @@ def train(args, run_path: Path, checkpoint=None):
             print(f"{run_path}: raise --num-epochs to train on")
 
     def play_best():
-        """Play against the best network, log the scores, and keep the new one in best.pt if it wins half."""
+        """Play against the best network and log the scores; best.pt keeps the new one if it wins half.
+
+        The first network of a run, or of another komi, is kept in any case.
+        """
         scores = evaluate(go, agent, best, args, 2, progress.iteration)
         for name, score in scores.items():
             writer.add_scalar(name, score, progress.step)
@@ -1126,7 +1161,7 @@ def train(args, run_path: Path, checkpoint=None):
             progress.win_rate = None
             seed_everything(args.seed, 1, progress.iteration, RANK)
 
-            # Learning rate: it falls linearly to a hundredth
+            # Learning rate: it falls linearly to a hundredth. If you add parameter groups, set the rate of each
             learning_rate = args.learning_rate
             if args.anneal_lr:
                 learning_rate *= 1 - 0.99 * epoch / args.num_epochs
@@ -1137,7 +1172,8 @@ def train(args, run_path: Path, checkpoint=None):
             if stage.name != get_stage(epoch - 1, go.num_actions, args).name:
                 games.start()
 
-            # Collect: play until there are enough new records, which replace old ones in the pool
+            # Collect: play until there are enough new records, which replace old ones in the pool. Random games
+            # do not use the search
             search = Search(
                 search_go,
                 make_workers(search_go, agent, args),
@@ -1148,7 +1184,7 @@ def train(args, run_path: Path, checkpoint=None):
                 use_graphs,
             )
             images, num_moves = collect_images(games, go, search, num_positions, epoch, stage, args, bar)
-            images = images._replace(loss=rank_records(agent, images, stage))
+            images = images._replace(loss=compute_losses(agent, images, stage))
             oldest = epoch - (args.max_age or args.num_epochs)
             games.pool = refill_pool(games.pool, images, capacity, oldest)
             collected = time.time()
@@ -1244,8 +1280,8 @@ def main(argv=None):
     if args.pool_size < 8 * args.batch_size:
         # Only one image of each position may be in a minibatch
         fail(f"--pool-size ({args.pool_size}) must be at least eight times --batch-size ({args.batch_size})")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", name))
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", run_name))
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ P numbers that define pi(. | s) for one s: the logits, or A means and A log stan
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch", "numpy", "gymnasium[classic-control]>=1.4", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.11", "numpy", "gymnasium[classic-control]>=1.4", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import math
 import os
@@ -50,7 +50,9 @@ RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 # What is logged about an update: means over the last epoch of a rollout
 METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-CUDA_GRAPHS = True  # on one GPU, record acting and the update once; replaying them saves CPU overhead
+# On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits that
+# need the host in between, such as print, .item() or `if` on a tensor
+CUDA_GRAPHS = True
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Args:
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
     max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm
-    target_kl: float | None = None  # skip a rollout's remaining epochs when approx_kl exceeds this (0: never)
+    target_kl: float | None = None  # skip a rollout's other epochs if approx_kl exceeds this (None, 0: never)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -173,7 +175,8 @@ class Agent(nn.Module):
     def get_distribution(self, policy_params):
         """Return pi(. | s) for parameters [N, P] as N x A independent distributions.
 
-        The log-probability of an action is the sum over its A components.
+        The log-probability of an action is the sum over its A components. `sample_actions` draws from these
+        distributions by formulas of its own: change both together.
         """
         if self.is_continuous:
             mean, logstd = policy_params.chunk(2, -1)
@@ -196,7 +199,10 @@ class Agent(nn.Module):
 
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs, video_folder=None):
-    """Make environments, the first recorded on video if there is a folder for it; exits if unsupported."""
+    """Make environments, the first recorded on video if there is a folder for it; exits if unsupported.
+
+    Training, each evaluation and each video have their own; a wrapper's statistics begin from scratch in each.
+    """
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]; evaluations make new ones
     mode = args.vectorization
     if mode == "auto":
@@ -207,19 +213,19 @@ def make_envs(args, num_envs, video_folder=None):
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **render)
     except (gym.error.Error, ModuleNotFoundError) as error:
         fail(f"--env-id {args.env_id}: {error}")
-    space = envs.single_observation_space
-    actions = envs.single_action_space
-    if not space.is_np_flattenable or flatdim(space) > 10_000:  # excludes images
-        fail(f"--env-id {args.env_id}: observations must flatten to at most 10,000 numbers, not {space}")
-    is_box = isinstance(actions, Box) and actions.low.size and actions.dtype.kind == "f"
-    if not is_box and not isinstance(actions, Discrete):
-        fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {actions}")
+    obs_space = envs.single_observation_space
+    action_space = envs.single_action_space
+    if not obs_space.is_np_flattenable or flatdim(obs_space) > 10_000:  # excludes images
+        fail(f"--env-id {args.env_id}: observations must flatten to at most 10,000 numbers, not {obs_space}")
+    is_box = isinstance(action_space, Box) and action_space.low.size and action_space.dtype.kind == "f"
+    if not is_box and not isinstance(action_space, Discrete):
+        fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {action_space}")
     # In this mode, the step after an episode's end ignores the action, has reward 0 and returns the first
     # observation of the next episode. Such a step is no training data: see RolloutStorage
     next_step = gym.vector.AutoresetMode.NEXT_STEP
     if envs.metadata.get("autoreset_mode", next_step) != next_step:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP, gymnasium's default")
-    if not isinstance(space, Box) or not space.shape:
+    if not isinstance(obs_space, Box) or not obs_space.shape:
         envs = FlattenObservation(envs)  # discrete observations become one-hot
     if video_folder:
         envs = RecordVideo(envs, video_folder, record_first_only=True)
@@ -329,8 +335,9 @@ def compute_batch(agent, storage, args, device):
     """Compute the training data of a rollout, and update the running statistics.
 
     The network and the observation statistics have not changed since the rollout, so one large pass gives
-    the rollout's values and log-probabilities (up to rounding), and is cheaper. Observation statistics are
-    updated after it, return statistics before they scale the rewards.
+    the rollout's values and log-probabilities (up to rounding), and is cheaper than storing them in each step.
+    Observation statistics are updated after it, return statistics before they scale the rewards. Dropout and
+    batch norm do not fit in a network of your own: the script never calls train() or eval().
     """
     data = {name: torch.as_tensor(array, device=device) for name, array in vars(storage).items()}
     weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B, length 0: a reset
@@ -454,7 +461,7 @@ def fail(message: str):
 
 
 def average(x):
-    """Average a tensor over all processes, in place."""
+    """Average a tensor that needs no gradient over all processes, in place."""
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x.div_(WORLD_SIZE))
     return x
@@ -471,7 +478,7 @@ def average_gradients(network):
 def seed_everything(*stream: int) -> int:
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -483,7 +490,7 @@ def capture(function, *inputs):
     """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
 
     Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay.
+    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
     """
     memory = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -521,7 +528,7 @@ def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
 
 
 def load_checkpoint(path):
-    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    """Read a checkpoint of this script without executing anything in it; exits if it is not a valid one."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
@@ -559,7 +566,7 @@ def open_run(run_path: Path, args, step: int):
 
 
 def set_up(args, checkpoint, learning_rate):
-    """Make environments, agent and optimizer, from `checkpoint` if there is one."""
+    """Make environments, agent and optimizer on the device of `learning_rate`; load `checkpoint` if given."""
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
     if args.capture_video:
         check_video(args, envs)
@@ -573,7 +580,7 @@ def set_up(args, checkpoint, learning_rate):
             optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, RuntimeError, ValueError):
             fail(f"{args.evaluate or args.resume}: not the network of --env-id, --norm-obs and this file")
-        optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
+        optimizer.param_groups[0] |= options  # not the saved ones; do so for each group that you add
     return envs, agent, optimizer
 
 
@@ -648,10 +655,11 @@ def train(args, run_path, checkpoint=None):
             start = time.time()
             cpu_start = time.process_time()
             progress.iteration += 1
-            progress.last_score = None  # of the policy that this iteration makes
+            progress.last_score = None  # the policy that this iteration makes has no score yet
             seed_everything(args.seed, 1, progress.iteration, RANK)
 
-            # Learning rate: it falls linearly to zero
+            # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
+            # not of numbers: to anneal another setting, make it a tensor too
             if args.anneal_lr:
                 learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
 
@@ -677,8 +685,8 @@ def train(args, run_path, checkpoint=None):
                 use_graphs = False
 
             # Count the steps of weight 1: the mean over processes times their number is the sum
-            num_steps = round(average(batch.weights.sum()).item() * WORLD_SIZE)
-            progress.step += num_steps
+            steps_taken = round(average(batch.weights.sum()).item() * WORLD_SIZE)
+            progress.step += steps_taken
             progress.cpu_seconds += time.process_time() - cpu_start
 
             # Log, in process 0 alone: losses are of all processes, explained variance and episodes its own.
@@ -690,7 +698,7 @@ def train(args, run_path, checkpoint=None):
                 fail(f"{args.env_id}: losses are not finite at step {progress.step}")
             scalars["charts/learning_rate"] = learning_rate.item()
             scalars["charts/cpu_seconds"] = progress.cpu_seconds
-            scalars["charts/SPS"] = num_steps / (time.time() - start)
+            scalars["charts/SPS"] = steps_taken / (time.time() - start)
             for name, value in scalars.items():
                 writer.add_scalar(name, value, progress.step)
             if "charts/episodic_return" in scalars:
@@ -705,8 +713,8 @@ def train(args, run_path, checkpoint=None):
                 save("checkpoint.pt")
                 saved_at = time.time()
 
-            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the steps so far; the
-            # rollout's longest episode predicts how many the next one takes
+            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the steps so far. The
+            # longest episode of the rollout predicts how many steps the next evaluation takes
             eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
             is_affordable = args.eval_interval or eval_steps <= progress.step / 5
             if is_due and is_affordable and args.eval_episodes and not is_last:
@@ -734,6 +742,7 @@ def main(argv=None):
         checkpoint = load_checkpoint(path)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
+    # Settings that are numbers must be at least 0, and these at least 1
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
         if type(value) in (int, float) and not value >= least:  # also if it is NaN
@@ -743,8 +752,8 @@ def main(argv=None):
     num_rows = args.num_steps * args.num_envs // WORLD_SIZE
     if num_rows % args.num_minibatches:
         fail(f"--num-minibatches ({args.num_minibatches}) must divide the {num_rows} steps of a rollout")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", name))
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", run_name))
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:

@@ -11,13 +11,14 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
 Two pictures of one place are divided into patches. Each patch is a query: an embedding of coarse pictures,
 from which its cells (squares of a few pixels) are classified as changed or not. At each step a query stops
 or pays for a look: its window at full resolution gives a correction, one number per cell, which is mapped to
-an embedding and added. A look at the last step shows all dates, one at the step before all but the last.
+an embedding and added. A look at the last step shows all dates, a look one step earlier all but the last date.
 The detector is trained first, by cross entropy with random looks. Then PPO learns where to look.
 
 Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
     (1) r_t = w(p_{t+1}) - w(p_t) - 2 share cost if the query looks at step t; else it stops for good, and
-        r_t = 0; share is that of changed pixels in training. Predicted and true cells together are about
-        2 share of all, so w rises by 2 share as F1 rises by 1: one look at each query costs `cost` of F1
+        r_t = 0. `share` is the share of changed pixels in training. If about as many cells are predicted as
+        are changed, predicted + true is 2 share of all cells. By eq. 2, F1 then rises by the rise of the mean
+        w divided by 2 share, so that one look at each query costs `cost` of F1
     (2) w(p) = mean over labelled cells of beta max(log likelihood of y, -7) + 1[p > f1 / 2] (2 y - f1), the
         worth of its map; f1 is a running F1 = 2 TP / (predicted + true). One more predicted cell moves it by
         about (2 y - f1) / (predicted + true), which is expected to be positive if p > f1 / 2
@@ -32,7 +33,7 @@ dates but the last, K windows that are read, n rows; in pixels, S a picture's si
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.11", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import os
 import random
@@ -59,11 +60,13 @@ from envs_shared import change_pairs
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# What is logged about PPO's gradient steps; the detector's have a cross entropy alone
+# What ppo_loss returns to be logged, in this order; a step of the detector logs the last one alone
 METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
-# What the return on val depends on
-get_task = attrgetter(*"env_id data_dir seed image_size eval_episodes num_steps cost beta".split())
+# What the return on val depends on, apart from the network; the training pairs set the price of a look
+get_task = attrgetter(
+    *"env_id data_dir seed num_train_pairs image_size eval_episodes num_steps cost beta".split()
+)
 
 
 @dataclass
@@ -117,7 +120,10 @@ class Args:
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class Agent(nn.Module):
-    """The detector (backbone, refiner, class head), the policy head and the value head."""
+    """The detector (backbone, refiner, class head), the policy head and the value head.
+
+    The script never calls train() or eval(), so dropout does not fit, and batch norm only in eval mode.
+    """
 
     def __init__(self, args, embed_dim=64):
         super().__init__()
@@ -145,7 +151,9 @@ class Agent(nn.Module):
             nn.ReLU(),
             Conv2d(32, 1, 1),
         )
-        self.up = Conv2d(num_cells, embed_dim, 1, bias=False)  # maps corrections to embeddings
+        # Maps corrections to embeddings. It must be linear without a bias: a query that does not look gets
+        # up(0) = 0, and ppo_loss replaces up(correction) by up(mean) by adding up(mean - correction)
+        self.up = Conv2d(num_cells, embed_dim, 1, bias=False)
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((num_cells, 1, 1), args.log_std))
         # Policy and value, each with half of the 128 hidden features
@@ -166,11 +174,13 @@ class Agent(nn.Module):
     def read_windows(self, windows, is_shown):
         """Read windows [K, 3 J, size, size], of which the dates with `is_shown` [K, J] are visible.
 
-        Returns [K, G + E]: mean corrections, then the range in the window of each feature of each date but
-        the last.
+        Returns [K, G + E]: mean corrections, then the range (largest minus smallest value in the window) of
+        each feature of each date but the last. Cells are in rows from the top left, as pixel_unshuffle orders
+        the labels.
         """
         images = windows.unflatten(1, (self.num_dates, 3)).flatten(0, 1)  # [K J, 3, size, size]
-        dates = self.read_date(images).relu().unflatten(0, (-1, self.num_dates))  # [K, J, 16, y, x]
+        # [K, J, 16, P / c + 1, P / c + 1]
+        dates = self.read_date(images).relu().unflatten(0, (-1, self.num_dates))
         dates = dates * is_shown[:, :, None, None, None]
         differences = (dates - dates[:, :1]).abs()
         corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))
@@ -260,7 +270,8 @@ class ChangeEnv:
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-# A rollout is a dictionary of tensors [T, B, ...], row t of step t:
+# A rollout is a dictionary of tensors [T, B, ...], row t of step t. What you add to obs, action or info is stored and
+# batched too; it needs a name of its own and a first dimension B:
 #     query, seen, step_indices    observation: embedding [D, h, w], what was shown [E, h, w], and t
 #     stop, correction, shown      action [h, w], [G, h, w], [E, h, w]
 #     log_probs, values            of the policy that acted, [2, h, w] and [h, w]
@@ -355,7 +366,8 @@ def collect_rollout(agent, images, labels, args):
     counts = torch.stack((2 * says_change * labels, says_change + labels.clamp(min=0)))  # [2, B, G, h, w]
     hits, total = average(counts.sum((1, 2, 3, 4)))
     agent.running_f1.lerp_(hits / (total + 1e-9), 0.2)
-    # Log means over queries. settled_acc is the accuracy of the queries that have stopped
+    # Log means over queries. settled_acc is the accuracy of the queries that have stopped, NaN if none has; here
+    # cells that do not count are taken for unchanged
     accuracy = ((env.final_logits > 0) == (labels > 0)).float().mean(1)
     scores = {
         "charts/running_f1": agent.running_f1,
@@ -369,7 +381,8 @@ def collect_rollout(agent, images, labels, args):
 def cross_entropy(logits, labels):
     """Compute the mean cross entropy over all labels but those of -1.
 
-    It is this process's sum by the mean number of labels: averaged over processes, it is the mean over all.
+    This process's sum is divided by the mean count per process: averaged over processes, that is the mean over
+    all.
     """
     is_counted = (labels >= 0).float()
     loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
@@ -404,8 +417,8 @@ def ppo_loss(agent, batch, args):
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()
     loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
-    # The stored embedding cls_query holds up(correction) as it was sampled, without gradient. In its place
-    # comes the mean of today's policy, whose gradient trains the refiner. PPO does not train the backbone
+    # cls_query holds up(correction) as it was sampled, without gradient. Replace it by the mean that the network
+    # gives now, whose gradient trains the refiner. PPO does not train the backbone
     query = batch["cls_query"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], -1.0)
     joint_loss = cross_entropy(agent.class_head(query), labels)
@@ -418,9 +431,9 @@ def ppo_loss(agent, batch, args):
 
 
 def detector_loss(agent, batch, args):
-    """Compute the cross entropy of the T + 1 maps, before the first step and after each one, on average.
+    """Compute the mean cross entropy of the T + 1 maps before the first step and after each step.
 
-    For each pair a rate is drawn, with which its queries look.
+    Each pair draws a rate, the probability that one of its queries looks at a step.
     """
     images, labels = batch
     rate = torch.rand(len(images), 1, 1, device=images.device)
@@ -482,27 +495,28 @@ def print_rules(agent, args, val, test, best):
 
     Returns the name of the rule whose F1 less the price of its looks is the largest.
     """
-    nets = {}
+    net_f1 = {}
 
     def print_rule(name, rule=None):
         threshold = evaluate(agent, args, val, None, rule)["eval/threshold"]
         scores = evaluate(agent, args, test, threshold, rule)
-        nets[name] = scores["eval/net"]
+        net_f1[name] = scores["eval/net"]
         print(
             f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query,"
-            f" less their price {nets[name]:.3f}"
+            f" less their price {net_f1[name]:.3f}"
         )
 
     print_rule("last policy")
     agent.load_state_dict(best["agent"])
     print_rule("best.pt")
-    # Thresholds on coarse maps, of a grid from everywhere to nowhere; then the one that earns most on val. If
-    # that is an end of the grid, the simpler rule is named as the winner
+    # Rules that look above a threshold on the coarse map, from everywhere (0) to nowhere (1); "threshold" is the
+    # one that earns most on val. If that is "everywhere" or "nowhere", they tie, and `max` names the one printed
+    # first
     rules = [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3]
     print_rule("everywhere", rules[0])
     print_rule("nowhere", rules[-1])
     print_rule("threshold", max(rules, key=lambda rule: evaluate(agent, args, val, None, rule)["eval/net"]))
-    return max(nets, key=nets.get)
+    return max(net_f1, key=net_f1.get)
 
 
 def write_predictions(agent, args, threshold, device):
@@ -546,7 +560,7 @@ def fail(message: str):
 
 
 def average(x):
-    """Average a tensor over all processes, in place."""
+    """Average a tensor that needs no gradient over all processes, in place."""
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x.div_(WORLD_SIZE))
     return x
@@ -563,7 +577,7 @@ def average_gradients(network):
 def seed_everything(*stream: int) -> int:
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -593,7 +607,7 @@ def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
 
 
 def load_checkpoint(path):
-    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    """Read a checkpoint of this script without executing anything in it; exits if it is not a valid one."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
@@ -634,7 +648,8 @@ def set_up(args, checkpoint, device):
     """Make agent and optimizer, from `checkpoint` or --pretrained if there is one."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = Agent(args).to(device)
-    # The heads learn faster: the policy must tell haze apart before it stops looking altogether
+    # The heads, which are found by their name, learn faster: the policy must tell haze apart before it stops
+    # looking altogether
     groups = [{"params": x, "is_head": name.startswith("heads")} for name, x in agent.named_parameters()]
     optimizer = torch.optim.Adam(groups, fused=True)
     path = args.evaluate or args.resume or args.pretrained
@@ -655,7 +670,8 @@ def set_up(args, checkpoint, device):
 def train(args, run_path: Path, checkpoint=None):
     """Train, from `checkpoint` if there is one; with --evaluate score it, or use it for --predict.
 
-    Random numbers are seeded by --seed and 0 for the weights, 1, the iteration and the process for training.
+    Random numbers come from seed_everything(args.seed, stream, ...): stream 0 for the weights, 1 for training
+    (then the iteration and the process).
     """
     # Set up
     device = set_up_device(args)
@@ -669,8 +685,8 @@ def train(args, run_path: Path, checkpoint=None):
         print(evaluate(agent, args, test, progress.threshold))
         return
     val = val[: args.eval_episodes]
-    labels = train_pairs[:, -1]  # of pixels; the share of changed ones sets the price of a look, eq. 1
-    agent.share.copy_((labels == 1).sum() / (labels != change_pairs.UNCOUNTED).sum())
+    pixels = train_pairs[:, -1]  # their labels; the share of changed ones sets the price of a look, eq. 1
+    agent.share.copy_((pixels == 1).sum() / (pixels != change_pairs.UNCOUNTED).sum())
     num_iterations = args.detector_iterations + args.ppo_iterations
     parts = {"agent": agent, "optimizer": optimizer}
     save = partial(save_checkpoint, run_path, args, progress, parts)
@@ -692,8 +708,8 @@ def train(args, run_path: Path, checkpoint=None):
     def score_policy():
         """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better.
 
-        A difference below the standard error is noise: then the newer policy is kept. The standard error of
-        a single val pair is NaN.
+        A difference below the standard error is noise: then the newer policy is kept. With a single val pair
+        this error is NaN, and the newer one is kept too.
         """
         scores = evaluate(agent, args, val)
         for name, score in scores.items():
@@ -830,8 +846,8 @@ def main(argv=None):
         )
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, name)
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(path).parent if path else Path(args.run_dir, run_name)
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:

@@ -20,8 +20,9 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
     (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)), the probability of a random action in environment i
 
 A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
-that only provide targets. Windows begin learn_length steps apart, so each step is trained in one window; with
---last-window overlap, an episode's last window begins earlier, and some steps are trained twice. Unlike in
+that only provide targets. Windows begin learn_length steps apart, so each step is trained in one window. An
+episode's last window may go on after its end: such steps are not trained (--last-window mask) or trained on the
+target 0 (null). With overlap, this window begins earlier instead, and some steps are trained twice. Unlike in
 the paper, rewards in targets are divided by their root mean square, and gradients are clipped.
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
@@ -30,7 +31,7 @@ D observation (one or more dimensions), A actions, H hidden units, R windows in 
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch", "numpy", "gymnasium>=1.4", "popgym", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.11", "numpy", "gymnasium>=1.4", "popgym", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import os
 import random
@@ -57,8 +58,10 @@ from tqdm import tqdm
 sys.path.append(os.getcwd())  # --env-id my_module:MyTask-v0 finds my_module.py in the current folder
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-METRICS = ("q_loss", "td_error", "grad_norm")  # what is logged about an update
-CUDA_GRAPHS = True  # on one GPU, record acting and the update once; replaying them saves CPU overhead
+METRICS = ("q_loss", "td_error", "grad_norm")  # of an update, in its order: grad_norm stays last
+# On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits that
+# need the host in between, such as print, .item() or `if` on a tensor
+CUDA_GRAPHS = True
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
 
 
@@ -76,7 +79,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if long)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at most ten a run)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
@@ -93,16 +96,16 @@ class Args:
     norm_reward: bool = True  # divide rewards in targets by the root mean square of all nonzero ones so far
     burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
     learn_length: int = 26  # trained steps m of a window; the next one begins that many steps later
-    last_window: Literal["mask", "overlap", "null"] = "mask"  # past the end: untrained, avoided, target 0
+    last_window: Literal["mask", "overlap", "null"] = "mask"  # after the end: untrained, no steps, target 0
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
     state_init: Literal["stored", "zero"] = "stored"  # LSTM's state at a window's start: as when acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
     checkpoint_replay: bool = True  # save the replay of process 0 in checkpoints (gigabytes for images)
-    learning_starts: int = 2_000  # steps (learn_length a window) in all replays before the first update
+    learning_starts: int = 2_000  # windows in all replays before the first update, times learn_length
     replay_ratio: float = 8.0  # mean number of updates that train on each step
     batch_size: int = 1024  # trained steps per update (N windows of m steps), in total across processes
     target_interval: int = 50  # updates between copies of the network to the target network
-    epsilon: float = 0.4  # probability of random actions in environment 0, the largest one, eq. 5
+    epsilon: float = 0.4  # environment 0's probability of a random action; others have smaller ones, eq. 5
     max_grad_norm: float = 10.0  # larger gradients are scaled down to this norm
 
 
@@ -113,17 +116,21 @@ def make_head(width, num_outputs):
 
 
 class QNetwork(nn.Module):
-    """Encoder, LSTM and dueling heads (Wang et al. 2016), and the statistics that scale rewards."""
+    """Encoder, LSTM and dueling heads (Wang et al. 2016), and the statistics that scale rewards.
+
+    Dropout and batch norm do not fit: the script never calls train() or eval().
+    """
 
     def __init__(self, envs, args):
         super().__init__()
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
         # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so that their
-        # quotient is 1 before the first reward. Soon after it, the 1e-6 matter little
+        # quotient is 1 before the first reward, and always with --no-norm-reward. Soon the 1e-6 matter little
         self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
 
-        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]
+        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]. Images of floats are
+        # flattened: let your environment return bytes
         space = envs.single_observation_space
         self.is_channels_last = len(space.shape) > 2 and space.shape[-1] < space.shape[-3]
         sides = space.shape[-3:-1] if self.is_channels_last else space.shape[-2:]
@@ -147,7 +154,8 @@ class QNetwork(nn.Module):
         if args.recurrent:
             self.core = nn.LSTM(num_inputs, width, batch_first=True)
             # Forget gates begin at tau / (1 + tau), with tau from 1 to memory_span (Tallec & Ollivier 2018).
-            # torch adds two biases, each of the input, forget, cell and output gates, in this order
+            # torch adds two bias vectors. Each holds those of the input, forget, cell and output gates, in this
+            # order
             nn.init.zeros_(self.core.bias_hh_l0)
             log_tau = torch.linspace(0, np.log(args.memory_span), width)
             self.core.bias_ih_l0.data[width : 2 * width] = log_tau
@@ -191,7 +199,10 @@ class QNetwork(nn.Module):
 
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs: int):
-    """Make environments whose observations are arrays of numbers; exits if they are not supported."""
+    """Make environments whose observations are arrays of numbers; exits if they are not supported.
+
+    Training and each evaluation have their own; a wrapper's statistics begin from scratch in each.
+    """
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]; evaluations make new ones
     options = {}
     try:
@@ -211,22 +222,24 @@ def make_envs(args, num_envs: int):
             import ale_py
 
             gym.register_envs(ale_py)
-            if mode is None:  # the vector environment of ALE makes one grey 84 x 84 image of four frames
+            # ALE's vector environment skips frames and gives one grey image of 84 x 84. Single ones, used with a
+            # wrapper or --vectorization sync, give colour images of 210 x 160
+            if mode is None:
                 options = {"stack_num": 1, "reward_clipping": False}
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
     except (gym.error.Error, ModuleNotFoundError) as error:
         fail(f"--env-id {args.env_id}: {error}")
 
     # Exit now if training would fail, or run wrong, later
-    space = envs.single_observation_space
-    actions = envs.single_action_space
-    if not space.is_np_flattenable:
-        fail(f"--env-id {args.env_id}: observations must be a fixed number of numbers, not {space}")
-    if not isinstance(actions, Discrete):
-        fail(f"--env-id {args.env_id}: actions must be Discrete, not {actions}")
+    obs_space = envs.single_observation_space
+    action_space = envs.single_action_space
+    if not obs_space.is_np_flattenable:
+        fail(f"--env-id {args.env_id}: observations must be a fixed number of numbers, not {obs_space}")
+    if not isinstance(action_space, Discrete):
+        fail(f"--env-id {args.env_id}: actions must be Discrete, not {action_space}")
     if envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
         fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP or SAME_STEP, not DISABLED")
-    if not isinstance(space, Box) or not space.shape:
+    if not isinstance(obs_space, Box) or not obs_space.shape:
         envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete observations become one-hot
     return envs
 
@@ -343,8 +356,8 @@ class SequenceReplay:
         self.batch_windows = max(1, args.batch_size // (args.learn_length * WORLD_SIZE))  # N
         self.num_added = 0
         self.windows = []  # new windows, which `store` writes
-        # Of each environment, by its number: the newest readings of its episode, L at most, and how many of
-        # them belong to the next window, with the copies in front of an episode
+        # For each environment, by its number: the newest readings of its episode (L at most), and how many of
+        # them belong to the next window. Both count the copies in front of the episode's first reading
         self.recent = {}
         self.num_pending = {}
         size = args.buffer_size
@@ -394,8 +407,9 @@ class SequenceReplay:
     def cut(self, readings, is_terminated):
         """Return the window of these readings, by the names in `data`; copies of the last one fill it up."""
         padded = readings + readings[-1:] * (self.length - len(readings))
-        # `add` puts the same object in front burn_in times. If it still is, the window has no real burn-in:
-        # then its state is that before the first trained step, and `unroll` uses it as it is
+        # `add` puts the same object in front of an episode burn_in times. If the window begins with such copies,
+        # its state is the one before the first trained step, and `unroll` leaves burn-in out. So do not replace
+        # the readings in `recent` by changed copies: they would count as real steps
         is_warm = readings[0] is not readings[1]
         return {
             "obs": np.stack([x.obs for x in padded]),
@@ -481,7 +495,7 @@ def collect_steps(player, act, replay, args):
     steps taken in all processes, and the new windows per process: 0 until learning_starts is reached.
     """
     episodes = []
-    num_steps = 0  # without those that only reset an environment
+    steps_taken = 0  # without those that only reset an environment
     num_rewards = 0  # that are not zero
     sum_of_squares = 0.0  # of rewards
     half = len(player.is_over) // 2
@@ -490,21 +504,21 @@ def collect_steps(player, act, replay, args):
         player.step(act)
         for i in half + np.flatnonzero(player.is_over[half:]):
             episodes.append((player.returns[i], player.lengths[i]))
-        num_steps += (player.lengths > 0).sum()
+        steps_taken += (player.lengths > 0).sum()
         num_rewards += (player.rewards != 0).sum()
         sum_of_squares += np.square(player.rewards).sum()
     num_windows = replay.store()
     is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
 
     # Means over processes; with one process, average does nothing
-    numbers = [num_steps, num_windows, is_ready, num_rewards, sum_of_squares]
+    numbers = [steps_taken, num_windows, is_ready, num_rewards, sum_of_squares]
     means = average(torch.tensor(numbers, dtype=torch.float64, device=player.obs.device))
     if args.norm_reward:
         player.agent.reward_sums += means[3:]
-    num_steps, num_windows, share_ready = means[:3].tolist()
+    steps_taken, num_windows, share_ready = means[:3].tolist()
     if round(share_ready * WORLD_SIZE) < WORLD_SIZE:
         num_windows = 0  # wait for all processes
-    return episodes, round(num_steps * WORLD_SIZE), num_windows
+    return episodes, round(steps_taken * WORLD_SIZE), num_windows
 
 
 def unroll(agent, windows, args):
@@ -578,6 +592,7 @@ def r2d2_loss(agent, target, windows, weights, args):
     q_taken = q[:, : args.learn_length].gather(2, actions.unsqueeze(2)).squeeze(2)  # [N, m]
     td_errors = (targets - q_taken) * is_trained
     losses = 0.5 * weights.unsqueeze(1) * td_errors.square()  # [N, m]
+    # A metric of your own goes here, times is_trained, and into METRICS before grad_norm
     metrics = torch.stack((losses, td_errors.abs())).detach()  # [2, N, m]
     priorities = sequence_priority(td_errors.detach(), is_trained)
     return losses.sum(), metrics.sum((1, 2)), is_trained.sum(), priorities
@@ -635,7 +650,7 @@ class Progress:
     """What a run has done so far."""
 
     iteration: int = 0
-    step: int = 0  # environment steps trained on, in total across environments
+    step: int = 0  # environment steps taken, in total across environments
     eval_steps: int = 0  # environment steps of evaluations
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # mean return of best.pt, None before the first evaluation
@@ -651,7 +666,7 @@ def fail(message: str):
 
 
 def average(x):
-    """Average a tensor over all processes, in place."""
+    """Average a tensor that needs no gradient over all processes, in place."""
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x.div_(WORLD_SIZE))
     return x
@@ -668,7 +683,7 @@ def average_gradients(network):
 def seed_everything(*stream: int) -> int:
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -680,7 +695,7 @@ def capture(function, *inputs):
     """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
 
     Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay.
+    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
     """
     memory = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -718,7 +733,7 @@ def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
 
 
 def load_checkpoint(path):
-    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    """Read a checkpoint of this script without executing anything in it; exits if it is not a valid one."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
@@ -756,7 +771,10 @@ def open_run(run_path: Path, args, step: int):
 
 
 def set_up(args, checkpoint, learning_rate):
-    """Make environments and the parts of a checkpoint, from `checkpoint` if there is one."""
+    """Make environments, the parts of each checkpoint, and the replay (None with --evaluate).
+
+    They are on the device of the tensor `learning_rate`, and loaded from `checkpoint` if there is one.
+    """
     device = learning_rate.device
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
     seed_everything(args.seed, 0)  # the same weights in every process
@@ -776,7 +794,7 @@ def set_up(args, checkpoint, learning_rate):
                 f"{args.evaluate or args.resume}: not the network of --env-id, --hidden-size, "
                 "--recurrent, --last-action-reward and this file"
             )
-        optimizer.param_groups[0] |= options  # loading has put the saved ones in their place
+        optimizer.param_groups[0] |= options  # not the saved ones; do so for each group that you add
     if args.evaluate:
         return envs, parts, None
 
@@ -837,7 +855,8 @@ def train(args, run_path: Path, checkpoint=None):
             progress.best_score = progress.last_score
             save(parts, "best.pt")
 
-    epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]  # large and small ones
+    # Each process gets large and small probabilities of random actions
+    epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]
     seed = seed_everything(args.seed, 1, progress.iteration, RANK)
     player = Player(agent, envs, args, epsilons, device, seed)
     act = player.act
@@ -856,16 +875,17 @@ def train(args, run_path: Path, checkpoint=None):
             start = time.time()
             cpu_start = time.process_time()
             progress.iteration += 1
-            progress.last_score = None  # of the policy that this iteration makes
+            progress.last_score = None  # the policy that this iteration makes has no score yet
             seed_everything(args.seed, 1, progress.iteration, RANK)
 
-            # Learning rate: it falls linearly to zero
+            # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
+            # not of numbers: to anneal another setting, make it a tensor too
             if args.anneal_lr:
                 learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
 
             # Collect steps in each environment, and store the windows that they complete
-            episodes, num_steps, num_windows = collect_steps(player, act, replay, args)
-            progress.step += num_steps
+            episodes, steps_taken, num_windows = collect_steps(player, act, replay, args)
+            progress.step += steps_taken
 
             # Update as often as --replay-ratio asks for; the fraction of an update is left for later
             progress.updates_due += args.replay_ratio * num_windows / replay.batch_windows
@@ -892,7 +912,7 @@ def train(args, run_path: Path, checkpoint=None):
                 fail(f"{args.env_id}: losses are not finite at step {progress.step}")
             scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist()) if num_updates}
             scalars["charts/cpu_seconds"] = progress.cpu_seconds
-            scalars["charts/SPS"] = num_steps / (time.time() - start)
+            scalars["charts/SPS"] = steps_taken / (time.time() - start)
             scalars["charts/num_updates"] = progress.num_updates
             scalars["charts/learning_rate"] = learning_rate.item()
             if episodes:
@@ -912,8 +932,8 @@ def train(args, run_path: Path, checkpoint=None):
                 save(all_parts, "checkpoint.pt")
                 saved_at = time.time()
 
-            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the steps so far; the
-            # longest episode so far predicts how many the next one takes
+            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the steps so far. The
+            # longest episode so far predicts how many steps the next evaluation takes
             longest_episode = max([longest_episode, *player.lengths, *(length for _, length in episodes)])
             eval_steps = progress.eval_steps + args.eval_episodes * longest_episode
             is_affordable = args.eval_interval or eval_steps <= progress.step / 5
@@ -944,14 +964,15 @@ def main(argv=None):
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = """num_envs hidden_size memory_span total_timesteps num_steps learn_length n_step buffer_size
         batch_size target_interval""".split()
+    # Settings that are numbers must be at least 0, and these at least 1
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
         if type(value) in (int, float) and not value >= least:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", name))
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", run_name))
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:

@@ -24,7 +24,7 @@ Shapes: B instances (M in a file), N nodes, P tours each, T steps, Q = P T, D em
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.11", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import math
 import os
@@ -49,19 +49,22 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # in this repository, envs_shared is there
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-METRICS = ("policy_loss", "tour_length", "baseline_length", "grad_norm")  # of an update
-DECODINGS = ("greedy", "multistart", "multistart_x8")  # ways to build tours in evaluations
-CUDA_GRAPHS = True  # on one GPU, record the update once an epoch; replaying it saves CPU overhead
+METRICS = ("policy_loss", "tour_length", "baseline_length", "grad_norm")  # of an update, in its order
+DECODINGS = ("greedy", "multistart", "multistart_x8")  # ways to build tours; the first selects best.pt
+# On one GPU, record the update once an epoch; replaying it saves CPU overhead. Set it to False for edits that need
+# the host in between, such as print, .item() or `if` on a tensor
+CUDA_GRAPHS = True
 POINT_DIM = 2  # coordinates x and y of a node
 EMBED_DIM = 128  # D
-NUM_HEADS = 8  # H. The 4 below is sqrt(d) = sqrt(D / H): change them together
+NUM_HEADS = 8  # H. Both divisions by 4 below are by sqrt(d) = sqrt(D / H): change them together
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 # Whether this CPU multiplies bfloat16 fast; GPUs do
 CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
 
-# What the decoder needs of the nodes, [B, N + 1, D]: first_queries, the projected mean of h plus what a node
-# adds as the first one, and last_queries, what it adds as the last one; row N is that of the placeholders.
-# k and v of eq. 6 [B, H, N, d]; W^O and k of eq. 7 in one [B, N, D]
+# What the decoder needs. Row i of first_queries and last_queries [B, N + 1, D] is what node i adds to q of eq. 5
+# as the first or the last node of a tour; row N is what v^f or v^l adds while the tour is empty. Rows of
+# first_queries include the share of the mean of h. k and v [B, H, N, d] are those of eq. 6, and logit_k [B, N, D]
+# is k of eq. 7 times W^O
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
 # Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
 # measures tours, such as tour_length
@@ -85,15 +88,15 @@ class Args:
     eval_interval: int = 0  # epochs between evaluations and checkpoints (0: at most ten a run)
     eval_episodes: int = 1000  # random instances per evaluation without --data (0: only with --evaluate)
     env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
-    train_path: str | None = None  # train on the instances of this file instead, in the formats of --data
+    train_path: str | None = None  # train on this file instead; evaluations are still on --data or --env-id
     data: str | None = None  # evaluate on this file: ML4CO text, or .tsp with envs_shared/tsplib.py
     solve: str | None = None  # with --evaluate and --data: new folder to write the shortest tours to
-    num_epochs: int = 35  # epochs; after each one, the baseline policy of rollout may change
+    num_epochs: int = 35  # epochs; after each one, --baseline rollout may replace its baseline policy
     steps_per_epoch: int = 100  # gradient steps per epoch
     batch_size: int = 32  # instances B of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or a baseline policy's greedy tour
-    baseline_instances: int = 10_000  # rollout: instances to compare it with the policy on; use 1,000 or more
-    baseline_level: float = 0.05  # rollout: level of the t-test to replace it (0.5: if any better)
+    baseline_instances: int = 10_000  # rollout: instances of the t-test below; use 1,000 or more
+    baseline_level: float = 0.05  # rollout: t-test's level for a new baseline policy (0.5: if any better)
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
     learning_rate: float = 1e-3  # Adam learning rate; Muon's steps have a root mean square of 0.4 times it
     anneal_lr: bool = True  # lower the learning rates to zero along a half cosine
@@ -175,10 +178,10 @@ def decode(encoded, first, last, log_mask):
     # Pick the queries of nodes from one table of all instances, in which node i of instance b is row
     # b (N + 1) + i. A row is picked often; the backward pass of `embedding`, which adds up its gradients, is
     # then several times as fast as that of `gather`
-    offset = torch.arange(len(first), device=first.device).view(-1, 1, 1) * encoded.first_queries.shape[1]
+    row_offset = torch.arange(len(first), device=first.device).view(-1, 1, 1) * encoded.first_queries.shape[1]
     # [B, P, 1 or T, D] and [B, P, T, D]
-    first_query = nn.functional.embedding(first + offset, encoded.first_queries.flatten(0, 1))
-    last_query = nn.functional.embedding(last + offset, encoded.last_queries.flatten(0, 1))
+    first_query = nn.functional.embedding(first + row_offset, encoded.first_queries.flatten(0, 1))
+    last_query = nn.functional.embedding(last + row_offset, encoded.last_queries.flatten(0, 1))
     q = (first_query + last_query).flatten(1, 2)  # eq. 4, 5, [B, Q, D]
     log_mask = log_mask.flatten(1, 2)  # [B, Q, N]
     glimpse = attend(q, encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, Q, D]
@@ -199,7 +202,7 @@ def draw_points(env_id, num_instances, stored=None):
 
 
 def parse_instance(line, place):
-    """Parse a line into points [N, 2] and a tour, N nodes counted from 0 or none; exits if it is invalid."""
+    """Parse a line into points [N, 2] and a tour, a list of N nodes from 0 or an empty one; exits if invalid."""
     coordinates, _, nodes = line.partition("output")
     try:
         points = np.array(coordinates.split(), float).reshape(-1, POINT_DIM)
@@ -250,7 +253,10 @@ def tour_length(points, tours):
 
 @torch.no_grad()
 def construct_tours(points, encoded, multistart=False, sample=False):
-    """Build a tour of points [B, N, 2], or one from each node; returns tours [B, P, N], lengths [B, P]."""
+    """Build a tour of points [B, N, 2], or one from each node; returns tours [B, P, N], lengths [B, P].
+
+    Nodes are drawn from eq. 8 if `sample`; else each is the most likely one.
+    """
     num_nodes = points.shape[1]
     num_tours = num_nodes if multistart else 1
     # The tours so far: log_mask is 0 for open nodes and -inf for visited ones. Before there is a first and a
@@ -332,6 +338,7 @@ def update_weights(agent, baseline_policy, optimizers, args, points):
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     for optimizer in optimizers:
         optimizer.step()
+    # One number for each name in METRICS; numbers without a name are not logged
     return average(torch.stack((loss.detach(), length, baseline_length, grad_norm)))
 
 
@@ -373,7 +380,7 @@ class Muon(torch.optim.Optimizer):
             if p.grad is not None:
                 by_shape.setdefault(p.shape, []).append(p)
         for shape, params in by_shape.items():
-            # Nesterov momentum: m becomes 0.95 m + 0.05 g, and the update is 0.95 m + 0.05 g
+            # Nesterov momentum: m becomes 0.95 m + 0.05 g, and with this new m the update is 0.95 m + 0.05 g
             updates = []
             for p in params:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
@@ -457,7 +464,7 @@ def fail(message: str):
 
 
 def average(x):
-    """Average a tensor over all processes, in place."""
+    """Average a tensor that needs no gradient over all processes, in place."""
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x.div_(WORLD_SIZE))
     return x
@@ -474,7 +481,7 @@ def average_gradients(network):
 def seed_everything(*stream: int) -> int:
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns a seed for environments. Environment i gets this seed + i, which stays below 2^31.
+    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -486,7 +493,7 @@ def capture(function, *inputs):
     """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
 
     Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay.
+    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
     """
     memory = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -524,7 +531,7 @@ def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
 
 
 def load_checkpoint(path):
-    """Read a checkpoint of this script, without executing anything in it; exits if the file is none."""
+    """Read a checkpoint of this script without executing anything in it; exits if it is not a valid one."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
@@ -565,8 +572,8 @@ def set_up(args, checkpoint, device):
     """Make the policy, the optimizers and the policy of the rollout baseline, from `checkpoint` if given."""
     seed_everything(args.seed, 0)  # the same weights in every process
     agent = AttentionModel().to(device)
-    # Muon is for the matrices that map embeddings to embeddings, which have `project` or `ff` in their names;
-    # Adam trains the rest
+    # Muon is for the matrices that map embeddings to embeddings: those with `project` or `ff` anywhere in their
+    # names, which counts for your own layers too. Adam trains the rest
     matrices = []
     others = []
     for name, p in agent.named_parameters():
@@ -580,8 +587,9 @@ def set_up(args, checkpoint, device):
     if args.baseline == "rollout":
         parts["baseline_policy"] = deepcopy(agent).eval().requires_grad_(False)
     if checkpoint:
-        # Load each part that the checkpoint has. If it has no baseline policy, as after a POMO run, the agent
-        # becomes it. Trained networks of the repository have no states of optimizers, which then begin anew
+        # Load each part that the checkpoint has. If it has no baseline policy, as after a POMO run, the agent's
+        # weights take its place. Trained networks of the repository have no states of optimizers, which then
+        # start from scratch
         states = {"baseline_policy": checkpoint["agent"]} | checkpoint
         try:
             for name in parts.keys() & states:
@@ -604,8 +612,8 @@ def train(args, run_path, checkpoint=None):
     """
     # Set up
     device = set_up_device(args)
-    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; oneDNN on CPUs, some in bfloat16
-    torch.empty(8_000_000)  # freed at once: glibc then keeps freed memory, which saves a fifth of a step
+    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; bfloat16 on CPUs that multiply it fast
+    torch.empty(8_000_000)  # freed at once; glibc then keeps memory freed later: a step takes a fifth less
     seed_everything(args.seed, 3 if args.evaluate else 2)  # other instances than those that selected best.pt
     instances = Instances(draw_points(args.env_id, args.eval_episodes or 1000).double(), None, tour_length)
     if args.data:
@@ -670,7 +678,8 @@ def train(args, run_path, checkpoint=None):
             progress.last_score = None  # the policy that this epoch makes has no score yet
             agent.train()
 
-            # Learning rate: it falls to zero along a half cosine
+            # Learning rate: it falls to zero along a half cosine. Each optimizer has one group of parameters; the
+            # rates of a group that you add must be set here too
             share = progress.iteration / args.num_epochs if args.anneal_lr else 0
             lr = args.learning_rate / 2 * (1 + math.cos(math.pi * share))
             for optimizer in optimizers:
@@ -701,7 +710,8 @@ def train(args, run_path, checkpoint=None):
             progress.step += epoch_size
             progress.cpu_seconds += time.process_time() - cpu_start
 
-            # Log, in process 0 alone
+            # Log, in process 0 alone: metrics are of all processes. The rest of the loop must not call `average`,
+            # since the other processes do not get there
             if RANK > 0:
                 continue
             if not metrics.isfinite().all():
@@ -753,6 +763,7 @@ def main(argv=None):
         checkpoint = load_checkpoint(path)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = "num_epochs steps_per_epoch batch_size baseline_instances".split()
+    # Settings that are numbers must be at least 0, and these at least 1
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
         if type(value) in (int, float) and not value >= least:  # also if it is NaN
@@ -761,10 +772,10 @@ def main(argv=None):
         fail(f"--batch-size ({args.batch_size}) must be divisible by the number of processes ({WORLD_SIZE})")
     if args.solve and not (args.evaluate and args.data and WORLD_SIZE == 1):
         fail("--solve needs --evaluate and --data, and one process")
-    name = (
+    run_name = (
         f"{Path(args.train_path or args.env_id).stem}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     )
-    run_path = Path(path).parent if path else Path(args.run_dir, name)
+    run_path = Path(path).parent if path else Path(args.run_dir, run_name)
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:

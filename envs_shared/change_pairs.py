@@ -18,7 +18,7 @@ DIRECTORIES = ("A", "B", "label")  # folders of the first date, the second date 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # of pictures
 LAYOUT = "{train,val,test}/{A,B,label} with equal names and labels of 0 and 255 as PNG"
 UNCOUNTED = 255  # label of pixels that do not count
-PATCH = 8  # side of a roof in pixels
+PATCH = 8  # side of a roof in pixels, whatever --patch-size is
 COLOURS = np.array(
     [[90, 100, 60], [70, 40, 40], [230, 150, 130]], np.float32
 )  # ground; roof, dark and bright
@@ -95,7 +95,8 @@ def split_labels(pairs, args):
 def compute_f1(probability, pairs, threshold: float | None = None) -> tuple[float, float]:
     """Compute F1 of all pixels that count, from probabilities of change [M, H, W]; return the threshold too.
 
-    A pixel is called changed from this probability on. Without a threshold, it is that with the largest F1.
+    A pixel is called changed if its probability is at least the threshold. If that is None, the one of 0, 0.01,
+    ..., 1 with the largest F1 is taken.
     """
     is_counted = pairs[:, -1] != UNCOUNTED
     is_changed = pairs[:, -1] == 1
@@ -120,6 +121,7 @@ def read_picture(path, mode="RGB") -> np.ndarray:
     """
     try:
         with Image.open(path) as image:
+            # Modes I, I;16 and F have more than 8 bits; 16-bit colours show only in the decoder's arguments
             if image.mode[0] in "IF" or ";16" in str(image.tile):
                 raise ValueError("more than 8 bits a colour; convert it to 8")
             image = ImageOps.exif_transpose(image)
@@ -178,7 +180,7 @@ def list_pictures(folder) -> dict[str, Path]:
 
 
 def match_pictures(where, names, pictures) -> list[list[Path]]:
-    """Return the files of each of `names` in lists of pictures; raises ValueError if one is missing."""
+    """Return each name's files, one of each folder in `pictures` {name: file}; raises ValueError if one is missing."""
     for kind, files in zip(DIRECTORIES, pictures):
         missing = sorted(set(names) - files.keys())
         if missing:

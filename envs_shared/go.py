@@ -1,21 +1,31 @@
 """Go on many boards at once: area scoring, no suicide, positional superko, in tensors on a CPU or GPU.
 
-A board of n x n points is a row of S = (n + 2) (n + 1) + 1 cells. Two rows, one column and the last cell are walls,
-so that the neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also at the sides of the board.
-Moves are numbered row * n + column from the top left. The pass is n * n, so there are A = n^2 + 1 moves.
+A board of n x n points is stored as a vector of S = (n + 2) (n + 1) + 1 cells. For n = 3, with # for a wall:
+
+     0  1  2  3      #  #  #  #
+     4  5  6  7      #  .  .  .
+     8  9 10 11      #  .  .  .
+    12 13 14 15      #  .  .  .
+    16 17 18 19      #  #  #  #
+    20               #
+
+The neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also at the sides of the board: at the right of
+cell 7 is the wall 8. Moves are numbered row * n + column from the top left. The pass is n * n, so there are
+A = n^2 + 1 moves.
 
 What alphazero_go.py asks of a game, so that another file can take the place of this one:
-- NUM_PLANES and LEGAL_PLANE: the number of input planes, and which one shows the legal moves but the last.
+- NUM_PLANES and LEGAL_PLANE: the number of input planes, and which of them shows all legal moves but the last move.
 - Boards: a NamedTuple of tensors [B, ...] with `is_over`, `pick` and `put`. Two of its fields are to_play,
   1 for black and -1 for white, and num_moves.
 - Go(size, device, fixed_shapes): size n, num_points n^2, num_actions n^2 + 1, device, fixed_shapes,
   symmetries, new, legal_moves, play, draw_moves, finish_at_random, planes, and score: an integer from -n^2
-  to n^2, positive if black is ahead.
-- With fixed_shapes, legal_moves, play, score and is_over never wait for a GPU, and play takes any move on any
-  board, also if the game is over.
-Black begins and sides alternate. A game has 2 to 2 n^2 moves, and a legal one until it is over. The board is
-square and has all eight symmetries. In the loss the last move always counts as legal, but a game may lack it.
-go_gtp.py knows Go alone.
+  to n^2, positive if black is ahead. The methods take the arguments that they take here, and planes returns bool.
+- With fixed_shapes, legal_moves, play, score, planes and is_over never wait for a GPU. They take any boards: of
+  games that are over, of games that are not (score too), and boards of zeros alone. play takes any move.
+Black begins and sides alternate. A game takes at least 2 and at most 2 n^2 moves, and there is a legal move until it
+is over. The board is square, and `symmetries` are moves of it that leave the rules as they are; a game without any
+gives the identity eight times. The loss takes the last move (the pass) for legal on every board; a game without
+such a move just never allows it in legal_moves. --gtp is for Go only.
 """
 
 from typing import NamedTuple
@@ -56,14 +66,15 @@ class Boards(NamedTuple):
 
 
 class Go:
-    """The rules on boards of one size."""
+    """The rules on boards of one size. With fixed_shapes, no shape depends on data, as CUDA graphs require."""
 
     def __init__(self, size: int, device="cpu", fixed_shapes: bool = False):
         self.fixed_shapes = fixed_shapes
         self.size, self.num_points, self.num_actions = size, size**2, size**2 + 1
         self.num_cells, self.device = (size + 2) * (size + 1) + 1, torch.device(device)
         rows, columns = np.divmod(np.arange(size**2), size)
-        self.cells = torch.from_numpy((rows + 1) * (size + 1) + columns + 1).to(device)  # [n^2] of the points
+        # [n^2], the cells of the points
+        self.cells = torch.from_numpy((rows + 1) * (size + 1) + columns + 1).to(device)
         self.inner = slice(size + 1, self.num_cells - size - 1)  # cells with four neighbours
         self.inner_points = self.cells - size - 1  # [n^2], indices of the points in them
         self.offsets = (-1, 1, -size - 1, size + 1)  # from a cell to its neighbours
@@ -140,7 +151,8 @@ class Go:
     def was_before(self, boards: Boards, hashes):
         """Tell which of the hashes [B, n^2] belong to earlier positions of the same board."""
         if self.fixed_shapes:
-            # All of the history; a hash of zero is also that of an empty board, which no move makes
+            # Compare with the whole history. Its unused entries are 0, the hash of the empty board, which no
+            # move makes
             return (hashes.unsqueeze(2) == boards.history.unsqueeze(1)).any(2)
         past = boards.history[:, : int(boards.num_moves.max()) + 1]
         # Few hashes share their low bits with a past one; only those are compared in full
@@ -186,7 +198,11 @@ class Go:
         return Boards(stones, groups, in_atari, -boards.to_play, *counts, moves.clone(), history)
 
     def draw_moves(self, boards: Boards, legal, fill_eyes: bool = False):
-        """Draw legal moves [B] by a mask [B, A]; without fill_eyes, hardly any fills an own eye or passes."""
+        """Draw legal moves [B] by a mask [B, A].
+
+        Without fill_eyes, no move fills an own eye (a point whose neighbours are all own stones or walls), and a
+        pass is drawn only if no other move is left, or about once in a million times.
+        """
         weights = legal.float()
         if not fill_eyes:
             stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's

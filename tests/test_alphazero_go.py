@@ -406,7 +406,7 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
     index = torch.cat(sampled)
     is_new = torch.zeros(400, dtype=torch.bool).index_fill(0, index, True)
     assert torch.equal(pool.loss != ranked, is_new) and len(index.unique()) == 48
-    loss = az.rank_records(agent, pool, stage())
+    loss = az.compute_losses(agent, pool, stage())
     torch.testing.assert_close(pool.loss[sampled[-1]], loss[sampled[-1]])
     expected = [ranked[index].mean().item(), pool.loss[index].mean().item()]  # before and after the steps
     assert metrics[-2:].tolist() == pytest.approx(expected, rel=1e-5)
