@@ -4,7 +4,6 @@ import math
 import re
 import textwrap
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
@@ -46,27 +45,32 @@ def find_label(cell: dict):
     return LABELS.get(name, name.replace("/", ", "))
 
 
-def find_band(curves: list, reach: int):
-    """Return 60 x, the mean of curves [2, n] there, and half of its 95 % interval (Student's t), nan for one curve.
+def find_band(curves, reach, column):
+    """Return 60 x, the mean of curves [3, n] there, and half of its 95 % interval (Student's t), nan for one curve.
 
-    A point of a curve is first averaged with `reach` others on either side, and with fewer near the ends.
+    A curve has steps, seconds and values. All are read at the same 60 steps; x are these (column 0) or the mean seconds
+    at them (1). A value is first averaged with `reach` others on either side, and with fewer near the ends.
     """
-    x = np.linspace(max(curve[0, 0] for curve in curves), min(curve[0, -1] for curve in curves), 60)
-    values = np.array([np.interp(x, *curve) for curve in curves])  # [seeds, 60]
+    steps = np.linspace(max(curve[0, 0] for curve in curves), min(curve[0, -1] for curve in curves), 60)
+    points = np.array(
+        [[np.interp(steps, curve[0], row) for row in curve] for curve in curves]
+    )  # [seeds, 3, 60]
+    values = points[:, 2]
     near = [slice(i - min(reach, i), i + min(reach, i) + 1) for i in range(60)]
     values = np.stack([values[:, part].mean(1) for part in near], 1)
-    return x, values.mean(0), stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return points[:, column].mean(0), values.mean(0), half
 
 
-def draw_task(axes, cells: list, column: int, colors: dict, levels: dict):
+def draw_task(axes, cells, column, colors, levels):
     """Draw the cells of a task by steps (column 0) or seconds (1): the mean of the seeds, its interval, its end.
 
     `levels` are known values of others by task and name, as horizontal lines.
     """
     for cell in cells:
-        curves = [np.array(run["curve"])[:, [column, 2]].T for run in cell["runs"] if run["curve"]]
+        curves = [np.array(run["curve"]).T for run in cell["runs"] if run["curve"]]
         reach = 4 if cell["curve"].startswith("charts/") else 0  # training episodes are few and noisy
-        x, mean, half = find_band(curves, reach)
+        x, mean, half = find_band(curves, reach, column)
         label = find_label(cell)
         # The legend of the figure has each label once
         shown = None if label in colors else label
@@ -87,7 +91,7 @@ def draw_task(axes, cells: list, column: int, colors: dict, levels: dict):
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(results: dict, path: Path) -> bool:
+def draw(results, path):
     """Draw the learning curves of each task by steps and by seconds, or as ROWS says; returns whether there are any."""
     tasks = defaultdict(list)
     for cell in results["cells"].values():

@@ -118,7 +118,7 @@ def make_ratio_table(results: dict):
     return common.make_table(head, rows)
 
 
-def make_cell_table(cells: list, columns: dict) -> str:
+def make_cell_table(cells: list, columns: dict):
     """Write a table with a line for each cell that has run, and list what is missing.
 
     A column shows the metric that it names, or what its function says of a cell.
@@ -136,7 +136,7 @@ def make_cell_table(cells: list, columns: dict) -> str:
     return "\n".join([common.make_table(head, rows), "", *missing]).rstrip()
 
 
-def make_comparison(cells: list) -> str:
+def make_comparison(cells: list):
     """Write a table that holds each cell against the first one of its task."""
     first = {}
     for cell in cells:

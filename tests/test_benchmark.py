@@ -132,9 +132,12 @@ def test_summaries_take_medians_of_times_and_means_of_metrics():
 
 
 def test_bands_of_pictures_are_intervals_of_the_mean():
-    curves = [np.array([[0.0, 100.0], [a, a + 10]]) for a in (1.0, 2.0, 6.0)]
-    x, mean, half = pictures.find_band(curves, 4)
+    """At equal steps, whether they are shown by steps or by seconds: a fast run does not end a slow one."""
+    curves = [np.array([[0.0, 100.0], [0.0, 5 * a], [a, a + 10]]) for a in (1.0, 2.0, 6.0)]
+    x, mean, half = pictures.find_band(curves, 4, 0)
     assert (x[0], x[-1], mean[0]) == (0, 100, 3) and mean[30] == pytest.approx(3 + x[30] / 10)
+    seconds, by_seconds, _ = pictures.find_band(curves, 4, 1)
+    assert seconds == pytest.approx(x * 15 / 100) and (by_seconds == mean).all()
     assert half == pytest.approx(4.3027 * np.std([1, 2, 6], ddof=1) / 3**0.5, rel=1e-4)
 
 
