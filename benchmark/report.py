@@ -88,7 +88,7 @@ def make_ratio_table(results: dict):
 
     A column names the processors of a line if not all cells of the suite have the same one.
     """
-    head = "what | peer | ours: | peer's: | ours / peer, 95 % interval: | seeds:"
+    head = "what | ours / peer, 95 % interval: | ours: | peer's: | seeds: | peer"
     are_mixed = "," in list_processors(*results["cells"].values())
     if are_mixed:
         head += " | processor"
@@ -106,11 +106,11 @@ def make_ratio_table(results: dict):
             effect = lacking["missing"][0]["error"]
         row = [
             ratio["title"],
-            name,
+            effect,
             show_median(ours),
             show_median(peer),
-            effect,
             f"{len(ours)} / {len(peer)}",
+            name,
         ]
         if are_mixed:
             row.append(list_processors(our_cell, peer_cell))

@@ -92,12 +92,12 @@ def test_ratios_count_runs_that_never_got_there():
     ratios = [base | {"ours": ours, "peer": peer} for ours, peer in ("ab", "ac", "ae", "cd")]
     ratios += [base | {"ours": "a", "peer": "c", "quantity": "steps_per_second"}]
     lines = report.make_ratio_table({"cells": cells, "ratios": ratios}).splitlines()[2:]
-    assert lines[0] == "| t | abc | 300 (2 of 3) | - (1 of 3) | - | 3 / 3 |"
-    assert lines[1] == "| t | abc | 300 (2 of 3) | 300 | 1.00 | 3 / 3 |"
-    assert lines[2] == "| t | gnugo | 300 (2 of 3) | - | why | 3 / 0 |"
+    assert lines[0] == "| t | - | 300 (2 of 3) | - (1 of 3) | 3 / 3 | abc |"
+    assert lines[1] == "| t | 1.00 | 300 (2 of 3) | 300 | 3 / 3 | abc |"
+    assert lines[2] == "| t | why | 300 (2 of 3) | - | 3 / 0 | gnugo |"
     low, high = map(common.show, records.find_ratio(steps["c"], steps["d"])[1])
-    assert lines[3] == f"| t | abc | 300 | 1,100 | **0.273** ({low} to {high}) | 3 / 3 |"
-    assert lines[4] == "| t | abc | 1,050 | 1,050 | 1.00 (0.898 to 1.11) | 3 / 3 |"
+    assert lines[3] == f"| t | **0.273** ({low} to {high}) | 300 | 1,100 | 3 / 3 | abc |"
+    assert lines[4] == "| t | 1.00 (0.898 to 1.11) | 1,050 | 1,050 | 3 / 3 | abc |"
 
 
 def test_tables_say_what_is_not_equal():
@@ -116,7 +116,7 @@ def test_tables_say_what_is_not_equal():
     assert "| CartPole-v1, zoo | 1.00 | B | 1.00 | 1 |" in report.make_cell_table([ours, peer], columns)
     ratio = {"title": "t", "quantity": "steps_per_second", "ours": "a", "peer": "b"}
     table = report.make_ratio_table({"cells": {"a": ours, "b": peer}, "ratios": [ratio]})
-    assert table.endswith("\n| t | sb3 | 1,000 | 1,000 | 1.00 | 1 / 1 | B, a |")
+    assert table.endswith("\n| t | 1.00 | 1,000 | 1,000 | 1 / 1 | sb3 | B, a |")
 
 
 def test_a_match_shows_its_own_interval():
