@@ -439,7 +439,7 @@ def draw(results: dict | None, path: Path) -> None:
         figure.savefig(path, dpi=130)
 
 
-def draw_task(checkpoint: Path, path: Path, num_pairs: int = 3) -> None:
+def draw_task(checkpoint: Path, path: Path, num_pairs: int = 2) -> None:
     """Draw test pairs of haze: both dates, where roofs and haze are, the changes, and what a policy makes of them."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -460,14 +460,15 @@ def draw_task(checkpoint: Path, path: Path, num_pairs: int = 3) -> None:
         "looks of the policy\n(0, 1, 2)": (looks, {"cmap": blues, "vmax": 2}),
         "probability of change": (probability, {"cmap": "gray", "vmax": 1}),
     }
-    figure = Figure(figsize=(2 * len(panels), 2 * num_pairs + 0.5), layout="constrained")
-    grid = figure.subplots(num_pairs, len(panels))
+    # Two rows of three panels for each pair, to be seen on a phone
+    figure = Figure(figsize=(6, 4.4 * num_pairs), layout="constrained")
+    grid = figure.subplots(2 * num_pairs, 3).reshape(num_pairs, len(panels))
     for column, (title, (pictures, options)) in zip(grid.T, panels.items(), strict=True):
-        column[0].set_title(title, fontsize=10)
         for axes, picture in zip(column, pictures, strict=True):
+            axes.set_title(title, fontsize=13)
             axes.imshow(picture, vmin=0, **options)
             axes.set(xticks=[], yticks=[])
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=110)
 
 
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
