@@ -52,9 +52,8 @@ def find_band(curves, reach, column):
     at them (1). A value is first averaged with `reach` others on either side, and with fewer near the ends.
     """
     steps = np.linspace(max(curve[0, 0] for curve in curves), min(curve[0, -1] for curve in curves), 60)
-    points = np.array(
-        [[np.interp(steps, curve[0], row) for row in curve] for curve in curves]
-    )  # [seeds, 3, 60]
+    # [seeds, 3, 60]
+    points = np.array([[np.interp(steps, curve[0], row) for row in curve] for curve in curves])
     values = points[:, 2]
     near = [slice(i - min(reach, i), i + min(reach, i) + 1) for i in range(60)]
     values = np.stack([values[:, part].mean(1) for part in near], 1)
