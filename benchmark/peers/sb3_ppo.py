@@ -5,12 +5,14 @@
 --settings equal: the defaults of algos/ppo.py with --no-norm-reward.
 --settings cleanrl: the defaults of CleanRL's ppo.py.
 With the last two, network, orthogonal weights, normalized advantages and Adam's eps of 1e-5 are SB3's own, and the same
-in all three programs. One difference is left: if the value is clipped, CleanRL takes the larger of the losses with and
-without clipping, and SB3 the loss with clipping.
+in all three programs. These differences are left: if the value is clipped, CleanRL and ours take the larger of the
+losses with and without clipping, and SB3 the loss with clipping; time limits are failures in CleanRL alone; and SB3
+lowers the learning rate before the first update, the others after it.
 
-Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
+All evaluations during training play the same episodes, as those of our scripts do. Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
 """
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,10 +112,12 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
         )  # of tasks for the LSTM
         return gymnasium.wrappers.FlattenObservation(env) if needs_flattening else env
 
+    start = time.process_time()
     try:
         make_env().close()
     except (gymnasium.error.Error, ImportError) as error:
         peer.fail(f"--env-id {args.env_id}: {error}")
+    seconds_to_make = time.process_time() - start
     torch.set_num_threads(1)
     final_seed, seed = (int(np.random.SeedSequence([args.seed, i]).generate_state(1)[0]) for i in (1, 2))
 
@@ -124,7 +128,11 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
         return envs
 
     run = peer.Run(args, script, peer.get_version(package))
-    falls = {name: lambda left, start=settings.arguments[name]: start * left for name in settings.falling}
+    run.cpu_start -= seconds_to_make  # the first task imports its packages, which our scripts count too
+    # The last rollout may end beyond the budget, where `left` is negative
+    falls = {
+        name: lambda left, start=settings.arguments[name]: start * max(left, 0) for name in settings.falling
+    }
     eval_envs = make_envs(NUM_EPISODES_ON_THE_WAY, seed)
     train_envs = make_envs(settings.num_envs, args.seed, is_training=True)
     model = model_class(policy, train_envs, seed=args.seed, device="cpu", **settings.arguments | falls)
@@ -132,6 +140,8 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
 
     def evaluate(model, envs, num_episodes: int) -> dict[str, float]:
         start = run.cpu_seconds
+        if envs is eval_envs:
+            envs.seed(seed)
         if settings.is_normalized:
             envs.obs_rms = train_envs.obs_rms
         episodes = evaluate_policy(model, envs, num_episodes, deterministic=True, return_episode_rewards=True)
@@ -174,8 +184,12 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
 
     model.learn(args.total_timesteps, callback=Record())
     bar.close()
-    final_envs = make_envs(min(settings.num_envs, NUM_EVAL_EPISODES), final_seed)
-    run.finish(model.num_timesteps, evaluate(model, final_envs, NUM_EVAL_EPISODES))
+    if args.eval_interval:
+        scores = evaluate(model, eval_envs, NUM_EPISODES_ON_THE_WAY)
+    else:
+        final_envs = make_envs(min(settings.num_envs, NUM_EVAL_EPISODES), final_seed)
+        scores = evaluate(model, final_envs, NUM_EVAL_EPISODES)
+    run.finish(model.num_timesteps, scores)
 
 
 def main() -> None:
