@@ -63,7 +63,7 @@ def read_events(run_path: Path):
     return EventAccumulator(str(run_path), size_guidance={"scalars": 0}).Reload()
 
 
-def read_text(run_path: Path, tag: str) -> str:
+def read_text(run_path: Path, tag: str):
     """Read a text that a run has logged; empty if there is none."""
     events = read_events(run_path)
     name = f"{tag}/text_summary"
@@ -91,7 +91,7 @@ def describe_machine():
     }
 
 
-def machine_line(machines: list) -> str:
+def machine_line(machines: list):
     """Write one sentence for the docs on what was measured where, when and at which commits."""
     hardware = {
         f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, gymnasium {m['gymnasium']}"
@@ -120,7 +120,7 @@ def save_results(path: Path, results: dict):
     write_atomically(path, f"{text}\n")
 
 
-def load_results(name: str) -> dict | None:
+def load_results(name: str):
     """Read benchmark/results/`name`.json; None if it is not there."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
@@ -129,7 +129,7 @@ def load_results(name: str) -> dict | None:
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def show(value: float) -> str:
+def show(value: float):
     """Write a number with three significant digits or as a whole number; a dash if it is not finite."""
     if not math.isfinite(value):
         return "-"
@@ -139,7 +139,7 @@ def show(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def make_table(head: str, rows: list) -> str:
+def make_table(head: str, rows: list):
     """Write a Markdown table; columns of `head` that end in a colon are aligned to the right."""
     columns = head.split(" | ")
     names = [column.removesuffix(":") for column in columns]
@@ -147,7 +147,7 @@ def make_table(head: str, rows: list) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (names, rulers, *rows))
 
 
-def replace_section(text: str, name: str, content: str) -> str:
+def replace_section(text: str, name: str, content: str):
     """Replace what is between <!-- name --> and <!-- /name --> in `text`; ResultsError if the marks are missing."""
     pattern = f"(?s)(?<=<!-- {name} -->).*?(?=<!-- /{name} -->)"
     text, count = re.subn(pattern, lambda _: content, text)

@@ -84,10 +84,10 @@ def compare(base, new):
         notes += [f"failed: {name}: {error}" for error in errors[:1]]
         if not records.is_ours(cell) or not cell["runs"]:
             continue
-        if other["runs"] and all(cell[key] == other[key] for key in ("headline", "threshold")):
+        if other["runs"] and records.get_criterion(cell) == records.get_criterion(other):
             rows += [[name, *row] for row in compare_cells(cell, other)]
         else:
-            notes.append(f"not compared: {name}: NEW has no runs with this headline and threshold")
+            notes.append(f"not compared: {name}: NEW has no runs by this criterion")
     # By the method of Benjamini and Hochberg
     adjusted = stats.false_discovery_control([row[-1] for row in rows])
     for row, p in zip(rows, adjusted, strict=True):

@@ -15,7 +15,6 @@ METRICS = {  # in words
     "eval/episodic_return": "return",
     "charts/episodic_return": "return",
     "eval/greedy_gap": "gap of greedy tours, %",
-    "eval/f1": "F1 of changed pixels, on val",
     "eval/win_rate": "games won against plain MCTS",
 }
 LABELS = {  # of cells in legends; others are SCRIPT, SETTING, and those without a label are left out
@@ -25,7 +24,6 @@ LABELS = {  # of cells in legends; others are SCRIPT, SETTING, and those without
     "cleanrl_ppo/cleanrl": "CleanRL",
     "sb3_ppo/sb3": "SB3",
     "sb3_ppo/zoo": "Stable-Baselines3",
-    "r2d2_lstm/default": "R2D2",
     "r2d2_lstm/lstm": "R2D2",
     "r2d2_lstm/no-memory": "R2D2 without memory",
     "r2d2_lstm/last-action": "last action, no LSTM",

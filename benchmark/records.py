@@ -89,7 +89,7 @@ def read_run(path: Path, cell: dict, process: dict):
     return run
 
 
-def read_end(log: Path) -> str:
+def read_end(log: Path):
     """Read from a log why a script ended: its line on bad input, else the last line or state of a progress bar."""
     text = log.read_text(errors="replace") if log.exists() else ""
     own = TORCHRUN.split(text)[0]
@@ -155,30 +155,38 @@ def load(path: Path):
     return results
 
 
+def get_criterion(cell: dict):
+    """Return what a cell's results are judged by."""
+    return [cell[key] for key in ("headline", "curve", "threshold", "in_a_row", "better")]
+
+
 def load_published():
     """Read benchmark/results by suite, with the cells, seeds, tables and ratios that the suite has now.
 
-    A cell that is new in the suite, or has another command now, counts as not run yet.
+    A cell that is new in the suite, or has another command or criterion now, counts as not run yet.
     """
     published = {}
     for path in sorted(common.SUITES.glob("*.toml")):
         if results := common.load_results(path.stem):
             old = {
-                (name, cell["command"], run["seed"]): run
-                for name, cell in results["cells"].items()
+                (cell["command"], *get_criterion(cell), run["seed"]): run
+                for cell in results["cells"].values()
                 for run in cell["runs"]
             }
             cells, content = read_suite(path)
-            runs = [
-                old.get((cell.name, cell.command, cell.seed), {"seed": cell.seed, "error": NOT_RUN})
-                for cell in cells
-            ]
             rows = [vars(cell) for cell in cells]
+            runs = [
+                old.get(
+                    (row["command"], *get_criterion(row), row["seed"]),
+                    {"seed": row["seed"], "error": NOT_RUN},
+                )
+                for row in rows
+            ]
             published[path.stem] = content | {"suite": path.stem, "cells": group(rows, runs)}
     return published
 
 
-def is_ours(cell: dict) -> bool:
+def is_ours(cell: dict):
     """Return whether the cell runs a program of ours, and not a peer."""
     return not re.search("peers/(?!our_)", cell["command"])
 

@@ -33,7 +33,8 @@ UNPUBLISHED = ("smoke", "gpu")
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = """Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.
-A match has Wilson's interval. CPU-s is the median of whole runs."""
+A match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, which may differ between
+programs."""
 
 
 @dataclass
@@ -175,8 +176,6 @@ def describe_machines(cells):
     pairs = Counter((task, seed) for task, seed, _ in sides)
     if apart := {task for (task, _), number in pairs.items() if number > 1}:
         text += f" Not interleaved, as the sides ran at different commits: {', '.join(sorted(apart))}."
-    if not all("clock" in machine for machine in machines):
-        text += " Our seconds of training leave out set-up, logging and saving, theirs do not."
     return text
 
 
@@ -263,22 +262,26 @@ def write_own(suites: list, out: Path):
 
 
 def merge(old: dict, new: dict):
-    """Add to `new` the committed runs that it lacks; ResultsError for runs with uncommitted changes."""
+    """Add to `new` the committed runs that it lacks; ResultsError for runs with uncommitted changes.
+
+    `old` has the suite's cells of today: what another command has run is left out.
+    """
     for name, cell in new["cells"].items():
         for run in cell["runs"]:
             is_clean = not run["machine"]["commit"].endswith("dirty")
             require(is_clean, f"{name}, seed {run['seed']} ran with uncommitted changes: run it again")
     for name, before in old["cells"].items():
         cell = new["cells"].setdefault(name, before)
+        if cell["command"] != before["command"]:
+            cell["runs"] = []
         runs = {run["seed"]: run for run in before["runs"] + cell["runs"]}
-        cell |= {"runs": [*runs.values()], "missing": []}
+        cell |= before | {"runs": [*runs.values()], "missing": []}
 
 
 def main(args: Args):
     """Write the pages, their figures and the results."""
     suites = [records.collect(path.parent) for path in sorted(args.runs.glob("*/suite.json"))]
-    is_needed = args.out or args.runs != Args.runs
-    require(suites or not is_needed, f"--runs {args.runs}: no runs to report")
+    require(suites or args == Args(), f"--runs {args.runs}: no runs to report")
     if args.out:
         write_own(suites, args.out)
         return

@@ -67,7 +67,7 @@ def make_command(cell: Cell, python: str, run_dir: Path):
     return [python, *words, "--seed", f"{cell.seed}", "--run-dir", f"{run_dir}"]
 
 
-def run_cell(cell: Cell, folder: Path, python: str, gpus: str = "") -> str:
+def run_cell(cell: Cell, folder: Path, python: str, gpus: str = ""):
     """Run a cell, and again if it crashes, TRIES times at most. Returns "done" with its result, or why there is none.
 
     An attempt leaves log, run and process.json in a new folder.
@@ -76,8 +76,8 @@ def run_cell(cell: Cell, folder: Path, python: str, gpus: str = "") -> str:
         require(folder.name.endswith(cell.hash()), f"{cell.path} has changed since the suite was started")
         path = folder / f"try_{1 + len([*folder.glob('try_*')])}"
         path.mkdir(parents=True)
-        # With the commit of the script that starts now. The clock is that of benchmark/peers/clock.py
-        process = {"machine": common.describe_machine() | {"clock": "all"}}
+        # With the commit of the script that starts now
+        process = {"machine": common.describe_machine()}
         process |= execute(make_command(cell, python, path), cell, path / "log.txt", gpus)
         if cell.score_best and process["exit_code"] == 0:
             process["best"] = score_best(cell, path, python, gpus)
@@ -96,7 +96,10 @@ def score_best(cell: Cell, path: Path, python: str, gpus: str):
     flags = ["--evaluate", best, "--eval-episodes", "100", "--seed", f"{cell.seed}"]
     execute([python, cell.path, *flags], cell, path / "best.txt", gpus)
     line = records.read_end(path / "best.txt")
-    scores = ast.literal_eval(line) if line.startswith("{") else {}
+    try:
+        scores = ast.literal_eval(line)
+    except (ValueError, SyntaxError):  # an error, or scores that are nan
+        scores = {}
     return {name.replace("eval/", "best/"): score for name, score in scores.items()}
 
 
@@ -185,13 +188,11 @@ def run_cells(folders: dict, submit):
         for future in wait(running, 1.0, FIRST_COMPLETED).done:
             cell = running.pop(future)
             # An exception is such as that of a full disk, or of Ray if it loses a machine too often
-            end = str(future.exception() or future.result()).split("\n")[0]
+            error = future.exception()
+            end = str(getattr(error, "cause", error) or future.result()).split("\n")[0]
             if not end.startswith("done"):
                 errors[cell] = end
-            print(
-                f"{cell.name}, seed {cell.seed}: {end}; {len(waiting) + len(running)} left",
-                flush=True,
-            )
+            print(f"{cell.name}, seed {cell.seed}: {end}; {len(waiting) + len(running)} left", flush=True)
     return errors
 
 

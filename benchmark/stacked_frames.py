@@ -9,16 +9,17 @@ minigrid.
 import gymnasium as gym
 
 
-def make_stacked(env_id: str, num_frames: int, **kwargs) -> gym.Env:
-    """Make the task `env_id` with observations of the last `num_frames` steps."""
-    return gym.wrappers.FrameStackObservation(gym.make(env_id, **kwargs), num_frames)
+def make_stacked(env_id: str, num_frames: int, **kwargs):
+    """Make the task `env_id` with observations of the last `num_frames` steps.
 
+    Of MiniGrid's views, these are object, color and state of 7 x 7 cells, without direction and mission.
+    """
+    env = gym.make(env_id, **kwargs)
+    if env_id.startswith("minigrid"):
+        from minigrid.wrappers import ImgObsWrapper
 
-def make_stacked_cells(env_id: str, num_frames: int, **kwargs) -> gym.Env:
-    """Make a stack of MiniGrid's views: object, color and state of 7 x 7 cells, without direction and mission."""
-    from minigrid.wrappers import ImgObsWrapper  # pip install minigrid
-
-    return gym.wrappers.FrameStackObservation(ImgObsWrapper(gym.make(env_id, **kwargs)), num_frames)
+        env = ImgObsWrapper(env)
+    return gym.wrappers.FrameStackObservation(env, num_frames)
 
 
 # The task of each short name, and the numbers of frames to register it with
@@ -28,6 +29,8 @@ TASKS = {
     "RepeatFirstEasy": ("popgym:popgym-RepeatFirstEasy-v0", (4, 16, 52)),
     "CartPoleNoVelocity": ("envs_shared.memory_tasks:CartPoleNoVelocity-v0", (2,)),
     "TMaze20": ("envs_shared.memory_tasks:TMaze20-v0", (24, 101)),
+    # 64 views are 9,408 numbers, and algos/ppo.py accepts up to 10,000
+    "MiniGridMemoryS7": ("minigrid:MiniGrid-MemoryS7-v0", (16, 64)),
 }
 for name, (env_id, stacks) in TASKS.items():
     for num_frames in stacks:
@@ -36,11 +39,3 @@ for name, (env_id, stacks) in TASKS.items():
             make_stacked,
             kwargs={"env_id": env_id, "num_frames": num_frames},
         )
-
-# 64 views are 9,408 numbers, and algos/ppo.py accepts up to 10,000
-for num_frames in (16, 64):
-    gym.register(
-        f"MiniGridMemoryS7-Stack{num_frames}-v0",
-        make_stacked_cells,
-        kwargs={"env_id": "MiniGrid-MemoryS7-v0", "num_frames": num_frames},
-    )

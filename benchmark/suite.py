@@ -19,7 +19,10 @@ SHOWN_KEYS = {
 NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING
 COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")
 # Files of this repository that a file uses: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
-USED = re.compile(r'^ *(?:import|from) ([\w.]+)(?: import (\w+))?|"((?:algos|benchmark)/[\w./-]+)"', re.M)
+# and "envs_shared.b:Task-v0"
+USED = re.compile(
+    r'^ *(?:import|from) ([\w.]+)(?: import (\w+))?|"((?:algos|benchmark)/[\w./-]+)"|"([\w.]+):', re.M
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def find_used_files(names: list):
         found.add(path)
         if path.suffix != ".py":
             continue
-        for module, member, name in USED.findall((common.ROOT / path).read_text()):
-            start = name or module.replace(".", "/")
+        for module, member, name, of_task in USED.findall((common.ROOT / path).read_text()):
+            start = name or (module or of_task).replace(".", "/")
             for end in ("", ".py", "/__init__.py", f"/{member}.py"):
                 todo += [Path(start + end), path.parent / (start + end)]
     return sorted(found)
@@ -79,7 +82,7 @@ def check_keys(table: dict, known, where: str):
         require(key in known, f"{where}: unknown key {key}; there are {', '.join(sorted(known))}")
 
 
-def make_cell(table: dict, headlines: dict, where: str) -> Cell:
+def make_cell(table: dict, headlines: dict, where: str):
     """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
     command = str(table.get("command"))
     match = COMMAND.fullmatch(command)
@@ -133,4 +136,7 @@ def read_suite(path: Path):
     cells = [cell for turn in zip_longest(*rows) for cell in turn if cell]
     names = {(cell.name, cell.seed) for cell in cells}
     require(len(names) == len(cells), f"{path}: two cells have the same script, task, setting and seed")
+    for ratio in content["ratios"]:
+        are_known = {ratio.get("ours"), ratio.get("peer")} <= {name for name, _ in names}
+        require(are_known, f"{path}, ratios: ours and peer have to name cells, not as in {ratio}")
     return cells, content

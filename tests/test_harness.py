@@ -132,6 +132,7 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
         ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
         ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
         ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
+        ("[[cells]]", "[[ratios]]\nours = 'ppo/T/s'\n[[cells]]", "ratios: ours and peer have to name cells"),
         (
             "seeds = [1]",
             "seed = [1]",
@@ -155,7 +156,9 @@ FILES = {
     "envs_shared/a.py": "a = 1\n",
     "envs_shared/b.py": "b = 1\n",
     "envs_shared/own.py": "c = 1\n",
-    "benchmark/peers/match.py": 'import shared\nENGINE = "algos/ppo.py"\nDATA = "benchmark/data/r.txt"\n',
+    "envs_shared/task.py": "d = 1\n",
+    "benchmark/peers/match.py": 'import shared\nENGINE = "algos/ppo.py"\nDATA = "benchmark/data/r.txt"\n'
+    'TASK = "envs_shared.task:T-v0"\n',
     "benchmark/data/r.txt": "3.85\n",
     "benchmark/peers/clock.py": "",
     "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
@@ -165,7 +168,7 @@ FILES = {
 
 
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
-    """A script's sibling, the files that a peer or a flag names, a peer's packages; no neighbours."""
+    """A script's sibling, files and tasks that a peer or a flag names, a peer's packages; no neighbours."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -254,7 +257,7 @@ def test_a_run_is_read_from_its_events(run_python):
     assert found["curve"][-1] == [50_000, 1000.0, 5000.0]
     process = json.loads((path / "process.json").read_text())
     assert found["cpu_seconds"] == process["cpu_seconds"] and found["machine"] == process["machine"]
-    assert found["machine"] == common.describe_machine() | {"clock": "all"}
+    assert found["machine"] == common.describe_machine()
     assert found["commit"] == found["machine"]["commit"]
     on_gpu = records.find_run(path.parent, vars(define_cell(gpus=1, **keys)))
     assert on_gpu["seconds_to_threshold"] <= on_gpu["wall_seconds"] < 30
@@ -279,7 +282,11 @@ def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
 
 @pytest.mark.parametrize(
     ("end", "error", "best"),
-    [("{'eval/x': 7}", "", {"best/x": 7}), ("broken", "no scores of best.pt: broken", {})],
+    [
+        ("{'eval/x': 7}", "", {"best/x": 7}),
+        ("broken", "no scores of best.pt: broken", {}),
+        ("{'eval/x': nan}", "no scores of best.pt: {'eval/x': nan}", {}),
+    ],
 )
 def test_best_is_scored_after_the_run_if_the_cell_asks_for_it(tmp_path, monkeypatch, end, error, best):
     """By the script itself. The seconds are not part of the run's."""
@@ -428,11 +435,14 @@ def test_what_a_worker_raises_fails_its_cell_in_one_line(tmp_path):
 
     def submit(cell, *_):
         future = Future()
-        future.set_exception(RuntimeError("a node died\nsomewhere"))
+        future.set_exception(error)
         return future
 
     cell = define_cell()
+    error = RuntimeError("a node died\nsomewhere")
     assert run.run_cells({cell: tmp_path}, submit) == {cell: "a node died"}
+    error.cause = OSError("a full disk")  # what Ray's error was raised for
+    assert run.run_cells({cell: tmp_path}, submit) == {cell: "a full disk"}
     with pytest.raises(ResultsError, match=r"^algos/ppo.py has changed since the suite was started$"):
         run.run_cell(cell, tmp_path / "seed0-of-another-hash", "python")
 
@@ -505,6 +515,7 @@ def make_cell(values, name=NAME, **changes):
         "headline": "eval/episodic_return",
         "curve": "c",
         "threshold": 475,
+        "in_a_row": 1,
         "better": "higher",
         "gpus": 0,
     }
@@ -626,6 +637,7 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks():
         assert merge(make_cell([5.0], missing=[{"seed": 2, "error": error}])) == [5.0, 2.0]
     assert merge(make_cell([5.0, 6.0, 7.0])) == [5.0, 6.0, 7.0]
     assert merge(make_cell([5.0], "ppo/T/other")) == [1.0, 2.0]  # a folder without the cell
+    assert merge(make_cell([5.0]) | {"command": "of before"}) == [1.0, 2.0]
     peer = make_cell([1.0, 2.0], "sb3_ppo/T/s")
     peer["runs"][1] |= {"machine": make_machine(commit="abc-dirty"), "commit": "sb3 1.0"}
     with pytest.raises(ResultsError, match=r"T/s, seed 2 ran with uncommitted changes: run it again"):
@@ -633,18 +645,24 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks():
 
 
 def test_pages_show_the_cells_and_seeds_that_a_suite_has_now(tmp_path, monkeypatch):
-    """Not a run of another command, nor of a seed that the suite has no more."""
+    """Not a run of another command or criterion, nor of a seed that the suite has no more."""
     monkeypatch.setattr(common, "SUITES", tmp_path)
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    write_suite(
-        tmp_path / "a.toml", seeds=(2, 3), default="python algos/ppo.py", other="python algos/ppo.py -x"
-    )
-    other = make_cell([7.0, 8.0, 9.0], "ppo/CartPole-v1/other")
-    common.save_results(tmp_path / "a.json", make_results(make_cell([1.0, 2.0]), other))
+    names = {name: f"ppo/CartPole-v1/{name}" for name in ("default", "command", "criterion")}
+    commands = {name: f"python algos/ppo.py --exp-name {name}" for name in names}
+    write_suite(tmp_path / "a.toml", seeds=(2, 3), **commands)
+    same = {"curve": None, "threshold": None}
+    old = [
+        make_cell([1.0, 2.0], names["default"], command=commands["default"], **same),
+        make_cell([7.0, 8.0, 9.0], names["command"], **same),
+        make_cell([7.0, 8.0, 9.0], names["criterion"], command=commands["criterion"]),
+    ]
+    common.save_results(tmp_path / "a.json", make_results(*old))
     cells = records.load_published()["a"]["cells"]
-    assert [run_["seed"] for run_ in cells[NAME]["runs"]] == [2]
-    assert cells[NAME]["missing"] == [{"seed": 3, "error": records.NOT_RUN}]
-    assert not cells["ppo/CartPole-v1/other"]["runs"] and len(cells["ppo/CartPole-v1/other"]["missing"]) == 2
+    assert [run_["seed"] for run_ in cells[names["default"]]["runs"]] == [2]
+    assert cells[names["default"]]["missing"] == [{"seed": 3, "error": records.NOT_RUN}]
+    for name in ("command", "criterion"):
+        assert not cells[names[name]]["runs"] and len(cells[names[name]]["missing"]) == 2
 
 
 # ---- Comparison ------------------------------------------------------------------------------------------------------
@@ -708,6 +726,7 @@ def test_only_equal_things_of_ours_are_compared():
     search = [make_cell([x, 1.1 * x, 1.2 * x], "our_go_search/Go/s", threshold=None) for x in (1000.0, 500.0)]
     assert compare_cells(*search)[0]  # a program of ours among the peers
     assert not compare_cells(make_solved(STEPS), make_solved(slow, threshold=400))[0]
+    assert not compare_cells(make_solved(STEPS), make_solved(slow, in_a_row=2))[0]
     assert not compare_cells(make_cell(BASE), make_cell(NAN, headline="x"))[0]
 
 

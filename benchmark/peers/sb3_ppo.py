@@ -9,7 +9,8 @@ in all three programs. These differences are left: if the value is clipped, Clea
 losses with and without clipping, and SB3 the loss with clipping; time limits are failures in CleanRL alone; and SB3
 lowers the learning rate before the first update, the others after it.
 
-All evaluations during training play the same episodes, as those of our scripts do. Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
+All evaluations during training play the same episodes, as those of our scripts do.
+Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
 """
 
 import time
