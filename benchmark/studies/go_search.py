@@ -138,7 +138,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     for what in dict.fromkeys(row["what"] for row in rows):
         values = {row["column"]: common.show(row["value"]) for row in rows if row["what"] == what}
         lines.append([what, *(values.get(column, "") for column in columns)])
-    table = common.make_table(f"per second | {': | '.join(columns)}:", lines)
+    table = common.make_table(f"simulations per second (rules: moves) | {': | '.join(columns)}:", lines)
     machine = common.machine_line([row["machine"] for row in rows])
     return {("alphazero_go", "go_search"): f"\n{table}\n\n{machine}\n"}
 

@@ -148,7 +148,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     if splits:
         head = "Go, one run each | moves a second of collecting: | seconds of an epoch, collecting: | training: | GPU"
         text += common.make_table(head, splits) + "\n\n"
-    head = "default run on the GPU, one seed each | at its end | seconds: | GPU"
+    head = "whole run on the GPU, one seed each | at its end | seconds: | GPU"
     text += common.make_table(head, scores) + "\n\n"
     machines = common.machine_line([row["machine"] for row in results["rows"]])
     gpus = "; ".join(sorted({row["gpu"] for row in results["rows"]}))
