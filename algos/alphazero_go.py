@@ -1019,7 +1019,9 @@ def load_checkpoint(path):
         checkpoint["progress"] = Progress(**checkpoint["progress"])
         return checkpoint
     except Exception:
-        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+        fail(
+            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
+        )
 
 
 def open_run(run_path: Path, args, step: int):
@@ -1068,8 +1070,10 @@ def set_up(args, checkpoint, device):
                 games.load_state_dict(checkpoint["games"])
         except (KeyError, RuntimeError, ValueError):
             path = args.evaluate or args.gtp or args.resume
-            flags = "--env-id, --blocks, --channels, --num-games"
-            fail(f"{path}: not the network or the games of {flags} and this file")
+            fail(
+                f"{path}: not the network or the games of --env-id, --blocks, --channels, --num-games and this "
+                "file, or only good to --evaluate"
+            )
         optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
     return go, parts, games
 
@@ -1212,7 +1216,7 @@ def train(args, run_path: Path, checkpoint=None):
             scalars["charts/train_seconds"] = time.time() - collected
             for name, value in scalars.items():
                 writer.add_scalar(name, value, progress.step)
-            bar.set_postfix_str(f"loss {scalars['losses/loss']:.3f}", refresh=False)
+            bar.set_postfix_str(f"{stage.name}, loss {scalars['losses/loss']:.3f}", refresh=False)
 
             # Save, before a match that might fail
             is_last = progress.iteration >= args.num_epochs
@@ -1256,18 +1260,18 @@ def main(argv=None):
         checkpoint = load_checkpoint(path)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = "num_games channels simulations_start simulations_end num_epochs pool_size batch_size".split()
-    shares = (
-        "score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef "
-        "q_weight_start q_weight_end"
-    ).split()
+    shares = """score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef
+        q_weight_start q_weight_end draw_moves resign_below""".split()
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
+        if name == "komi":
+            least = -np.inf  # any number, but not NaN
         flag = f"--{name.replace('_', '-')} ({value})"
-        if type(value) in (int, float) and name != "komi" and not value >= least:  # also if it is NaN
+        if type(value) in (int, float) and not value >= least:  # also if it is NaN
             fail(f"{flag} must be at least {least}")
         if name in shares and value > 1:
             fail(f"{flag} must be at most 1")
-        if name in ("dirichlet_alpha", "generate_fraction", "train_fraction") and value == 0:
+        if name in "dirichlet_alpha generate_fraction train_fraction".split() and value == 0:
             fail(f"{flag} must be greater than 0")
     if not re.fullmatch(r"Go-([2-9]|1\d)x\1", args.env_id):
         fail(f"--env-id {args.env_id}: must be Go-2x2 to Go-19x19")

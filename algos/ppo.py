@@ -90,7 +90,7 @@ class Args:
     clip_vloss: bool = False  # also clip how far the value moves, by clip_coef
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
-    max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm
+    max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm (1e9: never)
     target_kl: float | None = None  # skip a rollout's other epochs if approx_kl exceeds this (None, 0: never)
 
 
@@ -535,7 +535,9 @@ def load_checkpoint(path):
         checkpoint["progress"] = Progress(**checkpoint["progress"])
         return checkpoint
     except Exception:
-        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+        fail(
+            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
+        )
 
 
 def open_run(run_path: Path, args, step: int):
@@ -609,7 +611,7 @@ def train(args, run_path, checkpoint=None):
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
     envs, agent, optimizer = set_up(args, checkpoint, learning_rate)
     if args.evaluate:  # on episodes other than those that selected best.pt
-        print(evaluate(agent, args, device, 3, run_path / "videos_evaluate"))
+        print(evaluate(agent, args, device, 3, run_path / f"videos_{Path(args.evaluate).stem}"))
         return
     progress = checkpoint["progress"] if checkpoint else Progress()
     parts = {"agent": agent, "optimizer": optimizer}

@@ -115,7 +115,7 @@ class Args:
     ent_coef: float = 0.1  # entropy coefficient c2, eq. 5
     joint_coef: float = 50.0  # cross entropy coefficient c3, eq. 5
     log_std: float = -3.0  # initial log of the standard deviation sigma of corrections, eq. 4
-    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -525,7 +525,7 @@ def write_predictions(agent, args, threshold, device):
         pairs = change_pairs.read_pairs(*args.predict, args.patch_size)
         Path(args.output).mkdir(parents=True)
     except (ValueError, OSError) as error:
-        fail(f"--predict, --output: {error}")
+        fail(f"--predict, --output (must be a new folder): {error}")
     for name, (pair, height, width) in pairs.items():
         probability, looks, _ = classify(agent, args, torch.from_numpy(pair).to(device))
         maps = {
@@ -614,7 +614,9 @@ def load_checkpoint(path):
         checkpoint["progress"] = Progress(**checkpoint["progress"])
         return checkpoint
     except Exception:
-        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+        fail(
+            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
+        )
 
 
 def open_run(run_path: Path, args, step: int):

@@ -106,7 +106,7 @@ class Args:
     batch_size: int = 1024  # trained steps per update (N windows of m steps), in total across processes
     target_interval: int = 50  # updates between copies of the network to the target network
     epsilon: float = 0.4  # environment 0's probability of a random action; others have smaller ones, eq. 5
-    max_grad_norm: float = 10.0  # larger gradients are scaled down to this norm
+    max_grad_norm: float = 10.0  # larger gradients are scaled down to this norm (1e9: never)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -740,7 +740,9 @@ def load_checkpoint(path):
         checkpoint["progress"] = Progress(**checkpoint["progress"])
         return checkpoint
     except Exception:
-        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+        fail(
+            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
+        )
 
 
 def open_run(run_path: Path, args, step: int):

@@ -101,7 +101,7 @@ class Args:
     learning_rate: float = 1e-3  # Adam learning rate; Muon's steps have a root mean square of 0.4 times it
     anneal_lr: bool = True  # lower the learning rates to zero along a half cosine
     weight_decay: float = 0.0  # decoupled weight decay (AdamW) of the parameters that Adam trains
-    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -538,7 +538,9 @@ def load_checkpoint(path):
         checkpoint["progress"] = Progress(**checkpoint["progress"])
         return checkpoint
     except Exception:
-        fail(f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}")
+        fail(
+            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
+        )
 
 
 def open_run(run_path: Path, args, step: int):

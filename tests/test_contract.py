@@ -168,6 +168,8 @@ CASES = {
             "--train-fraction -1": "--train-fraction (-1.0) must be at least 0",
             "--generate-fraction 0": "--generate-fraction (0.0) must be greater than 0",
             "--q-weight-end 1.5": "--q-weight-end (1.5) must be at most 1",
+            "--draw-moves 30": "--draw-moves (30.0) must be at most 1",
+            "--komi nan": "--komi (nan) must be",
             "--pool-size 1000": "--pool-size (1000) must be at least eight times --batch-size (128)",
         },
         sibling="go.py",
