@@ -309,9 +309,11 @@ def show_lead(rows: list[dict], method: str, group: str) -> str:
 def describe_lead(rows: list[dict], method: str) -> str:
     """Say in words by how much a method differs from PPO."""
     lead, interval, _ = compare(rows, method)
+    if len(rows) == 1:
+        return f"has {abs(lead):.3f} {'less' if lead > 0 else 'more'}"
     if abs(lead) > interval:
         return f"has {abs(lead):.3f} ± {interval:.3f} {'less' if lead > 0 else 'more'}"
-    return f"equals PPO within noise (difference {lead:.3f} ± {interval:.3f})"
+    return f"does not differ from PPO beyond noise (by {lead:.3f} ± {interval:.3f})"
 
 
 def judge(rows: list[dict]) -> dict[str, float]:
@@ -372,7 +374,7 @@ def make_tables(results: dict) -> str:
                 f"At most {MARGIN} below the oracle on the same network: best.pt on {found['best']} of {len(rows)}"
                 f" seeds, the last policy on {found['last']}. Mean F1 less that of looking everywhere with best.pt's"
                 f" network: best.pt {found['best_lead']:+.4f}, the last policy {found['last_lead']:+.4f}. The longest"
-                f" run took {found['seconds']:.0f} CPU-seconds."
+                f" run took {found['seconds']:.0f} CPU-seconds; the limit is {MOST_SECONDS}."
             )
     return "\n\n".join(parts)
 
@@ -506,7 +508,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    options = make_parser().parse_args()
+    parser = make_parser()
+    options = parser.parse_args()
+    if options.flags and options.results == common.RESULTS:
+        parser.error("--flags needs --results: published rows are those of the flags of STUDIES")
     common.RESULTS = options.results
     if options.picture:
         draw_task(options.picture, common.FIGURES / "change_task.png")

@@ -12,10 +12,15 @@ describe_machine_once = functools.cache(common.describe_machine)
 
 
 def run_command(folder: str | Path, *command) -> Path:
-    """Run a program silently and with one thread; returns its run folder, below the empty `folder`."""
+    """Run a program silently and with one thread; returns its run folder, below the empty `folder`.
+
+    ResultsError with the program's last line if it fails.
+    """
     command = [*map(str, command), "--run-dir", str(folder)]
-    silent = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **silent)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines() or ["no output"]
+    common.require(done.returncode == 0, f"{' '.join(command)}: {lines[-1]}")
     (path,) = common.find_run_folders(Path(folder))
     return path
 
@@ -26,6 +31,7 @@ def save_rows(name: str, new: list[dict], keys: tuple[str, ...]) -> None:
         tuple(row[key] for key in keys): row for row in (common.load_results(name) or {"rows": []})["rows"]
     }
     for row in new:
-        rows.pop(key := tuple(row[key] for key in keys), None)
+        key = tuple(row[name] for name in keys)
+        rows.pop(key, None)  # a new row comes last
         rows[key] = row | {"machine": describe_machine_once()}
     common.save_results(common.RESULTS / f"{name}.json", {"rows": [*rows.values()]})

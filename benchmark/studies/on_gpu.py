@@ -98,7 +98,9 @@ def run(command: str, kind: str, timeout: float) -> dict:
     path = os.pathsep.join([str(common.ROOT / "algos"), os.environ.get("PYTHONPATH", "")])
     env, start = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, time.time()
     with tempfile.TemporaryDirectory() as folder:
-        flags += ["--run-dir", folder] + ["--no-cuda"] * (kind == "cpu")
+        flags += ["--run-dir", folder]
+        if kind == "cpu":
+            flags.append("--no-cuda")
         options = {"cwd": common.ROOT, "env": env, "capture_output": True, "text": True, "timeout": timeout}
         try:
             done = subprocess.run([sys.executable, *program, *flags], **options)
@@ -108,6 +110,8 @@ def run(command: str, kind: str, timeout: float) -> dict:
             return {"error": (done.stderr.strip() or str(done.returncode)).splitlines()[-1]}
         events = common.read_events(common.find_run_folders(Path(folder))[0])
     points = events.Scalars("charts/cpu_seconds")[-10:]
+    if len(points) < 2:
+        return {"error": "ended after one iteration"}
     speeds = [(b.step - a.step) / (b.wall_time - a.wall_time) for a, b in itertools.pairwise(points)]
     speed = statistics.median(speeds[len(speeds) // 2 :])
     tags = events.Tags()["scalars"]
