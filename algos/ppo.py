@@ -519,7 +519,7 @@ def set_up_device(args):
     return device
 
 
-def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
+def save_checkpoint(run_path: Path, args, progress, parts, name: str):
     """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
     states = {key: part.state_dict() for key, part in parts.items()}
     checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
@@ -759,11 +759,12 @@ def main(argv=None):
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:
-        newest = run_path / "checkpoint.pt"
-        if RANK == 0 and newest.exists():
-            how = f"python {sys.argv[0]} --resume {newest}"
-            print(f"{run_path}: interrupted; to resume: {how}", file=sys.stderr)
-        raise SystemExit(130) from None
+        if RANK == 0 and not args.evaluate and (run_path / "checkpoint.pt").exists():
+            print(
+                f"{run_path}: interrupted; to resume: python {sys.argv[0]} --resume {run_path}/checkpoint.pt",
+                file=sys.stderr,
+            )
+        sys.exit(130)
 
 
 if __name__ == "__main__":

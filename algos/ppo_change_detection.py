@@ -523,6 +523,8 @@ def write_predictions(agent, args, threshold, device):
     """Write a mask, a map of the probability of change and a map of looks for each pair of --predict."""
     try:
         pairs = change_pairs.read_pairs(*args.predict, args.patch_size)
+        if not pairs:
+            fail(f"--predict {args.predict[0]}: no pictures")
         Path(args.output).mkdir(parents=True)
     except (ValueError, OSError) as error:
         fail(f"--predict, --output (must be a new folder): {error}")
@@ -598,7 +600,7 @@ def set_up_device(args):
     return device
 
 
-def save_checkpoint(run_path: Path, args, progress, parts: dict, name: str):
+def save_checkpoint(run_path: Path, args, progress, parts, name: str):
     """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
     states = {key: part.state_dict() for key, part in parts.items()}
     checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
@@ -827,10 +829,8 @@ def main(argv=None):
     if path:
         checkpoint = load_checkpoint(path)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
-    counts = (
-        "num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs "
-        "num_minibatches update_epochs"
-    ).split()
+    counts = """num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs
+        num_minibatches update_epochs""".split()
     for name, value in vars(args).items():
         least = 1 if name in counts else 0
         if name in ("cost", "log_std"):
@@ -853,11 +853,12 @@ def main(argv=None):
     try:
         train(args, run_path, checkpoint)
     except KeyboardInterrupt:
-        newest = run_path / "checkpoint.pt"
-        if RANK == 0 and newest.exists():
-            how = f"python {sys.argv[0]} --resume {newest}"
-            print(f"{run_path}: interrupted; to resume: {how}", file=sys.stderr)
-        raise SystemExit(130) from None
+        if RANK == 0 and not args.evaluate and (run_path / "checkpoint.pt").exists():
+            print(
+                f"{run_path}: interrupted; to resume: python {sys.argv[0]} --resume {run_path}/checkpoint.pt",
+                file=sys.stderr,
+            )
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -191,6 +191,7 @@ CASES = {
             "--patch-size 6": "--image-size must be divisible by --patch-size",
             "--predict a.png b.png": "--predict needs --evaluate",
             "--predict a.png b.png --evaluate good.pt": "a.png: cannot be read as a picture",
+            "--predict envs_shared envs_shared --evaluate good.pt": "--predict envs_shared: no pictures",
             "--pretrained missing.pt": "missing.pt: missing, or not a checkpoint",
             "--env-id haze-3 --resume good.pt": "good.pt: not the network of --env-id (",
             "--patch-size 0": "--patch-size (0) must be at least 1",
@@ -637,6 +638,18 @@ def test_checkpoints_are_at_most_ten_minutes_apart(script, tmp_path, monkeypatch
     monkeypatch.setattr(module.time, "time", itertools.count(1e9, 60.0).__next__)
     written = run_quick(script, tmp_path, "--eval-episodes", 0, "--eval-interval", 10**6).written
     assert written.count("checkpoint.pt") > 3
+
+
+@each_script
+def test_ctrl_c_of_an_evaluation_says_nothing_of_resuming(script, whole, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    module = get_module(script)
+    monkeypatch.setattr(module, "train", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        module.main(["--evaluate", str(whole.path / "best.pt")])
+    assert not capsys.readouterr().err
 
 
 @each_script
