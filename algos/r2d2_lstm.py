@@ -952,7 +952,10 @@ def train(args, run_path: Path, checkpoint=None):
     writer.close()
     scores = "not evaluated"
     if None not in (progress.best_score, progress.last_score):
-        scores = f"return of best.pt {progress.best_score:.2f}, of the last policy {progress.last_score:.2f}"
+        scores = (
+            f"return of best.pt {progress.best_score:.2f}, of the last policy {progress.last_score:.2f} "
+            f"after {progress.num_updates} updates"
+        )
     print(f"{run_path}: {scores}")
 
 
