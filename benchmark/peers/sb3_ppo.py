@@ -9,7 +9,7 @@ in all three programs. These differences are left: if the value is clipped, Clea
 losses with and without clipping, and SB3 the loss with clipping; time limits are failures in CleanRL alone; and SB3
 lowers the learning rate before the first update, the others after it.
 
-All evaluations during training play the same episodes, as those of our scripts do.
+All evaluations during training play the same episodes, and begin in the states in which those of algos/ppo.py begin.
 Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
 """
 
@@ -120,7 +120,10 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
         peer.fail(f"--env-id {args.env_id}: {error}")
     seconds_to_make = time.process_time() - start
     torch.set_num_threads(1)
-    final_seed, seed = (int(np.random.SeedSequence([args.seed, i]).generate_state(1)[0]) for i in (1, 2))
+
+    def draw_seed(number: int) -> int:
+        """Return the seed that our scripts draw by the number of a stream: 2 is that of evaluations."""
+        return int(np.random.SeedSequence([args.seed, number]).generate_state(1)[0]) % 2**30
 
     def make_envs(num_envs: int, seed: int, is_training: bool = False):
         envs = make_vec_env(make_env, n_envs=num_envs, seed=seed)
@@ -134,7 +137,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
     falls = {
         name: lambda left, start=settings.arguments[name]: start * max(left, 0) for name in settings.falling
     }
-    eval_envs = make_envs(NUM_EPISODES_ON_THE_WAY, seed)
+    eval_envs = make_envs(NUM_EPISODES_ON_THE_WAY, draw_seed(2))
     train_envs = make_envs(settings.num_envs, args.seed, is_training=True)
     model = model_class(policy, train_envs, seed=args.seed, device="cpu", **settings.arguments | falls)
     bar = tqdm(total=args.total_timesteps, unit="step")
@@ -142,7 +145,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
     def evaluate(model, envs, num_episodes: int) -> dict[str, float]:
         start = run.cpu_seconds
         if envs is eval_envs:
-            envs.seed(seed)
+            envs.seed(draw_seed(2))
         if settings.is_normalized:
             envs.obs_rms = train_envs.obs_rms
         episodes = evaluate_policy(model, envs, num_episodes, deterministic=True, return_episode_rewards=True)
@@ -188,7 +191,7 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
     if args.eval_interval:
         scores = evaluate(model, eval_envs, NUM_EPISODES_ON_THE_WAY)
     else:
-        final_envs = make_envs(min(settings.num_envs, NUM_EVAL_EPISODES), final_seed)
+        final_envs = make_envs(min(settings.num_envs, NUM_EVAL_EPISODES), draw_seed(3))
         scores = evaluate(model, final_envs, NUM_EVAL_EPISODES)
     run.finish(model.num_timesteps, scores)
 
