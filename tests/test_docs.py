@@ -80,6 +80,8 @@ def check_command(command: list[str]) -> str | None:
     if program in ("uv", "python", "torchrun"):
         if program == "uv":
             words = words[words.index("run") + 1 :]
+            if words[0] == "--with":  # a package
+                words = words[2:]
         if program == "torchrun":
             launch = get_args_parser().parse_args(words)
             words = [launch.training_script, *launch.training_script_args]
