@@ -136,9 +136,12 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     columns = list(dict.fromkeys(row["column"] for row in rows))
     lines = []
     for what in dict.fromkeys(row["what"] for row in rows):
-        values = {row["column"]: common.show(row["value"]) for row in rows if row["what"] == what}
-        lines.append([what, *(values.get(column, "") for column in columns)])
-    table = common.make_table(f"simulations per second (rules: moves) | {': | '.join(columns)}:", lines)
+        measured = [row for row in rows if row["what"] == what]
+        values = {row["column"]: common.show(row["value"]) for row in measured}
+        processors = ", ".join(sorted({row["machine"]["cpu"] for row in measured}))
+        lines.append([what, *(values.get(column, "") for column in columns), processors])
+    head = f"simulations per second (rules: moves) | {': | '.join(columns)}: | processor"
+    table = common.make_table(head, lines)
     machine = common.machine_line([row["machine"] for row in rows])
     return {("alphazero_go", "go_search"): f"\n{table}\n\n{machine}\n"}
 
