@@ -527,7 +527,7 @@ def write_predictions(agent, args, threshold, device):
             fail(f"--predict {args.predict[0]}: no pictures")
         Path(args.output).mkdir(parents=True)
     except (ValueError, OSError) as error:
-        fail(f"--predict, --output (must be a new folder): {error}")
+        fail(f"--predict, --output: {error}")
     for name, (pair, height, width) in pairs.items():
         probability, looks, _ = classify(agent, args, torch.from_numpy(pair).to(device))
         maps = {
