@@ -2,7 +2,7 @@
 
 Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:1903.01344 (two ratios).
 
-    python ppo_change_detection.py                       # learns the task haze in a minute on one CPU core
+    python ppo_change_detection.py                       # learns the task haze in 80 seconds on one CPU core
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --num-steps 1        # real pairs
     python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # PPO alone
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps  # files, folders

@@ -369,7 +369,7 @@ def make_tables(results: dict) -> str:
             rows = [row for row in runs if row["cost"] == cost]
             found, seeds = judge(rows), ", ".join(str(row["seed"]) for row in rows)
             price = f"`--cost {cost / (2 * SHARE):.4g}` (eq. 1 subtracts {cost})"
-            processors = ", ".join(sorted({row["machine"]["cpu"] for row in rows}))
+            processors = helpers.list_processors(rows)
             parts += [f"**{study}**, {price}, mean of the seeds {seeds}; on {processors}", make_table(rows)]
             parts.append(
                 f"At most {MARGIN} below the oracle on the same network: best.pt on {found['best']} of {len(rows)}"

@@ -138,7 +138,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     for what in dict.fromkeys(row["what"] for row in rows):
         measured = [row for row in rows if row["what"] == what]
         values = {row["column"]: common.show(row["value"]) for row in measured}
-        processors = ", ".join(sorted({row["machine"]["cpu"] for row in measured}))
+        processors = helpers.list_processors(measured)
         lines.append([what, *(values.get(column, "") for column in columns), processors])
     head = f"simulations per second (rules: moves) | {': | '.join(columns)}: | processor"
     table = common.make_table(head, lines)

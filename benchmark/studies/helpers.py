@@ -25,6 +25,11 @@ def run_command(folder: str | Path, *command) -> Path:
     return path
 
 
+def list_processors(rows: list[dict]) -> str:
+    """Name the processors of rows of results."""
+    return ", ".join(sorted({row["machine"]["cpu"] for row in rows}))
+
+
 def save_rows(name: str, new: list[dict], keys: tuple[str, ...]) -> None:
     """Add rows to benchmark/results/`name`.json, each with its machine, in place of those with the same `keys`."""
     rows = {
