@@ -32,6 +32,7 @@ BENCHMARK = [ROOT / "benchmark" / folder / "README.md" for folder in ("", "check
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *BENCHMARK, ROOT / "CHANGELOG.md"]
 STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
 PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py")), *STUDIES]
+PROGRAMS.append(ROOT / "docs" / "recipe.py")
 OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch ruff playwright".split())
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md: each diff is applied to a copy of its script, run for seconds, and checked.
+"""The recipes of docs/recipes_*.md: each diff is applied to a copy of its script, run for seconds, and checked.
 
 The checks of a script's recipes are in recipe_checks_<script>.py: {title: check(path of the edited copy, its folder)}.
 """
@@ -6,6 +6,7 @@ The checks of a script's recipes are in recipe_checks_<script>.py: {title: check
 import importlib
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,22 +15,10 @@ from conftest import ROOT
 from test_contract import SCRIPTS, copy_script
 from test_docs import get_anchors
 
-PAGE = ROOT / "docs" / "recipes.md"
-TEXT = PAGE.read_text()
+sys.path.append(str(ROOT / "docs"))
+import recipe
 
-
-def read_recipes() -> dict[tuple[str, str], str]:
-    """The text of each recipe, by script and title."""
-    recipes = {}
-    for part in re.split(r"^## ", TEXT, flags=re.M)[1:]:
-        (script,) = {x for x in re.findall(r"^python (\w+)\.py", part, re.M)}
-        for text in re.split(r"^### ", part, flags=re.M)[1:]:
-            title, _, body = text.partition("\n")
-            recipes[script, title] = body
-    return recipes
-
-
-RECIPES = read_recipes()
+RECIPES = {(x, title): body for x in SCRIPTS for title, body in recipe.read_recipes(x).values()}
 CHECKS = {}
 for script in SCRIPTS:
     if (Path(__file__).parent / f"recipe_checks_{script}.py").exists():
@@ -37,34 +26,29 @@ for script in SCRIPTS:
         CHECKS |= {(script, title): check for title, check in checks.items()}
 
 
-def apply_diff(text: str, diff: str) -> str:
-    """Apply the hunks of a diff in the form of the page; each one must fit exactly one place."""
-    for hunk in re.split(r"^@@\n", diff, flags=re.M):
-        lines = hunk.splitlines()
-        assert all(line[:1] in (" ", "+", "-", "") for line in lines), hunk
-        old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
-        new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
-        assert text.count(old) == 1 and old.strip(), f"{text.count(old)} places fit\n{hunk}"
-        text = text.replace(old, new)
-    return text
-
-
-def find_block(body: str, kind: str) -> str | None:
-    found = re.findall(rf"^```{kind}\n(.*?)^```", body, re.M | re.S)
-    return found[0] if found else None
-
-
 def test_each_recipe_is_in_the_table_with_its_lines():
     """Lines that are added or, without a diff, written; blank ones do not count. Each recipe has a check."""
-    rows = re.findall(r"^\|.*?\| \[(.+?)\]\(#(.+?)\) \| (\d+) \|", TEXT, re.M)
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = re.findall(r"^\|.*?\| \[(.+?)\]\(recipes_(\w+)\.md#(.+?)\) \| (\d+) \|", text, re.M)
     counts = {}
-    for (_, title), body in RECIPES.items():
-        added = re.findall(r"^\+.*\S.*$", find_block(body, "diff") or "", re.M)
-        written = re.findall(r"^(?!import|from).*\S.*$", find_block(body, "python") or "", re.M)
-        counts[title] = len(added) or len(written)
-    listed = {name.lower(): int(count) for name, _, count in rows}
-    assert {title.lower(): count for title, count in counts.items()} == listed
-    assert {anchor for _, anchor, _ in rows} <= get_anchors(PAGE) and CHECKS.keys() == RECIPES.keys()
+    for (name, title), body in RECIPES.items():
+        added = re.findall(r"^\+.*\S.*$", recipe.find_block(body, "diff") or "", re.M)
+        written = re.findall(r"^(?!import|from).*\S.*$", recipe.find_block(body, "python") or "", re.M)
+        counts[name, title.lower()] = len(added) or len(written)
+    assert counts == {(name, title.lower()): int(count) for title, name, _, count in rows}
+    for _, name, anchor, _ in rows:
+        assert anchor in recipe.read_recipes(name).keys() & get_anchors(ROOT / "docs" / f"recipes_{name}.md")
+    assert CHECKS.keys() == RECIPES.keys()
+
+
+def test_a_place_that_is_missing_or_not_the_only_one_is_an_error():
+    text = "a\nb\na\nc\n"
+    assert recipe.apply_diff(text, " b\n-a\n+d\n@@\n-c\n") == "a\nb\nd\n"
+    assert recipe.apply_diff(text, " b\n-...\n c\n") == "a\nb\nc\n"
+    assert recipe.apply_diff(text, "+0\n a\n-b\n-...\n") == "0\na\na\nc\n"
+    for diff in ("-a\n", "-x\n", "+x\n", " a\n", "b\n"):
+        with pytest.raises(ValueError):
+            recipe.apply_diff(text, diff)
 
 
 LEARNS_LONG = ("alphazero_go", "Another game: tic-tac-toe")
@@ -76,10 +60,12 @@ def test_a_recipe_does_what_it_says(script, title, tmp_path, monkeypatch):
     """In a folder of its own, as for a user. What it must bring about, the check of the recipe asserts."""
     path = copy_script(script, tmp_path / "copy") / f"{script}.py"
     body = RECIPES[script, title]
-    if diff := find_block(body, "diff"):
-        path.write_text(apply_diff(path.read_text(), diff))
-    else:
-        block = find_block(body, "python") or ""
+    if diff := recipe.find_block(body, "diff"):
+        patch = recipe.make_patch(script, diff)
+        subprocess.run(["git", "apply"], cwd=path.parent, input=patch, text=True, check=True)
+        assert path.read_text() == recipe.apply_diff((ROOT / "algos" / path.name).read_text(), diff)
+    if not diff or recipe.find_block(body, "python"):
+        block = recipe.find_block(body, "python") or ""
         name = re.match(r"# (\S+\.py)\n", block)  # of a whole file
         (path.parent / (name[1] if name else "recipe.py")).write_text(block)
     shutil.copy(ROOT / "tests" / "probe_envs.py", path.parent)
