@@ -245,13 +245,13 @@ def check_asymmetric(path, folder):
 
 
 class Corridor(Task):
-    """16 cells from the start to a reward of 1. In each cell, one of the two actions leads on, the other one back.
+    """16 cells from the start to a reward of 1. In each cell, one of three actions leads on, the others lead back.
 
-    There is time for one wrong step at most: at random, 1 episode in 20,000 gets there.
+    There is time for one wrong step at most: at random, 1 episode in 2.7 million gets there.
     """
 
-    observation_space = Discrete(16)
-    forward = np.array([1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 0])
+    observation_space, action_space = Discrete(16), Discrete(3)
+    forward = (1, 0, 2, 1, 1, 2, 0, 1, 0, 2, 1, 0, 2, 1, 0)
 
     def reset(self, seed=None, options=None):
         self.cell = 0
