@@ -280,9 +280,15 @@ def check_rnd(path, folder):
     # Known states are no longer new
     novelty = [value for _, value in read_scalars(done.path)["losses/novelty"]]
     assert novelty[-1] < 0.1 * novelty[0]
+    # The target network is the one of the start, the predictor is not
+    envs = module.make_envs(module.Args(env_id="Corridor-v0"), 1)
+    module.seed_everything(41, 0)
+    start = module.Agent(envs, True).state_dict()
+    end = load(done.path / "checkpoint.pt")["agent"]
+    assert torch.equal(start["target.1.weight"], end["target.1.weight"])
+    assert not torch.equal(start["predictor.1.weight"], end["predictor.1.weight"])
     # The intrinsic return goes on over ends of episodes, the other one does not
     args = module.Args(env_id="Corridor-v0", norm_reward=False, num_steps=4)
-    envs = module.make_envs(args, 1)
     agent = make_agent(module, "Corridor-v0")
     storage = module.RolloutStorage(envs, 4)
     storage.obs[range(5), 0, range(5)] = 1
