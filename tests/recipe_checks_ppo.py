@@ -307,6 +307,7 @@ def check_rnd(path, folder):
         returns[t, 0] = 0 if t == 1 else args.gamma * following[0]
         returns[t, 1] = bonus[t] + 0.99 * following[1]
     assert torch.allclose(batch.returns, returns[:4], rtol=1e-4)
+    assert torch.allclose(batch.values, values[:4], rtol=1e-4)
     advantages = (returns - values)[:4]
     assert torch.allclose(batch.advantages, advantages[:, 0] + 0.5 * advantages[:, 1], rtol=1e-4, atol=1e-5)
 
