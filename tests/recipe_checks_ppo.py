@@ -8,6 +8,7 @@ import torch
 from conftest import read_scalars
 from gymnasium.spaces import Box, Discrete
 from probe_envs import Task
+from recipe_checks_ppo_device import DEVICE_CHECKS
 from test_contract import load, run_edited
 
 
@@ -99,4 +100,5 @@ CHECKS = {
     "A frozen, pretrained encoder": check_frozen,
     "Stacked frames": check_frames,
     "Acting without an environment": check_acting,
+    **DEVICE_CHECKS,
 }
