@@ -1,4 +1,4 @@
-"""What the recipes for PPO that change its form must bring about: the bare algorithm, and environments on the device."""
+"""What the bare algorithm and the recipes for environments on the device must bring about."""
 
 import ast
 import contextlib
@@ -144,12 +144,13 @@ Step = namedtuple("Step", "obs action reward next_obs terminated truncated")
 class TorchLedger(VectorEnv):
     """Random rewards and endings; keeps a ledger of its true transitions and of the steps that only reset."""
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
     single_observation_space = Box(-np.inf, np.inf, (3,))
     single_action_space = Discrete(4, start=-1)
     is_same_step = False
 
     def __init__(self, num_envs, device="cpu"):
+        mode = AutoresetMode.SAME_STEP if self.is_same_step else AutoresetMode.NEXT_STEP
+        self.metadata = {"autoreset_mode": mode}
         self.num_envs, self.device = num_envs, torch.device(device)
         self.obs = torch.zeros(num_envs, 3, device=device)
         self.is_done = torch.zeros(num_envs, dtype=torch.bool, device=device)
@@ -182,7 +183,6 @@ class TorchLedger(VectorEnv):
 
 
 class TorchSameStepLedger(TorchLedger):
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
     is_same_step = True
 
 
@@ -193,14 +193,14 @@ class TorchBoxLedger(TorchLedger):
 
 
 class TorchSameStepBoxLedger(TorchBoxLedger):
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
     is_same_step = True
 
 
 class TorchForgetful(TorchLedger):
-    """Replaces its state in place of changing it, which a recording does not see."""
+    """Replaces its state in place of changing it: a recording begins each rollout from the same old state."""
 
     def step(self, actions):
+        self.steps.append(self.obs)  # whose memory stays
         self.obs = 0.5 * self.obs + torch.randn_like(self.obs)
         flags = torch.zeros(2, self.num_envs, dtype=torch.bool, device=self.device)
         return self.obs, self.obs[:, 0], *flags, {}
@@ -317,28 +317,26 @@ def check_dynamics(module):
     obs, _ = envs.reset()
     twins = [gym.make("CartPole-v1") for _ in range(num_envs)]
     starts, num_ends = [], np.zeros(2, int)
-    is_done = np.ones(num_envs, bool)
+    is_new, has_ended = np.ones(num_envs, bool), np.zeros(num_envs, bool)
     for _ in range(1100):
-        for twin, start in [
-            (twin, x) for twin, x, done in zip(twins, obs.tolist(), is_done, strict=True) if done
-        ]:
-            twin.reset()
-            twin.unwrapped.state = start
-            starts.append(start)
+        for b in np.flatnonzero(is_new):
+            twins[b].reset()
+            twins[b].unwrapped.state = obs[b].tolist()
+            starts.append(obs[b].tolist())
         # Half of the environments push against the pole's fall, half at random
         lean = (obs[:, 2] + obs[:, 3] > 0).long()
         actions = torch.where(torch.arange(num_envs) % 2 == 0, lean, torch.randint(2, (num_envs,)))
         obs, rewards, terminated, truncated, _ = envs.step(actions)
-        was_done, is_done = is_done & (inner.age.numpy() == 0), (terminated | truncated).numpy()
         for b, twin in enumerate(twins):
-            if was_done[b]:  # a step that only reset
-                assert rewards[b] == 0 and not is_done[b]
+            found = [rewards[b].item(), terminated[b].item(), truncated[b].item()]
+            if has_ended[b]:  # this step only reset
+                assert found == [0, False, False]
                 continue
             _, reward, *ends, _ = twin.step(actions[b].item())
             np.testing.assert_allclose(obs[b], twin.unwrapped.state, rtol=1e-9, atol=1e-12)
-            assert [rewards[b].item(), bool(terminated[b]), bool(truncated[b])] == [reward, *ends]
+            assert found == [reward, *ends]
             num_ends += ends
-        is_done = was_done  # their twins begin from the new state
+        is_new, has_ended = has_ended, (terminated | truncated).numpy()
     assert num_ends[0] > 200 and num_ends[1] > 10
     starts = np.array(starts)
     assert np.abs(starts).max() < 0.05 and np.abs(starts.std(0) - 0.1 / 12**0.5).max() < 0.003
