@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tokenize
 from collections import namedtuple
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -218,12 +217,18 @@ def check_transitions(module, env_id):
     agent, storage = module.Agent(envs, False), module.RolloutStorage(envs, args.num_steps)
     assert all(isinstance(x, torch.Tensor) for x in vars(storage).values())
     storage.obs[-1], _ = envs.reset()
-    act = partial(module.sample_actions, agent)
+    seen = []  # observations that the policy acts on
+
+    def act(obs):
+        seen.append(obs.clone())
+        return module.sample_actions(agent, obs)
+
     is_same_step = "SameStep" in env_id
     num_ends = num_cuts = num_resets = 0
     for i in range(2):
         module.collect_rollout(agent, act, envs, storage, args.gamma, CPU)
         module.check_rollout(storage, env_id)
+        assert torch.equal(torch.stack(seen[-40:]), storage.obs[:-1])
         batch = module.compute_batch(agent, storage, args, CPU)
         for b, steps in enumerate(x[40 * i :] for x in envs.unwrapped.steps):
             assert len(steps) == 40
