@@ -653,7 +653,7 @@ class Run:
             for name, part in parts.items():
                 if self.checkpoint:
                     part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, ValueError):
+        except (KeyError, RuntimeError, TypeError, ValueError):
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
