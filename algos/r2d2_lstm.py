@@ -51,8 +51,6 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import iterate
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -127,11 +125,6 @@ class Args:
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-def make_head(width, num_outputs):
-    """Make a head of the network: a hidden layer, and `num_outputs` outputs."""
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, num_outputs))
-
-
 class QNetwork(nn.Module):
     """Encoder, LSTM and dueling heads (Wang et al. 2016), in eval mode: an update switches to train mode."""
 
@@ -143,11 +136,12 @@ class QNetwork(nn.Module):
         # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]. Images of floats are
         # flattened: let your environment return bytes
         space = envs.single_observation_space
-        self.is_channels_last = len(space.shape) > 2 and space.shape[-1] < space.shape[-3]
-        sides = space.shape[-3:-1] if self.is_channels_last else space.shape[-2:]
+        shape = space.shape
+        self.is_channels_last = len(shape) > 2 and shape[-1] < shape[-3]
+        sides = shape[-3:-1] if self.is_channels_last else shape[-2:]
         self.obs_scale = float(space.high.max()) if space.dtype == np.uint8 else 1.0
         # The three convolutions below turn 36 pixels into 8, then 3, then 1. Smaller images are flattened
-        self.is_image = self.obs_scale > 1 and len(sides) == 2 and min(sides) >= 36
+        self.is_image = self.obs_scale > 1 and len(shape) > 1 and min(sides) >= 36
 
         # Encoder: for images, the convolutions of Mnih et al. 2015 (output channels, kernel, stride)
         width = args.hidden_size
@@ -158,7 +152,7 @@ class QNetwork(nn.Module):
         self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(width), nn.ReLU())
         # A dummy pass tells the lazy layers their input sizes
         self.eval()
-        self.encode(torch.zeros(1, *space.shape))
+        self.encode(torch.zeros(1, *shape))
 
         # Core: an LSTM, which also reads the last action and reward
         num_inputs = width
@@ -175,8 +169,8 @@ class QNetwork(nn.Module):
         else:
             self.core = nn.Linear(num_inputs, width)
         # Dueling heads
-        self.advantage = make_head(width, self.num_actions)
-        self.value = make_head(width, 1)
+        self.advantage = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, self.num_actions))
+        self.value = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
         self.eval()
 
     def encode(self, obs):
@@ -212,6 +206,12 @@ class QNetwork(nn.Module):
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
+# What a step in B environments leads to. `obs` [B, *D] is what the policy sees next. Where `is_first`, that begins an
+# episode, and the one before it ended with the observation `last_obs`, terminated or not. Where not `is_step`, the
+# environment only reset itself
+Outcome = namedtuple("Outcome", "obs rewards is_over is_step is_first last_obs is_terminated")
+
+
 class Environments(gym.vector.VectorWrapper):
     """B environments whose steps look the same whatever their autoreset mode, observations and types are.
 
@@ -221,71 +221,78 @@ class Environments(gym.vector.VectorWrapper):
 
     def __init__(self, args, num_envs):
         super().__init__(make_envs(args, num_envs))
-        self.env_id = args.env_id
-        self.is_same_step = self.metadata["autoreset_mode"] in (AutoresetMode.SAME_STEP, "SameStep")
-        # Observations that are no arrays are flattened, and discrete ones become one-hot
+        self.name = f"--env-id {args.env_id}"
         space = self.env.single_observation_space
-        self.is_array = isinstance(space, Box) and len(space.shape) > 0
-        self.single_observation_space = space if self.is_array else gym.spaces.flatten_space(space)
+        mode = self.metadata.get("autoreset_mode")
+        mode = getattr(mode, "value", mode)  # of a member of AutoresetMode
+        # Exit now if training would fail, or run wrong, later
+        if self.num_envs != num_envs:
+            fail(f"{self.name}: always has {self.num_envs} environments: --num-envs, and --eval-episodes")
+        if mode not in ("NextStep", "SameStep"):
+            fail(f"{self.name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not {mode}")
+        if not isinstance(self.single_action_space, Discrete):
+            fail(f"{self.name}: actions must be Discrete, not {self.single_action_space}")
+        if not space.is_np_flattenable:
+            fail(f"{self.name}: observations must be a fixed number of numbers, not {space}")
+
+        # Observations that are no arrays are flattened, and discrete ones become one-hot
+        self.is_same_step = mode == "SameStep"
+        self.to_row = np.asarray
+        if not isinstance(space, Box) or not space.shape:
+            self.to_row = partial(gym.spaces.flatten, space)
+            self.single_observation_space = gym.spaces.flatten_space(space)
         self.dtype = np.uint8 if self.single_observation_space.dtype == np.uint8 else np.float32
+        if self.dtype != np.uint8 and "uint8" in str(space):
+            fail(f"{self.name}: bytes beside other numbers would not be scaled; see the recipes, or convert {space}")
 
     def reset(self, seed):
         """Begin an episode in each environment; returns observations [B, *D]."""
-        self.is_over = np.zeros(self.num_envs, bool)  # whether the last step ended an episode
-        self.is_terminated = self.is_over  # whether the newest episode that ended did so by itself
-        self.returns = np.zeros(self.num_envs)  # of the current episodes, or of those that the last step ended
-        self.lengths = np.zeros(self.num_envs, int)
-        self.longest = 0  # length of the longest episode so far
         obs, infos = self.env.reset(seed=seed)
-        self.obs = self.to_array(iterate(self.env.observation_space, obs))
-        return self.obs
+        self.returns = np.zeros(self.num_envs)  # of the current episodes, or of those that the last step ended
+        self.lengths = self.returns
+        obs = self.to_array(obs)
+        is_over = self.returns > 0
+        self.newest = obs, is_over, is_over
+        return obs
 
     def step(self, actions):
-        """Take actions [B], counted from 0. All arrays of what they lead to are attributes.
-
-        The policy sees `obs` [B, *D] next. Where `is_first`, that begins an episode, and the one before it ended
-        with `last_obs`. Where not `is_step`, the environment only reset itself.
-        """
+        """Take actions [B], counted from 0; returns an Outcome."""
         obs, rewards, terminated, truncated, infos = self.env.step(actions + self.single_action_space.start)
-        was_over = self.is_over
+        obs = self.to_array(obs)
         terminated = np.asarray(terminated, bool)
-        self.is_over = terminated | np.asarray(truncated, bool)
-        self.is_step = ~was_over | self.is_same_step
-        self.is_terminated = np.where(self.is_step, terminated, self.is_terminated)
-        # As floats, since the squares of small integers may overflow
-        self.rewards = np.where(self.is_step, np.asarray(rewards, np.float64), 0)
-
-        # Count again where an episode was over
-        self.returns = np.where(was_over, 0, self.returns) + self.rewards
-        self.lengths = np.where(was_over, 0, self.lengths) + self.is_step
-        self.longest = max(self.longest, self.lengths.max())
-
-        rows = [*iterate(self.env.observation_space, obs)]
-        self.last_obs = self.obs
-        self.obs = self.to_array(rows)
-        self.is_first = was_over
+        is_over = terminated | np.asarray(truncated, bool)
+        last_obs, was_over, was_terminated = self.newest
+        self.newest = obs, is_over, terminated
+        is_step = ~was_over | self.is_same_step
+        ended = was_over, last_obs, was_terminated
         if self.is_same_step:
-            self.is_first = self.is_over
-            for i in np.flatnonzero(self.is_over):
-                rows[i] = infos["final_obs"][i]
-            self.last_obs = self.to_array(rows)
-        self.check("reward", self.rewards)
+            last_obs = obs.copy()
+            for i in np.flatnonzero(is_over):
+                last_obs[i] = self.to_row(infos["final_obs"][i])
+            ended = is_over, last_obs, terminated
 
-    def to_array(self, rows):
+        # As floats, since the squares of small integers may overflow. Count again where an episode was over
+        rewards = np.where(is_step, np.asarray(rewards, np.float64), 0)
+        self.returns = np.where(was_over, 0, self.returns) + rewards
+        self.lengths = np.where(was_over, 0, self.lengths) + is_step
+        self.check("observation", last_obs)
+        self.check("reward", rewards)
+        return Outcome(obs, rewards, is_over, is_step, *ended)
+
+    def to_array(self, obs):
         """Return the observations of all environments as an array [B, *D] of its own: some reuse theirs."""
-        if not self.is_array:
-            rows = [gym.spaces.flatten(self.env.single_observation_space, x) for x in rows]
-        obs = np.array([*rows], self.dtype)
-        self.check("observation", obs)
-        return obs
+        rows = gym.vector.utils.iterate(self.env.observation_space, obs)
+        return np.array([self.to_row(x) for x in rows], self.dtype)
 
     def check(self, name, x):
         """Exit with one line that names the first observation or reward that cannot be trained on."""
         is_good = np.abs(x) < 1e18  # not NaN, and its square is a float32
         if not is_good.all():
             i = np.argwhere(~is_good)[0, 0]
-            step = f"step {self.lengths[i]} of an episode"
-            fail(f"{self.env_id}: {name} of environment {i} in {step}: not a number below 1e18 in size")
+            fail(
+                f"{self.name}: {name} of environment {i} in step {self.lengths[i]:.0f} of an episode: "
+                "not a number below 1e18 in size"
+            )
 
 
 def make_envs(args, num_envs: int):
@@ -300,108 +307,79 @@ def make_envs(args, num_envs: int):
             # One-hot cells and the direction, without the text of the mission, in bytes
             from minigrid.wrappers import OneHotPartialObsWrapper
 
-            numbers = partial(gym.wrappers.FilterObservation, filter_keys=["image", "direction"])
-            bits = Box(0, 1, (7 * 7 * 20 + 4,), np.uint8)
-            to_bits = partial(gym.wrappers.TransformObservation, func=np.uint8, observation_space=bits)
-            wrappers += [OneHotPartialObsWrapper, numbers, gym.wrappers.FlattenObservation, to_bits]
+            def to_bits(obs):
+                return np.append(np.eye(4)[obs["direction"]], obs["image"]).astype(np.uint8)
+
+            bits = Box(0, 1, (4 + 7 * 7 * 20,), np.uint8)
+            transform = gym.wrappers.TransformObservation
+            wrappers += [OneHotPartialObsWrapper, partial(transform, func=to_bits, observation_space=bits)]
         mode = args.vectorization
         if mode == "auto":
             # None is the task's own vector environment, if it has one; that one takes no wrappers
             mode = "sync" if wrappers else None
         if "ALE/" in args.env_id:
-            import ale_py
+            import ale_py  # noqa: F401
 
-            gym.register_envs(ale_py)
             # ALE's vector environment skips frames and gives one grey image of 84 x 84. Single ones, used with a
             # wrapper or --vectorization sync, give colour images of 210 x 160
             if mode is None:
                 options = {"stack_num": 1, "reward_clipping": False}
-        envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
+        return gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
     except (gym.error.Error, ModuleNotFoundError) as error:
         fail(f"--env-id {args.env_id}: {error}")
-
-    # Exit now if training would fail, or run wrong, later
-    space = envs.single_observation_space
-    actions = envs.single_action_space
-    mode = envs.metadata.get("autoreset_mode")  # a member of AutoresetMode, or its value
-    problem = None
-    if envs.num_envs != num_envs:
-        problem = f"always has {envs.num_envs} environments: --num-envs per process, and --eval-episodes"
-    elif getattr(mode, "value", mode) not in ("NextStep", "SameStep"):
-        problem = f"metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not {mode}"
-    elif not isinstance(actions, Discrete):
-        problem = f"actions must be Discrete, not {actions}"
-    elif not space.is_np_flattenable:
-        problem = f"observations must be a fixed number of numbers, not {space}"
-    elif "uint8" in str(space) and gym.spaces.flatten_space(space).dtype != np.uint8:
-        problem = f"bytes beside other numbers would not be scaled; see the recipes, or convert {space}"
-    if problem:
-        fail(f"--env-id {args.env_id}: {problem}")
-    return envs
 
 
 # A step of the replay: the network's inputs, of which the last three are -1, 0 and zeros at the start of an episode,
 # and the action and the reward that followed
-Step = namedtuple("Step", "obs last_action last_reward state action reward")
+Step = namedtuple("Step", "obs last_action last_reward action reward state")
 
 
 class Player:
     """Plays in B environments, and holds the network's next inputs."""
 
-    def __init__(self, agent, envs, epsilons, device, seed):
+    def __init__(self, agent, envs, epsilons, seed):
         self.agent = agent
         self.envs = envs
-        self.epsilons = epsilons.to(device)  # [B]
-        obs = envs.reset(seed)
-        # The network's next inputs, changed in place, as CUDA graphs require
-        num_envs = envs.num_envs
-        with device:
-            self.obs = torch.tensor(obs)  # [B, *D]
-            self.last_action = torch.zeros(num_envs).long()
-            self.last_reward = torch.zeros(num_envs)
-            self.state = torch.zeros(num_envs, STATE_SIZE, agent.args.hidden_size)  # [B, 2, H]
-        self.set_inputs(obs, 0, 0, np.ones(num_envs, bool))
+        self.epsilons = epsilons  # [B]
+        size = envs.num_envs
+        self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size)  # observations, last actions, rewards
+        self.state = torch.zeros(size, STATE_SIZE, agent.args.hidden_size, device=epsilons.device)  # [B, 2, H]
+
+    def get_inputs(self):
+        """Return the network's next inputs."""
+        obs, last_action, last_reward = (torch.as_tensor(x, device=self.state.device) for x in self.arrays)
+        return obs, last_action, last_reward.float(), self.state
 
     @torch.no_grad()
-    def act(self):
-        """Choose actions [B], at random with probability epsilon; works in place, as CUDA graphs require."""
-        inputs = (x.unsqueeze(1) for x in (self.obs, self.last_action, self.last_reward))  # L = 1
-        q, state = self.agent(*inputs, self.state)  # [B, 1, A], [B, 2, H]
+    def act(self, *inputs):
+        """Choose actions [B], at random with probability epsilon; returns them and the next state."""
+        *steps, state = inputs
+        q, state = self.agent(*(x.unsqueeze(1) for x in steps), state)  # [B, 1, A] as L = 1, [B, 2, H]
         # Draw a random action everywhere, and take it with probability epsilon: shapes are fixed
+        best_action = q.squeeze(1).argmax(-1)
         is_random = torch.rand_like(self.epsilons) < self.epsilons
-        random_action = torch.randint_like(self.last_action, q.shape[-1])
-        self.last_action.copy_(torch.where(is_random, random_action, q.squeeze(1).argmax(-1)))
-        self.state.copy_(state)
-        return self.last_action
+        random_action = torch.randint_like(best_action, q.shape[-1])
+        return torch.where(is_random, random_action, best_action), state
 
     def step(self, act):
         """Take a step in each environment with `act`, which is self.act or its CUDA graph.
 
-        Returns a Step for each environment.
+        Returns a Step for each environment, and their Outcome.
         """
-        envs = self.envs
-        state = self.state.clone()
-        actions = act().cpu().numpy().copy()
-        envs.step(actions)
-        steps = [*map(Step, *self.host_inputs, state, actions, envs.rewards)]
-        self.set_inputs(envs.obs, actions, envs.rewards, envs.is_first)
-        return steps
+        actions, state = act(*self.get_inputs())
+        actions = actions.cpu().numpy()
+        outcome = self.envs.step(actions)
+        steps = [*map(Step, *self.arrays, actions, outcome.rewards, self.state)]
 
-    def set_inputs(self, obs, actions, rewards, is_first):
-        """Set the network's next inputs from arrays [B, ...]."""
         # Where an episode begins, there is no last action and no last reward, and the memory is empty
-        last_action = np.where(is_first, -1, actions)
-        last_reward = np.where(is_first, 0, rewards)
-        self.host_inputs = (obs, last_action, last_reward)  # for the replay
-        self.obs.copy_(torch.as_tensor(obs))
-        self.last_action.copy_(torch.as_tensor(last_action))
-        self.last_reward.copy_(torch.as_tensor(last_reward))
-        is_kept = torch.as_tensor(~is_first, device=self.state.device)
-        self.state.mul_(is_kept[:, None, None])
+        is_first = outcome.is_first
+        self.arrays = outcome.obs, np.where(is_first, -1, actions), np.where(is_first, 0, outcome.rewards)
+        self.state = state * torch.as_tensor(~is_first, device=state.device)[:, None, None]
+        return steps, outcome
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class SequenceReplay:
+class SequenceReplay(nn.Module):
     """Prioritized replay of windows of L steps, in `data` {name: [R, L, ...] or [R, ...]}.
 
     An episode of 12 steps and its windows with burn_in 2 (b), learn_length 5 (m) and n_step 1 (t):
@@ -413,14 +391,15 @@ class SequenceReplay:
 
     A window's trained steps are at burn_in and behind it. Its real steps are at `begin` to `end`; copies of the
     first and the last one fill the places before and behind them, and are not used.
+
+    The replay is a module because its state_dict then holds all windows. Steps that form none yet are left out.
     """
 
     def __init__(self, envs, args, device):
+        super().__init__()
         self.args = args
         self.length = args.burn_in + args.learn_length + args.n_step  # L
         self.batch_windows = args.batch_size // (args.learn_length * WORLD_SIZE)  # N
-        self.num_added = 0
-        self.windows = []  # new ones, which `store` writes
         # For each environment, the steps of its episode that the next window may need, and which of them is
         # trained next
         self.episodes = [[] for _ in range(envs.num_envs)]
@@ -445,70 +424,59 @@ class SequenceReplay:
                 }
                 # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so that
                 # their quotient is 1 before the first reward. Soon the 1e-6 matter little
-                self.reward_sums = torch.full((2,), 1e-6).double()
+                self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
         except RuntimeError:
             fail(f"--buffer-size ({size}) must be smaller: the memory of {device} cannot hold the windows")
+        self.register_buffer("num_added", torch.tensor(0))
+        for name, x in self.data.items():
+            self.register_buffer(name, x)
 
-    def add(self, steps, envs):
+    def add(self, steps, outcome):
         """Add a step of each environment, and cut the windows that are complete or end with the episode."""
         learn_length = self.args.learn_length
         for i, step in enumerate(steps):
             episode = self.episodes[i]
-            is_over = envs.is_first[i]
-            if envs.is_step[i]:
+            is_over = outcome.is_first[i]
+            if outcome.is_step[i]:
                 episode.append(step)
             if is_over:
                 # One more step, without an action, holds the last observation
                 last = episode[-1]
-                episode.append(Step(envs.last_obs[i], last.action, last.reward, last.state, 0, 0))
+                episode.append(Step(outcome.last_obs[i], last.action, last.reward, 0, 0, None))
             # Cut full windows, and what is left of an episode if it has at least one trained step
             start = self.starts[i]
             stop = start + learn_length + self.args.n_step
             while stop <= len(episode) or (is_over and start < len(episode) - 1):
-                is_terminated = is_over and envs.is_terminated[i] and stop >= len(episode)
-                self.windows.append(self.cut(episode, start, stop, is_terminated))
+                is_terminated = is_over and outcome.is_terminated[i] and stop >= len(episode)
+                self.store(episode, start, stop, is_terminated)
                 start += learn_length
                 stop += learn_length
-            # Keep what later windows burn in
-            num_old = len(episode) if is_over else max(0, start - self.args.burn_in)
+            # Keep what the next window burns in; nothing of an episode that is over
+            num_old = max(0, start - self.args.burn_in)
+            if is_over:
+                start = num_old = len(episode)
             del episode[:num_old]
-            self.starts[i] = 0 if is_over else start - num_old
+            self.starts[i] = start - num_old
 
-    def cut(self, episode, start, stop, is_terminated):
-        """Return the window of episode[start:stop] and the burn-in steps before it, by the names in `data`."""
+    def store(self, episode, start, stop, is_terminated):
+        """Store the window that trains episode[start] and the steps after it, with the largest priority."""
         burn_in = self.args.burn_in
         begin = 0 if start >= burn_in else burn_in
         steps = episode[start - burn_in + begin : stop]
         padded = [steps[0]] * begin + steps
         padded += [steps[-1]] * (self.length - len(padded))
-        columns = Step(*zip(*padded))._asdict()  # each a tuple of L
-        columns["obs"] = np.stack(columns["obs"])
-        columns["state"] = steps[0].state
-        end = begin + len(steps) - 1
-        return columns | {"begin": begin, "end": end, "is_terminated": is_terminated}
-
-    def store(self):
-        """Replace the oldest windows by the new ones, with the largest priority; returns how many are new.
-
-        All new windows are written at once, a field at a time: each copy to a GPU makes the host wait.
-        """
-        num_new = len(self.windows)
-        if num_new == 0:
-            return 0
-        priority = self.data["priority"]
-        self.num_added += num_new
-        windows = self.windows[-len(priority) :]  # the newest, if there are more than places
-        self.windows = []
-        index = torch.arange(self.num_added - len(windows), self.num_added, device=priority.device)
-        index %= len(priority)
-        for name in windows[0]:
-            values = [window[name] for window in windows]
-            # States are on the device already
-            values = torch.stack(values) if name == "state" else torch.as_tensor(np.array(values))
-            self.data[name][index] = values.to(self.data[name])
-        largest = priority.max()
-        priority[index] = torch.where(largest > 0, largest, 1.0)
-        return num_new
+        largest = self.data["priority"].max()
+        window = {name: np.array(x) for name, x in zip(Step._fields[:-1], zip(*padded))}
+        window["begin"] = begin
+        window["end"] = begin + len(steps) - 1
+        window["is_terminated"] = is_terminated
+        window["priority"] = largest.where(largest > 0, 1.0)
+        # The oldest window gives way
+        index = self.num_added % self.args.buffer_size
+        for name, x in window.items():
+            self.data[name][index] = torch.as_tensor(x)
+        self.data["state"][index] = steps[0].state
+        self.num_added += 1
 
     def sample(self):
         """Draw window indices [N] by eq. 4, and weights w [N] of eq. 3.
@@ -521,22 +489,10 @@ class SequenceReplay:
         powers = torch.where(priority > 0, priority.pow(self.args.alpha), 0.0)
         cumulative = powers.double().cumsum(0)
         parts = torch.arange(self.batch_windows, device=priority.device)  # [N]
-        points = parts + torch.rand_like(parts, dtype=torch.float64)  # float32 would round up to the end
-        index = torch.searchsorted(cumulative, points / len(points) * cumulative[-1])
-        index = index.clamp(max=len(cumulative) - 1)  # beyond the end only if a priority is not finite
+        points = (parts + torch.rand_like(parts, dtype=torch.float64)) / len(parts)  # float32 would round up to 1
+        index = torch.searchsorted(cumulative, points * cumulative[-1])
         weights = priority[index].pow(-self.args.alpha * self.args.beta)  # the sum in P cancels
         return index, weights / weights.max()
-
-    def state_dict(self):
-        """Return what a checkpoint keeps: all windows. Steps that form no window yet are left out."""
-        return self.data | {"num_added": self.num_added, "reward_sums": self.reward_sums}
-
-    def load_state_dict(self, state):
-        """Take over the windows of a checkpoint."""
-        self.num_added = state["num_added"]
-        self.reward_sums.copy_(state["reward_sums"])
-        for name, x in self.data.items():
-            x.copy_(state[name])
 
 
 # ---- R2D2 --------------------------------------------------------------------------------------------------
@@ -553,9 +509,10 @@ def inverse_value_rescale(y, eps):
     return y.sign() * w * (w + 2)
 
 
-def epsilon_ladder(num_envs, epsilon, exponent):
+def epsilon_ladder(args):
     """Return epsilon_i [B] of eq. 5 (Horgan et al. 2018)."""
-    return epsilon ** (1 + exponent * torch.arange(num_envs) / max(num_envs - 1, 1))
+    numbers = args.epsilon_exponent * torch.arange(args.num_envs)
+    return args.epsilon ** (1 + numbers / max(args.num_envs - 1, 1))
 
 
 def collect_steps(player, act, replay, args):
@@ -566,24 +523,25 @@ def collect_steps(player, act, replay, args):
     """
     envs = player.envs
     half = envs.num_envs // 2
+    num_old = int(replay.num_added)
     episodes = []
     num_steps = 0  # without those that only reset an environment
-    num_rewards = 0  # that are not zero
-    sum_of_squares = 0.0  # of rewards
+    rewards = []
     for _ in range(args.num_steps):
-        replay.add(player.step(act), envs)
-        for i in half + np.flatnonzero(envs.is_over[half:]):
+        steps, outcome = player.step(act)
+        replay.add(steps, outcome)
+        for i in half + np.flatnonzero(outcome.is_over[half:]):
             episodes.append((envs.returns[i], envs.lengths[i]))
-        num_steps += envs.is_step.sum()
-        num_rewards += (envs.rewards != 0).sum()
-        sum_of_squares += np.square(envs.rewards).sum()
-    num_windows = replay.store()
-    is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
+        num_steps += outcome.is_step.sum()
+        rewards.append(outcome.rewards)
 
+    # In total across processes, which begin to train together
+    is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
     with player.state.device:
-        replay.reward_sums += total(torch.tensor([num_rewards, sum_of_squares], dtype=torch.float64))
-        num_steps, num_windows = total(torch.tensor([num_steps, num_windows])).tolist()
-        num_ready = total(torch.tensor(int(is_ready)))  # processes; they begin to train together
+        counts = total(torch.tensor([num_steps, replay.num_added - num_old, is_ready]))
+        rewards = torch.tensor(np.array(rewards))
+    replay.reward_sums += total(torch.stack(((rewards != 0).sum(), rewards.square().sum())))
+    num_steps, num_windows, num_ready = counts.tolist()
     if num_ready < WORLD_SIZE:
         num_windows = 0
     return episodes, num_steps, num_windows
@@ -608,7 +566,8 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     """Compute y_t [N, m] of eq. 2 with double Q-learning (van Hasselt et al. 2016).
 
     q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
-    Step `last` [N], from 1 to m + n - 1, is the last of the window or its episode; from there on y_t is zero.
+    Step `last` [N], from 1 to m + n - 1, is the last of the window or its episode; from there on rewards are
+    zero, and y_t means nothing.
     """
     n_step = args.n_step
     steps = torch.arange(q.shape[1], device=q.device)  # [m + n]
@@ -617,9 +576,8 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     k = (t + n_step).minimum(last)  # [N, m]
 
     # Rewards after steps t to k - 1: unfold lists the n rewards after each step t, [N, m, n]
-    is_before_last = steps[:-1] < last  # [N, m + n - 1]
     discounts = args.gamma ** torch.arange(n_step, device=q.device)
-    returns = (rewards * is_before_last).unfold(1, n_step, 1) @ discounts  # [N, m]
+    returns = rewards.unfold(1, n_step, 1) @ discounts  # [N, m]
 
     # The value of step k: its action is chosen by Q, and valued by Q'. A terminal step has none
     best_action = q.argmax(2, keepdim=True)  # [N, m + n, 1]
@@ -627,25 +585,24 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     values = inverse_value_rescale(best_q, args.rescale_epsilon)
     is_terminal = is_terminated.unsqueeze(1) & (k == last)  # [N, m]
     values_at_k = values.gather(1, k) * ~is_terminal  # [N, m]
-    discount = args.gamma ** (k - t).clamp(min=0)  # k < t only behind the last step, where y_t is zero
-    targets = value_rescale(returns + discount * values_at_k, args.rescale_epsilon)
-    return targets * (t < last)
+    discount = args.gamma ** (k - t).clamp(min=0)  # k < t only after the last step, where y_t is not used
+    return value_rescale(returns + discount * values_at_k, args.rescale_epsilon)
 
 
 def sequence_priority(td_errors, is_trained, eta):
-    """Compute p [N] of eq. 4 from the TD errors [N, m] of steps where is_trained [N, m]."""
-    errors = td_errors.abs() * is_trained
+    """Compute p [N] of eq. 4 from TD errors [N, m], which are 0 unless is_trained [N, m]."""
+    errors = td_errors.abs()
     return eta * errors.amax(1) + (1 - eta) * errors.sum(1) / is_trained.sum(1)
 
 
-def r2d2_loss(agent, target, windows, weights, reward_scale, args):
+def r2d2_loss(agent, target, windows, weights, args):
     """Return, for each step [N, m]: its part of eq. 3, y - Q, and whether it is trained. Others have 0."""
     # Slices of the steps after burn_in: m are trained, and n more provide targets. What follows the last
     # observation of an episode is not trained
     last = windows["end"] - args.burn_in  # [N]
     is_trained = torch.arange(args.learn_length, device=last.device) < last.unsqueeze(1)  # [N, m]
     actions = windows["action"][:, args.burn_in : -args.n_step]  # [N, m]
-    rewards = windows["reward"][:, args.burn_in : -1] / reward_scale  # [N, m + n - 1]
+    rewards = windows["reward"][:, args.burn_in : -1]  # [N, m + n - 1]
 
     # Targets, from both networks. Only Q of the actions taken has a gradient
     q = unroll(agent, windows, args)  # [N, m + n, A]
@@ -665,14 +622,13 @@ def update_network(agent, target, optimizer, replay, args):
     """
     index, weights = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
-    reward_scale = 1.0
     if args.norm_reward:
         num_rewards, sum_of_squares = replay.reward_sums
-        reward_scale = (sum_of_squares / num_rewards).sqrt()
+        windows["reward"] /= (sum_of_squares / num_rewards).sqrt()
 
     # The loss is this process's share of the mean over the trained steps of all processes
     agent.train()  # for layers such as dropout and batch norm
-    losses, td_errors, is_trained = r2d2_loss(agent, target, windows, weights, reward_scale, args)
+    losses, td_errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
     num_trained = total(is_trained.sum().float())
     loss = losses.sum() / num_trained
     optimizer.zero_grad()
@@ -694,16 +650,16 @@ def update_network(agent, target, optimizer, replay, args):
 def evaluate(agent, args, device, stream):
     """Score one episode with greedy actions in each of `eval_episodes` environments."""
     envs = Environments(args, args.eval_episodes or 10)
-    epsilons = torch.zeros(envs.num_envs)
-    player = Player(agent, envs, epsilons, device, seed_everything(args.seed, stream))
+    epsilons = torch.zeros(envs.num_envs, device=device)
+    player = Player(agent, envs, epsilons, seed_everything(args.seed, stream))
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros_like(returns)
     is_running = lengths == 0
     while is_running.any() and lengths.max() < 10_000:
-        player.step(player.act)
-        returns += envs.rewards * is_running
+        _, outcome = player.step(player.act)
+        returns += outcome.rewards * is_running
         lengths += is_running
-        is_running &= ~envs.is_over
+        is_running &= ~outcome.is_over
     envs.close()
     if is_running.any():
         tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
@@ -740,17 +696,6 @@ def capture(function, *inputs):
 
     return replay
 
-def load_replay(replay, run):
-    """Load the windows of the run's checkpoint, if it has any of this task."""
-    saved = run.checkpoint["args"]
-    if "replay" not in run.checkpoint or saved.env_id != run.args.env_id:
-        return
-    for name in ("burn_in", "learn_length", "n_step", "buffer_size"):
-        if getattr(run.args, name) != getattr(saved, name):
-            flag = name.replace("_", "-")
-            fail(f"--{flag} must be {getattr(saved, name)}, as in the replay of {run.args.resume}")
-    replay.load_state_dict(run.checkpoint["replay"])
-
 
 def train(args, run):
     """Train the agent of a run; with --evaluate, only score it.
@@ -783,21 +728,28 @@ def train(args, run):
     # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
     optimizer.param_groups[0] |= options
 
-    # Set up the replay and the player. Each process gets large and small probabilities of random actions
+    # The replay: that of the checkpoint, unless it is of another task or its windows have another form
     replay = SequenceReplay(envs, args, device)
-    if run.checkpoint:
-        load_replay(replay, run)
+    names = "env_id burn_in learn_length n_step buffer_size".split()
+    saved = run.checkpoint
+    if saved and "replay" in saved and all(getattr(args, x) == getattr(saved["args"], x) for x in names):
+        replay.load_state_dict(saved["replay"])
     if args.checkpoint_replay:
         run.resume_parts["replay"] = replay
-    epsilons = epsilon_ladder(args.num_envs, args.epsilon, args.epsilon_exponent)[RANK::WORLD_SIZE]
-    player = Player(agent, envs, epsilons, device, seed_everything(args.seed, 1, progress.iteration, RANK))
+
+    # The player. Each process gets large and small probabilities of random actions
+    epsilons = epsilon_ladder(args)[RANK::WORLD_SIZE].to(device)
+    player = Player(agent, envs, epsilons, seed_everything(args.seed, 1, progress.iteration, RANK))
     act = player.act
     update = partial(update_network, agent, target, optimizer, replay, args)
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     num_windows = replay.batch_windows * WORLD_SIZE
-    batch = f"batches of {num_windows} windows with {num_windows * args.learn_length} trained steps"
-    name = type(envs.unwrapped).__name__
-    run.open(f"{name}, {args.num_envs} environments, {batch}, {device}", args.total_timesteps)
+    run.open(
+        f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}, "
+        f"batches of {num_windows * args.learn_length} trained steps",
+        args.total_timesteps,
+    )
+    longest = 0  # episode so far, in steps
 
     while progress.step < args.total_timesteps:
         seed_everything(args.seed, 1, progress.iteration + 1, RANK)
@@ -824,7 +776,7 @@ def train(args, run):
 
         # Record acting and the update after some updates, as Adam creates its state in the first step
         if use_graphs and num_updates and progress.num_updates > 2:
-            act = capture(act)
+            act = capture(act, *player.get_inputs())
             update = capture(update)
             use_graphs = False
 
@@ -840,7 +792,8 @@ def train(args, run):
         run.log(num_steps, scalars)
 
         # Evaluate. The longest episode so far predicts how many steps that takes
-        if run.should_evaluate(args.eval_episodes * envs.longest):
+        longest = max(longest, *envs.lengths)
+        if run.should_evaluate(args.eval_episodes * longest):
             score_policy(agent, args, device, run)
 
     # Evaluate the last policy
