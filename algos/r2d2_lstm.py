@@ -66,7 +66,7 @@ CUDA_GRAPHS = True
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
 # What the part `Run` must know of this script
 TASK_SETTINGS = ("env_id",)  # if one of them changes, the next evaluation counts as the best
-NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"  # to check if a checkpoint does not fit
+NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"  # of what a checkpoint must fit
 SCORE = "return"  # what decides which policy best.pt holds; higher is better
 
 
@@ -94,7 +94,7 @@ class Args:
     num_steps: int = 16  # steps in each environment between rounds of updates
     total_timesteps: int = 100_000  # environment steps, in total across environments
     epsilon: float = 0.4  # environment 0's probability of a random action; others have smaller ones, eq. 5
-    epsilon_exponent: float = 7.0  # eq. 5: the last environment's is epsilon to the power of this number plus 1
+    epsilon_exponent: float = 7.0  # eq. 5: the smallest probability is epsilon to the power of 1 + this
     # The network
     recurrent: bool = True  # use an LSTM; otherwise a feed-forward layer of equal width
     last_action_reward: bool = True  # also give the network the last action and reward: one-step memory
@@ -243,13 +243,14 @@ class Environments(gym.vector.VectorWrapper):
             self.single_observation_space = gym.spaces.flatten_space(space)
         self.dtype = np.uint8 if self.single_observation_space.dtype == np.uint8 else np.float32
         if self.dtype != np.uint8 and "uint8" in str(space):
-            fail(f"{self.name}: bytes beside other numbers would not be scaled; see the recipes, or convert {space}")
+            fail(f"{self.name}: a wrapper must scale bytes that stand beside other numbers, as in {space}")
 
     def reset(self, seed):
         """Begin an episode in each environment; returns observations [B, *D]."""
         obs, infos = self.env.reset(seed=seed)
-        self.returns = np.zeros(self.num_envs)  # of the current episodes, or of those that the last step ended
-        self.lengths = self.returns
+        # Of the current episodes, or of those that the last step ended
+        self.returns = np.zeros(self.num_envs)
+        self.lengths = np.zeros(self.num_envs, int)
         obs = self.to_array(obs)
         is_over = self.returns > 0
         self.newest = obs, is_over, is_over
@@ -290,7 +291,7 @@ class Environments(gym.vector.VectorWrapper):
         if not is_good.all():
             i = np.argwhere(~is_good)[0, 0]
             fail(
-                f"{self.name}: {name} of environment {i} in step {self.lengths[i]:.0f} of an episode: "
+                f"{self.name}: {name} of environment {i} in step {self.lengths[i]} of an episode: "
                 "not a number below 1e18 in size"
             )
 
@@ -341,9 +342,10 @@ class Player:
         self.agent = agent
         self.envs = envs
         self.epsilons = epsilons  # [B]
+        # The network's next inputs: observations [B, *D], last actions [B], last rewards [B], and its state [B, 2, H]
         size = envs.num_envs
-        self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size)  # observations, last actions, rewards
-        self.state = torch.zeros(size, STATE_SIZE, agent.args.hidden_size, device=epsilons.device)  # [B, 2, H]
+        self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size)
+        self.state = torch.zeros(size, STATE_SIZE, agent.args.hidden_size, device=epsilons.device)
 
     def get_inputs(self):
         """Return the network's next inputs."""
@@ -416,7 +418,9 @@ class SequenceReplay(nn.Module):
                     "last_reward": torch.zeros(shape),  # [R, L]
                     "action": torch.zeros(shape).long(),  # [R, L], after the observation
                     "reward": torch.zeros(shape),  # [R, L]
-                    "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], before step `begin`
+                    "state": torch.zeros(
+                        size, STATE_SIZE, args.hidden_size
+                    ),  # [R, 2, H], before step `begin`
                     "begin": torch.zeros(size).long(),  # index of the first real step, 0 or burn_in
                     "end": torch.zeros(size).long(),  # index of the last real step
                     "is_terminated": torch.zeros(size).bool(),  # is the last observation terminal
@@ -489,7 +493,8 @@ class SequenceReplay(nn.Module):
         powers = torch.where(priority > 0, priority.pow(self.args.alpha), 0.0)
         cumulative = powers.double().cumsum(0)
         parts = torch.arange(self.batch_windows, device=priority.device)  # [N]
-        points = (parts + torch.rand_like(parts, dtype=torch.float64)) / len(parts)  # float32 would round up to 1
+        # In float32, points could be rounded up to 1
+        points = (parts + torch.rand_like(parts, dtype=torch.float64)) / len(parts)
         index = torch.searchsorted(cumulative, points * cumulative[-1])
         weights = priority[index].pow(-self.args.alpha * self.args.beta)  # the sum in P cancels
         return index, weights / weights.max()
@@ -677,26 +682,6 @@ def score_policy(agent, args, device, run):
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
-
-
 def train(args, run):
     """Train the agent of a run; with --evaluate, only score it.
 
@@ -855,27 +840,36 @@ class Run:
 
         Exits if the folder cannot be written to.
         """
-        args = self.args
-        progress = self.progress
-        position = min(progress.step if position is None else position, length)
+        position = min(self.progress.step if position is None else position, length)
         self.tenths = 10 * position // length  # of the run that are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
         # In a file, the bar is a line every 30 seconds
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
-        if RANK > 0:
-            return
 
-        # The score to beat: that of best.pt, if there is one and its score means the same as the next one
+    def find_best(self):
+        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(args, x) for x in TASK_SETTINGS):
-            progress.best_score = best["progress"].best_score
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
         else:
-            progress.best_score = progress.last_score = None
+            self.progress.best_score = self.progress.last_score = None
 
-        # TensorBoard's log, and Weights & Biases, which gets it too
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
         name = self.path.name
         if args.track:
             import wandb
@@ -895,17 +889,11 @@ class Run:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
             # Hide what was logged after the checkpoint of a resumed run
-            self.writer = SummaryWriter(str(self.path), purge_step=progress.step + 1)
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", progress.step)
-
-        print_line(f"{self.path}: {description}, {position} of {length} done")
-        if self.checkpoint is None:
-            self.save()
-        elif self.checkpoint["path"].name != "checkpoint.pt":
-            print_line(f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt")
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
 
     def start_clocks(self):
         """Begin to measure the time of an iteration, without the evaluation before it."""
@@ -1118,17 +1106,17 @@ def main(argv=None):
     for name, value in vars(args).items():
         if type(value) not in (int, float):
             continue
-        flag = f"--{name.replace('_', '-')} ({value})"
         least = 1 if name in counts else 0
-        if not math.isfinite(value) or value < least:
-            fail(f"{flag} must be at least {least}, and finite")
-        if name in shares and value > 1:
-            fail(f"{flag} must be at most 1")
+        most = 1 if name in shares else sys.float_info.max
+        if not least <= value <= most:  # also if it is NaN
+            fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most:.3g}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
     least = args.learn_length * WORLD_SIZE
     if args.batch_size < least:
-        fail(f"--batch-size ({args.batch_size}) must be at least {least}, a window's trained steps in each process")
+        fail(
+            f"--batch-size ({args.batch_size}) must be at least {least}, a window's trained steps in each process"
+        )
     if args.evaluate and RANK > 0:
         return  # process 0 does it
     run = Run(args, args.env_id, checkpoint)
