@@ -344,13 +344,12 @@ class Player:
         self.epsilons = epsilons  # [B]
         # The network's next inputs: observations [B, *D], last actions [B], last rewards [B], and its state [B, 2, H]
         size = envs.num_envs
-        self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size)
+        self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size, np.float32)
         self.state = torch.zeros(size, STATE_SIZE, agent.args.hidden_size, device=epsilons.device)
 
     def get_inputs(self):
-        """Return the network's next inputs."""
-        obs, last_action, last_reward = (torch.as_tensor(x, device=self.state.device) for x in self.arrays)
-        return obs, last_action, last_reward.float(), self.state
+        """Return the network's next inputs as tensors."""
+        return [*(torch.as_tensor(x, device=self.state.device) for x in self.arrays), self.state]
 
     @torch.no_grad()
     def act(self, *inputs):
@@ -375,7 +374,8 @@ class Player:
 
         # Where an episode begins, there is no last action and no last reward, and the memory is empty
         is_first = outcome.is_first
-        self.arrays = outcome.obs, np.where(is_first, -1, actions), np.where(is_first, 0, outcome.rewards)
+        last_reward = np.where(is_first, 0, outcome.rewards).astype(np.float32)
+        self.arrays = outcome.obs, np.where(is_first, -1, actions), last_reward
         self.state = state * torch.as_tensor(~is_first, device=state.device)[:, None, None]
         return steps, outcome
 
@@ -575,8 +575,7 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     zero, and y_t means nothing.
     """
     n_step = args.n_step
-    steps = torch.arange(q.shape[1], device=q.device)  # [m + n]
-    t = steps[:-n_step]  # [m]
+    t = torch.arange(args.learn_length, device=q.device)  # [m]
     last = last.unsqueeze(1)  # [N, 1]
     k = (t + n_step).minimum(last)  # [N, m]
 
