@@ -139,9 +139,10 @@ class QNetwork(nn.Module):
         shape = space.shape
         self.is_channels_last = len(shape) > 2 and shape[-1] < shape[-3]
         sides = shape[-3:-1] if self.is_channels_last else shape[-2:]
-        self.obs_scale = float(space.high.max()) if space.dtype == np.uint8 else 1.0
+        is_bytes = space.dtype == np.uint8
+        self.obs_scale = float(space.high.max()) if is_bytes else 1.0
         # The three convolutions below turn 36 pixels into 8, then 3, then 1. Smaller images are flattened
-        self.is_image = self.obs_scale > 1 and len(shape) > 1 and min(sides) >= 36
+        self.is_image = is_bytes and len(shape) > 1 and min(sides) >= 36
 
         # Encoder: for images, the convolutions of Mnih et al. 2015 (output channels, kernel, stride)
         width = args.hidden_size
@@ -237,8 +238,10 @@ class Environments(gym.vector.VectorWrapper):
 
         # Observations that are no arrays are flattened, and discrete ones become one-hot
         self.is_same_step = mode == "SameStep"
+        self.to_rows = iter
         self.to_row = np.asarray
         if not isinstance(space, Box) or not space.shape:
+            self.to_rows = partial(gym.vector.utils.iterate, self.env.observation_space)
             self.to_row = partial(gym.spaces.flatten, space)
             self.single_observation_space = gym.spaces.flatten_space(space)
         self.dtype = np.uint8 if self.single_observation_space.dtype == np.uint8 else np.float32
@@ -282,8 +285,7 @@ class Environments(gym.vector.VectorWrapper):
 
     def to_array(self, obs):
         """Return the observations of all environments as an array [B, *D] of its own: some reuse theirs."""
-        rows = gym.vector.utils.iterate(self.env.observation_space, obs)
-        return np.array([self.to_row(x) for x in rows], self.dtype)
+        return np.array([self.to_row(x) for x in self.to_rows(obs)], self.dtype)
 
     def check(self, name, x):
         """Exit with one line that names the first observation or reward that cannot be trained on."""
