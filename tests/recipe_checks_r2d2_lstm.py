@@ -15,7 +15,7 @@ RECALL += " --burn-in 2 --learn-length 3 --n-step 2"
 
 
 def check_memory(path, state_size, *flags):
-    """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Returns the checkpoint and the module."""
+    """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Returns checkpoint and module."""
     done, module = run_edited(path, RECALL, *flags)
     assert read_scalars(done.path)["eval/episodic_return"][-1][1] >= 0.98
     checkpoint = load(done.path / "checkpoint.pt")
