@@ -228,7 +228,9 @@ class Environments(gym.vector.VectorWrapper):
         mode = getattr(mode, "value", mode)  # of a member of AutoresetMode
         # Exit now if training would fail, or run wrong, later
         if self.num_envs != num_envs:
-            fail(f"{self.name}: always has {self.num_envs} environments: --num-envs, and --eval-episodes")
+            fail(
+                f"{self.name}: always has {self.num_envs} environments: set --num-envs, --eval-episodes to that"
+            )
         if mode not in ("NextStep", "SameStep"):
             fail(f"{self.name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not {mode}")
         if not isinstance(self.single_action_space, Discrete):
@@ -420,9 +422,7 @@ class SequenceReplay(nn.Module):
                     "last_reward": torch.zeros(shape),  # [R, L]
                     "action": torch.zeros(shape).long(),  # [R, L], after the observation
                     "reward": torch.zeros(shape),  # [R, L]
-                    "state": torch.zeros(
-                        size, STATE_SIZE, args.hidden_size
-                    ),  # [R, 2, H], before step `begin`
+                    "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], before `begin`
                     "begin": torch.zeros(size).long(),  # index of the first real step, 0 or burn_in
                     "end": torch.zeros(size).long(),  # index of the last real step
                     "is_terminated": torch.zeros(size).bool(),  # is the last observation terminal
@@ -471,18 +471,19 @@ class SequenceReplay(nn.Module):
         steps = episode[start - burn_in + begin : stop]
         padded = [steps[0]] * begin + steps
         padded += [steps[-1]] * (self.length - len(padded))
-        largest = self.data["priority"].max()
-        window = {name: np.array(x) for name, x in zip(Step._fields[:-1], zip(*padded))}
+        window = Step(*zip(*padded))._asdict()  # each field is a tuple of L
+        window["state"] = steps[0].state
         window["begin"] = begin
         window["end"] = begin + len(steps) - 1
         window["is_terminated"] = is_terminated
-        window["priority"] = largest.where(largest > 0, 1.0)
-        # The oldest window gives way
-        index = self.num_added % self.args.buffer_size
-        for name, x in window.items():
-            self.data[name][index] = torch.as_tensor(x)
-        self.data["state"][index] = steps[0].state
+
+        # Write it in place of the oldest one
+        index = int(self.num_added) % self.args.buffer_size
         self.num_added += 1
+        for name, x in window.items():
+            self.data[name][index] = x if name == "state" else torch.as_tensor(np.array(x))
+        largest = self.data["priority"].max()
+        self.data["priority"][index] = largest.where(largest > 0, 1.0)
 
     def sample(self):
         """Draw window indices [N] by eq. 4, and weights w [N] of eq. 3.

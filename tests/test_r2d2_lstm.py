@@ -303,7 +303,7 @@ def test_new_windows_get_the_largest_priority():
     parts = _, _, replay = make_parts(args, Recorder())
     priority = replay.data["priority"]
     play(parts, args, 3)
-    n = replay.num_added
+    n = int(replay.num_added)
     assert n > 5 and priority.tolist() == [1.0] * n + [0.0] * (200 - n)
     priority[:n] = torch.linspace(0.2, 0.7, n)
     expected = priority.clone()
