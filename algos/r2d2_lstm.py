@@ -264,30 +264,32 @@ class Environments(gym.vector.VectorWrapper):
     def step(self, actions):
         """Take actions [B], counted from 0; returns an Outcome."""
         obs, rewards, terminated, truncated, infos = self.env.step(actions + self.single_action_space.start)
-        obs = self.to_array(obs)
         terminated = np.asarray(terminated, bool)
         is_over = terminated | np.asarray(truncated, bool)
         last_obs, was_over, was_terminated = self.newest
-        self.newest = obs, is_over, terminated
         is_step = ~was_over | self.is_same_step
+        # As floats, since the squares of small integers may overflow. Count again where an episode was over
+        rewards = np.where(is_step, np.asarray(rewards, np.float64), 0)
+        self.returns = np.where(was_over, 0, self.returns) + rewards
+        self.lengths = np.where(was_over, 0, self.lengths) + is_step
+        self.check("reward", rewards)
+
+        obs = self.to_array(obs)
+        self.newest = obs, is_over, terminated
         ended = was_over, last_obs, was_terminated
         if self.is_same_step:
             last_obs = obs.copy()
             for i in np.flatnonzero(is_over):
                 last_obs[i] = self.to_row(infos["final_obs"][i])
+            self.check("observation", last_obs)
             ended = is_over, last_obs, terminated
-
-        # As floats, since the squares of small integers may overflow. Count again where an episode was over
-        rewards = np.where(is_step, np.asarray(rewards, np.float64), 0)
-        self.returns = np.where(was_over, 0, self.returns) + rewards
-        self.lengths = np.where(was_over, 0, self.lengths) + is_step
-        self.check("observation", last_obs)
-        self.check("reward", rewards)
         return Outcome(obs, rewards, is_over, is_step, *ended)
 
     def to_array(self, obs):
         """Return the observations of all environments as an array [B, *D] of its own: some reuse theirs."""
-        return np.array([self.to_row(x) for x in self.to_rows(obs)], self.dtype)
+        array = np.array([self.to_row(x) for x in self.to_rows(obs)], self.dtype)
+        self.check("observation", array)
+        return array
 
     def check(self, name, x):
         """Exit with one line that names the first observation or reward that cannot be trained on."""
