@@ -256,6 +256,7 @@ class Environments(gym.vector.VectorWrapper):
         # Of the current episodes, or of those that the last step ended
         self.returns = np.zeros(self.num_envs)
         self.lengths = np.zeros(self.num_envs, int)
+        self.longest = 0  # length of the longest episode so far
         obs = self.to_array(obs)
         is_over = self.returns > 0
         self.newest = obs, is_over, is_over
@@ -272,18 +273,21 @@ class Environments(gym.vector.VectorWrapper):
         rewards = np.where(is_step, np.asarray(rewards, np.float64), 0)
         self.returns = np.where(was_over, 0, self.returns) + rewards
         self.lengths = np.where(was_over, 0, self.lengths) + is_step
+        self.longest = max(self.longest, self.lengths.max())
         self.check("reward", rewards)
 
         obs = self.to_array(obs)
         self.newest = obs, is_over, terminated
-        ended = was_over, last_obs, was_terminated
+        is_first = was_over
+        is_terminated = was_terminated
         if self.is_same_step:
+            is_first = is_over
+            is_terminated = terminated
             last_obs = obs.copy()
             for i in np.flatnonzero(is_over):
                 last_obs[i] = self.to_row(infos["final_obs"][i])
             self.check("observation", last_obs)
-            ended = is_over, last_obs, terminated
-        return Outcome(obs, rewards, is_over, is_step, *ended)
+        return Outcome(obs, rewards, is_over, is_step, is_first, last_obs, is_terminated)
 
     def to_array(self, obs):
         """Return the observations of all environments as an array [B, *D] of its own: some reuse theirs."""
@@ -738,7 +742,6 @@ def train(args, run):
         f"batches of {num_windows * args.learn_length} trained steps",
         args.total_timesteps,
     )
-    longest = 0  # episode so far, in steps
 
     while progress.step < args.total_timesteps:
         seed_everything(args.seed, 1, progress.iteration + 1, RANK)
@@ -781,8 +784,7 @@ def train(args, run):
         run.log(num_steps, scalars)
 
         # Evaluate. The longest episode so far predicts how many steps that takes
-        longest = max(longest, *envs.lengths)
-        if run.should_evaluate(args.eval_episodes * longest):
+        if run.should_evaluate(args.eval_episodes * envs.longest):
             score_policy(agent, args, device, run)
 
     # Evaluate the last policy

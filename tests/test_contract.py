@@ -121,8 +121,6 @@ CASES = {
             "--num-envs 7": NOT_DIVISIBLE,
             "--env-id probe_envs:BadMultiDiscrete-v0": "actions must be Discrete, not MultiDiscrete([2 3])",
             "--env-id probe_envs:NoResetLedger-v0": "must be NEXT_STEP or SAME_STEP, not Disabled",
-            "--env-id probe_envs:UndeclaredLedger-v0": "must be NEXT_STEP or SAME_STEP, not None",
-            "--env-id probe_envs:EightLedger-v0": "always has 8 environments: set --num-envs, --eval-episodes to that",
             "--env-id probe_envs:BadBytes-v0": "a wrapper must scale bytes that stand beside other numbers, as in Dict",
             "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id",
             "--hidden-size 17 --evaluate good.pt": "good.pt: not the network of --env-id, --hidden-size",

@@ -508,6 +508,16 @@ def test_minigrids_cells_are_ones_and_zeros_of_a_byte_each():
     assert (obs.sum(1) == 1 + 7 * 7 * 3).all() and (obs[:, :4].sum(1) == 1).all()
 
 
+def test_a_vector_environment_must_declare_its_mode_and_have_the_number_that_is_asked_for(tmp_path, capsys):
+    for env_id, flags, words in (
+        ("Undeclared", "", "metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not None"),
+        ("Eight", "", "always has 8 environments: set --num-envs, --eval-episodes to that"),
+        ("Eight", "--num-envs 8", "always has 8 environments: set --num-envs, --eval-episodes to that"),
+    ):
+        flags = f"--env-id probe_envs:{env_id}Ledger-v0 --run-dir {tmp_path} {flags}".split()
+        assert words in fail_with(capsys, r2d2.main, flags) and not list(tmp_path.iterdir())
+
+
 def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch, capsys):
     for env_id, package in (("MiniGrid-MemoryS7-v0", "minigrid.wrappers"), ("ALE/Pong-v5", "ale_py")):
         monkeypatch.setitem(sys.modules, package, None)
