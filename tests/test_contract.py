@@ -33,7 +33,7 @@ COMMON_FLAGS = """exp_name seed torch_deterministic cuda track wandb_project_nam
 run_dir resume evaluate eval_interval eval_episodes""".split()
 MAX_TOKENS = {
     "algos/ppo.py": 6050,
-    "algos/r2d2_lstm.py": 7350,
+    "algos/r2d2_lstm.py": 7400,
     "algos/reinforce_tsp_attention.py": 5400,
     "envs_shared/tsplib.py": 1200,
     "algos/alphazero_go.py": 8900,
