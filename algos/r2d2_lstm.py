@@ -85,7 +85,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at most ten a run)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task and acting
     env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
@@ -329,7 +329,7 @@ def make_envs(args, num_envs: int):
             # None is the task's own vector environment, if it has one; that one takes no wrappers
             mode = "sync" if wrappers else None
         if "ALE/" in args.env_id:
-            import ale_py  # noqa: F401
+            import ale_py  # noqa: F401, which registers the tasks
 
             # ALE's vector environment skips frames and gives one grey image of 84 x 84. Single ones, used with a
             # wrapper or --vectorization sync, give colour images of 210 x 160
@@ -340,8 +340,8 @@ def make_envs(args, num_envs: int):
         fail(f"--env-id {args.env_id}: {error}")
 
 
-# A step of the replay: the network's inputs, of which the last three are -1, 0 and zeros at the start of an episode,
-# and the action and the reward that followed
+# A step of an environment: the observation, the action and the reward before it (-1 and 0 at the start of an episode),
+# those after it, and the LSTM's state [2, H] before it
 Step = namedtuple("Step", "obs last_action last_reward action reward state")
 
 
@@ -352,7 +352,7 @@ class Player:
         self.agent = agent
         self.envs = envs
         self.epsilons = epsilons  # [B]
-        # The network's next inputs: observations [B, *D], last actions [B], last rewards [B], and its state [B, 2, H]
+        # The network's next inputs: arrays of observations [B, *D], last actions and last rewards; state [B, 2, H]
         size = envs.num_envs
         self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size, np.float32)
         self.state = torch.zeros(size, STATE_SIZE, agent.args.hidden_size, device=epsilons.device)
@@ -362,10 +362,10 @@ class Player:
         return [*(torch.as_tensor(x, device=self.state.device) for x in self.arrays), self.state]
 
     @torch.no_grad()
-    def act(self, *inputs):
+    def act(self, obs, last_action, last_reward, state):
         """Choose actions [B], at random with probability epsilon; returns them and the next state."""
-        *steps, state = inputs
-        q, state = self.agent(*(x.unsqueeze(1) for x in steps), state)  # [B, 1, A] as L = 1, [B, 2, H]
+        inputs = (x.unsqueeze(1) for x in (obs, last_action, last_reward))  # L = 1
+        q, state = self.agent(*inputs, state)  # [B, 1, A], [B, 2, H]
         # Draw a random action everywhere, and take it with probability epsilon: shapes are fixed
         best_action = q.squeeze(1).argmax(-1)
         is_random = torch.rand_like(self.epsilons) < self.epsilons
