@@ -121,6 +121,8 @@ def check_windows(replay, ledgers, args):
 )
 @example("Ledger-v0", [0.1, 0.4], (3, 5, 2), 20, 300, 0)
 @example("SameStepLedger-v0", [0.1, 1.0], (6, 4, 6), 7, 300, 1)
+@example("OtherLedger-v0", [0.1, 0.4], (3, 5, 2), 20, 300, 0)
+@example("OtherSameStepLedger-v0", [0.1, 0.4], (3, 5, 2), 20, 300, 0)
 @example("SameStepLedger-v0", [0.1, 0.02], (1, 3, 1), 7, 5, 2)
 def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
     env_id, p_ends, lengths, num_steps, buffer_size, seed
