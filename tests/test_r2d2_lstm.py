@@ -709,10 +709,13 @@ def test_a_run_that_is_resumed_with_another_task_has_an_empty_replay_and_no_best
     scores = iter((5.0, 3.0))
     result = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
     monkeypatch.setattr(r2d2, "evaluate", lambda *_: result | {"eval/episodic_return": next(scores)})
-    flags = f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 600 --eval-interval 1000"
+    flags = (
+        f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 600 --eval-interval 1000 --learn-length 4"
+    )
+    flags += " --n-step 2"
     path = run(tmp_path, flags).path
     before = load(path / "checkpoint.pt")
-    more = f"--resume {path / 'checkpoint.pt'} --env-id probe_envs:NoLimit-v0 --learn-length 4 --n-step 2"
+    more = f"--resume {path / 'checkpoint.pt'} --env-id probe_envs:NoLimit-v0"
     r2d2.main(f"{more} --total-timesteps 660 --eval-episodes 0".split())
     after = load(path / "checkpoint.pt")
     assert before["replay"]["num_added"] > 30 > after["replay"]["num_added"] > 0
