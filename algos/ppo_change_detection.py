@@ -104,7 +104,7 @@ class Args:
     head_lr_scale: float = 3.0  # learning rate of the policy and value heads, as a multiple of the others'
     anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
     num_envs: int = 256  # pairs B of a rollout, in total across processes
-    cost: float = 0.45  # price: the F1 that one look at each query costs, eq. 1
+    cost: float = 0.3  # price: the F1 that one look at each query costs, eq. 1
     beta: float = 0.1  # weight beta of the log-likelihood, eq. 2
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
@@ -145,7 +145,7 @@ class Agent(nn.Module):
         # features of each date
         self.read_date = Conv2d(3, 16, 2 * args.cell_size, args.cell_size)
         self.refiner = nn.Sequential(
-            Conv2d(2 * self.num_dates * 16, 32, 2),
+            Conv2d((2 * self.num_dates - 1) * 16, 32, 2),
             nn.ReLU(),
             Conv2d(32, 32, 3, padding=1),
             nn.ReLU(),
@@ -163,7 +163,7 @@ class Agent(nn.Module):
         )
         nn.init.zeros_(self.heads[-1].weight)
         # At first a query looks with probability 0.88, so that PPO sees what later looks earn
-        self.heads[-1].bias.data = torch.tensor([2.0, 1e-3])
+        self.heads[-1].bias.data = torch.tensor([2.0, 0.0])
         self.register_buffer("running_f1", torch.tensor(0.5))  # f1 of eq. 2
         self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
 
@@ -182,7 +182,7 @@ class Agent(nn.Module):
         # [K, J, 16, P / c + 1, P / c + 1]
         dates = self.read_date(images).relu().unflatten(0, (-1, self.num_dates))
         dates = dates * is_shown[:, :, None, None, None]
-        differences = (dates - dates[:, :1]).abs()
+        differences = (dates[:, 1:] - dates[:, :1]).abs()  # of the later dates to the first
         corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))
         ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
         return torch.cat((corrections.flatten(1), ranges.flatten(1)), 1)
@@ -320,11 +320,11 @@ def compute_log_probs(agent, logits, looks, means, correction):
     return torch.stack((decision, drawn * looks), 1)
 
 
-def play(agent, images, labels, args, rule=None, std=0.0):
+def play(agent, images, labels, args, rule=None, std=None):
     """Play an episode of each query of pictures [B, 3 J, S, S] with labels [B, G, h, w].
 
     A query looks if `rule(env, logits)` [B, h, w] is true or, without a rule, if the policy prefers to look.
-    Corrections get noise of standard deviation `std`. Returns the final environment and a rollout.
+    With `std`, corrections get noise of this standard deviation. Returns the final environment and a rollout.
     """
     env = ChangeEnv(agent)
     steps = []
@@ -333,7 +333,9 @@ def play(agent, images, labels, args, rule=None, std=0.0):
         logits, values = agent.decide(obs)
         looks = env.is_active & (rule(env, logits) if rule else logits > 0)
         means, shown = agent.look(images, obs, looks)
-        correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
+        correction = means
+        if std is not None:
+            correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
         action = {"stop": ~looks, "correction": correction, "shown": shown}
         log_probs = compute_log_probs(agent, logits, looks, means, correction)
         next_obs, rewards, info = env.step(action)
@@ -550,8 +552,8 @@ class Progress:
     step: int = 0  # pairs trained on, in total across processes
     eval_steps: int = 0  # val pairs evaluated
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # mean return of best.pt on val, None before the first evaluation
-    last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+    best_score: float | None = None  # eval/net of best.pt on val, None before the first evaluation
+    last_score: float | None = None  # eval/net of the newest policy, None if it was not evaluated
     threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val
 
 
@@ -712,8 +714,8 @@ def train(args, run_path: Path, checkpoint=None):
     def score_policy():
         """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better.
 
-        A difference below the standard error is noise: then the newer policy is kept. With a single val pair
-        this error is NaN, and the newer one is kept too.
+        The score is F1 less the price of the looks. The return would not do: it contains the running F1 of
+        eq. 2, which moves during the run, so that returns of two policies are not comparable.
         """
         scores = evaluate(agent, args, val)
         for name, score in scores.items():
@@ -721,9 +723,8 @@ def train(args, run_path: Path, checkpoint=None):
         bar.set_postfix_str(f"F1 {scores['eval/f1']:.3f}", refresh=False)
         progress.eval_steps += len(val)
         progress.threshold = scores["eval/threshold"]
-        progress.last_score = scores["eval/episodic_return"]
-        highest = progress.last_score + scores["eval/standard_error"]
-        if progress.best_score is None or not highest < progress.best_score:
+        progress.last_score = scores["eval/net"]
+        if progress.best_score is None or progress.last_score >= progress.best_score:
             progress.best_score = progress.last_score
             save("best.pt")
         save("checkpoint.pt")
@@ -815,7 +816,7 @@ def train(args, run_path: Path, checkpoint=None):
     if args.eval_episodes:
         winner = print_rules(agent, args, val, test, load_checkpoint(run_path / "best.pt"))
         scores = (
-            f"return of best.pt {progress.best_score:.4f}, of the last policy {progress.last_score:.4f}; "
+            f"F1 less price on val: best.pt {progress.best_score:.4f}, the last policy {progress.last_score:.4f}; "
             f"{winner} earned most on test"
         )
     print(f"{run_path}: {scores}")

@@ -96,7 +96,7 @@ def compute_f1(probability, pairs, threshold: float | None = None) -> tuple[floa
     """Compute F1 of all pixels that count, from probabilities of change [M, H, W]; return the threshold too.
 
     A pixel is called changed if its probability is at least the threshold. If that is None, the one of 0, 0.01,
-    ..., 1 with the largest F1 is taken.
+    ..., 1 with the largest F1 is taken; without changed pixels all are equal, and it is 0.5.
     """
     is_counted = pairs[:, -1] != UNCOUNTED
     is_changed = pairs[:, -1] == 1
@@ -106,7 +106,9 @@ def compute_f1(probability, pairs, threshold: float | None = None) -> tuple[floa
         total = says_change.sum() + is_changed.sum() + 1e-9
         return (2 * (says_change & is_changed).sum() / total).item()
 
-    if threshold is None:
+    if threshold is None and not is_changed.any():
+        threshold = 0.5  # nothing to tune it with
+    elif threshold is None:
         threshold = max(np.linspace(0, 1, 101).tolist(), key=score)
     return score(threshold), threshold
 

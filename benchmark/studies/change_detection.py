@@ -55,10 +55,10 @@ from algos import ppo_change_detection as cd
 from envs_shared import change_pairs
 
 PAGE = "ppo_change_detection"
-SEEDS = range(27001, 27021)
+SEEDS = range(27021, 27041)
 SHARE = 0.1  # of changed pixels in haze: a price in reward is 2 x SHARE x --cost
 STUDIES = {
-    "haze": ("", (0.09,)),
+    "haze": ("", (0.06,)),
     "five prices": ("", (0.05, 0.07, 0.09, 0.0975, 0.115)),
     "haze-3": ("--env-id haze-3 --num-steps 3", (0.06,)),
 }  # flags, prices of a look, each about 0.92 of that of the widest lead by calculation
@@ -74,7 +74,10 @@ METHODS = {
     "oracle": "oracle",
 }
 MARGIN, MOST_SECONDS = 0.03, 60  # of the criterion
-NUM_HEAD_STEPS = 400  # gradient steps of a regression, on 1,024 queries each
+NUM_HEAD_STEPS = 8000  # gradient steps of a regression, on 1,024 queries each: as many CPU-seconds as PPO
+NUM_HEAD_BATCHES = 64  # batches of 64 pairs that a regression learns from
+# Levels of the rules that are tuned to earn most
+LEVELS = {"threshold": np.linspace(0, 1, 11) ** 3, "all": np.linspace(-0.1, 0.2, 16)}
 
 
 def run_script(*flags) -> tuple[Path, float]:
@@ -114,7 +117,7 @@ def train_gain_head(agent, args, train_pairs, looks_ahead: bool):
     torch.manual_seed(args.seed)
     states, gains = [], []
     with torch.no_grad():
-        for _ in range(16):
+        for _ in range(NUM_HEAD_BATCHES):
             images, labels = change_pairs.draw_batch(train_pairs, 64, args)
             _, rollout = cd.play(agent, images, labels, args, lambda env, logits: logits == logits)
             states.append(torch.cat((rollout["query"], rollout["seen"]), 2).movedim(2, -1))
@@ -161,18 +164,26 @@ class Oracle:
         return self.is_roof[part] & ~self.is_hazy[:step, part].any(0)
 
 
+def make_rule(score, level: float):
+    """Make the rule that a query looks if `score(env)` is above a level."""
+    return lambda env, logits: score(env) > level
+
+
 def tune_rule(score, agent, args, pairs, num_looks: float):
     """Find the level of `score(env)` above which queries look `num_looks` times on `pairs`; returns the rule."""
-
-    def make_rule(level: float):
-        return lambda env, logits: score(env) > level
 
     low, high = -1.0, 1.5
     for _ in range(14):
         level = (low + high) / 2
-        _, looks, _ = cd.classify(agent, args, pairs, make_rule(level))
+        _, looks, _ = cd.classify(agent, args, pairs, make_rule(score, level))
         low, high = (level, high) if looks.mean() > num_looks else (low, level)
-    return make_rule(high)
+    return make_rule(score, high)
+
+
+def find_best_rule(score, levels, agent, args, pairs):
+    """Find the level of `score(env)` with the largest F1 less price on `pairs`; returns the rule."""
+    nets = [cd.evaluate(agent, args, pairs, None, make_rule(score, x))["eval/net"] for x in levels]
+    return make_rule(score, levels[int(np.argmax(nets))])
 
 
 def score_rule(agent, args, val, test, on_val=None, on_test=None) -> dict[str, float]:
@@ -208,6 +219,10 @@ def measure_methods(agent, args, names, num_looks: float | None = None) -> dict[
             if name != "threshold":
                 score, metrics[f"{name}_seconds"] = train_gain_head(agent, args, train_pairs, name == "all")
             rule = tune_rule(score, agent, args, val, num_looks)
+            if name in LEVELS:
+                earning = find_best_rule(score, LEVELS[name], agent, args, val)
+                scores = score_rule(agent, args, val, test, earning, earning)
+                metrics |= {f"{name}_own_{key}": value for key, value in scores.items()}
         pair = draw_truth(args, val, test, num_looks) if name == "oracle" else (rule, rule)
         scores = score_rule(agent, args, val, test, *pair)
         metrics |= {f"{name}_{key}": value for key, value in scores.items()}
@@ -217,8 +232,8 @@ def measure_methods(agent, args, names, num_looks: float | None = None) -> dict[
 # ---- Runs ----
 
 
-def measure_seed(study: str, seed: int, cost: float, detector: Path, more: str) -> dict:
-    """Run the script with a seed and a price, and score all methods on its network and on the `detector`."""
+def measure_seed(study: str, seed: int, cost: float, more: str) -> dict:
+    """Run the script with a seed and a price, and score all methods on its network."""
     path, seconds = run_script(
         STUDIES[study][0], more, "--seed", seed, "--cost", round(cost / (2 * SHARE), 6)
     )
@@ -226,25 +241,40 @@ def measure_seed(study: str, seed: int, cost: float, detector: Path, more: str) 
     row = {"study": study, "seed": seed, "cost": cost, "seconds": round(seconds, 1)}
     row["best"] = measure_methods(*load_agent(path / "best.pt"), ["ppo", *rivals])
     row["last"] = measure_methods(*load_agent(path / "checkpoint.pt"), ["ppo", "oracle"])
+    return row
+
+
+def measure_control(row: dict, more: str) -> dict:
+    """Train a detector without PPO, and score the rivals on it; returns the row with their scores."""
+    flags, cost = STUDIES[row["study"]][0], row["cost"]
+    detector, seconds = run_script(flags, DETECTOR, more, "--seed", row["seed"])
+    rivals = [name for name in METHODS if name not in ("ppo", "last", "next")]
     agent, args = load_agent(detector / "checkpoint.pt")
     args.cost = cost / (2 * SHARE)
     agent.share.fill_(SHARE)
     _, val, _ = cd.load_pairs(args, torch.device("cpu"))
     f1 = cd.evaluate(agent, args, val, None, lambda env, logits: logits == logits)["eval/f1"]
     agent.running_f1.fill_(f1)  # F of eq. 2, which PPO measures while it trains
-    row["control"] = measure_methods(agent, args, rivals, row["best"]["val_looks"])
-    return row
+    control = measure_methods(agent, args, rivals, row["best"]["val_looks"])
+    return row | {"control": control, "detector_seconds": round(seconds, 1)}
 
 
-def measure(studies: list[str], seeds: list[int], more: str) -> None:
-    """Do the runs of `studies`; save each as it ends, in place of an earlier result of the same run."""
+def measure(studies: list[str], seeds: list[int], more: str, parts: list[str]) -> None:
+    """Do the runs of `studies` that have no result yet; save each as it ends."""
     torch.set_num_threads(1)
-    for study, seed in product(studies, seeds):
-        flags, prices = STUDIES[study]
-        detector, seconds = run_script(flags, DETECTOR, more, "--seed", seed)
-        for cost in prices:
-            row = measure_seed(study, seed, cost, detector, more) | {"detector_seconds": round(seconds, 1)}
-            helpers.save_rows("change_detection", [row], ("study", "seed", "cost"))
+    keys = ("study", "seed", "cost")
+    for part, study, seed in product(parts, studies, seeds):
+        for cost in STUDIES[study][1]:
+            results = common.load_results("change_detection") or {"rows": []}
+            rows = {tuple(row[name] for name in keys): row for row in results["rows"]}
+            row = rows.get((study, seed, cost))
+            if part == "ppo" and row is None:
+                row = measure_seed(study, seed, cost, more)
+            elif part == "control" and row is not None and "control" not in row:
+                row = measure_control(row, more)
+            else:
+                continue
+            helpers.save_rows("change_detection", [row], keys)
             print(row, flush=True)
 
 
@@ -498,6 +528,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=["haze"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--parts", nargs="+", choices=("ppo", "control"), default=["ppo", "control"])
     parser.add_argument("--flags", default="", help="more flags of all runs")
     parser.add_argument(
         "--results", type=Path, default=common.RESULTS, help="folder of change_detection.json"
@@ -517,4 +548,4 @@ if __name__ == "__main__":
     if options.picture:
         draw_task(options.picture, common.FIGURES / "change_task.png")
         sys.exit()
-    measure(options.studies, options.seeds, options.flags)
+    measure(options.studies, options.seeds, options.flags, options.parts)
