@@ -230,9 +230,9 @@ class Agent(nn.Module):
         self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
         self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
 
-    def decide(self, obs):
+    def decide(self, embedding, seen):
         """Return the logits of a look and the values V, [B, h, w] each; neither depends on the step."""
-        return self.heads(torch.cat((obs["embedding"], obs["seen"]), 1)).unbind(1)
+        return self.heads(torch.cat((embedding, seen), 1)).unbind(1)
 
     def look(self, images, step_indices, looks):
         """Read the windows of patches with `looks` [B, h, w] in pictures [B, J C, S, S] at steps [B].
@@ -273,61 +273,30 @@ class Agent(nn.Module):
         return correction, features
 
 
-# ---- Environments ------------------------------------------------------------------------------------------
-def load_pairs(args, device, splits=change_pairs.SPLITS):
-    """Return the pairs of each split as described in envs_shared/change_pairs.py; exits if that fails."""
+# ---- Pairs -------------------------------------------------------------------------------------------------
+def read_or_fail(read, *args):
+    """Return read(*args); exits with one line if that raises an error of pictures, folders or files."""
     try:
-        pairs = change_pairs.load_pairs(args, splits)
+        return read(*args)
     except (ValueError, OSError) as error:
         fail(str(error))
+
+
+def load_pairs(args, device, splits=change_pairs.SPLITS):
+    """Return the pairs of each split as described in envs_shared/change_pairs.py."""
+    pairs = read_or_fail(change_pairs.load_pairs, args, splits)
     return [torch.from_numpy(pairs[split]).to(device) for split in splits]
 
 
-class ChangeEnv:
-    """B pairs, where each patch is an episode: it looks until it stops, at most T times."""
-
-    def __init__(self, agent):
-        self.agent = agent
-        self.args = agent.args
-
-    def reset(self, images, labels):
-        """Begin with pictures [B, J C, S, S] and labels [B, G, h, w], and return the first observation."""
-        self.labels = labels
-        embedding = self.agent.detector.embed(F.avg_pool2d(images, self.args.coarse_size))  # [B, D, h, w]
-        num_pairs, _, height, width = embedding.shape
-        # All patches are active (they have not stopped), and none has seen anything
-        self.is_active = torch.ones(num_pairs, height, width, dtype=torch.bool, device=images.device)
-        seen = embedding.new_zeros(num_pairs, self.agent.detector.num_features, height, width)
-        return self.observe(embedding, seen, torch.zeros_like(self.is_active[:, 0, 0], dtype=torch.long))
-
-    def observe(self, embedding, seen, step_indices):
-        """Classify the cells, compute the worth of each patch's map, and return the observation."""
-        self.cell_logits = self.agent.detector.classify(embedding)  # [B, G, h, w]
-        self.worth = compute_worth(self.cell_logits, self.labels, self.agent.running_f1, self.args.beta)
-        self.obs = {"embedding": embedding, "seen": seen, "step_indices": step_indices}
-        return self.obs
-
-    def step(self, looks, correction, features):
-        """Give the patches that look [B, h, w] what they read, and return observation and rewards of eq. 1.
-
-        Patches that do not look stop; corrections [B, G, h, w] and features [B, E, h, w] are zero for them.
-        """
-        last_worth = self.worth
-        embedding = self.obs["embedding"] + self.agent.up(correction)
-        obs = self.observe(embedding, self.obs["seen"] + features, self.obs["step_indices"] + 1)
-        self.is_active = looks
-        price = 2 * self.agent.share * self.args.cost
-        rewards = (self.worth - last_worth - price) * looks
-        return obs, rewards
-
-
 # ---- Storage -----------------------------------------------------------------------------------------------
-# A rollout is a dictionary of tensors [T, B, ...], row t of step t. What you add to the dictionary `row` in `play` is
-# stored and batched too; its first dimension must be B:
-#     embedding, seen, step_indices    observation: [D, h, w], sum of the features shown [E, h, w], and t
+# A rollout is a dictionary of tensors [T, B, ...], row t of step t. What you add to a row in `play` is stored and
+# batched too; its first dimension must be B:
+#     embedding, seen, step_indices    state: [D, h, w], sum of the features shown [E, h, w], and t
+#     cell_logits                      of the map before the step [G, h, w]
 #     is_active                        which patches had not stopped before the step [h, w]
+#     look_logits, values              of the policy that acted [h, w]
 #     looks, correction                action [h, w], [G, h, w]
-#     log_probs, values                of the policy that acted, [2, h, w] and [h, w]
+#     log_probs                        of the two factors of eq. 4 [2, h, w]
 #     rewards                          [h, w]
 #     next_embedding                   the embedding after the step, which is classified
 #     advantages, returns              of eq. 3 and 5
@@ -345,8 +314,8 @@ def get_minibatches(rollout, images, labels, args):
 
 # ---- Detector ----------------------------------------------------------------------------------------------
 def cross_entropy(logits, labels):
-    """Compute this process's share of the mean cross entropy over all labels but those of -1."""
-    is_counted = (labels >= 0).float()
+    """Compute this process's share of the mean cross entropy over all cells that count."""
+    is_counted = (labels != change_pairs.UNCOUNTED).float()
     loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
     return loss / total(is_counted.sum()).clamp(min=1)
 
@@ -390,10 +359,10 @@ def take_step(agent, optimizer, loss, args):
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
 def compute_worth(logits, labels, f1, beta):
-    """Compute w [B, h, w] of eq. 2 from logits and labels [B, G, h, w]; cells with the label -1 do not count."""
+    """Compute w [B, h, w] of eq. 2 from logits and labels [B, G, h, w]; cells with the label 255 do not count."""
     log_likelihood = F.logsigmoid(logits * (2 * labels - 1)).clamp(min=-7)
     worth = beta * log_likelihood + (logits.sigmoid() > f1 / 2) * (2 * labels - f1)
-    is_counted = labels >= 0
+    is_counted = labels != change_pairs.UNCOUNTED
     return (worth * is_counted).sum(1) / is_counted.sum(1).clamp(min=1)
 
 
@@ -417,78 +386,86 @@ def compute_log_probs(agent, logits, looks, means, correction):
     return torch.stack((decision, drawn * looks), 1)
 
 
-def sample(env, logits):
+def sample(row):
     """Rule of training: look with the policy's probability."""
-    return torch.rand_like(logits) < logits.sigmoid()
+    return torch.rand_like(row["look_logits"]) < row["look_logits"].sigmoid()
 
 
-def prefer(env, logits):
+def prefer(row):
     """Rule of evaluations: look if the policy prefers that to stopping."""
-    return logits > 0
+    return row["look_logits"] > 0
 
 
 def play(agent, images, labels, args, rule=prefer, std=None):
     """Play an episode of each patch of pictures [B, J C, S, S] with labels [B, G, h, w].
 
-    An active patch looks if `rule(env, logits)` [B, h, w] is true. With `std`, corrections get noise of this
-    standard deviation. Returns the final environment and a rollout.
+    An active patch looks if `rule(row)` [B, h, w] is true, of the part of a rollout's row that is known before
+    the action. With `std`, corrections get noise of this standard deviation. Returns the rollout, the final
+    logits of the cells [B, G, h, w], and which patches never stopped [B, h, w].
     """
-    env = ChangeEnv(agent)
-    obs = env.reset(images, labels)
+    detector = agent.detector
+    embedding = detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
+    cell_logits = detector.classify(embedding)
+    worth = compute_worth(cell_logits, labels, agent.running_f1, args.beta)  # [B, h, w]
+    price = 2 * agent.share * args.cost
+    # All patches are active (they have not stopped), and none has seen anything
+    is_active = torch.ones_like(worth, dtype=torch.bool)
+    seen = worth.new_zeros(len(worth), detector.num_features, *worth.shape[1:])
     rows = []
-    for _ in range(args.num_steps):
-        is_active = env.is_active
-        logits, values = agent.decide(obs)
-        looks = is_active & rule(env, logits)
-        means, features = agent.look(images, obs["step_indices"], looks)
+    for step in range(args.num_steps):
+        row = {"embedding": embedding, "seen": seen, "cell_logits": cell_logits, "is_active": is_active}
+        row["step_indices"] = torch.full((len(worth),), step, device=worth.device)
+        row["look_logits"], row["values"] = agent.decide(embedding, seen)
+
+        # Act: look, or stop for good
+        looks = is_active & rule(row)
+        means, features = agent.look(images, row["step_indices"], looks)
         correction = means
         if std is not None:
             correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
-        next_obs, rewards = env.step(looks, correction, features)
-        row = obs | {
-            "is_active": is_active,
-            "looks": looks,
-            "correction": correction,
-            "log_probs": compute_log_probs(agent, logits, looks, means, correction),
-            "values": values,
-            "rewards": rewards,
-            "next_embedding": next_obs["embedding"],
-        }
+        row["looks"] = looks
+        row["correction"] = correction
+        row["log_probs"] = compute_log_probs(agent, row["look_logits"], looks, means, correction)
+
+        # What comes of it
+        last_worth = worth
+        embedding = embedding + agent.up(correction)
+        seen = seen + features
+        cell_logits = detector.classify(embedding)
+        worth = compute_worth(cell_logits, labels, agent.running_f1, args.beta)
+        row["rewards"] = (worth - last_worth - price) * looks  # eq. 1
+        row["next_embedding"] = embedding
+        is_active = looks
         rows.append(row)
-        obs = next_obs
-    return env, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    rollout = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return rollout, cell_logits, is_active
 
 
 @torch.no_grad()
 def collect_rollout(agent, images, labels, args):
     """Play episodes with sampled decisions and corrections; return the rollout and what to log."""
-    env, rollout = play(agent, images, labels, args, sample, agent.log_std.exp())
+    rollout, cell_logits, is_active = play(agent, images, labels, args, sample, agent.log_std.exp())
+    looks = rollout["looks"]
     rollout["advantages"] = compute_gae(
-        rollout["rewards"], rollout["values"], rollout["looks"], args.gamma, args.gae_lambda
+        rollout["rewards"], rollout["values"], looks, args.gamma, args.gae_lambda
     )
     rollout["returns"] = rollout["advantages"] + rollout["values"]
 
-    # Move the running F1 of eq. 2 towards that of this rollout's maps, which have the label -1 where cells do
-    # not count
-    says_change = (env.cell_logits.sigmoid() > agent.running_f1 / 2) * (labels >= 0)
-    is_changed = labels.clamp(min=0)
-    hits = 2 * (says_change * is_changed).sum()
-    num_changes = says_change.sum() + is_changed.sum()
-    hits, num_changes = total(torch.stack((hits, num_changes)))
-    agent.running_f1.lerp_(hits / (num_changes + 1e-9), 0.2)
+    # Move the running F1 of eq. 2 towards that of this rollout's maps
+    counts = change_pairs.count_pixels(cell_logits.sigmoid(), labels, agent.running_f1 / 2)
+    f1 = change_pairs.compute_scores(total(counts))["eval/f1"]
+    agent.running_f1.lerp_(torch.tensor(f1, device=counts.device), 0.2)
 
-    # Log means over patches. settled_acc is the accuracy of the patches that have stopped, NaN if none has; here
-    # cells that do not count are taken for unchanged
-    accuracy = ((env.cell_logits > 0) == (labels > 0)).float().mean(1)
-    logged = {
-        "charts/looks": rollout["looks"].float().sum(0),
-        "charts/settled_acc": accuracy[~env.is_active],
-        "charts/episodic_return": rollout["rewards"].sum(0),
+    # Log means over this process's patches
+    scalars = {
+        "charts/running_f1": agent.running_f1.item(),
+        "charts/looks": looks.float().sum(0).mean().item(),
+        "charts/episodic_return": rollout["rewards"].sum(0).mean().item(),
     }
-    sums = total(torch.stack([x.sum() for x in logged.values()]))
-    counts = total(torch.tensor([x.numel() for x in logged.values()], device=sums.device))
-    scalars = dict(zip(logged, (sums / counts).tolist()))
-    scalars["charts/running_f1"] = agent.running_f1.item()
+    if not is_active.all():
+        # Accuracy of the patches that have stopped; cells that do not count are taken for unchanged
+        is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
+        scalars["charts/settled_acc"] = is_right.float().mean(1)[~is_active].mean().item()
     return rollout, scalars
 
 
@@ -502,7 +479,7 @@ def ppo_loss(agent, batch, args):
         return (x * is_active).sum() / count
 
     # The ratios of the decision and of the correction. They are masked before exp, as inf * 0 is not a number
-    logits, values = agent.decide(batch)
+    logits, values = agent.decide(batch["embedding"], batch["seen"])
     means, _ = agent.look(batch["images"], batch["step_indices"], looks)
     log_probs = compute_log_probs(agent, logits, looks, means, batch["correction"])  # [n, 2, h, w]
     is_taken = torch.stack((is_active, looks), 1)
@@ -522,7 +499,7 @@ def ppo_loss(agent, batch, args):
     # next_embedding holds up(correction) as it was sampled, without gradient. Replace it by the mean that the
     # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
-    labels = torch.where(is_active.unsqueeze(1), batch["labels"], -1.0)
+    labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
     loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy) + args.joint_coef * joint_loss
 
@@ -547,13 +524,11 @@ def predict(agent, args, pairs, rule=prefer):
     found = []
     for part in pairs.split(max(1, MAX_PIXELS // pairs[0, 0].numel())):
         images, labels = change_pairs.split_labels(part, args)
-        env, rollout = play(agent, images, labels, args, rule)
-        cells = F.pixel_shuffle(env.cell_logits.sigmoid(), args.patch_size // args.cell_size)
+        rollout, cell_logits, _ = play(agent, images, labels, args, rule)
+        cells = F.pixel_shuffle(cell_logits.sigmoid(), args.patch_size // args.cell_size)
         pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear")  # [m, 1, H, W]
-        looks = rollout["looks"].float().sum(0)  # [m, h, w]
-        found.append((pixels.squeeze(1), looks, rollout["rewards"].sum(0)))
-    probability, looks, returns = (torch.cat(parts) for parts in zip(*found))
-    return probability, looks, returns
+        found.append((pixels.squeeze(1), rollout["looks"].float().sum(0), rollout["rewards"].sum(0)))
+    return [torch.cat(parts) for parts in zip(*found)]
 
 
 def evaluate(agent, args, pairs, threshold=None, rule=prefer):
@@ -563,13 +538,12 @@ def evaluate(agent, args, pairs, threshold=None, rule=prefer):
     if threshold is None:
         threshold = change_pairs.find_threshold(probability, labels)
     scores = change_pairs.compute_scores(change_pairs.count_pixels(probability, labels, threshold))
-    scores |= {
-        "threshold": threshold,
-        "looks": looks.mean().item(),
-        "net": scores["f1"] - args.cost * looks.mean().item(),  # --cost is the F1 that one look at each patch costs
-        "episodic_return": returns.mean().item(),
-    }
-    return {f"eval/{name}": score for name, score in scores.items()}
+    num_looks = looks.mean().item()
+    scores["eval/threshold"] = threshold
+    scores["eval/looks"] = num_looks
+    scores["eval/net"] = scores["eval/f1"] - args.cost * num_looks  # --cost is the F1 that one look a patch costs
+    scores["eval/episodic_return"] = returns.mean().item()
+    return scores
 
 
 def score_policy(agent, args, val, run):
@@ -584,11 +558,10 @@ def score_policy(agent, args, val, run):
     run.keep(scores, scores["eval/net"], len(val))
 
 
-def look_above(level, env, logits):
+def look_above(level, row):
     """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
-    # `logits` are those of the decision to look; env.cell_logits are those of the cells
-    has_looked = env.obs["step_indices"].view(-1, 1, 1) > 0
-    return has_looked | (env.cell_logits.sigmoid().mean(1) > level)
+    has_looked = row["step_indices"].view(-1, 1, 1) > 0
+    return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
 
 
 def compare_rules(agent, args, val, test, best_path):
@@ -608,20 +581,21 @@ def compare_rules(agent, args, val, test, best_path):
     rules = [
         ("last policy", agent, prefer),
         ("best.pt", best, prefer),
-        ("everywhere", best, partial(look_above, 0.0)),
-        ("nowhere", best, partial(look_above, 1.0)),
+        ("everywhere", best, partial(look_above, 0)),
+        ("nowhere", best, partial(look_above, 1)),
         ("threshold", best, partial(look_above, best_level)),
     ]
     most = -math.inf
     for name, network, rule in rules:
         threshold = evaluate(network, args, val, None, rule)["eval/threshold"]
         scores = evaluate(network, args, test, threshold, rule)
+        net = scores["eval/net"]
         print_line(
             f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch,"
-            f" less their price {scores['eval/net']:.3f}"
+            f" less their price {net:.3f}"
         )
-        if scores["eval/net"] > most:
-            most = scores["eval/net"]
+        if net > most:
+            most = net
             winner = name
     return winner
 
@@ -631,45 +605,26 @@ def write_predictions(agent, args, threshold, device):
     output = Path(args.output)
     if output.exists():
         fail(f"--output {output}: exists already; name a new folder")
-    try:
-        pairs = change_pairs.read_pairs(args)
-        output.mkdir(parents=True)
-    except (ValueError, OSError) as error:
-        fail(f"--predict, --output: {error}")
+    pairs = read_or_fail(change_pairs.read_pairs, args)
+    read_or_fail(os.makedirs, output)
     counts = 0
     for name, (pair, height, width) in pairs.items():
         pair = torch.from_numpy(pair).to(device)
         probability, looks, _ = predict(agent, args, pair)
-        maps = {
-            "mask": (probability >= threshold).float(),
-            "probability": probability,
-            "looks": F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps,
-        }
-        maps = {kind: x[0, :height, :width].cpu().numpy() for kind, x in maps.items()}
-        for kind, x in maps.items():  # from black for 0 to white for 1
-            Image.fromarray(np.uint8(255 * x)).save(output / f"{name}_{kind}.png")
+        mask = probability >= threshold
+        shares = F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps
+        for kind, x in (("mask", mask), ("probability", probability), ("looks", shares)):
+            pixels = 255 * x[0, :height, :width].float().cpu().numpy()  # from black for 0 to white for 1
+            Image.fromarray(np.uint8(pixels)).save(output / f"{name}_{kind}.png")
         counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
-        print_line(f"{name}: {looks.mean():.2f} looks a patch, {maps['mask'].mean():.2%} of the pixels changed")
-    if counts.any():  # pixels that have a label
+        share = mask[0, :height, :width].float().mean()
+        print_line(f"{name}: {looks.mean():.2f} looks a patch, {share:.2%} of the pixels changed")
+    if counts.any():  # there are labels
         print_scores(change_pairs.compute_scores(counts))
     print_line(f"{output}: maps of {len(pairs)} pairs; PNG files keep no georeference")
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
-def load_weights(agent, path):
-    """Load the weights of --pretrained, a checkpoint of this script."""
-    try:
-        agent.load_state_dict(load_checkpoint(path)["agent"])
-    except (KeyError, RuntimeError):
-        fail(f"{path}: not the network of {NETWORK_FLAGS} and this file")
-
-
-def average_metrics(metrics):
-    """Average what was logged of each gradient step; each process has its share of the means."""
-    means = total(torch.stack([torch.stack([*x.values()]) for x in metrics]).mean(0))
-    return {f"losses/{name}": mean for name, mean in zip(metrics[0], means.tolist())}
-
-
 def train(args, run):
     """Train the agent of a run; with --evaluate score it, or use it for --predict.
 
@@ -679,29 +634,30 @@ def train(args, run):
     """
     # Set up
     device = set_up_device(args)
+    progress = run.progress
     seed_everything(args.seed, 0)
     agent = Agent(args).to(device)
     agent.eval()
     if args.pretrained and not run.checkpoint:
-        load_weights(agent, args.pretrained)
+        Run(args, "", load_checkpoint(args.pretrained)).load(agent=agent)  # its weights, and nothing else
     run.load(agent=agent)
     if args.predict:
-        write_predictions(agent, args, run.progress.threshold, device)
+        write_predictions(agent, args, progress.threshold, device)
         return
     if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
         (test,) = load_pairs(args, device, ["test"])
-        print_scores(evaluate(agent, args, test, run.progress.threshold))
+        print_scores(evaluate(agent, args, test, progress.threshold))
         return
     train_pairs, val, test = load_pairs(args, device)
     val = val[: args.eval_episodes]
-    pixels = train_pairs[:, -1]  # their labels; the share of changed ones sets the price of a look, eq. 1
-    agent.share.copy_((pixels == 1).sum() / (pixels != change_pairs.UNCOUNTED).sum())
+    labels = train_pairs[:, -1]
+    agent.share.copy_((labels == 1).sum() / (labels != change_pairs.UNCOUNTED).sum())
+    share = agent.share.item()
     # The heads learn faster: the policy must tell haze apart before it stops looking altogether
     others = [x for name, x in agent.named_parameters() if not name.startswith("heads")]
     optimizer = torch.optim.Adam([{"params": others}, {"params": agent.heads.parameters()}], fused=True)
     run.load(optimizer=optimizer)
     num_iterations = args.detector_iterations + args.ppo_iterations
-    share = agent.share.item()
     description = (
         f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, {device}; {share:.2%} of the pixels "
         f"are changed, so a look costs {2 * share * args.cost:.4f}, and all looks cost "
@@ -709,16 +665,16 @@ def train(args, run):
     )
     if not (val[:, -1] == 1).any():
         description += "; no val pixel is changed, so the threshold stays 0.5"
-    run.open(description, num_iterations, run.progress.iteration)
+    run.open(description, num_iterations, progress.iteration)
 
-    while run.progress.iteration < num_iterations:
-        seed_everything(args.seed, 1, run.progress.iteration + 1, RANK)
-        is_ppo = run.progress.iteration >= args.detector_iterations
+    while progress.iteration < num_iterations:
+        seed_everything(args.seed, 1, progress.iteration + 1, RANK)
+        is_ppo = progress.iteration >= args.detector_iterations
 
         # Learning rate: both fall linearly to zero over the run
         learning_rate = args.learning_rate if is_ppo else args.detector_lr
         if args.anneal_lr:
-            learning_rate *= 1 - run.progress.iteration / num_iterations
+            learning_rate *= 1 - progress.iteration / num_iterations
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.param_groups[1]["lr"] = learning_rate * args.head_lr_scale
 
@@ -743,10 +699,12 @@ def train(args, run):
             metrics = train_detector(agent, optimizer, train_pairs, args)
         agent.eval()
 
-        # Log
-        scalars |= average_metrics(metrics)
+        # Log means over the gradient steps, of which each process has its share
+        for name in metrics[0]:
+            mean = torch.stack([metric[name] for metric in metrics]).mean()
+            scalars[f"losses/{name}"] = total(mean).item()
         scalars["charts/learning_rate"] = learning_rate
-        run.log(num_pairs, scalars, run.progress.iteration + 1)
+        run.log(num_pairs, scalars, progress.iteration + 1)
 
         # Evaluate
         if run.should_evaluate(len(val)):

@@ -81,12 +81,12 @@ def draw_batch(pairs, num_pairs: int, args):
 def split_labels(pairs, args):
     """Split pairs [B, J C + 1, S, S] into pictures of values from -2 to 2 and labels [B, G, h, w] of cells.
 
-    A cell is changed if at least half of its pixels that count are changed; its label is -1 if none counts.
+    A cell is changed if at least half of its pixels that count are changed; its label is 255 if none counts.
     """
     pixels = pairs[:, -1:]
     changed = F.avg_pool2d((pixels == 1).float(), args.cell_size)  # shares of a cell's pixels
     counted = F.avg_pool2d((pixels != UNCOUNTED).float(), args.cell_size)
-    labels = torch.where(counted > 0, (2 * changed >= counted).float(), -1.0)  # [B, 1, S / c, S / c]
+    labels = torch.where(counted > 0, (2 * changed >= counted).float(), UNCOUNTED)  # [B, 1, S / c, S / c]
     labels = F.pixel_unshuffle(labels, args.patch_size // args.cell_size)
     return pairs[:, :-1].float() / 64 - 2, labels
 
@@ -94,39 +94,35 @@ def split_labels(pairs, args):
 # ---- Scores ----
 
 
-def count_pixels(probability, labels, threshold: float):
-    """Count true and false positives, false and true negatives in maps [M, H, W]; returns a tensor of four.
+def count_pixels(probability, labels, threshold):
+    """Count the pixels (or cells) that are hits, are called changed, are changed, and count; returns a tensor of four.
 
-    A pixel is called changed if its probability is at least the threshold.
+    A pixel is called changed if its probability of change is at least the threshold. Arguments are of equal shape.
     """
     is_counted = labels != UNCOUNTED
     is_changed = labels == 1
-    says_change = (probability >= threshold) & is_counted
-    hits = (says_change & is_changed).sum()
-    counts = torch.stack((hits, says_change.sum() - hits, is_changed.sum() - hits, is_counted.sum()))
-    counts[3] -= counts[:3].sum()
-    return counts
+    is_called = (probability >= threshold) & is_counted
+    return torch.stack([x.sum() for x in (is_called & is_changed, is_called, is_changed, is_counted)])
 
 
 def compute_scores(counts) -> dict[str, float]:
-    """Compute scores of the class "changed", and overall accuracy, from `count_pixels`; 0 if there is nothing."""
-    hits, false_alarms, misses, correct_rejections = counts.tolist()
-    parts = {
-        "f1": (2 * hits, 2 * hits + false_alarms + misses),
-        "precision": (hits, hits + false_alarms),
-        "recall": (hits, hits + misses),
-        "iou": (hits, hits + false_alarms + misses),
-        "accuracy": (hits + correct_rejections, sum(counts.tolist())),
+    """Compute scores of the class "changed", and overall accuracy, from `count_pixels`; 0 if there are no pixels."""
+    hits, called, changed, counted = counts.tolist()
+    return {
+        "eval/f1": 2 * hits / max(called + changed, 1),
+        "eval/precision": hits / max(called, 1),
+        "eval/recall": hits / max(changed, 1),
+        "eval/iou": hits / max(called + changed - hits, 1),
+        "eval/accuracy": (counted - called - changed + 2 * hits) / max(counted, 1),
     }
-    return {name: part / max(whole, 1) for name, (part, whole) in parts.items()}
 
 
 def find_threshold(probability, labels) -> float:
-    """Find the threshold of 0, 0.01, ..., 1 with the largest F1, which is 0.5 if no pixel is changed."""
+    """Find the threshold of 0, 0.01, ..., 1 with the largest F1; if no pixel is changed, it is 0.5."""
     if not (labels == 1).any():
         return 0.5
     thresholds = np.linspace(0, 1, 101).tolist()
-    return max(thresholds, key=lambda x: compute_scores(count_pixels(probability, labels, x))["f1"])
+    return max(thresholds, key=lambda x: compute_scores(count_pixels(probability, labels, x))["eval/f1"])
 
 
 # ---- Pictures ----
@@ -238,12 +234,12 @@ def match_pictures(where, names, pictures) -> list[list[Path]]:
     return [[files[name] for files in pictures] for name in sorted(names)]
 
 
-def import_reader():
+def import_reader(where=""):
     """Import the reader of rarer layouts and labels; raises ValueError if the file is not there."""
     try:
         return importlib.import_module("envs_shared.change_folders")
     except ImportError:
-        raise ValueError(f"not {LAYOUT}; others need envs_shared/change_folders.py") from None
+        raise ValueError(f"{where}not {LAYOUT}; others need envs_shared/change_folders.py") from None
 
 
 def read_folder(args, splits) -> dict[str, np.ndarray]:
@@ -254,10 +250,7 @@ def read_folder(args, splits) -> dict[str, np.ndarray]:
         pictures = {split: [list_pictures(folder) for folder in folders[split]] for split in splits}
         names = {split: set().union(*pictures[split]) for split in splits}
     else:
-        try:
-            reader = import_reader()
-        except ValueError as error:
-            raise ValueError(f"{root}: {error}") from None
+        reader = import_reader(f"{root}: ")
         pictures, names = reader.find_pictures(root, splits, list_pictures, SUFFIXES, args.val_share)
     files = {}
     for split in splits:
@@ -280,6 +273,8 @@ def read_pairs(args) -> dict:
     else:
         files = [[Path(path) for path in args.predict]]
     labels = read_labels([x[2] for x in files if len(x) > 2], args.ignore_index)
+    if not files:
+        raise ValueError(f"--predict {args.predict[0]}: no pictures")
     pairs = {}
     for paths in files:
         pair = read_pair(paths, labels.get(paths[-1]))
