@@ -68,9 +68,8 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# The folder envs_shared is beside this file, or in this repository beside its folder
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent)]
+# The folder envs_shared is beside this file, or beside its folder
+sys.path += map(str, Path(__file__).resolve().parents[:2])
 from envs_shared import change_pairs
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
@@ -148,7 +147,7 @@ class Args:
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class Detector(nn.Module):
-    """A small network that classifies the cells of patches. To use another, keep its methods and `num_features`.
+    """A small network that classifies the cells of patches. To use another, keep its methods and sizes.
 
     embed       coarse pictures [B, J C, S', S'] -> an embedding of each patch [B, D, h, w]
     read        windows of K patches at full resolution -> corrections [K, G], features for the policy [K, E]
@@ -170,8 +169,8 @@ class Detector(nn.Module):
             nn.GELU(),
             Conv2d(embed_dim, embed_dim, 3, padding=1),
         )
-        num_cells = (args.patch_size // args.cell_size) ** 2
-        self.class_head = Conv2d(embed_dim, num_cells, 1)
+        self.num_cells = (args.patch_size // args.cell_size) ** 2  # G
+        self.class_head = Conv2d(embed_dim, self.num_cells, 1)
         # From windows to corrections. The sizes are those of the defaults: a patch of 8 pixels and a border of
         # one cell of 2 pixels on each side make a window of 12 x 12; the last layers have one number for each
         # of the 4 x 4 cells
@@ -211,13 +210,12 @@ class Agent(nn.Module):
         self.args = args
         # Real pairs have two dates, whatever --env-id calls them
         self.num_dates = 2 if args.data_dir or args.predict else change_pairs.ENV_IDS.get(args.env_id, 2)
-        num_cells = (args.patch_size // args.cell_size) ** 2
         self.detector = Detector(args, self.num_dates, embed_dim)
         # Maps corrections to embeddings. It must be linear without a bias: a patch that does not look gets
         # up(0) = 0, and ppo_loss replaces up(correction) by up(mean) by adding up(mean - correction)
-        self.up = Conv2d(num_cells, embed_dim, 1, bias=False)
+        self.up = Conv2d(self.detector.num_cells, embed_dim, 1, bias=False)
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
-        self.log_std = nn.Parameter(torch.full((num_cells, 1, 1), args.log_std))
+        self.log_std = nn.Parameter(torch.full((self.detector.num_cells, 1, 1), args.log_std))
         # Policy and value, each with half of the 128 hidden features
         self.heads = nn.Sequential(
             Conv2d(embed_dim + self.detector.num_features, 128, 1),
@@ -400,51 +398,56 @@ def play(agent, images, labels, args, rule=prefer, std=None):
     """Play an episode of each patch of pictures [B, J C, S, S] with labels [B, G, h, w].
 
     An active patch looks if `rule(row)` [B, h, w] is true, of the part of a rollout's row that is known before
-    the action. With `std`, corrections get noise of this standard deviation. Returns the rollout, the final
-    logits of the cells [B, G, h, w], and which patches never stopped [B, h, w].
+    the action. With `std`, corrections get noise of this standard deviation. Returns the rollout and the final
+    logits of the cells [B, G, h, w].
     """
-    detector = agent.detector
-    embedding = detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
-    cell_logits = detector.classify(embedding)
-    worth = compute_worth(cell_logits, labels, agent.running_f1, args.beta)  # [B, h, w]
-    price = 2 * agent.share * args.cost
+    embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
     # All patches are active (they have not stopped), and none has seen anything
-    is_active = torch.ones_like(worth, dtype=torch.bool)
-    seen = worth.new_zeros(len(worth), detector.num_features, *worth.shape[1:])
+    is_active = torch.ones_like(embedding[:, 0], dtype=torch.bool)  # [B, h, w]
+    seen = torch.zeros_like(embedding[:, :1]).expand(-1, agent.detector.num_features, -1, -1)
     rows = []
     for step in range(args.num_steps):
-        row = {"embedding": embedding, "seen": seen, "cell_logits": cell_logits, "is_active": is_active}
-        row["step_indices"] = torch.full((len(worth),), step, device=worth.device)
-        row["look_logits"], row["values"] = agent.decide(embedding, seen)
-
+        look_logits, values = agent.decide(embedding, seen)
+        row = {
+            "embedding": embedding,
+            "seen": seen,
+            "step_indices": torch.full((len(images),), step, device=images.device),
+            "is_active": is_active,
+            "cell_logits": agent.detector.classify(embedding),
+            "look_logits": look_logits,
+            "values": values,
+        }
         # Act: look, or stop for good
         looks = is_active & rule(row)
         means, features = agent.look(images, row["step_indices"], looks)
         correction = means
         if std is not None:
             correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
-        row["looks"] = looks
-        row["correction"] = correction
-        row["log_probs"] = compute_log_probs(agent, row["look_logits"], looks, means, correction)
-
-        # What comes of it
-        last_worth = worth
-        embedding = embedding + agent.up(correction)
-        seen = seen + features
-        cell_logits = detector.classify(embedding)
-        worth = compute_worth(cell_logits, labels, agent.running_f1, args.beta)
-        row["rewards"] = (worth - last_worth - price) * looks  # eq. 1
-        row["next_embedding"] = embedding
+        # The next state
         is_active = looks
+        seen = seen + features
+        embedding = embedding + agent.up(correction)
+        row |= {
+            "looks": looks,
+            "correction": correction,
+            "log_probs": compute_log_probs(agent, look_logits, looks, means, correction),
+            "next_embedding": embedding,
+        }
         rows.append(row)
     rollout = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return rollout, cell_logits, is_active
+
+    # Rewards of eq. 1
+    maps = [*rollout["cell_logits"], agent.detector.classify(embedding)]
+    worth = torch.stack([compute_worth(x, labels, agent.running_f1, args.beta) for x in maps])  # [T + 1, B, h, w]
+    price = 2 * agent.share * args.cost
+    rollout["rewards"] = (worth[1:] - worth[:-1] - price) * rollout["looks"]
+    return rollout, maps[-1]
 
 
 @torch.no_grad()
 def collect_rollout(agent, images, labels, args):
     """Play episodes with sampled decisions and corrections; return the rollout and what to log."""
-    rollout, cell_logits, is_active = play(agent, images, labels, args, sample, agent.log_std.exp())
+    rollout, cell_logits = play(agent, images, labels, args, sample, agent.log_std.exp())
     looks = rollout["looks"]
     rollout["advantages"] = compute_gae(
         rollout["rewards"], rollout["values"], looks, args.gamma, args.gae_lambda
@@ -462,10 +465,11 @@ def collect_rollout(agent, images, labels, args):
         "charts/looks": looks.float().sum(0).mean().item(),
         "charts/episodic_return": rollout["rewards"].sum(0).mean().item(),
     }
-    if not is_active.all():
+    has_stopped = ~looks[-1]
+    if has_stopped.any():
         # Accuracy of the patches that have stopped; cells that do not count are taken for unchanged
         is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
-        scalars["charts/settled_acc"] = is_right.float().mean(1)[~is_active].mean().item()
+        scalars["charts/settled_acc"] = is_right.float().mean(1)[has_stopped].mean().item()
     return rollout, scalars
 
 
@@ -524,7 +528,7 @@ def predict(agent, args, pairs, rule=prefer):
     found = []
     for part in pairs.split(max(1, MAX_PIXELS // pairs[0, 0].numel())):
         images, labels = change_pairs.split_labels(part, args)
-        rollout, cell_logits, _ = play(agent, images, labels, args, rule)
+        rollout, cell_logits = play(agent, images, labels, args, rule)
         cells = F.pixel_shuffle(cell_logits.sigmoid(), args.patch_size // args.cell_size)
         pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear")  # [m, 1, H, W]
         found.append((pixels.squeeze(1), rollout["looks"].float().sum(0), rollout["rewards"].sum(0)))
@@ -554,7 +558,6 @@ def score_policy(agent, args, val, run):
     """
     scores = evaluate(agent, args, val)
     run.progress.threshold = scores["eval/threshold"]
-    run.bar.set_postfix_str(f"F1 {scores['eval/f1']:.3f}, less price {scores['eval/net']:.3f}", refresh=False)
     run.keep(scores, scores["eval/net"], len(val))
 
 
@@ -571,33 +574,25 @@ def compare_rules(agent, args, val, test, best_path):
     """
     best = copy.deepcopy(agent)
     best.load_state_dict(load_checkpoint(best_path)["agent"])
-    # The level from which looking earns most on val
-    most = -math.inf
-    for level in np.linspace(0, 1, 11) ** 3:
-        net = evaluate(best, args, val, None, partial(look_above, level))["eval/net"]
-        if net > most:
-            most = net
-            best_level = level
     rules = [
-        ("last policy", agent, prefer),
-        ("best.pt", best, prefer),
-        ("everywhere", best, partial(look_above, 0)),
-        ("nowhere", best, partial(look_above, 1)),
-        ("threshold", best, partial(look_above, best_level)),
+        ("last policy", agent, [prefer]),
+        ("best.pt", best, [prefer]),
+        ("everywhere", best, [partial(look_above, 0)]),
+        ("nowhere", best, [partial(look_above, 1)]),
+        ("threshold", best, [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3]),
     ]
-    most = -math.inf
-    for name, network, rule in rules:
-        threshold = evaluate(network, args, val, None, rule)["eval/threshold"]
-        scores = evaluate(network, args, test, threshold, rule)
-        net = scores["eval/net"]
+    nets = {}
+    for name, network, candidates in rules:
+        # Choose the candidate that earns most on val, where the threshold of its probabilities is chosen too
+        on_val = [evaluate(network, args, val, None, rule) for rule in candidates]
+        i = np.argmax([scores["eval/net"] for scores in on_val])
+        scores = evaluate(network, args, test, on_val[i]["eval/threshold"], candidates[i])
+        nets[name] = scores["eval/net"]
         print_line(
             f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch,"
-            f" less their price {net:.3f}"
+            f" less their price {nets[name]:.3f}"
         )
-        if net > most:
-            most = net
-            winner = name
-    return winner
+    return max(nets, key=nets.get)
 
 
 def write_predictions(agent, args, threshold, device):
@@ -611,14 +606,16 @@ def write_predictions(agent, args, threshold, device):
     for name, (pair, height, width) in pairs.items():
         pair = torch.from_numpy(pair).to(device)
         probability, looks, _ = predict(agent, args, pair)
-        mask = probability >= threshold
-        shares = F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps
-        for kind, x in (("mask", mask), ("probability", probability), ("looks", shares)):
-            pixels = 255 * x[0, :height, :width].float().cpu().numpy()  # from black for 0 to white for 1
-            Image.fromarray(np.uint8(pixels)).save(output / f"{name}_{kind}.png")
+        maps = {
+            "mask": (probability >= threshold).float(),
+            "probability": probability,
+            "looks": F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps,
+        }
+        for kind, x in maps.items():  # from black for 0 to white for 1
+            maps[kind] = np.uint8(255 * x[0, :height, :width].cpu().numpy())
+            Image.fromarray(maps[kind]).save(output / f"{name}_{kind}.png")
         counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
-        share = mask[0, :height, :width].float().mean()
-        print_line(f"{name}: {looks.mean():.2f} looks a patch, {share:.2%} of the pixels changed")
+        print_line(f"{name}: {looks.mean():.2f} looks a patch, {maps['mask'].mean() / 255:.2%} of the pixels changed")
     if counts.any():  # there are labels
         print_scores(change_pairs.compute_scores(counts))
     print_line(f"{output}: maps of {len(pairs)} pairs; PNG files keep no georeference")
@@ -741,7 +738,7 @@ class Progress:
 class Run:
     """The folder, log, progress bar and checkpoints of a run. Only process 0 writes and evaluates."""
 
-    def __init__(self, args, task: str, checkpoint=None):
+    def __init__(self, args, task, checkpoint=None):
         """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
         self.args = args
         self.checkpoint = checkpoint
@@ -766,7 +763,7 @@ class Run:
         except (KeyError, RuntimeError, ValueError):
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
-    def open(self, description: str, length: int, position=None):
+    def open(self, description, length, position=None):
         """Open folder and log, and show a bar of `length` units, at `position` or the number of steps so far.
 
         Exits if the folder cannot be written to.
@@ -845,7 +842,7 @@ class Run:
             if not math.isfinite(value):
                 fail(f"{name} is {value} at step {self.progress.step}; the checkpoints are from before it")
 
-    def log(self, num_steps: int, scalars, position=None):
+    def log(self, num_steps, scalars, position=None):
         """Count an iteration of `num_steps` steps, log its scalars, and move the bar to `position`, or to the steps.
 
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
@@ -863,39 +860,38 @@ class Run:
         self.bar.update(min(progress.step if position is None else position, self.bar.total) - self.bar.n)
         # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
         tenths = 10 * self.bar.n // self.bar.total
-        interval = self.args.eval_interval
-        is_regular = progress.iteration % interval == 0 if interval else tenths > self.tenths
-        self.is_due = is_regular or tenths == 10
+        self.is_due = tenths > self.tenths
+        if self.args.eval_interval:
+            self.is_due = progress.iteration % self.args.eval_interval == 0
         self.tenths = tenths
-        if self.is_due or time.time() - self.saved_at > 600:
+        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def should_evaluate(self, num_steps=0) -> bool:
+    def should_evaluate(self, num_steps=0):
         """Whether an evaluation of about `num_steps` steps is due. The last policy is always evaluated.
 
         Without --eval-interval, evaluations before the last one take at most a fifth of the steps trained on.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
             return False
-        if self.tenths == 10:
-            return True
         is_affordable = self.progress.eval_steps + num_steps <= self.progress.step / 5
-        return self.is_due and (is_affordable or self.args.eval_interval > 0)
+        return self.tenths == 10 or (self.is_due and (is_affordable or self.args.eval_interval > 0))
 
-    def keep(self, scores, score: float, num_steps):
+    def keep(self, scores, score, num_steps):
         """Log the scores of an evaluation of `num_steps` steps, and write best.pt unless an earlier one was better.
 
         `score` is the one that decides: the higher, the better.
         """
         self.write(scores)
+        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
         progress = self.progress
         progress.eval_steps += round(num_steps)
-        progress.last_score = score
+        progress.last_score = float(score)
         if progress.best_score is None or score >= progress.best_score:
-            progress.best_score = score
+            progress.best_score = progress.last_score
             self.save("best.pt")
         if not self.resume_parts or self.tenths == 10:
             self.save()
@@ -925,7 +921,7 @@ class Run:
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
-def print_line(line: str):
+def print_line(line):
     """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
     try:
         print(line, flush=True)
@@ -939,7 +935,7 @@ def print_scores(scores):
         print_line(f"{name}: {value:.5g}")
 
 
-def fail(message: str):
+def fail(message):
     """Print one line for the user and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
@@ -960,7 +956,7 @@ def sum_gradients(network):
         nn.utils.vector_to_parameters(vector, gradients)
 
 
-def seed_everything(*stream: int) -> int:
+def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
     Returns the seed, which is below 2^30: libraries in C add numbers to it, and take less than 2^31.
@@ -981,6 +977,26 @@ def set_up_device(args):
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
+
+
+def capture(function, *inputs):
+    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
+
+    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
+    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
+    """
+    memory = [x.clone() for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        output = function(*memory)
+
+    def replay(*new_inputs):
+        for old, new in zip(memory, new_inputs):
+            old.copy_(new)
+        graph.replay()
+        return output
+
+    return replay
 
 
 def load_checkpoint(path):
@@ -1008,16 +1024,15 @@ def main(argv=None):
     counts = """num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs
         num_minibatches update_epochs""".split()
     shares = "gamma gae_lambda clip_coef val_share".split()
-    signed = "cost log_std".split()  # may be negative
     for name, value in vars(args).items():
         if type(value) not in (int, float):
             continue
-        flag = f"--{name.replace('_', '-')} ({value})"
+        most = 1 if name in shares else sys.float_info.max
         least = 1 if name in counts else 0
-        if not math.isfinite(value) or (value < least and name not in signed):
-            fail(f"{flag} must be at least {least}, and finite")
-        if name in shares and value > 1:
-            fail(f"{flag} must be at most 1")
+        if name in ("cost", "log_std"):
+            least = -most
+        if not least <= value <= most:  # also if it is NaN
+            fail(f"--{name.replace('_', '-')} ({value}) must be from {least:.3g} to {most:.3g}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     patch = args.patch_size

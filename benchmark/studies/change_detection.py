@@ -9,13 +9,13 @@ Each seed has one run of the script, and one of a detector without PPO that take
 The rivals are scored on both networks. Each rule is tuned on val to look as often as the policy of best.pt does
 there. Thresholds of the probability of change are tuned on val, too. Scores are those of test.
 
-    nowhere, everywhere   no query looks, or all look to the end
-    threshold             a query looks to the end if its coarse map has more change than a level
-    next                  a query looks if the predicted gain of the next look (eq. 1) is above a level
-    all                   a query looks if the predicted gain of all looks that are left is above a level
-    oracle                a query looks if it is a roof, until it has seen haze
+    nowhere, everywhere   no patch looks, or all look to the end
+    threshold             a patch looks to the end if its coarse map has more change than a level
+    next                  a patch looks if the predicted gain of the next look (eq. 1) is above a level
+    all                   a patch looks if the predicted gain of all looks that are left is above a level
+    oracle                a patch looks if it is a roof, until it has seen haze
 
-The two predicted gains are regressions. During training, every query can be looked at, so that gains can serve
+The two predicted gains are regressions. During training, every patch can be looked at, so that gains can serve
 as labels. The network of a regression has the shape of the policy head and reads what the policy reads. The
 oracle knows where roofs and haze are. If PPO looks less often than the oracle would, the oracle leaves out
 roofs at random so as to look as often.
@@ -74,7 +74,7 @@ METHODS = {
     "oracle": "oracle",
 }
 MARGIN, MOST_SECONDS = 0.03, 60  # of the criterion
-NUM_HEAD_STEPS = 8000  # gradient steps of a regression, on 1,024 queries each: as many CPU-seconds as PPO
+NUM_HEAD_STEPS = 8000  # gradient steps of a regression, on 1,024 patches each: as many CPU-seconds as PPO
 NUM_HEAD_BATCHES = 64  # batches of 64 pairs that a regression learns from
 # Levels of the rules that are tuned to earn most
 LEVELS = {"threshold": np.linspace(0, 1, 11) ** 3, "all": np.linspace(-0.1, 0.2, 16)}
@@ -101,26 +101,36 @@ def load_agent(path: Path):
 # ---- Rivals ----
 
 
-def is_first(env) -> bool:
-    """Tell whether no query has looked yet."""
-    return env.obs["step_indices"][0] == 0
+def look_nowhere(row):
+    """Rule: no patch looks."""
+    return torch.zeros_like(row["is_active"])
 
 
-def score_change(env):
-    """Score queries [B, h, w] by the share of change on the coarse map; those that looked once look again."""
-    return env.final_logits.sigmoid().mean(1) if is_first(env) else env.is_active.float() * 2
+def look_everywhere(row):
+    """Rule: all patches look."""
+    return torch.ones_like(row["is_active"])
+
+
+def is_first(row) -> bool:
+    """Tell whether no patch has looked yet."""
+    return row["step_indices"][0] == 0
+
+
+def score_change(row):
+    """Score patches [B, h, w] by the share of change on the coarse map; those that looked once look again."""
+    return row["cell_logits"].sigmoid().mean(1) if is_first(row) else row["is_active"].float() * 2
 
 
 def train_gain_head(agent, args, train_pairs, looks_ahead: bool):
-    """Regress the gain of the next look, or of all looks that are left; returns a score of queries and CPU-seconds."""
+    """Regress the gain of the next look, or of all looks that are left; returns a score of patches and CPU-seconds."""
     start = time.process_time()
     torch.manual_seed(args.seed)
     states, gains = [], []
     with torch.no_grad():
         for _ in range(NUM_HEAD_BATCHES):
             images, labels = change_pairs.draw_batch(train_pairs, 64, args)
-            _, rollout = cd.play(agent, images, labels, args, lambda env, logits: logits == logits)
-            states.append(torch.cat((rollout["query"], rollout["seen"]), 2).movedim(2, -1))
+            rollout, _ = cd.play(agent, images, labels, args, look_everywhere)
+            states.append(torch.cat((rollout["embedding"], rollout["seen"]), 2).movedim(2, -1))
             rewards = rollout["rewards"]  # [T, B, h, w]
             gains.append(rewards.flip(0).cumsum(0).flip(0) if looks_ahead else rewards)
     states, gains = torch.cat(states, 1), torch.cat(gains, 1)  # [T, B, h, w, D + E] and [T, B, h, w]
@@ -136,8 +146,8 @@ def train_gain_head(agent, args, train_pairs, looks_ahead: bool):
         optimizer.step()
         schedule.step()
 
-    def score(env):
-        return head(torch.cat((env.obs["query"], env.obs["seen"]), 1).movedim(1, -1)).squeeze(-1)
+    def score(row):
+        return head(torch.cat((row["embedding"], row["seen"]), 1).movedim(1, -1)).squeeze(-1)
 
     return score, time.process_time() - start
 
@@ -145,7 +155,7 @@ def train_gain_head(agent, args, train_pairs, looks_ahead: bool):
 class Oracle:
     """Look at roofs, until a date that was looked at has shown haze; call it with all pairs of a set in order.
 
-    Roofs are left out at random, so that there are at most `num_looks` looks per query.
+    Roofs are left out at random, so that there are at most `num_looks` looks per patch.
     """
 
     def __init__(self, is_roof, is_hazy, num_looks: float = float("inf")):
@@ -157,36 +167,37 @@ class Oracle:
         self.is_roof &= torch.rand(self.is_roof.shape, generator=generator) < num_looks / all_looks
         self.start = self.end = 0
 
-    def __call__(self, env, logits):
-        if is_first(env):
-            self.start, self.end = self.end % len(self.is_roof), self.end % len(self.is_roof) + len(logits)
-        part, step = slice(self.start, self.end), int(env.obs["step_indices"][0])
+    def __call__(self, row):
+        if is_first(row):
+            self.start = self.end % len(self.is_roof)
+            self.end = self.start + len(row["is_active"])
+        part, step = slice(self.start, self.end), int(row["step_indices"][0])
         return self.is_roof[part] & ~self.is_hazy[:step, part].any(0)
 
 
 def make_rule(score, level: float):
-    """Make the rule that a query looks if `score(env)` is above a level."""
-    return lambda env, logits: score(env) > level
+    """Make the rule that a patch looks if `score(row)` is above a level."""
+    return lambda row: score(row) > level
 
 
 def tune_rule(score, agent, args, pairs, num_looks: float):
-    """Find the level of `score(env)` above which queries look `num_looks` times on `pairs`; returns the rule."""
+    """Find the level of `score(row)` above which patches look `num_looks` times on `pairs`; returns the rule."""
 
     low, high = -1.0, 1.5
     for _ in range(14):
         level = (low + high) / 2
-        _, looks, _ = cd.classify(agent, args, pairs, make_rule(score, level))
+        _, looks, _ = cd.predict(agent, args, pairs, make_rule(score, level))
         low, high = (level, high) if looks.mean() > num_looks else (low, level)
     return make_rule(score, high)
 
 
 def find_best_rule(score, levels, agent, args, pairs):
-    """Find the level of `score(env)` with the largest F1 less price on `pairs`; returns the rule."""
+    """Find the level of `score(row)` with the largest F1 less price on `pairs`; returns the rule."""
     nets = [cd.evaluate(agent, args, pairs, None, make_rule(score, x))["eval/net"] for x in levels]
     return make_rule(score, levels[int(np.argmax(nets))])
 
 
-def score_rule(agent, args, val, test, on_val=None, on_test=None) -> dict[str, float]:
+def score_rule(agent, args, val, test, on_val=cd.prefer, on_test=cd.prefer) -> dict[str, float]:
     """Score a rule, or else the policy, on test with the threshold of val."""
     threshold = cd.evaluate(agent, args, val, None, on_val)["eval/threshold"]
     found = cd.evaluate(agent, args, test, threshold, on_test)
@@ -203,17 +214,14 @@ def draw_truth(args, val, test, num_looks: float) -> tuple[Oracle, Oracle]:
 
 
 def measure_methods(agent, args, names, num_looks: float | None = None) -> dict[str, float]:
-    """Score methods on a network, at `num_looks` looks per query on val, or else at those of its own policy."""
+    """Score methods on a network, at `num_looks` looks per patch on val, or else at those of its own policy."""
     train_pairs, val, test = cd.load_pairs(args, torch.device("cpu"))
     if num_looks is None:
         num_looks = cd.evaluate(agent, args, val)["eval/looks"]
-    rules = {
-        "nowhere": lambda env, logits: logits != logits,
-        "everywhere": lambda env, logits: logits == logits,
-    }
+    rules = {"nowhere": look_nowhere, "everywhere": look_everywhere}
     metrics = {"val_looks": num_looks}
     for name in names:
-        rule = rules.get(name)
+        rule = rules.get(name, cd.prefer)
         if name in ("threshold", "next", "all"):
             score, metrics[f"{name}_seconds"] = score_change, 0.0
             if name != "threshold":
@@ -253,7 +261,7 @@ def measure_control(row: dict, more: str) -> dict:
     args.cost = cost / (2 * SHARE)
     agent.share.fill_(SHARE)
     _, val, _ = cd.load_pairs(args, torch.device("cpu"))
-    f1 = cd.evaluate(agent, args, val, None, lambda env, logits: logits == logits)["eval/f1"]
+    f1 = cd.evaluate(agent, args, val, None, look_everywhere)["eval/f1"]
     agent.running_f1.fill_(f1)  # F of eq. 2, which PPO measures while it trains
     control = measure_methods(agent, args, rivals, row["best"]["val_looks"])
     return row | {"control": control, "detector_seconds": round(seconds, 1)}
@@ -282,7 +290,7 @@ def measure(studies: list[str], seeds: list[int], more: str, parts: list[str]) -
 
 
 def calculate_returns(cost: float, num_dates: int = 2, beta: float = cd.Args.beta) -> dict[str, float]:
-    """Calculate mean returns of a query with an ideal detector, which sees roofs on the coarse map.
+    """Calculate mean returns of a patch with an ideal detector, which sees roofs on the coarse map.
 
     "best" looks at roofs until it sees haze, or nowhere; "all" takes all looks on all roofs. F is the F1 of "best".
     """
@@ -426,7 +434,7 @@ def make_price_table(results: dict | None) -> str:
 
 
 def draw(results: dict | None, path: Path) -> None:
-    """Draw F1 by looks per query, or by price: a point for each run, and a large one for the mean.
+    """Draw F1 by looks per patch, or by price: a point for each run, and a large one for the mean.
 
     Dotted lines join the means of a method at the prices that were measured.
     """
@@ -464,7 +472,7 @@ def draw(results: dict | None, path: Path) -> None:
                 f"{study}" if by_price else f"{study}, a look costs {prices[0]}", fontsize="medium"
             )
             axes.set(
-                xlabel="price of a look" if by_price else "looks per query", ylabel="F1 of changed pixels"
+                xlabel="price of a look" if by_price else "looks per patch", ylabel="F1 of changed pixels"
             )
             axes.grid(alpha=0.3)
         handles, labels = axes.get_legend_handles_labels()
@@ -481,7 +489,7 @@ def draw_task(checkpoint: Path, path: Path, num_pairs: int = 2) -> None:
     _, _, test = cd.load_pairs(args, torch.device("cpu"))
     _, is_roof, is_hazy = change_pairs.draw_haze(len(test), args.image_size, 2, args.seed, 2)
     pairs = test[:num_pairs]
-    probability, looks, _ = cd.classify(agent, args, pairs)
+    probability, looks, _ = cd.predict(agent, args, pairs)
     kinds = (is_roof + is_hazy.sum(0))[:num_pairs]  # 0 is ground, 1 a clear roof and 2 a hazy one
     greens = ListedColormap(["#5a643c", "#d9a08c", "#cfd8dc"])
     blues = ListedColormap(["#f2f2f2", "#7fb3d5", "#1a5276"])
