@@ -457,7 +457,7 @@ def collect_rollout(agent, images, labels, args):
     # Move the running F1 of eq. 2 towards that of this rollout's maps
     counts = change_pairs.count_pixels(cell_logits.sigmoid(), labels, agent.running_f1 / 2)
     f1 = change_pairs.compute_scores(total(counts))["eval/f1"]
-    agent.running_f1.lerp_(torch.tensor(f1, device=counts.device), 0.2)
+    agent.running_f1.lerp_(torch.full_like(agent.running_f1, f1), 0.2)
 
     # Log means over this process's patches
     scalars = {

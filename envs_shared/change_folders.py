@@ -29,10 +29,10 @@ def decode_label(image) -> np.ndarray:
     In a JPEG, values below 128 are 0 and all others are 255. If all colours of a palette are grey, the greys are
     the values; for any other palette, the indices are.
     """
-    colours = palette = np.array(image.convert("RGB"))
-    values = colours[..., 0]
     if image.has_transparency_data and np.array(image.convert("RGBA"))[..., 3].min() < 255:
         raise ValueError("a label with transparency, which would be lost; save it with one channel")
+    colours = palette = np.array(image.convert("RGB"))
+    values = colours[..., 0]
     if image.mode == "P":
         palette = np.array(image.getpalette("RGB")).reshape(-1, 3)
     if (palette != palette[..., :1]).any():

@@ -294,7 +294,7 @@ def calculate_returns(cost: float, num_dates: int = 2, beta: float = cd.Args.bet
 
     "best" looks at roofs until it sees haze, or nowhere; "all" takes all looks on all roofs. F is the F1 of "best".
     """
-    roofs, changed = 0.4, 0.25  # shares of queries, and of roofs
+    roofs, changed = 0.4, 0.25  # shares of patches, and of roofs
     clear = 0.5  # share of the roofs that have no haze
     known = roofs * changed * clear  # changes that are seen
     quiet = 2 * known / (known + roofs * changed)  # F1 if nothing else is called a change
