@@ -200,7 +200,8 @@ class Agent(nn.Module):
     def sample(self, policy_params):
         """Draw actions [N, A] from get_distribution(policy_params): change both together."""
         if self.is_continuous:
-            return self.get_distribution(policy_params).sample()
+            mean, logstd = policy_params.chunk(2, -1)
+            return mean + logstd.exp() * torch.randn_like(mean)
         # With exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
         # softmax(logits). Categorical.sample would make acting take twice as long, and cannot be recorded
         log_noise = torch.empty_like(policy_params).exponential_().log()
@@ -262,8 +263,10 @@ def make_envs(args, num_envs, video_folder=None):
     return envs
 
 
-def check_evaluation(args):
+def check_evaluation(args, envs):
     """Make the environments of an evaluation, and its first picture, so that what is impossible ends the run now."""
+    if args.capture_video and "rgb_array" not in envs.metadata.get("render_modes", []):
+        fail(f"--capture-video: {args.env_id} has no render mode rgb_array")
     with tempfile.TemporaryDirectory() as folder:
         envs = make_envs(args, args.eval_episodes or 10, f"{folder}/videos")
         envs.reset()
@@ -510,7 +513,7 @@ def train(args, run):
     if is_cuda:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
-    check_evaluation(args)
+    check_evaluation(args, envs)
     seed_everything(args.seed, 0)
     agent = Agent(envs, args.norm_obs).to(device)
     agent.eval()
@@ -633,27 +636,36 @@ class Run:
 
         Exits if the folder cannot be written to.
         """
-        args = self.args
-        progress = self.progress
-        position = min(progress.step if position is None else position, length)
+        position = min(self.progress.step if position is None else position, length)
         self.tenths = 10 * position // length  # of the run that are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
         # In a file, the bar is a line every 30 seconds
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
-        if RANK > 0:
-            return
 
-        # The score to beat: that of best.pt, if there is one and its score means the same as the next one
+    def find_best(self):
+        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(args, x) for x in TASK_SETTINGS):
-            progress.best_score = best["progress"].best_score
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
         else:
-            progress.best_score = progress.last_score = None
+            self.progress.best_score = self.progress.last_score = None
 
-        # TensorBoard's log, and Weights & Biases, which gets it too
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
         name = self.path.name
         if args.track:
             import wandb
@@ -673,17 +685,11 @@ class Run:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
             # Hide what was logged after the checkpoint of a resumed run
-            self.writer = SummaryWriter(str(self.path), purge_step=progress.step + 1)
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", progress.step)
-
-        print_line(f"{self.path}: {description}, {position} of {length} done")
-        if self.checkpoint is None:
-            self.save()
-        elif self.checkpoint["path"].name != "checkpoint.pt":
-            print_line(f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt")
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
 
     def start_clocks(self):
         """Begin to measure the time of an iteration, without the evaluation before it."""
