@@ -711,7 +711,7 @@ def train(args, run):
     if run.should_evaluate():
         score_policy(agent, args, val, run)
     text = ""
-    if RANK == 0 and args.eval_episodes:
+    if args.eval_episodes and not run.bar.disable:  # only process 0 shows its bar
         text = f"; {compare_rules(agent, args, val, test, run.path / 'best.pt')} earned most on test"
     run.close(text)
 
@@ -768,27 +768,36 @@ class Run:
 
         Exits if the folder cannot be written to.
         """
-        args = self.args
-        progress = self.progress
-        position = min(progress.step if position is None else position, length)
+        position = min(self.progress.step if position is None else position, length)
         self.tenths = 10 * position // length  # of the run that are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
         # In a file, the bar is a line every 30 seconds
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
-        if RANK > 0:
-            return
 
-        # The score to beat: that of best.pt, if there is one and its score means the same as the next one
+    def find_best(self):
+        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(args, x) for x in TASK_SETTINGS):
-            progress.best_score = best["progress"].best_score
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
         else:
-            progress.best_score = progress.last_score = None
+            self.progress.best_score = self.progress.last_score = None
 
-        # TensorBoard's log, and Weights & Biases, which gets it too
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
         name = self.path.name
         if args.track:
             import wandb
@@ -808,17 +817,11 @@ class Run:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
             # Hide what was logged after the checkpoint of a resumed run
-            self.writer = SummaryWriter(str(self.path), purge_step=progress.step + 1)
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", progress.step)
-
-        print_line(f"{self.path}: {description}, {position} of {length} done")
-        if self.checkpoint is None:
-            self.save()
-        elif self.checkpoint["path"].name != "checkpoint.pt":
-            print_line(f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt")
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
 
     def start_clocks(self):
         """Begin to measure the time of an iteration, without the evaluation before it."""

@@ -73,6 +73,7 @@ METHODS = {
     "all": "predicted gain of all looks",
     "oracle": "oracle",
 }
+RIVALS = ("nowhere", "everywhere", "threshold", "all", "oracle")  # that are measured beside PPO
 MARGIN, MOST_SECONDS = 0.03, 60  # of the criterion
 NUM_HEAD_STEPS = 8000  # gradient steps of a regression, on 1,024 patches each: as many CPU-seconds as PPO
 NUM_HEAD_BATCHES = 64  # batches of 64 pairs that a regression learns from
@@ -245,9 +246,8 @@ def measure_seed(study: str, seed: int, cost: float, more: str) -> dict:
     path, seconds = run_script(
         STUDIES[study][0], more, "--seed", seed, "--cost", round(cost / (2 * SHARE), 6)
     )
-    rivals = [name for name in METHODS if name not in ("ppo", "last")]
     row = {"study": study, "seed": seed, "cost": cost, "seconds": round(seconds, 1)}
-    row["best"] = measure_methods(*load_agent(path / "best.pt"), ["ppo", *rivals])
+    row["best"] = measure_methods(*load_agent(path / "best.pt"), ["ppo", *RIVALS])
     row["last"] = measure_methods(*load_agent(path / "checkpoint.pt"), ["ppo", "oracle"])
     return row
 
@@ -256,14 +256,13 @@ def measure_control(row: dict, more: str) -> dict:
     """Train a detector without PPO, and score the rivals on it; returns the row with their scores."""
     flags, cost = STUDIES[row["study"]][0], row["cost"]
     detector, seconds = run_script(flags, DETECTOR, more, "--seed", row["seed"])
-    rivals = [name for name in METHODS if name not in ("ppo", "last", "next")]
     agent, args = load_agent(detector / "checkpoint.pt")
     args.cost = cost / (2 * SHARE)
     agent.share.fill_(SHARE)
     _, val, _ = cd.load_pairs(args, torch.device("cpu"))
     f1 = cd.evaluate(agent, args, val, None, look_everywhere)["eval/f1"]
     agent.running_f1.fill_(f1)  # F of eq. 2, which PPO measures while it trains
-    control = measure_methods(agent, args, rivals, row["best"]["val_looks"])
+    control = measure_methods(agent, args, RIVALS, row["best"]["val_looks"])
     return row | {"control": control, "detector_seconds": round(seconds, 1)}
 
 
