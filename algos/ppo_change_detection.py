@@ -140,10 +140,6 @@ class Args:
     log_std: float = -3.0  # initial log of the standard deviation sigma of corrections, eq. 4
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never)
 
-    def __post_init__(self):
-        if self.num_steps == 0:
-            self.num_steps = 1 if self.data_dir else change_pairs.ENV_IDS.get(self.env_id, 2)
-
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class Detector(nn.Module):
@@ -1024,6 +1020,8 @@ def main(argv=None):
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    if args.num_steps == 0:
+        args.num_steps = 1 if args.data_dir else change_pairs.ENV_IDS.get(args.env_id, 1)
     counts = """num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs
         num_minibatches update_epochs""".split()
     shares = "gamma gae_lambda clip_coef val_share".split()

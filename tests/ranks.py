@@ -202,7 +202,7 @@ def update_tsp(am, rows):
 
 def update_change_detection(cd, rows):
     """Of PPO and of the detector, with cells that do not count, and other numbers of active patches; and of F."""
-    args = cd.Args(image_size=16, num_minibatches=1, max_grad_norm=0.1, num_envs=8)
+    args = cd.Args(num_steps=2, image_size=16, num_minibatches=1, max_grad_norm=0.1, num_envs=8)
     pairs = torch.from_numpy(cd.change_pairs.draw_haze(8, 16, 2, 1)[0])
     images, labels = cd.change_pairs.split_labels(pairs, args)
     labels[:3] = 255

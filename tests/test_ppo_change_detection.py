@@ -28,7 +28,7 @@ TINY += " --eval-episodes 8"
 
 def make_parts(**changes):
     """Make args, an agent in float64 whose heads differ from query to query, pictures and labels."""
-    args = cd.Args(**{"image_size": 32, "num_envs": 4, "log_std": -1.0} | changes)
+    args = cd.Args(**{"num_steps": 2, "image_size": 32, "num_envs": 4, "log_std": -1.0} | changes)
     torch.manual_seed(0)
     agent = cd.Agent(args).double()
     torch.nn.init.normal_(agent.heads[-1].weight, 0.0, 0.3)
