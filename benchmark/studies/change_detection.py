@@ -495,6 +495,8 @@ def draw(results: dict | None, path: Path) -> None:
             by_price = len(prices) > 1
             for i, (method, title) in enumerate(METHODS.items()):
                 group, name = ("last", "ppo") if method == "last" else ("best", method)
+                if f"{name}_f1" not in rows[-1][group]:
+                    continue
                 x, mark = "cost" if by_price else f"{name}_looks", "*" if name == "ppo" else "o"
                 points = np.array([((row | row[group])[x], row[group][f"{name}_f1"]) for row in rows])
                 axes.plot(*points.T, mark, color=f"C{i}", ms=5, alpha=0.35, mew=0)
