@@ -29,7 +29,7 @@ COLOURS = np.array(
 # ---- Synthetic pairs ----
 
 
-def draw_haze(num_pairs: int, size: int, num_dates: int, *seed: int):
+def draw_haze(num_pairs, size, num_dates, *seed):
     """Draw pairs uint8 [M, J C + 1, S, S]; return also where roofs [M, h, w] and haze [J - 1, M, h, w] are.
 
     Four patches in ten are roofs, whose stripes run along or across. A roof's stripes at the first and the
@@ -65,7 +65,7 @@ def draw_haze(num_pairs: int, size: int, num_dates: int, *seed: int):
 # ---- Batches ----
 
 
-def draw_batch(pairs, num_pairs: int, args):
+def draw_batch(pairs, num_pairs, args):
     """Draw random crops of random pairs, each turned by 0 to 3 right angles, and split them."""
     size = args.image_size
     height, width = pairs.shape[2:]
@@ -105,7 +105,7 @@ def count_pixels(probability, labels, threshold):
     return torch.stack([x.sum() for x in (is_called & is_changed, is_called, is_changed, is_counted)])
 
 
-def compute_scores(counts) -> dict[str, float]:
+def compute_scores(counts):
     """Compute scores of the class "changed", and overall accuracy, from `count_pixels`; 0 if there are no pixels."""
     hits, called, changed, counted = counts.tolist()
     return {
@@ -117,7 +117,7 @@ def compute_scores(counts) -> dict[str, float]:
     }
 
 
-def find_threshold(probability, labels) -> float:
+def find_threshold(probability, labels):
     """Find the threshold of 0, 0.01, ..., 1 with the largest F1; if no pixel is changed, it is 0.5."""
     if not (labels == 1).any():
         return 0.5
@@ -134,7 +134,7 @@ def find_threshold(probability, labels) -> float:
 # ---- Pictures ----
 
 
-def decode_picture(image) -> np.ndarray:
+def decode_picture(image):
     """Return the bands of a picture, uint8 [H, W, C]; raises ValueError if a band or transparency would be lost."""
     num_bands = len(image.getbands())
     if getattr(image, "tag_v2", {}).get(277, 0) > num_bands:  # of TIFF files; Pillow leaves out unknown bands
@@ -147,14 +147,14 @@ def decode_picture(image) -> np.ndarray:
     return np.array(image.convert(MODES[NUM_BANDS])).reshape(image.height, image.width, NUM_BANDS)
 
 
-def decode_label(image) -> np.ndarray:
+def decode_label(image):
     """Return the values of a label, uint8 [H, W]; labels of rarer forms need envs_shared/change_folders.py."""
     if image.format == "PNG" and image.mode in "1L" and not image.has_transparency_data:
         return np.array(image.convert("L"))
     return import_reader().decode_label(image)
 
 
-def read_picture(path, decode=decode_picture) -> np.ndarray:
+def read_picture(path, decode=decode_picture):
     """Read a picture, or a label with `decode_label`; raises ValueError with the reason.
 
     Cameras may store a picture turned or mirrored and note that in EXIF; it is read as viewers show it.
@@ -173,7 +173,7 @@ def read_picture(path, decode=decode_picture) -> np.ndarray:
     raise ValueError(f"{path}: cannot be read as a picture: {reason}")
 
 
-def read_pair(files, label: np.ndarray | None = None) -> np.ndarray:
+def read_pair(files, label=None):
     """Read a pair uint8 [2 C + 1, H, W]; without a label, no pixel counts. Raises ValueError if sizes differ."""
     images = [read_picture(path) for path in files[:2]]
     if label is None:
@@ -184,7 +184,7 @@ def read_pair(files, label: np.ndarray | None = None) -> np.ndarray:
     return np.concatenate((*images, label[..., None]), 2).transpose(2, 0, 1)
 
 
-def read_labels(files, ignore_index: int | None) -> dict[Path, np.ndarray]:
+def read_labels(files, ignore_index):
     """Read labels uint8 [H, W] of 0, 1 and, where pixels do not count, 255.
 
     All files have either 0 and 1 or 0 and 255, beside `ignore_index` where pixels do not count; raises
@@ -192,9 +192,9 @@ def read_labels(files, ignore_index: int | None) -> dict[Path, np.ndarray]:
     """
     labels = {path: read_picture(path, decode_label) for path in files}
     examples = {value: path for path, label in labels.items() for value in np.unique(label).tolist()}
-    examples.pop(ignore_index, None)
-    if not (examples.keys() <= {0, 1} or examples.keys() <= {0, 255}):
-        found = ", ".join(f"{value} in {path}" for value, path in sorted(examples.items())[-3:])
+    examples = {value: path for value, path in examples.items() if value not in (0, ignore_index)}
+    if len(examples) > 1 or not examples.keys() <= {1, 255}:
+        found = ", ".join(f"{value} in {path}" for value, path in sorted(examples.items())[:3])
         raise ValueError(
             f"labels have {found}; needed are 0 and 1 in all files, or 0 and 255 in all, "
             "and --ignore-index for a value that does not count"
@@ -202,7 +202,7 @@ def read_labels(files, ignore_index: int | None) -> dict[Path, np.ndarray]:
     return {path: np.uint8(np.where(x == ignore_index, UNCOUNTED, x > 0)) for path, x in labels.items()}
 
 
-def stack_pairs(pairs: list[np.ndarray], multiple: int, least: int) -> np.ndarray:
+def stack_pairs(pairs, multiple, least):
     """Stack pairs [2 C + 1, H, W], with sides that are multiples of `multiple` and at least `least`.
 
     Pictures are mirrored beyond their borders, and pixels there do not count.
@@ -220,7 +220,7 @@ def stack_pairs(pairs: list[np.ndarray], multiple: int, least: int) -> np.ndarra
 # ---- Folders ----
 
 
-def list_pictures(folder) -> dict[str, Path]:
+def list_pictures(folder):
     """List the pictures in a folder by name without suffix; raises ValueError if two have one name."""
     pictures = {}
     for file in sorted(Path(folder).glob("[!.]*")):
@@ -231,7 +231,7 @@ def list_pictures(folder) -> dict[str, Path]:
     return pictures
 
 
-def match_pictures(where, names, pictures) -> list[list[Path]]:
+def match_pictures(where, names, pictures):
     """Return each name's files, one of each folder in `pictures` {name: file}; raises ValueError if one is missing."""
     for kind, files in zip(DIRECTORIES, pictures):
         missing = sorted(set(names) - files.keys())
@@ -248,27 +248,30 @@ def import_reader(where=""):
         raise ValueError(f"{where}not {LAYOUT}; others need envs_shared/change_folders.py") from None
 
 
-def read_folder(args, splits) -> dict[str, np.ndarray]:
-    """Read the splits of --data-dir as pairs uint8 [M, 2 C + 1, H, W]; raises ValueError or OSError."""
-    root = Path(args.data_dir)
+def read_folder(path, multiple, least, splits=SPLITS, val_share=0.0, ignore_index=None):
+    """Read the splits of a folder as pairs uint8 [M, 2 C + 1, H, W]; raises ValueError or OSError.
+
+    Sides become multiples of `multiple`, and at least `least`.
+    """
+    root = Path(path)
     folders = {split: [root / split / name for name in DIRECTORIES] for split in splits}
-    if not args.val_share and all(folder.is_dir() for split in splits for folder in folders[split]):
+    if not val_share and all(folder.is_dir() for split in splits for folder in folders[split]):
         pictures = {split: [list_pictures(folder) for folder in folders[split]] for split in splits}
         names = {split: set().union(*pictures[split]) for split in splits}
     else:
         reader = import_reader(f"{root}: ")
-        pictures, names = reader.find_pictures(root, splits, list_pictures, SUFFIXES, args.val_share)
+        pictures, names = reader.find_pictures(root, splits, list_pictures, SUFFIXES, val_share)
     files = {}
     for split in splits:
         if not names[split]:
             raise ValueError(f"{root}: no {split} pictures; needed are {LAYOUT}")
         files[split] = match_pictures(f"{root}: {split}", names[split], pictures[split])
-    labels = read_labels([x[2] for split in splits for x in files[split]], args.ignore_index)
+    labels = read_labels([x[2] for split in splits for x in files[split]], ignore_index)
     pairs = {split: [read_pair(x, labels[x[2]]) for x in files[split]] for split in splits}
-    return {split: stack_pairs(pairs[split], args.patch_size, args.image_size) for split in splits}
+    return {split: stack_pairs(pairs[split], multiple, least) for split in splits}
 
 
-def read_pairs(args) -> dict:
+def read_pairs(args):
     """Read two pictures, or two folders with equal names, of --predict: {name: (stacked pair, height, width)}.
 
     A third one has labels. Suffixes may differ, and files that are no pictures are left out.
@@ -288,10 +291,11 @@ def read_pairs(args) -> dict:
     return pairs
 
 
-def load_pairs(args, splits=SPLITS) -> dict[str, np.ndarray]:
+def load_pairs(args, splits=SPLITS):
     """Read --data-dir or draw synthetic pairs; returns {split: pairs}. Raises ValueError or OSError."""
     if args.data_dir:
-        return read_folder(args, splits)
+        sizes = args.patch_size, args.image_size
+        return read_folder(args.data_dir, *sizes, splits, args.val_share, args.ignore_index)
     if args.env_id not in ENV_IDS:
         raise ValueError(f"--env-id {args.env_id}: must be one of {', '.join(ENV_IDS)}")
     if NUM_BANDS != 3:

@@ -241,7 +241,7 @@ def test_labels_follow_one_convention(tmp_path):
     assert read(0, 2, ignore_index=255) == [[[0, 1]], [[0, 1, UNCOUNTED]]]
     assert read(1, 3, ignore_index=7) == [[[0, 1]], [[0, 0]]]
     for numbers in ([0, 1], [2], [1, 2]):
-        with pytest.raises(ValueError, match=r"1 in .*\.png, 255 in .*\.png; .* --ignore-index"):
+        with pytest.raises(ValueError, match=r"labels have 1 in .*\.png, 255 in .*\.png; .* --ignore-index"):
             read(*numbers)
     save(files[3], np.uint8([[0, 128, 255]]))
     assert read(1, 3, ignore_index=128) == [[[0, 1]], [[0, UNCOUNTED, 1]]]

@@ -39,8 +39,8 @@ MAX_TOKENS = {
     "algos/alphazero_go.py": 8900,
     "envs_shared/go.py": 2600,
     "envs_shared/go_gtp.py": 4500,
-    "algos/ppo_change_detection.py": 5900,
-    "envs_shared/change_pairs.py": 2000,
+    "algos/ppo_change_detection.py": 7050,
+    "envs_shared/change_pairs.py": 2500,
     "envs_shared/change_folders.py": 900,
 }
 OLD_FORM = {path.stem for path in (ROOT / "algos").glob("*.py") if "\n# ---- Run -" not in path.read_text()}
