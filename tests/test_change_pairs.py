@@ -249,6 +249,16 @@ def test_labels_follow_one_convention(tmp_path):
         read(1, 3)
 
 
+def test_a_folder_has_one_convention_of_labels(plain):
+    """Over all splits: each file alone would be read without an error."""
+    path, pairs = plain
+    label = pairs["val"][0][6]
+    save(path / "val" / "label" / "x0.png", label)
+    with pytest.raises(ValueError, match=r"1 in .*val/label/x0\.png, 255 in .*; needed are 0 and 1 in all"):
+        read_folder(path)
+    assert label.any()
+
+
 def test_bands_that_would_be_lost(tmp_path, monkeypatch):
     """Transparency and a fourth band are refused, an opaque one is not; with NUM_BANDS = 4 all four are read."""
     colours = np.random.default_rng(0).integers(1, 250, (6, 5, 4), np.uint8)

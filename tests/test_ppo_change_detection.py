@@ -289,6 +289,7 @@ def test_scores_of_pixels_and_the_threshold(monkeypatch):
     rng, (args, *_) = np.random.default_rng(0), make_parts()
     pairs = torch.from_numpy(rng.choice([0, 1, 255], (3, 7, 8, 8), p=(0.6, 0.3, 0.1)).astype(np.uint8))
     p = torch.from_numpy(rng.random((3, 8, 8))) * 0.7 + 0.3 * (pairs[:, -1] == 1)
+    p = (100 * p).round() / 100  # a probability that is a threshold reaches it
     looks, returns = torch.full((3, 2, 2), 1.5), torch.arange(12.0).view(3, 2, 2)
     monkeypatch.setattr(cd, "predict", lambda *args: (p, looks, returns))
 
