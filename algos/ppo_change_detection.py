@@ -76,12 +76,12 @@ RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
 MAX_PIXELS = 2**17  # pixels of pairs that are evaluated at once, which bounds the memory
-# What the part `Run` must know of this script
-# If one of these settings changes, older scores mean nothing: the next evaluation is the best
+# What the part `Run` must know of this script. If one of these settings changes, older scores mean nothing: the
+# next evaluation is the best
 TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_episodes num_steps cost".split()
-NETWORK_FLAGS = (
-    "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size, --coarse-size"
-)  # which flags to check if a checkpoint does not fit
+# Which flags to check if a checkpoint does not fit
+NETWORK_FLAGS = "--env-id (pairs of --data-dir and --predict have two dates), "
+NETWORK_FLAGS += "--patch-size, --cell-size, --coarse-size"
 SCORE = "F1 less price on val"  # what decides which policy best.pt holds; higher is better
 
 
@@ -102,12 +102,16 @@ class Args:
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on the test pairs, without training
     eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
     eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
-    predict: tuple[str, ...] | None = None  # with --evaluate: two pictures or folders to compare, maybe labels
+    predict: tuple[str, ...] | None = (
+        None  # with --evaluate: two pictures or folders to compare, maybe labels
+    )
     output: str = "change_maps"  # new folder for the maps of --predict
     # The pairs
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
     data_dir: str | None = None  # real pairs, of two dates, instead: {train,val,test}/{A,B,label}/x.png
-    val_share: float = 0.0  # share for val, and as much for test, of a folder that is not split (0: refuse it)
+    val_share: float = (
+        0.0  # share for val, and as much for test, of a folder that is not split (0: refuse it)
+    )
     ignore_index: int | None = None  # value of a label's pixels that do not count, such as 255
     num_train_pairs: int = 1024  # synthetic pairs to train on
     image_size: int = 32  # side S of the random crops that are trained on, in pixels
@@ -156,10 +160,9 @@ class Detector(nn.Module):
         super().__init__()
         self.num_dates = num_dates
         self.num_features = (num_dates - 1) * 16  # E: 16 of each date but the last
-        num_pictures_bands = num_dates * change_pairs.NUM_BANDS
         patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
         self.backbone = nn.Sequential(
-            Conv2d(num_pictures_bands, 32, 3, padding=1),  # [B, 32, S', S']
+            Conv2d(num_dates * change_pairs.NUM_BANDS, 32, 3, padding=1),  # [B, 32, S', S']
             nn.GELU(),
             Conv2d(32, embed_dim, patch, patch),  # [B, D, h, w]
             nn.GELU(),
@@ -219,7 +222,7 @@ class Agent(nn.Module):
             Conv2d(128, 2, 1, groups=2),
         )
         nn.init.zeros_(self.heads[-1].weight)
-        # At first a patch looks with probability sigmoid(2) = 0.88, so that PPO sees what later looks earn; V is 0
+        # At first a patch looks with probability sigmoid(2) = 0.88, so that PPO sees what later looks earn
         self.heads[-1].bias.data = torch.tensor([2.0, 0.0])
         self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
         self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
@@ -316,8 +319,8 @@ def cross_entropy(logits, labels):
 
 def detector_loss(agent, images, labels, args):
     """Compute the mean cross entropy of the T + 1 maps before the first and after each of T random looks."""
-    # Each pair has its own rate, the probability that an active patch looks: maps must be right with few looks and
-    # with many
+    # Each pair has its own rate, the probability that an active patch looks: maps must be right with few looks
+    # and with many
     rate = torch.rand(len(images), 1, 1, device=images.device)
     embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
     loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -434,7 +437,8 @@ def play(agent, images, labels, args, rule=prefer, std=None):
 
     # Rewards of eq. 1
     maps = [*rollout["cell_logits"], agent.detector.classify(embedding)]
-    worth = torch.stack([compute_worth(x, labels, agent.running_f1, args.beta) for x in maps])  # [T + 1, B, h, w]
+    worth = [compute_worth(x, labels, agent.running_f1, args.beta) for x in maps]
+    worth = torch.stack(worth)  # [T + 1, B, h, w]
     price = 2 * agent.share * args.cost
     rollout["rewards"] = (worth[1:] - worth[:-1] - price) * rollout["looks"]
     return rollout, maps[-1]
@@ -470,7 +474,10 @@ def collect_rollout(agent, images, labels, args):
 
 
 def ppo_loss(agent, batch, args):
-    """Compute eq. 5 for a minibatch of a rollout, and what to log: this process's shares of means over active patches."""
+    """Compute eq. 5 for a minibatch of a rollout, and what to log.
+
+    All are this process's shares of means over active patches.
+    """
     is_active = batch["is_active"]  # [n, h, w]
     looks = batch["looks"]
     count = total(is_active.sum().float()).clamp(min=1)
@@ -501,7 +508,8 @@ def ppo_loss(agent, batch, args):
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
-    loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy) + args.joint_coef * joint_loss
+    loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
+    loss = loss + args.joint_coef * joint_loss
 
     # Of the two ratios, those of decisions ([:, 0]) are logged
     approx_kl = ratio - 1 - log_ratio
@@ -541,7 +549,7 @@ def evaluate(agent, args, pairs, threshold=None, rule=prefer):
     num_looks = looks.mean().item()
     scores["eval/threshold"] = threshold
     scores["eval/looks"] = num_looks
-    scores["eval/net"] = scores["eval/f1"] - args.cost * num_looks  # --cost is the F1 that one look a patch costs
+    scores["eval/net"] = scores["eval/f1"] - args.cost * num_looks  # a look at each patch costs F1 of --cost
     scores["eval/episodic_return"] = returns.mean().item()
     return scores
 
@@ -611,7 +619,8 @@ def write_predictions(agent, args, threshold, device):
             maps[kind] = np.uint8(255 * x[0, :height, :width].cpu().numpy())
             Image.fromarray(maps[kind]).save(output / f"{name}_{kind}.png")
         counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
-        print_line(f"{name}: {looks.mean():.2f} looks a patch, {maps['mask'].mean() / 255:.2%} of the pixels changed")
+        share = maps["mask"].mean() / 255
+        print_line(f"{name}: {looks.mean():.2f} looks a patch, {share:.2%} of the pixels changed")
     if counts.any():  # there are labels
         print_scores(change_pairs.compute_scores(counts))
     print_line(f"{output}: maps of {len(pairs)} pairs; PNG files keep no georeference")
@@ -652,7 +661,7 @@ def train(args, run):
     run.load(optimizer=optimizer)
     num_iterations = args.detector_iterations + args.ppo_iterations
     description = (
-        f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, {device}; {share:.2%} of the pixels "
+        f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, {device}; {share:.2%} of pixels "
         f"are changed, so a look costs {2 * share * args.cost:.4f}, and all looks cost "
         f"{args.num_steps * args.cost:.2f} of F1"
     )
@@ -713,8 +722,8 @@ def train(args, run):
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
-# Nothing below belongs to the algorithm. All scripts share this part, but for `Progress` and `main`
-if sys.stderr is None:  # closed before Python started
+# What follows is the same in all scripts of this family, but for `Progress` and `main`
+if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -739,7 +748,7 @@ class Run:
         self.args = args
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds, because it is large
+        self.resume_parts = {}  # what checkpoint.pt alone holds, if there is anything as large as a replay
         self.bar = None
         if checkpoint:
             self.path = checkpoint["path"].parent
@@ -750,7 +759,7 @@ class Run:
             self.progress = Progress()
 
     def load(self, **parts):
-        """Add parts to the checkpoints, with their states from the checkpoint that the run began with, if any."""
+        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
         self.parts |= parts
         try:
             for name, part in parts.items():
@@ -760,30 +769,30 @@ class Run:
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
-        """Open folder and log, and show a bar of `length` units, at `position` or the number of steps so far.
+        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
 
-        Exits if the folder cannot be written to.
+        The bar counts steps. If a script wants another unit, `position` says where the bar is.
         """
         position = min(self.progress.step if position is None else position, length)
-        self.tenths = 10 * position // length  # of the run that are done
+        self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.find_best()
             self.open_log()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint is None:
-                self.save()
+                self.save()  # so that there is something to resume from now on
             elif self.checkpoint["path"].name != "checkpoint.pt":
                 print_line(
                     f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
                 )
-        # In a file, the bar is a line every 30 seconds
+        # Where the bar is written to a file, every 30 seconds are enough
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
 
     def find_best(self):
-        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
+        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
@@ -825,7 +834,7 @@ class Run:
         self.cpu_start = time.process_time()
 
     def save(self, name="checkpoint.pt"):
-        """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
+        """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
         checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
@@ -839,10 +848,10 @@ class Run:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.progress.step)
             if not math.isfinite(value):
-                fail(f"{name} is {value} at step {self.progress.step}; the checkpoints are from before it")
+                fail(f"{name} is {value} at step {self.progress.step}")
 
     def log(self, num_steps, scalars, position=None):
-        """Count an iteration of `num_steps` steps, log its scalars, and move the bar to `position`, or to the steps.
+        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
 
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
@@ -853,15 +862,17 @@ class Run:
         progress.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
             return
-        self.write(scalars)
         speed = num_steps / (time.time() - self.start)
-        self.write({"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
-        self.bar.update(min(progress.step if position is None else position, self.bar.total) - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        self.write(scalars | {"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        if position is None:
+            position = progress.step
+        self.bar.update(min(position, self.bar.total) - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says
         tenths = 10 * self.bar.n // self.bar.total
-        self.is_due = tenths > self.tenths
         if self.args.eval_interval:
             self.is_due = progress.iteration % self.args.eval_interval == 0
+        else:
+            self.is_due = tenths > self.tenths
         self.tenths = tenths
         if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
             self.writer.flush()
@@ -876,11 +887,12 @@ class Run:
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
             return False
-        is_affordable = self.progress.eval_steps + num_steps <= self.progress.step / 5
-        return self.tenths == 10 or (self.is_due and (is_affordable or self.args.eval_interval > 0))
+        if self.tenths == 10 or self.args.eval_interval:
+            return self.tenths == 10 or self.is_due
+        return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
 
     def keep(self, scores, score, num_steps):
-        """Log the scores of an evaluation of `num_steps` steps, and write best.pt unless an earlier one was better.
+        """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
         `score` is the one that decides: the higher, the better.
         """
@@ -892,12 +904,13 @@ class Run:
         if progress.best_score is None or score >= progress.best_score:
             progress.best_score = progress.last_score
             self.save("best.pt")
+        # Save the scores too. A large checkpoint is written again only at the end
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
 
     def close(self, text=""):
-        """Close bar and log, and print the scores, followed by `text`."""
+        """Close bar and log, and print the scores, followed by what else a script has to say."""
         self.bar.close()
         if RANK > 0:
             return
@@ -914,7 +927,7 @@ class Run:
 
     def say_how_to_resume(self):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
-        if RANK == 0 and self.bar:
+        if RANK == 0 and self.bar is not None:
             self.bar.close()
             command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
@@ -935,7 +948,7 @@ def print_scores(scores):
 
 
 def fail(message):
-    """Print one line for the user and exit with code 2."""
+    """Print an error in one line and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -958,7 +971,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed, which is below 2^30: libraries in C add numbers to it, and take less than 2^31.
+    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
+    environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -972,7 +986,7 @@ def set_up_device(args):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    if WORLD_SIZE > 1 and not args.evaluate:
+    if WORLD_SIZE > 1 and not args.evaluate:  # which process 0 does alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
@@ -990,7 +1004,7 @@ def capture(function, *inputs):
         output = function(*memory)
 
     def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs):
+        for old, new in zip(memory, new_inputs, strict=True):
             old.copy_(new)
         graph.replay()
         return output
@@ -1004,11 +1018,10 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
-        checkpoint["path"] = Path(path).resolve()  # the file that a link leads to
+        checkpoint["path"] = Path(path).resolve()  # of a link: the run's own folder
         return checkpoint
     except Exception:
-        script = Path(__file__).name
-        fail(f"{path}: missing, or not a checkpoint of this version of {script}; name a .pt file")
+        fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
 
 
 def main(argv=None):

@@ -20,7 +20,9 @@ NAMES = (
     ("label", "labels", "gt", "mask", "masks", "change", "out", "cd"),
 )
 LAYOUTS = "needed are train/A/x.png, or A/x.png and list/train.txt, or A/train_x.png, for val and test "
-LAYOUTS += "too, or --val-share, with B and label beside A (or others of NAMES in change_folders.py: time1, mask)"
+LAYOUTS += (
+    "too, or --val-share, with B and label beside A (or others of NAMES in change_folders.py: time1, mask)"
+)
 
 
 def decode_label(image) -> np.ndarray:

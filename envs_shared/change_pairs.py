@@ -15,7 +15,7 @@ from torch.nn import functional as F
 ENV_IDS = {"haze": 2, "haze-3": 3, "haze-4": 4}  # number of dates J
 SPLITS = ("train", "val", "test")
 DIRECTORIES = ("A", "B", "label")  # folders of the first date, the second date and the labels
-NUM_BANDS = 3  # C: bands of a picture; with another number, pictures need another mode of MODES or `read_picture`
+NUM_BANDS = 3  # C: bands of a picture; for a number that MODES lacks, `read_picture` must be another
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # what Pillow calls pictures of so many bands
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # of pictures
 LAYOUT = "{train,val,test}/{A,B,label} with equal names and labels of 0 and 255 as PNG"
@@ -141,9 +141,9 @@ def decode_picture(image):
         raise ValueError(f"it has more bands than the {num_bands} that Pillow reads")
     if NUM_BANDS != 3 and num_bands != NUM_BANDS:
         raise ValueError(f"it has {num_bands} bands, and NUM_BANDS is {NUM_BANDS}")
-    if NUM_BANDS == 3 and image.has_transparency_data:
-        if np.array(image.convert("RGBA"))[..., 3].min() < 255:
-            raise ValueError("transparency, or a fourth band, would be lost; cut it off, or see NUM_BANDS")
+    is_opaque = not image.has_transparency_data or np.array(image.convert("RGBA"))[..., 3].min() == 255
+    if NUM_BANDS == 3 and not is_opaque:
+        raise ValueError("transparency, or a fourth band, would be lost; cut it off, or see NUM_BANDS")
     return np.array(image.convert(MODES[NUM_BANDS])).reshape(image.height, image.width, NUM_BANDS)
 
 
@@ -180,7 +180,9 @@ def read_pair(files, label=None):
         label = np.full(images[0].shape[:2], UNCOUNTED, np.uint8)
     sizes = [x.shape[:2] for x in (*images, label)]
     if len(set(sizes)) > 1:
-        raise ValueError(f"{files[0]}: height and width {sizes[0]} differ from those of its pair, {sizes[1:]}")
+        raise ValueError(
+            f"{files[0]}: height and width {sizes[0]} differ from those of its pair, {sizes[1:]}"
+        )
     return np.concatenate((*images, label[..., None]), 2).transpose(2, 0, 1)
 
 

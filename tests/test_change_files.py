@@ -149,7 +149,10 @@ def test_a_folder_is_split_by_a_share(tmp_path):
     assert {split: len(x) for split, x in found.items()} == {"train": 6, "val": 2, "test": 2}
     for split, x in read_folder(tmp_path, 4, val_share=0.2, seed=9).items():
         assert (x == found[split]).all()
-    order = [next(i for i, pair in enumerate(pairs) if (x == pair).all()) for x in np.concatenate([*found.values()])]
+    order = [
+        next(i for i, pair in enumerate(pairs) if (x == pair).all())
+        for x in np.concatenate([*found.values()])
+    ]
     assert sorted(order) == list(range(10)) != order
     assert ": x00 does not begin with a split; needed are" in read_error(tmp_path)
     write_lists(tmp_path, {split: f"x0{i}\n" for i, split in enumerate(SPLITS)})

@@ -235,7 +235,9 @@ def test_labels_follow_one_convention(tmp_path):
     files = [save(tmp_path / f"{i}.png", np.uint8(x)) for i, x in enumerate((ones, white, mixed, [[0, 0]]))]
 
     def read(*numbers, ignore_index=None):
-        return [x.tolist() for x in change_pairs.read_labels([files[i] for i in numbers], ignore_index).values()]
+        return [
+            x.tolist() for x in change_pairs.read_labels([files[i] for i in numbers], ignore_index).values()
+        ]
 
     assert read(0, 3) == [[[0, 1]], [[0, 0]]] and read(1, 3) == [[[0, 1]], [[0, 0]]]
     assert read(0, 2, ignore_index=255) == [[[0, 1]], [[0, 1, UNCOUNTED]]]
@@ -266,20 +268,22 @@ def test_bands_that_would_be_lost(tmp_path, monkeypatch):
     opaque[..., 3] = 255
     four, plain = save(tmp_path / "four.png", colours), save(tmp_path / "plain.png", colours[..., :3])
     assert (change_pairs.read_picture(save(tmp_path / "opaque.png", opaque)) == colours[..., :3]).all()
-    for path in (four, save(tmp_path / "four.tif", colours), save(tmp_path / "clear.png", Image.new("LA", (2, 2)))):
+    tiff, clear = save(tmp_path / "four.tif", colours), save(tmp_path / "clear.png", Image.new("LA", (2, 2)))
+    for path in (four, tiff, clear):
         with pytest.raises(ValueError, match=f"{path.name}: .* a fourth band, would be lost"):
             change_pairs.read_picture(path)
     # Red, green, blue and an unspecified band, as GDAL writes it: Pillow reads three of the four
     file = bytearray((tmp_path / "four.tif").read_bytes())
     file[file.index(b"\x52\x01\x03\x00\x01\x00\x00\x00\x02") + 8] = 0  # tag 338, ExtraSamples
     (tmp_path / "infrared.tif").write_bytes(file)
-    with pytest.raises(ValueError, match="infrared.tif: .* more bands than the 3 that Pillow reads"):
+    with pytest.raises(ValueError, match=r"infrared\.tif: .* more bands than the 3 that Pillow reads"):
         change_pairs.read_picture(tmp_path / "infrared.tif")
     monkeypatch.setattr(change_pairs, "NUM_BANDS", 4)
     assert (change_pairs.read_picture(four) == colours).all()
     pair = change_pairs.read_pair([four, four])
-    assert pair.shape == (9, 6, 5) and (pair[:8] == np.concatenate((colours, colours), 2).transpose(2, 0, 1)).all()
-    with pytest.raises(ValueError, match="plain.png: .* it has 3 bands, and NUM_BANDS is 4"):
+    both = np.concatenate((colours, colours), 2).transpose(2, 0, 1)
+    assert pair.shape == (9, 6, 5) and (pair[:8] == both).all()
+    with pytest.raises(ValueError, match=r"plain\.png: .* it has 3 bands, and NUM_BANDS is 4"):
         change_pairs.read_picture(plain)
     with pytest.raises(ValueError, match="haze: has 3 bands, and NUM_BANDS is 4"):
         change_pairs.load_pairs(make_args())
@@ -290,7 +294,7 @@ def test_files_of_several_pages(tmp_path):
     pages = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     for name, options in (("x.tif", {}), ("x.jpg", {"format": "MPO"})):
         pages[0].save(tmp_path / name, save_all=True, append_images=pages[1:], **options)
-    with pytest.raises(ValueError, match="x.tif: .* 2 pages; save each as a file of its own"):
+    with pytest.raises(ValueError, match=r"x\.tif: .* 2 pages; save each as a file of its own"):
         change_pairs.read_picture(tmp_path / "x.tif")
     assert change_pairs.read_picture(tmp_path / "x.jpg")[..., 0].min() > 200
 

@@ -427,7 +427,8 @@ def make_earnings(rows: list[dict]) -> str:
     lines = []
     for method, title in EARNERS.items():
         values = [
-            statistics.mean(get_value(row, method, key) for row in rows) for key in ("f1", "looks", "net", "return")
+            statistics.mean(get_value(row, method, key) for row in rows)
+            for key in ("f1", "looks", "net", "return")
         ]
         line = [title, *(f"{x:.3f}" for x in values[:3]), f"{values[3]:.4f}"]
         if method == "ppo":
@@ -567,8 +568,12 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     if rows:
         net = statistics.mean(get_value(row, "ppo", "net") for row in rows)
         summary = f"F1 {get_mean(rows, 'ppo_f1'):.3f} with {get_mean(rows, 'ppo_looks'):.2f} looks per patch,"
-        summary += f" {net:.3f} after their price. There no look at all {describe_lead(rows, 'nowhere', 'net')},"
-        summary += f" a tuned threshold {describe_lead(rows, 'threshold_own', 'net')}, and a supervised look-ahead"
+        summary += (
+            f" {net:.3f} after their price. There no look at all {describe_lead(rows, 'nowhere', 'net')},"
+        )
+        summary += (
+            f" a tuned threshold {describe_lead(rows, 'threshold_own', 'net')}, and a supervised look-ahead"
+        )
         summary += f" with PPO's budget {describe_lead(rows, 'all_own', 'net')} ({len(rows)} seeds)"
     return {
         (PAGE, "change_detection"): f"\n{page}\n",
