@@ -203,11 +203,15 @@ class Agent(nn.Module):
         return Categorical(logits=policy_params.unsqueeze(-2), validate_args=False)
 
     def sample(self, policy_params):
-        """Draw actions [N, A] from the distribution that get_distribution returns."""
+        """Draw actions [N, A] from the distribution that get_distribution returns: change both together.
+
+        The distributions' own `sample` is slower and makes the host wait, which a CUDA graph cannot record.
+        """
         if self.is_continuous:
-            return self.get_distribution(policy_params).rsample()
+            mean, logstd = policy_params.chunk(2, -1)
+            return mean + logstd.exp() * torch.randn_like(mean)
         # With exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
-        # softmax(logits). Categorical.sample is slower, and makes the host wait, which a CUDA graph cannot
+        # softmax(logits)
         log_noise = torch.empty_like(policy_params).exponential_().log()
         return (policy_params - log_noise).argmax(-1, keepdim=True)
 
@@ -649,7 +653,7 @@ class Run:
             for name, part in parts.items():
                 if self.checkpoint:
                     part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, ValueError):
+        except (KeyError, RuntimeError, TypeError, ValueError):
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
