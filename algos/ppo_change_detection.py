@@ -102,16 +102,12 @@ class Args:
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on the test pairs, without training
     eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
     eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
-    predict: tuple[str, ...] | None = (
-        None  # with --evaluate: two pictures or folders to compare, maybe labels
-    )
+    predict: tuple[str, ...] | None = None  # with --evaluate: two pictures or folders, and labels if any
     output: str = "change_maps"  # new folder for the maps of --predict
     # The pairs
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
     data_dir: str | None = None  # real pairs, of two dates, instead: {train,val,test}/{A,B,label}/x.png
-    val_share: float = (
-        0.0  # share for val, and as much for test, of a folder that is not split (0: refuse it)
-    )
+    val_share: float = 0.0  # share for val, and for test, of a folder that is not split (0: refuse it)
     ignore_index: int | None = None  # value of a label's pixels that do not count, such as 255
     num_train_pairs: int = 1024  # synthetic pairs to train on
     image_size: int = 32  # side S of the random crops that are trained on, in pixels
@@ -765,7 +761,7 @@ class Run:
             for name, part in parts.items():
                 if self.checkpoint:
                     part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, ValueError):
+        except (KeyError, RuntimeError, TypeError, ValueError):
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
@@ -990,26 +986,6 @@ def set_up_device(args):
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-
-
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs, strict=True):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
 
 
 def load_checkpoint(path):

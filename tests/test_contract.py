@@ -40,7 +40,7 @@ MAX_TOKENS = {
     "envs_shared/go.py": 2600,
     "envs_shared/go_gtp.py": 4500,
     "algos/ppo_change_detection.py": 7050,
-    "envs_shared/change_pairs.py": 2500,
+    "envs_shared/change_pairs.py": 2510,
     "envs_shared/change_folders.py": 900,
 }
 OLD_FORM = {path.stem for path in (ROOT / "algos").glob("*.py") if "\n# ---- Run -" not in path.read_text()}
