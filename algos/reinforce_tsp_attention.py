@@ -190,15 +190,13 @@ class AttentionModel(nn.Module):
         v_first, v_last = self.placeholders
         first = torch.cat((h, v_first.expand(len(h), 1, -1)), 1)
         last = torch.cat((h, v_last.expand(len(h), 1, -1)), 1)
+        k = split_heads(self.project_k(h))  # [B, H, N, d]
+        v = split_heads(self.project_v(h))
         # W^O is applied to the keys, since there are fewer of them: (W^O g) . k_j = g . (k_j W^O)
-        logit_k = self.project_logit_k(h) @ self.project_out.weight / EMBED_DIM**0.5
-        return Encoded(
-            first_queries=self.project_graph(h.mean(1, keepdim=True)) + self.project_first(first),
-            last_queries=self.project_last(last),
-            k=split_heads(self.project_k(h)),
-            v=split_heads(self.project_v(h)),
-            logit_k=logit_k,
-        )
+        logit_k = self.project_logit_k(h) @ self.project_out.weight / EMBED_DIM**0.5  # [B, N, D]
+        first_queries = self.project_graph(h.mean(1, keepdim=True)) + self.project_first(first)
+        last_queries = self.project_last(last)
+        return Encoded(first_queries, last_queries, k, v, logit_k)
 
 
 def pick_queries(table, nodes):
