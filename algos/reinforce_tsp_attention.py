@@ -3,7 +3,7 @@
 Papers: Kool et al. 2019, arXiv:1803.08475 (model, baseline), and Kwon et al. 2020, arXiv:2010.16011 (POMO).
 
     python reinforce_tsp_attention.py                       # learns 20 nodes in minutes on one CPU core
-    python reinforce_tsp_attention.py --baseline rollout --optimizer adam --no-anneal-lr   # Kool et al., smaller
+    python reinforce_tsp_attention.py --baseline rollout --optimizer adam --no-anneal-lr  # Kool et al., small
     torchrun --nproc-per-node 2 reinforce_tsp_attention.py  # two GPUs, or with --no-cuda two CPU processes
     python reinforce_tsp_attention.py --evaluate runs/NAME/best.pt --data my_instances.txt --solve my_tours
 
@@ -18,8 +18,8 @@ Equations, numbered as by Kool et al.:
     (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ]
 
 A training step samples tours without gradient. One pass with gradient then gives eq. 1 for whole tours.
-Unlike in POMO, the first node is learned. Unlike in both papers, inputs are scaled, and Muon trains most matrices.
-Learning rates fall all the time; theirs are constant, in POMO up to its last epochs.
+Unlike in POMO, the first node is learned. Unlike in both papers, inputs are scaled, and Muon trains most
+matrices. Learning rates fall all the time; theirs are constant, in POMO up to its last epochs.
 
 Shapes: B instances (M in a file), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
 
@@ -56,18 +56,14 @@ from tqdm import tqdm
 sys.path += map(str, Path(__file__).resolve().parents[:2])
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record the update once; replaying it saves CPU overhead. Set it to False for edits that need the host
-# in between, such as print, .item() or `if` on a tensor
+# On one GPU, record the update once; replaying it saves CPU overhead. Set it to False for edits that need the
+# host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
 # Whether this CPU multiplies bfloat16 fast; GPUs do
 CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
 # What the part `Run` must know of this script
-TASK_SETTINGS = (
-    "env_id",
-    "data",
-    "eval_episodes",
-    "seed",
-)  # what scores mean: if one changes, older ones do not count
+# If one of these settings changes, older scores mean nothing: the next evaluation is the best
+TASK_SETTINGS = ("env_id", "data", "eval_episodes", "seed")
 NETWORK_FLAGS = "--optimizer"  # which flags to check if a checkpoint does not fit
 SCORE = "minus greedy gap or length"  # what decides which policy best.pt holds; higher is better
 
@@ -76,10 +72,10 @@ EMBED_DIM = 128  # D
 NUM_HEADS = 8  # H
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 
-# What the decoder needs. Row i of first_queries and last_queries [B, N + 1, D] is what node i adds to q of eq. 5
-# as the first or the last node of a tour; row N is what v^f or v^l adds while the tour is empty. Rows of
-# first_queries include the share of the mean of h. k and v [B, H, N, d] are those of eq. 6, and logit_k [B, N, D]
-# is k of eq. 7 times W^O
+# What the decoder needs. Row i of first_queries and last_queries [B, N + 1, D] is what node i adds to q of
+# eq. 5 as the first or the last node of a tour; row N is what v^f or v^l adds while the tour is empty. Rows of
+# first_queries include the share of the mean of h. k and v [B, H, N, d] are those of eq. 6, and logit_k
+# [B, N, D] is k of eq. 7 times W^O
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
 # Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
 # measures tours, such as tour_length
@@ -128,8 +124,7 @@ class Args:
 def to_unit_square(points):
     """Move and scale each instance [B, N, 2], in any unit, into the unit square."""
     offset = points - points.amin(1, keepdim=True)
-    size = offset.amax((1, 2), keepdim=True)
-    return offset / size.clamp(min=1e-30)  # of points that coincide, the size is 0
+    return offset / offset.amax((1, 2), keepdim=True).clamp(min=1e-30)  # 0 if all points coincide
 
 
 def split_heads(x):
@@ -195,15 +190,14 @@ class AttentionModel(nn.Module):
         # W^O is applied to the keys, since there are fewer of them: (W^O g) . k_j = g . (k_j W^O)
         logit_k = self.project_logit_k(h) @ self.project_out.weight / EMBED_DIM**0.5  # [B, N, D]
         first_queries = self.project_graph(h.mean(1, keepdim=True)) + self.project_first(first)
-        last_queries = self.project_last(last)
-        return Encoded(first_queries, last_queries, k, v, logit_k)
+        return Encoded(first_queries, self.project_last(last), k, v, logit_k)
 
 
 def pick_queries(table, nodes):
     """Return table[b, node], [B, P, T, D], for each node of `nodes` [B, P, T], from a table [B, N + 1, D].
 
-    A row is picked often. In the backward pass, which adds up its gradients, `embedding` is about twice as fast as
-    `gather`. It picks from one table, in which node i of instance b is row b (N + 1) + i.
+    A row is picked often. In the backward pass, which adds up its gradients, `embedding` is about twice as fast
+    as `gather`. It picks from one table, in which node i of instance b is row b (N + 1) + i.
     """
     row_offset = torch.arange(len(table), device=table.device).view(-1, 1, 1) * table.shape[1]
     return nn.functional.embedding(nodes + row_offset, table.flatten(0, 1))
@@ -228,8 +222,8 @@ def tour_length(points, tours):
 def mask_nodes(points, visit_time, steps):
     """Return log_mask [B, P, T, N] for steps [T]: 0 if the node may come in that step, else -inf.
 
-    visit_time [B, P, N] has the step in which a tour visits each node, and N for nodes that it has not visited: that
-    of the tour 2, 0, 3, 1 is 1, 3, 0, 2. This rule is the only one that says where a tour may go next or begin.
+    visit_time [B, P, N] has the step in which a tour visits each node, or N if it has not yet: that of the tour
+    2, 0, 3, 1 is 1, 3, 0, 2. No other line says where a tour may begin or go.
     """
     is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: not visited before the step
     return torch.where(is_open, 0.0, -torch.inf)
@@ -242,19 +236,19 @@ def construct_tours(points, encoded, multistart=False, sample=False):
     Nodes are drawn from eq. 8 if `sample`; else each is the most likely one.
     """
     num_nodes = points.shape[1]
-    nodes = torch.arange(num_nodes, device=points.device)  # 0 ... N - 1, also the steps
-    # In an empty tour all nodes are not visited, and the first and the last one are N, the row of the placeholders
+    nodes = torch.arange(num_nodes, device=points.device)  # 0 ... N - 1, also the numbers of steps
+    # The empty tour has visited no node, and its first and last node are N, the row of the placeholders
     visit_time = nodes.new_full((len(points), 1, num_nodes), num_nodes)  # [B, 1, N]
     first = last = visit_time[:, :, :1]  # [B, 1, 1]
     for t in range(num_nodes):
         log_mask = mask_nodes(points, visit_time, nodes[t : t + 1])
         logits = decode(encoded, first, last, log_mask)  # [B, P, 1, N], P = 1 in the first step
         if multistart and t == 0:
-            # Tour j begins at node j: a large bonus decides so, unless the mask forbids it by -inf
-            logits = logits + 1e9 * torch.eye(num_nodes, device=points.device).unsqueeze(1)  # [B, N, 1, N]
+            # From now on there are N tours. By a large bonus, tour j begins at node j, if the mask allows it
+            logits = logits + 1e9 * (nodes == nodes[:, None, None])  # [B, N, 1, N]
         if sample:
-            # Draw from eq. 8: with exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is
-            # distributed as softmax(logits). E = 0 would turn -inf of visited nodes into NaN, which wins
+            # Draw from eq. 8: with exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E))
+            # is distributed as softmax(logits). E = 0 would turn -inf of visited nodes into NaN, which wins
             noise = torch.empty_like(logits).exponential_().clamp_(min=1e-30)
             logits = logits - noise.log()
         last = logits.argmax(-1)  # [B, P, 1]
@@ -269,26 +263,24 @@ def score_tours(points, encoded, tours):
     """Return log p [B, P] of tours [B, P, N] given their first nodes, and log p [B, N] of first nodes."""
     num_nodes = points.shape[1]
     visit_time = tours.argsort(-1)  # [B, P, N], the inverse permutation
+    steps = torch.arange(num_nodes, device=points.device)
     # Steps 1 ... N - 2 draw a node. Step 0 is scored below, and the last node is the one that is left
-    steps = torch.arange(1, num_nodes - 1, device=points.device)  # [T]
-    log_mask = mask_nodes(points, visit_time, steps)  # [B, P, T, N]
+    log_mask = mask_nodes(points, visit_time, steps[1:-1])  # [B, P, T, N]
     log_probs = decode(encoded, tours[:, :, :1], tours[:, :, :-2], log_mask).log_softmax(-1)  # eq. 8
     log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1, [B, P]
     # One empty tour of each instance: no node is visited, and its first and last node are the placeholders
     unvisited = torch.full_like(visit_time[:, :1], num_nodes)  # [B, 1, N]
     nowhere = unvisited[:, :, :1]  # [B, 1, 1]
-    start_logits = decode(
-        encoded, nowhere, nowhere, mask_nodes(points, unvisited, steps[:1] * 0)
-    )  # [B, 1, 1, N]
+    start_logits = decode(encoded, nowhere, nowhere, mask_nodes(points, unvisited, steps[:1]))  # [B, 1, 1, N]
     return log_likelihood, start_logits.flatten(1).log_softmax(-1)
 
 
 def compute_loss(agent, baseline_policy, points):
-    """Return the loss of each instance, and the mean lengths of its sampled tours and of its baseline, [B] each.
+    """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
-    The gradient of the loss is an estimate of eq. 9. Without `baseline_policy`, the baseline is that of POMO: with
-    tour j from node j, the gradient is (N - 1) / N times that of the mean of N expected lengths given the first
-    node, plus that of sum_j p(j) A_j, which trains the first node.
+    With `baseline_policy`, the gradient estimates eq. 9. Without it, the baseline is POMO's and tour j begins at
+    node j: the gradient estimates (N - 1) / N times that of the mean over j of E[L | first node j], plus that of
+    sum_j p(j) A_j, which trains the first node; A_j is the advantage of tour j.
     """
     is_pomo = baseline_policy is None
     encoded = agent(points)
@@ -302,14 +294,13 @@ def compute_loss(agent, baseline_policy, points):
     advantages = lengths - baseline
     loss = (log_likelihood * advantages).mean(1)
     if is_pomo:
-        # All first nodes are tried and none is drawn. Their expected advantage has an exact gradient without a
-        # log-likelihood
+        # All first nodes are tried and none is drawn: their expected advantage needs no log-likelihood
         loss = loss + (start_log_probs.exp() * advantages).sum(1)
     return loss, lengths.mean(1), baseline.mean(1)
 
 
 def update_weights(agent, baseline_policy, optimizers, args, points):
-    """Take one gradient step on points [B, N, 2] of this process; returns means over all processes to be logged.
+    """Take one gradient step on points [B, N, 2] of each process, and return what is logged, tensors by name.
 
     Shapes are fixed and the host never waits, so that a CUDA graph can record it.
     """
@@ -331,9 +322,9 @@ def update_weights(agent, baseline_policy, optimizers, args, points):
 
 @torch.no_grad()
 def is_better(agent, baseline_policy, points, level):
-    """Test if the policy's greedy tours are shorter, by a one-sided paired t-test on the points of all processes.
+    """Test if the policy's greedy tours are shorter, by a one-sided paired t-test.
 
-    Each process has n other points [n, N, 2].
+    Each process has other points [n, N, 2]; the test is on those of all processes.
     """
     agent.eval()
     differences = []
@@ -382,22 +373,19 @@ class Muon(torch.optim.Optimizer):
             # The root mean square of a step is 0.4 times the learning rate, twice that of match_rms_adamw in
             # torch's Muon
             step_size = group["lr"] * 0.4 * max(shape) ** 0.5
-            steps = step_size * orthogonalize(torch.stack(updates))
-            for p, step in zip(params, steps):
-                p.sub_(step)
+            for p, update in zip(params, orthogonalize(torch.stack(updates))):
+                p.sub_(step_size * update)
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def decode_greedy(agent, points):
     """Return one tour [B, 1, N] of each instance [B, N, 2]: the most likely node at each step."""
-    tours, _ = construct_tours(points, agent(points))
-    return tours
+    return construct_tours(points, agent(points))[0]
 
 
 def decode_multistart(agent, points):
     """Return tours [B, N, N]: a greedy one from each node."""
-    tours, _ = construct_tours(points, agent(points), multistart=True)
-    return tours
+    return construct_tours(points, agent(points), multistart=True)[0]
 
 
 def decode_multistart_x8(agent, points):
@@ -475,23 +463,25 @@ def read_instances(path):
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
-def make_optimizers(agent, args, options):
-    """Return Adam and Muon, each with one group of parameters, which has the options."""
-    # Muon is for the matrices that map embeddings to embeddings: those with `project` or `ff` anywhere in their
-    # names, which counts for your own layers too. Adam trains the rest
+def make_optimizers(agent, args):
+    """Return Adam and Muon, each with one group of parameters, whose options `train` sets."""
+    # Muon is for the matrices that map embeddings to embeddings: those with `project` or `ff` anywhere in
+    # their names, which counts for your own layers too. Adam trains the rest
     matrices = []
     others = []
     for name, p in agent.named_parameters():
-        is_map = p.ndim == 2 and ("project" in name or "ff" in name)
-        group = matrices if is_map and args.optimizer == "muon" else others
-        group.append(p)
-    return torch.optim.AdamW(others, fused=True, **options), Muon([{"params": matrices}], options)
+        is_map = args.optimizer == "muon" and p.ndim == 2 and ("project" in name or "ff" in name)
+        (matrices if is_map else others).append(p)
+    return torch.optim.AdamW(others, fused=True), Muon([{"params": matrices}], {})
 
 
 def score_policy(agent, instances, args, device, run):
-    """Evaluate during training, the last policy by all decodings, and keep the policy in best.pt if it is the best."""
-    is_last = run.progress.iteration >= args.num_epochs
-    scores, _ = evaluate(agent, instances, device, DECODINGS if is_last else ["greedy"])
+    """Evaluate during training, and keep the policy in best.pt if it is the best so far.
+
+    All decodings score the last policy, and `greedy` the others.
+    """
+    decodings = DECODINGS if run.progress.iteration >= args.num_epochs else ["greedy"]
+    scores, _ = evaluate(agent, instances, device, decodings)
     run.keep(scores, -scores.get("eval/greedy_gap", scores["eval/greedy_length"]), len(instances.points))
 
 
@@ -510,8 +500,8 @@ def train(args, run):
     if is_cuda:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; bfloat16 on CPUs that multiply it fast
-    # On Linux, freeing a large block once makes the C library keep later ones for reuse, instead of asking the
-    # system for new memory each time: a step takes a fifth less
+    # After a large block was freed, the C library of Linux (glibc) keeps memory that is freed later, instead of
+    # giving it back to the system and asking again: a step takes a fifth less
     torch.empty(8_000_000)
     seed_everything(args.seed, 3 if args.evaluate else 2)
     instances = Instances(draw_points(args.env_id, args.eval_episodes or 1000).double(), None, tour_length)
@@ -537,20 +527,24 @@ def train(args, run):
         stored = to_unit_square(read_instances(args.train_path).points).float()
 
     # Optimizers
-    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
-    options = {"lr": learning_rate, "weight_decay": args.weight_decay, "capturable": is_cuda}
-    adam, muon = make_optimizers(agent, args, options)
+    adam, muon = make_optimizers(agent, args)
     parts = {"optimizer": adam, "muon": muon}
+
+    # Baseline policy: it starts as the policy
     baseline_policy = None
     if args.baseline == "rollout":
-        # It starts as the policy
         baseline_policy = deepcopy(agent).eval().requires_grad_(False)
         parts["baseline_policy"] = baseline_policy
+
+    # What a checkpoint lacks starts from scratch: trained networks of the repository have no states of
+    # optimizers, and runs with POMO's baseline have no baseline policy
     run.parts |= parts
-    # What a checkpoint lacks starts from scratch: a trained network of the repository has no states of optimizers,
-    # and a run with POMO's baseline no baseline policy
-    run.load(**{name: part for name, part in parts.items() if run.checkpoint and name in run.checkpoint})
-    # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
+    saved = run.checkpoint or {}
+    run.load(**{name: parts[name] for name in parts if name in saved})
+
+    # Options, which loading has replaced. Set those of each group that you add, too
+    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
+    options = {"lr": learning_rate, "weight_decay": args.weight_decay, "capturable": is_cuda}
     for optimizer in (adam, muon):
         optimizer.param_groups[0] |= options
 
@@ -561,10 +555,8 @@ def train(args, run):
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     epoch_size = args.batch_size * args.steps_per_epoch
     progress = run.progress
-    scored_on = args.data or args.env_id
-    run.open(
-        f"{device}, scored on {scored_on}", args.num_epochs * epoch_size, progress.iteration * epoch_size
-    )
+    description = f"{device}, scored on {args.data or args.env_id}"
+    run.open(description, args.num_epochs * epoch_size, progress.iteration * epoch_size)
 
     while progress.iteration < args.num_epochs:
         seed_everything(args.seed, 1, progress.iteration, RANK)
@@ -602,9 +594,9 @@ def train(args, run):
 
         # Log
         scalars = {f"losses/{name}": x.item() / args.steps_per_epoch for name, x in sums.items()}
-        scalars["charts/baseline_updates"] = progress.baseline_updates
         scalars["charts/learning_rate"] = learning_rate.item()
-        run.log(epoch_size, scalars, (progress.iteration + 1) * epoch_size)
+        scalars["charts/baseline_updates"] = progress.baseline_updates
+        run.log(epoch_size, scalars, run.bar.n)
 
         # Evaluate
         if run.should_evaluate(len(instances.points)):
