@@ -73,8 +73,8 @@ NUM_HEADS = 8  # H
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 
 # What the decoder needs. Row i of first_queries and last_queries [B, N + 1, D] is what node i adds to q of
-# eq. 5 as the first or the last node of a tour; row N is what v^f or v^l adds while the tour is empty. Rows of
-# first_queries include the share of the mean of h. k and v [B, H, N, d] are those of eq. 6, and logit_k
+# eq. 5 as the first or the last node of a tour; row N is what v^f or v^l adds while the tour is empty. Rows
+# of first_queries include the share of the mean of h. k and v [B, H, N, d] are those of eq. 6, and logit_k
 # [B, N, D] is k of eq. 7 times W^O
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
 # Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
@@ -196,8 +196,8 @@ class AttentionModel(nn.Module):
 def pick_queries(table, nodes):
     """Return table[b, node], [B, P, T, D], for each node of `nodes` [B, P, T], from a table [B, N + 1, D].
 
-    A row is picked often. In the backward pass, which adds up its gradients, `embedding` is about twice as fast
-    as `gather`. It picks from one table, in which node i of instance b is row b (N + 1) + i.
+    A row is picked often. In the backward pass, which adds up its gradients, `embedding` is about twice as
+    fast as `gather`. It picks from one table, in which node i of instance b is row b (N + 1) + i.
     """
     row_offset = torch.arange(len(table), device=table.device).view(-1, 1, 1) * table.shape[1]
     return nn.functional.embedding(nodes + row_offset, table.flatten(0, 1))
@@ -222,8 +222,8 @@ def tour_length(points, tours):
 def mask_nodes(points, visit_time, steps):
     """Return log_mask [B, P, T, N] for steps [T]: 0 if the node may come in that step, else -inf.
 
-    visit_time [B, P, N] has the step in which a tour visits each node, or N if it has not yet: that of the tour
-    2, 0, 3, 1 is 1, 3, 0, 2. No other line says where a tour may begin or go.
+    visit_time [B, P, N] has the step in which a tour visits each node, or N if it has not yet: that of the
+    tour 2, 0, 3, 1 is 1, 3, 0, 2. No other line says where a tour may begin or go.
     """
     is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: not visited before the step
     return torch.where(is_open, 0.0, -torch.inf)
@@ -278,9 +278,9 @@ def score_tours(points, encoded, tours):
 def compute_loss(agent, baseline_policy, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
-    With `baseline_policy`, the gradient estimates eq. 9. Without it, the baseline is POMO's and tour j begins at
-    node j: the gradient estimates (N - 1) / N times that of the mean over j of E[L | first node j], plus that of
-    sum_j p(j) A_j, which trains the first node; A_j is the advantage of tour j.
+    With `baseline_policy`, the gradient estimates eq. 9. Without it, the baseline is POMO's and tour j begins
+    at node j: the gradient estimates (N - 1) / N times that of the mean over j of E[L | first node j], plus
+    that of sum_j p(j) A_j, which trains the first node; A_j is the advantage of tour j.
     """
     is_pomo = baseline_policy is None
     encoded = agent(points)
@@ -500,8 +500,8 @@ def train(args, run):
     if is_cuda:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; bfloat16 on CPUs that multiply it fast
-    # After a large block was freed, the C library of Linux (glibc) keeps memory that is freed later, instead of
-    # giving it back to the system and asking again: a step takes a fifth less
+    # Freeing 32 MB raises a threshold of Linux's C library (glibc): smaller blocks that are freed later stay
+    # with the process, instead of being asked from the system again. A step takes a fifth less
     torch.empty(8_000_000)
     seed_everything(args.seed, 3 if args.evaluate else 2)
     instances = Instances(draw_points(args.env_id, args.eval_episodes or 1000).double(), None, tour_length)
@@ -660,27 +660,36 @@ class Run:
 
         Exits if the folder cannot be written to.
         """
-        args = self.args
-        progress = self.progress
-        position = min(progress.step if position is None else position, length)
+        position = min(self.progress.step if position is None else position, length)
         self.tenths = 10 * position // length  # of the run that are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
         # In a file, the bar is a line every 30 seconds
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
-        if RANK > 0:
-            return
 
-        # The score to beat: that of best.pt, if there is one and its score means the same as the next one
+    def find_best(self):
+        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(args, x) for x in TASK_SETTINGS):
-            progress.best_score = best["progress"].best_score
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
         else:
-            progress.best_score = progress.last_score = None
+            self.progress.best_score = self.progress.last_score = None
 
-        # TensorBoard's log, and Weights & Biases, which gets it too
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
         name = self.path.name
         if args.track:
             import wandb
@@ -700,17 +709,11 @@ class Run:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
             # Hide what was logged after the checkpoint of a resumed run
-            self.writer = SummaryWriter(str(self.path), purge_step=progress.step + 1)
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", progress.step)
-
-        print_line(f"{self.path}: {description}, {position} of {length} done")
-        if self.checkpoint is None:
-            self.save()
-        elif self.checkpoint["path"].name != "checkpoint.pt":
-            print_line(f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt")
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
 
     def start_clocks(self):
         """Begin to measure the time of an iteration, without the evaluation before it."""

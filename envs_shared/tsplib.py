@@ -160,11 +160,11 @@ def read_instances(path: str, point_dim: int, tour_length):
 
 
 def make_folder(path: str) -> None:
-    """Make a new folder."""
+    """Make the new folder of --solve."""
     try:
         Path(path).mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"{path}: must be a new folder ({error.strerror})") from None
+        raise ValueError(f"--solve {path}: must be a new folder ({error.strerror})") from None
 
 
 def write_tours(folder: str, data: str, instances, tours) -> None:
