@@ -216,10 +216,14 @@ def test_one_mask_says_where_tours_begin_and_go(monkeypatch):
     for sample in (False, True):
         tours, _ = am.construct_tours(points, agent(points), multistart=True, sample=sample)
         times = tours.argsort(-1)
-        assert (times[..., :3] < times[..., 3:]).all() and torch.equal(tours[:, :3, 0], torch.arange(3).expand(5, 3))
+        assert (times[..., :3] < times[..., 3:]).all() and torch.equal(
+            tours[:, :3, 0], torch.arange(3).expand(5, 3)
+        )
     greedy, _ = am.construct_tours(points, agent(points))
     several, _ = am.construct_tours(points, agent(points), multistart=True)
-    assert torch.equal(several[:, 3:], greedy.expand(-1, 3, -1))  # where a tour may not begin, it begins as that
+    assert torch.equal(
+        several[:, 3:], greedy.expand(-1, 3, -1)
+    )  # where a tour may not begin, it begins as that
 
 
 @pytest.mark.parametrize("num_heads", [1, 4, 8, 32])
@@ -649,11 +653,15 @@ def test_instances_to_train_on_lose_their_offset_before_they_lose_digits(tmp_pat
     for name, offset in (("utm", (500_000, 5_400_000)), ("local", (0, 0))):
         lines = [" ".join(f"{x:.3f}" for x in row.ravel()) for row in points + offset]
         (tmp_path / f"{name}.txt").write_text("\n".join(lines))
-        flags = f"--num-epochs 1 --steps-per-epoch 20 --batch-size 32 --eval-episodes 0 --train-path {tmp_path}"
+        flags = (
+            f"--num-epochs 1 --steps-per-epoch 20 --batch-size 32 --eval-episodes 0 --train-path {tmp_path}"
+        )
         run(tmp_path / name, f"{flags}/{name}.txt")
     utm, local = (torch.cat([x.points for x in calls]) for calls in (updates[:20], updates[20:]))
     torch.testing.assert_close(utm, local, rtol=0, atol=1e-6)
-    assert len(utm.flatten(0, 1).unique(dim=0)) > 640 - 20 - 64  # 64 corners may coincide, and as many be left out
+    assert (
+        len(utm.flatten(0, 1).unique(dim=0)) > 640 - 20 - 64
+    )  # 64 corners may coincide, and as many be left out
     assert utm.amin(1).abs().max() == 0 and torch.equal(utm.amax((1, 2)), torch.ones(640))
 
 
