@@ -97,9 +97,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = (
-        0  # epochs between evaluations (0: after each tenth of the run, if that is affordable)
-    )
+    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: at each tenth of the run)
     eval_episodes: int = 1000  # random instances per evaluation without --data (0: only with --evaluate)
     # Instances
     env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
@@ -241,16 +239,16 @@ def construct_tours(points, encoded, multistart=False, sample=False):
     visit_time = nodes.new_full((len(points), 1, num_nodes), num_nodes)  # [B, 1, N]
     first = last = visit_time[:, :, :1]  # [B, 1, 1]
     for t in range(num_nodes):
-        log_mask = mask_nodes(points, visit_time, nodes[t : t + 1])
-        logits = decode(encoded, first, last, log_mask)  # [B, P, 1, N], P = 1 in the first step
+        # [B, P, 1, N], where P = 1 in the first step
+        logits = decode(encoded, first, last, mask_nodes(points, visit_time, nodes[t : t + 1]))
         if multistart and t == 0:
             # From now on there are N tours. By a large bonus, tour j begins at node j, if the mask allows it
             logits = logits + 1e9 * (nodes == nodes[:, None, None])  # [B, N, 1, N]
         if sample:
-            # Draw from eq. 8: with exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E))
-            # is distributed as softmax(logits). E = 0 would turn -inf of visited nodes into NaN, which wins
-            noise = torch.empty_like(logits).exponential_().clamp_(min=1e-30)
-            logits = logits - noise.log()
+            # Draw from eq. 8: -log(-log(U)) of uniform U is Gumbel noise, and argmax(logits + noise) is
+            # distributed as softmax(logits). U stays off 0 and 1, so that visited nodes remain at -inf
+            uniform = torch.rand_like(logits).clamp_(1e-30, 1 - 1e-7)
+            logits = logits - (-uniform.log()).log()
         last = logits.argmax(-1)  # [B, P, 1]
         if t == 0:
             first = last
@@ -508,7 +506,7 @@ def train(args, run):
     if args.data:
         instances = read_instances(args.data)
     seed_everything(args.seed, 0)
-    agent = AttentionModel().to(device)
+    agent = AttentionModel().to(device).eval()
     run.load(agent=agent)
 
     # Evaluate only
@@ -533,7 +531,7 @@ def train(args, run):
     # Baseline policy: it starts as the policy
     baseline_policy = None
     if args.baseline == "rollout":
-        baseline_policy = deepcopy(agent).eval().requires_grad_(False)
+        baseline_policy = deepcopy(agent).requires_grad_(False)
         parts["baseline_policy"] = baseline_policy
 
     # What a checkpoint lacks starts from scratch: trained networks of the repository have no states of
@@ -549,8 +547,8 @@ def train(args, run):
         optimizer.param_groups[0] |= options
 
     # Try all decodings now, since most of them run only after the last epoch
-    if args.eval_episodes:
-        evaluate(agent, Instances(instances.points[:2], None, instances.measure), device)
+    for decode_tours in DECODINGS.values():
+        decode_tours(agent, instances.points[:2].to(device))
     update = partial(update_weights, agent, baseline_policy, (adam, muon), args)
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     epoch_size = args.batch_size * args.steps_per_epoch
