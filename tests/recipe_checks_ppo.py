@@ -11,6 +11,7 @@ import torch
 from conftest import read_scalars
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from probe_envs import OneStep, Quarters, Task
+from recipe_checks_ppo_device import DEVICE_CHECKS
 from test_contract import import_file, load, run_edited
 
 
@@ -392,4 +393,5 @@ CHECKS = {
     "A critic that sees more than the actor": check_asymmetric,
     "Random network distillation": check_rnd,
     "Export to ONNX and TorchScript": check_export,
+    **DEVICE_CHECKS,
 }
