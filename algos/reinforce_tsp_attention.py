@@ -549,8 +549,11 @@ def train(args, run):
         optimizer.param_groups[0] |= options
 
     # Try all decodings now, since most of them run only after the last epoch
-    for decode_tours in DECODINGS.values():
-        decode_tours(agent, instances.points[:2].to(device))
+    if args.eval_episodes:
+        for decode_tours in DECODINGS.values():
+            decode_tours(agent, instances.points[:2].to(device))
+
+    # Open the run
     update = partial(update_weights, agent, baseline_policy, (adam, muon), args)
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     epoch_size = args.batch_size * args.steps_per_epoch
@@ -635,7 +638,7 @@ class Run:
         self.args = args
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds, if there is anything as large as a replay
+        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
         self.bar = None
         if checkpoint:
             self.path = checkpoint["path"].parent
@@ -652,13 +655,13 @@ class Run:
             for name, part in parts.items():
                 if self.checkpoint:
                     part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, ValueError):
+        except (KeyError, RuntimeError, TypeError, ValueError):
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
         """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
 
-        The bar counts steps. If a script wants another unit, `position` says where the bar is.
+        The bar counts steps. In scripts with another unit, `position` says where the bar is.
         """
         position = min(self.progress.step if position is None else position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
@@ -768,14 +771,17 @@ class Run:
         self.start_clocks()
 
     def should_evaluate(self, num_steps=0):
-        """Whether an evaluation of about `num_steps` steps is due. The last policy is always evaluated.
+        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
 
-        Without --eval-interval, evaluations before the last one take at most a fifth of the steps trained on.
+        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
+        fifth of the steps trained on.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
             return False
-        if self.tenths == 10 or self.args.eval_interval:
-            return self.tenths == 10 or self.is_due
+        if self.tenths == 10:
+            return True
+        if self.args.eval_interval:
+            return self.is_due
         return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
 
     def keep(self, scores, score, num_steps):
@@ -852,7 +858,7 @@ def sum_gradients(network):
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)
+        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
 
 def seed_everything(*stream):
@@ -873,7 +879,7 @@ def set_up_device(args):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    if WORLD_SIZE > 1 and not args.evaluate:  # which process 0 does alone
+    if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
@@ -905,7 +911,7 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
-        checkpoint["path"] = Path(path).resolve()  # of a link: the run's own folder
+        checkpoint["path"] = Path(path).resolve()  # links resolved: the run's own folder
         return checkpoint
     except Exception:
         fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
@@ -921,7 +927,7 @@ def main(argv=None):
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         saved = checkpoint["args"]
         if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # If you add a rule that adapts the rate, a resumed run goes on from the adapted one
+            # Go on with the optimizer's rate, which is another one if you add a rule that adapts it
             saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
         args = tyro.cli(Args, args=argv, default=saved)
     counts = "num_epochs steps_per_epoch batch_size baseline_instances".split()
@@ -952,4 +958,5 @@ def main(argv=None):
 if __name__ == "__main__":
     main()
     if RANK > 0:
+        sys.stdout.flush()
         os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0
