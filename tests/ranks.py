@@ -189,9 +189,9 @@ def update_tsp(am, rows):
     for has_best_policy in (False, True):
         agent, points = am.AttentionModel().eval(), torch.rand(6, 5, 2)
         best_policy = am.AttentionModel().eval() if has_best_policy else None
-        args = am.Args(max_grad_norm=0.1)
+        args = am.Args(max_grad_norm=0.1, batch_size=6)
         with patch.object(torch, "rand_like", lambda x: torch.rand(6, *x.shape[1:])[rows]):
-            numbers.append(am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]))
+            numbers += am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]).values()
         agents.append(agent)
     points, (agent, best) = torch.rand(600, 5, 2)[rows], agents
     is_better = [am.is_better(*pair, points, 0.5) for pair in ((agent, best), (best, agent))]
