@@ -15,6 +15,9 @@ Equations, numbered after the first paper:
 
 Shapes: T steps, B environments, N = T B training rows, observations of shape D, A components of an action,
 P numbers that define pi(. | s) for one s: the logits, or A means and A log standard deviations.
+
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
+nothing of PPO in it: run folder, log, checkpoints, processes and the command line.
 """
 
 # /// script
@@ -30,6 +33,7 @@ import tempfile
 import time
 from collections import namedtuple
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -45,23 +49,29 @@ from torch.distributions import Categorical, Normal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path.append(os.getcwd())  # --env-id my_module:MyTask-v0 finds my_module.py in the current folder
+# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, and in that of this file or its parent
+sys.path += [os.getcwd(), *map(str, Path(__file__).resolve().parents[:2])]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# What is logged about an update: means over the last epoch of a rollout
-METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 # On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits that
 # need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
+# What the part `Run` must know of this script
+TASK_SETTINGS = (
+    "env_id",
+)  # if one of them changes, older scores mean nothing: the next evaluation is the best
+NETWORK_FLAGS = "--env-id, --norm-obs"  # which flags to check if a checkpoint does not fit
+SCORE = "return"  # what decides which policy best.pt holds; higher is better
 
 
 @dataclass
 class Args:
     """PPO on any gymnasium environment with flat observations."""
 
+    # The run
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of every source of randomness
-    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels, which matters with convolutions
     cuda: bool = True  # train on a GPU if there is one
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
@@ -70,22 +80,25 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at most ten a run)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
+    # The task
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
     total_timesteps: int = 100_000  # environment steps, in total across environments
-    learning_rate: float = 4e-3  # Adam learning rate
-    anneal_lr: bool = True  # lower the learning rate linearly to zero
+    # The rollout and its advantages
     num_steps: int = 64  # rollout length T: steps in each environment
     gamma: float = 0.98  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 11
+    norm_obs: bool = False  # normalize observations by their running mean and standard deviation
+    norm_reward: bool = True  # divide rewards by the discounted return's running std, and clip to [-10, 10]
+    # The update
+    learning_rate: float = 4e-3  # Adam learning rate
+    anneal_lr: bool = True  # lower the learning rate linearly to zero
     num_minibatches: int = 4  # minibatches that each epoch splits the rollout into
     update_epochs: int = 5  # epochs K over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
-    norm_obs: bool = False  # normalize observations by their running mean and standard deviation
-    norm_reward: bool = True  # divide rewards by the discounted return's running std, and clip to [-10, 10]
     clip_coef: float = 0.2  # clipping range eps of the ratio, eq. 7
     clip_vloss: bool = False  # also clip how far the value moves, by clip_coef
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
@@ -95,7 +108,7 @@ class Args:
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-def make_mlp(num_inputs: int, num_outputs: int, last_gain: float):
+def make_mlp(num_inputs, num_outputs, last_gain):
     """Make an MLP for rows [N, *D]: two hidden tanh layers of 64, orthogonal weights, biases of zero."""
     network = nn.Sequential(
         nn.Flatten(),
@@ -116,28 +129,25 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape).double())
+        self.register_buffer("var", torch.ones(shape).double())
+        self.register_buffer("count", torch.zeros(()).double())
 
     def update(self, x, weights):
         """Add the rows x [N, *shape] whose weight [N] is 1; rows of weight 0 do not count."""
-        # Let d = x - mean, with the old mean. Of n rows in total, m are new. The n - m old ones have a sum(d)
-        # of 0 and a sum(d^2) of (n - m) var. So the mean moves by shift = (sum(d) of new rows) / n, and
-        #   new var = ((n - m) var + (sum(d^2) of new rows)) / n - shift^2
-        #           = var + ((sum(d^2) of new rows) - m var) / n - shift^2
-        # Sums of d instead of x avoid rounding errors (Chan et al. 1979). With W processes, `average` divides
-        # m and both sums by W, and `count` is n / W, so that W cancels in every quotient. With one process,
-        # it does nothing.
+        x = x.double()
         weights = weights.double()
-        d = x.double() - self.mean
-        num_rows = average(weights.sum())
-        d_sum = average(torch.tensordot(weights, d, 1))  # [*shape], the sum over rows of weight times d
-        d_square_sum = average(torch.tensordot(weights, d.square(), 1))
+        # Mean and variance of the new rows
+        num_rows = total(weights.sum())
+        divisor = num_rows.clamp(min=1)
+        new_mean = total(torch.tensordot(weights, x, 1)) / divisor  # [*shape], a sum over rows
+        new_var = total(torch.tensordot(weights, (x - new_mean).square(), 1)) / divisor
+        # Join them with those of all rows before (Chan et al. 1979)
         self.count += num_rows
-        shift = d_sum / self.count
-        self.var += (d_square_sum - num_rows * self.var) / self.count - shift.square()
-        self.mean += shift
+        share = num_rows / self.count
+        shift = new_mean - self.mean
+        self.mean += share * shift
+        self.var += share * (new_var - self.var + (1 - share) * shift.square())
 
     def scale(self, x):
         """Divide x by the standard deviation, and clip it to [-10, 10]."""
@@ -151,7 +161,7 @@ class RunningMeanStd(nn.Module):
 class Agent(nn.Module):
     """Separate actor and critic, and the statistics that normalize observations and rewards."""
 
-    def __init__(self, envs, norm_obs: bool):
+    def __init__(self, envs, norm_obs):
         super().__init__()
         self.space = envs.single_action_space
         self.is_continuous = isinstance(self.space, Box)
@@ -165,6 +175,10 @@ class Agent(nn.Module):
         self.normalize = RunningMeanStd(obs_shape) if norm_obs else nn.Identity()
         self.return_stats = RunningMeanStd(())
 
+    def get_values(self, obs):
+        """Return V(s) [N] for normalized observations [N, *D]."""
+        return self.critic(obs).squeeze(-1)
+
     def get_policy_params(self, obs):
         """Return logits, or means and log standard deviations, [N, P] for normalized observations [N, *D]."""
         out = self.actor(obs)
@@ -175,8 +189,7 @@ class Agent(nn.Module):
     def get_distribution(self, policy_params):
         """Return pi(. | s) for parameters [N, P] as N x A independent distributions.
 
-        The log-probability of an action is the sum over its A components. `sample_actions` draws from these
-        distributions by formulas of its own: change both together.
+        The log-probability of an action is the sum over its A components.
         """
         if self.is_continuous:
             mean, logstd = policy_params.chunk(2, -1)
@@ -184,9 +197,19 @@ class Agent(nn.Module):
         # A = 1: logits [N, 1, P] make N x 1 distributions, so that log_prob takes actions [N, 1]
         return Categorical(logits=policy_params.unsqueeze(-2), validate_args=False)
 
+    def sample(self, policy_params):
+        """Draw actions [N, A] from get_distribution(policy_params): change both together."""
+        if self.is_continuous:
+            mean, logstd = policy_params.chunk(2, -1)
+            return mean + logstd.exp() * torch.randn_like(mean)
+        # With exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
+        # softmax(logits). Categorical.sample would make acting take twice as long, and cannot be recorded
+        log_noise = torch.empty_like(policy_params).exponential_().log()
+        return (policy_params - log_noise).argmax(-1, keepdim=True)
+
     def to_env(self, actions):
         """Convert actions [B, A] to an array of what the environments take."""
-        actions = actions.cpu().numpy().reshape(-1, *self.space.shape)
+        actions = actions.numpy(force=True).reshape(-1, *self.space.shape)
         if not self.is_continuous:
             return actions + self.space.start
         low, high = self.space.low, self.space.high
@@ -199,50 +222,55 @@ class Agent(nn.Module):
 
 # ---- Environments ------------------------------------------------------------------------------------------
 def make_envs(args, num_envs, video_folder=None):
-    """Make environments, the first recorded on video if there is a folder for it; exits if unsupported.
+    """Make environments; exits if they are not supported.
 
-    Training, each evaluation and each video have their own; a wrapper's statistics begin from scratch in each.
+    With a folder and --capture-video, the first one is recorded. Training and each evaluation have environments
+    of their own; a wrapper's statistics begin from scratch in each.
     """
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]; evaluations make new ones
     mode = args.vectorization
     if mode == "auto":
-        # None is the task's own vector environment, if it has one; that one takes no wrappers
+        # Wrappers need single environments. Otherwise None lets gymnasium take the task's own vector
+        # environment if it has one
         mode = "sync" if wrappers else None
-    render = {"render_mode": "rgb_array"} if video_folder else {}
+    is_filmed = video_folder and args.capture_video
+    render = {"render_mode": "rgb_array"} if is_filmed else {}
     try:
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **render)
+        if is_filmed:
+            envs = RecordVideo(envs, video_folder, record_first_only=True)
     except (gym.error.Error, ModuleNotFoundError) as error:
         fail(f"--env-id {args.env_id}: {error}")
+    if envs.num_envs != num_envs:
+        fail(
+            f"--env-id {args.env_id}: always has {envs.num_envs} environments, which must be --num-envs per "
+            "process, and --eval-episodes"
+        )
     obs_space = envs.single_observation_space
     action_space = envs.single_action_space
-    if not obs_space.is_np_flattenable or flatdim(obs_space) > 10_000:  # excludes images
-        fail(f"--env-id {args.env_id}: observations must flatten to at most 10,000 numbers, not {obs_space}")
-    is_box = isinstance(action_space, Box) and action_space.low.size and action_space.dtype.kind == "f"
+    if not obs_space.is_np_flattenable or flatdim(obs_space) > 4000:  # a picture needs another network
+        fail(f"--env-id {args.env_id}: observations must flatten to at most 4,000 numbers, not {obs_space}")
+    # A Box of floats that is not empty
+    is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f" and flatdim(action_space) > 0
     if not is_box and not isinstance(action_space, Discrete):
         fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {action_space}")
-    # In this mode, the step after an episode's end ignores the action, has reward 0 and returns the first
-    # observation of the next episode. Such a step is no training data: see RolloutStorage
-    next_step = gym.vector.AutoresetMode.NEXT_STEP
-    if envs.metadata.get("autoreset_mode", next_step) != next_step:
-        fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP, gymnasium's default")
+    # RolloutStorage is made for one autoreset mode, in which the step after an episode's end only resets
+    mode = envs.metadata.get("autoreset_mode")
+    if getattr(mode, "value", mode) != "NextStep":  # a member of gymnasium's AutoresetMode, or its value
+        fail(f"--env-id {args.env_id}: metadata['autoreset_mode'] must be NEXT_STEP, not {mode}")
     if not isinstance(obs_space, Box) or not obs_space.shape:
         envs = FlattenObservation(envs)  # discrete observations become one-hot
-    if video_folder:
-        envs = RecordVideo(envs, video_folder, record_first_only=True)
     return envs
 
 
-def check_video(args, envs):
-    """Record one picture into a folder that is removed at once; exits if that is not possible."""
-    if "rgb_array" not in envs.metadata.get("render_modes", []):
+def check_evaluation(args, envs):
+    """Make the environments of an evaluation, and its first picture, so that what is impossible ends the run now."""
+    if args.capture_video and "rgb_array" not in envs.metadata.get("render_modes", []):
         fail(f"--capture-video: {args.env_id} has no render mode rgb_array")
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            recorded = make_envs(args, 1, f"{folder}/videos")
-            recorded.reset()
-            recorded.close()
-        except gym.error.Error as error:
-            fail(f"--capture-video: {error}")
+        envs = make_envs(args, args.eval_episodes or 10, f"{folder}/videos")
+        envs.reset()
+        envs.close()
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
@@ -256,16 +284,23 @@ Batch = namedtuple("Batch", "obs actions log_probs values advantages returns wei
 class RolloutStorage:
     """T steps of B environments, in arrays of T + 1 rows.
 
-        row t      obs s_t and action a_t of step t
-        row t + 1  the outcome of step t: its reward, whether the episode ended, the next obs s_{t+1}, and
-                   the sums over the episode up to and including step t
+    Row t holds the observation and action of step t. The outcome of step t is in row t + 1: its reward, whether
+    it ended the episode, the next observation, and the sums over the episode so far. An example, in which step 8
+    ends an episode, and step 9 only resets the environment and ignores its action:
 
-    So terminated[t] and truncated[t] say whether step t - 1 ended the episode. If it did, step t only resets
-    the environment: lengths[t + 1] is 0, and its training row has weight 0. The last row begins the next
-    rollout, which first copies it to row 0. All attributes are arrays of this form.
+        row                      7     8     9                10       11
+        obs                      s_7   s_8   the last one     s_0      s_1      of the next episode
+        actions                  a_7   a_8   ignored          a_0      a_1
+        rewards                  r_6   r_7   r_8              0        r_0
+        terminated or truncated  no    no    yes              no       no
+        lengths                  7     8     9                0        1
+        weight of the step       1     1     0                1        1
+
+    So a step has weight 0 if lengths is 0 in the next row. Row T begins the next rollout. All attributes are
+    arrays of this form.
     """
 
-    def __init__(self, envs, num_steps: int):
+    def __init__(self, envs, num_steps):
         shape = (num_steps + 1, envs.num_envs)
         action_shape = envs.single_action_space.shape
         self.obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)  # [T + 1, B, *D]
@@ -281,19 +316,12 @@ class RolloutStorage:
 @torch.inference_mode()
 def sample_actions(agent, obs):
     """Draw actions [B, A] for observations [B, *D] as they come from the environments."""
-    policy_params = agent.get_policy_params(agent.normalize(obs))
-    if agent.is_continuous:
-        mean, logstd = policy_params.chunk(2, -1)
-        return mean + logstd.exp() * torch.randn_like(mean)
-    # A draw from get_distribution(policy_params), written out because it saves a fifth of the rollout's time:
-    # with exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
-    # softmax(logits)
-    log_noise = torch.empty_like(policy_params).exponential_().log()
-    return (policy_params - log_noise).argmax(-1, keepdim=True)
+    return agent.sample(agent.get_policy_params(agent.normalize(obs)))
 
 
-def collect_rollout(agent, act, envs, storage, gamma: float, device):
+def collect_rollout(agent, act, envs, storage, gamma, device):
     """Fill the storage with T steps; `act` is `sample_actions` of the agent, or its CUDA graph."""
+    # The last row of the previous rollout is the first one of this rollout
     for array in vars(storage).values():
         array[0] = array[-1]
     for t in range(len(storage.obs) - 1):
@@ -307,20 +335,21 @@ def collect_rollout(agent, act, envs, storage, gamma: float, device):
         # If step t - 1 ended an episode, step t only reset the environment: its length and sums are 0
         continues = ~(storage.terminated[t] | storage.truncated[t])
         storage.lengths[t + 1] = continues * (storage.lengths[t] + 1)
-        storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + rewards)
-        storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + rewards)
+        storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + storage.rewards[t + 1])
+        storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + storage.rewards[t + 1])
 
 
-def check_finite(storage, env_id):
-    """Exit with one line that names the first observation or reward that is NaN or infinite."""
+def check_rollout(storage, env_id):
+    """Exit with one line that names the first observation or reward that cannot be trained on."""
     for name in ("obs", "rewards"):
-        places = np.argwhere(~np.isfinite(getattr(storage, name)))  # [places, 2 or more]
-        if len(places):
-            t, b = places[0, :2]
-            fail(f"{env_id}: {name} of environment {b} not finite in step {storage.lengths[t, b]:.0f}")
+        is_good = np.abs(getattr(storage, name)) < 1e18  # not NaN, and its square is a float32
+        if not is_good.all():
+            t, b = np.argwhere(~is_good)[0, :2]
+            step = f"step {storage.lengths[t, b]:.0f} of an episode"
+            fail(f"{env_id}: {name} of environment {b} in {step}: not a number below 1e18 in size")
 
 
-def compute_gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float):
+def compute_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
     """Compute advantages and returns [T, B] from rewards and episode ends [T, B] and values [T + 1, B]."""
     delta = rewards + gamma * values[1:] * ~terminated - values[:-1]  # eq. 12; truncation bootstraps
     decay = gamma * gae_lambda * ~(terminated | truncated)
@@ -336,30 +365,33 @@ def compute_batch(agent, storage, args, device):
 
     The network and the observation statistics have not changed since the rollout, so one large pass gives
     the rollout's values and log-probabilities (up to rounding), and is cheaper than storing them in each step.
-    Observation statistics are updated after it, return statistics before they scale the rewards. Dropout and
-    batch norm do not fit in a network of your own: the script never calls train() or eval().
     """
     data = {name: torch.as_tensor(array, device=device) for name, array in vars(storage).items()}
-    weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B, length 0: a reset
+    weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B
+    # Rewards, scaled by statistics that know this rollout
     rewards = data["rewards"][1:]  # [T, B]
     if args.norm_reward:
         agent.return_stats.update(data["discounted"][1:].flatten(), weights)
         rewards = agent.return_stats.scale(rewards)
+    # Values of all T + 1 observations, and advantages of T steps
     raw_obs = data["obs"].flatten(0, 1)  # [(T + 1) B, *D]
     obs = agent.normalize(raw_obs)
-    values = agent.critic(obs).view(-1, storage.obs.shape[1])  # [T + 1, B]
+    values = agent.get_values(obs).unflatten(0, (-1, storage.obs.shape[1]))  # [T + 1, B]
     advantages, returns = compute_gae(
         rewards, values, data["terminated"][1:], data["truncated"][1:], args.gamma, args.gae_lambda
     )
-    if args.norm_obs:
-        agent.normalize.update(raw_obs[: len(weights)], weights)
-    obs = obs[: len(weights)]  # without row T
+    # Log-probabilities of the actions. Row T has no action yet: it is the next rollout's first row
+    obs = obs[: len(weights)]
     actions = data["actions"][:-1].flatten(0, 1)
     pi = agent.get_distribution(agent.get_policy_params(obs))
+    log_probs = pi.log_prob(actions).sum(-1)
+    # The statistics of observations change last: everything above used those of the rollout
+    if args.norm_obs:
+        agent.normalize.update(raw_obs[: len(weights)], weights)
     return Batch(
         obs=obs,
         actions=actions,
-        log_probs=pi.log_prob(actions).sum(-1),
+        log_probs=log_probs,
         values=values[:-1].flatten(),
         advantages=advantages.flatten(),
         returns=returns.flatten(),
@@ -368,58 +400,60 @@ def compute_batch(agent, storage, args, device):
 
 
 def ppo_loss(agent, batch, args):
-    """Compute the loss [N] and, in their order, the METRICS [6, N] of each row."""
+    """Compute the loss [N] of each row, and what is logged about it: a dictionary of names and tensors [N]."""
     pi = agent.get_distribution(agent.get_policy_params(batch.obs))
     log_ratio = pi.log_prob(batch.actions).sum(-1) - batch.log_probs
     ratio = log_ratio.exp()  # eq. 6
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * batch.advantages, clipped_ratio * batch.advantages)  # eq. 7
-    values = agent.critic(batch.obs).squeeze(-1)  # [N]
+    values = agent.get_values(batch.obs)
     value_loss = 0.5 * (values - batch.returns).square()
     if args.clip_vloss:
         # The larger of this loss and the loss of a value that stays within clip_coef of the old one
         near_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (near_values - batch.returns).square())
     entropy = pi.entropy().sum(-1)
-    loss = policy_loss + args.vf_coef * value_loss  # the negative of eq. 9
-    if args.ent_coef:  # skipping it at zero saves 6 % of an update
-        loss = loss - args.ent_coef * entropy
-    # approx_kl is the low-variance estimate of KL(pi_old, pi) (Schulman 2020, joschu.net/blog/kl-approx.html)
-    approx_kl = ratio - 1 - log_ratio
-    is_clipped = ((ratio - 1).abs() > args.clip_coef).float()
-    metrics = torch.stack((value_loss, policy_loss, entropy, -log_ratio, approx_kl, is_clipped))
-    return loss, metrics.detach()
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # the negative of eq. 9
+    return loss, {
+        "value_loss": value_loss,
+        "policy_loss": policy_loss,
+        "entropy": entropy,
+        "old_approx_kl": -log_ratio,
+        # The low-variance estimate of KL(pi_old, pi) (Schulman 2020, joschu.net/blog/kl-approx.html)
+        "approx_kl": ratio - 1 - log_ratio,
+        "clipfrac": ((ratio - 1).abs() > args.clip_coef).float(),
+    }
 
 
 def update_minibatch(agent, optimizer, args, *rows):
-    """Take one gradient step on a minibatch, the fields of a Batch; returns the mean METRICS [6].
+    """Take one gradient step on a minibatch, the fields of a Batch; returns the mean of each metric.
 
     Means are over the rows of weight 1 of all processes. Shapes are fixed and the host never waits, so that
     a CUDA graph can record it.
     """
     batch = Batch(*rows)
-    # (Rows of weight 1 in all W processes) / W. As average(sum) is also divided by W, average(sum) / count is
-    # the mean over all rows. For the gradient of the loss, average_gradients does the averaging.
-    count = average(batch.weights.sum()).clamp(min=1)
+    count = total(batch.weights.sum()).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
-        mean = average((batch.weights * batch.advantages).sum()) / count
+        mean = total((batch.weights * batch.advantages).sum()) / count
         deviation = batch.advantages - mean
-        variance = average((batch.weights * deviation.square()).sum()) / count
+        variance = total((batch.weights * deviation.square()).sum()) / count
         batch = batch._replace(advantages=deviation / (variance.sqrt() + 1e-8))
     loss, metrics = ppo_loss(agent, batch, args)
     optimizer.zero_grad()
     ((batch.weights * loss).sum() / count).backward()
-    average_gradients(agent)
+    sum_gradients(agent)
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
-    return average((batch.weights * metrics).sum(1) / count)
+    stacked = torch.stack(list(metrics.values())).detach()  # [metrics, N]
+    means = total((batch.weights * stacked).sum(1)) / count
+    return dict(zip(metrics, means))
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(agent, args, device, stream, video_folder):
     """Score one episode with the most likely actions in each of `eval_episodes` environments."""
-    envs = make_envs(args, args.eval_episodes or 10, video_folder if args.capture_video else None)
+    envs = make_envs(args, args.eval_episodes or 10, video_folder)
     obs, infos = envs.reset(seed=seed_everything(args.seed, stream))
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros_like(returns)
@@ -428,20 +462,135 @@ def evaluate(agent, args, device, stream, video_folder):
         obs = agent.normalize(torch.as_tensor(obs, dtype=torch.float32, device=device))
         actions = agent.get_distribution(agent.get_policy_params(obs)).mode
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
-        returns += rewards * is_running
+        returns += np.where(is_running, rewards, 0)
         lengths += is_running
-        is_running &= ~(terminated | truncated)
+        is_running &= ~(np.asarray(terminated, bool) | np.asarray(truncated, bool))
     envs.close()
     if is_running.any():
         tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
     return {
-        "eval/episodic_return": float(returns.mean()),
-        "eval/episodic_return_std": float(returns.std()),
-        "eval/episodic_length": float(lengths.mean()),
+        "eval/episodic_return": returns.mean(),
+        "eval/episodic_return_std": returns.std(),
+        "eval/episodic_length": lengths.mean(),
     }
 
 
+def score_policy(agent, args, device, run):
+    """Evaluate during training, and keep the policy in best.pt if it is the best so far."""
+    scores = evaluate(agent, args, device, 2, run.path / f"videos_{run.progress.step}")
+    run.keep(scores, scores["eval/episodic_return"], args.eval_episodes * scores["eval/episodic_length"])
+
+
 # ---- Training ----------------------------------------------------------------------------------------------
+def summarize(storage, batch):
+    """Return what is logged about a rollout of this process: the episodes that ended, and the old critic."""
+    scalars = {}
+    is_done = (storage.terminated | storage.truncated)[1:]
+    if is_done.any():
+        scalars["charts/episodic_return"] = storage.episode_returns[1:][is_done].mean()
+        scalars["charts/episodic_length"] = storage.lengths[1:][is_done].mean()
+    is_valid = batch.weights > 0
+    returns = batch.returns[is_valid]
+    variance = returns.var()
+    if variance > 0:
+        unexplained = (returns - batch.values[is_valid]).var() / variance
+        scalars["losses/explained_variance"] = 1 - unexplained.item()
+    return scalars
+
+
+def train(args, run):
+    """Train the agent of a run; with --evaluate, only score it.
+
+    Numbers that seed_everything gets:
+        (seed, 0)                      for the weights, which are the same in every process
+        (seed, 1, iteration, process)  for a rollout and its update; iteration 0 for the first observations
+        (seed, 2)                      for evaluations during training: always the same episodes
+        (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
+    """
+    # Set up
+    device = set_up_device(args)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+    envs = make_envs(args, args.num_envs // WORLD_SIZE)
+    check_evaluation(args, envs)
+    seed_everything(args.seed, 0)
+    agent = Agent(envs, args.norm_obs).to(device)
+    agent.eval()
+    run.load(agent=agent)
+    if args.evaluate:
+        print_scores(evaluate(agent, args, device, 3, run.path / f"videos_{Path(args.evaluate).stem}"))
+        return
+    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
+    options = {"lr": learning_rate, "capturable": is_cuda}
+    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
+    run.load(optimizer=optimizer)
+    # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
+    optimizer.param_groups[0] |= options
+    storage = RolloutStorage(envs, args.num_steps)
+    storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, run.progress.iteration, RANK))
+    act = partial(sample_actions, agent)
+    update = partial(update_minibatch, agent, optimizer, args)
+    use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
+    run.open(f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}", args.total_timesteps)
+
+    while run.progress.step < args.total_timesteps:
+        seed_everything(args.seed, 1, run.progress.iteration + 1, RANK)
+
+        # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors, not
+        # of numbers: to anneal another setting, make it a tensor too
+        if args.anneal_lr:
+            learning_rate.fill_(args.learning_rate * (1 - run.progress.step / args.total_timesteps))
+
+        # Collect T steps in each environment
+        collect_rollout(agent, act, envs, storage, args.gamma, device)
+        check_rollout(storage, args.env_id)
+        batch = compute_batch(agent, storage, args, device)
+
+        # Update: K epochs over the rollout, in minibatches of equal size. train() and eval() matter only to
+        # layers such as dropout and batch norm
+        agent.train()
+        for _ in range(args.update_epochs):
+            sums = {}
+            for rows in torch.randperm(len(batch.weights), device=device).chunk(args.num_minibatches):
+                minibatch = Batch(*(x[rows] for x in batch))
+                for name, value in update(*minibatch).items():
+                    sums[name] = sums.get(name, 0) + value
+            metrics = {name: x / args.num_minibatches for name, x in sums.items()}  # means over the epoch
+            if args.target_kl and metrics["approx_kl"] > args.target_kl:
+                break
+        agent.eval()
+
+        # Record acting and the update after the first iteration, as Adam creates its state in the first step
+        if use_graphs:
+            act = capture(act, torch.as_tensor(storage.obs[0], device=device))
+            agent.train()
+            update = capture(update, *minibatch)
+            agent.eval()
+            use_graphs = False
+
+        # Log. Steps that only reset an environment do not count
+        scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
+        scalars |= summarize(storage, batch)
+        scalars["charts/learning_rate"] = learning_rate.item()
+        run.log(round(total(batch.weights.sum()).item()), scalars)
+
+        # Evaluate. The longest episode of the rollout predicts how many steps that takes
+        if run.should_evaluate(args.eval_episodes * storage.lengths.max()):
+            score_policy(agent, args, device, run)
+
+    # Evaluate the last policy
+    if run.should_evaluate():
+        score_policy(agent, args, device, run)
+    run.close()
+
+
+# ---- Run ---------------------------------------------------------------------------------------------------
+# Nothing below belongs to the algorithm. All scripts share this part, but for `Progress` and `main`
+if sys.stderr is None:  # closed before Python started
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 @dataclass
 class Progress:
     """What a run has done so far."""
@@ -454,36 +603,251 @@ class Progress:
     last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
 
 
-def fail(message: str):
+class Run:
+    """The folder, log, progress bar and checkpoints of a run. Only process 0 writes and evaluates."""
+
+    def __init__(self, args, task, checkpoint=None):
+        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        self.args = args
+        self.checkpoint = checkpoint
+        self.parts = {}  # what checkpoints hold, by name
+        self.resume_parts = {}  # what checkpoint.pt alone holds, because it is large
+        self.bar = None
+        if checkpoint:
+            self.path = checkpoint["path"].parent
+            self.progress = checkpoint["progress"]
+        else:
+            name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+            self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
+            self.progress = Progress()
+
+    def load(self, **parts):
+        """Add parts to the checkpoints, with their states from the checkpoint that the run began with, if any."""
+        self.parts |= parts
+        try:
+            for name, part in parts.items():
+                if self.checkpoint:
+                    part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError, ValueError):
+            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+
+    def open(self, description, length, position=None):
+        """Open folder and log, and show a bar of `length` units, at `position` or the number of steps so far.
+
+        Exits if the folder cannot be written to.
+        """
+        position = min(self.progress.step if position is None else position, length)
+        self.tenths = 10 * position // length  # of the run that are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
+        # In a file, the bar is a line every 30 seconds
+        seconds = 0.1 if os.isatty(2) else 30
+        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        self.saved_at = time.time()
+        self.start_clocks()
+
+    def find_best(self):
+        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
+        path = self.path / "best.pt"
+        best = load_checkpoint(path) if path.exists() else None
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
+        else:
+            self.progress.best_score = self.progress.last_score = None
+
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
+        name = self.path.name
+        if args.track:
+            import wandb
+
+            try:
+                wandb.init(
+                    project=args.wandb_project_name,
+                    entity=args.wandb_entity,
+                    name=name,
+                    id=name,
+                    config=asdict(args),
+                    sync_tensorboard=True,
+                    resume="allow",
+                    reinit="finish_previous",
+                )
+            except wandb.Error:
+                fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
+        try:
+            # Hide what was logged after the checkpoint of a resumed run
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
+        except OSError as error:
+            fail(f"{self.path}: cannot be written to ({error.strerror})")
+        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
+
+    def start_clocks(self):
+        """Begin to measure the time of an iteration, without the evaluation before it."""
+        self.start = time.time()
+        self.cpu_start = time.process_time()
+
+    def save(self, name="checkpoint.pt"):
+        """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
+        parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
+        for key, part in parts.items():
+            checkpoint[key] = part.state_dict()
+        path = self.path / name
+        torch.save(checkpoint, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+    def write(self, scalars):
+        """Log scalars; one that is not finite ends the run with one line."""
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.progress.step)
+            if not math.isfinite(value):
+                fail(f"{name} is {value} at step {self.progress.step}; the checkpoints are from before it")
+
+    def log(self, num_steps, scalars, position=None):
+        """Count an iteration of `num_steps` steps, log its scalars, and move the bar to `position`, or to the steps.
+
+        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        """
+        progress = self.progress
+        progress.iteration += 1
+        progress.step += num_steps
+        progress.cpu_seconds += time.process_time() - self.cpu_start
+        progress.last_score = None  # the policy that this iteration made has no score yet
+        if RANK > 0:
+            return
+        self.write(scalars)
+        speed = num_steps / (time.time() - self.start)
+        self.write({"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        self.bar.update(min(progress.step if position is None else position, self.bar.total) - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        tenths = 10 * self.bar.n // self.bar.total
+        self.is_due = tenths > self.tenths
+        if self.args.eval_interval:
+            self.is_due = progress.iteration % self.args.eval_interval == 0
+        self.tenths = tenths
+        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+            self.writer.flush()
+            self.save()
+            self.saved_at = time.time()
+        self.start_clocks()
+
+    def should_evaluate(self, num_steps=0):
+        """Whether an evaluation of about `num_steps` steps is due. The last policy is always evaluated.
+
+        Without --eval-interval, evaluations before the last one take at most a fifth of the steps trained on.
+        """
+        if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
+            return False
+        is_affordable = self.progress.eval_steps + num_steps <= self.progress.step / 5
+        return self.tenths == 10 or (self.is_due and (is_affordable or self.args.eval_interval > 0))
+
+    def keep(self, scores, score, num_steps):
+        """Log the scores of an evaluation of `num_steps` steps, and write best.pt unless an earlier one was better.
+
+        `score` is the one that decides: the higher, the better.
+        """
+        self.write(scores)
+        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        progress = self.progress
+        progress.eval_steps += round(num_steps)
+        progress.last_score = float(score)
+        if progress.best_score is None or score >= progress.best_score:
+            progress.best_score = progress.last_score
+            self.save("best.pt")
+        if not self.resume_parts or self.tenths == 10:
+            self.save()
+        self.start_clocks()
+
+    def close(self, text=""):
+        """Close bar and log, and print the scores, followed by `text`."""
+        self.bar.close()
+        if RANK > 0:
+            return
+        self.writer.close()
+        if self.args.track:
+            import wandb
+
+            wandb.finish()
+        scores = "not evaluated"
+        if self.progress.last_score is not None:
+            best = f"{SCORE} of best.pt {self.progress.best_score:.5g}"
+            scores = f"{best}, of the last policy {self.progress.last_score:.5g}"
+        print_line(f"{self.path}: {scores}{text}")
+
+    def say_how_to_resume(self):
+        """After Ctrl-C, print the command that resumes the run, if it has begun."""
+        if RANK == 0 and self.bar:
+            self.bar.close()
+            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+def print_line(line):
+    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def print_scores(scores):
+    """Print the scores of --evaluate, a line each."""
+    for name, value in scores.items():
+        print_line(f"{name}: {value:.5g}")
+
+
+def fail(message):
     """Print one line for the user and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def average(x):
-    """Average a tensor that needs no gradient over all processes, in place."""
+def total(x):
+    """Sum a tensor that needs no gradient over all processes, in place; with one process nothing happens."""
     if WORLD_SIZE > 1:
-        torch.distributed.all_reduce(x.div_(WORLD_SIZE))
+        torch.distributed.all_reduce(x)
     return x
 
 
-def average_gradients(network):
-    """Average the gradients over all processes, in one message; parameters without one are left out."""
+def sum_gradients(network):
+    """Sum the gradients over all processes, in one message; parameters without one are left out."""
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
-        vector = average(nn.utils.parameters_to_vector(gradients))
+        vector = total(nn.utils.parameters_to_vector(gradients))
         nn.utils.vector_to_parameters(vector, gradients)
 
 
-def seed_everything(*stream: int) -> int:
+def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
+    Returns the seed, which is below 2^30: libraries in C add numbers to it, and take less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     return seed
+
+
+def set_up_device(args):
+    """Set the thread count, select the device and, under torchrun, join the process group."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    use_cuda = args.cuda and torch.cuda.is_available()
+    if WORLD_SIZE > 1 and not args.evaluate:
+        # The other processes wait while process 0 evaluates, which may take hours
+        torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
 
 
 def capture(function, *inputs):
@@ -506,264 +870,55 @@ def capture(function, *inputs):
     return replay
 
 
-def set_up_device(args):
-    """Set the thread count, select the device and, under torchrun, join the process group."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-    if use_cuda:
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
-    if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
-    return device
-
-
-def save_checkpoint(run_path: Path, args, progress, parts, name: str):
-    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
-    states = {key: part.state_dict() for key, part in parts.items()}
-    checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
-    torch.save(checkpoint, run_path / f"{name}.tmp")
-    os.replace(run_path / f"{name}.tmp", run_path / name)
-
-
 def load_checkpoint(path):
     """Read a checkpoint of this script without executing anything in it; exits if it is not a valid one."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
+        checkpoint["path"] = Path(path).resolve()  # the file that a link leads to
         return checkpoint
     except Exception:
-        fail(
-            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
-        )
-
-
-def open_run(run_path: Path, args, step: int):
-    """Make the run folder, and return the writer of its log; exits if the folder cannot be written to.
-
-    With --track, Weights & Biases gets the log too.
-    """
-    if args.track:
-        import wandb
-
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=run_path.name,
-            id=run_path.name,
-            config=asdict(args),
-            sync_tensorboard=True,
-            resume="allow",
-        )
-    try:
-        # Hide what was logged after the checkpoint of a resumed run
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)
-    except OSError as error:
-        fail(f"{run_path}: cannot be written to ({error.strerror})")
-    rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-    return writer
-
-
-def set_up(args, checkpoint, learning_rate):
-    """Make environments, agent and optimizer on the device of `learning_rate`; load `checkpoint` if given."""
-    envs = make_envs(args, args.num_envs // WORLD_SIZE)
-    if args.capture_video:
-        check_video(args, envs)
-    seed_everything(args.seed, 0)  # the same weights in every process
-    agent = Agent(envs, args.norm_obs).to(learning_rate.device)
-    options = {"lr": learning_rate, "capturable": learning_rate.is_cuda}
-    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
-    if checkpoint:
-        try:
-            agent.load_state_dict(checkpoint["agent"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-        except (KeyError, RuntimeError, ValueError):
-            fail(f"{args.evaluate or args.resume}: not the network of --env-id, --norm-obs and this file")
-        optimizer.param_groups[0] |= options  # not the saved ones; do so for each group that you add
-    return envs, agent, optimizer
-
-
-def summarize(storage, batch, metrics):
-    """Return what is logged about a rollout and its update: losses, and the episodes that ended."""
-    scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
-    is_valid = batch.weights > 0
-    returns = batch.returns[is_valid]
-    unexplained = (returns - batch.values[is_valid]).var() / returns.var()
-    scalars["losses/explained_variance"] = 1 - unexplained.item()
-    is_done = (storage.terminated | storage.truncated)[1:]
-    if is_done.any():
-        scalars["charts/episodic_return"] = storage.episode_returns[1:][is_done].mean()
-        scalars["charts/episodic_length"] = storage.lengths[1:][is_done].mean()
-    return scalars
-
-
-def train(args, run_path, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint.
-
-    Random numbers are seeded by --seed and 0 for the weights, 1 for training (and again in each iteration, by
-    its number), 2 for evaluations during training (always the same episodes), 3 for --evaluate.
-    """
-    # Set up
-    device = set_up_device(args)
-    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
-    envs, agent, optimizer = set_up(args, checkpoint, learning_rate)
-    if args.evaluate:  # on episodes other than those that selected best.pt
-        print(evaluate(agent, args, device, 3, run_path / f"videos_{Path(args.evaluate).stem}"))
-        return
-    progress = checkpoint["progress"] if checkpoint else Progress()
-    parts = {"agent": agent, "optimizer": optimizer}
-    save = partial(save_checkpoint, run_path, args, progress, parts)
-    if RANK == 0:
-        writer = open_run(run_path, args, progress.step)
-        print(
-            f"{run_path}: {type(envs.unwrapped).__name__}, {args.num_envs} environments, step {progress.step}"
-        )
-        if not checkpoint:
-            save("checkpoint.pt")
-        elif not (run_path / "best.pt").exists() or checkpoint["args"].env_id != args.env_id:
-            progress.best_score = progress.last_score = None  # the next evaluation is the best one
-        if progress.step >= args.total_timesteps:
-            print(f"{run_path}: raise --total-timesteps to train on")
-
-    def score_policy():
-        """Evaluate, log the scores, and keep the policy in best.pt unless an earlier one was better."""
-        scores = evaluate(agent, args, device, 2, run_path / f"videos_{progress.step}")
-        for name, score in scores.items():
-            writer.add_scalar(name, score, progress.step)
-        progress.eval_steps += round(args.eval_episodes * scores["eval/episodic_length"])
-        progress.last_score = scores["eval/episodic_return"]
-        if progress.best_score is None or progress.last_score >= progress.best_score:
-            progress.best_score = progress.last_score
-            save("best.pt")
-        save("checkpoint.pt")
-
-    act = partial(sample_actions, agent)
-    update = partial(update_minibatch, agent, optimizer, args)
-    storage = RolloutStorage(envs, args.num_steps)
-    storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, progress.iteration, RANK))
-    use_graphs = CUDA_GRAPHS and learning_rate.is_cuda and WORLD_SIZE == 1
-    eval_interval = args.eval_interval or args.total_timesteps // (10 * args.num_envs * args.num_steps) + 1
-    saved_at = time.time()
-    with tqdm(
-        total=args.total_timesteps,
-        initial=progress.step,
-        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-        disable=RANK > 0,
-    ) as bar:
-        while progress.step < args.total_timesteps:
-            start = time.time()
-            cpu_start = time.process_time()
-            progress.iteration += 1
-            progress.last_score = None  # the policy that this iteration makes has no score yet
-            seed_everything(args.seed, 1, progress.iteration, RANK)
-
-            # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
-            # not of numbers: to anneal another setting, make it a tensor too
-            if args.anneal_lr:
-                learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
-
-            # Collect T steps in each environment
-            collect_rollout(agent, act, envs, storage, args.gamma, device)
-            check_finite(storage, args.env_id)
-            batch = compute_batch(agent, storage, args, device)
-
-            # Update: K epochs over the rollout, in minibatches of equal size
-            for _ in range(args.update_epochs):
-                order = torch.randperm(len(batch.weights), device=device)
-                shuffled = [x[order].chunk(args.num_minibatches) for x in batch]
-                metrics = torch.zeros(len(METRICS), device=device)
-                for minibatch in zip(*shuffled):  # each with the fields of a Batch
-                    metrics += update(*minibatch)
-                metrics /= args.num_minibatches  # means over the epoch
-                if args.target_kl and metrics[METRICS.index("approx_kl")] > args.target_kl:
-                    break
-            if use_graphs:
-                # Record after one iteration, as Adam creates its state in the first step
-                act = capture(act, torch.as_tensor(storage.obs[0], device=device))
-                update = capture(update, *minibatch)
-                use_graphs = False
-
-            # Count the steps of weight 1: the mean over processes times their number is the sum
-            steps_taken = round(average(batch.weights.sum()).item() * WORLD_SIZE)
-            progress.step += steps_taken
-            progress.cpu_seconds += time.process_time() - cpu_start
-
-            # Log, in process 0 alone: losses are of all processes, explained variance and episodes its own.
-            # The rest of the loop must not call `average`, since the other processes do not get there
-            if RANK > 0:
-                continue
-            scalars = summarize(storage, batch, metrics)
-            if not metrics.isfinite().all():
-                fail(f"{args.env_id}: losses are not finite at step {progress.step}")
-            scalars["charts/learning_rate"] = learning_rate.item()
-            scalars["charts/cpu_seconds"] = progress.cpu_seconds
-            scalars["charts/SPS"] = steps_taken / (time.time() - start)
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, progress.step)
-            if "charts/episodic_return" in scalars:
-                bar.set_postfix_str(f"return {scalars['charts/episodic_return']:.1f}", refresh=False)
-            bar.update(min(progress.step, args.total_timesteps) - bar.n)
-
-            # Save, before an evaluation that might fail
-            is_last = progress.step >= args.total_timesteps
-            is_due = is_last or progress.iteration % eval_interval == 0
-            if is_due or time.time() - saved_at > 600:
-                writer.flush()
-                save("checkpoint.pt")
-                saved_at = time.time()
-
-            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the steps so far. The
-            # longest episode of the rollout predicts how many steps the next evaluation takes
-            eval_steps = progress.eval_steps + args.eval_episodes * storage.lengths.max()
-            is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and not is_last:
-                score_policy()
-
-    # Evaluate the last policy
-    if RANK > 0:
-        return
-    # None: the last policy is not evaluated yet, or there is no best.pt of this task
-    if args.eval_episodes and None in (progress.best_score, progress.last_score):
-        score_policy()
-    writer.close()
-    scores = "not evaluated"
-    if progress.last_score is not None:
-        scores = f"return of best.pt {progress.best_score:.1f}, of the last policy {progress.last_score:.1f}"
-    print(f"{run_path}: {scores}")
+        script = Path(__file__).name
+        fail(f"{path}: missing, or not a checkpoint of this version of {script}; name a .pt file")
 
 
 def main(argv=None):
-    """Read the command line; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint."""
     args = tyro.cli(Args, args=argv)
     checkpoint = None
-    path = args.evaluate or args.resume
-    if path:
-        checkpoint = load_checkpoint(path)
-        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    if args.resume and args.evaluate:
+        fail("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args.evaluate or args.resume)
+        saved = checkpoint["args"]
+        if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
+            # The learning rate at the end, which an edited copy may have adapted
+            saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
+        args = tyro.cli(Args, args=argv, default=saved)
     counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
-    # Settings that are numbers must be at least 0, and these at least 1
+    shares = "gamma gae_lambda".split()
     for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
         least = 1 if name in counts else 0
-        if type(value) in (int, float) and not value >= least:  # also if it is NaN
-            fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
+        most = 1 if name in shares else sys.float_info.max
+        if not least <= value <= most:  # also if it is NaN
+            fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most:.3g}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
     num_rows = args.num_steps * args.num_envs // WORLD_SIZE
     if num_rows % args.num_minibatches:
         fail(f"--num-minibatches ({args.num_minibatches}) must divide the {num_rows} steps of a rollout")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", run_name))
+    if args.norm_adv and num_rows == args.num_minibatches:
+        fail(f"--norm-adv needs minibatches of at least 2 steps, not {num_rows} minibatches of 1")
+    if args.evaluate and RANK > 0:
+        return  # process 0 does it
+    run = Run(args, args.env_id, checkpoint)
     try:
-        train(args, run_path, checkpoint)
+        train(args, run)
     except KeyboardInterrupt:
-        if RANK == 0 and not args.evaluate and (run_path / "checkpoint.pt").exists():
-            print(
-                f"{run_path}: interrupted; to resume: python {sys.argv[0]} --resume {run_path}/checkpoint.pt",
-                file=sys.stderr,
-            )
+        run.say_how_to_resume()
         sys.exit(130)
 
 

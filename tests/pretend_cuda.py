@@ -72,7 +72,9 @@ class CudaTensor(torch.Tensor):
     def new_tensor(self, data) -> torch.Tensor:
         return torch.tensor(data, dtype=self.dtype, device=CUDA)
 
-    def numpy(self, **_):
+    def numpy(self, *, force=False):
+        if force:
+            return self.detach().cpu().numpy()
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
 
     def __reduce_ex__(self, protocol):

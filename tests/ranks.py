@@ -128,14 +128,14 @@ def update_ppo(ppo, rows):
         agent, storage = ppo.Agent(envs, args.norm_obs), ppo.RolloutStorage(envs, args.num_steps)
         storage.obs[-1], _ = envs.reset(seed=1)
         ppo.collect_rollout(agent, partial(ppo.sample_actions, agent), envs, storage, args.gamma, device)
-        with patch.multiple(ppo, average=lambda x: x):  # the same in every process
+        with patch.multiple(ppo, total=lambda x: x):  # the same in every process
             batch = ppo.compute_batch(agent, storage, args, device)
         assert 200 < batch.weights.sum() < 256
         assert batch.weights[::2].sum() != batch.weights[1::2].sum()
         shake(agent)
         agent.unused = torch.nn.Parameter(torch.zeros(2))
         batch = [x[rows] for x in batch]
-        metrics.append(ppo.update_minibatch(agent, descend(agent), args, *batch))
+        metrics += ppo.update_minibatch(agent, descend(agent), args, *batch).values()
         agents.append(agent)
     stats, obs = ppo.RunningMeanStd(4), batch[0]
     for shift in (5.0, 0.0):

@@ -3,7 +3,6 @@
 The constant CUDA_GRAPHS of a script switches its graphs.
 """
 
-import ast
 import functools
 import importlib
 import shutil
@@ -16,7 +15,7 @@ import pytest
 import torch
 from conftest import read_scalars
 from pretend_cuda import is_same, pretend_cuda
-from test_contract import load
+from test_contract import load, read_scores
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from algos import alphazero_go as az
@@ -183,8 +182,9 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
         flags = ["--evaluate", str(path), "--eval-episodes", "2"]
         with pretend_cuda() as gpu:
             main(flags)
+        first = read_scores(capsys.readouterr().out)
         main(flags)
-        first, second = map(ast.literal_eval, capsys.readouterr().out.splitlines())
+        second = read_scores(capsys.readouterr().out)
         assert first == pytest.approx(second, rel=1e-4) and len(first) > 1 and gpu.waits
 
 
