@@ -47,7 +47,6 @@ import math
 import os
 import random
 import re
-import shlex
 import sys
 import time
 from collections import namedtuple
@@ -68,9 +67,8 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# envs_shared is beside this file, or beside its folder
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent)]
+# envs_shared is in the folder of this file or in its parent
+sys.path += map(str, Path(__file__).resolve().parents[:2])
 from envs_shared.go import make_game
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
@@ -86,7 +84,6 @@ TASK_SETTINGS = (
 NETWORK_FLAGS = (
     "--env-id, --blocks, --channels, --num-games"  # which flags to check if a checkpoint does not fit
 )
-LENGTH_FLAG = "--num-epochs"  # which flag makes a run longer
 SCORE = "summed lead"  # over 1/2, of win rates: it decides which network best.pt holds; higher is better
 
 
@@ -953,7 +950,7 @@ def evaluate(go, agent, args):
     return {"eval/win_rate": win_rate, "eval/margin": margin}
 
 
-def score_network(go, agent, best, args, run, is_last=False):
+def score_network(go, agent, best, args, run):
     """Play at most 40 games against the best network; a new one that wins at least half replaces it in best.pt.
 
     Both search with a quarter of the simulations.
@@ -970,35 +967,17 @@ def score_network(go, agent, best, args, run, is_last=False):
     score = (best_score or 0.0) + win_rate - 0.5
     if best_score is None or win_rate >= 0.5:
         best.load_state_dict(agent.state_dict())
+    is_last = run.progress.iteration >= args.num_epochs
     if is_last:
         seed_everything(args.seed, 4)
         scores |= evaluate(go, agent, args)
-    run.progress.win_rate = scores.get("eval/win_rate")
+        run.progress.win_rate = scores["eval/win_rate"]
     run.keep(scores, score, num_moves)
-    run.save()  # with `best`
+    if not is_last:
+        run.save()  # with the best network
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
-
-
 def serve_gtp(go, agent, args):
     """Answer commands of the Go Text Protocol."""
     from envs_shared.go_gtp import Engine
@@ -1034,7 +1013,7 @@ def train(args, run):
         return
     if args.evaluate:
         seed_everything(args.seed, 3)
-        run.print_scores(evaluate(go, agent, args))
+        print_scores(evaluate(go, agent, args))
         return
     options = {"weight_decay": args.weight_decay, "capturable": is_cuda}
     optimizer = torch.optim.AdamW(agent.parameters(), fused=True, **options)
@@ -1118,8 +1097,8 @@ def train(args, run):
             score_network(go, agent, best, args, run)
 
     # Evaluate the last network
-    if run.needs_score():
-        score_network(go, agent, best, args, run, is_last=True)
+    if run.should_evaluate():
+        score_network(go, agent, best, args, run)
     text = ""
     if run.progress.win_rate is not None:
         text = f", which wins {run.progress.win_rate:.0%} of its games against plain MCTS"
@@ -1148,7 +1127,7 @@ class Progress:
 class Run:
     """The folder, log, progress bar and checkpoints of a run. Only process 0 writes and evaluates."""
 
-    def __init__(self, args, task: str, checkpoint=None):
+    def __init__(self, args, task, checkpoint=None):
         """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
         self.args = args
         self.checkpoint = checkpoint
@@ -1173,32 +1152,41 @@ class Run:
         except (KeyError, RuntimeError, ValueError):
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
-    def open(self, description: str, length: int, position=None):
+    def open(self, description, length, position=None):
         """Open folder and log, and show a bar of `length` units, at `position` or the number of steps so far.
 
         Exits if the folder cannot be written to.
         """
-        args = self.args
-        progress = self.progress
-        position = min(progress.step if position is None else position, length)
+        position = min(self.progress.step if position is None else position, length)
         self.tenths = 10 * position // length  # of the run that are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
         # In a file, the bar is a line every 30 seconds
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
-        if RANK > 0:
-            return
 
-        # The score to beat: that of best.pt, if there is one and its score means the same as the next one
+    def find_best(self):
+        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(args, x) for x in TASK_SETTINGS):
-            progress.best_score = best["progress"].best_score
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
         else:
-            progress.best_score = progress.last_score = None
+            self.progress.best_score = self.progress.last_score = None
 
-        # TensorBoard's log, and Weights & Biases, which gets it too
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
         name = self.path.name
         if args.track:
             import wandb
@@ -1218,17 +1206,11 @@ class Run:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
             # Hide what was logged after the checkpoint of a resumed run
-            self.writer = SummaryWriter(str(self.path), purge_step=progress.step + 1)
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", progress.step)
-
-        print_line(f"{self.path}: {description}, {position} of {length} done")
-        if self.checkpoint is None:
-            self.save()
-        elif self.checkpoint["path"].name != "checkpoint.pt":
-            print_line(f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt")
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
 
     def start_clocks(self):
         """Begin to measure the time of an iteration, without the evaluation before it."""
@@ -1252,7 +1234,7 @@ class Run:
             if not math.isfinite(value):
                 fail(f"{name} is {value} at step {self.progress.step}; the checkpoints are from before it")
 
-    def log(self, num_steps: int, scalars, position=None):
+    def log(self, num_steps, scalars, position=None):
         """Count an iteration of `num_steps` steps, log its scalars, and move the bar to `position`, or to the steps.
 
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
@@ -1270,39 +1252,38 @@ class Run:
         self.bar.update(min(progress.step if position is None else position, self.bar.total) - self.bar.n)
         # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
         tenths = 10 * self.bar.n // self.bar.total
-        interval = self.args.eval_interval
-        is_regular = progress.iteration % interval == 0 if interval else tenths > self.tenths
-        self.is_due = is_regular or tenths == 10
+        self.is_due = tenths > self.tenths
+        if self.args.eval_interval:
+            self.is_due = progress.iteration % self.args.eval_interval == 0
         self.tenths = tenths
-        if self.is_due or time.time() - self.saved_at > 600:
+        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def should_evaluate(self, num_steps=0) -> bool:
+    def should_evaluate(self, num_steps=0):
         """Whether an evaluation of about `num_steps` steps is due. The last policy is always evaluated.
 
         Without --eval-interval, evaluations before the last one take at most a fifth of the steps trained on.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
             return False
-        if self.tenths == 10:
-            return True
         is_affordable = self.progress.eval_steps + num_steps <= self.progress.step / 5
-        return self.is_due and (is_affordable or self.args.eval_interval > 0)
+        return self.tenths == 10 or (self.is_due and (is_affordable or self.args.eval_interval > 0))
 
-    def keep(self, scores, score: float, num_steps):
+    def keep(self, scores, score, num_steps):
         """Log the scores of an evaluation of `num_steps` steps, and write best.pt unless an earlier one was better.
 
         `score` is the one that decides: the higher, the better.
         """
         self.write(scores)
+        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
         progress = self.progress
         progress.eval_steps += round(num_steps)
-        progress.last_score = score
+        progress.last_score = float(score)
         if progress.best_score is None or score >= progress.best_score:
-            progress.best_score = score
+            progress.best_score = progress.last_score
             self.save("best.pt")
         if not self.resume_parts or self.tenths == 10:
             self.save()
@@ -1332,7 +1313,7 @@ class Run:
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
-def print_line(line: str):
+def print_line(line):
     """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
     try:
         print(line, flush=True)
@@ -1346,7 +1327,7 @@ def print_scores(scores):
         print_line(f"{name}: {value:.5g}")
 
 
-def fail(message: str):
+def fail(message):
     """Print one line for the user and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
@@ -1367,7 +1348,7 @@ def sum_gradients(network):
         nn.utils.vector_to_parameters(vector, gradients)
 
 
-def seed_everything(*stream: int) -> int:
+def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
     Returns the seed, which is below 2^30: libraries in C add numbers to it, and take less than 2^31.
@@ -1388,6 +1369,26 @@ def set_up_device(args):
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
+
+
+def capture(function, *inputs):
+    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
+
+    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
+    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
+    """
+    memory = [x.clone() for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        output = function(*memory)
+
+    def replay(*new_inputs):
+        for old, new in zip(memory, new_inputs):
+            old.copy_(new)
+        graph.replay()
+        return output
+
+    return replay
 
 
 def load_checkpoint(path):
@@ -1419,12 +1420,13 @@ def main(argv=None):
     for name, value in vars(args).items():
         if type(value) not in (int, float):
             continue
-        flag = f"--{name.replace('_', '-')} ({value})"
         least = 1 if name in counts else 0
-        if not math.isfinite(value) or (value < least and name != "komi"):
-            fail(f"{flag} must be at least {least}, and finite")
-        if name in shares and value > 1:
-            fail(f"{flag} must be at most 1")
+        if name == "komi":
+            least = -sys.float_info.max
+        most = 1 if name in shares else sys.float_info.max
+        flag = f"--{name.replace('_', '-')} ({value})"
+        if not least <= value <= most:  # also if it is NaN
+            fail(f"{flag} must be from {least:.3g} to {most:.3g}")
         if name in "dirichlet_alpha generate_fraction train_fraction".split() and value == 0:
             fail(f"{flag} must be greater than 0")
     try:
