@@ -227,7 +227,7 @@ def refill_pool(pool, new, capacity, oldest):
     return new.pick(rank.topk(min(capacity, len(rank))).indices)
 
 
-def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes: bool = False):
+def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
     """Choose indices of records [B]: the largest losses, then random; no two are images of one position.
 
     If fewer than B records have this turn, the batch is smaller; fixed shapes need B of them.
@@ -352,7 +352,8 @@ class Search:
             self.boards = type(boards)(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
             # Of each game
             self.all_games = torch.arange(shape[0])  # [G]
-            self.num_nodes = torch.zeros_like(self.all_games)
+            self.roots = torch.zeros_like(self.all_games)
+            self.num_nodes = self.roots.clone()
         self.pseudo = None  # pseudo-visits of each edge [G, M, A], if two workers search
         self.start(boards)
         if use_graphs and go.fixed_shapes:
@@ -370,7 +371,7 @@ class Search:
         self.next.fill_(self.nowhere)
         self.num_nodes.fill_(1)
         self.num_left = self.nowhere - 1  # simulations for which the trees have room
-        self.evaluate(*self.add(self.all_games, torch.zeros_like(self.all_games), boards))
+        self.evaluate(*self.add(self.all_games, self.roots, boards))
 
     def run(self, num_simulations):
         """Run simulations in all games."""
@@ -409,7 +410,7 @@ class Search:
         """
         path = torch.zeros_like(games).unsqueeze(1)  # [R, k], the roots
         jump = self.next[games]  # [R, M]
-        while path.shape[1] < self.nowhere + 1:  # no path has more nodes than a tree
+        while path.shape[1] <= self.nowhere:  # no path has more nodes than the tree
             # Without fixed shapes, the longest path decides when to stop
             if not self.go.fixed_shapes and (path[:, -1] == self.nowhere).all():
                 break
@@ -434,6 +435,7 @@ class Search:
 
         Returns the leaves [G], which are the new nodes or other ends, and the new nodes as `add` does.
         """
+        # The games whose end is open. Others, which only fixed shapes leave, have `nowhere` for parent and child
         is_open = self.status[games, ends[games]] == OPEN
         rows = self.find(is_open)
         games = games[rows]
@@ -489,14 +491,15 @@ class Search:
 
     def backup(self, edges, leaves):
         """Update edges [3, E] with the values of their games' leaves [G], eq. 2."""
-        game, node, move = edges
+        edge = tuple(edges)
+        game, node, _ = edge
         leaf = leaves[game]
         value = self.value[game, leaf]
         # A value of the other side is 1 minus that of this one
         is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, leaf]
         v = torch.where(is_same_side, value, 1 - value)
-        self.N[game, node, move] += 1
-        self.Q[game, node, move] += (v - self.Q[game, node, move]) / self.N[game, node, move]
+        self.N[edge] += 1
+        self.Q[edge] += (v - self.Q[edge]) / self.N[edge]
         self.choose(game, node)
 
     def choose(self, games, nodes):
@@ -515,7 +518,7 @@ class Search:
         """Add noise to the prior of the roots, eq. 3."""
         noise = dirichlet_noise(self.P[:, 0], self.args.dirichlet_alpha)
         self.P[:, 0] += self.args.noise_weight * noise
-        self.choose(self.all_games, torch.zeros_like(self.all_games))
+        self.choose(self.all_games, self.roots)
 
     def policy(self):
         """Return pi of eq. 3 [G, A]; NaN where nothing was searched."""
@@ -562,7 +565,7 @@ def find_leaves(search, games):
         num_pseudo = 1 + search.pseudo[games, 0].sum(1)
         num_visits = 1 + search.N[games, 0].sum(1)
         games = games[num_pseudo <= search.args.pseudo_limit * num_visits]
-        if len(games) == 0:
+        if not len(games):
             break
         edges = edges[:, torch.isin(edges[0], games)]
         search.pseudo[tuple(edges)] += 1
@@ -576,13 +579,13 @@ def work(search, left):
 
     `left` [G] counts the simulations that both workers still have to begin.
     """
-    # The number of threads of an operation is a setting of each thread
+    thread = ThreadPoolExecutor(1)
     num_threads = torch.get_num_threads()
-    thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(num_threads,))
     device = search.go.device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def evaluate(boards, legal):
+        torch.set_num_threads(num_threads)  # which each thread of Python has for itself
         with torch.cuda.stream(stream):
             return search.evaluator(boards, legal)
 
@@ -646,7 +649,7 @@ def get_stage(epoch, max_legal, args):
     """Return the settings of an epoch: of random games, of pretraining by classic UCB, or of self-play."""
     t = epoch / max(1, args.num_epochs - 1)  # from 0 to 1
 
-    def schedule(start: float, end: float):
+    def schedule(start, end):
         return (1 - t) * start + t * end
 
     search_start = args.pretrain_value_epochs
@@ -659,15 +662,19 @@ def get_stage(epoch, max_legal, args):
         epsilon=schedule(args.epsilon_start, args.epsilon_end),
         q_weight=schedule(args.q_weight_start, args.q_weight_end),
         value_coef=args.value_coef,
-        learning_rate=schedule(1, 0.01 if args.anneal_lr else 1) * args.learning_rate,
+        learning_rate=schedule(args.learning_rate, args.learning_rate * (0.01 if args.anneal_lr else 1)),
     )
     if epoch < search_start:
         return stage._replace(name="random games", start=0, scores=None, value_coef=1.0)
     if epoch < self_play_start:
         # Classic UCB tries each move before it chooses
         num_simulations = max(stage.num_simulations, 5 * max_legal // 4)
-        stage = stage._replace(name="search pretraining", start=search_start, scores=ucb_scores)
-        return stage._replace(num_simulations=num_simulations)
+        return stage._replace(
+            name="search pretraining",
+            start=search_start,
+            scores=ucb_scores,
+            num_simulations=num_simulations,
+        )
     return stage
 
 
@@ -729,11 +736,11 @@ def play_moves(self_play, go, search, stage, args):
     z = z.unsqueeze(1).expand_as(is_move)[is_move]
     z = torch.where(records.pop("to_play") == 1, z, 1 - z)
     records["q"] = torch.where(records["q"].isnan(), z, records["q"])
-    unknown = torch.zeros_like(z)  # collect_images and train find them
+    unknown = torch.zeros_like(z)  # until make_images and train set it
     return ended, Records(**records, z=z, loss=unknown, epoch=unknown, turn=unknown)
 
 
-def make_images(records, go, epoch):
+def make_images(records, go):
     """Make the K symmetric images of records [B]; image k of record b is row k B + b."""
     num_images = len(go.move_images)
     position = torch.arange(len(records.z), device=go.device)
@@ -745,23 +752,21 @@ def make_images(records, go, epoch):
             planes=planes.view_as(records.planes),
             legal=records.legal[:, moves],
             policy=records.policy[:, moves],
-            epoch=torch.full_like(position, epoch),
             turn=(position + k) % num_images,  # each turn has one image of each position
         )
         images.append(image)
     return concatenate(images)
 
 
-def collect_images(self_play, go, search, num_positions, epoch, stage, args, bar):
-    """Play until finished games have enough positions; returns their images and the number of moves.
+def collect_images(self_play, go, search, num_positions, stage, args, bar):
+    """Play until finished games have enough positions; returns their images, and the number of all moves.
 
     The bar counts the positions up to `num_positions`.
     """
     records = []
     num_found = 0
-    num_moves = 0
-    # The first games of a stage begin together. All of them are played to their end, as those that end first are
-    # short, and records of short games alone would not be like others
+    # The first games of a stage begin together. All of them are played to their end: records of those alone that
+    # end first would be records of short games
     is_awaited = torch.full_like(self_play.boards.is_over, self_play.pool is None)
     while num_found < num_positions or is_awaited.any():
         ended, new = play_moves(self_play, go, search, stage, args)
@@ -769,8 +774,7 @@ def collect_images(self_play, go, search, num_positions, epoch, stage, args, bar
         records.append(new)
         bar.update(min(len(new.z), max(0, num_positions - num_found)))
         num_found += len(new.z)
-        num_moves += len(is_awaited)
-    return make_images(concatenate(records), go, epoch), num_moves
+    return make_images(concatenate(records), go), len(records) * len(is_awaited)
 
 
 def alphazero_loss(agent, records, stage):
@@ -816,12 +820,12 @@ def update_network(agent, optimizer, records, num_records, stage):
     return metrics
 
 
-def train_minibatch(agent, optimizer, pool, batch_size, num_turns, fixed_shapes, stage, args, number):
-    """Train on minibatch `number` of the epoch; returns means of it to log.
+def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, args, turn):
+    """Train on a minibatch of records that have this turn; returns means of it to log.
 
     The losses of its records in the pool become those after the step.
     """
-    index = sample_pool(pool, number % num_turns, batch_size, args.random_fraction, fixed_shapes)
+    index = sample_pool(pool, turn, batch_size, args.random_fraction, fixed_shapes)
     records = pool.pick(index)
     num_records = total(torch.full((), float(len(index)), device=index.device))
     # agent.train() also switches on the batch norms of layers that you froze; call eval() on those after it
@@ -839,16 +843,14 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
     # Fixed shapes need a full minibatch for each turn
     num_least = pool.turn.bincount(minlength=num_turns).min().item()
     fixed_shapes = pool.z.is_cuda and num_least >= batch_size
-    update = partial(
-        train_minibatch, agent, optimizer, pool, batch_size, num_turns, fixed_shapes, stage, args
-    )
+    update = partial(train_minibatch, agent, optimizer, pool, batch_size, fixed_shapes, stage, args)
     sums = {}
-    for number in torch.arange(num_minibatches, device=pool.z.device):
-        for name, value in update(number).items():
+    for turn in torch.arange(num_minibatches, device=pool.z.device) % num_turns:
+        for name, value in update(turn).items():
             sums[name] = sums.get(name, 0) + value
         # Record after the first minibatch, in which AdamW creates its state
         if use_graphs and fixed_shapes:
-            update = capture(update, number)
+            update = capture(update, turn)
             use_graphs = False
         bar.update()
     optimizer.zero_grad()  # so that copies of the network have no gradients
@@ -866,12 +868,7 @@ def evaluate_network(go, network, boards, legal):
     planes = go.planes(boards, legal)
     # On a CPU, in parts of about 6000 points of boards, which fit into its cache
     num_parts = 1 if planes.is_cuda else 1 + len(planes) * go.num_points // 6000
-    logits = []
-    values = []
-    for part in planes.chunk(num_parts):
-        outputs = network(part)
-        logits.append(outputs[0])
-        values.append(outputs[1])
+    logits, values = zip(*[network(part) for part in planes.chunk(num_parts)])
     return torch.cat(logits), torch.cat(values)
 
 
@@ -978,13 +975,6 @@ def score_network(go, agent, best, args, run):
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
-def serve_gtp(go, agent, args):
-    """Answer commands of the Go Text Protocol."""
-    from envs_shared.go_gtp import Engine
-
-    Engine(go, partial(Search, go, make_evaluator(go, agent)), args).serve(sys.stdin)
-
-
 def train(args, run):
     """Train the agent of a run; with --evaluate, only score it, and with --gtp, only play.
 
@@ -1009,7 +999,9 @@ def train(args, run):
     best = deepcopy(agent)
     run.load(agent=agent)
     if args.gtp:
-        serve_gtp(go, agent, args)
+        from envs_shared.go_gtp import Engine
+
+        Engine(go, partial(Search, go, make_evaluator(go, agent)), args).serve(sys.stdin)
         return
     if args.evaluate:
         seed_everything(args.seed, 3)
@@ -1021,14 +1013,11 @@ def train(args, run):
     # Loading put saved options here: put these back. Do so for each group that you add
     optimizer.param_groups[0] |= options
     self_play = SelfPlay(go, args.num_games // WORLD_SIZE)
-    games = "new games and an empty pool"
     if WORLD_SIZE == 1:
         # Games and pool are large: of two processes or more, and in best.pt, they are not saved
         if run.checkpoint and "games" in run.checkpoint:
             run.load(games=self_play)
-            del run.parts["games"]
-            games = "saved games and pool"
-        run.resume_parts["games"] = self_play
+        run.resume_parts["games"] = run.parts.pop("games", self_play)
     # Per epoch: positions that this process needs, of K images each, and minibatches
     num_turns = len(go.move_images)
     capacity = args.pool_size // WORLD_SIZE
@@ -1036,7 +1025,7 @@ def train(args, run):
     num_minibatches = math.ceil(args.train_fraction * args.pool_size / args.batch_size)
     epoch_length = num_positions + num_minibatches  # of the bar
     run.open(
-        f"{args.num_games} games on {device}, {games}",
+        f"{args.num_games} {'saved' if self_play.pool else 'new'} games and pool on {device}",
         args.num_epochs * epoch_length,
         run.progress.iteration * epoch_length,
     )
@@ -1067,8 +1056,10 @@ def train(args, run):
                 scores=stage.scores,
                 use_graphs=use_graphs,
             )
-        images, num_moves = collect_images(self_play, go, search, num_positions, epoch, stage, args, run.bar)
-        images = images._replace(loss=compute_losses(agent, images, stage))
+        images, num_moves = collect_images(self_play, go, search, num_positions, stage, args, run.bar)
+        images = images._replace(
+            loss=compute_losses(agent, images, stage), epoch=torch.full_like(images.turn, epoch)
+        )
         oldest = epoch - (args.max_age or args.num_epochs)
         self_play.pool = refill_pool(self_play.pool, images, capacity, oldest)
         collected = time.time()
@@ -1080,15 +1071,17 @@ def train(args, run):
 
         # Log
         pool = self_play.pool
-        num_moves = round(total(torch.tensor(float(num_moves), device=device)).item())
+        num_moves = int(total(torch.tensor(num_moves, device=device)))
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
-        scalars["pool/size"] = len(pool.z)
-        scalars["pool/loss"] = pool.loss.mean()
-        scalars["pool/age"] = epoch - pool.epoch.float().mean()
-        scalars["charts/learning_rate"] = stage.learning_rate
-        scalars["charts/moves"] = num_moves
-        scalars["charts/collect_seconds"] = collected - start
-        scalars["charts/train_seconds"] = time.time() - collected
+        scalars |= {
+            "pool/size": len(pool.z),
+            "pool/loss": pool.loss.mean(),
+            "pool/age": epoch - pool.epoch.float().mean(),
+            "charts/learning_rate": stage.learning_rate,
+            "charts/moves": num_moves,
+            "charts/collect_seconds": collected - start,
+            "charts/train_seconds": time.time() - collected,
+        }
         run.bar.set_postfix_str(f"{stage.name}, loss {scalars['losses/loss']:.3f}", refresh=False)
         run.log(num_moves, scalars, (epoch + 1) * epoch_length)
 
