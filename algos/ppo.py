@@ -243,8 +243,8 @@ def make_envs(args, num_envs, video_folder=None):
         fail(f"--env-id {args.env_id}: {error}")
     if envs.num_envs != num_envs:
         fail(
-            f"--env-id {args.env_id}: always has {envs.num_envs} environments, which must be --num-envs per "
-            "process, and --eval-episodes"
+            f"--env-id {args.env_id}: always has {envs.num_envs} environments; let --num-envs (per process) and "
+            "--eval-episodes be that number"
         )
     obs_space = envs.single_observation_space
     action_space = envs.single_action_space
@@ -329,14 +329,15 @@ def collect_rollout(agent, act, envs, storage, gamma, device):
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
         storage.actions[t] = actions
         storage.obs[t + 1] = obs
-        storage.rewards[t + 1] = rewards
         storage.terminated[t + 1] = terminated
         storage.truncated[t + 1] = truncated
         # If step t - 1 ended an episode, step t only reset the environment: its length and sums are 0
         continues = ~(storage.terminated[t] | storage.truncated[t])
         storage.lengths[t + 1] = continues * (storage.lengths[t] + 1)
-        storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + storage.rewards[t + 1])
-        storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + storage.rewards[t + 1])
+        with np.errstate(all="ignore"):  # check_rollout finds numbers that are too large
+            storage.rewards[t + 1] = rewards
+            storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + storage.rewards[t + 1])
+            storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + storage.rewards[t + 1])
 
 
 def check_rollout(storage, env_id):

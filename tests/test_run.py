@@ -1,0 +1,255 @@
+"""The part Run, tried with ppo.py: test_contract.py shows that it is the same in all scripts."""
+
+import importlib
+import io
+import os
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, ROOT, fail_with, read_scalars
+from test_contract import CASES, copy_script, find_run, load, read_files, read_progress, run_main, run_quick
+
+from algos import ppo
+
+SCORE = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
+SHORT = "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2"
+
+
+def call(*flags) -> str:
+    """Call `main` of ppo.py; return what it prints."""
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(io.StringIO()):
+        ppo.main([*map(str, flags)])
+    return out.getvalue()
+
+
+def start(*command, **options) -> subprocess.CompletedProcess:
+    """Run a program as from a shell."""
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200, **options)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    """The folder of a whole run, which no test changes."""
+    return run_quick("ppo", tmp_path_factory.mktemp("done")).path
+
+
+@pytest.fixture
+def copied(done, tmp_path) -> Path:
+    """A copy of that folder."""
+    folder = tmp_path / "runs" / done.name
+    folder.mkdir(parents=True)
+    for path in done.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+# Evaluations
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_score_that_is_not_finite_ends_the_run_with_one_line(value, tmp_path, monkeypatch, capsys):
+    """The checkpoint before it stays, and so does best.pt."""
+    scores = iter([7.0, value])
+    monkeypatch.setattr(ppo, "evaluate", lambda *_: SCORE | {"eval/episodic_return": next(scores)})
+    flags = f"{CASES['ppo'].quick} --run-dir {tmp_path}".split()
+    line = fail_with(capsys, ppo.main, flags)
+    step = read_progress(find_run(tmp_path))["step"]
+    words = f"eval/episodic_return is {value} at step {step}; the checkpoints are from before it"
+    assert line.endswith(f"error: {words}")
+    best, last = (load(find_run(tmp_path) / name)["progress"] for name in ("best.pt", "checkpoint.pt"))
+    assert best["iteration"] == 2 < last["iteration"] == 4 and last["best_score"] == 7.0
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_run_is_evaluated_at_each_tenth_if_that_takes_a_fifth_of_the_steps(length, tmp_path, monkeypatch):
+    """However long the iterations are; the last evaluation takes what it takes."""
+
+    class Task(importlib.import_module("probe_envs").Fixed):
+        pass
+
+    Task.length = length
+    ppo.gym.register(f"Length{length}-v0", Task)
+    monkeypatch.setattr(
+        ppo.Run, "keep", lambda run, *rest: found.append(keep(run, *rest)) if 0 else keep(run, *rest)
+    )
+    flags = f"--env-id Length{length}-v0 --num-envs 2 --num-steps 8 --total-timesteps 2000 --eval-episodes 4"
+    scalars = read_scalars(run_main(ppo, tmp_path, flags).path)
+    steps = [step for step, _ in scalars["eval/episodic_length"]]
+    due = [min(s for s, _ in scalars["charts/SPS"] if s >= 200 * i) for i in range(1, 11)]
+    assert steps == due
+    assert all(4 * length * (i + 1) <= step / 5 for i, step in enumerate(steps[:-1]))
+
+
+def test_evaluations_that_would_take_more_are_left_out(tmp_path):
+    flags = (
+        "--env-id probe_envs:Fixed-v0 --num-envs 2 --num-steps 8 --total-timesteps 2000 --eval-episodes 50"
+    )
+    scalars = read_scalars(run_main(ppo, tmp_path, flags).path)
+    steps = [step for step, _ in scalars["eval/episodic_length"]]
+    assert len(steps) == 2 and steps[0] >= 5 * 50 * 5 > steps[0] - 200 and steps[1] >= 2000
+    always = run_main(ppo, tmp_path / "always", flags, "--eval-interval 20 --total-timesteps 900").path
+    assert len(read_scalars(always)["eval/episodic_length"]) > 2  # as the flag says
+
+
+# Resuming
+
+
+def test_a_resume_through_a_link_writes_where_the_file_is(copied, tmp_path):
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "latest.pt").symlink_to(copied / "checkpoint.pt")
+    out = call("--resume", tmp_path / "link" / "latest.pt", "--total-timesteps", 3072)
+    assert out.startswith(f"{copied}: ") and os.listdir(tmp_path / "link") == ["latest.pt"]
+    assert read_progress(copied)["step"] >= 3072
+
+
+def test_a_resume_in_the_runs_own_folder_has_its_name(copied, monkeypatch):
+    """W&B gets that name."""
+    found = []
+    fake = SimpleNamespace(init=lambda **kwargs: found.append(kwargs), finish=lambda: None, Error=ValueError)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.chdir(copied)
+    call("--resume", "checkpoint.pt", "--track", "--total-timesteps", 3072)
+    assert found[0]["id"] == found[0]["name"] == copied.name and found[0]["resume"] == "allow"
+
+
+def test_a_resume_of_best_says_what_it_does_before_it_does_it(copied, monkeypatch):
+    before = (copied / "checkpoint.pt").read_bytes()
+    monkeypatch.setattr(ppo, "collect_rollout", lambda *_: 1 / 0)
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(io.StringIO()), pytest.raises(ZeroDivisionError):
+        ppo.main(["--resume", str(copied / "best.pt"), "--total-timesteps", "9999"])
+    assert f"{copied}: continues from best.pt, replaces checkpoint.pt\n" in out.getvalue()
+    assert (copied / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_newer_best_is_the_one_to_beat(copied, monkeypatch):
+    """As after a kill between best.pt and checkpoint.pt: a worse policy does not replace it."""
+    best = load(copied / "best.pt")
+    best["progress"]["best_score"] = 10_000.0
+    torch.save(best, copied / "best.pt")
+    before = read_files(copied)[copied / "best.pt"]
+    call("--resume", copied / "checkpoint.pt", "--total-timesteps", 3072)
+    assert (copied / "best.pt").read_bytes() == before and read_progress(copied)["best_score"] == 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"), [("", 1e-5), ("--learning-rate 4e-3", 4e-3), ("--anneal-lr", None)]
+)
+def test_an_adapted_learning_rate_survives_unless_the_flag_is_given(flags, rate, tmp_path, monkeypatch):
+    """A copy that adapts the rate sets the tensor; with --anneal-lr the formula holds."""
+    log = ppo.Run.log
+
+    def adapt(run, *rest):
+        run.parts["optimizer"].param_groups[0]["lr"].fill_(1e-5)
+        log(run, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo.Run, "log", adapt)
+        path = run_main(ppo, tmp_path, SHORT, "--no-anneal-lr").path
+    call("--resume", path / "checkpoint.pt", "--total-timesteps", 2048, *flags.split())
+    found = [x for step, x in read_scalars(path)["charts/learning_rate"] if step > 1024 + 256]
+    if rate:
+        assert found == pytest.approx([rate] * len(found), rel=1e-6)
+    else:
+        assert 0 < found[-1] < found[0] < 1e-5
+
+
+# The folder and the log
+
+
+def test_names_with_slashes_make_one_folder(tmp_path):
+    path = run_main(ppo, tmp_path, SHORT, "--exp-name a/b\\c --env-id probe_envs:Fixed-v0").path
+    assert path.name.startswith("probe_envs-Fixed-v0__a-b-c__1__")
+
+
+def test_weights_and_biases_without_a_login_is_one_line(tmp_path, monkeypatch, capsys):
+    def init(**_):
+        raise fake.Error("api_key not configured (no-tty).\nMore lines")
+
+    fake = SimpleNamespace(init=init, Error=type("Error", (Exception,), {}))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    line = fail_with(capsys, ppo.main, ["--track", "--run-dir", str(tmp_path / "runs")])
+    assert "--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_two_tracked_runs_in_one_process_are_two(tmp_path, monkeypatch):
+    """With the library itself, also if the first one is interrupted: each has its own curves and settings."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    log, names = ppo.Run.log, []
+
+    def interrupt(run, *rest):
+        log(run, *rest)
+        names.append((run.path.name, wandb.run.id, wandb.run.config["seed"]))
+        if run.args.seed == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo.Run, "log", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        call(*SHORT.split(), "--track", "--eval-episodes", 0, "--seed", 1)
+    call(*SHORT.split(), "--track", "--eval-episodes", 0, "--seed", 2)
+    assert wandb.run is None
+    assert [path == name for path, name, _ in names] == [True] * len(names)
+    assert [seed for *_, seed in names] == [1] + [2] * (len(names) - 1) and len(names) > 3
+    assert len([*tmp_path.glob("wandb/offline-run-*")]) == 2
+
+
+# The process
+
+
+def test_a_logger_without_isatty_and_a_closed_stderr_stop_nothing(tmp_path, monkeypatch):
+    stream = SimpleNamespace(write=lambda text: None, flush=lambda: None)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with redirect_stdout(io.StringIO()) as out:
+        ppo.main([*SHORT.split(), "--run-dir", str(tmp_path / "logger")])
+    monkeypatch.undo()
+    assert "return of best.pt" in out.getvalue()
+    command = f"{sys.executable} algos/ppo.py {SHORT} --run-dir {tmp_path / 'closed'} 2>&-"
+    run = start("bash", "-c", command, cwd=ROOT, env=ENVIRONMENT)
+    assert run.returncode == 0 and "return of best.pt" in run.stdout
+
+
+def test_a_reader_of_stdout_that_is_gone_stops_nothing(tmp_path):
+    command = f"set -o pipefail; {sys.executable} algos/ppo.py {SHORT} --run-dir {tmp_path} | head -n 1"
+    run = start("bash", "-c", command, cwd=ROOT, env=ENVIRONMENT)
+    assert run.returncode == 0 and "Traceback" not in run.stderr and "Broken" not in run.stderr
+    assert read_progress(find_run(tmp_path))["last_score"] is not None
+
+
+def test_modules_beside_the_script_are_found_with_safe_path(tmp_path):
+    """`python -P` leaves the folder of the script out; the task is found there, and in the current folder."""
+    folder = copy_script("ppo", tmp_path / "copy")
+    (folder / "beside.py").write_text((ROOT / "tests" / "probe_envs.py").read_text())
+    (tmp_path / "current.py").write_text("import beside")
+    env = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    flags = [*SHORT.split(), "--env-id", "current:Fixed-v0"]
+    run = start(sys.executable, "-P", folder / "ppo.py", *flags, cwd=tmp_path, env=env)
+    assert run.returncode == 0, run.stderr
+
+
+def test_one_process_evaluates_under_torchrun(copied):
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 algos/ppo.py"
+    flags = f"--no-cuda --evaluate {copied / 'best.pt'} --eval-episodes 2"
+    run = start(*launcher.split(), *flags.split(), cwd=ROOT, env=ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
+    assert sorted(line.split(":")[0] for line in run.stdout.splitlines()) == [
+        "eval/episodic_length",
+        "eval/episodic_return",
+        "eval/episodic_return_std",
+    ]
+
+
+def test_seconds_of_an_evaluation_do_not_count(tmp_path, monkeypatch):
+    """Neither in charts/SPS nor in charts/cpu_seconds."""
+    monkeypatch.setattr(ppo, "evaluate", lambda *_: time.sleep(1) or SCORE | {"eval/episodic_return": 0.0})
+    scalars = read_scalars(run_main(ppo, tmp_path, SHORT, "--eval-interval 1").path)
+    assert min(x for _, x in scalars["charts/SPS"]) > 300 > 256
