@@ -160,7 +160,7 @@ def test_colours_and_openings_of_a_match_are_balanced():
     go = Go(5)
 
     def player(boards):
-        return go.draw_moves(boards, go.legal_moves(boards))
+        return go.random_moves(boards, go.legal_moves(boards))
 
     games, scores, is_black = go_engine.play(go, player, [lambda moves: go.num_points] * 8, seed=1)
     assert is_black == 4 * [True] + 4 * [False] and scores == 4 * [25.0] + 4 * [-25.0]

@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from go_engine import load_network, play_random_moves, set_up_torch
 from our_go_search import evaluate_nothing, measure_search
 
 from algos import alphazero_go as az
+from envs_shared.go import Go
 
 NETWORKS = ("go5x5", "go7x7", "go9x9")  # of benchmark/checkpoints
 COLUMNS = [
@@ -42,11 +42,11 @@ COLUMNS = [
 
 def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
     """Return random moves per CPU-second and per wall-clock second, including the search for legal moves."""
-    go = az.Go(size, device)
+    go = Go(size, device)
     boards = go.new(num_games)
     start = time.process_time(), time.perf_counter()
     for _ in range(30):
-        boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards), fill_eyes=True))
+        boards = go.play(boards, torch.multinomial(go.legal_moves(boards).float(), 1).squeeze(1))
         if (over := boards.is_over).any():  # this also waits for a GPU
             boards.put(over, go.new(int(over.sum())))
     return 30 * num_games / (time.process_time() - start[0]), 30 * num_games / (
@@ -55,41 +55,40 @@ def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
 
 
 def list_searches(num_games: int, device):
-    """Yield what is searched, its rules, positions, two workers and the number of simulations."""
-    go = az.Go(9, device)
+    """Yield what is searched, its rules, positions, evaluator and the number of simulations."""
+    go = Go(9, device)
     boards, _ = play_random_moves(go, num_games, 20)
     for num_simulations in (64, 800):
         for kind, sharpness in (("", 0.0), (", peaked prior", 3.0)):
             evaluate = partial(evaluate_nothing, sharpness=sharpness)
-            workers = [az.Worker(evaluate, go.device) for _ in range(2)]
-            yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, workers, num_simulations
+            yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, evaluate, num_simulations
     for name in NETWORKS:
         go, args, agent = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
-        go = az.Go(go.size, device)
+        go = Go(go.size, device)
         boards, _ = play_random_moves(go, num_games, go.num_points // 4)
-        workers = az.make_workers(go, agent.to(device), replace(args, num_workers=2))
+        evaluate = az.make_evaluator(go, agent.to(device))
         what = f"tree and network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
-        yield what, go, boards, workers, 64
+        yield what, go, boards, evaluate, 64
 
 
-class UniformGo(az.Go):
+class UniformGo(Go):
     """Rules whose random moves are uniform over all legal ones, as OpenSpiel's are."""
 
-    def draw_moves(self, boards, legal, fill_eyes: bool = False):
-        return super().draw_moves(boards, legal, fill_eyes=True)
+    def random_moves(self, boards, legal):
+        return torch.multinomial(legal.float(), 1).squeeze(1)
 
 
 def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
     """Return rows of simulations per second of plain MCTS on 9x9, ours and that of OpenSpiel in C++."""
     set_up_torch(0)
-    go, rates = az.Go(9), {}
+    go, rates = Go(9), {}
     uniform = UniformGo(9)
     for _ in range(num_repeats):
         for n, name in ((num_games, ""), (1, ", one game")):
             boards, _ = play_random_moves(go, n, 20)
-            workers = [az.Worker(partial(az.evaluate_rollouts, uniform, 7.5), go.device)]
+            evaluate = partial(az.evaluate_rollouts, uniform, 7.5)
             # OpenSpiel's c of 2, for values from -1 to 1
-            rate = measure_search(go, boards, workers, 64, c_puct=1.0, scores=az.ucb_scores)
+            rate = measure_search(go, boards, evaluate, 64, c_puct=1.0, scores=az.ucb_scores)
             rates.setdefault(f"tree and random games, 9x9, 64 simulations{name}", []).append(rate)
     command = [
         environment.make_environment("openspiel"),
@@ -117,8 +116,8 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
             rates.setdefault(f"moves of the rules, {size}x{size}", []).append(
                 measure_rules(size, num_games, device)
             )
-        for what, go, boards, workers, num_simulations in searches:
-            one, two = (measure_search(go, boards, workers[:n], num_simulations) for n in (1, 2))
+        for what, go, boards, evaluate, num_simulations in searches:
+            one, two = (measure_search(go, boards, evaluate, num_simulations, n) for n in (1, 2))
             rates.setdefault(what, []).append((*one, *two))
     name = f", {torch.cuda.get_device_name()}" if cuda else ""
     return [
