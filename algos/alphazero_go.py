@@ -10,10 +10,10 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
     python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
         --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # source
 
-The last command, `source` in the docs, has the values of the note that this script was written from: it trains on
-the largest losses alone, plays best or uniformly random moves, and ignores the score. It wins 12 % of its games
-against plain MCTS with as many simulations; the defaults win all. In runs of eight epochs, the defaults won 98 %,
-training on random records 98 %, and training on the largest losses alone 54 %.
+The last command, `source` in the docs, has the values of the note 架构 ("architecture") that this script was
+written from: it trains on the largest losses alone, plays best or uniformly random moves, and ignores the score.
+It wins 12 % of its games against plain MCTS with as many simulations; the defaults win all. In runs of eight
+epochs the defaults won 98 %, training on random records 98 %, and training on the largest losses alone 54 %.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
@@ -937,39 +937,43 @@ def play_match(go, players, num_games, komi):
     return won.mean().item(), margin.mean().item(), boards.num_moves.sum().item()
 
 
-def evaluate(go, agent, args):
-    """Play against plain MCTS: classic UCB, random games in place of the network, and won games alone count."""
-    plain_args = replace(args, score_weight=0.0, c_puct=1.25, num_workers=1)
-    rollouts = partial(evaluate_rollouts, go, args.komi)
-    opponent = make_player(go, rollouts, args.simulations_end, plain_args, ucb_scores)
-    player = make_player(go, make_evaluator(go, agent), args.simulations_end, args)
-    win_rate, margin, _ = play_match(go, (player, opponent), args.eval_episodes, args.komi)
-    return {"eval/win_rate": win_rate, "eval/margin": margin}
+def evaluate(go, agent, args, best=None):
+    """Play against plain MCTS or, with a quarter of the simulations for both, at most 40 games against `best`."""
+    num_games = args.eval_episodes
+    num_simulations = args.simulations_end
+    if best:
+        num_games = min(40, num_games)
+        num_simulations = math.ceil(num_simulations / 4)
+        opponent = make_player(go, make_evaluator(go, best), num_simulations, args)
+    else:
+        # Plain MCTS: classic UCB, random games in place of the network, and won games alone count
+        plain_args = replace(args, score_weight=0.0, c_puct=1.25, num_workers=1)
+        rollouts = partial(evaluate_rollouts, go, args.komi)
+        opponent = make_player(go, rollouts, num_simulations, plain_args, ucb_scores)
+    player = make_player(go, make_evaluator(go, agent), num_simulations, args)
+    win_rate, margin, num_moves = play_match(go, (player, opponent), num_games, args.komi)
+    suffix = "_best" if best else ""
+    return {f"eval/win_rate{suffix}": win_rate, f"eval/margin{suffix}": margin, "eval/moves": num_moves}
 
 
 def score_network(go, agent, best, args, run):
-    """Play at most 40 games against the best network; a new one that wins at least half replaces it in best.pt.
+    """Play against the best network; a new one that wins at least half of the games replaces it in best.pt.
 
-    Both search with a quarter of the simulations.
-
-    The score is the sum of win rates over 1/2, of all networks that were kept: a win rate alone depends on the
-    opponent. The first network of a run, or of another komi, is kept in any case.
+    A win rate depends on the opponent. The score does not: it is the sum of win rates over 1/2, of all networks
+    that were kept. The first network of a run, or of another komi, is kept in any case.
     """
     seed_everything(args.seed, 2, run.progress.iteration)
-    num_simulations = math.ceil(args.simulations_end / 4)
-    players = [make_player(go, make_evaluator(go, x), num_simulations, args) for x in (agent, best)]
-    win_rate, margin, num_moves = play_match(go, players, min(40, args.eval_episodes), args.komi)
-    scores = {"eval/win_rate_best": win_rate, "eval/margin_best": margin, "eval/moves": num_moves}
+    scores = evaluate(go, agent, args, best)
     best_score = run.progress.best_score
-    score = (best_score or 0.0) + win_rate - 0.5
-    if best_score is None or win_rate >= 0.5:
+    lead = scores["eval/win_rate_best"] - 0.5
+    if best_score is None or lead >= 0:
         best.load_state_dict(agent.state_dict())
     is_last = run.progress.iteration >= args.num_epochs
     if is_last:
         seed_everything(args.seed, 4)
-        scores |= evaluate(go, agent, args)
+        scores = evaluate(go, agent, args) | scores
         run.progress.win_rate = scores["eval/win_rate"]
-    run.keep(scores, score, num_moves)
+    run.keep(scores, (best_score or 0.0) + lead, scores["eval/moves"])
     if not is_last:
         run.save()  # with the best network
 

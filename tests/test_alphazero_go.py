@@ -737,14 +737,13 @@ def test_matches_are_balanced():
 
 
 def test_evaluations_are_of_the_search_against_the_best_network_or_plain_mcts(monkeypatch):
-    agent, args = make_agent(5, simulations_end=22, score_weight=1.0, eval_episodes=60, num_epochs=9)
-    go, matches, searches, search, kept = Go(5), [], [], az.Search, []
+    agent, args = make_agent(5, simulations_end=22, score_weight=1.0, eval_episodes=60)
+    go, matches, searches, search = Go(5), [], [], az.Search
     monkeypatch.setattr(az, "play_match", lambda go, *match: matches.append(match) or (0.5, 1.5, 7))
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
-    assert az.evaluate(go, agent, args) == {"eval/win_rate": 0.5, "eval/margin": 1.5}
-    run = SimpleNamespace(progress=az.Progress(iteration=8), keep=lambda *x: kept.append(x), save=lambda: 0)
-    az.score_network(go, agent, agent, args, run)
-    assert kept == [({"eval/win_rate_best": 0.5, "eval/margin_best": 1.5, "eval/moves": 7}, 0.0, 7)]
+    for best, suffix in ((None, ""), (agent, "_best")):
+        found = az.evaluate(go, agent, args, best)
+        assert found == {f"eval/win_rate{suffix}": 0.5, f"eval/margin{suffix}": 1.5, "eval/moves": 7}
     ((searcher, mcts), *rest), (pair, *rest_best) = matches
     assert rest == [60, 0.5] and rest_best == [40, 0.5]
     moves, plain = mcts(go.new(64)), searches[-1]
@@ -764,22 +763,13 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
     rates, matches, seeds = [0.1, 0.9, 0.49, 0.5, 0.2], [], []  # the first one has nothing to replace
     seed_everything = az.seed_everything
 
-    def play_match(go, players, *_):
-        if is_plain(players[1]):
-            return 0.75, 2.5, 1
-        matches.append([get_bias(x) for x in players])
-        return rates[len(matches) - 1], 0.0, 3
+    def evaluate(go, agent, args, best=None):
+        if best is None:
+            return {"eval/win_rate": 0.75, "eval/margin": 2.5, "eval/moves": 1}
+        matches.append([x.value_head[2].bias.item() for x in (agent, best)])
+        return {"eval/win_rate_best": rates[len(matches) - 1], "eval/moves": 3}
 
-    def get(player, name):
-        return dict(zip(player.__code__.co_freevars, player.__closure__, strict=True))[name].cell_contents
-
-    def is_plain(player):
-        return get(player, "scores") is az.ucb_scores
-
-    def get_bias(player):
-        return get(player, "evaluator").args[1].value_head[2].bias.item()
-
-    monkeypatch.setattr(az, "play_match", play_match)
+    monkeypatch.setattr(az, "evaluate", evaluate)
     monkeypatch.setattr(az, "seed_everything", lambda *x: seeds.append(x) or seed_everything(*x))
     az.main([*TINY, "--run-dir", str(tmp_path)])
     news, olds = zip(*matches, strict=True)

@@ -89,7 +89,9 @@ def submit(work, *args):
 @pytest.fixture(autouse=True, scope="module")
 def without_threads_in_full_precision():
     with (
-        mock.patch.object(az, "ThreadPoolExecutor", lambda *_, **__: SimpleNamespace(submit=submit)),
+        mock.patch.object(
+            az, "ThreadPoolExecutor", lambda _: SimpleNamespace(submit=submit, shutdown=lambda: None)
+        ),
         mock.patch.object(torch.Tensor, "bfloat16", lambda x: x),
         mock.patch.object(torch, "set_float32_matmul_precision"),
     ):
@@ -168,7 +170,8 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
     if script == "alphazero_go":  # gradients of some weights are mere rounding, as a norm follows them
         rtol = atol = 1e-2
         for run in (host, device):
-            agent = az.Agent(2, az.Args(**run.checkpoint["args"])).eval()
+            args = az.Args(**run.checkpoint["args"])
+            agent = az.Agent(az.make_game(args.env_id), args).eval()
             agent.load_state_dict(run.checkpoint["agent"])
             planes = torch.rand(64, 9, 2, 2, generator=torch.Generator().manual_seed(0)) > 0.5
             run.tensors = named_tensors(agent(planes))
@@ -273,13 +276,13 @@ def test_alphazero_trains_in_fixed_shapes_if_each_turn_fills_a_minibatch():
     found, agent = [], torch.nn.Linear(1, 1)
     optimizer, bar = torch.optim.AdamW(agent.parameters()), SimpleNamespace(update=lambda: None)
     with (
-        mock.patch.object(az, "train_minibatch", lambda *x: found.append(x[4]) or torch.zeros(6)),
+        mock.patch.object(az, "train_minibatch", lambda *x: found.append(x[4]) or {}),
         pretend_cuda(),
     ):
         for num_records in (8 * 16, 8 * 16 - 1):
             turn = (torch.arange(num_records) % 8).cuda()
             pool = SimpleNamespace(z=turn, turn=turn)
-            az.train_epoch(agent, optimizer, pool, 1, None, az.Args(batch_size=16), bar)
+            az.train_epoch(agent, optimizer, pool, 1, 8, None, az.Args(batch_size=16), bar)
     assert found == [True, False]
 
 
