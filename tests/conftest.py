@@ -17,12 +17,23 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
-    """One process runs all tests of a file, or those of it that are about one script, as they share what is made."""
+    """One process runs all tests of a file, or those of it that are about one script, as they share what is made.
+
+    Files that name the simulated GPU get its mark, by which .ci/run finds what runs on a second build of torch too.
+    """
     for item in items:
+        if "pretend_cuda" in item.path.read_text():
+            item.add_marker(pytest.mark.simulated_gpu)
         params = item.callspec.params if hasattr(item, "callspec") else {}
         name = params.get("script") or params.get("name")
         word = f"{name} ".split(" ")[0]  # "ppo" of the run "ppo cartpole"
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{word if word in SCRIPTS else ''}"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Tell pretend_cuda.py which test lacks the mark: one that gets to the simulated GPU by way of another file."""
+    os.environ["WITHOUT_GPU_MARK"] = "" if item.get_closest_marker("simulated_gpu") else item.nodeid
 
 
 @pytest.fixture(autouse=True)

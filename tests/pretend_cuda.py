@@ -13,13 +13,14 @@ A `CudaTensor` says that it is on cuda:0 and keeps its numbers in a CPU tensor, 
   runs the operations on the memory and with the numbers of the capture. It raises if only graphs hold some of that
   memory, which torch would have freed by then.
 
-Not simulated: streams, the allocator, random numbers of the device, autocast lists for CUDA, rounding,
+Not simulated: streams, the allocator, random numbers of the device, autocast lists for CUDA, rounding, cuDNN,
 compiled code, other threads and processes, and pinned memory. C++ code takes a `CudaTensor` for a CPU tensor:
 `zeros_like(x, device="cpu")` stays on the device, and `parameter.data = x` does not work.
 """
 
 import contextlib
 import copy
+import os
 import traceback
 import weakref
 from collections import Counter
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 CUDA = torch.device("cuda", 0)
+PROPERTIES = SimpleNamespace(name="pretend GPU", major=9, minor=0)
 HOLE = object()  # stands for a tensor among the arguments of an operation
 COPY, TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 # What the host needs before it can go on: a number, or a shape that depends on the data
@@ -273,12 +275,15 @@ def group_tensors(*args):
 @contextlib.contextmanager
 def pretend_cuda():
     """Give torch one CUDA device, a `PretendCuda`, until the end of the context."""
+    if test := os.environ.get("WITHOUT_GPU_MARK"):
+        raise RuntimeError(f"{test} uses the pretend GPU: mark it pytest.mark.simulated_gpu")
     gpu, autocast = PretendCuda(), torch.autocast
     cuda = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "get_device_properties": lambda *_: PROPERTIES,
         "synchronize": lambda *_: gpu.wait("synchronize"),
         "manual_seed_all": lambda _: None,
         "Stream": gpu.make_stream,
@@ -303,6 +308,7 @@ def pretend_cuda():
         mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", group_tensors),
         mock.patch.object(_foreach_utils, "_foreach_supported_types", foreach_types),
         mock.patch.object(torch.__future__, "_overwrite_module_params_on_conversion", True),
+        torch.backends.cudnn.flags(enabled=False),  # a build of torch that has it would look for a driver
         torch.backends.mkldnn.flags(enabled=False),  # its LSTM keeps memory that no replay finds
         gpu,
     ):

@@ -6,6 +6,7 @@ The constant CUDA_GRAPHS of a script switches its graphs.
 import functools
 import importlib
 import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -354,6 +355,21 @@ def test_tensors_of_two_devices_do_not_mix():
     assert not torch.cuda.is_available()
     with pytest.raises(RuntimeError, match="gone"):
         x + 1
+
+
+def test_the_device_says_what_it_is_and_has_no_cudnn():
+    """On every build of torch; one with cuDNN would ask a driver for each LSTM that is moved to the device."""
+    with pretend_cuda(), warnings.catch_warnings(action="error"):
+        lstm = torch.nn.LSTM(2, 3).to("cuda")
+        assert not torch.backends.cudnn.is_acceptable(lstm.weight_ih_l0)
+        assert torch.cuda.get_device_name() == "pretend GPU" and torch.cuda.get_device_capability(0) == (9, 0)
+    assert torch.backends.cudnn.enabled
+
+
+def test_a_test_without_the_mark_is_refused(monkeypatch):
+    monkeypatch.setenv("WITHOUT_GPU_MARK", "test_x")
+    with pytest.raises(RuntimeError, match=r"test_x .*: mark it"), pretend_cuda():
+        pass
 
 
 def test_a_capture_runs_nothing_and_a_replay_everything():
