@@ -1438,9 +1438,7 @@ def main(argv=None):
         fail(f"--num-games and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     if args.pool_size < num_images * args.batch_size:
         # Only one image of each position may be in a minibatch
-        fail(
-            f"--pool-size ({args.pool_size}) must be at least {num_images} times --batch-size ({args.batch_size})"
-        )
+        fail(f"--pool-size ({args.pool_size}) must be at least {num_images} times --batch-size ({args.batch_size})")
     if not checkpoint and args.num_epochs <= args.pretrain_value_epochs:
         fail(
             f"--num-epochs ({args.num_epochs}) must be greater than --pretrain-value-epochs "

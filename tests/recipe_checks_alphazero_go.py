@@ -14,10 +14,10 @@ QUICK = (
 )
 
 
-def train(path, folder, flags):
-    """Run the edited copy with the game of its folder; returns the rules and the players of both networks.
+def train(path, folder, flags, num_simulations=48):
+    """Run the edited copy with the game of its folder; returns its module, the rules, and two players.
 
-    A player is a function from boards to moves, without training and with it.
+    A player is a function from boards to moves, by a network without training and by the trained one.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("envs_shared.go", "edited_copy"):
@@ -32,7 +32,7 @@ def train(path, folder, flags):
     for state in (None, checkpoint["agent"]):
         agent = module.Agent(go, args)
         agent.load_state_dict(state or agent.state_dict())
-        players.append(module.make_player(go, module.make_evaluator(go, agent), args.simulations_end, args))
+        players.append(module.make_player(go, module.make_evaluator(go, agent), num_simulations, args))
     return game, go, players
 
 
@@ -104,9 +104,9 @@ def find_wins(go, num_games):
 
 
 def check_connect_four(path, folder):
-    """Lines in all directions win, games are counted right, and the network learns to take wins at once."""
+    """Lines in all directions win, games are counted right, and a network that has learned sees wins at once."""
     flags = "--env-id ConnectFour-4x5 --pool-size 10000 --num-epochs 8 --batch-size 64 --simulations-end 24"
-    game, go, players = train(path, folder, flags)
+    game, go, players = train(path, folder, flags, num_simulations=2)
     for env_id in ("ConnectFour-6x7", "ConnectFour-4x5"):
         check_game(game.make_game, env_id, 16)
     whole = game.make_game("ConnectFour-6x7")
@@ -130,7 +130,7 @@ def check_connect_four(path, folder):
     boards, wins = find_wins(go, 60)
     shares = [wins.gather(1, player(boards).unsqueeze(1)).float().mean().item() for player in players]
     print("connect four", len(wins), shares)
-    assert shares[1] > 0.95 > shares[0]
+    assert shares[1] > 0.8 > shares[0]
 
 
 @functools.cache

@@ -651,8 +651,9 @@ def test_the_first_records_of_a_stage_are_those_of_all_its_first_games():
 
 def test_more_moves_than_the_game_says_are_one_line(capsys):
     go = Go(3)
-    games = az.SelfPlay(go, 4)
+    go.new = Go(3).new  # boards with room for more
     go.max_moves = 5
+    games = az.SelfPlay(go, 4)
     with pytest.raises(SystemExit, match="2"):
         for _ in range(9):
             az.play_moves(games, go, None, stage(scores=None), Args())

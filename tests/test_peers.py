@@ -28,6 +28,7 @@ SCRIPTS = {  # the environment of each (None: the main one), and what it logs, o
     "sb3_recurrent_ppo": ("sb3", RETURNS),
     "rl4co_attention": ("rl4co", "eval/greedy_length eval/greedy_gap"),
     "openspiel_mcts": ("openspiel", SPEED),
+    "pgx_mctx": ("pgx", f"{SPEED} eval/first_cpu_seconds"),
     "our_go_search": (None, SPEED),
     "gnugo_match": (None, MATCH),
     "elkai_lkh": ("elkai", "eval/length eval/gap eval/gap_std eval/ms eval/cpu_ms"),
@@ -44,6 +45,7 @@ rl4co_attention --num-epochs 2 --steps-per-epoch 2 --batch-size 4 --baseline-ins
 openspiel_mcts --simulations 16 --repeats 1
 openspiel_mcts --work rollouts --simulations 16 --repeats 1
 openspiel_mcts --work match --simulations 4 --games 2 --simulations-end 8
+pgx_mctx --simulations 8 --games 4 --blocks 1 --channels 8 --repeats 1
 our_go_search --simulations 16 --repeats 1
 gnugo_match --games 2 --simulations-end 8
 elkai_lkh

@@ -3,6 +3,7 @@
     python benchmark/studies/go_search.py           # minutes on two free cores
     python benchmark/studies/go_search.py --cuda    # on a GPU
     python benchmark/studies/go_search.py --rollouts    # only plain MCTS, ours and OpenSpiel's in C++
+    python benchmark/studies/go_search.py --pgx         # only with networks, ours and that of pgx and mctx in JAX
 
 Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say what a
 simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle.
@@ -106,6 +107,47 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
     ]
 
 
+def measure_pgx(num_repeats: int, num_games: int) -> list[dict]:
+    """Return rows of simulations per CPU-second with networks of one size, ours and that of mctx on Go of pgx.
+
+    Both sides take turns. What JAX needs to compile its search is a row of its own, in CPU-seconds.
+    """
+    set_up_torch(0)
+    rates, first = {}, {}
+    for _ in range(num_repeats):
+        for name in ("go5x5", "go9x9"):
+            go, args, agent = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
+            boards, _ = play_random_moves(go, num_games, go.num_points // 4)
+            what = f"network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
+            rate = measure_search(go, boards, az.make_evaluator(go, agent), 64)[0]
+            rates.setdefault(f"beside pgx: tree and {what}", []).append(rate)
+            command = [
+                environment.make_environment("pgx"),
+                common.PEERS / "pgx_mctx.py",
+                "--env-id",
+                args.env_id,
+            ]
+            flags = [
+                "--simulations",
+                64,
+                "--games",
+                num_games,
+                "--blocks",
+                args.blocks,
+                "--channels",
+                args.channels,
+            ]
+            folder = helpers.run_command(tempfile.mkdtemp(), *command, *flags, "--repeats", 3)
+            events, program = common.read_events(folder), common.read_text(folder, "program")
+            for tag, values in (("simulations_per_cpu_second", rates), ("first_cpu_seconds", first)):
+                values.setdefault(f"{what}, {program}", []).append(events.Scalars(f"eval/{tag}")[-1].value)
+    rates |= {f"CPU-seconds of the first search, which compiles: {what}": x for what, x in first.items()}
+    return [
+        {"what": what, "column": COLUMNS[0], "value": round(statistics.median(values))}
+        for what, values in rates.items()
+    ]
+
+
 def measure(num_repeats: int, cuda: bool) -> list[dict]:
     """Return rows of moves and simulations per second of the rules and of the search."""
     set_up_torch(0)
@@ -153,12 +195,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--rollouts", action="store_true", help="measure only plain MCTS, on the CPU")
+    parser.add_argument(
+        "--pgx", action="store_true", help="measure only what is compared with pgx, on the CPU"
+    )
     return parser
 
 
 if __name__ == "__main__":
     args = make_parser().parse_args()
-    rows = [] if args.cuda else measure_rollouts(args.repeats, 256)
-    if not args.rollouts:
-        rows = [*measure(args.repeats, args.cuda), *rows]
+    if args.pgx:
+        rows = measure_pgx(args.repeats, 256)
+    else:
+        rows = [] if args.cuda else measure_rollouts(args.repeats, 256)
+        if not args.rollouts:
+            rows = [*measure(args.repeats, args.cuda), *rows]
     helpers.save_rows("go_search", rows, ("what", "column"))
