@@ -128,7 +128,7 @@ class Args:
     dirichlet_alpha: float = 0.4  # concentration of the noise, eq. 3; about 10 / A
 
     # Self-play
-    num_games: int = 128  # parallel games of self-play G, in total across processes
+    num_games: int = 64  # parallel games of self-play G, in total across processes
     epsilon_start: float = 0.0  # share of random moves in the first epoch
     epsilon_end: float = 0.0  # share of random moves in the last epoch
     draw_moves: float = (

@@ -31,8 +31,8 @@ What alphazero_go.py asks of a game, so that another file can take the place of 
   that are over, of games that are not (score too), and boards of zeros alone. play takes any move.
 
 Black begins. Who moves next is what to_play says: a side may move twice in a row. A game takes at least two moves, and
-there is a legal move until it is over. By default a draw is worth less than a win and --komi 0.5 makes it a loss of
-black: for games that are won, lost or drawn use `--komi 0 --score-weight 0`, and let score be 1, -1 or 0. --gtp is for
+there is a legal move until it is over. At the default --komi 0.5, a score of 0 is a loss of black. For games that are
+won, lost or drawn, use --komi 0 --score-weight 0, and let score be 1, -1 or 0: a draw is then half a win. --gtp is for
 Go only. tests/check_game.py checks the rules of a game.
 """
 
