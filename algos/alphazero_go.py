@@ -76,15 +76,12 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 # On one GPU, record the search and the minibatch; replaying them saves CPU overhead. Set it to False for edits that
 # need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-# What the part `Run` must know of this script
-TASK_SETTINGS = (
-    "env_id",
-    "komi",
-)  # if one changes, older scores mean nothing: the next evaluation is the best
-NETWORK_FLAGS = (
-    "--env-id, --blocks, --channels, --num-games"  # which flags to check if a checkpoint does not fit
-)
-SCORE = "summed lead"  # over 1/2, of win rates: it decides which network best.pt holds; higher is better
+# What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
+# written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
+# message about a checkpoint that does not fit. SCORE: what decides which network best.pt holds; see score_network
+TASK_SETTINGS = ("env_id", "komi")
+NETWORK_FLAGS = "--env-id, --blocks, --channels, --num-games"
+SCORE = "summed lead"
 
 
 @dataclass
@@ -1099,8 +1096,8 @@ def train(args, run):
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
-# Nothing below belongs to the algorithm. All scripts share this part, but for `Progress` and `main`
-if sys.stderr is None:  # closed before Python started
+# What follows is the same in all scripts of this family, but for `Progress` and `main`
+if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -1125,7 +1122,7 @@ class Run:
         self.args = args
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds, because it is large
+        self.resume_parts = {}  # what checkpoint.pt alone holds, if there is anything as large as a replay
         self.bar = None
         if checkpoint:
             self.path = checkpoint["path"].parent
@@ -1136,7 +1133,7 @@ class Run:
             self.progress = Progress()
 
     def load(self, **parts):
-        """Add parts to the checkpoints, with their states from the checkpoint that the run began with, if any."""
+        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
         self.parts |= parts
         try:
             for name, part in parts.items():
@@ -1146,30 +1143,30 @@ class Run:
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
-        """Open folder and log, and show a bar of `length` units, at `position` or the number of steps so far.
+        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
 
-        Exits if the folder cannot be written to.
+        The bar counts steps. If a script wants another unit, `position` says where the bar is.
         """
         position = min(self.progress.step if position is None else position, length)
-        self.tenths = 10 * position // length  # of the run that are done
+        self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.find_best()
             self.open_log()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint is None:
-                self.save()
+                self.save()  # so that there is something to resume from now on
             elif self.checkpoint["path"].name != "checkpoint.pt":
                 print_line(
                     f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
                 )
-        # In a file, the bar is a line every 30 seconds
+        # Where the bar is written to a file, every 30 seconds are enough
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
 
     def find_best(self):
-        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
+        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
@@ -1211,7 +1208,7 @@ class Run:
         self.cpu_start = time.process_time()
 
     def save(self, name="checkpoint.pt"):
-        """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
+        """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
         checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
@@ -1225,10 +1222,10 @@ class Run:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.progress.step)
             if not math.isfinite(value):
-                fail(f"{name} is {value} at step {self.progress.step}; the checkpoints are from before it")
+                fail(f"{name} is {value} at step {self.progress.step}")
 
     def log(self, num_steps, scalars, position=None):
-        """Count an iteration of `num_steps` steps, log its scalars, and move the bar to `position`, or to the steps.
+        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
 
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
@@ -1239,15 +1236,17 @@ class Run:
         progress.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
             return
-        self.write(scalars)
         speed = num_steps / (time.time() - self.start)
-        self.write({"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
-        self.bar.update(min(progress.step if position is None else position, self.bar.total) - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        self.write(scalars | {"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        if position is None:
+            position = progress.step
+        self.bar.update(min(position, self.bar.total) - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says
         tenths = 10 * self.bar.n // self.bar.total
-        self.is_due = tenths > self.tenths
         if self.args.eval_interval:
             self.is_due = progress.iteration % self.args.eval_interval == 0
+        else:
+            self.is_due = tenths > self.tenths
         self.tenths = tenths
         if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
             self.writer.flush()
@@ -1262,11 +1261,12 @@ class Run:
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
             return False
-        is_affordable = self.progress.eval_steps + num_steps <= self.progress.step / 5
-        return self.tenths == 10 or (self.is_due and (is_affordable or self.args.eval_interval > 0))
+        if self.tenths == 10 or self.args.eval_interval:
+            return self.tenths == 10 or self.is_due
+        return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
 
     def keep(self, scores, score, num_steps):
-        """Log the scores of an evaluation of `num_steps` steps, and write best.pt unless an earlier one was better.
+        """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
         `score` is the one that decides: the higher, the better.
         """
@@ -1278,12 +1278,13 @@ class Run:
         if progress.best_score is None or score >= progress.best_score:
             progress.best_score = progress.last_score
             self.save("best.pt")
+        # Save the scores too. A large checkpoint is written again only at the end
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
 
     def close(self, text=""):
-        """Close bar and log, and print the scores, followed by `text`."""
+        """Close bar and log, and print the scores, followed by what else a script has to say."""
         self.bar.close()
         if RANK > 0:
             return
@@ -1300,7 +1301,7 @@ class Run:
 
     def say_how_to_resume(self):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
-        if RANK == 0 and self.bar:
+        if RANK == 0 and self.bar is not None:
             self.bar.close()
             command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
@@ -1321,7 +1322,7 @@ def print_scores(scores):
 
 
 def fail(message):
-    """Print one line for the user and exit with code 2."""
+    """Print an error in one line and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -1344,7 +1345,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed, which is below 2^30: libraries in C add numbers to it, and take less than 2^31.
+    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
+    environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -1358,7 +1360,7 @@ def set_up_device(args):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    if WORLD_SIZE > 1 and not args.evaluate:
+    if WORLD_SIZE > 1 and not args.evaluate:  # which process 0 does alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
@@ -1376,7 +1378,7 @@ def capture(function, *inputs):
         output = function(*memory)
 
     def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs):
+        for old, new in zip(memory, new_inputs, strict=True):
             old.copy_(new)
         graph.replay()
         return output
@@ -1390,11 +1392,10 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
-        checkpoint["path"] = Path(path).resolve()  # the file that a link leads to
+        checkpoint["path"] = Path(path).resolve()  # of a link: the run's own folder
         return checkpoint
     except Exception:
-        script = Path(__file__).name
-        fail(f"{path}: missing, or not a checkpoint of this version of {script}; name a .pt file")
+        fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
 
 
 def main(argv=None):

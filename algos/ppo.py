@@ -8,16 +8,17 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO), and 2016, arXiv:1506.02438
 
 Equations, numbered after the first paper:
     (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t)
-    (7)   L^CLIP  = E[ min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t) ]
-    (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ], R_t = A_t + V_old(s_t)
+    (7)   L^CLIP  = min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t)
+    (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ], R_t = A_t + V_old(s_t);
+          here the squared error is halved
     (11)  A_t     = delta_t + gamma lambda A_{t+1}, without A_{t+1} at the end of an episode or of the rollout
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) = 0 if s_{t+1} is terminal
 
-Shapes: T steps, B environments, N = T B training rows, observations of shape D, A components of an action,
-P numbers that define pi(. | s) for one s: the logits, or A means and A log standard deviations.
+Shapes: T steps, B environments of one process, N = T B training rows, observations of shape D, A components
+of an action, P numbers that define pi(. | s) for one s: the logits, or A means and A log standard deviations.
 
-The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
-nothing of PPO in it: run folder, log, checkpoints, processes and the command line.
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
+about the run folder, the log, checkpoints, processes and the command line.
 """
 
 # /// script
@@ -49,19 +50,19 @@ from torch.distributions import Categorical, Normal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, and in that of this file or its parent
+# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, that of this file, and its parent
 sys.path += [os.getcwd(), *map(str, Path(__file__).resolve().parents[:2])]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits that
-# need the host in between, such as print, .item() or `if` on a tensor
+# On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits
+# that need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-# What the part `Run` must know of this script
-TASK_SETTINGS = (
-    "env_id",
-)  # if one of them changes, older scores mean nothing: the next evaluation is the best
-NETWORK_FLAGS = "--env-id, --norm-obs"  # which flags to check if a checkpoint does not fit
-SCORE = "return"  # what decides which policy best.pt holds; higher is better
+# What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
+# written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
+# message about a checkpoint that does not fit. SCORE: what decides which policy best.pt holds
+TASK_SETTINGS = ("env_id",)
+NETWORK_FLAGS = "--env-id, --norm-obs"
+SCORE = "return"
 
 
 @dataclass
@@ -80,12 +81,12 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
+    eval_interval: int = 0  # iterations between evaluations (0: up to ten a run, for a fifth of its steps)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
-    num_envs: int = 32  # parallel environments B, in total across processes
+    num_envs: int = 32  # parallel environments, in total across processes: B times their number
     total_timesteps: int = 100_000  # environment steps, in total across environments
     # The rollout and its advantages
     num_steps: int = 64  # rollout length T: steps in each environment
@@ -104,7 +105,7 @@ class Args:
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
     max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm (1e9: never)
-    target_kl: float | None = None  # skip a rollout's other epochs if approx_kl exceeds this (None, 0: never)
+    target_kl: float | None = None  # skip the remaining epochs if approx_kl exceeds this (None, 0: never)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -118,9 +119,10 @@ def make_mlp(num_inputs, num_outputs, last_gain):
         nn.Tanh(),
         nn.Linear(64, num_outputs),
     )
-    for layer in network[1::2]:  # the linear ones
-        nn.init.orthogonal_(layer.weight, last_gain if layer is network[-1] else 2**0.5)
-        nn.init.zeros_(layer.bias)
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            nn.init.orthogonal_(layer.weight, last_gain if layer is network[-1] else 2**0.5)
+            nn.init.zeros_(layer.bias)
     return network
 
 
@@ -137,12 +139,15 @@ class RunningMeanStd(nn.Module):
         """Add the rows x [N, *shape] whose weight [N] is 1; rows of weight 0 do not count."""
         x = x.double()
         weights = weights.double()
-        # Mean and variance of the new rows
+        # Mean and variance of the new rows; tensordot(weights, x, 1) is the sum of weight times row, [*shape]
         num_rows = total(weights.sum())
         divisor = num_rows.clamp(min=1)
-        new_mean = total(torch.tensordot(weights, x, 1)) / divisor  # [*shape], a sum over rows
+        new_mean = total(torch.tensordot(weights, x, 1)) / divisor
         new_var = total(torch.tensordot(weights, (x - new_mean).square(), 1)) / divisor
-        # Join them with those of all rows before (Chan et al. 1979)
+        # Join them with those of all rows before (Chan et al. 1979). If s is the share of the new rows,
+        #   mean = (1 - s) old mean + s new mean
+        #   var  = (1 - s) old var  + s new var  + s (1 - s) (new mean - old mean)^2
+        # The tensors change in place, because CUDA graphs read them where they are
         self.count += num_rows
         share = num_rows / self.count
         shift = new_mean - self.mean
@@ -165,7 +170,7 @@ class Agent(nn.Module):
         super().__init__()
         self.space = envs.single_action_space
         self.is_continuous = isinstance(self.space, Box)
-        num_outputs = math.prod(self.space.shape) if self.is_continuous else self.space.n
+        num_outputs = flatdim(self.space)  # the components of a Box, or the number of discrete actions
         obs_shape = envs.single_observation_space.shape
         num_inputs = math.prod(obs_shape)
         self.actor = make_mlp(num_inputs, num_outputs, last_gain=0.01)
@@ -173,7 +178,7 @@ class Agent(nn.Module):
         if self.is_continuous:
             self.actor_logstd = nn.Parameter(torch.zeros(num_outputs))
         self.normalize = RunningMeanStd(obs_shape) if norm_obs else nn.Identity()
-        self.return_stats = RunningMeanStd(())
+        self.return_stats = RunningMeanStd(())  # of RolloutStorage.discounted; its deviation scales rewards
 
     def get_values(self, obs):
         """Return V(s) [N] for normalized observations [N, *D]."""
@@ -198,12 +203,11 @@ class Agent(nn.Module):
         return Categorical(logits=policy_params.unsqueeze(-2), validate_args=False)
 
     def sample(self, policy_params):
-        """Draw actions [N, A] from get_distribution(policy_params): change both together."""
+        """Draw actions [N, A] from the distribution that get_distribution returns."""
         if self.is_continuous:
-            mean, logstd = policy_params.chunk(2, -1)
-            return mean + logstd.exp() * torch.randn_like(mean)
+            return self.get_distribution(policy_params).rsample()
         # With exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
-        # softmax(logits). Categorical.sample would make acting take twice as long, and cannot be recorded
+        # softmax(logits). Categorical.sample is slower, and makes the host wait, which a CUDA graph cannot
         log_noise = torch.empty_like(policy_params).exponential_().log()
         return (policy_params - log_noise).argmax(-1, keepdim=True)
 
@@ -224,10 +228,10 @@ class Agent(nn.Module):
 def make_envs(args, num_envs, video_folder=None):
     """Make environments; exits if they are not supported.
 
-    With a folder and --capture-video, the first one is recorded. Training and each evaluation have environments
-    of their own; a wrapper's statistics begin from scratch in each.
+    With a folder and --capture-video, the first one is recorded. Training and each evaluation call this, so
+    that a wrapper that learns statistics, such as NormalizeObservation, begins from scratch in evaluations.
     """
-    wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]; evaluations make new ones
+    wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]
     mode = args.vectorization
     if mode == "auto":
         # Wrappers need single environments. Otherwise None lets gymnasium take the task's own vector
@@ -243,33 +247,34 @@ def make_envs(args, num_envs, video_folder=None):
         fail(f"--env-id {args.env_id}: {error}")
     if envs.num_envs != num_envs:
         fail(
-            f"--env-id {args.env_id}: always has {envs.num_envs} environments; let --num-envs (per process) and "
-            "--eval-episodes be that number"
+            f"--env-id {args.env_id}: always has {envs.num_envs} environments; set --num-envs (per process) "
+            "and --eval-episodes to that number"
         )
     obs_space = envs.single_observation_space
     action_space = envs.single_action_space
-    if not obs_space.is_np_flattenable or flatdim(obs_space) > 4000:  # a picture needs another network
+    if not obs_space.is_np_flattenable or flatdim(obs_space) > 4000:  # so many are a picture
         fail(f"--env-id {args.env_id}: observations must flatten to at most 4,000 numbers, not {obs_space}")
     # A Box of floats that is not empty
     is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f" and flatdim(action_space) > 0
     if not is_box and not isinstance(action_space, Discrete):
         fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {action_space}")
-    # RolloutStorage is made for one autoreset mode, in which the step after an episode's end only resets
-    mode = envs.metadata.get("autoreset_mode")
-    if getattr(mode, "value", mode) != "NextStep":  # a member of gymnasium's AutoresetMode, or its value
-        fail(f"--env-id {args.env_id}: metadata['autoreset_mode'] must be NEXT_STEP, not {mode}")
+    # RolloutStorage is made for one autoreset mode, in which the step after an episode's end only resets. The
+    # metadata name it by a member of gymnasium's AutoresetMode, or by its value
+    autoreset = envs.metadata.get("autoreset_mode")
+    if getattr(autoreset, "value", autoreset) != "NextStep":
+        fail(f"--env-id {args.env_id}: metadata['autoreset_mode'] must be NEXT_STEP, not {autoreset}")
     if not isinstance(obs_space, Box) or not obs_space.shape:
         envs = FlattenObservation(envs)  # discrete observations become one-hot
     return envs
 
 
-def check_evaluation(args, envs):
-    """Make the environments of an evaluation, and its first picture, so that what is impossible ends the run now."""
-    if args.capture_video and "rgb_array" not in envs.metadata.get("render_modes", []):
+def check_evaluation(args, training_envs):
+    """Exit now if the environments of an evaluation cannot be made or, with --capture-video, be recorded."""
+    if args.capture_video and "rgb_array" not in training_envs.metadata.get("render_modes", []):
         fail(f"--capture-video: {args.env_id} has no render mode rgb_array")
     with tempfile.TemporaryDirectory() as folder:
-        envs = make_envs(args, args.eval_episodes or 10, f"{folder}/videos")
-        envs.reset()
+        envs = make_envs(args, args.eval_episodes, f"{folder}/videos")
+        envs.reset()  # records the first picture
         envs.close()
 
 
@@ -284,9 +289,9 @@ Batch = namedtuple("Batch", "obs actions log_probs values advantages returns wei
 class RolloutStorage:
     """T steps of B environments, in arrays of T + 1 rows.
 
-    Row t holds the observation and action of step t. The outcome of step t is in row t + 1: its reward, whether
-    it ended the episode, the next observation, and the sums over the episode so far. An example, in which step 8
-    ends an episode, and step 9 only resets the environment and ignores its action:
+    Row t holds the observation and action of step t. The outcome of step t is in row t + 1: its reward,
+    whether it ended the episode, the next observation, and the sums over the episode so far. An example, in
+    which step 8 ends an episode, and step 9 only resets the environment and ignores its action:
 
         row                      7     8     9                10       11
         obs                      s_7   s_8   the last one     s_0      s_1      of the next episode
@@ -296,19 +301,20 @@ class RolloutStorage:
         lengths                  7     8     9                0        1
         weight of the step       1     1     0                1        1
 
-    So a step has weight 0 if lengths is 0 in the next row. Row T begins the next rollout. All attributes are
-    arrays of this form.
+    So a step has weight 0 if lengths is 0 in the next row. Row T begins the next rollout. All attributes must
+    be such arrays, because collect_rollout and compute_batch loop over them.
     """
 
     def __init__(self, envs, num_steps):
         shape = (num_steps + 1, envs.num_envs)
-        action_shape = envs.single_action_space.shape
         self.obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)  # [T + 1, B, *D]
-        self.actions = np.zeros((*shape, math.prod(action_shape)), np.float32)  # [T + 1, B, A]
+        self.actions = np.zeros(
+            (*shape, math.prod(envs.single_action_space.shape)), np.float32
+        )  # [T + 1, B, A]
         self.rewards = np.zeros(shape, np.float32)  # [T + 1, B], as all below
         self.terminated, self.truncated = np.zeros((2, *shape), bool)
-        # Of the episode so far: its length, its return, and the sum of gamma^age reward, whose standard
-        # deviation scales rewards
+        # Of the episode so far: its length, its return, and r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ..., by
+        # whose running standard deviation --norm-reward divides rewards
         self.lengths, self.episode_returns, self.discounted = np.zeros((3, *shape), np.float32)
 
 
@@ -328,13 +334,13 @@ def collect_rollout(agent, act, envs, storage, gamma, device):
         actions = act(torch.as_tensor(storage.obs[t], device=device)).cpu()
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
         storage.actions[t] = actions
-        storage.obs[t + 1] = obs
         storage.terminated[t + 1] = terminated
         storage.truncated[t + 1] = truncated
         # If step t - 1 ended an episode, step t only reset the environment: its length and sums are 0
         continues = ~(storage.terminated[t] | storage.truncated[t])
         storage.lengths[t + 1] = continues * (storage.lengths[t] + 1)
-        with np.errstate(all="ignore"):  # check_rollout finds numbers that are too large
+        with np.errstate(all="ignore"):  # what does not fit into float32 is found by check_rollout
+            storage.obs[t + 1] = obs
             storage.rewards[t + 1] = rewards
             storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + storage.rewards[t + 1])
             storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + storage.rewards[t + 1])
@@ -351,7 +357,11 @@ def check_rollout(storage, env_id):
 
 
 def compute_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
-    """Compute advantages and returns [T, B] from rewards and episode ends [T, B] and values [T + 1, B]."""
+    """Compute advantages and returns [T, B] from rewards and episode ends [T, B] and values [T + 1, B].
+
+    What a step that only resets gets here means nothing. It reaches no other step, as decay is 0 in the step
+    before.
+    """
     delta = rewards + gamma * values[1:] * ~terminated - values[:-1]  # eq. 12; truncation bootstraps
     decay = gamma * gae_lambda * ~(terminated | truncated)
     advantages = torch.zeros_like(values)  # [T + 1, B]
@@ -364,12 +374,12 @@ def compute_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
 def compute_batch(agent, storage, args, device):
     """Compute the training data of a rollout, and update the running statistics.
 
-    The network and the observation statistics have not changed since the rollout, so one large pass gives
-    the rollout's values and log-probabilities (up to rounding), and is cheaper than storing them in each step.
+    The network and the observation statistics have not changed since the rollout, so one large pass gives the
+    rollout's values and log-probabilities (up to rounding), and is cheaper than storing them in each step.
     """
     data = {name: torch.as_tensor(array, device=device) for name, array in vars(storage).items()}
     weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B
-    # Rewards, scaled by statistics that know this rollout
+    # Rewards, scaled by statistics that include this rollout
     rewards = data["rewards"][1:]  # [T, B]
     if args.norm_reward:
         agent.return_stats.update(data["discounted"][1:].flatten(), weights)
@@ -377,11 +387,11 @@ def compute_batch(agent, storage, args, device):
     # Values of all T + 1 observations, and advantages of T steps
     raw_obs = data["obs"].flatten(0, 1)  # [(T + 1) B, *D]
     obs = agent.normalize(raw_obs)
-    values = agent.get_values(obs).unflatten(0, (-1, storage.obs.shape[1]))  # [T + 1, B]
+    values = agent.get_values(obs).unflatten(0, storage.rewards.shape)  # [T + 1, B]
     advantages, returns = compute_gae(
         rewards, values, data["terminated"][1:], data["truncated"][1:], args.gamma, args.gae_lambda
     )
-    # Log-probabilities of the actions. Row T has no action yet: it is the next rollout's first row
+    # Log-probabilities of the actions. The last B observations, of row T, have no action yet
     obs = obs[: len(weights)]
     actions = data["actions"][:-1].flatten(0, 1)
     pi = agent.get_distribution(agent.get_policy_params(obs))
@@ -401,7 +411,10 @@ def compute_batch(agent, storage, args, device):
 
 
 def ppo_loss(agent, batch, args):
-    """Compute the loss [N] of each row, and what is logged about it: a dictionary of names and tensors [N]."""
+    """Compute the loss [N] of each row, and what is logged about it: a dictionary of names and tensors [N].
+
+    Keep terms that you add in the shape [N], without means: rows of weight 0 must not count.
+    """
     pi = agent.get_distribution(agent.get_policy_params(batch.obs))
     log_ratio = pi.log_prob(batch.actions).sum(-1) - batch.log_probs
     ratio = log_ratio.exp()  # eq. 6
@@ -419,6 +432,7 @@ def ppo_loss(agent, batch, args):
         "value_loss": value_loss,
         "policy_loss": policy_loss,
         "entropy": entropy,
+        # The plain estimate of the KL divergence below, by CleanRL's name
         "old_approx_kl": -log_ratio,
         # The low-variance estimate of KL(pi_old, pi) (Schulman 2020, joschu.net/blog/kl-approx.html)
         "approx_kl": ratio - 1 - log_ratio,
@@ -426,13 +440,13 @@ def ppo_loss(agent, batch, args):
     }
 
 
-def update_minibatch(agent, optimizer, args, *rows):
+def update_minibatch(agent, optimizer, args, *fields):
     """Take one gradient step on a minibatch, the fields of a Batch; returns the mean of each metric.
 
     Means are over the rows of weight 1 of all processes. Shapes are fixed and the host never waits, so that
-    a CUDA graph can record it.
+    a CUDA graph can record it; `capture` needs tensors as inputs, and so the fields come one by one.
     """
-    batch = Batch(*rows)
+    batch = Batch(*fields)
     count = total(batch.weights.sum()).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
         mean = total((batch.weights * batch.advantages).sum()) / count
@@ -441,6 +455,7 @@ def update_minibatch(agent, optimizer, args, *rows):
         batch = batch._replace(advantages=deviation / (variance.sqrt() + 1e-8))
     loss, metrics = ppo_loss(agent, batch, args)
     optimizer.zero_grad()
+    # As `count` is that of all processes, the sum of their gradients is the gradient of the mean loss
     ((batch.weights * loss).sum() / count).backward()
     sum_gradients(agent)
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -452,13 +467,13 @@ def update_minibatch(agent, optimizer, args, *rows):
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(agent, args, device, stream, video_folder):
-    """Score one episode with the most likely actions in each of `eval_episodes` environments."""
+def evaluate(agent, args, device, seed_stream, video_folder):
+    """Score one episode with the most likely actions in each of `eval_episodes` environments (0: ten)."""
     envs = make_envs(args, args.eval_episodes or 10, video_folder)
-    obs, infos = envs.reset(seed=seed_everything(args.seed, stream))
+    obs, infos = envs.reset(seed=seed_everything(args.seed, seed_stream))
     returns = np.zeros(envs.num_envs)
-    lengths = np.zeros_like(returns)
-    is_running = lengths == 0
+    lengths = np.zeros(envs.num_envs)
+    is_running = np.ones(envs.num_envs, bool)
     while is_running.any() and lengths.max() < 10_000:
         obs = agent.normalize(torch.as_tensor(obs, dtype=torch.float32, device=device))
         actions = agent.get_distribution(agent.get_policy_params(obs)).mode
@@ -477,14 +492,14 @@ def evaluate(agent, args, device, stream, video_folder):
 
 
 def score_policy(agent, args, device, run):
-    """Evaluate during training, and keep the policy in best.pt if it is the best so far."""
+    """Evaluate during training (see `train` for seeds), and keep the policy if it is the best so far."""
     scores = evaluate(agent, args, device, 2, run.path / f"videos_{run.progress.step}")
     run.keep(scores, scores["eval/episodic_return"], args.eval_episodes * scores["eval/episodic_length"])
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
 def summarize(storage, batch):
-    """Return what is logged about a rollout of this process: the episodes that ended, and the old critic."""
+    """Return what is logged about a rollout: episodes that ended, and how well the critic had predicted."""
     scalars = {}
     is_done = (storage.terminated | storage.truncated)[1:]
     if is_done.any():
@@ -504,7 +519,8 @@ def train(args, run):
 
     Numbers that seed_everything gets:
         (seed, 0)                      for the weights, which are the same in every process
-        (seed, 1, iteration, process)  for a rollout and its update; iteration 0 for the first observations
+        (seed, 1, iteration, process)  for a rollout and its update, from iteration 1 on, and for the first
+                                       observations, with the number of iterations so far
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
@@ -514,7 +530,8 @@ def train(args, run):
     if is_cuda:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
-    check_evaluation(args, envs)
+    if args.eval_episodes:
+        check_evaluation(args, envs)
     seed_everything(args.seed, 0)
     agent = Agent(envs, args.norm_obs).to(device)
     agent.eval()
@@ -526,9 +543,11 @@ def train(args, run):
     options = {"lr": learning_rate, "capturable": is_cuda}
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
     run.load(optimizer=optimizer)
-    # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
+    # load_state_dict put the saved learning rate here: put the tensor back. If you add groups of parameters,
+    # give each one a tensor of its own, and put that back
     optimizer.param_groups[0] |= options
     storage = RolloutStorage(envs, args.num_steps)
+    # The first observations go into the last row, which collect_rollout takes for the one before
     storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, run.progress.iteration, RANK))
     act = partial(sample_actions, agent)
     update = partial(update_minibatch, agent, optimizer, args)
@@ -538,8 +557,8 @@ def train(args, run):
     while run.progress.step < args.total_timesteps:
         seed_everything(args.seed, 1, run.progress.iteration + 1, RANK)
 
-        # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors, not
-        # of numbers: to anneal another setting, make it a tensor too
+        # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
+        # not of numbers such as those in `args`
         if args.anneal_lr:
             learning_rate.fill_(args.learning_rate * (1 - run.progress.step / args.total_timesteps))
 
@@ -548,47 +567,48 @@ def train(args, run):
         check_rollout(storage, args.env_id)
         batch = compute_batch(agent, storage, args, device)
 
-        # Update: K epochs over the rollout, in minibatches of equal size. train() and eval() matter only to
+        # Update: K epochs over the rollout, in minibatches of equal size. Training mode matters only to
         # layers such as dropout and batch norm
         agent.train()
         for _ in range(args.update_epochs):
             sums = {}
-            for rows in torch.randperm(len(batch.weights), device=device).chunk(args.num_minibatches):
-                minibatch = Batch(*(x[rows] for x in batch))
+            for index in torch.randperm(len(batch.weights), device=device).chunk(args.num_minibatches):
+                minibatch = Batch(*(x[index] for x in batch))
                 for name, value in update(*minibatch).items():
                     sums[name] = sums.get(name, 0) + value
             metrics = {name: x / args.num_minibatches for name, x in sums.items()}  # means over the epoch
             if args.target_kl and metrics["approx_kl"] > args.target_kl:
                 break
-        agent.eval()
 
-        # Record acting and the update after the first iteration, as Adam creates its state in the first step
+        # Record the update and acting after the first iteration, as Adam creates its state in the first step
+        if use_graphs:
+            update = capture(update, *minibatch)
+        agent.eval()
         if use_graphs:
             act = capture(act, torch.as_tensor(storage.obs[0], device=device))
-            agent.train()
-            update = capture(update, *minibatch)
-            agent.eval()
-            use_graphs = False
+            use_graphs = False  # both are recorded
 
         # Log. Steps that only reset an environment do not count
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
         scalars |= summarize(storage, batch)
         scalars["charts/learning_rate"] = learning_rate.item()
-        run.log(round(total(batch.weights.sum()).item()), scalars)
+        num_steps = round(total(batch.weights.sum()).item())
+        run.log(num_steps, scalars)
 
         # Evaluate. The longest episode of the rollout predicts how many steps that takes
         if run.should_evaluate(args.eval_episodes * storage.lengths.max()):
             score_policy(agent, args, device, run)
 
-    # Evaluate the last policy
+    # A finished run that was resumed may have no score yet
     if run.should_evaluate():
         score_policy(agent, args, device, run)
+    envs.close()
     run.close()
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
-# Nothing below belongs to the algorithm. All scripts share this part, but for `Progress` and `main`
-if sys.stderr is None:  # closed before Python started
+# What follows is the same in all scripts of this family, but for `Progress` and `main`
+if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -612,7 +632,7 @@ class Run:
         self.args = args
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds, because it is large
+        self.resume_parts = {}  # what checkpoint.pt alone holds, if there is anything as large as a replay
         self.bar = None
         if checkpoint:
             self.path = checkpoint["path"].parent
@@ -623,7 +643,7 @@ class Run:
             self.progress = Progress()
 
     def load(self, **parts):
-        """Add parts to the checkpoints, with their states from the checkpoint that the run began with, if any."""
+        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
         self.parts |= parts
         try:
             for name, part in parts.items():
@@ -633,30 +653,30 @@ class Run:
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
-        """Open folder and log, and show a bar of `length` units, at `position` or the number of steps so far.
+        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
 
-        Exits if the folder cannot be written to.
+        The bar counts steps. If a script wants another unit, `position` says where the bar is.
         """
         position = min(self.progress.step if position is None else position, length)
-        self.tenths = 10 * position // length  # of the run that are done
+        self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.find_best()
             self.open_log()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint is None:
-                self.save()
+                self.save()  # so that there is something to resume from now on
             elif self.checkpoint["path"].name != "checkpoint.pt":
                 print_line(
                     f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
                 )
-        # In a file, the bar is a line every 30 seconds
+        # Where the bar is written to a file, every 30 seconds are enough
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
 
     def find_best(self):
-        """Read the score to beat from best.pt, if there is one and its score means the same as the next one."""
+        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
@@ -698,7 +718,7 @@ class Run:
         self.cpu_start = time.process_time()
 
     def save(self, name="checkpoint.pt"):
-        """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
+        """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
         checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
@@ -712,10 +732,10 @@ class Run:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.progress.step)
             if not math.isfinite(value):
-                fail(f"{name} is {value} at step {self.progress.step}; the checkpoints are from before it")
+                fail(f"{name} is {value} at step {self.progress.step}")
 
     def log(self, num_steps, scalars, position=None):
-        """Count an iteration of `num_steps` steps, log its scalars, and move the bar to `position`, or to the steps.
+        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
 
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
@@ -726,15 +746,17 @@ class Run:
         progress.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
             return
-        self.write(scalars)
         speed = num_steps / (time.time() - self.start)
-        self.write({"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
-        self.bar.update(min(progress.step if position is None else position, self.bar.total) - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        self.write(scalars | {"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        if position is None:
+            position = progress.step
+        self.bar.update(min(position, self.bar.total) - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says
         tenths = 10 * self.bar.n // self.bar.total
-        self.is_due = tenths > self.tenths
         if self.args.eval_interval:
             self.is_due = progress.iteration % self.args.eval_interval == 0
+        else:
+            self.is_due = tenths > self.tenths
         self.tenths = tenths
         if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
             self.writer.flush()
@@ -749,11 +771,12 @@ class Run:
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
             return False
-        is_affordable = self.progress.eval_steps + num_steps <= self.progress.step / 5
-        return self.tenths == 10 or (self.is_due and (is_affordable or self.args.eval_interval > 0))
+        if self.tenths == 10 or self.args.eval_interval:
+            return self.tenths == 10 or self.is_due
+        return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
 
     def keep(self, scores, score, num_steps):
-        """Log the scores of an evaluation of `num_steps` steps, and write best.pt unless an earlier one was better.
+        """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
         `score` is the one that decides: the higher, the better.
         """
@@ -765,12 +788,13 @@ class Run:
         if progress.best_score is None or score >= progress.best_score:
             progress.best_score = progress.last_score
             self.save("best.pt")
+        # Save the scores too. A large checkpoint is written again only at the end
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
 
     def close(self, text=""):
-        """Close bar and log, and print the scores, followed by `text`."""
+        """Close bar and log, and print the scores, followed by what else a script has to say."""
         self.bar.close()
         if RANK > 0:
             return
@@ -787,7 +811,7 @@ class Run:
 
     def say_how_to_resume(self):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
-        if RANK == 0 and self.bar:
+        if RANK == 0 and self.bar is not None:
             self.bar.close()
             command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
@@ -808,7 +832,7 @@ def print_scores(scores):
 
 
 def fail(message):
-    """Print one line for the user and exit with code 2."""
+    """Print an error in one line and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -831,7 +855,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed, which is below 2^30: libraries in C add numbers to it, and take less than 2^31.
+    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
+    environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -845,7 +870,7 @@ def set_up_device(args):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    if WORLD_SIZE > 1 and not args.evaluate:
+    if WORLD_SIZE > 1 and not args.evaluate:  # which process 0 does alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
@@ -863,7 +888,7 @@ def capture(function, *inputs):
         output = function(*memory)
 
     def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs):
+        for old, new in zip(memory, new_inputs, strict=True):
             old.copy_(new)
         graph.replay()
         return output
@@ -877,11 +902,10 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
-        checkpoint["path"] = Path(path).resolve()  # the file that a link leads to
+        checkpoint["path"] = Path(path).resolve()  # of a link: the run's own folder
         return checkpoint
     except Exception:
-        script = Path(__file__).name
-        fail(f"{path}: missing, or not a checkpoint of this version of {script}; name a .pt file")
+        fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
 
 
 def main(argv=None):
@@ -894,18 +918,18 @@ def main(argv=None):
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         saved = checkpoint["args"]
         if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # The learning rate at the end, which an edited copy may have adapted
+            # If you add a rule that adapts the rate, a resumed run goes on from the adapted one
             saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
         args = tyro.cli(Args, args=argv, default=saved)
     counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
     shares = "gamma gae_lambda".split()
     for name, value in vars(args).items():
-        if type(value) not in (int, float):
+        if type(value) not in (int, float):  # a bool is neither
             continue
         least = 1 if name in counts else 0
-        most = 1 if name in shares else sys.float_info.max
+        most = 1 if name in shares else 1e300
         if not least <= value <= most:  # also if it is NaN
-            fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most:.3g}")
+            fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
     num_rows = args.num_steps * args.num_envs // WORLD_SIZE

@@ -151,6 +151,42 @@ def test_running_statistics_equal_numpys_on_all_rows(shape):
     assert_close(stats.scale(torch.tensor(others)), (others / rows.std(0)).clip(-10, 10))
 
 
+@pytest.mark.parametrize("constant", [1.7e9, 5.4e6, -1e12])
+def test_running_statistics_of_a_large_constant_keep_their_digits(constant):
+    """Such as a Unix time or a northing in metres: the variance is that of the noise, and never negative."""
+    rng = np.random.default_rng(1)
+    still, noisy = RunningMeanStd(()), RunningMeanStd(())
+    noise = rng.normal(0, 3, 4000)
+    for x in np.split(noise, [1, 2, 500]):
+        weights = torch.ones(len(x))
+        still.update(torch.full((len(x),), constant, dtype=torch.float64), weights)
+        noisy.update(torch.tensor(constant + x), weights)
+    assert 0 <= still.var < 1e-6 * max(1, abs(constant) / 1e9) and still.mean == pytest.approx(
+        constant, rel=1e-14
+    )
+    assert noisy.var.item() == pytest.approx(noise.var(), rel=1e-3)
+    assert abs(still(still.mean + 0.0)) < 1e-6
+
+
+def test_networks_are_in_training_mode_in_the_update_alone(tmp_path, monkeypatch):
+    """As dropout and batch norm need it. The statistics of a rollout are computed with the policy that acted."""
+    found = {}
+
+    def watch(name):
+        function = getattr(ppo, name)
+
+        def watched(agent, *rest, **options):
+            found.setdefault(name, set()).add(agent.actor.training)
+            return function(agent, *rest, **options)
+
+        monkeypatch.setattr(ppo, name, watched)
+
+    for name in ("sample_actions", "compute_batch", "ppo_loss", "evaluate"):
+        watch(name)
+    run(tmp_path, "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-episodes 1 --eval-interval 2")
+    assert found.pop("ppo_loss") == {True} and [*found.values()] == [{False}] * 3
+
+
 # The objective
 
 
