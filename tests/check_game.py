@@ -6,8 +6,8 @@ It plays random games, in both kinds of shapes and in all images, and raises an 
 It cannot know who has won: test that by games whose end you know.
 """
 
+import argparse
 import importlib.util
-import sys
 
 import torch
 
@@ -138,7 +138,18 @@ def load_make_game(path: str):
     return module.make_game
 
 
+def make_parser():
+    """Make the parser of the command line's flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", help="the file with make_game")
+    parser.add_argument("env_id", help="a name that it takes")
+    return parser
+
+
 if __name__ == "__main__":
+    args = make_parser().parse_args()
     torch.manual_seed(0)
-    check_game(load_make_game(sys.argv[1]), sys.argv[2])
-    print(f"{sys.argv[2]}: nothing found")
+    check_game(load_make_game(args.path), args.env_id)
+    print(f"{args.env_id}: nothing found")

@@ -1,12 +1,10 @@
 """What the recipes for AlphaZero must bring about."""
 
-import functools
 import sys
 
 import pytest
 import torch
 from check_game import check_game
-from conftest import read_scalars
 from test_contract import import_file, load, run_edited
 
 QUICK = (
@@ -73,7 +71,6 @@ def check_tic_tac_toe(path, folder):
     assert count_games(go) == [131184, 77904, 46080]
     assert len(game.make_game("Gomoku-15x15").lines) == 2 * 15 * 11 + 2 * 11 * 11
     results = [[x for side in (1, -1) for x in play_all(go, player, side)] for player in players]
-    print("tic-tac-toe", [[x.count(y) for y in (1, 0, -1)] for x in results])
     assert results[0].count(-1) >= 10 and results[1].count(-1) == 0  # without and with training
 
 
@@ -129,29 +126,11 @@ def check_connect_four(path, folder):
     torch.manual_seed(1)
     boards, wins = find_wins(go, 60)
     shares = [wins.gather(1, player(boards).unsqueeze(1)).float().mean().item() for player in players]
-    print("connect four", len(wins), shares)
     assert shares[1] > 0.8 > shares[0]
 
 
-@functools.cache
-def solve(stones, side, make_game):
-    """The score of Othello by perfect play, for black; `stones` is a tuple."""
-    go = make_game("Othello-4x4")
-    boards = go.new(1)._replace(
-        stones=torch.tensor([stones], dtype=torch.int8), to_play=torch.tensor([side]).char()
-    )
-    scores = []
-    for move in go.legal_moves(boards)[0].nonzero().squeeze(1).tolist():
-        after = go.play(boards, torch.tensor([move]))
-        if after.is_over:
-            scores.append(int(go.score(after)))
-        else:
-            scores.append(solve(tuple(after.stones[0].tolist()), int(after.to_play), make_game))
-    return max(scores) if side == 1 else min(scores)
-
-
 def check_othello(path, folder):
-    """Known numbers of sequences; white, which wins 4x4 by perfect play, wins with the network whatever black does."""
+    """Known numbers of sequences. White, which wins 4x4 by perfect play, wins with the network whatever black does."""
     flags = "--env-id Othello-4x4 --pool-size 40000 --num-epochs 12"
     game, go, players = train(path, folder, flags)
     check_game(game.make_game, "Othello-4x4")
@@ -162,9 +141,8 @@ def check_othello(path, folder):
         boards = game.make_game("Othello-8x8").play(boards.pick(rows), moves)
         counts.append(len(moves))
     assert counts == [4, 12, 56, 244, 1396]
-    games = count_games(go)
+    assert count_games(go) == [24632, 30116, 5312]
     results = [play_all(go, player, -1) for player in players]
-    print("othello", games, [[x.count(y) for y in (1, 0, -1)] for x in results])
     assert results[0].count(1) < len(results[0]) and results[1].count(1) == len(results[1])
 
 
@@ -177,9 +155,11 @@ def check_transformer(path, folder):
     agent.load_state_dict(checkpoint["agent"])
     assert sum(isinstance(x, torch.nn.Conv2d) for x in agent.modules()) == 1
     assert sum(isinstance(x, torch.nn.MultiheadAttention) for x in agent.modules()) == 3
-    losses = [x for _, x in read_scalars(done.path)["losses/policy_loss"]]
-    print("transformer", losses)
-    assert losses[-1] < 0.9 * losses[4] and losses[-1] > 0
+    pool = module.Records(*checkpoint["games"]["pool"].values())
+    stage = module.get_stage(7, 10, module.Args())
+    untrained = module.Agent(module.make_game("Go-3x3"), module.Args(**checkpoint["args"]))
+    losses = [module.compute_losses(x, pool, stage).mean() for x in (untrained, agent)]
+    assert losses[1] < 0.8 * losses[0], losses
 
 
 CHECKS = {

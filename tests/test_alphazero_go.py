@@ -277,22 +277,25 @@ def assert_same_tree_of_two(search, game, node, number=0):
             assert_same_tree_of_two(search, game, child, next_number)
 
 
-@pytest.mark.parametrize(
-    ("size", "limit", "options"), [(2, 0.5, {}), (3, 0.3, {"first_q": "zero"}), (5, 0.1, {})]
-)
-def test_two_workers_are_the_plain_search_of_two(size, limit, options, request):
+# Where the prior is sharp, a path ends at one leaf again and again, and the limits decide
+TWO = [(2, 0.5, 1.0, {}), (3, 0.3, 1.0, {"first_q": "zero"}), (3, 0.1, 4.0, {}), (5, 0.1, 8.0, {})]
+
+
+@pytest.mark.parametrize(("size", "limit", "sharpness", "options"), TWO)
+def test_two_workers_are_the_plain_search_of_two(size, limit, sharpness, options, request):
     """With real threads, for several games at once: pseudo-visits, collisions, ends of games, and limits."""
     torch.set_default_dtype(torch.float64)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     go, args = Go(size), Args(komi=0.5, c_puct=1.25, pseudo_limit=limit, **options)
-    evaluator, boards, total = make_evaluator(go), make_boards(go, 5, 2 if size == 2 else 4), {}
+    evaluator, boards = make_evaluator(go, sharpness), make_boards(go, 5, 2 if size == 2 else 4)
+    total = dict.fromkeys(("pseudo-visits", "found after one", "none found"), 0)
     search = make_search(go, evaluator, boards, 100, args, num_workers=2)
     search.run(100)
     for game in range(5):
         root, counts = search_with_two(go, evaluator, boards.pick(torch.tensor([game])), 100, args)
         assert_same_tree_of_two(search, game, root)
-        total = {name: total.get(name, 0) + count for name, count in counts.items()}
-    assert total["pseudo-visits"] > 50 and total["found after one"] > 20 and total["none found"] > 5
+        total = {name: total[name] + counts[name] for name in total}
+    assert min(total.values()) > 5, total
     assert search.pseudo is None and (search.N[:, 0].sum(1) == 100).all()
 
 
