@@ -57,12 +57,10 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 # On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits
 # that need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-# What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
-# written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
-# message about a checkpoint that does not fit. SCORE: what decides which policy best.pt holds
-TASK_SETTINGS = ("env_id",)
-NETWORK_FLAGS = "--env-id, --norm-obs"
-SCORE = "return"
+# What the part `Run` must know of this script
+TASK_SETTINGS = ("env_id",)  # if one changes, the score of best.pt cannot be compared, and counts no longer
+NETWORK_FLAGS = "--env-id, --norm-obs"  # named in the message about a checkpoint that does not fit
+SCORE = "return"  # what decides which policy best.pt holds
 
 
 @dataclass
@@ -81,12 +79,12 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations (0: up to ten a run, for a fifth of its steps)
+    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, if that is affordable)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
-    num_envs: int = 32  # parallel environments, in total across processes: B times their number
+    num_envs: int = 32  # parallel environments in total; each process has its share B
     total_timesteps: int = 100_000  # environment steps, in total across environments
     # The rollout and its advantages
     num_steps: int = 64  # rollout length T: steps in each environment
@@ -203,11 +201,15 @@ class Agent(nn.Module):
         return Categorical(logits=policy_params.unsqueeze(-2), validate_args=False)
 
     def sample(self, policy_params):
-        """Draw actions [N, A] from the distribution that get_distribution returns."""
+        """Draw actions [N, A] from the distribution that get_distribution returns: change both together.
+
+        The distributions' own `sample` is slower and makes the host wait, which a CUDA graph cannot record.
+        """
         if self.is_continuous:
-            return self.get_distribution(policy_params).rsample()
+            mean, logstd = policy_params.chunk(2, -1)
+            return mean + logstd.exp() * torch.randn_like(mean)
         # With exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
-        # softmax(logits). Categorical.sample is slower, and makes the host wait, which a CUDA graph cannot
+        # softmax(logits)
         log_noise = torch.empty_like(policy_params).exponential_().log()
         return (policy_params - log_noise).argmax(-1, keepdim=True)
 
@@ -228,8 +230,8 @@ class Agent(nn.Module):
 def make_envs(args, num_envs, video_folder=None):
     """Make environments; exits if they are not supported.
 
-    With a folder and --capture-video, the first one is recorded. Training and each evaluation call this, so
-    that a wrapper that learns statistics, such as NormalizeObservation, begins from scratch in evaluations.
+    With a folder and --capture-video, the first one is recorded. Each evaluation makes its own environments:
+    a wrapper that learns statistics, such as NormalizeObservation, would show the policy other numbers there.
     """
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]
     mode = args.vectorization
@@ -252,7 +254,7 @@ def make_envs(args, num_envs, video_folder=None):
         )
     obs_space = envs.single_observation_space
     action_space = envs.single_action_space
-    if not obs_space.is_np_flattenable or flatdim(obs_space) > 4000:  # so many are a picture
+    if not obs_space.is_np_flattenable or flatdim(obs_space) > 4000:  # such as a picture
         fail(f"--env-id {args.env_id}: observations must flatten to at most 4,000 numbers, not {obs_space}")
     # A Box of floats that is not empty
     is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f" and flatdim(action_space) > 0
@@ -469,8 +471,9 @@ def update_minibatch(agent, optimizer, args, *fields):
 @torch.no_grad()
 def evaluate(agent, args, device, seed_stream, video_folder):
     """Score one episode with the most likely actions in each of `eval_episodes` environments (0: ten)."""
+    seed = seed_everything(args.seed, seed_stream)
     envs = make_envs(args, args.eval_episodes or 10, video_folder)
-    obs, infos = envs.reset(seed=seed_everything(args.seed, seed_stream))
+    obs, infos = envs.reset(seed=seed)
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros(envs.num_envs)
     is_running = np.ones(envs.num_envs, bool)
@@ -499,7 +502,7 @@ def score_policy(agent, args, device, run):
 
 # ---- Training ----------------------------------------------------------------------------------------------
 def summarize(storage, batch):
-    """Return what is logged about a rollout: episodes that ended, and how well the critic had predicted."""
+    """Return what is logged about this process's rollout: ended episodes, and how the critic predicted."""
     scalars = {}
     is_done = (storage.terminated | storage.truncated)[1:]
     if is_done.any():
@@ -519,8 +522,8 @@ def train(args, run):
 
     Numbers that seed_everything gets:
         (seed, 0)                      for the weights, which are the same in every process
-        (seed, 1, iteration, process)  for a rollout and its update, from iteration 1 on, and for the first
-                                       observations, with the number of iterations so far
+        (seed, 1, iteration, process)  for a rollout and its update, from iteration 1 on
+        (seed, 1, so far, process)     for the first observations; `so far` is 0, or more in a resumed run
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
@@ -543,15 +546,15 @@ def train(args, run):
     options = {"lr": learning_rate, "capturable": is_cuda}
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
     run.load(optimizer=optimizer)
-    # load_state_dict put the saved learning rate here: put the tensor back. If you add groups of parameters,
-    # give each one a tensor of its own, and put that back
+    # In a resumed run, load_state_dict put saved options in place of these: put them back. If you add groups
+    # of parameters, give each one a tensor of its own, and put that back
     optimizer.param_groups[0] |= options
     storage = RolloutStorage(envs, args.num_steps)
     # The first observations go into the last row, which collect_rollout takes for the one before
     storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, run.progress.iteration, RANK))
     act = partial(sample_actions, agent)
     update = partial(update_minibatch, agent, optimizer, args)
-    use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
+    must_record = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     run.open(f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}", args.total_timesteps)
 
     while run.progress.step < args.total_timesteps:
@@ -580,13 +583,14 @@ def train(args, run):
             if args.target_kl and metrics["approx_kl"] > args.target_kl:
                 break
 
-        # Record the update and acting after the first iteration, as Adam creates its state in the first step
-        if use_graphs:
+        # Record both after the first iteration, as Adam creates its state in the first step. The update is
+        # recorded in training mode, acting in evaluation mode
+        if must_record:
             update = capture(update, *minibatch)
-        agent.eval()
-        if use_graphs:
+            agent.eval()
             act = capture(act, torch.as_tensor(storage.obs[0], device=device))
-            use_graphs = False  # both are recorded
+            must_record = False
+        agent.eval()
 
         # Log. Steps that only reset an environment do not count
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
@@ -620,7 +624,7 @@ class Progress:
     step: int = 0  # environment steps trained on, in total across environments
     eval_steps: int = 0  # environment steps of evaluations
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # mean return of best.pt, None before the first evaluation
+    best_score: float | None = None  # mean return of best.pt, None if there is none of this task
     last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
 
 
@@ -632,7 +636,7 @@ class Run:
         self.args = args
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds, if there is anything as large as a replay
+        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
         self.bar = None
         if checkpoint:
             self.path = checkpoint["path"].parent
@@ -649,13 +653,13 @@ class Run:
             for name, part in parts.items():
                 if self.checkpoint:
                     part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, ValueError):
+        except (KeyError, RuntimeError, TypeError, ValueError):
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
         """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
 
-        The bar counts steps. If a script wants another unit, `position` says where the bar is.
+        The bar counts steps. In scripts with another unit, `position` says where the bar is.
         """
         position = min(self.progress.step if position is None else position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
@@ -765,14 +769,17 @@ class Run:
         self.start_clocks()
 
     def should_evaluate(self, num_steps=0):
-        """Whether an evaluation of about `num_steps` steps is due. The last policy is always evaluated.
+        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
 
-        Without --eval-interval, evaluations before the last one take at most a fifth of the steps trained on.
+        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
+        fifth of the steps trained on.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
             return False
-        if self.tenths == 10 or self.args.eval_interval:
-            return self.tenths == 10 or self.is_due
+        if self.tenths == 10:
+            return True
+        if self.args.eval_interval:
+            return self.is_due
         return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
 
     def keep(self, scores, score, num_steps):
@@ -849,7 +856,7 @@ def sum_gradients(network):
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)
+        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
 
 def seed_everything(*stream):
@@ -870,7 +877,7 @@ def set_up_device(args):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    if WORLD_SIZE > 1 and not args.evaluate:  # which process 0 does alone
+    if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
@@ -902,7 +909,7 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
-        checkpoint["path"] = Path(path).resolve()  # of a link: the run's own folder
+        checkpoint["path"] = Path(path).resolve()  # links resolved: the run's own folder
         return checkpoint
     except Exception:
         fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
@@ -918,7 +925,7 @@ def main(argv=None):
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         saved = checkpoint["args"]
         if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # If you add a rule that adapts the rate, a resumed run goes on from the adapted one
+            # Go on with the optimizer's rate, which is another one if you add a rule that adapts it
             saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
         args = tyro.cli(Args, args=argv, default=saved)
     counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
@@ -950,4 +957,5 @@ def main(argv=None):
 if __name__ == "__main__":
     main()
     if RANK > 0:
+        sys.stdout.flush()
         os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

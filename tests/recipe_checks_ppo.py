@@ -1,14 +1,18 @@
 """What the recipes for PPO must bring about."""
 
+import importlib.util
 import sys
+import warnings
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from conftest import read_scalars
-from gymnasium.spaces import Box, Discrete
-from probe_envs import Task
-from test_contract import load, run_edited
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from probe_envs import OneStep, Quarters, Task
+from recipe_checks_ppo_device import DEVICE_CHECKS
+from test_contract import import_file, load, run_edited
 
 
 def read_returns(run):
@@ -77,8 +81,274 @@ def check_frames(path, folder):
     assert read_returns(done)[-1] >= 0.9
 
 
+def make_agent(module, env_id, norm_obs=False):
+    """An agent whose weights are so large that its actions depend on the observation."""
+    envs = module.make_envs(module.Args(env_id=env_id), 1)
+    torch.manual_seed(5)
+    agent = module.Agent(envs, norm_obs)
+    for weights in agent.parameters():
+        torch.nn.init.normal_(weights)
+    return agent.eval()
+
+
+def evaluate_params(module, agent, env_id, params):
+    """The actions of an evaluation's first step, [50, A], if the policy is the same for all observations."""
+    taken = []
+    to_env = agent.to_env
+    agent.to_env = lambda actions: taken.append(actions) or to_env(actions)
+    agent.get_policy_params = lambda obs: params.expand(len(obs), -1)
+    module.evaluate(agent, module.Args(env_id=env_id, eval_episodes=50), "cpu", 2, None)
+    return taken[0]
+
+
+class Knobs(OneStep):
+    """Two components of 2 and 4 choices, from 1 and -3 on: the share that is as the observation says; optimum 1."""
+
+    observation_space, action_space = MultiDiscrete([2, 4]), MultiDiscrete([2, 4], start=[1, -3])
+
+    def draw(self):
+        return self.np_random.integers([2, 4])
+
+    def score(self, action):
+        assert action in self.action_space
+        return float(np.mean(action - [1, -3] == self.obs))
+
+
+class Switches(OneStep):
+    """2 x 2 switches: the share that is as the observation says; optimum 1."""
+
+    observation_space, action_space = MultiBinary((2, 2)), MultiBinary((2, 2))
+
+    def draw(self):
+        return self.np_random.integers(0, 2, (2, 2), np.int8)
+
+    def score(self, action):
+        assert action in self.action_space
+        return float(np.mean(action == self.obs))
+
+
+def check_components(path, folder):
+    """Both spaces are learned, and probabilities, draws and modes are those of the softmax of each component."""
+    for name, env_class, sizes in (("Knobs-v0", Knobs, [2, 4]), ("Switches-v0", Switches, [2] * 4)):
+        gym.register(name, env_class)
+        (folder / name).mkdir()
+        copy = folder / name / path.name
+        copy.write_text(path.read_text())
+        flags = f"--env-id {name} --num-envs 8 --num-steps 32 --total-timesteps 8000 --eval-episodes 50"
+        done, module = run_edited(copy, flags)
+        assert read_returns(done)[-1] >= 0.99  # at random 0.375 and 0.5
+        # By hand, for one observation
+        agent = make_agent(module, name)
+        params = agent.get_policy_params(torch.full((1, agent.actor[1].in_features), 0.3)).detach() / 5
+        probs = [row[:n].softmax(0) for row, n in zip(params.reshape(len(sizes), -1), sizes)]
+        pi = agent.get_distribution(params)
+        actions = torch.tensor([[n - 1 for n in sizes]])
+        expected = sum(p[-1].log() for p in probs)
+        assert torch.allclose(pi.log_prob(actions.float()).sum(-1), expected, atol=1e-5)
+        assert torch.allclose(pi.entropy().sum(), sum(-(p * p.log()).sum() for p in probs), atol=1e-5)
+        draws = agent.sample(params.expand(20_000, -1))
+        for p, column in zip(probs, draws.T, strict=True):
+            shares = torch.bincount(column, minlength=len(p)) / 20_000
+            assert torch.allclose(shares, p, atol=0.02)  # also none beyond the choices that there are
+        # An evaluation takes the most likely choices, which draws do not
+        taken = evaluate_params(module, agent, name, params)
+        assert taken.tolist() == 50 * [[p.argmax().item() for p in probs]]
+
+
+class Car(Quarters):
+    """A picture and a vector: the brighter quarter, and two further if the second number is positive; optimum 1.
+
+    The picture alone gives 0.5, the vector 0.25. The numbers are large, and keys are neither sorted nor those alone.
+    """
+
+    observation_space = Dict(
+        [
+            ("vector", Box(-np.inf, np.inf, (3,))),
+            ("image", Quarters.observation_space),
+            ("extra", Discrete(3)),
+        ]
+    )
+    action_space = Discrete(4)
+
+    def draw(self):
+        image = super().draw()
+        self.vector = self.np_random.normal(0, 500, 3).astype(np.float32)
+        return {"extra": self.np_random.integers(3), "image": image, "vector": self.vector}
+
+    def score(self, action):
+        return float(action == (self.brighter + 2 * (self.vector[1] > 0)) % 4)
+
+
+def check_parts(path, folder):
+    """Both parts are used, whatever the order of keys, and a picture comes in as numbers of 0 to 1."""
+    gym.register("Car-v0", Car)
+    flags = "--env-id Car-v0 --learning-rate 1e-3 --num-steps 32 --total-timesteps 8000 --eval-episodes 50"
+    done, module = run_edited(path, flags)
+    assert read_returns(done)[-1] >= 0.9
+    envs = module.make_envs(module.Args(env_id="Car-v0"), 2)
+    obs, _ = envs.reset(seed=3)
+    network = module.Agent(envs, False).critic
+    parts = {}
+    for name in ("image", "vector"):
+        encoder = getattr(network, f"{name}_encoder")
+        encoder.register_forward_hook(lambda _, x, out, name=name: parts.update({name: x[0]}))
+    network(torch.as_tensor(obs, dtype=torch.float32))
+    tasks = [env.unwrapped for env in envs.unwrapped.envs]
+    assert torch.allclose(parts["image"][1, 0] * 255, torch.tensor(tasks[1].obs["image"][..., 0]).float())
+    assert parts["vector"].tolist() == [task.vector.tolist() for task in tasks]
+
+
+def check_trunk(path, folder):
+    """Both losses train the trunk, there is only one, and the policy learns."""
+    done, module = run_edited(
+        path, "--env-id probe_envs:Shifted-v0 --total-timesteps 12000 --eval-episodes 30"
+    )
+    assert read_returns(done)[-1] == 1
+    agent = make_agent(module, "CartPole-v1")
+    assert sum(x.numel() for x in agent.parameters()) == 5 * 64 + 65 * 64 + 3 * 65
+    obs = torch.randn(8, 4)
+    for out in (agent.get_values(obs), agent.get_policy_params(obs)[:, 0]):
+        assert out.shape == (8,)
+        agent.zero_grad()
+        out.sum().backward()
+        assert all(x.grad.abs().max() > 0 for x in agent.trunk.parameters())
+    envs = module.make_envs(module.Args(), 1)
+    assert module.Agent(envs, False).get_policy_params(obs).abs().max() < 0.1  # nearly uniform at the start
+
+
+class Luck(OneStep):
+    """1 for the bit that the actor sees, and luck of standard deviation 20 that the critic sees."""
+
+    observation_space = Dict({"luck": Box(-np.inf, np.inf, (1,)), "actor": Box(-1, 1, (2,))})
+
+    def draw(self):
+        self.bit = int(self.np_random.integers(2))
+        self.luck = self.np_random.normal(0, 20, 1).astype(np.float32)
+        return {"luck": self.luck, "actor": np.float32([2 * self.bit - 1, 0])}
+
+    def score(self, action):
+        return float(action == self.bit) + self.luck[0]
+
+
+def check_asymmetric(path, folder):
+    """The critic explains the luck, and the actor learns the bit without seeing the luck."""
+    gym.register("Luck-v0", Luck)
+    done, module = run_edited(path, "--env-id Luck-v0 --norm-obs --total-timesteps 40000 --eval-episodes 0")
+    assert read_scalars(done.path)["losses/explained_variance"][-1][1] > 0.9
+    agent = module.Agent(module.make_envs(module.Args(env_id="Luck-v0"), 1), True)
+    agent.load_state_dict(load(done.path / "checkpoint.pt")["agent"])
+    seen = torch.tensor([[-1.0, 0.0], [1.0, 0.0]])
+    for luck in (-40.0, 0.0, 40.0):
+        obs = agent.normalize(torch.cat((seen, torch.full((2, 1), luck)), 1))
+        assert agent.get_policy_params(obs).argmax(-1).tolist() == [0, 1]
+        assert luck == 0 or (agent.get_values(obs).sign() == np.sign(luck)).all()
+    assert agent.actor[1].in_features == 2 and agent.critic[1].in_features == 3
+
+
+class Corridor(Task):
+    """16 cells from the start to a reward of 1. In each cell, one of three actions leads on, the others lead back.
+
+    There is time for one wrong step at most: at random, 1 episode in 2.7 million gets there.
+    """
+
+    observation_space, action_space = Discrete(16), Discrete(3)
+    forward = (1, 0, 2, 1, 1, 2, 0, 1, 0, 2, 1, 0, 2, 1, 0)
+
+    def reset(self, seed=None, options=None):
+        self.cell = 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.cell = max(self.cell + (1 if action == self.forward[self.cell] else -1), 0)
+        is_end = self.cell == 15
+        return self.cell, float(is_end), is_end, False, {}
+
+    def observe(self):
+        return self.cell
+
+
+def check_rnd(path, folder):
+    """The end of the corridor is found, and not without the intrinsic reward; the target network never changes."""
+    gym.register("Corridor-v0", Corridor, max_episode_steps=17)
+    flags = "--env-id Corridor-v0 --norm-obs --learning-rate 1e-3 --num-steps 32 --seed 41"
+    done, module = run_edited(path, f"{flags} --total-timesteps 50000 --eval-interval 10")
+    assert read_returns(done)[-1] == 1
+    (folder / "off").mkdir()
+    off = folder / "off" / path.name
+    off.write_text(path.read_text())
+    without, _ = run_edited(off, f"{flags} --total-timesteps 25000 --int-coef 0")
+    assert max(read_returns(without)) == 0
+    # Known states are no longer new
+    novelty = [value for _, value in read_scalars(done.path)["losses/novelty"]]
+    assert novelty[-1] < 0.1 * novelty[0]
+    # The target network is the one of the start, the predictor is not
+    envs = module.make_envs(module.Args(env_id="Corridor-v0"), 1)
+    module.seed_everything(41, 0)
+    start = module.Agent(envs, True).state_dict()
+    end = load(done.path / "checkpoint.pt")["agent"]
+    assert torch.equal(start["target.1.weight"], end["target.1.weight"])
+    assert not torch.equal(start["predictor.1.weight"], end["predictor.1.weight"])
+    # The intrinsic return goes on over ends of episodes, the other one does not
+    args = module.Args(env_id="Corridor-v0", norm_reward=False, num_steps=4)
+    agent = make_agent(module, "Corridor-v0")
+    storage = module.RolloutStorage(envs, 4)
+    storage.obs[range(5), 0, range(5)] = 1
+    storage.terminated[2] = True  # by step 1; step 2 resets
+    storage.lengths[:, 0] = [1, 2, 3, 0, 1]
+    batch = module.compute_batch(agent, storage, args, "cpu")
+    assert batch.weights.tolist() == [1, 1, 0, 1] and torch.equal(batch.next_obs[:-1], batch.obs[1:])
+    values = agent.get_values(torch.as_tensor(storage.obs[:, 0])).detach()
+    novelty = agent.get_novelty(torch.as_tensor(storage.obs[1:, 0])).detach()
+    assert values.shape == (5, 2) and (novelty > 0).all()
+    bonus = agent.int_stats.scale(novelty)
+    returns = torch.zeros(5, 2)
+    returns[4] = values[4]
+    for t in reversed(range(4)):
+        following = 0.05 * values[t + 1] + 0.95 * returns[t + 1]
+        returns[t, 0] = 0 if t == 1 else args.gamma * following[0]
+        returns[t, 1] = bonus[t] + 0.99 * following[1]
+    assert torch.allclose(batch.returns, returns[:4], rtol=1e-4)
+    assert torch.allclose(batch.values, values[:4], rtol=1e-4)
+    advantages = (returns - values)[:4]
+    assert torch.allclose(batch.advantages, advantages[:, 0] + 0.5 * advantages[:, 1], rtol=1e-4, atol=1e-5)
+
+
+def check_export(path, folder):
+    """Both files give the agent's own actions: scaled to a Box with normalized observations, and Discrete."""
+    names = ["onnx", "onnxscript", "onnxruntime"]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    program = (folder / "recipe.py").read_text()
+    if missing:
+        program = program.replace("torch.onnx.export(", "dict(policy=")
+    for env_id in ("probe_envs:FarAim-v0", "probe_envs:Shifted-v0"):
+        module = import_file("ppo", path)
+        agent = make_agent(module, env_id, norm_obs=True)
+        agent.normalize.update(torch.randn(50, *agent.normalize.mean.shape) * 3 + 2, torch.ones(50))
+        checkpoint = {"args": {"env_id": env_id, "norm_obs": True}, "agent": agent.state_dict()}
+        torch.save(checkpoint, folder / "best.pt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(program, {"__name__": "export"})
+        for num_envs in (1, 7):
+            obs = torch.randn(num_envs, *agent.normalize.mean.shape) * 3 + 2
+            policy_params = agent.get_policy_params(agent.normalize(obs))
+            expected = agent.to_env(agent.get_distribution(policy_params).mode)
+            scripted = torch.jit.load(folder / "policy.torchscript")(obs).numpy(force=True)
+            assert scripted.shape == expected.shape
+            np.testing.assert_allclose(scripted, expected, rtol=1e-5, atol=1e-5)
+            if not missing:
+                import onnxruntime
+
+                session = onnxruntime.InferenceSession(folder / "policy.onnx")
+                (found,) = session.run(["actions"], {"obs": obs.numpy()})
+                assert found.shape == expected.shape
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    if missing:
+        pytest.skip(f"TorchScript passed; not installed for ONNX: {', '.join(missing)}")
+
+
 def check_acting(path, folder):
-    """The lines give the action that the policy of best.pt finds most likely."""
+    """The lines give the action that the policy of best.pt finds most likely; for Pendulum, within its bounds."""
     done, module = run_edited(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2")
     (done.path / "best.pt").rename(folder / "best.pt")
     sys.modules["ppo"] = module
@@ -90,6 +360,24 @@ def check_acting(path, folder):
         x = weights[f"actor.{i}.weight"] @ x + weights[f"actor.{i}.bias"]
         x = x.tanh() if i < 5 else x
     assert names["actions"].tolist() == [x.argmax().item()]
+    # The same lines with the spaces of Pendulum
+    agent = make_agent(module, "Pendulum-v1")
+    torch.save({"agent": agent.state_dict()}, folder / "best.pt")
+    lines = (folder / "recipe.py").read_text()
+    for old, new in (
+        ("(4,)", "(3,)"),
+        ("Discrete(2)", "Box(-2, 2, (1,))"),
+        ("0.0, 0.1, 0.02, -0.1", "1, 0, 0.5"),
+    ):
+        assert lines.count(old) == 1
+        lines = lines.replace(old, new)
+    exec(lines, names)
+    x = torch.tensor([1, 0, 0.5])
+    mean = agent.actor(x[None]).item()
+    assert names["actions"] == pytest.approx(np.clip([[2 * mean]], -2, 2)) and names["actions"].shape == (
+        1,
+        1,
+    )
 
 
 CHECKS = {
@@ -99,4 +387,11 @@ CHECKS = {
     "A frozen, pretrained encoder": check_frozen,
     "Stacked frames": check_frames,
     "Acting without an environment": check_acting,
+    "A picture and a vector": check_parts,
+    "MultiDiscrete and MultiBinary actions": check_components,
+    "A shared trunk": check_trunk,
+    "A critic that sees more than the actor": check_asymmetric,
+    "Random network distillation": check_rnd,
+    "Export to ONNX and TorchScript": check_export,
+    **DEVICE_CHECKS,
 }

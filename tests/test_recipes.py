@@ -52,7 +52,16 @@ def test_a_place_that_is_missing_or_not_the_only_one_is_an_error():
 
 
 LEARNS_LONG = ("alphazero_go", "Another game: tic-tac-toe")
-PARAMS = [pytest.param(*x, marks=[pytest.mark.slow] * (x == LEARNS_LONG), id=": ".join(x)) for x in RECIPES]
+ON_SIMULATED_GPU = ["The bare algorithm"]
+ON_SIMULATED_GPU += [title for _, title in RECIPES if title.startswith("An environment on the device")]
+
+
+def find_marks(script, title):
+    marks = [pytest.mark.slow] if (script, title) == LEARNS_LONG else []
+    return marks + [pytest.mark.simulated_gpu] * (title in ON_SIMULATED_GPU)
+
+
+PARAMS = [pytest.param(*x, marks=find_marks(*x), id=": ".join(x)) for x in RECIPES]
 
 
 @pytest.mark.parametrize(("script", "title"), PARAMS)

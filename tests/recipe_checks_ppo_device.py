@@ -1,0 +1,422 @@
+"""What the bare algorithm and the recipes for environments on the device must bring about."""
+
+import ast
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import namedtuple
+from types import SimpleNamespace
+from unittest import mock
+
+import gymnasium as gym
+import numpy as np
+import recipe
+import torch
+from conftest import ROOT, read_scalars
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AutoresetMode, VectorEnv
+from pretend_cuda import pretend_cuda
+from test_contract import import_file, load, run_edited, run_main
+from test_cuda import Run as DeviceRun
+from test_ppo import assert_close, brute_force_advantages
+
+from algos import ppo
+
+CPU = torch.device("cpu")
+ON_DEVICE = "An environment on the device"
+SAME_STEP = f"{ON_DEVICE} that resets in the same step"
+TEXTS = dict(recipe.read_recipes("ppo").values())
+
+
+def read_returns(run):
+    return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
+
+
+# The bare algorithm
+
+
+def count_code(text):
+    """Count lines with code, and code tokens; docstrings and comments are no code, and an f-string is one token."""
+    docs = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs |= set(range(node.lineno, node.end_lineno + 1))
+    lines = []
+    depth = 0  # of f-strings, which Python 3.12 and later take apart
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        is_code = name in ("NAME", "OP", "NUMBER", "STRING", "FSTRING_START") and token.start[0] not in docs
+        if is_code and depth == 0:
+            lines.append(token.start[0])
+        depth += (name == "FSTRING_START") - (name == "FSTRING_END")
+    return len(set(lines)), len(lines)
+
+
+@contextlib.contextmanager
+def watch(module):
+    """Keep the metrics of each update of a module, in order, and the agents that it evaluates."""
+    seen = SimpleNamespace(updates=[], agents=[])
+    update, evaluate = module.update_minibatch, module.evaluate
+
+    def update_and_keep(*args):
+        seen.updates.append(update(*args))
+        return seen.updates[-1]
+
+    def evaluate_and_keep(agent, *args):
+        seen.agents.append(agent)
+        return evaluate(agent, *args)
+
+    with mock.patch.multiple(module, update_minibatch=update_and_keep, evaluate=evaluate_and_keep):
+        yield seen
+
+
+def train_bare(module, flags):
+    """Train a bare copy as its last line does; return what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        module.train(module.tyro.cli(module.Args, args=flags.split()))
+    return out.getvalue()
+
+
+def check_bare(path, folder):
+    """The copy has the losses, weights and scores of the whole script to the last bit, and nothing of its run."""
+    text, page = path.read_text(), TEXTS["The bare algorithm"]
+    assert count_code('"""Two\nlines."""\n\n# x\nx = f"{1 + 1} {2}"  # y\nif x:\n    y = (\n    )\n') == (
+        4,
+        10,
+    )
+    assert not re.search(
+        r"\bRun\b|RANK|WORLD_SIZE|\btotal\(|\brun\.|gradients\(|fail\(|tqdm|wandb|SummaryWriter", text
+    )
+    (found,) = re.findall(r"It has (\d+) code lines and ([\d,]+)\s+tokens", page)
+    assert tuple(int(x.replace(",", "")) for x in found) == count_code(text)
+    # What is imported, and each flag, is used
+    nodes = list(ast.walk(ast.parse(text)))
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    imported = {(x.asname or x.name).split(".")[0] for node in imports for x in node.names}
+    assert imported <= {node.id for node in nodes if isinstance(node, ast.Name)} and len(imported) > 10
+    bare = import_file("bare_copy", path)
+    flags = vars(bare.Args()).keys()
+    assert all(re.search(rf"\bargs\.{flag}\b", text) for flag in flags) and len(flags) > 15
+    defaults = vars(ppo.Args())
+    assert vars(bare.Args()) == {flag: defaults[flag] for flag in flags}
+    common = "--num-envs 8 --num-steps 32 --total-timesteps 2000 --eval-episodes 3 --norm-obs --seed 66"
+    for i, flags in enumerate(
+        ("", " --env-id Pendulum-v1 --clip-vloss --ent-coef 0.01 --target-kl 0.02 --no-anneal-lr")
+    ):
+        with watch(bare) as found:
+            out = train_bare(bare, common + flags)
+        with watch(ppo) as expected:
+            whole = run_main(ppo, folder / f"whole_{i}", common, flags)
+        assert len(found.updates) == len(expected.updates) > 8 * 4
+        for x, y in zip(found.updates, expected.updates, strict=True):
+            assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+        weights = load(whole.path / "checkpoint.pt")["agent"]
+        (agent,) = found.agents
+        assert weights.keys() == agent.state_dict().keys()
+        assert all(torch.equal(weights[name], x) for name, x in agent.state_dict().items())
+        lines = out.splitlines()
+        steps = [int(re.match(r"step (\d+): losses/value_loss ", line)[1]) for line in lines[:-3]]
+        assert len(steps) == 8 and steps[-1] >= 2000
+        returns = float(lines[-3].removeprefix("eval/episodic_return: "))
+        assert np.isclose(returns, read_returns(whole)[-1], rtol=1e-4)
+    # As a program of its own, and with graphs on the simulated GPU
+    short = "--num-envs 4 --num-steps 8 --num-minibatches 2 --total-timesteps 160 --eval-episodes 2"
+    done = subprocess.run([sys.executable, path, *short.split()], capture_output=True, text=True, check=True)
+    assert done.stdout == train_bare(bare, short)
+    outs = []
+    for has_graphs in (True, False):
+        with mock.patch.object(bare, "CUDA_GRAPHS", has_graphs), pretend_cuda() as gpu:
+            outs.append(train_bare(bare, short))
+            assert (gpu.replays > 4 * (8 + 10 - 1)) == has_graphs
+    assert outs[0] == outs[1]
+
+
+# Environments on the device
+
+
+Step = namedtuple("Step", "obs action reward next_obs terminated truncated")
+
+
+class TorchLedger(VectorEnv):
+    """Random rewards and endings; keeps a ledger of its true transitions and of the steps that only reset."""
+
+    single_observation_space = Box(-np.inf, np.inf, (3,))
+    single_action_space = Discrete(4, start=-1)
+    is_same_step = False
+
+    def __init__(self, num_envs, device="cpu"):
+        mode = AutoresetMode.SAME_STEP if self.is_same_step else AutoresetMode.NEXT_STEP
+        self.metadata = {"autoreset_mode": mode}
+        self.num_envs, self.device = num_envs, torch.device(device)
+        self.obs = torch.zeros(num_envs, 3, device=device)
+        self.is_done = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        self.steps = [
+            [] for _ in range(num_envs)
+        ]  # of each environment, one after the other; None for a mere reset
+
+    def reset(self, seed=None, options=None):
+        self.obs.normal_()
+        self.is_done.zero_()
+        return self.obs.clone(), {}
+
+    def step(self, actions):
+        before, was_done = self.obs.clone(), self.is_done.clone()
+        self.obs.normal_()
+        rewards = torch.randn(self.num_envs, device=self.device) * ~was_done
+        terminated, truncated = (torch.rand(2, self.num_envs, device=self.device) < 0.15) & ~was_done
+        self.is_done.copy_(terminated | truncated)
+        final_obs = self.obs.clone()
+        for b in range(self.num_envs if self.device.type == "cpu" else 0):
+            step = Step(before[b], actions[b], rewards[b], final_obs[b], terminated[b], truncated[b])
+            self.steps[b].append(None if was_done[b] else Step(*(x.numpy().copy() for x in step)))
+        if not self.is_same_step:
+            return final_obs, rewards, terminated, truncated, {}
+        self.obs.copy_(torch.where(self.is_done[:, None], torch.randn_like(self.obs), self.obs))
+        # Where no episode ended, nothing may depend on this
+        infos = {"final_obs": torch.where(self.is_done[:, None], final_obs, torch.nan)}
+        self.is_done.zero_()
+        return self.obs.clone(), rewards, terminated, truncated, infos
+
+
+class TorchSameStepLedger(TorchLedger):
+    is_same_step = True
+
+
+class TorchBoxLedger(TorchLedger):
+    """Actions of two dimensions, each with bounds of its own."""
+
+    single_action_space = Box(np.float32([[-1], [0]]), np.float32([[1], [10]]))
+
+
+class TorchSameStepBoxLedger(TorchBoxLedger):
+    is_same_step = True
+
+
+class TorchForgetful(TorchLedger):
+    """Replaces its state in place of changing it: a recording begins each rollout from the same old state."""
+
+    def step(self, actions):
+        self.steps.append(self.obs)  # whose memory stays
+        self.obs = 0.5 * self.obs + torch.randn_like(self.obs)
+        flags = torch.zeros(2, self.num_envs, dtype=torch.bool, device=self.device)
+        return self.obs, self.obs[:, 0], *flags, {}
+
+
+for task in (TorchLedger, TorchSameStepLedger, TorchBoxLedger, TorchSameStepBoxLedger, TorchForgetful):
+    gym.register(f"{task.__name__}-v0", vector_entry_point=task)
+
+
+def check_transitions(module, env_id):
+    """Rows, sums of episodes and advantages of rollouts are those that follow from what the environments recorded."""
+    args = module.Args(env_id=env_id, num_envs=5, num_steps=40, gamma=0.9, gae_lambda=0.8, norm_reward=False)
+    envs = module.make_envs(args, args.num_envs)
+    module.seed_everything(0)
+    agent, storage = module.Agent(envs, False), module.RolloutStorage(envs, args.num_steps)
+    assert all(isinstance(x, torch.Tensor) for x in vars(storage).values())
+    storage.obs[-1], _ = envs.reset()
+    seen = []  # observations that the policy acts on
+
+    def act(obs):
+        seen.append(obs.clone())
+        return module.sample_actions(agent, obs)
+
+    is_same_step = "SameStep" in env_id
+    num_ends = num_cuts = num_resets = 0
+    for i in range(2):
+        module.collect_rollout(agent, act, envs, storage, args.gamma, CPU)
+        module.check_rollout(storage, env_id)
+        assert torch.equal(torch.stack(seen[-40:]), storage.obs[:-1])
+        batch = module.compute_batch(agent, storage, args, CPU)
+        for b, steps in enumerate(x[40 * i :] for x in envs.unwrapped.steps):
+            assert len(steps) == 40
+            index = torch.arange(40) * 5 + b
+            assert (batch.weights[index] == 0).tolist() == [step is None for step in steps]
+            num_resets += steps.count(None)
+            rows = index[batch.weights[index] == 1]
+            steps = [step for step in steps if step]
+            obs, actions, rewards, next_obs, terminated, truncated = map(np.array, zip(*steps, strict=True))
+            np.testing.assert_array_equal(batch.obs[rows], obs)
+            np.testing.assert_array_equal(to_box(envs.single_action_space, batch.actions[rows]), actions)
+            values, next_values = (
+                agent.critic(torch.tensor(x))[:, 0].detach().numpy() for x in (obs, next_obs)
+            )
+            expected = brute_force_advantages(rewards, values, next_values, terminated, truncated, 0.9, 0.8)
+            assert_close(batch.advantages[rows], expected)
+            assert_close(batch.returns[rows], expected + values)
+            # Sums over episodes, from the first of them on
+            episodes = [[]]
+            for step in [step for step in envs.unwrapped.steps[b] if step]:
+                episodes[-1].append(float(step.reward))
+                if step.terminated or step.truncated:
+                    episodes.append([])
+            ends = (storage.terminated | storage.truncated)[1:, b].nonzero()[:, 0]
+            ended = episodes[:-1][-len(ends) :]
+            assert storage.lengths[1:][ends, b].tolist() == [len(x) for x in ended]
+            assert_close(storage.episode_returns[1:][ends, b], [sum(x) for x in ended])
+            sums = [sum(0.9 ** (len(x) - 1 - k) * r for k, r in enumerate(x)) for x in ended]
+            assert_close(storage.discounted[1:][ends, b], sums)
+            num_ends += len(ends)
+            num_cuts += (truncated & ~terminated).sum()
+    assert num_ends > 40 and num_cuts > 20 and (num_resets == 0 if is_same_step else num_resets > 40)
+    # The other autoreset mode is refused
+    other, mode = ("TorchLedger-v0", "SAME_STEP") if is_same_step else ("TorchSameStepLedger-v0", "NEXT_STEP")
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
+        module.make_envs(module.Args(env_id=other), 2)
+    assert f"autoreset_mode'] must be {mode}" in err.getvalue()
+
+
+def to_box(space, actions):
+    """Convert actions to what the environments of the unchanged script get."""
+    envs = SimpleNamespace(single_action_space=space, single_observation_space=Box(-1, 1, (3,)))
+    return ppo.Agent(envs, False).to_env(actions)
+
+
+def play(path, folder, flags, has_graphs):
+    """Run an edited copy on the simulated GPU; return the run, and the waits in each call of collect_rollout."""
+    module, waits = import_file("edited_copy", path), []
+    collect_rollout = module.collect_rollout
+
+    def collect(*args):
+        before = gpu.waits.total()
+        collect_rollout(*args)
+        waits.append(gpu.waits.total() - before)
+
+    with mock.patch.multiple(module, CUDA_GRAPHS=has_graphs, collect_rollout=collect), pretend_cuda() as gpu:
+        done = run_main(module, folder, flags)
+    return DeviceRun(done.path, num_replays=gpu.replays), done.read_losses(), waits
+
+
+DEVICE_FLAGS = "--num-envs 4 --num-steps 16 --update-epochs 2 --num-minibatches 2 --total-timesteps 384"
+DEVICE_FLAGS += " --eval-episodes 2 --norm-obs --env-id "
+
+
+def check_recording(path, folder, env_id, graphs_a_rollout=1):
+    """Recorded and eager runs are equal to the last bit, and the host waits in no rollout."""
+    flags = f"{DEVICE_FLAGS}{env_id}"
+    name = f"{env_id.replace(':', '-')}_{graphs_a_rollout}"
+    (graphs, losses, waits), (eager, eager_losses, eager_waits) = (
+        play(path, folder / f"{name}_{has_graphs}", flags, has_graphs) for has_graphs in (True, False)
+    )
+    num_iterations = eager.checkpoint["progress"]["iteration"]
+    assert (
+        num_iterations >= 6 and set(waits) == set(eager_waits) == {0} and len(eager_waits) == num_iterations
+    )
+    # The first rollout, which is eager, and the second one, which is recorded
+    assert len(waits) == (2 if graphs_a_rollout == 1 else num_iterations)
+    assert graphs.num_replays == (num_iterations - 1) * (graphs_a_rollout + 4) and eager.num_replays == 0
+    assert graphs.find_differences(eager) == [] and len(graphs.tensors) > 20
+    assert losses == eager_losses != {}
+    return graphs
+
+
+def check_dynamics(module):
+    """In float64, states, rewards and ends are those of gymnasium's CartPole, and starts are in its range."""
+    num_envs = 16
+    torch.manual_seed(66)
+    envs = gym.make_vec("torch_cartpole:TorchCartPole-v0", num_envs)
+    inner = envs.unwrapped
+    inner.state = inner.state.double()
+    obs, _ = envs.reset()
+    twins = [gym.make("CartPole-v1") for _ in range(num_envs)]
+    starts, num_ends = [], np.zeros(2, int)
+    is_new, has_ended = np.ones(num_envs, bool), np.zeros(num_envs, bool)
+    for _ in range(1100):
+        for b in np.flatnonzero(is_new):
+            twins[b].reset()
+            twins[b].unwrapped.state = obs[b].tolist()
+            starts.append(obs[b].tolist())
+        # Half of the environments push against the pole's fall, half at random
+        lean = (obs[:, 2] + obs[:, 3] > 0).long()
+        actions = torch.where(torch.arange(num_envs) % 2 == 0, lean, torch.randint(2, (num_envs,)))
+        obs, rewards, terminated, truncated, _ = envs.step(actions)
+        for b, twin in enumerate(twins):
+            found = [rewards[b].item(), terminated[b].item(), truncated[b].item()]
+            if has_ended[b]:  # this step only reset
+                assert found == [0, False, False]
+                continue
+            _, reward, *ends, _ = twin.step(actions[b].item())
+            np.testing.assert_allclose(obs[b], twin.unwrapped.state, rtol=1e-9, atol=1e-12)
+            assert found == [reward, *ends]
+            num_ends += ends
+        is_new, has_ended = has_ended, (terminated | truncated).numpy()
+    assert num_ends[0] > 200 and num_ends[1] >= 10
+    starts = np.array(starts)
+    assert np.abs(starts).max() < 0.05 and np.abs(starts.std(0) - 0.1 / 12**0.5).max() < 0.003
+
+
+def check_device(path, folder):
+    """CartPole is right and learned; rollouts hold the truth; a recorded rollout equals an eager one."""
+    module = import_file("edited_copy", path)
+    for seed in (66001, 66002):
+        done = run_main(module, folder / f"{seed}", f"--env-id torch_cartpole:TorchCartPole-v0 --seed {seed}")
+        assert read_returns(done)[-1] >= 475
+    check_dynamics(module)
+    for env_id in ("TorchLedger-v0", "TorchBoxLedger-v0"):
+        check_transitions(module, env_id)
+    for env_id in ("torch_cartpole:TorchCartPole-v0", "TorchLedger-v0", "TorchBoxLedger-v0"):
+        check_recording(path, folder, env_id)
+    # A mistake that the page warns of
+    losses = [
+        play(path, folder / f"f{x}", f"{DEVICE_FLAGS}TorchForgetful-v0 --eval-episodes 0", x)[1]
+        for x in (True, False)
+    ]
+    assert losses[0] != losses[1]
+    # A simulator that cannot be recorded
+    places = recipe.find_block(TEXTS[ON_DEVICE], "diff").split("@@\n")
+    path.write_text(recipe.apply_diff((ROOT / "algos" / "ppo.py").read_text(), "@@\n".join(places[:-3])))
+    check_recording(path, folder, "TorchLedger-v0", graphs_a_rollout=16)
+
+
+def check_same_step(path, folder):
+    """After both diffs, in either order, true last observations are bootstrapped from; otherwise as above."""
+    alone = path.read_text()
+    script = (ROOT / "algos" / "ppo.py").read_text()
+    diffs = [recipe.find_block(TEXTS[title], "diff") for title in (ON_DEVICE, SAME_STEP)]
+    path.write_text(recipe.apply_diff(script, diffs[0]))
+    patch = folder / "same_step.diff"
+    (name,) = (name for name, (title, _) in recipe.read_recipes("ppo").items() if title == SAME_STEP)
+    assert f"recipe.py ppo {name} --copy my_project/ppo.py" in TEXTS[SAME_STEP]
+    recipe.main(["ppo", name, "--copy", str(path), "--output", str(patch)])
+    subprocess.run(["git", "apply", patch.name], cwd=folder, check=True)
+    assert path.read_text() == recipe.apply_diff(alone, diffs[0])
+    (folder / "torch_cartpole.py").write_text(recipe.find_block(TEXTS[ON_DEVICE], "python"))
+    env_id = "same_step_cartpole:SameStepCartPole-v0"
+    done, module = run_edited(path, f"--env-id {env_id} --seed 66003")
+    assert read_returns(done)[-1] >= 475
+    check_same_step_cartpole(env_id)
+    for task in ("TorchSameStepLedger-v0", "TorchSameStepBoxLedger-v0"):
+        check_transitions(module, task)
+    for task in (env_id, "TorchSameStepLedger-v0"):
+        check_recording(path, folder, task)
+
+
+def check_same_step_cartpole(env_id):
+    """It makes the same steps as the one that resets a step later, and begins an episode where one ended."""
+    torch.manual_seed(66)
+    envs = gym.make_vec(env_id, 8)
+    obs, _ = envs.reset()
+    other = gym.make_vec("torch_cartpole:TorchCartPole-v0", 8).unwrapped
+    num_ends = 0
+    for _ in range(100):
+        other.state.copy_(obs)
+        other.age.copy_(envs.unwrapped.age)
+        other.is_done.zero_()
+        actions = torch.randint(2, (8,))
+        *expected, _ = other.step(actions)
+        obs, *found, infos = envs.step(actions)
+        assert all(torch.equal(x, y) for x, y in zip((infos["final_obs"], *found), expected, strict=True))
+        is_done = found[1] | found[2]
+        assert torch.equal(obs[~is_done], infos["final_obs"][~is_done]) and (obs[is_done].abs() < 0.05).all()
+        assert (envs.unwrapped.age[is_done] == 0).all() and (found[0] == 1).all()
+        num_ends += is_done.sum()
+    assert num_ends > 20
+
+
+DEVICE_CHECKS = {
+    "The bare algorithm": check_bare,
+    ON_DEVICE: check_device,
+    SAME_STEP: check_same_step,
+}
