@@ -1122,7 +1122,7 @@ class Run:
         self.args = args
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds, if there is anything as large as a replay
+        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
         self.bar = None
         if checkpoint:
             self.path = checkpoint["path"].parent
@@ -1139,13 +1139,13 @@ class Run:
             for name, part in parts.items():
                 if self.checkpoint:
                     part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, ValueError):
+        except (KeyError, RuntimeError, TypeError, ValueError):
             fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
 
     def open(self, description, length, position=None):
         """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
 
-        The bar counts steps. If a script wants another unit, `position` says where the bar is.
+        The bar counts steps. In scripts with another unit, `position` says where the bar is.
         """
         position = min(self.progress.step if position is None else position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
@@ -1255,14 +1255,17 @@ class Run:
         self.start_clocks()
 
     def should_evaluate(self, num_steps=0):
-        """Whether an evaluation of about `num_steps` steps is due. The last policy is always evaluated.
+        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
 
-        Without --eval-interval, evaluations before the last one take at most a fifth of the steps trained on.
+        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
+        fifth of the steps trained on.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
             return False
-        if self.tenths == 10 or self.args.eval_interval:
-            return self.tenths == 10 or self.is_due
+        if self.tenths == 10:
+            return True
+        if self.args.eval_interval:
+            return self.is_due
         return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
 
     def keep(self, scores, score, num_steps):
@@ -1339,7 +1342,7 @@ def sum_gradients(network):
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)
+        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
 
 def seed_everything(*stream):
@@ -1360,7 +1363,7 @@ def set_up_device(args):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    if WORLD_SIZE > 1 and not args.evaluate:  # which process 0 does alone
+    if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
@@ -1392,7 +1395,7 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
-        checkpoint["path"] = Path(path).resolve()  # of a link: the run's own folder
+        checkpoint["path"] = Path(path).resolve()  # links resolved: the run's own folder
         return checkpoint
     except Exception:
         fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
@@ -1412,15 +1415,15 @@ def main(argv=None):
     shares = """score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef
         q_weight_start q_weight_end draw_moves resign_below""".split()
     for name, value in vars(args).items():
-        if type(value) not in (int, float):
+        if type(value) not in (int, float):  # a bool is neither
             continue
         least = 1 if name in counts else 0
         if name == "komi":
-            least = -sys.float_info.max
-        most = 1 if name in shares else sys.float_info.max
+            least = -1e300
+        most = 1 if name in shares else 1e300
         flag = f"--{name.replace('_', '-')} ({value})"
         if not least <= value <= most:  # also if it is NaN
-            fail(f"{flag} must be from {least:.3g} to {most:.3g}")
+            fail(f"{flag} must be from {least} to {most}")
         if name in "dirichlet_alpha generate_fraction train_fraction".split() and value == 0:
             fail(f"{flag} must be greater than 0")
     try:
@@ -1443,7 +1446,9 @@ def main(argv=None):
             f"--num-epochs ({args.num_epochs}) must be greater than --pretrain-value-epochs "
             f"({args.pretrain_value_epochs}), which learn no policy"
         )
-    if (args.evaluate or args.gtp) and RANK > 0:
+    if args.gtp and WORLD_SIZE > 1:
+        fail("--gtp needs one process: start it without torchrun")
+    if args.evaluate and RANK > 0:
         return  # process 0 does it
     run = Run(args, args.env_id, checkpoint)
     try:
@@ -1456,4 +1461,5 @@ def main(argv=None):
 if __name__ == "__main__":
     main()
     if RANK > 0:
+        sys.stdout.flush()
         os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0
