@@ -2,14 +2,14 @@
 
 Paper: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed Reinforcement Learning" (ICLR).
 
-    python r2d2_lstm.py                             # 50 steps of memory, in seconds on one CPU core
+    python r2d2_lstm.py                             # episodes of 52 cards, in half a minute on one CPU core
     python r2d2_lstm.py --no-recurrent --no-last-action-reward   # the control: a network without memory
     torchrun --nproc-per-node 2 r2d2_lstm.py        # two GPUs, or with --no-cuda two CPU processes
     python r2d2_lstm.py --evaluate runs/NAME/best.pt --eval-episodes 100
 
-The default task, RepeatFirst, shows a card in each step, and always asks for the first one of the episode. A
-feed-forward policy that sees the last 4 or 16 cards cannot know it. One that sees all 52 can, and PPO learns
-that in fewer CPU-seconds. An LSTM is needed if a stack of whole episodes is too large.
+The default task, RepeatFirst, shows 52 cards one by one, and always asks for the first one. A policy that sees
+only the last 16 cards cannot know it. PPO on all 52 cards learns this faster. An LSTM pays off if whole episodes
+do not fit into a stack of observations.
 
 Equations of the paper and of the papers it builds on; the numbering is ours:
     (1)  h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, the value rescaling
@@ -20,10 +20,9 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
     (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)), the probability of a random action in environment i
 
 A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
-that only provide targets. Windows begin learn_length steps apart, so each step is trained in one window. An
-episode's last window may go on after its end: such steps are not trained (--last-window mask) or trained on the
-target 0 (null). With overlap, this window begins earlier instead, and some steps are trained twice. Unlike in
-the paper, rewards in targets are divided by their root mean square, and gradients are clipped.
+that only provide targets. There are four differences to the paper: windows begin learn_length steps apart, so
+that each step is trained in exactly one window (the paper's overlap by half); rewards in targets are divided by
+their root mean square; gradients are clipped; Adam has its usual eps of 1e-8.
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay.
@@ -33,14 +32,16 @@ D observation (one or more dimensions), A actions, H hidden units, R windows in 
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "numpy", "gymnasium>=1.4", "popgym", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
+import math
 import os
 import random
 import re
 import sys
 import time
-from collections import deque, namedtuple
+from collections import namedtuple
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -50,25 +51,30 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path.append(os.getcwd())  # --env-id my_module:MyTask-v0 finds my_module.py in the current folder
+# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, and in that of this file or its parent
+HERE = Path(__file__).resolve().parent
+sys.path += [os.getcwd(), str(HERE), str(HERE.parent)]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-METRICS = ("q_loss", "td_error", "grad_norm")  # of an update, in its order: grad_norm stays last
 # On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits that
 # need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
+# What the part `Run` must know of this script
+TASK_SETTINGS = ("env_id",)  # if one of them changes, the next evaluation counts as the best
+NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"  # of what a checkpoint must fit
+SCORE = "return"  # what decides which policy best.pt holds; higher is better
 
 
 @dataclass
 class Args:
     """R2D2 on any gymnasium environment with discrete actions; observations may be uint8 images."""
 
+    # The run
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of every source of randomness
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
@@ -79,64 +85,64 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at most ten a run)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
+    # The task and acting
     env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
+    num_steps: int = 16  # steps in each environment between rounds of updates
+    total_timesteps: int = 100_000  # environment steps, in total across environments
+    epsilon: float = 0.4  # environment 0's probability of a random action; others have smaller ones, eq. 5
+    epsilon_exponent: float = 7.0  # eq. 5: the smallest probability is epsilon to the power of 1 + this
+    # The network
     recurrent: bool = True  # use an LSTM; otherwise a feed-forward layer of equal width
     last_action_reward: bool = True  # also give the network the last action and reward: one-step memory
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
     memory_span: float = 50.0  # time constant of the LSTM's slowest units at initialization, in steps
-    total_timesteps: int = 100_000  # environment steps, in total across environments
-    learning_rate: float = 3e-3  # Adam learning rate
-    anneal_lr: bool = True  # lower the learning rate linearly to zero
-    num_steps: int = 16  # steps in each environment between rounds of updates
-    gamma: float = 0.98  # discount gamma
-    norm_reward: bool = True  # divide rewards in targets by the root mean square of all nonzero ones so far
+    # Windows and the replay
     burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
     learn_length: int = 26  # trained steps m of a window; the next one begins that many steps later
-    last_window: Literal["mask", "overlap", "null"] = "mask"  # after the end: untrained, no steps, target 0
-    n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
     state_init: Literal["stored", "zero"] = "stored"  # LSTM's state at a window's start: as when acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
+    alpha: float = 0.9  # exponent of priorities in eq. 4; 0 draws all windows equally often
+    beta: float = 0.6  # exponent of the weights that correct for the draws, eq. 3
+    eta: float = 0.9  # eq. 4: weight of the largest error of a window in its priority; the mean has the rest
     checkpoint_replay: bool = True  # save the replay of process 0 in checkpoints (gigabytes for images)
-    learning_starts: int = 2_000  # windows in all replays before the first update, times learn_length
-    replay_ratio: float = 8.0  # mean number of updates that train on each step
-    batch_size: int = 1024  # trained steps per update (N windows of m steps), in total across processes
+    # Targets
+    n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
+    gamma: float = 0.98  # discount gamma
+    rescale_epsilon: float = 1e-3  # eps of the value rescaling, eq. 1
+    norm_reward: bool = True  # divide rewards in targets by the root mean square of all nonzero ones so far
     target_interval: int = 50  # updates between copies of the network to the target network
-    epsilon: float = 0.4  # environment 0's probability of a random action; others have smaller ones, eq. 5
+    # Updates
+    learning_starts: int = 2_000  # trained steps (windows times m) in all replays before the first update
+    replay_ratio: float = 8.0  # mean number of updates that train on each step
+    batch_size: int = 1024  # trained steps per update, in total across processes; rounded down to windows
+    learning_rate: float = 3e-3  # Adam learning rate
+    anneal_lr: bool = True  # lower the learning rate linearly to zero
     max_grad_norm: float = 10.0  # larger gradients are scaled down to this norm (1e9: never)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-def make_head(width, num_outputs):
-    """Make a head of the network: a hidden layer, and `num_outputs` outputs."""
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, num_outputs))
-
-
 class QNetwork(nn.Module):
-    """Encoder, LSTM and dueling heads (Wang et al. 2016), and the statistics that scale rewards.
-
-    Dropout and batch norm do not fit: the script never calls train() or eval().
-    """
+    """Encoder, LSTM and dueling heads (Wang et al. 2016), in eval mode: an update switches to train mode."""
 
     def __init__(self, envs, args):
         super().__init__()
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
-        # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so that their
-        # quotient is 1 before the first reward, and always with --no-norm-reward. Soon the 1e-6 matter little
-        self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
 
         # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]. Images of floats are
         # flattened: let your environment return bytes
         space = envs.single_observation_space
-        self.is_channels_last = len(space.shape) > 2 and space.shape[-1] < space.shape[-3]
-        sides = space.shape[-3:-1] if self.is_channels_last else space.shape[-2:]
-        self.obs_scale = float(space.high.max()) if space.dtype == np.uint8 else 1.0
+        shape = space.shape
+        self.is_channels_last = len(shape) > 2 and shape[-1] < shape[-3]
+        sides = shape[-3:-1] if self.is_channels_last else shape[-2:]
+        is_bytes = space.dtype == np.uint8
+        self.obs_scale = float(space.high.max()) if is_bytes else 1.0
         # The three convolutions below turn 36 pixels into 8, then 3, then 1. Smaller images are flattened
-        self.is_image = self.obs_scale > 1 and len(sides) == 2 and min(sides) >= 36
+        self.is_image = is_bytes and len(shape) > 1 and min(sides) >= 36
 
         # Encoder: for images, the convolutions of Mnih et al. 2015 (output channels, kernel, stride)
         width = args.hidden_size
@@ -145,7 +151,9 @@ class QNetwork(nn.Module):
             for size in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
                 layers += [nn.LazyConv2d(*size), nn.ReLU()]
         self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(width), nn.ReLU())
-        self.encode(torch.zeros(1, *space.shape))  # a dummy pass tells the lazy layers their input sizes
+        # A dummy pass tells the lazy layers their input sizes
+        self.eval()
+        self.encode(torch.zeros(1, *shape))
 
         # Core: an LSTM, which also reads the last action and reward
         num_inputs = width
@@ -162,8 +170,9 @@ class QNetwork(nn.Module):
         else:
             self.core = nn.Linear(num_inputs, width)
         # Dueling heads
-        self.advantage = make_head(width, self.num_actions)
-        self.value = make_head(width, 1)
+        self.advantage = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, self.num_actions))
+        self.value = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+        self.eval()
 
     def encode(self, obs):
         """Encode rows of observations [N, *D] to [N, H]."""
@@ -198,8 +207,107 @@ class QNetwork(nn.Module):
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
+# What a step in B environments leads to. `obs` [B, *D] is what the policy sees next. Where `is_first`, that begins an
+# episode, and the one before it ended with the observation `last_obs`, terminated or not. Where not `is_step`, the
+# environment only reset itself
+Outcome = namedtuple("Outcome", "obs rewards is_over is_step is_first last_obs is_terminated")
+
+
+class Environments(gym.vector.VectorWrapper):
+    """B environments whose steps look the same whatever their autoreset mode, observations and types are.
+
+    Under NEXT_STEP autoreset, the step after the end of an episode takes no action, and returns the first
+    observation of the next one. Under SAME_STEP, the last step of the episode already does.
+    """
+
+    def __init__(self, args, num_envs):
+        super().__init__(make_envs(args, num_envs))
+        self.name = f"--env-id {args.env_id}"
+        space = self.env.single_observation_space
+        mode = self.metadata.get("autoreset_mode")
+        mode = getattr(mode, "value", mode)  # of a member of AutoresetMode
+        # Exit now if training would fail, or run wrong, later
+        if self.num_envs != num_envs:
+            fail(
+                f"{self.name}: always has {self.num_envs} environments: set --num-envs, --eval-episodes to that"
+            )
+        if mode not in ("NextStep", "SameStep"):
+            fail(f"{self.name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not {mode}")
+        if not isinstance(self.single_action_space, Discrete):
+            fail(f"{self.name}: actions must be Discrete, not {self.single_action_space}")
+        if not space.is_np_flattenable:
+            fail(f"{self.name}: observations must be a fixed number of numbers, not {space}")
+
+        # Observations that are no arrays are flattened, and discrete ones become one-hot
+        self.is_same_step = mode == "SameStep"
+        self.to_rows = iter
+        self.to_row = np.asarray
+        if not isinstance(space, Box) or not space.shape:
+            self.to_rows = partial(gym.vector.utils.iterate, self.env.observation_space)
+            self.to_row = partial(gym.spaces.flatten, space)
+            self.single_observation_space = gym.spaces.flatten_space(space)
+        self.dtype = np.uint8 if self.single_observation_space.dtype == np.uint8 else np.float32
+        if self.dtype != np.uint8 and "uint8" in str(space):
+            fail(f"{self.name}: a wrapper must scale bytes that stand beside other numbers, as in {space}")
+
+    def reset(self, seed):
+        """Begin an episode in each environment; returns observations [B, *D]."""
+        obs, infos = self.env.reset(seed=seed)
+        # Of the current episodes, or of those that the last step ended
+        self.returns = np.zeros(self.num_envs)
+        self.lengths = np.zeros(self.num_envs, int)
+        self.longest = 0  # length of the longest episode so far
+        obs = self.to_array(obs)
+        is_over = self.returns > 0
+        self.newest = obs, is_over, is_over
+        return obs
+
+    def step(self, actions):
+        """Take actions [B], counted from 0; returns an Outcome."""
+        obs, rewards, terminated, truncated, infos = self.env.step(actions + self.single_action_space.start)
+        terminated = np.asarray(terminated, bool)
+        is_over = terminated | np.asarray(truncated, bool)
+        last_obs, was_over, was_terminated = self.newest
+        is_step = ~was_over | self.is_same_step
+        # As floats, since the squares of small integers may overflow. Count again where an episode was over
+        rewards = np.where(is_step, np.asarray(rewards, np.float64), 0)
+        self.returns = np.where(was_over, 0, self.returns) + rewards
+        self.lengths = np.where(was_over, 0, self.lengths) + is_step
+        self.longest = max(self.longest, self.lengths.max())
+        self.check("reward", rewards)
+
+        obs = self.to_array(obs)
+        self.newest = obs, is_over, terminated
+        is_first = was_over
+        is_terminated = was_terminated
+        if self.is_same_step:
+            is_first = is_over
+            is_terminated = terminated
+            last_obs = obs.copy()
+            for i in np.flatnonzero(is_over):
+                last_obs[i] = self.to_row(infos["final_obs"][i])
+            self.check("observation", last_obs)
+        return Outcome(obs, rewards, is_over, is_step, is_first, last_obs, is_terminated)
+
+    def to_array(self, obs):
+        """Return the observations of all environments as an array [B, *D] of its own: some reuse theirs."""
+        array = np.array([self.to_row(x) for x in self.to_rows(obs)], self.dtype)
+        self.check("observation", array)
+        return array
+
+    def check(self, name, x):
+        """Exit with one line that names the first observation or reward that cannot be trained on."""
+        is_good = np.abs(x) < 1e18  # not NaN, and its square is a float32
+        if not is_good.all():
+            i = np.argwhere(~is_good)[0, 0]
+            fail(
+                f"{self.name}: {name} of environment {i} in step {self.lengths[i]} of an episode: "
+                "not a number below 1e18 in size"
+            )
+
+
 def make_envs(args, num_envs: int):
-    """Make environments whose observations are arrays of numbers; exits if they are not supported.
+    """Make a vector environment; exits if it is not supported.
 
     Training and each evaluation have their own; a wrapper's statistics begin from scratch in each.
     """
@@ -210,272 +318,204 @@ def make_envs(args, num_envs: int):
             # One-hot cells and the direction, without the text of the mission, in bytes
             from minigrid.wrappers import OneHotPartialObsWrapper
 
-            numbers = partial(gym.wrappers.FilterObservation, filter_keys=["image", "direction"])
-            bits = Box(0, 1, (7 * 7 * 20 + 4,), np.uint8)
-            to_bits = partial(gym.wrappers.TransformObservation, func=np.uint8, observation_space=bits)
-            wrappers += [OneHotPartialObsWrapper, numbers, gym.wrappers.FlattenObservation, to_bits]
+            def to_bits(obs):
+                return np.append(np.eye(4)[obs["direction"]], obs["image"]).astype(np.uint8)
+
+            bits = Box(0, 1, (4 + 7 * 7 * 20,), np.uint8)
+            transform = gym.wrappers.TransformObservation
+            wrappers += [OneHotPartialObsWrapper, partial(transform, func=to_bits, observation_space=bits)]
         mode = args.vectorization
         if mode == "auto":
             # None is the task's own vector environment, if it has one; that one takes no wrappers
             mode = "sync" if wrappers else None
         if "ALE/" in args.env_id:
-            import ale_py
+            import ale_py  # noqa: F401, which registers the tasks
 
-            gym.register_envs(ale_py)
             # ALE's vector environment skips frames and gives one grey image of 84 x 84. Single ones, used with a
             # wrapper or --vectorization sync, give colour images of 210 x 160
             if mode is None:
                 options = {"stack_num": 1, "reward_clipping": False}
-        envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
+        return gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
     except (gym.error.Error, ModuleNotFoundError) as error:
         fail(f"--env-id {args.env_id}: {error}")
 
-    # Exit now if training would fail, or run wrong, later
-    obs_space = envs.single_observation_space
-    action_space = envs.single_action_space
-    if not obs_space.is_np_flattenable:
-        fail(f"--env-id {args.env_id}: observations must be a fixed number of numbers, not {obs_space}")
-    if not isinstance(action_space, Discrete):
-        fail(f"--env-id {args.env_id}: actions must be Discrete, not {action_space}")
-    if envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
-        fail(f"--env-id {args.env_id}: the autoreset mode must be NEXT_STEP or SAME_STEP, not DISABLED")
-    if not isinstance(obs_space, Box) or not obs_space.shape:
-        envs = gym.wrappers.vector.FlattenObservation(envs)  # discrete observations become one-hot
-    return envs
 
-
-# The network's input at one step: the observation [*D], the action and the reward before it, and the LSTM's
-# state [2, H] before it. In an episode's first reading, the last three are -1, 0 and zeros.
-Reading = namedtuple("Reading", "obs last_action last_reward state")
+# A step of an environment: the observation, the action and the reward before it (-1 and 0 at the start of an episode),
+# those after it, and the LSTM's state [2, H] before it
+Step = namedtuple("Step", "obs last_action last_reward action reward state")
 
 
 class Player:
-    """Plays in B environments, and holds the network's next inputs.
+    """Plays in B environments, and holds the network's next inputs."""
 
-    After each step, `readings` lists pairs (environment, Reading): what the network is shown next, and before
-    it, under SAME_STEP autoreset, the last observation of an episode that ended.
-    """
-
-    def __init__(self, agent, envs, args, epsilons, device, seed):
+    def __init__(self, agent, envs, epsilons, seed):
         self.agent = agent
         self.envs = envs
-        self.args = args
-        self.epsilons = epsilons.to(device)  # [B]
-        self.is_same_step = envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
-        self.dtype = np.uint8 if envs.single_observation_space.dtype == np.uint8 else np.float32
-        num_envs = envs.num_envs
-        self.is_over = np.zeros(num_envs, bool)  # whether the last step ended an episode
-        self.returns = np.zeros(num_envs)  # of the current episodes, or of those that the last step ended
-        self.lengths = np.zeros(num_envs, int)
-        self.readings = []
+        self.epsilons = epsilons  # [B]
+        # The network's next inputs: arrays of observations [B, *D], last actions and last rewards; state [B, 2, H]
+        size = envs.num_envs
+        self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size, np.float32)
+        self.state = torch.zeros(size, STATE_SIZE, agent.args.hidden_size, device=epsilons.device)
 
-        # The network's next inputs, changed in place, as CUDA graphs require
-        obs, infos = envs.reset(seed=seed)
-        with device:
-            self.obs = torch.as_tensor(np.array(obs, self.dtype))  # [B, *D]
-            self.last_action = torch.zeros(num_envs).long()
-            self.last_reward = torch.zeros(num_envs)
-            self.state = torch.zeros(num_envs, STATE_SIZE, args.hidden_size)  # [B, 2, H]
-        self.show(obs, 0, 0, ~self.is_over)  # every environment begins an episode
+    def get_inputs(self):
+        """Return the network's next inputs as tensors."""
+        return [*(torch.as_tensor(x, device=self.state.device) for x in self.arrays), self.state]
 
     @torch.no_grad()
-    def act(self):
-        """Choose actions [B], at random with probability epsilon; works in place, as CUDA graphs require."""
-        inputs = (x.unsqueeze(1) for x in (self.obs, self.last_action, self.last_reward))  # L = 1
-        q, state = self.agent(*inputs, self.state)  # [B, 1, A], [B, 2, H]
+    def act(self, obs, last_action, last_reward, state):
+        """Choose actions [B], at random with probability epsilon; returns them and the next state."""
+        inputs = (x.unsqueeze(1) for x in (obs, last_action, last_reward))  # L = 1
+        q, state = self.agent(*inputs, state)  # [B, 1, A], [B, 2, H]
         # Draw a random action everywhere, and take it with probability epsilon: shapes are fixed
+        best_action = q.squeeze(1).argmax(-1)
         is_random = torch.rand_like(self.epsilons) < self.epsilons
-        random_action = torch.randint_like(self.last_action, q.shape[-1])
-        self.last_action.copy_(torch.where(is_random, random_action, q.squeeze(1).argmax(-1)))
-        self.state.copy_(state)
-        return self.last_action
+        random_action = torch.randint_like(best_action, q.shape[-1])
+        return torch.where(is_random, random_action, best_action), state
 
     def step(self, act):
-        """Take a step in each environment with `act`, which is self.act or its CUDA graph."""
-        actions = act().cpu().numpy()
-        obs, rewards, terminated, truncated, infos = self.envs.step(
-            actions + self.envs.single_action_space.start
-        )
-        was_over = self.is_over
-        self.rewards = np.array(rewards, np.float64)  # integers might overflow when they are squared
-        self.terminated = terminated
-        self.is_over = terminated | truncated
-        # Where an episode was over, count again. Under NEXT_STEP autoreset, this step was only a reset, with
-        # length and reward 0; under SAME_STEP, it was the first step of the next episode
-        self.returns[was_over] = 0
-        self.returns += self.rewards
-        self.lengths[was_over] = 0
-        self.lengths += ~was_over | self.is_same_step
-        # Under SAME_STEP autoreset, `obs` already begins the next episode
-        self.readings = []
-        for i in np.flatnonzero(self.is_over & self.is_same_step):
-            final_obs = infos["final_obs"][i]
-            reading = Reading(final_obs, actions[i], self.rewards[i], self.state[i].clone())
-            self.readings.append((i, reading))
-        self.show(obs, actions, self.rewards, self.is_over if self.is_same_step else was_over)
+        """Take a step in each environment with `act`, which is self.act or its CUDA graph.
 
-    def show(self, obs, actions, rewards, is_first):
-        """Set the network's next inputs from arrays [B, ...]; an episode's first input is only its obs."""
-        for name, x in (("observation", obs), ("reward", rewards)):
-            for i, *_ in np.argwhere(~np.isfinite(x)):  # the first bad number ends the program
-                fail(f"{self.args.env_id}: {name} of environment {i} is not finite in step {self.lengths[i]}")
-        obs = np.array(obs, self.dtype)  # a copy, since some environments reuse their arrays
+        Returns a Step for each environment, and their Outcome.
+        """
+        actions, state = act(*self.get_inputs())
+        actions = actions.cpu().numpy()
+        outcome = self.envs.step(actions)
+        steps = [*map(Step, *self.arrays, actions, outcome.rewards, self.state)]
 
         # Where an episode begins, there is no last action and no last reward, and the memory is empty
-        last_action = np.where(is_first, -1, actions)
-        last_reward = np.where(is_first, 0, rewards)
-        # One copy to the device for three small arrays, stacked to [3, B]
-        rows = torch.as_tensor(np.float32((last_action, last_reward, ~is_first)), device=self.obs.device)
-        self.obs.copy_(torch.as_tensor(obs))
-        self.last_action.copy_(rows[0])
-        self.last_reward.copy_(rows[1])
-        self.state.mul_(rows[2, :, None, None])
-
-        # The same for the replay: map walks along the four arrays, and makes a Reading of each environment
-        self.readings += enumerate(map(Reading, obs, last_action, last_reward, self.state.clone()))
+        is_first = outcome.is_first
+        last_reward = np.where(is_first, 0, outcome.rewards).astype(np.float32)
+        self.arrays = outcome.obs, np.where(is_first, -1, actions), last_reward
+        self.state = state * torch.as_tensor(~is_first, device=state.device)[:, None, None]
+        return steps, outcome
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class SequenceReplay:
-    """Prioritized replay of whole windows of L readings, in `data` {name: [R, L, ...] or [R, ...]}.
+class SequenceReplay(nn.Module):
+    """Prioritized replay of windows of L steps, in `data` {name: [R, L, ...] or [R, ...]}.
 
     An episode of 12 steps and its windows with burn_in 2 (b), learn_length 5 (m) and n_step 1 (t):
 
-        step      0  1  2  3  4  5  6  7  8  9 10 11 12      12: the observation after the last step
-        window 1  m  m  m  m  m  t                           stored when step 5 is read
-        window 2           b  b  m  m  m  m  m  t            stored when step 10 is read
-        window 3                          b  b  m  m  t      stored when the episode ends; its end is padded
+        step      0  1  2  3  4  5  6  7  8  9 10 11 12      12: the last observation, without an action
+        window 1  m  m  m  m  m  t                           begin 2, end 7: burn-in steps are lacking
+        window 2           b  b  m  m  m  m  m  t            begin 0, end 7
+        window 3                          b  b  m  m  t      begin 0, end 4: the episode is over
 
-    So each window ends at the newest reading. The action and the reward of a step are in the reading after
-    it. Window 1 lacks burn-in steps: copies of the first reading fill their places, and are not used.
+    A window's trained steps are at burn_in and behind it. Its real steps are at `begin` to `end`; copies of the
+    first and the last one fill the places before and behind them, and are not used.
+
+    The replay is a module because its state_dict then holds all windows. Steps that form none yet are left out.
     """
 
     def __init__(self, envs, args, device):
+        super().__init__()
         self.args = args
         self.length = args.burn_in + args.learn_length + args.n_step  # L
-        self.batch_windows = max(1, args.batch_size // (args.learn_length * WORLD_SIZE))  # N
-        self.num_added = 0
-        self.windows = []  # new windows, which `store` writes
-        # For each environment, by its number: the newest readings of its episode (L at most), and how many of
-        # them belong to the next window. Both count the copies in front of the episode's first reading
-        self.recent = {}
-        self.num_pending = {}
+        self.batch_windows = args.batch_size // (args.learn_length * WORLD_SIZE)  # N
+        # For each environment, the steps of its episode that the next window may need, and which of them is
+        # trained next
+        self.episodes = [[] for _ in range(envs.num_envs)]
+        self.starts = [0] * envs.num_envs
         size = args.buffer_size
+        shape = size, self.length
         space = envs.single_observation_space
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         try:
             with device:
                 self.data = {
-                    "obs": torch.zeros(size, self.length, *space.shape, dtype=dtype),  # [R, L, *D]
-                    "last_action": torch.zeros(size, self.length).long(),  # [R, L]
-                    "last_reward": torch.zeros(size, self.length),  # [R, L]
-                    "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], see `cut`
-                    "end": torch.zeros(size).long(),  # index of the last reading; copies of it follow
-                    "is_terminated": torch.zeros(size).bool(),  # did the episode terminate at `end`
-                    "is_warm": torch.zeros(size).bool(),  # are all burn-in steps real, not padding
-                    "priority": torch.zeros(size),  # p of eq. 4
+                    "obs": torch.zeros(*shape, *space.shape, dtype=dtype),  # [R, L, *D]
+                    "last_action": torch.zeros(shape).long(),  # [R, L], before the observation
+                    "last_reward": torch.zeros(shape),  # [R, L]
+                    "action": torch.zeros(shape).long(),  # [R, L], after the observation
+                    "reward": torch.zeros(shape),  # [R, L]
+                    "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], before `begin`
+                    "begin": torch.zeros(size).long(),  # index of the first real step, 0 or burn_in
+                    "end": torch.zeros(size).long(),  # index of the last real step
+                    "is_terminated": torch.zeros(size).bool(),  # is the last observation terminal
+                    "priority": torch.zeros(size),  # p of eq. 4; 0 where no window is stored
                 }
+                # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so that
+                # their quotient is 1 before the first reward. Soon the 1e-6 matter little
+                self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
         except RuntimeError:
             fail(f"--buffer-size ({size}) must be smaller: the memory of {device} cannot hold the windows")
+        self.register_buffer("num_added", torch.tensor(0))
+        for name, x in self.data.items():
+            self.register_buffer(name, x)
 
-    def add(self, player):
-        """Add the player's readings, and cut the windows that are complete or end with the episode."""
-        burn_in = self.args.burn_in
+    def add(self, steps, outcome):
+        """Add a step of each environment, and cut the windows that are complete or end with the episode."""
         learn_length = self.args.learn_length
-        for i, reading in player.readings:
-            if reading.last_action == -1:
-                # An episode begins. is_over of the player may still be that of the episode before it
-                self.recent[i] = deque([reading] * (burn_in + 1), self.length)
-                self.num_pending[i] = burn_in + 1
-                continue
-            self.recent[i].append(reading)
-            self.num_pending[i] += 1
-            is_over = player.is_over[i]
-            # Cut a window if it is full, and, at the end of an episode, what is left if it has at least one
-            # trained step and the reading after it. An end can need both
-            while self.num_pending[i] == self.length or (is_over and self.num_pending[i] > burn_in + 1):
-                num_readings = self.num_pending[i]
-                if is_over and self.args.last_window == "overlap":
-                    # Begin earlier if that is needed to have learn_length trained steps
-                    num_readings = max(num_readings, burn_in + learn_length + 1)
-                window = self.cut(list(self.recent[i])[-num_readings:], player.terminated[i])
-                self.windows.append(window)
-                # The next window shares the newest burn_in + n_step readings. After an episode, the number
-                # means nothing until the next one begins
-                self.num_pending[i] -= learn_length
+        for i, step in enumerate(steps):
+            episode = self.episodes[i]
+            is_over = outcome.is_first[i]
+            if outcome.is_step[i]:
+                episode.append(step)
+            if is_over:
+                # One more step, without an action, holds the last observation
+                last = episode[-1]
+                episode.append(Step(outcome.last_obs[i], last.action, last.reward, 0, 0, None))
+            # Cut full windows, and what is left of an episode if it has at least one trained step
+            start = self.starts[i]
+            stop = start + learn_length + self.args.n_step
+            while stop <= len(episode) or (is_over and start < len(episode) - 1):
+                is_terminated = is_over and outcome.is_terminated[i] and stop >= len(episode)
+                self.store(episode, start, stop, is_terminated)
+                start += learn_length
+                stop += learn_length
+            # Keep what the next window burns in; nothing of an episode that is over
+            num_old = max(0, start - self.args.burn_in)
+            if is_over:
+                start = num_old = len(episode)
+            del episode[:num_old]
+            self.starts[i] = start - num_old
 
-    def cut(self, readings, is_terminated):
-        """Return the window of these readings, by the names in `data`; copies of the last one fill it up."""
-        padded = readings + readings[-1:] * (self.length - len(readings))
-        # `add` puts the same object in front of an episode burn_in times. If the window begins with such copies,
-        # its state is the one before the first trained step, and `unroll` leaves burn-in out. So do not replace
-        # the readings in `recent` by changed copies: they would count as real steps
-        is_warm = readings[0] is not readings[1]
-        return {
-            "obs": np.stack([x.obs for x in padded]),
-            "last_action": [x.last_action for x in padded],
-            "last_reward": [x.last_reward for x in padded],
-            "state": readings[0 if is_warm else self.args.burn_in].state,
-            "end": len(readings) - 1,
-            "is_terminated": is_terminated,
-            "is_warm": is_warm,
-        }
+    def store(self, episode, start, stop, is_terminated):
+        """Store the window that trains episode[start] and the steps after it, with the largest priority."""
+        burn_in = self.args.burn_in
+        begin = 0 if start >= burn_in else burn_in
+        steps = episode[start - burn_in + begin : stop]
+        padded = [steps[0]] * begin + steps
+        padded += [steps[-1]] * (self.length - len(padded))
+        window = Step(*zip(*padded))._asdict()  # each field is a tuple of L
+        window["state"] = steps[0].state
+        window["begin"] = begin
+        window["end"] = begin + len(steps) - 1
+        window["is_terminated"] = is_terminated
 
-    def store(self):
-        """Replace the oldest windows by the new ones, with the largest priority; returns how many are new.
+        # Write it in place of the oldest one
+        index = int(self.num_added) % self.args.buffer_size
+        self.num_added += 1
+        for name, x in window.items():
+            self.data[name][index] = x if name == "state" else torch.as_tensor(np.array(x))
+        largest = self.data["priority"].max()
+        self.data["priority"][index] = largest.where(largest > 0, 1.0)
 
-        All new windows are written at once, a field at a time: each copy to a GPU makes the host wait.
-        """
-        num_new = len(self.windows)
-        if not num_new:
-            return 0
-        priority = self.data["priority"]
-        self.num_added += num_new
-        windows = self.windows[-len(priority) :]  # the newest, if there are more than places
-        self.windows = []
-        places = torch.arange(self.num_added - len(windows), self.num_added, device=priority.device)
-        places %= len(priority)
-        for name in windows[0]:
-            values = [window[name] for window in windows]
-            # States are on the device already
-            values = torch.stack(values) if name == "state" else torch.as_tensor(np.array(values))
-            self.data[name][places] = values.to(self.data[name])
-        largest = priority.max()
-        priority[places] = torch.where(largest > 0, largest, 1.0)
-        return num_new
-
-    def sample(self, alpha=0.9, beta=0.6):
+    def sample(self):
         """Draw window indices [N] by eq. 4, and weights w [N] of eq. 3.
 
         Draws are stratified (Schaul et al. 2016): the sum of all p^alpha is cut into N equal parts, and a
-        random place in each of them belongs to the window that is drawn.
+        random point in each of them belongs to the window that is drawn.
         """
-        cumulative = self.data["priority"].pow(alpha).double().cumsum(0)
-        parts = torch.arange(self.batch_windows, device=cumulative.device)  # [N]
-        places = parts + torch.rand_like(parts, dtype=torch.float64)  # float32 would round up to the end
-        index = torch.searchsorted(cumulative, places / len(places) * cumulative[-1])
-        index = index.clamp(max=len(cumulative) - 1)  # beyond the end only if a priority is not finite
-        weights = self.data["priority"][index].pow(-alpha * beta)  # the sum in P cancels
+        priority = self.data["priority"]
+        # Without a window, p is 0, and 0^0 would be 1
+        powers = torch.where(priority > 0, priority.pow(self.args.alpha), 0.0)
+        cumulative = powers.double().cumsum(0)
+        parts = torch.arange(self.batch_windows, device=priority.device)  # [N]
+        # In float32, points could be rounded up to 1
+        points = (parts + torch.rand_like(parts, dtype=torch.float64)) / len(parts)
+        index = torch.searchsorted(cumulative, points * cumulative[-1])
+        weights = priority[index].pow(-self.args.alpha * self.args.beta)  # the sum in P cancels
         return index, weights / weights.max()
-
-    def state_dict(self):
-        """Return what a checkpoint keeps: all windows. Readings that form no window yet are left out."""
-        return self.data | {"num_added": self.num_added}
-
-    def load_state_dict(self, state):
-        """Take over the windows of a checkpoint."""
-        self.num_added = state["num_added"]
-        for name, x in self.data.items():
-            x.copy_(state[name])
 
 
 # ---- R2D2 --------------------------------------------------------------------------------------------------
-def value_rescale(x, eps=1e-3):
+def value_rescale(x, eps):
     """Return h(x) of eq. 1 (Pohlen et al. 2018), rearranged to avoid subtracting nearly equal numbers."""
     return x / ((x.abs() + 1).sqrt() + 1) + eps * x
 
 
-def inverse_value_rescale(y, eps=1e-3):
+def inverse_value_rescale(y, eps):
     """Return h^-1(y), rearranged in the same way, so that small values survive in float32."""
     # w = sqrt(|x| + 1) - 1 is the positive root of eps w^2 + k w = |y|, and |x| = w (w + 2)
     k = 1 + 2 * eps
@@ -483,157 +523,156 @@ def inverse_value_rescale(y, eps=1e-3):
     return y.sign() * w * (w + 2)
 
 
-def epsilon_ladder(num_envs, epsilon):
+def epsilon_ladder(args):
     """Return epsilon_i [B] of eq. 5 (Horgan et al. 2018)."""
-    return epsilon ** (1 + 7 * torch.arange(num_envs) / max(num_envs - 1, 1))
+    numbers = args.epsilon_exponent * torch.arange(args.num_envs)
+    return args.epsilon ** (1 + numbers / max(args.num_envs - 1, 1))
 
 
 def collect_steps(player, act, replay, args):
-    """Take `num_steps` steps in each environment, and add what was read before each to the replay.
+    """Take `num_steps` steps in each environment, and add them to the replay.
 
-    Returns (return, length) of episodes that ended in the half of the environments that explores less, the
-    steps taken in all processes, and the new windows per process: 0 until learning_starts is reached.
+    Returns (return, length) of episodes that ended in the half of the environments that explores less, and, in
+    total across processes, the steps taken and the new windows to train on: 0 until learning_starts is reached.
     """
+    envs = player.envs
+    half = envs.num_envs // 2
+    num_old = int(replay.num_added)
     episodes = []
-    steps_taken = 0  # without those that only reset an environment
-    num_rewards = 0  # that are not zero
-    sum_of_squares = 0.0  # of rewards
-    half = len(player.is_over) // 2
+    num_steps = 0  # without those that only reset an environment
+    rewards = []
     for _ in range(args.num_steps):
-        replay.add(player)
-        player.step(act)
-        for i in half + np.flatnonzero(player.is_over[half:]):
-            episodes.append((player.returns[i], player.lengths[i]))
-        steps_taken += (player.lengths > 0).sum()
-        num_rewards += (player.rewards != 0).sum()
-        sum_of_squares += np.square(player.rewards).sum()
-    num_windows = replay.store()
-    is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
+        steps, outcome = player.step(act)
+        replay.add(steps, outcome)
+        for i in half + np.flatnonzero(outcome.is_over[half:]):
+            episodes.append((envs.returns[i], envs.lengths[i]))
+        num_steps += outcome.is_step.sum()
+        rewards.append(outcome.rewards)
 
-    # Means over processes; with one process, average does nothing
-    numbers = [steps_taken, num_windows, is_ready, num_rewards, sum_of_squares]
-    means = average(torch.tensor(numbers, dtype=torch.float64, device=player.obs.device))
-    if args.norm_reward:
-        player.agent.reward_sums += means[3:]
-    steps_taken, num_windows, share_ready = means[:3].tolist()
-    if round(share_ready * WORLD_SIZE) < WORLD_SIZE:
-        num_windows = 0  # wait for all processes
-    return episodes, round(steps_taken * WORLD_SIZE), num_windows
+    # In total across processes, which begin to train together
+    is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
+    with player.state.device:
+        counts = total(torch.tensor([num_steps, replay.num_added - num_old, is_ready]))
+        rewards = torch.tensor(np.array(rewards))
+    replay.reward_sums += total(torch.stack(((rewards != 0).sum(), rewards.square().sum())))
+    num_steps, num_windows, num_ready = counts.tolist()
+    if num_ready < WORLD_SIZE:
+        num_windows = 0
+    return episodes, num_steps, num_windows
 
 
 def unroll(agent, windows, args):
     """Return Q [N, m + n, A] of the steps after burn_in, which updates the state without gradient."""
     inputs = [windows[name] for name in ("obs", "last_action", "last_reward")]  # [N, L, ...] each
-    state = windows["state"]  # before the first reading, or before the first trained one if not is_warm
+    state = windows["state"]  # before step `begin`
     if args.state_init == "zero":
         state = torch.zeros_like(state)
     if args.burn_in and args.recurrent:
         with torch.no_grad():
             _, burned_in = agent(*(x[:, : args.burn_in] for x in inputs), state)
-        state = torch.where(windows["is_warm"][:, None, None], burned_in, state)
+        has_burn_in = windows["begin"] == 0
+        state = torch.where(has_burn_in[:, None, None], burned_in, state)
     q, _ = agent(*(x[:, args.burn_in :] for x in inputs), state)
     return q
 
 
-def compute_targets(q, target_q, rewards, end, is_terminated, gamma, n_step):
+def compute_targets(q, target_q, rewards, last, is_terminated, args):
     """Compute y_t [N, m] of eq. 2 with double Q-learning (van Hasselt et al. 2016).
 
     q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
-    Step `end` [N], from 1 to m + n - 1, is the last of the window or its episode; from there on y_t is zero.
+    Step `last` [N], from 1 to m + n - 1, is the last of the window or its episode; from there on rewards are
+    zero, and y_t means nothing.
     """
-    steps = torch.arange(q.shape[1], device=q.device)  # [m + n]
-    t = steps[:-n_step]  # [m]
-    last = end.unsqueeze(1)  # [N, 1]
+    n_step = args.n_step
+    t = torch.arange(args.learn_length, device=q.device)  # [m]
+    last = last.unsqueeze(1)  # [N, 1]
     k = (t + n_step).minimum(last)  # [N, m]
 
     # Rewards after steps t to k - 1: unfold lists the n rewards after each step t, [N, m, n]
-    is_before_end = steps[:-1] < last  # [N, m + n - 1]
-    discounts = gamma ** torch.arange(n_step, device=q.device)
-    returns = (rewards * is_before_end).unfold(1, n_step, 1) @ discounts  # [N, m]
+    discounts = args.gamma ** torch.arange(n_step, device=q.device)
+    returns = rewards.unfold(1, n_step, 1) @ discounts  # [N, m]
 
     # The value of step k: its action is chosen by Q, and valued by Q'. A terminal step has none
     best_action = q.argmax(2, keepdim=True)  # [N, m + n, 1]
-    values = inverse_value_rescale(target_q.gather(2, best_action).squeeze(2))  # [N, m + n]
+    best_q = target_q.gather(2, best_action).squeeze(2)  # [N, m + n]
+    values = inverse_value_rescale(best_q, args.rescale_epsilon)
     is_terminal = is_terminated.unsqueeze(1) & (k == last)  # [N, m]
     values_at_k = values.gather(1, k) * ~is_terminal  # [N, m]
-    discount = gamma ** (k - t).clamp(min=0)  # k < t only after the end, where y_t is zero
-    return value_rescale(returns + discount * values_at_k) * (t < last)
+    discount = args.gamma ** (k - t).clamp(min=0)  # k < t only after the last step, where y_t is not used
+    return value_rescale(returns + discount * values_at_k, args.rescale_epsilon)
 
 
-def sequence_priority(td_errors, is_trained, eta=0.9):
-    """Compute p [N] of eq. 4 from the TD errors [N, m] of steps where is_trained [N, m]."""
-    errors = td_errors.abs() * is_trained
+def sequence_priority(td_errors, is_trained, eta):
+    """Compute p [N] of eq. 4 from TD errors [N, m], which are 0 unless is_trained [N, m]."""
+    errors = td_errors.abs()
     return eta * errors.amax(1) + (1 - eta) * errors.sum(1) / is_trained.sum(1)
 
 
 def r2d2_loss(agent, target, windows, weights, args):
-    """Return eq. 3 and two METRICS as sums over the trained steps, their number, and new priorities [N]."""
-    # Steps are counted from the first trained one. Those after the end of an episode are not trained
-    end = windows["end"] - args.burn_in  # [N]
-    is_trained = torch.arange(args.learn_length, device=end.device) < end.unsqueeze(1)  # [N, m]
-    if args.last_window == "null":
-        is_trained[:] = True  # they are, with target 0
-
-    # The action and the reward of a step are in the reading after it
-    first = args.burn_in + 1
-    actions = windows["last_action"][:, first : first + args.learn_length]  # [N, m]
-    num_rewards, sum_of_squares = agent.reward_sums
-    rewards = windows["last_reward"][:, first:] / (sum_of_squares / num_rewards).sqrt()  # [N, m + n - 1]
+    """Return, for each step [N, m]: its part of eq. 3, y - Q, and whether it is trained. Others have 0."""
+    # Slices of the steps after burn_in: m are trained, and n more provide targets. What follows the last
+    # observation of an episode is not trained
+    last = windows["end"] - args.burn_in  # [N]
+    is_trained = torch.arange(args.learn_length, device=last.device) < last.unsqueeze(1)  # [N, m]
+    actions = windows["action"][:, args.burn_in : -args.n_step]  # [N, m]
+    rewards = windows["reward"][:, args.burn_in : -1]  # [N, m + n - 1]
 
     # Targets, from both networks. Only Q of the actions taken has a gradient
     q = unroll(agent, windows, args)  # [N, m + n, A]
     with torch.no_grad():
         target_q = unroll(target, windows, args)
-        targets = compute_targets(
-            q, target_q, rewards, end, windows["is_terminated"], args.gamma, args.n_step
-        )  # [N, m]
-
-    # Sums, which the caller divides by the number of trained steps in all processes
+        targets = compute_targets(q, target_q, rewards, last, windows["is_terminated"], args)  # [N, m]
     q_taken = q[:, : args.learn_length].gather(2, actions.unsqueeze(2)).squeeze(2)  # [N, m]
     td_errors = (targets - q_taken) * is_trained
-    losses = 0.5 * weights.unsqueeze(1) * td_errors.square()  # [N, m]
-    # A metric of your own goes here, times is_trained, and into METRICS before grad_norm
-    metrics = torch.stack((losses, td_errors.abs())).detach()  # [2, N, m]
-    priorities = sequence_priority(td_errors.detach(), is_trained)
-    return losses.sum(), metrics.sum((1, 2)), is_trained.sum(), priorities
+    losses = 0.5 * weights.unsqueeze(1) * td_errors.square()
+    return losses, td_errors.detach(), is_trained
 
 
 def update_network(agent, target, optimizer, replay, args):
-    """Take one gradient step on sampled windows, update their priorities, and return METRICS [3].
+    """Take one gradient step on sampled windows, update their priorities, and return metrics by name.
 
     Shapes are fixed and the host never waits, so that a CUDA graph can record it.
     """
     index, weights = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
-    loss, metrics, num_trained, priorities = r2d2_loss(agent, target, windows, weights, args)
-    # The number of steps in all processes, divided by the number of processes. As average(sum) is the sum
-    # over all of them divided by the same number, average(sum) / num_trained is the mean over all steps
-    num_trained = average(num_trained.float())
+    if args.norm_reward:
+        num_rewards, sum_of_squares = replay.reward_sums
+        windows["reward"] /= (sum_of_squares / num_rewards).sqrt()
+
+    # The loss is this process's share of the mean over the trained steps of all processes
+    agent.train()  # for layers such as dropout and batch norm
+    losses, td_errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
+    num_trained = total(is_trained.sum().float())
+    loss = losses.sum() / num_trained
     optimizer.zero_grad()
-    (loss / num_trained).backward()
-    average_gradients(agent)
+    loss.backward()
+    agent.eval()
+    sum_gradients(agent)
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
+
     # A priority of zero would never be drawn again. NaN would break the draws, before the training loop can
     # say that the losses are not finite
+    priorities = sequence_priority(td_errors, is_trained, args.eta)
     replay.data["priority"][index] = priorities.nan_to_num().clamp(min=1e-8)
-    return torch.cat((average(metrics / num_trained), grad_norm.unsqueeze(0)))
+    td_error = total(td_errors.abs().sum()) / num_trained
+    return {"q_loss": total(loss.detach()), "td_error": td_error, "grad_norm": grad_norm}
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def evaluate(agent, args, device, stream):
     """Score one episode with greedy actions in each of `eval_episodes` environments."""
-    envs = make_envs(args, args.eval_episodes or 10)
-    epsilons = torch.zeros(envs.num_envs)
-    player = Player(agent, envs, args, epsilons, device, seed_everything(args.seed, stream))
+    envs = Environments(args, args.eval_episodes or 10)
+    epsilons = torch.zeros(envs.num_envs, device=device)
+    player = Player(agent, envs, epsilons, seed_everything(args.seed, stream))
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros_like(returns)
     is_running = lengths == 0
     while is_running.any() and lengths.max() < 10_000:
-        player.step(player.act)
-        returns += player.rewards * is_running
+        _, outcome = player.step(player.act)
+        returns += outcome.rewards * is_running
         lengths += is_running
-        is_running &= ~player.is_over
+        is_running &= ~outcome.is_over
     envs.close()
     if is_running.any():
         tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
@@ -644,13 +683,128 @@ def evaluate(agent, args, device, stream):
     }
 
 
+def score_policy(agent, args, device, run):
+    """Evaluate during training, and keep the policy in best.pt if it is the best so far."""
+    scores = evaluate(agent, args, device, 2)
+    run.keep(scores, scores["eval/episodic_return"], args.eval_episodes * scores["eval/episodic_length"])
+
+
 # ---- Training ----------------------------------------------------------------------------------------------
+def train(args, run):
+    """Train the agent of a run; with --evaluate, only score it.
+
+    Numbers that seed_everything gets:
+        (seed, 0)                      for the weights, which are the same in every process
+        (seed, 1, iteration, process)  for an iteration; iteration 0 for the first observations
+        (seed, 2)                      for evaluations during training: always the same episodes
+        (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
+    """
+    # Set up the networks
+    progress = run.progress
+    device = set_up_device(args)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+    envs = Environments(args, args.num_envs // WORLD_SIZE)
+    Environments(args, args.eval_episodes or 10).close()  # exits if evaluations would
+    seed_everything(args.seed, 0)
+    agent = QNetwork(envs, args).to(device)
+    run.load(agent=agent)
+    if args.evaluate:
+        print_scores(evaluate(agent, args, device, 3))
+        return
+    target = deepcopy(agent)
+    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
+    options = {"lr": learning_rate, "capturable": is_cuda}
+    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True, **options)
+    run.load(target=target, optimizer=optimizer)
+    # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
+    optimizer.param_groups[0] |= options
+
+    # The replay: that of the checkpoint, unless it is of another task or its windows have another form
+    replay = SequenceReplay(envs, args, device)
+    names = "env_id burn_in learn_length n_step buffer_size".split()
+    saved = run.checkpoint
+    if saved and "replay" in saved and all(getattr(args, x) == getattr(saved["args"], x) for x in names):
+        replay.load_state_dict(saved["replay"])
+    if args.checkpoint_replay:
+        run.resume_parts["replay"] = replay
+
+    # The player. Each process gets large and small probabilities of random actions
+    epsilons = epsilon_ladder(args)[RANK::WORLD_SIZE].to(device)
+    player = Player(agent, envs, epsilons, seed_everything(args.seed, 1, progress.iteration, RANK))
+    act = player.act
+    update = partial(update_network, agent, target, optimizer, replay, args)
+    use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
+    num_windows = replay.batch_windows * WORLD_SIZE
+    run.open(
+        f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}, "
+        f"batches of {num_windows * args.learn_length} trained steps",
+        args.total_timesteps,
+    )
+
+    while progress.step < args.total_timesteps:
+        seed_everything(args.seed, 1, progress.iteration + 1, RANK)
+
+        # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors, not
+        # of numbers: to anneal another setting, make it a tensor too
+        if args.anneal_lr:
+            learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
+
+        # Collect steps in each environment, and store the windows that they complete
+        episodes, num_steps, num_new = collect_steps(player, act, replay, args)
+
+        # Update as often as --replay-ratio asks for; the fraction of an update is left for later
+        progress.updates_due += args.replay_ratio * num_new / num_windows
+        num_updates = int(progress.updates_due)
+        progress.updates_due -= num_updates
+        metrics = {}
+        for _ in range(num_updates):
+            for name, value in update().items():
+                metrics[name] = metrics.get(name, 0.0) + value / num_updates
+            progress.num_updates += 1
+            if progress.num_updates % args.target_interval == 0:
+                target.load_state_dict(agent.state_dict())  # in place, as the graph needs
+
+        # Record acting and the update after some updates, as Adam creates its state in the first step
+        if use_graphs and num_updates and progress.num_updates > 2:
+            act = capture(act, *player.get_inputs())
+            update = capture(update)
+            use_graphs = False
+
+        # Log
+        scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
+        scalars["charts/num_updates"] = progress.num_updates
+        scalars["charts/learning_rate"] = learning_rate.item()
+        if episodes:
+            mean_return, mean_length = np.mean(episodes, 0)
+            scalars["charts/episodic_return"] = mean_return
+            scalars["charts/episodic_length"] = mean_length
+            run.bar.set_postfix_str(f"return {mean_return:.2f}", refresh=False)
+        run.log(num_steps, scalars)
+
+        # Evaluate. The longest episode so far predicts how many steps that takes
+        if run.should_evaluate(args.eval_episodes * envs.longest):
+            score_policy(agent, args, device, run)
+
+    # Evaluate the last policy
+    if run.should_evaluate():
+        score_policy(agent, args, device, run)
+    run.close(f", {progress.num_updates} updates")
+
+
+# ---- Run ---------------------------------------------------------------------------------------------------
+# What follows is the same in all scripts of this family, but for `Progress` and `main`
+if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 @dataclass
 class Progress:
     """What a run has done so far."""
 
     iteration: int = 0
-    step: int = 0  # environment steps taken, in total across environments
+    step: int = 0  # environment steps trained on, in total across environments
     eval_steps: int = 0  # environment steps of evaluations
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # mean return of best.pt, None before the first evaluation
@@ -659,36 +813,259 @@ class Progress:
     updates_due: float = 0.0  # the fraction of an update that is left over
 
 
-def fail(message: str):
-    """Print one line for the user and exit with code 2."""
+class Run:
+    """The folder, log, progress bar and checkpoints of a run. Only process 0 writes and evaluates."""
+
+    def __init__(self, args, task, checkpoint=None):
+        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        self.args = args
+        self.checkpoint = checkpoint
+        self.parts = {}  # what checkpoints hold, by name
+        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
+        self.bar = None
+        if checkpoint:
+            self.path = checkpoint["path"].parent
+            self.progress = checkpoint["progress"]
+        else:
+            name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+            self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
+            self.progress = Progress()
+
+    def load(self, **parts):
+        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
+        self.parts |= parts
+        try:
+            for name, part in parts.items():
+                if self.checkpoint:
+                    part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+
+    def open(self, description, length, position=None):
+        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
+
+        The bar counts steps. In scripts with another unit, `position` says where the bar is.
+        """
+        position = min(self.progress.step if position is None else position, length)
+        self.tenths = 10 * position // length  # how many tenths of the run are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()  # so that there is something to resume from now on
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
+        # Where the bar is written to a file, every 30 seconds are enough
+        seconds = 0.1 if os.isatty(2) else 30
+        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        self.saved_at = time.time()
+        self.start_clocks()
+
+    def find_best(self):
+        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        path = self.path / "best.pt"
+        best = load_checkpoint(path) if path.exists() else None
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
+        else:
+            self.progress.best_score = self.progress.last_score = None
+
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
+        name = self.path.name
+        if args.track:
+            import wandb
+
+            try:
+                wandb.init(
+                    project=args.wandb_project_name,
+                    entity=args.wandb_entity,
+                    name=name,
+                    id=name,
+                    config=asdict(args),
+                    sync_tensorboard=True,
+                    resume="allow",
+                    reinit="finish_previous",
+                )
+            except wandb.Error:
+                fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
+        try:
+            # Hide what was logged after the checkpoint of a resumed run
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
+        except OSError as error:
+            fail(f"{self.path}: cannot be written to ({error.strerror})")
+        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
+
+    def start_clocks(self):
+        """Begin to measure the time of an iteration, without the evaluation before it."""
+        self.start = time.time()
+        self.cpu_start = time.process_time()
+
+    def save(self, name="checkpoint.pt"):
+        """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
+        parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
+        for key, part in parts.items():
+            checkpoint[key] = part.state_dict()
+        path = self.path / name
+        torch.save(checkpoint, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+    def write(self, scalars):
+        """Log scalars; one that is not finite ends the run with one line."""
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.progress.step)
+            if not math.isfinite(value):
+                fail(f"{name} is {value} at step {self.progress.step}")
+
+    def log(self, num_steps, scalars, position=None):
+        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
+
+        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        """
+        progress = self.progress
+        progress.iteration += 1
+        progress.step += num_steps
+        progress.cpu_seconds += time.process_time() - self.cpu_start
+        progress.last_score = None  # the policy that this iteration made has no score yet
+        if RANK > 0:
+            return
+        speed = num_steps / (time.time() - self.start)
+        self.write(scalars | {"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        if position is None:
+            position = progress.step
+        self.bar.update(min(position, self.bar.total) - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says
+        tenths = 10 * self.bar.n // self.bar.total
+        if self.args.eval_interval:
+            self.is_due = progress.iteration % self.args.eval_interval == 0
+        else:
+            self.is_due = tenths > self.tenths
+        self.tenths = tenths
+        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+            self.writer.flush()
+            self.save()
+            self.saved_at = time.time()
+        self.start_clocks()
+
+    def should_evaluate(self, num_steps=0):
+        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
+
+        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
+        fifth of the steps trained on.
+        """
+        if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
+            return False
+        if self.tenths == 10:
+            return True
+        if self.args.eval_interval:
+            return self.is_due
+        return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
+
+    def keep(self, scores, score, num_steps):
+        """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
+
+        `score` is the one that decides: the higher, the better.
+        """
+        self.write(scores)
+        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        progress = self.progress
+        progress.eval_steps += round(num_steps)
+        progress.last_score = float(score)
+        if progress.best_score is None or score >= progress.best_score:
+            progress.best_score = progress.last_score
+            self.save("best.pt")
+        # Save the scores too. A large checkpoint is written again only at the end
+        if not self.resume_parts or self.tenths == 10:
+            self.save()
+        self.start_clocks()
+
+    def close(self, text=""):
+        """Close bar and log, and print the scores, followed by what else a script has to say."""
+        self.bar.close()
+        if RANK > 0:
+            return
+        self.writer.close()
+        if self.args.track:
+            import wandb
+
+            wandb.finish()
+        scores = "not evaluated"
+        if self.progress.last_score is not None:
+            best = f"{SCORE} of best.pt {self.progress.best_score:.5g}"
+            scores = f"{best}, of the last policy {self.progress.last_score:.5g}"
+        print_line(f"{self.path}: {scores}{text}")
+
+    def say_how_to_resume(self):
+        """After Ctrl-C, print the command that resumes the run, if it has begun."""
+        if RANK == 0 and self.bar is not None:
+            self.bar.close()
+            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+def print_line(line):
+    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def print_scores(scores):
+    """Print the scores of --evaluate, a line each."""
+    for name, value in scores.items():
+        print_line(f"{name}: {value:.5g}")
+
+
+def fail(message):
+    """Print an error in one line and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def average(x):
-    """Average a tensor that needs no gradient over all processes, in place."""
+def total(x):
+    """Sum a tensor that needs no gradient over all processes, in place; with one process nothing happens."""
     if WORLD_SIZE > 1:
-        torch.distributed.all_reduce(x.div_(WORLD_SIZE))
+        torch.distributed.all_reduce(x)
     return x
 
 
-def average_gradients(network):
-    """Average the gradients over all processes, in one message; parameters without one are left out."""
+def sum_gradients(network):
+    """Sum the gradients over all processes, in one message; parameters without one are left out."""
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
-        vector = average(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)
+        vector = total(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
 
-def seed_everything(*stream: int) -> int:
+def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
+    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
+    environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     return seed
+
+
+def set_up_device(args):
+    """Set the thread count, select the device and, under torchrun, join the process group."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    use_cuda = args.cuda and torch.cuda.is_available()
+    if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
+        # The other processes wait while process 0 evaluates, which may take hours
+        torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
 
 
 def capture(function, *inputs):
@@ -703,33 +1080,12 @@ def capture(function, *inputs):
         output = function(*memory)
 
     def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs):
+        for old, new in zip(memory, new_inputs, strict=True):
             old.copy_(new)
         graph.replay()
         return output
 
     return replay
-
-
-def set_up_device(args):
-    """Set the thread count, select the device and, under torchrun, join the process group."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-    if use_cuda:
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
-    if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
-    return device
-
-
-def save_checkpoint(run_path: Path, args, progress, parts, name: str):
-    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
-    states = {key: part.state_dict() for key, part in parts.items()}
-    checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
-    torch.save(checkpoint, run_path / f"{name}.tmp")
-    os.replace(run_path / f"{name}.tmp", run_path / name)
 
 
 def load_checkpoint(path):
@@ -738,258 +1094,54 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
+        checkpoint["path"] = Path(path).resolve()  # links resolved: the run's own folder
         return checkpoint
     except Exception:
-        fail(
-            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
-        )
-
-
-def open_run(run_path: Path, args, step: int):
-    """Make the run folder, and return the writer of its log; exits if the folder cannot be written to.
-
-    With --track, Weights & Biases gets the log too.
-    """
-    if args.track:
-        import wandb
-
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=run_path.name,
-            id=run_path.name,
-            config=asdict(args),
-            sync_tensorboard=True,
-            resume="allow",
-        )
-    try:
-        # Hide what was logged after the checkpoint of a resumed run
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)
-    except OSError as error:
-        fail(f"{run_path}: cannot be written to ({error.strerror})")
-    rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-    return writer
-
-
-def set_up(args, checkpoint, learning_rate):
-    """Make environments, the parts of each checkpoint, and the replay (None with --evaluate).
-
-    They are on the device of the tensor `learning_rate`, and loaded from `checkpoint` if there is one.
-    """
-    device = learning_rate.device
-    envs = make_envs(args, args.num_envs // WORLD_SIZE)
-    seed_everything(args.seed, 0)  # the same weights in every process
-    agent = QNetwork(envs, args).to(device)
-    target = deepcopy(agent)
-    options = {"lr": learning_rate, "capturable": learning_rate.is_cuda}
-    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True, **options)
-
-    # Load the checkpoint, of which --evaluate needs no more than this
-    parts = {"agent": agent, "target": target, "optimizer": optimizer}
-    if checkpoint:
-        try:
-            for name, part in parts.items():
-                part.load_state_dict(checkpoint[name])
-        except (KeyError, RuntimeError, ValueError):
-            fail(
-                f"{args.evaluate or args.resume}: not the network of --env-id, --hidden-size, "
-                "--recurrent, --last-action-reward and this file"
-            )
-        optimizer.param_groups[0] |= options  # not the saved ones; do so for each group that you add
-    if args.evaluate:
-        return envs, parts, None
-
-    # The replay: a new one, or that of the checkpoint if the task is the same. Windows of other lengths do
-    # not fit into it
-    replay = SequenceReplay(envs, args, device)
-    if checkpoint and "replay" in checkpoint and checkpoint["args"].env_id == args.env_id:
-        for name in ("burn_in", "learn_length", "n_step", "buffer_size"):
-            saved = getattr(checkpoint["args"], name)
-            if getattr(args, name) != saved:
-                fail(f"--{name.replace('_', '-')} must be {saved}, as in the replay of {args.resume}")
-        replay.load_state_dict(checkpoint["replay"])
-    return envs, parts, replay
-
-
-def train(args, run_path: Path, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate, only score the checkpoint.
-
-    Random numbers are seeded by --seed and 0 for the weights, 1 for training (and again in each iteration, by
-    its number), 2 for evaluations during training (always the same episodes), 3 for --evaluate.
-    """
-    # Set up
-    device = set_up_device(args)
-    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
-    envs, parts, replay = set_up(args, checkpoint, learning_rate)
-    agent, target, optimizer = parts.values()
-    if args.evaluate:  # on episodes other than those that selected best.pt
-        print(evaluate(agent, args, device, 3))
-        return
-    progress = checkpoint["progress"] if checkpoint else Progress()
-    save = partial(save_checkpoint, run_path, args, progress)
-    all_parts = parts | {"replay": replay} if args.checkpoint_replay else parts
-    if RANK == 0:
-        writer = open_run(run_path, args, progress.step)
-        print(
-            f"{run_path}: {type(envs.unwrapped).__name__}, {args.num_envs} environments, step {progress.step}"
-        )
-        if not checkpoint:
-            save(all_parts, "checkpoint.pt")
-        else:
-            # best.pt may be newer than checkpoint.pt. Without one of this task, the next score is the best
-            progress.best_score = None
-            if (run_path / "best.pt").exists():
-                best = load_checkpoint(run_path / "best.pt")
-                if best["args"].env_id == args.env_id:
-                    progress.best_score = best["progress"].best_score
-        if progress.step >= args.total_timesteps:
-            print(f"{run_path}: raise --total-timesteps to train on")
-
-    def score_policy():
-        """Evaluate, log the scores, and keep the policy in best.pt unless an earlier one was better."""
-        scores = evaluate(agent, args, device, 2)
-        for name, score in scores.items():
-            writer.add_scalar(name, score, progress.step)
-        progress.eval_steps += round(args.eval_episodes * scores["eval/episodic_length"])
-        progress.last_score = scores["eval/episodic_return"]
-        if progress.best_score is None or progress.last_score >= progress.best_score:
-            progress.best_score = progress.last_score
-            save(parts, "best.pt")
-
-    # Each process gets large and small probabilities of random actions
-    epsilons = epsilon_ladder(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]
-    seed = seed_everything(args.seed, 1, progress.iteration, RANK)
-    player = Player(agent, envs, args, epsilons, device, seed)
-    act = player.act
-    update = partial(update_network, agent, target, optimizer, replay, args)
-    use_graphs = CUDA_GRAPHS and learning_rate.is_cuda and WORLD_SIZE == 1
-    eval_interval = args.eval_interval or args.total_timesteps // (10 * args.num_envs * args.num_steps) + 1
-    longest_episode = 0
-    saved_at = time.time()
-    with tqdm(
-        total=args.total_timesteps,
-        initial=progress.step,
-        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-        disable=RANK > 0,
-    ) as bar:
-        while progress.step < args.total_timesteps:
-            start = time.time()
-            cpu_start = time.process_time()
-            progress.iteration += 1
-            progress.last_score = None  # the policy that this iteration makes has no score yet
-            seed_everything(args.seed, 1, progress.iteration, RANK)
-
-            # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
-            # not of numbers: to anneal another setting, make it a tensor too
-            if args.anneal_lr:
-                learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
-
-            # Collect steps in each environment, and store the windows that they complete
-            episodes, steps_taken, num_windows = collect_steps(player, act, replay, args)
-            progress.step += steps_taken
-
-            # Update as often as --replay-ratio asks for; the fraction of an update is left for later
-            progress.updates_due += args.replay_ratio * num_windows / replay.batch_windows
-            num_updates = int(progress.updates_due)
-            progress.updates_due -= num_updates
-            metrics = torch.zeros(len(METRICS), device=device)
-            for _ in range(num_updates):
-                metrics += update() / num_updates
-                progress.num_updates += 1
-                if progress.num_updates % args.target_interval == 0:
-                    target.load_state_dict(agent.state_dict())  # in place, as the graph needs
-            if use_graphs and num_updates and progress.num_updates > 2:
-                # Record after some updates, as Adam creates its state in the first step
-                act = capture(act)
-                update = capture(update)
-                use_graphs = False
-            progress.cpu_seconds += time.process_time() - cpu_start
-
-            # Log, in process 0 alone: losses are of all processes, episodes its own. The rest of the loop
-            # must not call `average`, since the other processes do not get there
-            if RANK > 0:
-                continue
-            if not metrics.isfinite().all():
-                fail(f"{args.env_id}: losses are not finite at step {progress.step}")
-            scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist()) if num_updates}
-            scalars["charts/cpu_seconds"] = progress.cpu_seconds
-            scalars["charts/SPS"] = steps_taken / (time.time() - start)
-            scalars["charts/num_updates"] = progress.num_updates
-            scalars["charts/learning_rate"] = learning_rate.item()
-            if episodes:
-                mean_return, mean_length = np.mean(episodes, 0)
-                scalars["charts/episodic_return"] = mean_return
-                scalars["charts/episodic_length"] = mean_length
-                bar.set_postfix_str(f"return {mean_return:.2f}", refresh=False)
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, progress.step)
-            bar.update(min(progress.step, args.total_timesteps) - bar.n)
-
-            # Save, before an evaluation that might fail
-            is_last = progress.step >= args.total_timesteps
-            is_due = is_last or progress.iteration % eval_interval == 0
-            if is_due or time.time() - saved_at > 600:
-                writer.flush()
-                save(all_parts, "checkpoint.pt")
-                saved_at = time.time()
-
-            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the steps so far. The
-            # longest episode so far predicts how many steps the next evaluation takes
-            longest_episode = max([longest_episode, *player.lengths, *(length for _, length in episodes)])
-            eval_steps = progress.eval_steps + args.eval_episodes * longest_episode
-            is_affordable = args.eval_interval or eval_steps <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and not is_last:
-                score_policy()
-
-    # Evaluate the last policy
-    if RANK > 0:
-        return
-    # None: the last policy is not evaluated yet, or there is no best.pt of this task
-    if args.eval_episodes and None in (progress.best_score, progress.last_score):
-        score_policy()
-        save(all_parts, "checkpoint.pt")
-    writer.close()
-    scores = "not evaluated"
-    if None not in (progress.best_score, progress.last_score):
-        scores = (
-            f"return of best.pt {progress.best_score:.2f}, of the last policy {progress.last_score:.2f} "
-            f"after {progress.num_updates} updates"
-        )
-    print(f"{run_path}: {scores}")
+        fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
 
 
 def main(argv=None):
-    """Read the command line; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint."""
     args = tyro.cli(Args, args=argv)
     checkpoint = None
-    path = args.evaluate or args.resume
-    if path:
-        checkpoint = load_checkpoint(path)
-        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    if args.resume and args.evaluate:
+        fail("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args.evaluate or args.resume)
+        saved = checkpoint["args"]
+        if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
+            # The learning rate at the end, which an edited copy may have adapted
+            saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
+        args = tyro.cli(Args, args=argv, default=saved)
     counts = """num_envs hidden_size memory_span total_timesteps num_steps learn_length n_step buffer_size
         batch_size target_interval""".split()
-    # Settings that are numbers must be at least 0, and these at least 1
+    shares = "gamma alpha beta eta epsilon".split()
     for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
         least = 1 if name in counts else 0
-        if type(value) in (int, float) and not value >= least:  # also if it is NaN
-            fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
+        most = 1 if name in shares else sys.float_info.max
+        if not least <= value <= most:  # also if it is NaN
+            fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most:.3g}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", run_name))
+    least = args.learn_length * WORLD_SIZE
+    if args.batch_size < least:
+        fail(
+            f"--batch-size ({args.batch_size}) must be at least {least}, a window's trained steps in each process"
+        )
+    if args.evaluate and RANK > 0:
+        return  # process 0 does it
+    run = Run(args, args.env_id, checkpoint)
     try:
-        train(args, run_path, checkpoint)
+        train(args, run)
     except KeyboardInterrupt:
-        if RANK == 0 and not args.evaluate and (run_path / "checkpoint.pt").exists():
-            print(
-                f"{run_path}: interrupted; to resume: python {sys.argv[0]} --resume {run_path}/checkpoint.pt",
-                file=sys.stderr,
-            )
+        run.say_how_to_resume()
         sys.exit(130)
 
 
 if __name__ == "__main__":
     main()
     if RANK > 0:
+        sys.stdout.flush()
         os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

@@ -4,6 +4,7 @@ from functools import partial
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Sequence, Tuple
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -257,6 +258,38 @@ def register(name, entry_point, **kwargs):
         gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, options=options))
 
 
+class OtherForm(gym.vector.VectorWrapper):
+    """The same steps as tensors of torch, with numbers as flags of an end, and any `mode` in the metadata."""
+
+    def __init__(self, envs, mode):
+        super().__init__(envs)
+        self.metadata = {"autoreset_mode": mode} if mode else {}
+
+    def reset(self, **options):
+        obs, infos = self.env.reset(**options)
+        return torch.as_tensor(obs), infos
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        flags = terminated.astype(np.int64), truncated.astype(np.float32)
+        return *(torch.as_tensor(x) for x in (obs, rewards, *flags)), infos
+
+
+def register_other_form(prefix, mode, name, count=None):
+    """Register `<prefix><name>`, whose number of environments is `count`, if that is given."""
+
+    def make_vec(num_envs, **_):
+        made = [lambda: gym.make(f"{name}-v0")] * (count or num_envs)
+        return OtherForm(SyncVectorEnv(made, autoreset_mode=mode or "NextStep"), mode)
+
+    gym.register(f"{prefix}{name}-v0", vector_entry_point=make_vec)
+
+
+register_other_form("Other", "NextStep", "Ledger")
+register_other_form("OtherSameStep", "SameStep", "Ledger")
+register_other_form("OtherSameStep", "SameStep", "Shifted")
+register_other_form("Undeclared", None, "Ledger")
+register_other_form("Eight", "NextStep", "Ledger", count=8)
 for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Pair, Quadrants, Quarters, Aim):
     register(env_class.__name__, env_class)
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
@@ -266,6 +299,7 @@ register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
 flat, image = Box(-1, 1, (2,)), Box(0, 255, (84, 84, 3), np.uint8)
 for name, obs, actions in (
     ("Dict", Dict(a=flat), Discrete(2)),
+    ("Bytes", Dict(a=flat, b=image), Discrete(2)),
     ("Image", image, Discrete(2)),
     ("Sequence", Sequence(flat), Discrete(2)),
     ("MultiDiscrete", flat, MultiDiscrete([2, 3])),

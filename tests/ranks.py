@@ -147,38 +147,38 @@ def update_r2d2(r2d2, rows):
     """Of windows of several lengths, so that two processes have unequally many trained steps; and of rewards."""
     args = r2d2.Args(env_id="CartPole-v1", num_envs=4, hidden_size=8, num_steps=100, buffer_size=60)
     args.burn_in, args.learn_length, args.n_step, args.learning_starts = 2, 8, 2, 0
-    envs, agents, numbers = r2d2.make_envs(args, 4), [], []
+    envs, agents, numbers = r2d2.Environments(args, 4), [], []
     for args.max_grad_norm in (0.01, 1e9):  # which clips everything and nothing
         agent, target = (r2d2.QNetwork(envs, args) for _ in range(2))
         replay = r2d2.SequenceReplay(envs, args, torch.device("cpu"))
-        player = r2d2.Player(agent, envs, args, torch.full((4,), 0.5), torch.device("cpu"), 1)
-        with patch.multiple(r2d2, average=lambda x: x):  # the same in every process
+        player = r2d2.Player(agent, envs, torch.full((4,), 0.5), 1)
+        with patch.multiple(r2d2, total=lambda x: x):  # the same in every process
             r2d2.collect_steps(player, player.act, replay, args)
-        index = torch.randperm(replay.num_added)[:8]
+        index = torch.randperm(int(replay.num_added))[:8]
         weights = torch.linspace(0.3, 1.0, 8)
         ends = replay.data["end"][index].clamp(max=10)
         assert ends[::2].sum() != ends[1::2].sum()
         replay.sample = lambda index=index, weights=weights: (index[rows], weights[rows])
         shake(agent)
-        numbers.append(r2d2.update_network(agent, target, descend(agent), replay, args))
+        numbers += r2d2.update_network(agent, target, descend(agent), replay, args).values()
         agents.append(agent)
     rewards = torch.randn(args.num_steps, 4, dtype=torch.float64).numpy()
     rewards[:, 0] = 0.0  # the processes differ in rewards that are not zero
-    rewards, agent = iter(rewards[:, rows]), r2d2.QNetwork(envs, args)
-    is_over = np.zeros(4 // r2d2.WORLD_SIZE, bool)  # no episode ends
-    player = SimpleNamespace(agent=agent, is_over=is_over, lengths=is_over + 1, obs=torch.zeros(1))
-    replay = SimpleNamespace(num_added=0, store=lambda: replay.num_added)
+    rewards = iter(rewards[:, rows])
+    size = 4 // r2d2.WORLD_SIZE
+    nothing, everything = np.zeros(size, bool), np.ones(size, bool)  # no episode ends, and all are steps
+    replay = SimpleNamespace(num_added=0, reward_sums=torch.zeros(2, dtype=torch.float64))
 
     def step(act):
-        player.rewards = player.returns = next(rewards)
+        return None, SimpleNamespace(rewards=next(rewards), is_over=nothing, is_step=everything)
 
-    def add(player):
-        replay.num_added += len(is_over)
+    def add(steps, outcome):
+        replay.num_added += size
 
-    player.step, replay.add = step, add
+    envs, replay.add = SimpleNamespace(num_envs=size), add
+    player = SimpleNamespace(envs=envs, state=torch.zeros(1), step=step)
     _, num_steps, num_windows = r2d2.collect_steps(player, None, replay, args)
-    count, squares = agent.reward_sums
-    numbers.append(torch.tensor([squares / count, num_steps, num_windows * r2d2.WORLD_SIZE]))
+    numbers += [replay.reward_sums, torch.tensor([num_steps, num_windows])]
     return agents, numbers
 
 

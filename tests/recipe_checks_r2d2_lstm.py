@@ -1,25 +1,156 @@
 """What the recipes for R2D2 must bring about."""
 
+from unittest import mock
+
+import pytest
 import torch
 from conftest import read_scalars
-from test_contract import load, run_edited
+from test_contract import import_file, load, run_edited, run_main
+
+RECALL = (
+    "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --learning-starts 500"
+)
+RECALL += " --buffer-size 2000 --total-timesteps 16000 --batch-size 96 --replay-ratio 4 --eval-episodes 100"
+RECALL += " --burn-in 2 --learn-length 3 --n-step 2"
+
+
+def check_memory(path, state_size, *flags):
+    """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Returns checkpoint and module."""
+    done, module = run_edited(path, RECALL, *flags)
+    assert read_scalars(done.path)["eval/episodic_return"][-1][1] >= 0.98
+    checkpoint = load(done.path / "checkpoint.pt")
+    assert checkpoint["replay"]["state"].shape == (2000, state_size, 32)
+    return checkpoint, module
+
+
+def make_network(module, **settings):
+    args = module.Args(env_id="probe_envs:Recall-v0", **settings)
+    torch.manual_seed(1)
+    return module.QNetwork(module.Environments(args, 1), args)
+
+
+def unroll(network, length, size):
+    """Inputs [2, length], and Q of them at once and one step after the other, which must be the same."""
+    shape = 2, length
+    inputs = torch.randn(*shape, 2), torch.randint(-1, 2, shape), torch.randn(shape)
+    state = torch.zeros(2, size, network.args.hidden_size)
+    with torch.no_grad():
+        q, last_state = network(*inputs, state)
+        steps = []
+        for t in range(length):
+            q_of_step, state = network(*(x[:, t : t + 1] for x in inputs), state)
+            steps.append(q_of_step)
+    torch.testing.assert_close(torch.cat(steps, 1), q, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, last_state, rtol=1e-4, atol=1e-5)
+    return inputs, q
 
 
 def check_gru(path, folder):
-    """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Update gates open as promised."""
-    flags = "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --learning-starts 500"
-    flags += (
-        " --buffer-size 2000 --total-timesteps 16000 --batch-size 96 --replay-ratio 4 --eval-episodes 100"
-    )
-    done, module = run_edited(path, flags, "--burn-in 2 --learn-length 3 --n-step 2")
-    assert read_scalars(done.path)["eval/episodic_return"][-1][1] >= 0.98
-    checkpoint = load(done.path / "checkpoint.pt")
+    """Update gates open as promised."""
+    checkpoint, module = check_memory(path, 1)
     assert checkpoint["agent"]["core.weight_hh_l0"].shape == (3 * 32, 32)
-    assert checkpoint["replay"]["state"].shape == (2000, 1, 32)
-    args = module.Args(env_id="probe_envs:Recall-v0", hidden_size=3, memory_span=100.0)
-    core = module.QNetwork(module.make_envs(args, 1), args).core
+    core = make_network(module, hidden_size=3, memory_span=100.0).core
     update_gate = (core.bias_ih_l0 + core.bias_hh_l0)[3:6].sigmoid()
     torch.testing.assert_close(update_gate, torch.tensor([1 / 2, 10 / 11, 100 / 101]))
 
 
-CHECKS = {"A GRU in place of the LSTM": check_gru}
+def check_transformer(path, folder):
+    """A step sees the newest 60 inputs, and neither older nor later ones."""
+    _, module = check_memory(path, 60, "--learning-rate 1e-3")
+    network = make_network(module, hidden_size=8)
+    (obs, *rest), q = unroll(network, 70, 60)
+    for changed in (0, 40):
+        other = obs.clone()
+        other[:, changed] += 3
+        with torch.no_grad():
+            differs = (network(other, *rest, torch.zeros(2, 60, 8))[0] != q).any(2).any(0)
+        assert differs.nonzero().flatten().tolist() == [*range(changed, min(changed + 60, 70))]
+
+
+def check_layer_norm(path, folder):
+    """The cell is torch's where the norms do nothing; forget gates open as promised."""
+    _, module = check_memory(path, 2)
+    network = make_network(module, hidden_size=3, memory_span=100.0)
+    bias = network.core.from_input[1].bias
+    torch.testing.assert_close(bias[3:6].sigmoid(), torch.tensor([1 / 2, 10 / 11, 100 / 101]))
+    unroll(network, 6, 2)
+    core, cell = network.core, torch.nn.LSTM(6, 3, batch_first=True)
+    for norms in (core.from_input, core.from_state):
+        norms[1] = torch.nn.Identity()
+    core.norm = torch.nn.Identity()
+    for linear, name in ((core.from_input[0], "ih"), (core.from_state[0], "hh")):
+        linear.weight, linear.bias = getattr(cell, f"weight_{name}_l0"), getattr(cell, f"bias_{name}_l0")
+    x, state = torch.randn(2, 5, 6), torch.randn(2, 2, 3)
+    expected, (h, c) = cell(x, tuple(state.unsqueeze(1)))
+    found, found_state = core(x, tuple(state))
+    torch.testing.assert_close((found, *found_state), (expected, h[0], c[0]))
+
+
+TASK = '''
+import gymnasium as gym
+import numpy as np
+from probe_envs import OneStep
+
+
+class Both(OneStep):
+    """1 for naming whether the picture is bright, or the contrary if the vector says so; optimum 1."""
+
+    observation_space = gym.spaces.Dict(
+        picture=gym.spaces.Box(0, 255, (1, 36, 40), np.uint8), vector=gym.spaces.Box(-1, 1, (2,))
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def draw(self):
+        self.bits = self.np_random.integers(2, size=2)
+        pixels = self.np_random.integers(0, 100, (1, 36, 40)) + 100 * self.bits[0]
+        return {"picture": pixels.astype(np.uint8), "vector": np.float32([self.bits[1], 0])}
+
+    def score(self, action):
+        return float(action == self.bits[0] ^ self.bits[1])
+
+
+gym.register("Both-v0", Both, disable_env_checker=True)
+'''
+
+
+def check_dict(path, folder):
+    """Both parts are needed: 1 at best, 0.5 with one of them."""
+    (folder / "both_tasks.py").write_text(TASK)
+    flags = "--env-id both_tasks:Both-v0 --num-steps 4 --learning-starts 300 --buffer-size 2000 --burn-in 0"
+    flags += " --total-timesteps 4000 --learn-length 1 --n-step 1 --replay-ratio 4 --batch-size 32 --target-interval 20"
+    done, module = run_edited(
+        path, flags, "--hidden-size 32 --eval-episodes 100 --learning-rate 1e-3 --gamma 0"
+    )
+    assert read_scalars(done.path)["eval/episodic_return"][-1][1] >= 0.97
+    agent = load(done.path / "checkpoint.pt")["agent"]
+    assert agent["encoder.0.weight"].shape == (32, 1, 8, 8) and agent["vector.weight"].shape == (32, 2)
+
+
+def check_epsilon(path, folder):
+    """It falls from --epsilon to 0.05 in the first half; evaluations have 0."""
+    module, found = import_file("edited_copy", path), []
+    step = module.Player.step
+    with mock.patch.object(
+        module.Player, "step", lambda x, act: found.append(x.epsilons.tolist()) or step(x, act)
+    ):
+        flags = (
+            "--env-id probe_envs:Fixed-v0 --num-envs 4 --total-timesteps 1000 --epsilon 1 --buffer-size 99"
+        )
+        run_main(
+            module, path.parent / "runs", flags, "--eval-episodes 2 --hidden-size 8 --eval-interval 10000"
+        )
+    training = [x for x in found if len(x) == 4]
+    assert all(len({*x}) == 1 for x in training) and all(x == [0.0] * 2 for x in found if len(x) == 2)
+    values = [x[0] for x in training]
+    assert values[0] == 1 and values == sorted(values, reverse=True)
+    assert values[len(values) // 4] == pytest.approx(0.525, abs=0.1)
+    assert values[len(values) * 11 // 20 :] == [pytest.approx(0.05)] * len(values[len(values) * 11 // 20 :])
+
+
+CHECKS = {
+    "A GRU in place of the LSTM": check_gru,
+    "A causal transformer in place of the LSTM": check_transformer,
+    "An LSTM with layer norm": check_layer_norm,
+    "Dict observations with a picture": check_dict,
+    "One falling epsilon": check_epsilon,
+}

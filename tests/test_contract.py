@@ -33,7 +33,7 @@ COMMON_FLAGS = """exp_name seed torch_deterministic cuda track wandb_project_nam
 run_dir resume evaluate eval_interval eval_episodes""".split()
 MAX_TOKENS = {
     "algos/ppo.py": 6050,
-    "algos/r2d2_lstm.py": 6600,
+    "algos/r2d2_lstm.py": 7400,
     "algos/reinforce_tsp_attention.py": 5400,
     "envs_shared/tsplib.py": 1200,
     "algos/alphazero_go.py": 9550,
@@ -120,15 +120,21 @@ CASES = {
         | {
             "--num-envs 7": NOT_DIVISIBLE,
             "--env-id probe_envs:BadMultiDiscrete-v0": "actions must be Discrete, not MultiDiscrete([2 3])",
-            "--env-id probe_envs:NoResetLedger-v0": "mode must be NEXT_STEP or SAME_STEP, not DISABLED",
+            "--env-id probe_envs:NoResetLedger-v0": "must be NEXT_STEP or SAME_STEP, not Disabled",
+            "--env-id probe_envs:BadBytes-v0": "a wrapper must scale bytes that stand beside other numbers, as in Dict",
             "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id",
             "--hidden-size 17 --evaluate good.pt": "good.pt: not the network of --env-id, --hidden-size",
             "--no-recurrent --resume good.pt": "good.pt: not the network of --env-id, --hidden-size, --recurrent",
-            "--learn-length 0": "--learn-length (0) must be at least 1",
-            "--n-step 0 --resume good.pt": "--n-step (0) must be at least 1",
-            "--burn-in -1": "--burn-in (-1) must be at least 0",
-            "--memory-span 0.5": "--memory-span (0.5) must be at least 1",
-            "--learning-rate nan": "--learning-rate (nan) must be at least 0",
+            "--learn-length 0": "--learn-length (0) must be from 1 to",
+            "--n-step 0 --resume good.pt": "--n-step (0) must be from 1 to",
+            "--burn-in -1": "--burn-in (-1) must be from 0 to",
+            "--memory-span 0.5": "--memory-span (0.5) must be from 1 to",
+            "--learning-rate nan": "--learning-rate (nan) must be from 0 to",
+            "--gamma 1.5": "--gamma (1.5) must be from 0 to 1",
+            "--epsilon 40": "--epsilon (40.0) must be from 0 to 1",
+            "--eta -0.1": "--eta (-0.1) must be from 0 to 1",
+            "--alpha 2": "--alpha (2.0) must be from 0 to 1",
+            "--batch-size 25": "--batch-size (25) must be at least 26",
             "--buffer-size 1000000000000": "--buffer-size (1000000000000) must be smaller",
         },
         num_saves=1,
@@ -586,10 +592,10 @@ NOT_FINITE = """
 ppo --env-id probe_envs:NotFiniteobs-v0 : obs of environment 1 in step 3 of an episode: not a number
 ppo --env-id probe_envs:NotFinitereward-v0 : rewards of environment 1 in step 3 of an episode: not a number
 ppo --learning-rate 1e30 : is (nan|inf) at step
-r2d2_lstm --env-id probe_envs:NotFiniteobs-v0 : observation of environment 1 is not finite in step 3
-r2d2_lstm --env-id probe_envs:SameStepNotFiniteobs-v0 : observation of environment 1 is not finite in step 3
-r2d2_lstm --env-id probe_envs:NotFinitereward-v0 : reward of environment 1 is not finite in step 3
-r2d2_lstm --learning-rate 1e30 : losses are not finite at step
+r2d2_lstm --env-id probe_envs:NotFiniteobs-v0 : observation of environment 1 in step 3 of an episode: not a number
+r2d2_lstm --env-id probe_envs:SameStepNotFiniteobs-v0 : observation of environment 1 in step 3 of an episode
+r2d2_lstm --env-id probe_envs:NotFinitereward-v0 : reward of environment 1 in step 3 of an episode: not a number
+r2d2_lstm --learning-rate 1e30 : is (nan|inf) at step
 reinforce_tsp_attention --learning-rate 1e30 : losses are not finite at instance
 alphazero_go --learning-rate 1e30 : is (nan|inf) at step
 ppo_change_detection --detector-lr 1e30 : is not finite at step

@@ -301,7 +301,9 @@ def check_r2d2_lstm(run_page, module, monkeypatch):
         scores = module.evaluate(names["agent"], names["args"], torch.device("cpu"), 2)
         found.append((scores["eval/episodic_return"], scores["eval/episodic_length"]))
     player = names["player"]
-    assert (player.returns.item(), player.lengths.item()) == pytest.approx(found[0]) and len(set(found)) > 1
+    assert (player.envs.returns.item(), player.envs.lengths.item()) == pytest.approx(found[0]) and len(
+        set(found)
+    ) > 1
 
 
 def check_reinforce_tsp_attention(run_page, module, monkeypatch):

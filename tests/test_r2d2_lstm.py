@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from test_contract import find_run, load, run_main
 
 from algos import r2d2_lstm as r2d2
-from algos.r2d2_lstm import Args, Player, QNetwork, SequenceReplay
+from algos.r2d2_lstm import Args, Environments, Player, QNetwork, SequenceReplay
 
 CPU = torch.device("cpu")
 run = partial(run_main, r2d2)
-LEDGERS = ("Ledger-v0", "SameStepLedger-v0", "ReusedLedger-v0")
+LEDGERS = ("Ledger-v0", "SameStepLedger-v0", "ReusedLedger-v0", "OtherLedger-v0", "OtherSameStepLedger-v0")
 
 
 def describe(obs_space=None, num_actions=4):
@@ -40,11 +40,11 @@ def make_args(env_id, *lengths, **more):
 
 def make_parts(args, agent=None, epsilons=None, seed=0):
     """Network, player and replay as `train` makes them."""
-    envs = r2d2.make_envs(args, args.num_envs)
+    envs = Environments(args, args.num_envs)
     r2d2.seed_everything(seed)
     agent = agent or QNetwork(envs, args)
-    epsilons = r2d2.epsilon_ladder(args.num_envs, args.epsilon) if epsilons is None else epsilons
-    return agent, Player(agent, envs, args, epsilons, CPU, seed), SequenceReplay(envs, args, CPU)
+    epsilons = r2d2.epsilon_ladder(args) if epsilons is None else epsilons
+    return agent, Player(agent, envs, epsilons, seed), SequenceReplay(envs, args, CPU)
 
 
 def play(parts, args, rounds=1):
@@ -61,8 +61,8 @@ def get_ledgers(envs):
 class Recorder:
     """In place of a QNetwork: prefers random actions, counts the steps in `state`, notes what it is shown."""
 
-    def __init__(self):
-        self.seen, self.reward_sums = [], torch.ones(2).double()
+    def __init__(self, hidden_size=2):
+        self.seen, self.args = [], SimpleNamespace(hidden_size=hidden_size)
 
     def __call__(self, obs, last_action, last_reward, state):
         shown = obs[:, 0].clone(), last_action[:, 0].tolist(), last_reward[:, 0].tolist(), state.clone()
@@ -84,61 +84,63 @@ def look_up(ledgers):
 
 
 def check_windows(replay, ledgers, args):
-    """Hold all windows against the ledgers; returns (environment, episode, first trained step) of each."""
+    """Hold all windows against the ledgers; returns (environment, episode, first trained step) of each.
+
+    The last observation of an episode has a step of its own, with action and reward 0.
+    """
     windows = {name: x[: replay.num_added].numpy() for name, x in replay.data.items()}
     places, found, burn_in = look_up(ledgers), [], args.burn_in
     for i, end in enumerate(windows["end"]):
         env, number, step = places[windows["obs"][i, burn_in].tobytes()]
-        episode, is_warm = ledgers[env].episodes[number], step >= burn_in
+        episode = ledgers[env].episodes[number]
         found.append((env, number, step))
         last = min(len(episode), step + replay.length - burn_in - 1)  # step of the observation at `end`
-        assert end == last - step + burn_in and windows["is_warm"][i] == is_warm
+        begin = 0 if step >= burn_in else burn_in
+        assert (end, windows["begin"][i]) == (last - step + burn_in, begin)
         assert windows["is_terminated"][i] == (last == len(episode) and episode[-1][4])
-        assert (windows["state"][i] == step - burn_in * is_warm).all()  # a Recorder counts steps
-        for slot in range(0 if is_warm else burn_in, replay.length):
-            t = step + min(slot, end) - burn_in  # the last reading fills up the window
-            obs = episode[t][0] if t < len(episode) else episode[-1][3]
-            action, reward = episode[t - 1][1:3] if t > 0 else (-1, 0.0)
+        assert (windows["state"][i] == step - burn_in + begin).all()  # a Recorder counts steps
+        for slot in range(begin, replay.length):
+            t = step + min(slot, end) - burn_in  # the last step fills up the window
+            is_last = t == len(episode)
+            obs, action, reward = (*episode[-1][3:4], 0, 0.0) if is_last else episode[t][:3]
+            last_action, last_reward = episode[t - 1][1:3] if t > 0 else (-1, 0.0)
             np.testing.assert_array_equal(windows["obs"][i, slot], obs)
-            assert windows["last_action"][i, slot] == action
-            assert windows["last_reward"][i, slot] == np.float32(reward)
+            numbers = [windows[name][i, slot] for name in ("action", "reward", "last_action", "last_reward")]
+            assert numbers == [action, np.float32(reward), last_action, np.float32(last_reward)]
     return found
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     env_id=st.sampled_from(LEDGERS),
-    last_window=st.sampled_from(("mask", "overlap", "null")),
     p_ends=st.lists(st.sampled_from((0.0, 0.02, 0.1, 0.4, 1.0)), min_size=1, max_size=3),
     lengths=st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(1, 6)),
     num_steps=st.integers(1, 30),
     buffer_size=st.one_of(st.just(300), st.integers(1, 9)),
-    norm_reward=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@example("Ledger-v0", "overlap", [0.1, 0.4], (3, 5, 2), 20, 300, True, 0)
-@example("SameStepLedger-v0", "overlap", [0.1, 1.0], (6, 4, 6), 7, 300, False, 1)
-@example("SameStepLedger-v0", "null", [0.1, 0.02], (1, 3, 1), 7, 5, True, 2)
+@example("Ledger-v0", [0.1, 0.4], (3, 5, 2), 20, 300, 0)
+@example("SameStepLedger-v0", [0.1, 1.0], (6, 4, 6), 7, 300, 1)
+@example("OtherLedger-v0", [0.1, 0.4], (3, 5, 2), 20, 300, 0)
+@example("OtherSameStepLedger-v0", [0.1, 0.4], (3, 5, 2), 20, 300, 0)
+@example("SameStepLedger-v0", [0.1, 0.02], (1, 3, 1), 7, 5, 2)
 def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
-    env_id, last_window, p_ends, lengths, num_steps, buffer_size, norm_reward, seed
+    env_id, p_ends, lengths, num_steps, buffer_size, seed
 ):
     """A replay that is too small for all windows holds the newest ones.
 
-    Episodes of the half that explores less are logged; all rewards count in their mean square, or none.
+    Episodes of the half that explores less are logged; all rewards count in their mean square.
     """
     args = make_args(env_id[:-3], *lengths, num_envs=len(p_ends), hidden_size=2, num_steps=num_steps)
-    args.last_window, args.buffer_size, args.norm_reward = last_window, buffer_size, norm_reward
-    parts = recorder, player, replay = make_parts(args, Recorder(), seed=seed)
+    args.buffer_size = buffer_size
+    parts = _, player, replay = make_parts(args, Recorder(), seed=seed)
     ledgers, num_expected, (_, m, n) = get_ledgers(player.envs), 0, lengths
     for ledger, p_end in zip(ledgers, p_ends, strict=True):
         ledger.p_end = p_end
     logged, taken = play(parts, args, max(60 // num_steps, 1))
-    replay.add(player)  # what was read last
-    replay.store()
     rewards = np.array([x[2] for ledger in ledgers for e in ledger.episodes for x in e])
     assert taken == len(rewards)
-    expected = 1 + norm_reward * taken, 1 + norm_reward * (rewards**2).sum()
-    np.testing.assert_allclose(recorder.reward_sums, expected)
+    np.testing.assert_allclose(replay.reward_sums, (taken, (rewards**2).sum()), rtol=1e-5)
     ended = [e for ledger in ledgers[len(ledgers) // 2 :] for e in ledger.episodes if e and any(e[-1][4:])]
     expected = sorted((sum(x[2] for x in e), len(e)) for e in ended)
     np.testing.assert_allclose(sorted(logged), expected, rtol=1e-6, atol=1e-9)
@@ -146,10 +148,9 @@ def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
     for env, ledger in enumerate(ledgers):
         expected = []
         for number, episode in enumerate(ledger.episodes):
-            num_steps, is_over = len(episode), bool(episode) and any(episode[-1][4:])
-            starts = [t for t in range(0, num_steps, m) if is_over or t + m + n - 1 <= num_steps]
-            if is_over and last_window == "overlap":
-                starts[-1] = max(0, min(starts[-1], num_steps - m))
+            # The last observation is stored when the next episode begins
+            num_steps, is_over = len(episode), episode is not ledger.episodes[-1]
+            starts = [t for t in range(0, num_steps, m) if is_over or t + m + n <= num_steps]
             expected += [(env, number, start) for start in starts]
         mine = sorted(x for x in found if x[0] == env)
         assert mine == expected[len(expected) - len(mine) :]
@@ -163,14 +164,14 @@ def test_every_step_of_an_episode_is_trained_in_one_window_and_windows_are_true(
 def test_rescaling_is_the_textbooks_and_its_inverse_undoes_it():
     magnitudes = torch.logspace(-8, 6, 1000, dtype=torch.float64)
     x, eps = torch.cat((-magnitudes, torch.zeros(1), magnitudes)), 1e-3
-    torch.testing.assert_close(r2d2.value_rescale(x), x.sign() * ((x.abs() + 1).sqrt() - 1) + eps * x)
-    round_trip = r2d2.inverse_value_rescale(r2d2.value_rescale(x.float()))
+    torch.testing.assert_close(r2d2.value_rescale(x, eps), x.sign() * ((x.abs() + 1).sqrt() - 1) + eps * x)
+    round_trip = r2d2.inverse_value_rescale(r2d2.value_rescale(x.float(), eps), eps)
     torch.testing.assert_close(round_trip, x.float(), rtol=1e-6, atol=0.0)  # float32 loses nothing
 
 
-def brute_force_target(q, target_q, rewards, end, is_terminated, t, gamma, n_step):
+def brute_force_target(q, target_q, rewards, end, is_terminated, t, args):
     """y_t of eq. 2 for one window, in float64: q and target_q [m + n, A], rewards [m + n - 1]."""
-    eps, total, k = 1e-3, 0.0, min(t + n_step, end)
+    gamma, eps, total, k = args.gamma, args.rescale_epsilon, 0.0, min(t + args.n_step, end)
     for i in range(t, k):
         total += gamma ** (i - t) * rewards[i]
     if not (is_terminated and k == end):
@@ -192,7 +193,7 @@ def float64(monkeypatch):
 def walk(network, windows, i, args):
     """Q [m + n, A] of the steps of window i after its burn-in, which is without gradient, one step at a time."""
     state, q = windows["state"][i : i + 1] * (args.state_init == "stored"), []
-    for t in range(0 if windows["is_warm"][i] else args.burn_in, windows["obs"].shape[1]):
+    for t in range(windows["begin"][i], windows["obs"].shape[1]):
         if t == args.burn_in:
             state, q = state.detach(), []
         step = (windows[name][i : i + 1, t : t + 1] for name in ("obs", "last_action", "last_reward"))
@@ -203,31 +204,29 @@ def walk(network, windows, i, args):
 
 def naive_loss(agent, target, windows, importance, rms, args):
     """Eq. 2 to 4 as loops over windows and steps: two means of METRICS, of which the first is the loss; priorities."""
-    losses, errors, first = [], [], args.burn_in + 1
+    losses, errors, first = [], [], args.burn_in
     for i, weight in enumerate(importance):
-        end, rewards = windows["end"][i].item() - args.burn_in, windows["last_reward"][i, first:] / rms
+        end, rewards = windows["end"][i].item() - first, windows["reward"][i, first:-1] / rms
         q, target_q = walk(agent, windows, i, args), walk(target, windows, i, args)
         window = q.detach(), target_q.detach(), rewards.tolist(), end, windows["is_terminated"][i]
-        num_steps = min(args.learn_length, end)
-        y = [brute_force_target(*window, t, args.gamma, args.n_step) for t in range(num_steps)]
-        y += [0.0] * (args.learn_length - num_steps) * (args.last_window == "null")
-        actions = windows["last_action"][i, first : first + len(y)]
+        y = [brute_force_target(*window, t, args) for t in range(min(args.learn_length, end))]
+        actions = windows["action"][i, first : first + len(y)]
         errors.append((torch.tensor(y) - q[torch.arange(len(y)), actions]).abs())
         losses.append(weight * errors[-1].square() / 2)
-    priorities = [0.9 * x.max() + 0.1 * x.mean() for x in errors]
+    priorities = [args.eta * x.max() + (1 - args.eta) * x.mean() for x in errors]
     return torch.cat(losses).mean(), torch.cat(errors).mean(), torch.stack(priorities).detach()
 
 
 @pytest.mark.parametrize("lengths", [(0, 3, 2), (2, 4, 1), (3, 2, 5), (1, 1, 1)])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"state_init": "zero"}, {"last_window": "null"}, {"gamma": 0.0}, {"max_grad_norm": 1e-3}],
+    [{}, {"state_init": "zero"}, {"norm_reward": False, "eta": 0.4}, {"gamma": 0.0}, {"max_grad_norm": 1e-3}],
 )
 def test_an_update_equals_loops_and_writes_priorities(float64, lengths, more):
-    """What fills up a window has no effect, except that null steps are trained towards zero."""
+    """What fills up a window has no effect."""
     args = make_args("Ledger", *lengths, num_envs=3, batch_size=20 * lengths[1], buffer_size=90, **more)
     parts = agent, player, replay = make_parts(args)
-    assert agent.reward_sums[0] == agent.reward_sums[1] > 0  # at first, rewards are divided by 1
+    assert replay.reward_sums[0] == replay.reward_sums[1] > 0  # at first, rewards are divided by 1
     for p in agent.parameters():
         p.data *= 2.0
         p.grad = torch.ones_like(p)  # of the last update
@@ -235,14 +234,14 @@ def test_an_update_equals_loops_and_writes_priorities(float64, lengths, more):
         ledger.p_end = 0.05
     play(parts, args, 3)
     target, before = QNetwork(describe(), args), deepcopy(agent)
-    agent.reward_sums.copy_(torch.tensor([4.0, 36.0]))
-    priority, num_windows = replay.data["priority"], min(replay.num_added, 90)
+    replay.reward_sums.copy_(torch.tensor([4.0, 36.0]))
+    priority, num_windows, rms = replay.data["priority"], min(replay.num_added, 90), 1 + 2 * args.norm_reward
     priority[:num_windows] = torch.rand(num_windows) + 0.1
     expected_priority, rng_state = priority.clone(), torch.get_rng_state()
     index, importance = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
     assert len(index) == 20 and importance.min() < 0.8 and 0 < windows["is_terminated"].sum() < 20
-    loss, error, expected_priority[index] = naive_loss(before, target, windows, importance, 3.0, args)
+    loss, error, expected_priority[index] = naive_loss(before, target, windows, importance, rms, args)
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in before.parameters()])
     assert before.core.weight_hh_l0.grad.abs().max() > 1e-3
@@ -250,10 +249,11 @@ def test_an_update_equals_loops_and_writes_priorities(float64, lengths, more):
     optimizer = torch.optim.SGD(agent.parameters(), 1.0)
     metrics = r2d2.update_network(agent, target, optimizer, replay, args)
     torch.testing.assert_close(priority, expected_priority)
-    torch.testing.assert_close(metrics, torch.stack((loss, error, norm)).detach())
+    expected = {"q_loss": loss.detach(), "td_error": error.detach(), "grad_norm": norm}
+    torch.testing.assert_close(metrics, expected)
     for (name, p), q in zip(agent.named_parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(p, q - q.grad * min(1.0, args.max_grad_norm / norm), msg=name)
-    with mock.patch.object(r2d2, "sequence_priority", lambda errors, _: torch.zeros(len(errors))):
+    with mock.patch.object(r2d2, "sequence_priority", lambda errors, *_: torch.zeros(len(errors))):
         r2d2.update_network(agent, target, optimizer, replay, args)
     assert priority[:num_windows].min() == 1e-8  # so that they can still be drawn
 
@@ -261,18 +261,18 @@ def test_an_update_equals_loops_and_writes_priorities(float64, lengths, more):
 # Priorities
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
 def test_samples_follow_the_priorities(monkeypatch, alpha):
-    """Those of zero are never drawn, also by the lowest and the highest random number."""
-    replay = SequenceReplay(describe(), Args(hidden_size=2, buffer_size=7), CPU)
+    """Places without a window are never drawn, also by the lowest and the highest random number."""
+    replay = SequenceReplay(describe(), Args(hidden_size=2, buffer_size=7, alpha=alpha, beta=0.6), CPU)
+    assert (Args.alpha, Args.beta, Args.eta) == (0.9, 0.6, 0.9)  # those of the paper
     priority = replay.data["priority"]
     priority[:] = torch.tensor([0.25, 3.0, 0.5, 0.0, 1.0, 1e-8, 0.0])
-    exponents = {} if alpha == 0.9 else {"alpha": alpha, "beta": 0.6}  # those of the paper by default
     p = torch.where(priority > 0, priority.double() ** alpha, 0)
     p /= p.sum()
     torch.manual_seed(0)
     replay.batch_windows = 1000
-    index, weights = replay.sample(**exponents)
+    index, weights = replay.sample()
     counts = torch.bincount(index, minlength=7)
     assert ((counts - 1000 * p).abs() < 2).all() and not counts[[3, 6]].any()  # which is stratified
     expected = p[index] ** -0.6
@@ -280,18 +280,32 @@ def test_samples_follow_the_priorities(monkeypatch, alpha):
     replay.batch_windows = 64
     for noise, place, drawn in ((0.0, 0, 0), (1 - 2**-53, -1, 5)):
         monkeypatch.setattr(torch, "rand_like", lambda x, dtype, n=noise: torch.full(x.shape, n, dtype=dtype))
-        assert replay.sample(**exponents)[0][place] == drawn
-    for priority[1] in (math.nan, math.inf):  # then still windows are drawn, and weights show the fault
-        index, weights = replay.sample(**exponents)
-        assert ((index >= 0) & (index < 7)).all() and not weights.isfinite().all()
+        assert replay.sample()[0][place] == drawn
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.9])
+def test_a_run_draws_stored_windows_alone(tmp_path, monkeypatch, alpha):
+    drawn, sample = [], SequenceReplay.sample
+
+    def watch(replay):
+        index, weights = sample(replay)
+        drawn.append((int(index.max()), int(replay.num_added)))
+        return index, weights
+
+    monkeypatch.setattr(SequenceReplay, "sample", watch)
+    run(
+        tmp_path,
+        f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 900 --alpha {alpha} --buffer-size 999",
+    )
+    assert len(drawn) > 5 and all(largest < num_added < 999 for largest, num_added in drawn)
 
 
 def test_new_windows_get_the_largest_priority():
-    args = make_args("Ledger", num_envs=2, buffer_size=200)
+    args = make_args("Ledger", num_envs=2, buffer_size=200, hidden_size=2)
     parts = _, _, replay = make_parts(args, Recorder())
     priority = replay.data["priority"]
     play(parts, args, 3)
-    n = replay.num_added
+    n = int(replay.num_added)
     assert n > 5 and priority.tolist() == [1.0] * n + [0.0] * (200 - n)
     priority[:n] = torch.linspace(0.2, 0.7, n)
     expected = priority.clone()
@@ -305,8 +319,9 @@ def test_new_windows_get_the_largest_priority():
 
 def test_random_actions_are_as_frequent_as_epsilon_says():
     epsilons, q = torch.tensor([0.0, 0.2, 0.6, 1.0]), torch.eye(4)[1].expand(4, 1, 4)
-    _, player, _ = make_parts(make_args("Ledger", num_envs=4), lambda *x: (q, x[-1]), epsilons)
-    actions = torch.stack([player.act().clone() for _ in range(2000)])  # [2000, 4]
+    agent = mock.Mock(side_effect=lambda *x: (q, x[-1]), args=Args())
+    _, player, _ = make_parts(make_args("Ledger", num_envs=4), agent, epsilons)
+    actions = torch.stack([player.act(*player.get_inputs())[0] for _ in range(2000)])  # [2000, 4]
     frequencies = torch.nn.functional.one_hot(actions, 4).float().mean(0)
     expected = epsilons[:, None] / 4 + (1 - epsilons[:, None]) * torch.eye(4)[1]
     torch.testing.assert_close(frequencies, expected, rtol=0, atol=0.05)
@@ -316,16 +331,16 @@ def test_random_actions_are_as_frequent_as_epsilon_says():
 def test_a_run_gives_each_environment_its_epsilon(tmp_path, monkeypatch):
     """The ladder in training, of which the second of two processes has every second; and 0 in evaluations."""
     given, init = [], Player.__init__
-    monkeypatch.setattr(Player, "__init__", lambda *args: given.append(args[4].tolist()) or init(*args))
+    monkeypatch.setattr(Player, "__init__", lambda *args: given.append(args[3].tolist()) or init(*args))
     flags = "--env-id probe_envs:Fixed-v0 --num-steps 2 --hidden-size 2 --buffer-size 9 --eval-episodes 3"
     flags += " --num-envs 4 --epsilon 0.5 --total-timesteps 8"
     run(tmp_path, flags)
     ladder = [0.5 ** (1 + 7 * i / 3) for i in range(4)]
-    assert r2d2.epsilon_ladder(1, 0.3).tolist() == [pytest.approx(0.3)]
+    assert r2d2.epsilon_ladder(Args(num_envs=1, epsilon=0.3)).tolist() == [pytest.approx(0.3)]
     assert given == [pytest.approx(ladder), [0.0] * 3]
     monkeypatch.setattr(r2d2, "RANK", 1)
     monkeypatch.setattr(r2d2, "WORLD_SIZE", 2)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.mul_(2))  # the other has the same
     r2d2.main([*flags.split(), "--run-dir", str(tmp_path)])
     assert given[2:] == [pytest.approx(ladder[1::2])] and len(list(tmp_path.iterdir())) == 1
@@ -355,17 +370,17 @@ gym.register("Coins-v0", vector_entry_point=Coins)
 
 def test_rewards_of_a_small_type_are_squared_and_summed_as_floats():
     args = Args(env_id="Coins-v0", num_envs=2, num_steps=27, hidden_size=2, buffer_size=9)
-    parts = agent, _, _ = make_parts(args)
+    parts = _, _, replay = make_parts(args)
     episodes, num_steps = play(parts, args)
     assert episodes == [(800.0, 8)] * 3 and num_steps == 2 * 24
-    torch.testing.assert_close(agent.reward_sums, torch.tensor([48.0, 48e4]).double(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(replay.reward_sums, torch.tensor([48.0, 48e4]).double(), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("env_id", LEDGERS)
 def test_a_player_is_shown_action_reward_and_state_of_its_own_episode(monkeypatch, env_id):
     """At the beginning of an episode there is none of them. Scores are of each environment's first episode."""
-    recorder, made, make_envs = Recorder(), [], r2d2.make_envs
-    monkeypatch.setattr(r2d2, "make_envs", lambda *a: made.append(make_envs(*a)) or made[-1])
+    recorder, made, make = Recorder(), [], Environments
+    monkeypatch.setattr(r2d2, "Environments", lambda *a: made.append(make(*a)) or made[-1])
     scores = r2d2.evaluate(recorder, make_args(env_id[:-3], hidden_size=2, eval_episodes=20), CPU, 4)
     ledgers = get_ledgers(made[0])
     places = look_up(ledgers)
@@ -380,6 +395,23 @@ def test_a_player_is_shown_action_reward_and_state_of_its_own_episode(monkeypatc
     assert scores == pytest.approx({f"eval/episodic_{k}": x for k, x in expected.items()}, rel=1e-5)
 
 
+@pytest.mark.parametrize("env_id", ["SameStepPair", "SameStepShifted", "Shifted"])
+def test_the_last_observation_of_an_episode_is_flattened_too(env_id):
+    """It differs from the first one of the next episode, which the policy sees next."""
+    envs = Environments(make_args(env_id), 3)
+    first = envs.reset(1).copy()
+    outcome = envs.step(np.zeros(3, int))
+    if env_id == "Shifted":  # one more step under NEXT_STEP
+        assert outcome.is_over.all() and outcome.is_step.all() and not outcome.is_first.any()
+        last_obs, outcome = outcome.obs, envs.step(np.zeros(3, int))
+        np.testing.assert_array_equal(last_obs, outcome.last_obs)
+        assert not outcome.is_step.any() and not outcome.is_over.any()
+    assert outcome.is_first.all() and outcome.is_terminated.all()
+    assert outcome.last_obs.shape == first.shape
+    np.testing.assert_array_equal(outcome.last_obs, first)  # these tasks show one observation an episode
+    assert not np.array_equal(outcome.obs, first)
+
+
 def test_evaluations_repeat_themselves_and_cut_an_episode_without_end():
     args = make_args("Ledger", eval_episodes=8)
     agent, *_ = make_parts(args)
@@ -391,7 +423,8 @@ def test_evaluations_repeat_themselves_and_cut_an_episode_without_end():
         actions.update(last_action.flatten().tolist())
         return q, state
 
-    scores = r2d2.evaluate(prefer_the_first, args, CPU, 2)  # every second seed never ends
+    agent = mock.Mock(side_effect=prefer_the_first, args=args)
+    scores = r2d2.evaluate(agent, args, CPU, 2)  # every second seed never ends
     assert actions == {-1, 0}  # none at random
     assert scores["eval/episodic_length"] == scores["eval/episodic_return"] == (10_000 + 4) / 2
 
@@ -426,8 +459,9 @@ def test_images_of_all_layouts_are_kept_as_bytes_and_read_in_units_of_255(layout
     """If both sides have 36 pixels or more, as in Mnih et al. 2015; small ones become a vector."""
     agent, player, replay = make_parts(make_args(f"{size}Picture{layout}", num_envs=2, buffer_size=9))
     env = get_ledgers(player.envs)[0]
-    np.testing.assert_array_equal(player.obs[0], env.observe())
-    assert player.obs.dtype == replay.data["obs"].dtype == torch.uint8
+    obs, *_ = player.get_inputs()
+    np.testing.assert_array_equal(obs[0], env.observe())
+    assert obs.dtype == replay.data["obs"].dtype == torch.uint8
     sizes = [(x.out_channels, x.kernel_size[0], x.stride[0]) for x in agent.encoder if hasattr(x, "stride")]
     assert sizes == ([] if size else [(32, 8, 4), (64, 4, 2), (64, 3, 1)])
     for env.steps in range(3):
@@ -443,23 +477,26 @@ def test_stacked_frames_become_channels(monkeypatch, layout):
     stack, make_vec = partial(gym.wrappers.FrameStackObservation, stack_size=2), gym.make_vec
     monkeypatch.setattr(gym, "make_vec", lambda *a, wrappers, **_: make_vec(*a[:2], "sync", wrappers=[stack]))
     agent, player, _ = make_parts(make_args(f"Picture{layout}", num_envs=1, buffer_size=2))
-    player.step(lambda: torch.zeros(1).long())
+    player.step(lambda *inputs: (torch.zeros(1).long(), inputs[-1]))
     env, frames = player.envs.unwrapped.envs[0].unwrapped, []
     for env.steps in (0, 1):
         frames.append(env.pixels())
     assert env.pixels().shape[0] == (1 if layout == "HW" else 3)
     pixels = torch.tensor(np.concatenate(frames)[None]) / 255.0  # [1, channels, H, W]
-    torch.testing.assert_close(agent.encode(player.obs), agent.encoder(pixels), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        agent.encode(player.get_inputs()[0]), agent.encoder(pixels), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_discrete_observations_become_one_hot_and_tuples_flat():
     """Discrete(3, start=3), and a Tuple of a number and a vector."""
     found = []
-    for name in ("Shifted", "Pair"):
+    for name in ("Shifted", "OtherSameStepShifted", "Pair"):
         _, player, _ = make_parts(make_args(name, num_envs=20), Recorder())
-        found += [player.obs.tolist(), [env.obs for env in get_ledgers(player.envs)]]
+        found += [player.arrays[0].tolist(), [env.obs for env in get_ledgers(player.envs)]]
     assert found[0] == np.eye(3)[np.array(found[1]) - 3].tolist() and len({*found[1]}) == 3
-    assert found[2] == [[*np.eye(4)[number], *vector] for number, vector in found[3]]
+    assert found[2] == np.eye(3)[np.array(found[3]) - 3].tolist()
+    assert found[4] == [[*np.eye(4)[number], *vector] for number, vector in found[5]]
 
 
 def test_minigrids_cells_are_ones_and_zeros_of_a_byte_each():
@@ -467,9 +504,20 @@ def test_minigrids_cells_are_ones_and_zeros_of_a_byte_each():
     pytest.importorskip("minigrid")
     args = Args(env_id="MiniGrid-MemoryS7-v0", num_envs=2, hidden_size=4, buffer_size=9)
     _, player, replay = make_parts(args)
-    assert replay.data["obs"].dtype == player.obs.dtype == torch.uint8
-    assert replay.data["obs"].shape[2:] == (4 + 7 * 7 * 20,) and player.obs.max() == 1
-    assert (player.obs.sum(1) == 1 + 7 * 7 * 3).all() and (player.obs[:, :4].sum(1) == 1).all()
+    (obs, *_), data = player.get_inputs(), replay.data["obs"]
+    assert obs.dtype == data.dtype == torch.uint8
+    assert data.shape[2:] == (4 + 7 * 7 * 20,) and obs.max() == 1
+    assert (obs.sum(1) == 1 + 7 * 7 * 3).all() and (obs[:, :4].sum(1) == 1).all()
+
+
+def test_a_vector_environment_must_declare_its_mode_and_have_the_number_that_is_asked_for(tmp_path, capsys):
+    for env_id, flags, words in (
+        ("Undeclared", "", "metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not None"),
+        ("Eight", "", "always has 8 environments: set --num-envs, --eval-episodes to that"),
+        ("Eight", "--num-envs 8", "always has 8 environments: set --num-envs, --eval-episodes to that"),
+    ):
+        flags = f"--env-id probe_envs:{env_id}Ledger-v0 --run-dir {tmp_path} {flags}".split()
+        assert words in fail_with(capsys, r2d2.main, flags) and not list(tmp_path.iterdir())
 
 
 def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch, capsys):
@@ -498,7 +546,12 @@ QUICK = "--num-envs 32 --num-steps 4 --learning-rate 3e-3 --hidden-size 32 --tar
 QUICK += " --learning-starts 500 --buffer-size 2000"
 
 
-TASKS = [("Shifted", 6000), slow("Quadrants", 4500), slow("SameStepQuadrants", 6000)]
+TASKS = [
+    ("Shifted", 6000),
+    ("OtherSameStepShifted", 6000),
+    slow("Quadrants", 4500),
+    slow("SameStepQuadrants", 6000),
+]
 
 
 @pytest.mark.parametrize(("env_id", "num_steps"), TASKS)
@@ -526,7 +579,7 @@ def test_value_of_an_endless_task_with_a_time_limit(tmp_path, env_id, num_steps,
     actions, rewards = torch.tensor([[-1] + [0] * 9]), torch.tensor([[0.0] + [1.0] * 9])
     with torch.no_grad():
         q, _ = agent(torch.ones(1, 10, 1), actions, rewards, torch.zeros(1, 2, 32))
-    values = r2d2.inverse_value_rescale(q[0].max(-1).values)
+    values = r2d2.inverse_value_rescale(q[0].max(-1).values, 1e-3)
     rewards_left = np.arange(10, 0, -1) if "Terminating" in env_id else np.inf
     np.testing.assert_allclose(values, np.full(10, (1 - 0.9**rewards_left) / (1 - 0.9)), rtol=0.05, atol=0.3)
 
@@ -567,7 +620,7 @@ def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half
     checkpoint, scalars, num_updates = load(path / "checkpoint.pt"), read_scalars(path), len(is_equal)
     assert num_updates == checkpoint["progress"]["num_updates"] > 60
     due = num_updates + checkpoint["progress"]["updates_due"]
-    assert 0.7 * checkpoint["replay"]["num_added"] / 5 == pytest.approx(due)
+    assert 0.7 * checkpoint["replay"]["num_added"].item() / 5 == pytest.approx(due)
     assert scalars["charts/num_updates"][-1][1] == num_updates
     assert is_equal == [i % 7 == 0 for i in range(num_updates)]
     assert {x for _, x in scalars["charts/episodic_return"]} == {12.5}
@@ -613,12 +666,17 @@ def test_a_resumed_run_trains_at_once_or_fills_its_replay_first(tmp_path, has_re
     assert waiting == ([] if has_replay else [60, 120, 176])  # with 16, 32 and 48 windows of 4 steps
 
 
-def test_a_replay_that_does_not_fit_is_one_line(tmp_path, capsys):
-    path = run(tmp_path, f"{SMALL} --total-timesteps 164").path
+def test_a_replay_of_other_windows_is_not_loaded(tmp_path):
+    """The replay begins empty, with its scale of rewards, and the rest of the run continues."""
+    path = run(tmp_path, f"{SMALL} --total-timesteps 1200").path / "checkpoint.pt"
+    before = load(path)
+    assert before["replay"]["num_added"] > 20
     for flag in ("--burn-in 9", "--learn-length 15", "--n-step 2", "--buffer-size 61"):
-        name = flag.split()[0]
-        line = fail_with(capsys, r2d2.main, ["--resume", str(path / "checkpoint.pt"), *flag.split()])
-        assert line.split("error: ")[1].startswith(f"{name} must be ") and "as in the replay of" in line
+        torch.save(before, path)
+        r2d2.main(f"--resume {path} --total-timesteps 1264 --eval-episodes 0 {flag}".split())
+        after = load(path)
+        assert after["replay"]["num_added"] <= 4 and after["replay"]["reward_sums"][0] < 70
+        assert after["progress"]["num_updates"] >= before["progress"]["num_updates"] > 0
 
 
 def test_a_resumed_run_knows_the_score_of_a_best_policy_that_is_newer(tmp_path, monkeypatch):
@@ -626,15 +684,15 @@ def test_a_resumed_run_knows_the_score_of_a_best_policy_that_is_newer(tmp_path, 
     scores, kept = iter((3.0, 5.0, 4.0, 4.5)), []
     result = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
     monkeypatch.setattr(r2d2, "evaluate", lambda *_: result | {"eval/episodic_return": next(scores)})
-    save = r2d2.save_checkpoint
+    save = r2d2.Run.save
 
-    def stop_after_second_best(path, args, progress, parts, name):
-        save(path, args, progress, parts, name)
-        kept.append((name, progress.best_score))
+    def stop_after_second_best(run, name="checkpoint.pt"):
+        save(run, name)
+        kept.append((name, run.progress.best_score))
         if kept[-1] == ("best.pt", 5.0):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(r2d2, "save_checkpoint", stop_after_second_best)
+    monkeypatch.setattr(r2d2.Run, "save", stop_after_second_best)
     flags = f"--env-id probe_envs:Endless-v0 {SMALL} --eval-interval 2 --total-timesteps 600"
     with pytest.raises(SystemExit, match="130"):
         run(tmp_path, flags)
@@ -651,14 +709,51 @@ def test_a_run_that_is_resumed_with_another_task_has_an_empty_replay_and_no_best
     scores = iter((5.0, 3.0))
     result = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
     monkeypatch.setattr(r2d2, "evaluate", lambda *_: result | {"eval/episodic_return": next(scores)})
-    flags = f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 600 --eval-interval 1000"
+    flags = (
+        f"--env-id probe_envs:Endless-v0 {SMALL} --total-timesteps 600 --eval-interval 1000 --learn-length 4"
+    )
+    flags += " --n-step 2"
     path = run(tmp_path, flags).path
     before = load(path / "checkpoint.pt")
-    more = f"--resume {path / 'checkpoint.pt'} --env-id probe_envs:NoLimit-v0 --learn-length 4 --n-step 2"
+    more = f"--resume {path / 'checkpoint.pt'} --env-id probe_envs:NoLimit-v0"
     r2d2.main(f"{more} --total-timesteps 660 --eval-episodes 0".split())
     after = load(path / "checkpoint.pt")
     assert before["replay"]["num_added"] > 30 > after["replay"]["num_added"] > 0
     assert after["replay"]["obs"].shape[:2] == (60, 8 + 4 + 2)
+    sums = [run["replay"]["reward_sums"][0] for run in (before, after)]  # rewards seen, all of them 1
+    assert sums[1] < 100 < sums[0]
     assert load(path / "best.pt")["progress"]["best_score"] == 5.0
     r2d2.main(f"{more} --total-timesteps 700 --eval-episodes 1".split())
     assert load(path / "best.pt")["progress"]["best_score"] == 3.0
+
+
+# What users edit
+
+
+def test_batch_norm_and_dropout_learn_and_rest_while_acting(tmp_path, monkeypatch):
+    """Acting, evaluations and the target network are in eval mode; an update is in train mode."""
+    init, modes, encode = QNetwork.__init__, [], QNetwork.encode
+
+    def add_layers(agent, envs, args):
+        init(agent, envs, args)
+        width = args.hidden_size
+        agent.encoder.append(torch.nn.BatchNorm1d(width)).append(torch.nn.Dropout(0.1)).eval()
+
+    def watch(agent, obs):
+        modes.append((agent.training, torch.is_grad_enabled(), len(obs)))
+        return encode(agent, obs)
+
+    monkeypatch.setattr(QNetwork, "__init__", add_layers)
+    monkeypatch.setattr(QNetwork, "encode", watch)
+    flags = f"--env-id probe_envs:Shifted-v0 --total-timesteps 4000 --burn-in 0 --learn-length 1 {QUICK}"
+    path = run(tmp_path, f"{flags} --replay-ratio 2 --batch-size 32 --eval-episodes 200").path
+    assert read_scalars(path)["eval/episodic_return"][-1][1] > 0.9
+    assert {is_training for is_training, has_gradient, _ in modes if has_gradient} == {False, True}
+    assert not any(is_training for is_training, has_gradient, _ in modes if not has_gradient)
+    assert all(size == 1 for is_training, has_gradient, size in modes if has_gradient and not is_training)
+
+
+def test_a_run_says_how_many_steps_a_batch_has(tmp_path):
+    """Whole windows, rounded down."""
+    done = run(tmp_path, f"{SMALL} --learn-length 30 --total-timesteps 16 --eval-episodes 0")
+    assert "batches of 120 trained steps" in done.out.splitlines()[0]

@@ -1,0 +1,30 @@
+"""Run algos/r2d2_lstm.py with a causal transformer in place of the LSTM: the recipe of docs/recipes_r2d2_lstm.md.
+
+Flags are those of the script. It runs by the clock of the peers.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import clock
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "algos/r2d2_lstm.py"
+sys.path.append(str(ROOT / "docs"))
+import recipe
+
+
+def main() -> None:
+    """Apply the recipe to a copy of the script, and run that with the flags of the command line."""
+    _, body = recipe.read_recipes("r2d2_lstm")["a-causal-transformer-in-place-of-the-lstm"]
+    text = recipe.apply_diff((ROOT / SCRIPT).read_text(), recipe.find_block(body, "diff"))
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, f"{Path(__file__).stem}_copy.py")
+        copy.write_text(text)
+        sys.argv.insert(1, str(copy))  # clock.py's own name, the script, its flags
+        clock.main()
+
+
+if __name__ == "__main__":
+    main()
