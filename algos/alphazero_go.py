@@ -1,4 +1,4 @@
-"""AlphaZero for Go: a network learns from its own tree search and a replay pool ranked by loss, in one file.
+"""AlphaZero for Go and other board games, in one file: a network learns from its own tree search.
 
 Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (Nature 550), and Silver et al.
 2018, "A general reinforcement learning algorithm that masters chess, shogi, and Go through self-play"
@@ -10,8 +10,10 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
     python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
         --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # source
 
-The last command, `source` in the docs, has the values of the note that this script was written from. It ranks the
-pool by loss alone, plays best or uniformly random moves, and ignores the score.
+The last command, `source` in the docs, has the values of the note 架构 ("architecture") that this script was
+written from: it trains on the largest losses alone, plays best or uniformly random moves, and ignores the score.
+It wins 12 % of its games against plain MCTS with as many simulations; the defaults win all. In runs of eight
+epochs the defaults won 98 %, training on random records 98 %, and training on the largest losses alone 54 %.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
@@ -25,18 +27,23 @@ Values are from 0 to 1, for the side to move; v for one side is 1 - v for the ot
 
 A simulation follows eq. 1 from the root to a new position s'; eq. 2 then updates each edge of its path with
 v = V(s'), or the result if the game is over. Q(root) is the mean of V(root) and all v. An epoch plays until
-there are enough new records. The pool keeps the old and new records with the largest loss, and the network
-trains on those of largest loss and on random ones. The first epochs learn V from random games, and the next
-ones search by classic UCB.
+there are enough new records. A full pool keeps those with the largest loss, and the network trains on records of
+largest loss and on random ones. The first epochs learn V from random games, and the next ones search by classic
+UCB.
 
-Shapes: G parallel games, R some of them, M nodes of a tree, A = n^2 + 1 moves, E edges, B records;
+Shapes: G parallel games, R some of them, M nodes of a tree, A moves, E edges, K symmetries, B records;
 G and B are those of one process.
+
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
+nothing of AlphaZero in it: run folder, log, checkpoints, processes and the command line. `go` are the rules of a
+game, of envs_shared/go.py or another file in its place: its docstring says what this script asks of a game.
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
+import math
 import os
 import random
 import re
@@ -49,7 +56,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from math import ceil, log
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -60,27 +67,28 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# Where envs_shared is, unless it is beside this file
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-from envs_shared.go import LEGAL_PLANE, NUM_PLANES, Boards, Go
+# envs_shared is in the folder of this file or in its parent
+sys.path += map(str, Path(__file__).resolve().parents[:2])
+from envs_shared.go import make_game
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# What is logged about an epoch of training: means over its minibatches, in the order in which update_network (the
-# first four) and train_minibatch (the last two) stack them
-METRICS = ("loss", "policy_loss", "value_loss", "grad_norm", "sampled_loss", "sampled_loss_after")
 # On one GPU, record the search and the minibatch; replaying them saves CPU overhead. Set it to False for edits that
 # need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-OPEN, PENDING, OVER, ABSENT = range(4)  # status of a node: evaluated, being evaluated, end of a game, no node
-ILLEGAL = -1e9  # Q and logit of illegal moves, in place of minus infinity
-MAX_DESCENTS = 8  # attempts of a worker to find a leaf that no other worker has
+# What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
+# written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
+# message about a checkpoint that does not fit. SCORE: what decides which network best.pt holds; see score_network
+TASK_SETTINGS = ("env_id", "komi")
+NETWORK_FLAGS = "--env-id, --blocks, --channels, --num-games"
+SCORE = "summed lead"
 
 
 @dataclass
 class Args:
     """AlphaZero on Go boards of any size."""
 
+    # The run
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of every source of randomness
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
@@ -95,35 +103,43 @@ class Args:
     eval_episodes: int = 100  # games against plain MCTS at the end; other matches have at most 40
     gtp: str | None = None  # checkpoint.pt or best.pt to play with by the Go Text Protocol
     resign_below: float = 0.0  # with --gtp, resign if the value is lower
+
+    # The game and the network
     env_id: str = "Go-5x5"  # board, Go-2x2 to Go-19x19: area scoring, no suicide, positional superko
     komi: float = 0.5  # points for white
     score_weight: float = 0.5  # weight of the score, from 0 to 1, in the result z; the rest is who won
-    num_games: int = 128  # parallel games of self-play G, in total across processes
     blocks: int = 3  # residual blocks of the network
     channels: int = 32  # channels of the network
     bf16: bool = False  # run the network in bfloat16
+
+    # The search
     simulations_start: int = 32  # simulations per move in the first epoch
     simulations_end: int = 48  # simulations per move in the last epoch, in the last match and with --gtp
-    num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; two pay off if a core or GPU is idle
+    num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; 2 is faster on two cores, not on a GPU
     pseudo_limit: float = 0.1  # with two workers, limit k: a tree has at most k N(root) pseudo-visits
     c_puct: float = 0.5  # exploration c, eq. 1 and classic UCB
     first_q: Literal["value", "zero"] = "value"  # Q(s, a) before the first visit: V(s), eq. 2, or 0
     noise_weight: float = 0.25  # weight eta of the noise, eq. 3
     dirichlet_alpha: float = 0.4  # concentration of the noise, eq. 3; about 10 / A
+
+    # Self-play
+    num_games: int = 64  # parallel games of self-play G, in total across processes
     epsilon_start: float = 0.0  # share of random moves in the first epoch
     epsilon_end: float = 0.0  # share of random moves in the last epoch
-    draw_moves: float = 0.33  # share of n^2: so many first moves are drawn from pi; later ones are the best
+    draw_moves: float = 0.33  # share of the points: so many first moves are drawn from pi, later ones best
     num_epochs: int = 30  # epochs, including pretraining
-    pretrain_value_epochs: int = 2  # first epochs, which learn V from random games with a frozen policy head
+    pretrain_value_epochs: int = 2  # first epochs, which learn V from random games and no policy
     pretrain_search_epochs: int = 2  # epochs after those, which search by classic UCB
-    pool_size: int = 100_000  # records in the pool, in total across processes; eight per position
-    generate_fraction: float = 0.05  # new records per epoch, as a share of the pool
+
+    # The pool and training
+    pool_size: int = 100_000  # records in the pool, in total across processes; K per position
+    generate_fraction: float = 0.05  # new records per epoch, at least, as a share of the pool
     train_fraction: float = 0.15  # records trained on per epoch, as a share of the pool
     random_fraction: float = 0.75  # share of a minibatch drawn at random; the rest has the largest loss
     max_age: int = 30  # epochs after which a record is replaced first (0: never)
     batch_size: int = 128  # records of a minibatch B, in total across processes
     learning_rate: float = 4e-3  # AdamW learning rate
-    anneal_lr: bool = True  # lower the learning rate linearly, to a hundredth
+    anneal_lr: bool = True  # lower the learning rate linearly, to a hundredth in the last epoch
     weight_decay: float = 1e-2  # AdamW weight decay
     value_coef: float = 0.2  # weight g of the value loss, eq. 6
     q_weight_start: float = 0.05  # weight beta of Q(root) in the first epoch, eq. 5
@@ -140,48 +156,49 @@ def conv_norm(num_inputs, num_outputs, kernel_size):
 class Agent(nn.Module):
     """Residual tower with a policy head and a value head (Silver et al. 2017, methods)."""
 
-    def __init__(self, size, args):
+    def __init__(self, go, args):
         super().__init__()
         width = args.channels
         self.bf16 = args.bf16
         # The tower: two convolutions a block, whose output is added to its input
-        self.stem = nn.Sequential(*conv_norm(NUM_PLANES, width, 3), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(*conv_norm(go.num_planes, width, 3), nn.ReLU(inplace=True))
         self.blocks = nn.ModuleList()
         for _ in range(args.blocks):
             layers = *conv_norm(width, width, 3), nn.ReLU(inplace=True), *conv_norm(width, width, 3)
             self.blocks.append(nn.Sequential(*layers))
         # Four planes for each head
         self.head_conv = nn.Sequential(*conv_norm(width, 8, 1), nn.ReLU(inplace=True))
-        num_inputs = 4 * size**2
-        self.policy_head = nn.Linear(num_inputs, size**2 + 1)
+        num_inputs = 4 * go.num_points
+        self.policy_head = nn.Linear(num_inputs, go.num_actions)
         self.value_head = nn.Sequential(nn.Linear(num_inputs, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, planes):
-        """Return logits [B, A] and values [B] of planes [B, NUM_PLANES, n, n]."""
+        """Return logits [B, A] and values [B] of planes [B, planes, rows, columns]."""
         with torch.autocast(planes.device.type, torch.bfloat16, enabled=self.bf16):
             # This memory format saves 5 % of a search on a CPU
             x = planes.to(torch.float32, memory_format=torch.channels_last)
-            x = self.stem(x)  # [B, channels, n, n]
+            x = self.stem(x)  # [B, channels, rows, columns]
             for block in self.blocks:
                 x = block(x).add_(x).relu_()
-            policy, value = self.head_conv(x).split(4, 1)  # [B, 4, n, n] each
+            policy, value = self.head_conv(x).split(4, 1)  # [B, 4, rows, columns] each
             logits = self.policy_head(policy.flatten(1))
             value = self.value_head(value.flatten(1)).squeeze(1)
         return logits.float(), value.float().sigmoid()
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class Records(namedtuple("Records", "planes policy q z loss epoch turn")):
+class Records(namedtuple("Records", "planes legal policy q z loss epoch turn")):
     """B records: symmetric images of positions, as the side to move saw them, with training targets.
 
-        planes    bool [B, NUM_PLANES, n, n]
+        planes    bool [B, planes, rows, columns]
+        legal     legal moves, bool [B, A]
         policy    pi of eq. 3, float16 [B, A]
         q, z      Q(root) and the result of eq. 5, [B] each
         loss      eq. 6, as last computed [B]
         epoch     when the record was made [B]
-        turn      from 0 to 7 [B]: minibatch k may draw the record if k modulo 8 is its turn
+        turn      from 0 to K - 1 [B]: minibatch i may draw the record if i modulo K is its turn
 
-    The eight images of a position have eight different turns.
+    The K images of a position have K different turns.
     """
 
     def pick(self, index):
@@ -203,12 +220,12 @@ def refill_pool(pool, new, capacity, oldest):
     return new.pick(rank.topk(min(capacity, len(rank))).indices)
 
 
-def sample_pool(pool, number, batch_size, random_fraction, fixed_shapes: bool = False):
+def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
     """Choose indices of records [B]: the largest losses, then random; no two are images of one position.
 
-    If fewer than B records have their turn, the batch is smaller; fixed shapes need B of them.
+    If fewer than B records have this turn, the batch is smaller; fixed shapes need B of them.
     """
-    has_turn = pool.turn == number % 8
+    has_turn = pool.turn == turn
     rows = torch.arange(len(has_turn), device=has_turn.device)
     if not fixed_shapes:
         rows = rows[has_turn]
@@ -217,8 +234,8 @@ def sample_pool(pool, number, batch_size, random_fraction, fixed_shapes: bool = 
     # The minibatch: of random_fraction 0.75 and B = 128, 32 records of largest loss and 96 others
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
     ranked = loss.masked_fill(is_other, -1).topk(num_ranked).indices
-    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those without
-    # their turn, which only fixed shapes leave among the rows
+    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those of another
+    # turn, which only fixed shapes leave among the rows
     keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
@@ -231,40 +248,39 @@ class SelfPlay:
 
     def __init__(self, go, num_games):
         self.go = go
-        shape = num_games, 2 * go.num_points
+        self.num_games = num_games
+        shape = num_games, go.max_moves
         with go.device:
-            self.planes = torch.zeros(*shape, NUM_PLANES, go.size, go.size, dtype=torch.bool)  # [G, T, ...]
-            self.policy = torch.zeros(*shape, go.num_actions, dtype=torch.float16)  # [G, T, A]
-            self.q = torch.zeros(shape)  # [G, T]
+            self.steps = {  # [G, T, ...] each
+                "planes": torch.zeros(*shape, go.num_planes, *go.shape, dtype=torch.bool),
+                "legal": torch.zeros(*shape, go.num_actions, dtype=torch.bool),
+                "policy": torch.zeros(*shape, go.num_actions, dtype=torch.float16),
+                "q": torch.zeros(shape),
+                "to_play": torch.zeros(shape, dtype=torch.int8),
+            }
         self.start()
 
     def start(self):
         """Begin new games and an empty pool."""
-        self.boards = self.go.new(len(self.q))
+        self.boards = self.go.new(self.num_games)
         self.pool = None
 
     def state_dict(self):
         """Return all tensors by name."""
-        return {
-            "planes": self.planes,
-            "policy": self.policy,
-            "q": self.q,
-            "boards": self.boards._asdict(),
-            "pool": self.pool._asdict() if self.pool else None,
-        }
+        pool = self.pool._asdict() if self.pool else None
+        return {"steps": self.steps, "boards": self.boards._asdict(), "pool": pool}
 
     def load_state_dict(self, state):
         """Restore what `state_dict` returned; raises RuntimeError if the sizes differ."""
-        # view_as refuses other sizes; copy_ alone would broadcast some of them
-        self.q.copy_(state["q"].view_as(self.q))
-        self.planes.copy_(state["planes"])
-        self.policy.copy_(state["policy"])
-        self.boards.put(slice(None), Boards(**state["boards"]))
+        for name, x in self.steps.items():
+            # view_as refuses other sizes; copy_ alone would broadcast some of them
+            x.copy_(state["steps"][name].view_as(x))
+        self.boards.put(slice(None), self.boards._replace(**state["boards"]))
         if state["pool"]:
-            self.pool = Records(*(x.to(self.q.device) for x in state["pool"].values()))
+            self.pool = Records(*(x.to(self.go.device) for x in state["pool"].values()))
 
 
-# ---- AlphaZero ---------------------------------------------------------------------------------------------
+# ---- AlphaZero: the search ---------------------------------------------------------------------------------
 def puct_scores(q, visits, prior, parent_visits, c):
     """Compute eq. 1 from Q, N(s, a) and P [..., A], and N(s) [..., 1]."""
     return q + c * prior * parent_visits.sqrt() / (visits + 1)
@@ -285,84 +301,15 @@ def dirichlet_noise(prior, alpha):
 
 
 def compute_result(score, args, num_points):
-    """Compute z of black [B] from its area minus that of white [B]; 1/2 is a draw."""
+    """Compute z of black [B] from its points minus those of white [B]; 1/2 is a draw."""
     # A mixture of who won, which is 0, 1/2 or 1, and the share of the board
     margin = score - args.komi
     share = (0.5 + margin / (2 * num_points)).clamp(0, 1)
     return (1 - args.score_weight) * (margin.sign() + 1) / 2 + args.score_weight * share
 
 
-# Settings that change from epoch to epoch:
-#     name               "random games" (they learn V), "search pretraining" or "self-play"
-#     scores             how a search chooses: puct_scores (eq. 1) or ucb_scores
-#     num_simulations    of each move
-#     epsilon            share of random moves
-#     q_weight           beta of eq. 5
-#     value_coef         g of eq. 6
-Stage = namedtuple("Stage", "name scores num_simulations epsilon q_weight value_coef")
-
-
-def get_stage(epoch, num_actions, args):
-    """Return the settings of an epoch of value pretraining, search pretraining or self-play."""
-    t = epoch / max(1, args.num_epochs - 1)  # from 0 to 1
-
-    def schedule(start: float, end: float):
-        return (1 - t) * start + t * end
-
-    stage = Stage(
-        name="self-play",
-        scores=puct_scores,
-        num_simulations=round(schedule(args.simulations_start, args.simulations_end)),
-        epsilon=schedule(args.epsilon_start, args.epsilon_end),
-        q_weight=schedule(args.q_weight_start, args.q_weight_end),
-        value_coef=args.value_coef,
-    )
-    if epoch < args.pretrain_value_epochs:
-        return stage._replace(name="random games", value_coef=1.0)
-    if epoch < args.pretrain_value_epochs + args.pretrain_search_epochs:
-        # Classic UCB tries each move before it chooses
-        num_simulations = max(stage.num_simulations, 5 * num_actions // 4)
-        return stage._replace(name="search pretraining", scores=ucb_scores, num_simulations=num_simulations)
-    return stage
-
-
-class Worker:
-    """Evaluates leaves. If there are two, each does it in a thread and, on a GPU, a stream of its own."""
-
-    def __init__(self, evaluate, device):
-        self.evaluate = evaluate
-        # The number of threads of an operation is a setting of each thread
-        self.thread = ThreadPoolExecutor(
-            1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
-        )
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.leaves = None  # what it evaluates
-        self.job = None
-        self.pseudo_edges = []  # where the search waits for those leaves
-
-    def submit(self):
-        """Start to evaluate the leaves in the thread."""
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        self.job = self.thread.submit(self.work, self.leaves.boards, self.leaves.legal)
-
-    def work(self, boards, legal):
-        """Evaluate in the worker's thread."""
-        with torch.cuda.stream(self.stream):
-            return self.evaluate(boards, legal)
-
-    def wait(self):
-        """Return logits [R, A] and values [R]; on a GPU, the search's stream waits for them."""
-        output = self.job.result()
-        self.job = None
-        if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
-        return output
-
-
-# What a worker evaluates: new nodes [R] of games [R], with their boards and legal moves. Their values will
-# change edges [3, E], each a game, a node and a move. `ends` [G] are the nodes where all games' paths end
-Leaves = namedtuple("Leaves", "games nodes boards legal edges ends")
+OPEN, PENDING, OVER = range(3)  # status of a node: evaluated, not evaluated yet, end of a game
+ILLEGAL = -1e9  # Q and logit of illegal moves, in place of minus infinity
 
 
 class Search:
@@ -371,37 +318,41 @@ class Search:
     The last node is `nowhere`: it stands for a child that does not exist, and nothing that is written there
     counts. `best` caches each node's move of largest score, and `next` the child that this move leads to:
 
-        root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 is the leaf
+        root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 ends the path
 
-    Both change only where statistics change. All values are for the side to move at their node. If
-    `go.fixed_shapes` is set, a simulation computes all games, and the host never waits; what has no work
-    in a simulation writes to `nowhere`. Then the caller must leave room in the trees (see `run`).
+    Both change only where statistics change. All values are for the side to move at their node. `evaluator` is a
+    function from boards [R] and their legal moves [R, A] to logits [R, A] and values [R].
+
+    If `go.fixed_shapes` is set, a simulation computes all games, and the host never waits: a game that has
+    nothing to compute reads and writes `nowhere`.
     """
 
-    def __init__(self, go, workers, boards, num_simulations, args, scores=puct_scores, use_graphs=False):
+    def __init__(self, go, evaluator, boards, num_simulations, args, scores=puct_scores, use_graphs=False):
         self.go = go
-        self.workers = workers
-        self.has_two = len(workers) > 1
+        self.evaluator = evaluator
         self.args = args
         self.scores = scores
         # Besides the root and a node for each simulation, there is `nowhere`
         shape = len(boards.to_play), num_simulations + 2
         self.nowhere = num_simulations + 1
         with go.device:
-            # Of each edge: N(s, a), Q(s, a), P(a | s), pseudo-visits, and the node where it leads
-            self.N, self.Q, self.P, self.pseudo = torch.zeros(4, *shape, go.num_actions)  # [G, M, A]
+            # Of each edge: N(s, a), Q(s, a), P(a | s), and the node where it leads
+            self.N, self.Q, self.P = torch.zeros(3, *shape, go.num_actions)  # [G, M, A]
             self.child = torch.zeros(self.N.shape, dtype=torch.int64)  # [G, M, A]
             # Of each node
             self.value = torch.zeros(shape)  # [G, M], as all below
             self.best, self.next, self.status = torch.zeros(3, *shape, dtype=torch.int64)
-            self.boards = Boards(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
+            self.boards = type(boards)(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
             # Of each game
-            self.games = torch.arange(shape[0])  # [G]
-            self.num_nodes = torch.zeros_like(self.games)
+            self.all_games = torch.arange(shape[0])  # [G]
+            self.roots = torch.zeros_like(self.all_games)
+            self.num_nodes = self.roots.clone()
+        self.pseudo = None  # pseudo-visits of each edge [G, M, A], if two workers search
         self.start(boards)
         if use_graphs and go.fixed_shapes:
             # Two simulations set up what a recording must not, such as the plans of convolutions
-            self.run(2)
+            self.simulate()
+            self.simulate()
             self.simulate = capture(self.simulate)
             self.start(boards)
 
@@ -409,56 +360,51 @@ class Search:
         """Begin new trees, in the same memory, with boards [G] at the roots."""
         # Other tensors are written at a node before they are read there
         self.N.zero_()
-        self.pseudo.zero_()
         self.child.fill_(self.nowhere)
         self.next.fill_(self.nowhere)
-        self.status.fill_(ABSENT)
         self.num_nodes.fill_(1)
-        roots = torch.zeros_like(self.games)
-        no_edges = self.games.new_zeros(3, 0)
-        self.add_nodes(self.workers[0], self.games, roots, boards, no_edges, roots)
-        self.finish(self.workers[0])
+        self.num_left = self.nowhere - 1  # simulations for which the trees have room
+        self.evaluate(*self.add(self.all_games, self.roots, boards))
 
     def run(self, num_simulations):
-        """Run num_simulations in each game that is not over; they end early where a tree is full.
-
-        With fixed shapes, the caller must not ask for more than the trees have room for.
-        """
-        if self.go.fixed_shapes:
-            for _ in range(num_simulations):
-                self.simulate()
+        """Run simulations in all games."""
+        self.num_left -= num_simulations
+        if self.num_left < 0:
+            raise ValueError("more simulations than the trees have room for")
+        if self.args.num_workers == 2:
+            run_two_workers(self, num_simulations)
             return
-        # The workers take turns: each backs up its last leaves, then gets new ones
-        room = self.nowhere - self.num_nodes
-        left = room.clamp(max=num_simulations) * (self.status[:, 0] == OPEN)
-        while left.any() or any(worker.leaves or worker.pseudo_edges for worker in self.workers):
-            for worker in self.workers:
-                self.finish(worker)
-                games = left.nonzero().squeeze(1)
-                if len(games):
-                    # The games that get a leaf have one simulation less left
-                    left[self.request(worker, games)] -= 1
+        for _ in range(num_simulations):
+            self.simulate()
 
     def simulate(self):
-        """Run one simulation in all games, with one worker and fixed shapes."""
-        self.request(self.workers[0], self.games)
-        self.finish(self.workers[0])
+        """Run one simulation in all games; in games that are over, it does nothing."""
+        edges, ends = self.select(self.all_games)
+        leaves, new = self.expand(self.all_games, ends)
+        self.evaluate(*new)
+        self.backup(edges, leaves)
 
-    def select(self, mask):
-        """Return the indices where a mask is true; with fixed shapes all, and the rest counts for nothing."""
+    def find(self, mask):
+        """Return the rows where a mask [R] is true; with fixed shapes all, and the others must count for nothing."""
         return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
 
-    def descend(self, games):
-        """Follow `next` from the roots of games [R]; returns edges [3, E], and where paths end [G].
+    def select(self, games):
+        """Follow `next` from the roots of games [R]; returns edges [3, E], and the nodes where paths end [G].
 
-        The last edge leads to a child that does not exist yet, to the end of a game, or to a pending node.
+        An edge is a game, a node and a move. The last edge of a path leads to a child that does not exist yet.
+        If the path ends where the game is over, or at a pending node, its last edge leads there.
+
+        The paths are found by pointer doubling. `path` has the first k nodes, `jump` leads k nodes further:
+
+            next           0 -> 3   3 -> 7   7 -> 9   9 -> nowhere
+            k = 1    path  0              jump  0 -> 3   3 -> 7   7 -> 9         9 -> nowhere
+            k = 2    path  0 3            jump  0 -> 7   3 -> 9   7 -> nowhere   9 -> nowhere
+            k = 4    path  0 3 7 9        jump  all -> nowhere
         """
-        path = torch.zeros_like(games).unsqueeze(1)  # [R, 1], the roots
+        path = torch.zeros_like(games).unsqueeze(1)  # [R, k], the roots
         jump = self.next[games]  # [R, M]
-        # Pointer jumping: `path` holds the first k nodes, and `jump` leads from each node to the one k steps
-        # below it; each turn doubles k, from 1. Paths of M nodes have all ended, as a tree has at most M - 1.
-        # Without fixed shapes, the deepest of all paths decides when to stop
-        while path.shape[1] <= self.nowhere:
+        while path.shape[1] <= self.nowhere:  # no path has more nodes than the tree
+            # Without fixed shapes, the longest path decides when to stop
             if not self.go.fixed_shapes and (path[:, -1] == self.nowhere).all():
                 break
             path = torch.cat((path, jump.gather(1, path)), 1)
@@ -466,160 +412,97 @@ class Search:
 
         # The end of a path is its last node before `nowhere`
         length = (path != self.nowhere).sum(1, keepdim=True)
-        ends = torch.zeros_like(self.games)
+        ends = torch.zeros_like(self.all_games)
         ends[games] = path.gather(1, length - 1).squeeze(1)
 
-        # All paths, flattened: entry i is node[i] of game[i], or `nowhere` after the end of a path. A node before
-        # the end has an edge to the next one, and an open end has one to the child that `request` will make.
-        # Other ends have none
-        game = games.unsqueeze(1).expand_as(path).flatten()
-        node = path.flatten()
-        goes_on = (node != ends[game]) | (self.status[game, node] == OPEN)
-        is_edge = (node != self.nowhere) & goes_on
-        node = node.masked_fill(~is_edge, self.nowhere)
-        edges = torch.stack((game, node, self.best[game, node]))
-        return edges[:, self.select(is_edge)], ends
+        # Each open node of a path has an edge on it; the other entries stand for `nowhere`
+        game = games.unsqueeze(1).expand_as(path)
+        has_edge = (path != self.nowhere) & (self.status[game, path] == OPEN)
+        rows = self.find(has_edge.flatten())
+        node = path.masked_fill(~has_edge, self.nowhere).flatten()[rows]
+        game = game.flatten()[rows]
+        return torch.stack((game, node, self.best[game, node])), ends
 
-    def find_leaves(self, worker, games):
-        """Descend in games [R]; returns edges [3, E] to the leaves found, and the ends [G] of all paths.
+    def expand(self, games, ends):
+        """Add a child to each open end [G] of games [R], by its best move.
 
-        With two workers, a path may end at a node that the other one evaluates. It then gets a pseudo-visit,
-        and the next descent may lead to another leaf. A tree has at most k N(root) pseudo-visits, and keeps
-        them until the worker's leaves are evaluated.
+        Returns the leaves [G], which are the new nodes or other ends, and the new nodes as `add` does.
         """
-        if not self.has_two:
-            return self.descend(games)
-        found = []
-        ends = torch.zeros_like(self.games)
-        for _ in range(MAX_DESCENTS):
-            edges, new_ends = self.descend(games)
-            ends[games] = new_ends[games]
+        # The games whose end is open. Others, which only fixed shapes leave, have `nowhere` for parent and child
+        is_open = self.status[games, ends[games]] == OPEN
+        rows = self.find(is_open)
+        games = games[rows]
+        is_open = is_open[rows]
+        parents = torch.where(is_open, ends[games], self.nowhere)
+        nodes = torch.where(is_open, self.num_nodes[games], self.nowhere)
+        self.num_nodes[games] += is_open
+        leaves = ends.clone()
+        leaves[games] = torch.where(is_open, nodes, ends[games])
 
-            # Who collided: the path ends at a leaf of the other worker. All others have found a leaf
-            has_collided = self.status[self.games, ends] == PENDING  # [G]
-            found.append(edges[:, ~has_collided[edges[0]]])
-            games = games[has_collided[games]]
+        # Play the best move of each parent
+        moves = self.best[games, parents]
+        self.child[games, parents, moves] = nodes
+        self.next[games, parents] = nodes
+        boards = self.go.play(self.boards.pick((games, parents)), moves)
+        return leaves, self.add(games, nodes, boards)
 
-            # Who may try again: one more pseudo-visit is within the tree's limit, a share of N(root)
-            num_pseudo = 1 + self.pseudo[games, 0].sum(1)
-            num_visits = 1 + self.N[games, 0].sum(1)
-            games = games[num_pseudo <= self.args.pseudo_limit * num_visits]
-            if len(games) == 0:
-                break
-
-            # The pseudo-visit lowers the scores along the path
-            edges = edges[:, torch.isin(edges[0], games)]
-            self.pseudo[tuple(edges)] += 1
-            worker.pseudo_edges.append(edges)
-            self.choose(edges[:2])
-        return torch.cat(found, 1), ends
-
-    def request(self, worker, games):
-        """Send a leaf of each of the games [R] to the worker; returns the games in which one was found."""
-        edges, ends = self.find_leaves(worker, games)
-        if self.has_two:
-            # A game in which every descent collided gets no leaf
-            games = games[self.status[games, ends[games]] != PENDING]
-
-        # Expand: a path whose end is open gets a new node below it. `new` are the games of such paths; with
-        # fixed shapes they are all games, and where a path ended at the end of a game (is_other), parent and
-        # child are `nowhere`
-        is_new = self.status[games, ends[games]] == OPEN
-        selected = self.select(is_new)
-        new = games[selected]
-        is_other = ~is_new[selected]
-        parents = ends[new].masked_fill(is_other, self.nowhere)
-        moves = self.best[new, parents]
-        nodes = self.num_nodes[new].masked_fill(is_other, self.nowhere)
-        self.child[new, parents, moves] = nodes
-        self.next[new, parents] = nodes
-        self.num_nodes[games] += is_new
-        ends[new] = torch.where(is_other, ends[new], nodes)
-
-        # Play the moves that lead there
-        boards = self.go.play(self.boards.pick((new, parents)), moves)
-        self.add_nodes(worker, new, nodes, boards, edges, ends)
-        return games
-
-    def add_nodes(self, worker, games, nodes, boards, edges, ends):
-        """Store boards [R] as nodes [R] of games [R], and send those that are not over to the worker."""
+    def add(self, games, nodes, boards):
+        """Store boards [R] as nodes [R] of games [R]; returns games, nodes and boards of those to evaluate."""
         self.boards.put((games, nodes), boards)
-        over = boards.is_over
-        self.status[games, nodes] = torch.where(over, OVER, PENDING)
-        if self.go.fixed_shapes or over.any():
+        is_over = boards.is_over
+        self.status[games, nodes] = torch.where(is_over, OVER, PENDING)
+        if self.go.fixed_shapes or is_over.any():
             # The value of a game's end is its result
-            ended = self.select(over)
-            score = self.go.score(boards.pick(ended))
-            z = compute_result(score, self.args, self.go.num_points)
-            is_black = boards.to_play[ended] == 1
-            self.value[games[ended], nodes[ended]] = torch.where(is_black, z, 1 - z)
-            to_go = self.select(~over)
-            games = games[to_go]
-            nodes = nodes[to_go]
-            boards = boards.pick(to_go)
-        if self.has_two:
-            # Paths to the end of a game need no evaluation: they are backed up now, before the other worker's
-            # next descents. is_over has an entry for each edge
-            is_over = (self.status[self.games, ends] == OVER)[edges[0]]
-            if is_over.any():
-                finished = edges[:, is_over]
-                self.backup(finished, ends)
-                self.choose(finished[:2])
-                edges = edges[:, ~is_over]
-        legal = self.go.legal_moves(boards) if len(games) else None
-        worker.leaves = Leaves(games, nodes, boards, legal, edges, ends)
-        if len(games) and self.has_two:
-            worker.submit()
+            rows = self.find(is_over)
+            z = compute_result(self.go.score(boards.pick(rows)), self.args, self.go.num_points)
+            self.value[games[rows], nodes[rows]] = torch.where(boards.to_play[rows] == 1, z, 1 - z)
+            # The others are left
+            rows = self.find(~is_over)
+            nodes = nodes.masked_fill(is_over, self.nowhere)[rows]
+            games = games[rows]
+            boards = boards.pick(rows)
+        return games, nodes, boards
 
-    def finish(self, worker):
-        """Wait for the worker's leaves, open them and back their values up."""
-        if worker.leaves:
-            games, nodes, boards, legal, edges, ends = worker.leaves
-            worker.leaves = None
-            if len(games):
-                # A single worker needs no thread
-                logits, values = worker.wait() if worker.job else worker.evaluate(boards, legal)
-                # Ends of games, which are here only with fixed shapes, keep their values
-                nodes = nodes.masked_fill(self.status[games, nodes] == OVER, self.nowhere)
-                self.value[games, nodes] = values
-                # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph
-                # can record
-                self.status[games, nodes] = torch.full_like(nodes, OPEN)
-                first_q = values.unsqueeze(1)
-                if self.args.first_q == "zero":
-                    first_q = torch.zeros_like(first_q)
-                self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
-                # A large number in place of infinity, so that a row without a legal move is not NaN
-                self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
-            self.backup(edges, ends)
-            self.choose(torch.cat((edges[:2], torch.stack((games, nodes))), 1))
-        # Remove the pseudo-visits that led this worker past the other one's leaves to its own
-        for edges in worker.pseudo_edges:
-            self.pseudo[tuple(edges)] -= 1
-            self.choose(edges[:2])
-        worker.pseudo_edges = []
+    def evaluate(self, games, nodes, boards):
+        """Let the evaluator give new nodes [R] their values and priors."""
+        if len(games):
+            legal = self.go.legal_moves(boards)
+            self.open(games, nodes, legal, *self.evaluator(boards, legal))
 
-    def backup(self, edges, ends):
-        """Update edges [3, E] with the values of the nodes where their games' paths end [G], eq. 2."""
+    def open(self, games, nodes, legal, logits, values):
+        """Store what the evaluator found for nodes [R], and their first Q and best moves."""
+        self.value[games, nodes] = values
+        # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph can record
+        self.status[games, nodes] = torch.full_like(nodes, OPEN)
+        first_q = values.unsqueeze(1)
+        if self.args.first_q == "zero":
+            first_q = torch.zeros_like(first_q)
+        self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
+        # A large number in place of infinity, so that a row without a legal move is not NaN
+        self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
+        self.choose(games, nodes)
+
+    def backup(self, edges, leaves):
+        """Update edges [3, E] with the values of their games' leaves [G], eq. 2."""
         edge = tuple(edges)
         game, node, _ = edge
-        end = ends[game]
-        value = self.value[game, end]
+        leaf = leaves[game]
+        value = self.value[game, leaf]
         # A value of the other side is 1 minus that of this one
-        is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, end]
+        is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, leaf]
         v = torch.where(is_same_side, value, 1 - value)
         self.N[edge] += 1
         self.Q[edge] += (v - self.Q[edge]) / self.N[edge]
+        self.choose(game, node)
 
-    def choose(self, places):
-        """Find the best moves again after the statistics of `places` [2, E], game and node, have changed."""
-        games, nodes = places
-        q = self.Q[games, nodes]  # [E, A]
-        visits = self.N[games, nodes]
-        prior = self.P[games, nodes]
-        parent_visits = 1 + visits.sum(1, keepdim=True)  # without pseudo-visits
-        if self.has_two:
+    def choose(self, games, nodes):
+        """Find the best moves of nodes [R] of games [R] again, after their statistics have changed."""
+        visits = self.N[games, nodes]  # [R, A]
+        parent_visits = 1 + visits.sum(1, keepdim=True)
+        if self.pseudo is not None:
             visits = visits + self.pseudo[games, nodes]
+        q = self.Q[games, nodes]
+        prior = self.P[games, nodes]
         best = self.scores(q, visits, prior, parent_visits, self.args.c_puct).argmax(1)
         self.best[games, nodes] = best
         self.next[games, nodes] = self.child[games, nodes, best]
@@ -628,7 +511,7 @@ class Search:
         """Add noise to the prior of the roots, eq. 3."""
         noise = dirichlet_noise(self.P[:, 0], self.args.dirichlet_alpha)
         self.P[:, 0] += self.args.noise_weight * noise
-        self.choose((self.games, 0))
+        self.choose(self.all_games, self.roots)
 
     def policy(self):
         """Return pi of eq. 3 [G, A]; NaN where nothing was searched."""
@@ -648,15 +531,155 @@ class Search:
         return (self.N[:, 0] + 0.5 * q + 0.01 * self.P[:, 0]).argmax(1)
 
 
+# ---- AlphaZero: the search by two workers ------------------------------------------------------------------
+# Everything up to the next ruler belongs to --num-workers 2 alone
+MAX_DESCENTS = 8  # attempts of a worker to find a leaf that the other one does not have
+
+
+def find_leaves(search, games):
+    """Select paths in games [R] that end at a leaf which no worker evaluates yet.
+
+    A path may end at a leaf of the other worker. It then gets a pseudo-visit, which lowers the scores of its moves,
+    and the next descent may find another leaf. A tree has at most k N(root) pseudo-visits.
+
+    Returns the edges [3, E] of the paths found, the ends [G] of all, and a list of the edges with pseudo-visits.
+    """
+    found = []
+    pseudo_edges = []
+    ends = torch.zeros_like(search.all_games)
+    for _ in range(MAX_DESCENTS):
+        edges, new_ends = search.select(games)
+        ends[games] = new_ends[games]
+        has_collided = search.status[search.all_games, ends] == PENDING  # [G]
+        found.append(edges[:, ~has_collided[edges[0]]])
+
+        # Games whose path collided try again if one more pseudo-visit is within their limit
+        games = games[has_collided[games]]
+        num_pseudo = 1 + search.pseudo[games, 0].sum(1)
+        num_visits = 1 + search.N[games, 0].sum(1)
+        games = games[num_pseudo <= search.args.pseudo_limit * num_visits]
+        if not len(games):
+            break
+        edges = edges[:, torch.isin(edges[0], games)]
+        search.pseudo[tuple(edges)] += 1
+        search.choose(*edges[:2])
+        pseudo_edges.append(edges)
+    return torch.cat(found, 1), ends, pseudo_edges
+
+
+def work(search, left):
+    """Find leaves, evaluate them in a thread and, on a GPU, a stream of its own, and back them up, again and again.
+
+    `left` [G] counts the simulations that both workers still have to begin.
+    """
+    thread = ThreadPoolExecutor(1)
+    num_threads = torch.get_num_threads()
+    device = search.go.device
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def evaluate(boards, legal):
+        torch.set_num_threads(num_threads)  # which each thread of Python has for itself
+        with torch.cuda.stream(stream):
+            return search.evaluator(boards, legal)
+
+    while left.any():
+        # Select and expand. A game in which all descents collided gets no leaf
+        games = left.nonzero().squeeze(1)
+        edges, ends, pseudo_edges = find_leaves(search, games)
+        games = games[search.status[games, ends[games]] != PENDING]
+        left[games] -= 1
+        leaves, (games, nodes, boards) = search.expand(games, ends)
+        # Paths to the end of a game need no evaluation, and are backed up before the other worker descends
+        is_over = (search.status[search.all_games, leaves] == OVER)[edges[0]]  # [E]
+        search.backup(edges[:, is_over], leaves)
+        edges = edges[:, ~is_over]
+
+        # Evaluate; meanwhile it is the other worker's turn
+        job = None
+        if len(games):
+            legal = search.go.legal_moves(boards)
+            if stream:
+                stream.wait_stream(torch.cuda.current_stream())
+            job = thread.submit(evaluate, boards, legal)
+        yield
+
+        # Back up, and remove the pseudo-visits
+        if job:
+            output = job.result()
+            if stream:
+                torch.cuda.current_stream().wait_stream(stream)
+            search.open(games, nodes, legal, *output)
+        search.backup(edges, leaves)
+        for edges in pseudo_edges:
+            search.pseudo[tuple(edges)] -= 1
+            search.choose(*edges[:2])
+    thread.shutdown()
+
+
+def run_two_workers(search, num_simulations):
+    """Run simulations in all games: while one worker evaluates its leaves, the search descends for the other."""
+    search.pseudo = torch.zeros_like(search.N)
+    left = torch.where(search.status[:, 0] == OPEN, num_simulations, 0)  # [G]
+    for _ in zip_longest(work(search, left), work(search, left)):
+        pass  # they take turns, from one `yield` to the next
+    search.pseudo = None
+
+
+# ---- AlphaZero: self-play and training ---------------------------------------------------------------------
+# Settings that change from epoch to epoch:
+#     name               what the progress bar shows
+#     start              first epoch of these settings, which begins with new games and an empty pool
+#     scores             how a search chooses: puct_scores (eq. 1) or ucb_scores; None for random games
+#     num_simulations    of each move
+#     epsilon            share of random moves
+#     q_weight           beta of eq. 5
+#     value_coef         g of eq. 6
+#     learning_rate      of AdamW
+Stage = namedtuple("Stage", "name start scores num_simulations epsilon q_weight value_coef learning_rate")
+
+
+def get_stage(epoch, max_legal, args):
+    """Return the settings of an epoch: of random games, of pretraining by classic UCB, or of self-play."""
+    t = epoch / max(1, args.num_epochs - 1)  # from 0 to 1
+
+    def schedule(start, end):
+        return (1 - t) * start + t * end
+
+    search_start = args.pretrain_value_epochs
+    self_play_start = search_start + args.pretrain_search_epochs
+    stage = Stage(
+        name="self-play",
+        start=self_play_start,
+        scores=puct_scores,
+        num_simulations=round(schedule(args.simulations_start, args.simulations_end)),
+        epsilon=schedule(args.epsilon_start, args.epsilon_end),
+        q_weight=schedule(args.q_weight_start, args.q_weight_end),
+        value_coef=args.value_coef,
+        learning_rate=schedule(args.learning_rate, args.learning_rate * (0.01 if args.anneal_lr else 1)),
+    )
+    if epoch < search_start:
+        return stage._replace(name="random games", start=0, scores=None, value_coef=1.0)
+    if epoch < self_play_start:
+        # Classic UCB tries each move before it chooses
+        num_simulations = max(stage.num_simulations, 5 * max_legal // 4)
+        return stage._replace(
+            name="search pretraining",
+            start=search_start,
+            scores=ucb_scores,
+            num_simulations=num_simulations,
+        )
+    return stage
+
+
 def choose_moves(boards, legal, go, search, stage, args):
     """Choose the moves of self-play on boards [G]; returns pi [G, A], Q(root) [G] and the moves [G].
 
     In random games nothing is searched: pi is uniform over the legal moves, and Q is NaN.
     """
-    if stage.name == "random games":
+    if stage.scores is None:
         policy = legal / legal.sum(1, keepdim=True)
         q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z takes its place when the game is over
-        return policy, q, go.draw_moves(boards, legal)
+        return policy, q, go.random_moves(boards, legal)
 
     # Search
     search.start(boards)
@@ -669,99 +692,97 @@ def choose_moves(boards, legal, go, search, stage, args):
     is_early = boards.num_moves < args.draw_moves * go.num_points
     moves = torch.where(is_early, torch.multinomial(policy, 1).squeeze(1), search.best_moves())
     is_random = torch.rand_like(q) < stage.epsilon
-    moves = torch.where(is_random, go.draw_moves(boards, legal, fill_eyes=True), moves)
+    moves = torch.where(is_random, torch.multinomial(legal.float(), 1).squeeze(1), moves)
     return policy, q, moves
 
 
-def play_moves(games, go, search, stage, args):
-    """Play a move in each game of `games` (a SelfPlay), and return the records of those that end with it."""
-    boards = games.boards
+def play_moves(self_play, go, search, stage, args):
+    """Play a move in each game; returns the games [R] that end with it, and the records of all their moves."""
+    boards = self_play.boards
     legal = go.legal_moves(boards)
     policy, q, moves = choose_moves(boards, legal, go, search, stage, args)
 
     # Record the position at index num_moves of its game, then play
-    rows = torch.arange(len(q), device=go.device), boards.num_moves
-    games.planes[rows] = go.planes(boards, legal)
-    games.policy[rows] = policy.half()
-    games.q[rows] = q
-    games.boards = go.play(boards, moves)
+    step = {
+        "planes": go.planes(boards, legal),
+        "legal": legal,
+        "policy": policy.half(),
+        "q": q,
+        "to_play": boards.to_play,
+    }
+    for name, x in step.items():
+        self_play.steps[name][torch.arange(len(q), device=go.device), boards.num_moves] = x
+    self_play.boards = go.play(boards, moves)
 
-    # Which R games have ended
-    ended = games.boards.is_over.nonzero().squeeze(1)
-    boards = games.boards.pick(ended)
+    # Which R games have ended; new ones take their place
+    is_over = self_play.boards.is_over
+    if (~is_over & (self_play.boards.num_moves >= go.max_moves)).any():
+        fail(f"{args.env_id}: a game takes more than its max_moves ({go.max_moves})")
+    ended = is_over.nonzero().squeeze(1)
+    boards = self_play.boards.pick(ended)
+    self_play.boards.put(ended, go.new(len(ended)))
 
-    # z of each move of these games, as seen by the side that moved
-    step = torch.arange(games.q.shape[1], device=go.device)  # [T]
-    z = compute_result(go.score(boards), args, go.num_points).unsqueeze(1)
-    z = torch.where(step % 2 == 0, z, 1 - z)  # [R, T], as black begins
-    is_move = step < boards.num_moves.unsqueeze(1)  # [R, T]
-    q = games.q[ended][is_move]
-    z = z[is_move]
-
-    # New games take their place
-    games.boards.put(ended, go.new(len(ended)))
-    # Set later: make_images sets epoch and turn, and compute_losses finds the loss
-    loss, epoch, turn = torch.zeros(3, len(z), device=go.device)
-    return Records(
-        planes=games.planes[ended][is_move],
-        policy=games.policy[ended][is_move],
-        q=torch.where(q.isnan(), z, q),
-        z=z,
-        loss=loss,
-        epoch=epoch,
-        turn=turn,
-    )
+    # The records of all their moves, with z as seen by the side that moved
+    is_move = torch.arange(go.max_moves, device=go.device) < boards.num_moves.unsqueeze(1)  # [R, T]
+    records = {name: x[ended][is_move] for name, x in self_play.steps.items()}
+    z = compute_result(go.score(boards), args, go.num_points)
+    z = z.unsqueeze(1).expand_as(is_move)[is_move]
+    z = torch.where(records.pop("to_play") == 1, z, 1 - z)
+    records["q"] = torch.where(records["q"].isnan(), z, records["q"])
+    unknown = torch.zeros_like(z)  # until make_images and train set it
+    return ended, Records(**records, z=z, loss=unknown, epoch=unknown, turn=unknown)
 
 
-def make_images(records, symmetries, epoch):
-    """Make the eight symmetric images of records [B]; image k of record b is row k B + b."""
-    planes = records.planes.flatten(2)[..., symmetries[:, :-1]]  # [B, NUM_PLANES, 8, n^2]
-    policy = records.policy[:, symmetries]  # [B, 8, A]
-    # Image k of position i has turn i + k, modulo 8: each turn has one image of each position
-    position = torch.arange(len(records.z), device=symmetries.device)
-    turn = (position + position.new_tensor(range(8)).unsqueeze(1)).flatten() % 8
-    return Records(
-        planes=planes.permute(2, 0, 1, 3).reshape(-1, *records.planes.shape[1:]),
-        policy=policy.transpose(0, 1).flatten(0, 1),
-        q=records.q.repeat(8),
-        z=records.z.repeat(8),
-        loss=records.loss.repeat(8),
-        epoch=torch.full_like(turn, epoch),
-        turn=turn,
-    )
+def make_images(records, go):
+    """Make the K symmetric images of records [B]; image k of record b is row k B + b."""
+    num_images = len(go.move_images)
+    position = torch.arange(len(records.z), device=go.device)
+    images = []
+    for k in range(num_images):
+        moves = go.move_images[k]
+        planes = records.planes.flatten(2)[..., go.point_images[k]]
+        image = records._replace(
+            planes=planes.view_as(records.planes),
+            legal=records.legal[:, moves],
+            policy=records.policy[:, moves],
+            turn=(position + k) % num_images,  # each turn has one image of each position
+        )
+        images.append(image)
+    return concatenate(images)
 
 
-def collect_images(games, go, search, num_positions, epoch, stage, args, bar):
-    """Play until finished games have enough positions; returns their images and the number of moves.
+def collect_images(self_play, go, search, num_positions, stage, args, bar):
+    """Play until finished games have enough positions; returns their images, and the number of all moves.
 
     The bar counts the positions up to `num_positions`.
     """
     records = []
     num_found = 0
-    num_moves = 0
-    while num_found < num_positions:
-        new = play_moves(games, go, search, stage, args)
+    # The first games of a stage begin together. All of them are played to their end: records of those alone that
+    # end first would be records of short games
+    is_awaited = torch.full_like(self_play.boards.is_over, self_play.pool is None)
+    while num_found < num_positions or is_awaited.any():
+        ended, new = play_moves(self_play, go, search, stage, args)
+        is_awaited[ended] = False
         records.append(new)
-        bar.update(min(len(new.z), num_positions - num_found))
+        bar.update(min(len(new.z), max(0, num_positions - num_found)))
         num_found += len(new.z)
-        num_moves += len(games.q)
-    return make_images(concatenate(records), go.symmetries, epoch), num_moves
+    return make_images(concatenate(records), go), len(records) * len(is_awaited)
 
 
 def alphazero_loss(agent, records, stage):
-    """Compute eq. 6, 4 and 5 for each record, [3, B]."""
+    """Compute eq. 6, 4 and 5 for each record, [B] each."""
     logits, values = agent(records.planes)
-    points = records.planes[:, LEGAL_PLANE].flatten(1)
-    legal = nn.functional.pad(points, (0, 1), value=True)  # [B, A]; a pass is always legal
     # Illegal moves have probability zero; their logarithms become 0, as 0 times infinity would be NaN
-    log_probs = logits.masked_fill(~legal, -torch.inf).log_softmax(1).masked_fill(~legal, 0)
+    illegal = ~records.legal
+    log_probs = logits.masked_fill(illegal, -torch.inf).log_softmax(1).masked_fill(illegal, 0)
     policy = records.policy.float()
     policy_loss = (torch.xlogy(policy, policy) - policy * log_probs).sum(1)  # eq. 4
     target = stage.q_weight * records.q + (1 - stage.q_weight) * records.z
     value_loss = (values - target).square()  # eq. 5
     g = stage.value_coef
-    loss = g * value_loss / 0.25 + (1 - g) * policy_loss / log(legal.shape[1])  # eq. 6
-    return torch.stack((loss, policy_loss, value_loss))
+    loss = g * value_loss / 0.25 + (1 - g) * policy_loss / math.log(policy.shape[1])  # eq. 6
+    return {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss}
 
 
 @torch.no_grad()
@@ -770,59 +791,67 @@ def compute_losses(agent, records, stage):
     agent.eval()
     losses = []
     for part in zip(*(x.split(512) for x in records)):
-        losses.append(alphazero_loss(agent, Records(*part), stage)[0])
+        losses.append(alphazero_loss(agent, Records(*part), stage)["loss"])
     return torch.cat(losses)
 
 
-def update_network(agent, optimizer, records, stage):
-    """Take one gradient step on a minibatch, and return the first four METRICS."""
-    losses = alphazero_loss(agent, records, stage).mean(1)
+def update_network(agent, optimizer, records, num_records, stage):
+    """Take one gradient step on a minibatch of `num_records` in all processes; returns means of it to log."""
+    losses = alphazero_loss(agent, records, stage)
+    metrics = {name: x.sum() / num_records for name, x in losses.items()}
     optimizer.zero_grad()
-    losses[0].backward()
+    metrics["loss"].backward()
     if stage.value_coef == 1:
-        # Epochs that learn V alone: the policy head stays as it is, since without a gradient AdamW does not even
-        # decay its weights. In another network, name all layers here that only the policy uses
+        # Epochs that learn V alone: the last layer of the policy stays as it is, since without a gradient AdamW
+        # does not even decay its weights. The rows of head_conv for the policy decay by half a percent or so. In
+        # another network, name all layers here that only the policy uses
         agent.policy_head.zero_grad()
-    average_gradients(agent)
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
+    sum_gradients(agent)
+    metrics = {name: total(x.detach()) for name, x in metrics.items()}
+    metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
     optimizer.step()
-    return torch.cat((losses.detach(), grad_norm.unsqueeze(0)))
+    return metrics
 
 
-def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, args, number):
-    """Train on minibatch `number` of the epoch; returns the METRICS.
+def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, args, turn):
+    """Train on a minibatch of records that have this turn; returns means of it to log.
 
     The losses of its records in the pool become those after the step.
     """
-    index = sample_pool(pool, number, batch_size, args.random_fraction, fixed_shapes)
+    index = sample_pool(pool, turn, batch_size, args.random_fraction, fixed_shapes)
     records = pool.pick(index)
+    num_records = total(torch.full((), float(len(index)), device=index.device))
     # agent.train() also switches on the batch norms of layers that you froze; call eval() on those after it
-    losses = update_network(agent.train(), optimizer, records, stage)
+    metrics = update_network(agent.train(), optimizer, records, num_records, stage)
     loss_after = compute_losses(agent, records, stage)
     pool.loss[index] = loss_after
-    return torch.cat((losses, torch.stack((records.loss.mean(), loss_after.mean()))))
+    metrics["sampled_loss"] = total(records.loss.sum()) / num_records
+    metrics["sampled_loss_after"] = total(loss_after.sum()) / num_records
+    return metrics
 
 
-def train_epoch(agent, optimizer, pool, num_minibatches, stage, args, bar, use_graphs=False):
-    """Train on minibatches of the pool, which the bar counts; returns the mean METRICS."""
+def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args, bar, use_graphs=False):
+    """Train on minibatches of the pool, which the bar counts; returns the means of what they log."""
     batch_size = args.batch_size // WORLD_SIZE
-    # Fixed shapes need a full minibatch for each of the eight turns
-    fixed_shapes = pool.z.is_cuda and pool.turn.bincount(minlength=8).min().item() >= batch_size
+    # Fixed shapes need a full minibatch for each turn
+    num_least = pool.turn.bincount(minlength=num_turns).min().item()
+    fixed_shapes = pool.z.is_cuda and num_least >= batch_size
     update = partial(train_minibatch, agent, optimizer, pool, batch_size, fixed_shapes, stage, args)
-    metrics = []
-    for number in torch.arange(num_minibatches, device=pool.z.device):
-        # Record after one minibatch, as AdamW creates its state in the first step
-        if use_graphs and fixed_shapes and len(metrics) == 1:
-            update = capture(update, number)
-        metrics.append(update(number).clone())
+    sums = {}
+    for turn in torch.arange(num_minibatches, device=pool.z.device) % num_turns:
+        for name, value in update(turn).items():
+            sums[name] = sums.get(name, 0) + value
+        # Record after the first minibatch, in which AdamW creates its state
+        if use_graphs and fixed_shapes:
+            update = capture(update, turn)
+            use_graphs = False
         bar.update()
     optimizer.zero_grad()  # so that copies of the network have no gradients
-    # Average the statistics of batch norms, of which each process has its own. With one process, average does
-    # nothing
+    # Each process has its own statistics of batch norms, which become their means
     for statistics in agent.buffers():
         if statistics.is_floating_point():
-            average(statistics)
-    return average(torch.stack(metrics).mean(0))
+            total(statistics).div_(WORLD_SIZE)
+    return {name: x / num_minibatches for name, x in sums.items()}
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -832,12 +861,7 @@ def evaluate_network(go, network, boards, legal):
     planes = go.planes(boards, legal)
     # On a CPU, in parts of about 6000 points of boards, which fit into its cache
     num_parts = 1 if planes.is_cuda else 1 + len(planes) * go.num_points // 6000
-    logits = []
-    values = []
-    for part in planes.chunk(num_parts):
-        outputs = network(part)
-        logits.append(outputs[0])
-        values.append(outputs[1])
+    logits, values = zip(*[network(part) for part in planes.chunk(num_parts)])
     return torch.cat(logits), torch.cat(values)
 
 
@@ -847,23 +871,30 @@ def evaluate_rollouts(go, komi, boards, legal):
     The logits only decide in which order untried moves come.
     """
     logits = torch.rand(legal.shape, device=go.device)
-    won = ((go.finish_at_random(boards, legal) - komi).sign() + 1) / 2  # by black
-    return logits, torch.where(boards.to_play == 1, won, 1 - won)
+    is_black = boards.to_play == 1
+    scores = torch.zeros_like(boards.num_moves)
+    rows = torch.arange(len(legal), device=go.device)  # games that are not over
+    while len(rows):
+        boards = go.play(boards, go.random_moves(boards, go.legal_moves(boards)))
+        is_over = boards.is_over
+        scores[rows[is_over]] = go.score(boards.pick(is_over))
+        boards = boards.pick(~is_over)
+        rows = rows[~is_over]
+    won = ((scores - komi).sign() + 1) / 2  # by black
+    return logits, torch.where(is_black, won, 1 - won)
 
 
-def make_workers(go, agent, args):
-    """Make workers that evaluate leaves with a copy of the network as it is now."""
-    # This memory format saves 3 % of a search on a CPU
-    network = deepcopy(agent).eval().to(memory_format=torch.channels_last)
-    return [Worker(partial(evaluate_network, go, network), go.device) for _ in range(args.num_workers)]
+def make_evaluator(go, agent):
+    """Make a function that evaluates boards with a copy of the network as it is now."""
+    return partial(evaluate_network, go, deepcopy(agent).eval())
 
 
-def make_player(go, workers, num_simulations, args, scores=puct_scores):
+def make_player(go, evaluator, num_simulations, args, scores=puct_scores):
     """Make a function from boards [R] to the moves [R] that a search finds best."""
 
     def find_moves(boards):
         """Search each of the boards from the root."""
-        search = Search(go, workers, boards, num_simulations, args, scores)
+        search = Search(go, evaluator, boards, num_simulations, args, scores)
         search.run(num_simulations)
         return search.best_moves()
 
@@ -880,7 +911,7 @@ def play_match(go, players, num_games, komi):
     num_openings = (num_games + 1) // 2
     boards = go.new(num_openings)
     for _ in range(2):
-        boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards)))
+        boards = go.play(boards, go.random_moves(boards, go.legal_moves(boards)))
     number = torch.arange(num_games, device=go.device)
     boards = boards.pick(number % num_openings)
     is_first_black = number < num_openings
@@ -899,31 +930,177 @@ def play_match(go, players, num_games, komi):
     return won.mean().item(), margin.mean().item(), boards.num_moves.sum().item()
 
 
-def evaluate(go, agent, best, args, *stream):
-    """Play against `best` with a quarter of the simulations, or with all against plain MCTS if it is None.
-
-    `stream` goes to seed_everything.
-    """
-    seed_everything(args.seed, *stream)
+def evaluate(go, agent, args, best=None):
+    """Play against plain MCTS or, with a quarter of the simulations for both, at most 40 games against `best`."""
     num_games = args.eval_episodes
     num_simulations = args.simulations_end
     if best:
-        # A match during training: fewer games, and a search that is as shallow for both
         num_games = min(40, num_games)
-        num_simulations = ceil(num_simulations / 4)
-        opponent = make_player(go, make_workers(go, best, args), num_simulations, args)
+        num_simulations = math.ceil(num_simulations / 4)
+        opponent = make_player(go, make_evaluator(go, best), num_simulations, args)
     else:
         # Plain MCTS: classic UCB, random games in place of the network, and won games alone count
-        workers = [Worker(partial(evaluate_rollouts, go, args.komi), go.device)]
-        plain_args = replace(args, score_weight=0.0, c_puct=1.25)
-        opponent = make_player(go, workers, num_simulations, plain_args, ucb_scores)
-    player = make_player(go, make_workers(go, agent, args), num_simulations, args)
+        plain_args = replace(args, score_weight=0.0, c_puct=1.25, num_workers=1)
+        rollouts = partial(evaluate_rollouts, go, args.komi)
+        opponent = make_player(go, rollouts, num_simulations, plain_args, ucb_scores)
+    player = make_player(go, make_evaluator(go, agent), num_simulations, args)
     win_rate, margin, num_moves = play_match(go, (player, opponent), num_games, args.komi)
     suffix = "_best" if best else ""
     return {f"eval/win_rate{suffix}": win_rate, f"eval/margin{suffix}": margin, "eval/moves": num_moves}
 
 
+def score_network(go, agent, best, args, run):
+    """Play against the best network; a new one that wins at least half of the games replaces it in best.pt.
+
+    A win rate depends on the opponent. The score does not: it is the sum of win rates over 1/2, of all networks
+    that were kept. The first network of a run, or of another komi, is kept in any case.
+    """
+    seed_everything(args.seed, 2, run.progress.iteration)
+    scores = evaluate(go, agent, args, best)
+    best_score = run.progress.best_score
+    lead = scores["eval/win_rate_best"] - 0.5
+    if best_score is None or lead >= 0:
+        best.load_state_dict(agent.state_dict())
+    is_last = run.progress.iteration >= args.num_epochs
+    if is_last:
+        seed_everything(args.seed, 4)
+        scores = evaluate(go, agent, args) | scores
+        run.progress.win_rate = scores["eval/win_rate"]
+    run.keep(scores, (best_score or 0.0) + lead, scores["eval/moves"])
+    if not is_last:
+        run.save()  # with the best network
+
+
 # ---- Training ----------------------------------------------------------------------------------------------
+def train(args, run):
+    """Train the agent of a run; with --evaluate, only score it, and with --gtp, only play.
+
+    Numbers that seed_everything gets:
+        (seed, 0)                  for the weights, which are the same in every process
+        (seed, 1, epoch, process)  for the games and minibatches of an epoch
+        (seed, 2, epoch)           for a match against the best network
+        (seed, 3)                  for --evaluate
+        (seed, 4)                  for the match against plain MCTS at the end
+    """
+    # Set up
+    device = set_up_device(args)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+    use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
+    go = make_game(args.env_id, device)
+    # On a GPU, one worker searches in fixed shapes, recorded or not
+    search_go = make_game(args.env_id, device, is_cuda and args.num_workers == 1)
+    seed_everything(args.seed, 0)
+    agent = Agent(go, args).to(device)
+    best = deepcopy(agent)
+    run.load(agent=agent)
+    if args.gtp:
+        from envs_shared.go_gtp import Engine
+
+        Engine(go, partial(Search, go, make_evaluator(go, agent)), args).serve(sys.stdin)
+        return
+    if args.evaluate:
+        seed_everything(args.seed, 3)
+        print_scores(evaluate(go, agent, args))
+        return
+    options = {"weight_decay": args.weight_decay, "capturable": is_cuda}
+    optimizer = torch.optim.AdamW(agent.parameters(), fused=True, **options)
+    run.load(best=best, optimizer=optimizer)
+    # Loading put saved options here: put these back. Do so for each group that you add
+    optimizer.param_groups[0] |= options
+    self_play = SelfPlay(go, args.num_games // WORLD_SIZE)
+    if WORLD_SIZE == 1:
+        # Games and pool are large: of two processes or more, and in best.pt, they are not saved
+        if run.checkpoint and "games" in run.checkpoint:
+            run.load(games=self_play)
+        run.resume_parts["games"] = run.parts.pop("games", self_play)
+    # Per epoch: positions that this process needs, of K images each, and minibatches
+    num_turns = len(go.move_images)
+    capacity = args.pool_size // WORLD_SIZE
+    num_positions = math.ceil(args.generate_fraction * capacity / num_turns)
+    num_minibatches = math.ceil(args.train_fraction * args.pool_size / args.batch_size)
+    epoch_length = num_positions + num_minibatches  # of the bar
+    run.open(
+        f"{args.num_games} {'saved' if self_play.pool else 'new'} games and pool on {device}",
+        args.num_epochs * epoch_length,
+        run.progress.iteration * epoch_length,
+    )
+
+    while run.progress.iteration < args.num_epochs:
+        epoch = run.progress.iteration
+        run.progress.win_rate = None  # of the network that this epoch makes
+        seed_everything(args.seed, 1, epoch + 1, RANK)
+
+        # Stage: another kind of games begins with new games and an empty pool
+        stage = get_stage(epoch, go.max_legal, args)
+        if epoch == stage.start:
+            self_play.start()
+
+        # Learning rate. If you add parameter groups, set the rate of each
+        optimizer.param_groups[0]["lr"] = stage.learning_rate
+
+        # Collect: play until there are enough new records, which replace old ones in the pool
+        start = time.time()
+        search = None
+        if stage.scores:
+            search = Search(
+                search_go,
+                make_evaluator(search_go, agent),
+                self_play.boards,
+                stage.num_simulations,
+                args,
+                scores=stage.scores,
+                use_graphs=use_graphs,
+            )
+        images, num_moves = collect_images(self_play, go, search, num_positions, stage, args, run.bar)
+        images = images._replace(
+            loss=compute_losses(agent, images, stage), epoch=torch.full_like(images.turn, epoch)
+        )
+        oldest = epoch - (args.max_age or args.num_epochs)
+        self_play.pool = refill_pool(self_play.pool, images, capacity, oldest)
+        collected = time.time()
+
+        # Update: minibatches of the pool
+        metrics = train_epoch(
+            agent, optimizer, self_play.pool, num_minibatches, num_turns, stage, args, run.bar, use_graphs
+        )
+
+        # Log
+        pool = self_play.pool
+        num_moves = int(total(torch.tensor(num_moves, device=device)))
+        scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
+        scalars |= {
+            "pool/size": len(pool.z),
+            "pool/loss": pool.loss.mean(),
+            "pool/age": epoch - pool.epoch.float().mean(),
+            "charts/learning_rate": stage.learning_rate,
+            "charts/moves": num_moves,
+            "charts/collect_seconds": collected - start,
+            "charts/train_seconds": time.time() - collected,
+        }
+        run.bar.set_postfix_str(f"{stage.name}, loss {scalars['losses/loss']:.3f}", refresh=False)
+        run.log(num_moves, scalars, (epoch + 1) * epoch_length)
+
+        # Evaluate: how many moves that takes is expected from the longest games
+        if run.should_evaluate(min(40, args.eval_episodes) * go.max_moves):
+            score_network(go, agent, best, args, run)
+
+    # Evaluate the last network
+    if run.should_evaluate():
+        score_network(go, agent, best, args, run)
+    text = ""
+    if run.progress.win_rate is not None:
+        text = f", which wins {run.progress.win_rate:.0%} of its games against plain MCTS"
+    run.close(text)
+
+
+# ---- Run ---------------------------------------------------------------------------------------------------
+# What follows is the same in all scripts of this family, but for `Progress` and `main`
+if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 @dataclass
 class Progress:
     """What a run has done so far."""
@@ -932,41 +1109,264 @@ class Progress:
     step: int = 0  # moves of self-play, in total across processes
     eval_steps: int = 0  # moves of the matches against the best network
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # win rate of best.pt's network in its match, None before the first one
-    last_score: float | None = None  # win rate of the newest network against the best, None if not evaluated
+    best_score: float | None = None  # summed lead of best.pt, None before the first match
+    last_score: float | None = None  # the same of the newest network, None if it was not evaluated
     win_rate: float | None = None  # of the newest network against plain MCTS, None before the last epoch
 
 
-def fail(message: str):
-    """Print one line for the user and exit with code 2."""
+class Run:
+    """The folder, log, progress bar and checkpoints of a run. Only process 0 writes and evaluates."""
+
+    def __init__(self, args, task, checkpoint=None):
+        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        self.args = args
+        self.checkpoint = checkpoint
+        self.parts = {}  # what checkpoints hold, by name
+        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
+        self.bar = None
+        if checkpoint:
+            self.path = checkpoint["path"].parent
+            self.progress = checkpoint["progress"]
+        else:
+            name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+            self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
+            self.progress = Progress()
+
+    def load(self, **parts):
+        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
+        self.parts |= parts
+        try:
+            for name, part in parts.items():
+                if self.checkpoint:
+                    part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+
+    def open(self, description, length, position=None):
+        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
+
+        The bar counts steps. In scripts with another unit, `position` says where the bar is.
+        """
+        position = min(self.progress.step if position is None else position, length)
+        self.tenths = 10 * position // length  # how many tenths of the run are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()  # so that there is something to resume from now on
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
+        # Where the bar is written to a file, every 30 seconds are enough
+        seconds = 0.1 if os.isatty(2) else 30
+        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        self.saved_at = time.time()
+        self.start_clocks()
+
+    def find_best(self):
+        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        path = self.path / "best.pt"
+        best = load_checkpoint(path) if path.exists() else None
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
+        else:
+            self.progress.best_score = self.progress.last_score = None
+
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
+        name = self.path.name
+        if args.track:
+            import wandb
+
+            try:
+                wandb.init(
+                    project=args.wandb_project_name,
+                    entity=args.wandb_entity,
+                    name=name,
+                    id=name,
+                    config=asdict(args),
+                    sync_tensorboard=True,
+                    resume="allow",
+                    reinit="finish_previous",
+                )
+            except wandb.Error:
+                fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
+        try:
+            # Hide what was logged after the checkpoint of a resumed run
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
+        except OSError as error:
+            fail(f"{self.path}: cannot be written to ({error.strerror})")
+        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
+
+    def start_clocks(self):
+        """Begin to measure the time of an iteration, without the evaluation before it."""
+        self.start = time.time()
+        self.cpu_start = time.process_time()
+
+    def save(self, name="checkpoint.pt"):
+        """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
+        parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
+        for key, part in parts.items():
+            checkpoint[key] = part.state_dict()
+        path = self.path / name
+        torch.save(checkpoint, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+    def write(self, scalars):
+        """Log scalars; one that is not finite ends the run with one line."""
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.progress.step)
+            if not math.isfinite(value):
+                fail(f"{name} is {value} at step {self.progress.step}")
+
+    def log(self, num_steps, scalars, position=None):
+        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
+
+        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        """
+        progress = self.progress
+        progress.iteration += 1
+        progress.step += num_steps
+        progress.cpu_seconds += time.process_time() - self.cpu_start
+        progress.last_score = None  # the policy that this iteration made has no score yet
+        if RANK > 0:
+            return
+        speed = num_steps / (time.time() - self.start)
+        self.write(scalars | {"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        if position is None:
+            position = progress.step
+        self.bar.update(min(position, self.bar.total) - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says
+        tenths = 10 * self.bar.n // self.bar.total
+        if self.args.eval_interval:
+            self.is_due = progress.iteration % self.args.eval_interval == 0
+        else:
+            self.is_due = tenths > self.tenths
+        self.tenths = tenths
+        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+            self.writer.flush()
+            self.save()
+            self.saved_at = time.time()
+        self.start_clocks()
+
+    def should_evaluate(self, num_steps=0):
+        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
+
+        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
+        fifth of the steps trained on.
+        """
+        if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
+            return False
+        if self.tenths == 10:
+            return True
+        if self.args.eval_interval:
+            return self.is_due
+        return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
+
+    def keep(self, scores, score, num_steps):
+        """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
+
+        `score` is the one that decides: the higher, the better.
+        """
+        self.write(scores)
+        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        progress = self.progress
+        progress.eval_steps += round(num_steps)
+        progress.last_score = float(score)
+        if progress.best_score is None or score >= progress.best_score:
+            progress.best_score = progress.last_score
+            self.save("best.pt")
+        # Save the scores too. A large checkpoint is written again only at the end
+        if not self.resume_parts or self.tenths == 10:
+            self.save()
+        self.start_clocks()
+
+    def close(self, text=""):
+        """Close bar and log, and print the scores, followed by what else a script has to say."""
+        self.bar.close()
+        if RANK > 0:
+            return
+        self.writer.close()
+        if self.args.track:
+            import wandb
+
+            wandb.finish()
+        scores = "not evaluated"
+        if self.progress.last_score is not None:
+            best = f"{SCORE} of best.pt {self.progress.best_score:.5g}"
+            scores = f"{best}, of the last policy {self.progress.last_score:.5g}"
+        print_line(f"{self.path}: {scores}{text}")
+
+    def say_how_to_resume(self):
+        """After Ctrl-C, print the command that resumes the run, if it has begun."""
+        if RANK == 0 and self.bar is not None:
+            self.bar.close()
+            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+def print_line(line):
+    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def print_scores(scores):
+    """Print the scores of --evaluate, a line each."""
+    for name, value in scores.items():
+        print_line(f"{name}: {value:.5g}")
+
+
+def fail(message):
+    """Print an error in one line and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def average(x):
-    """Average a tensor that needs no gradient over all processes, in place."""
+def total(x):
+    """Sum a tensor that needs no gradient over all processes, in place; with one process nothing happens."""
     if WORLD_SIZE > 1:
-        torch.distributed.all_reduce(x.div_(WORLD_SIZE))
+        torch.distributed.all_reduce(x)
     return x
 
 
-def average_gradients(network):
-    """Average the gradients over all processes, in one message; parameters without one are left out."""
+def sum_gradients(network):
+    """Sum the gradients over all processes, in one message; parameters without one are left out."""
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
-        vector = average(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)
+        vector = total(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
 
-def seed_everything(*stream: int) -> int:
+def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
+    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
+    environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     return seed
+
+
+def set_up_device(args):
+    """Set the thread count, select the device and, under torchrun, join the process group."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    use_cuda = args.cuda and torch.cuda.is_available()
+    if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
+        # The other processes wait while process 0 evaluates, which may take hours
+        torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
 
 
 def capture(function, *inputs):
@@ -981,34 +1381,12 @@ def capture(function, *inputs):
         output = function(*memory)
 
     def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs):
+        for old, new in zip(memory, new_inputs, strict=True):
             old.copy_(new)
         graph.replay()
         return output
 
     return replay
-
-
-def set_up_processes(args):
-    """Set the thread count, select the device and, under torchrun, join the process group."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-    if use_cuda:
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
-    if WORLD_SIZE > 1:
-        # The other processes wait while process 0 plays a match, which may take hours
-        torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
-    return device
-
-
-def save_checkpoint(run_path: Path, args, progress, parts, name: str):
-    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
-    states = {key: part.state_dict() for key, part in parts.items()}
-    checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
-    torch.save(checkpoint, run_path / f"{name}.tmp")
-    os.replace(run_path / f"{name}.tmp", run_path / name)
 
 
 def load_checkpoint(path):
@@ -1017,287 +1395,71 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
+        checkpoint["path"] = Path(path).resolve()  # links resolved: the run's own folder
         return checkpoint
     except Exception:
-        fail(
-            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
-        )
-
-
-def open_run(run_path: Path, args, step: int):
-    """Make the run folder, and return the writer of its log; exits if the folder cannot be written to.
-
-    With --track, Weights & Biases gets the log too.
-    """
-    if args.track:
-        import wandb
-
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=run_path.name,
-            id=run_path.name,
-            config=asdict(args),
-            sync_tensorboard=True,
-            resume="allow",
-        )
-    try:
-        # Hide what was logged after the checkpoint of a resumed run
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)
-    except OSError as error:
-        fail(f"{run_path}: cannot be written to ({error.strerror})")
-    rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-    return writer
-
-
-def set_up(args, checkpoint, device):
-    """Make board, networks, optimizer and games, from `checkpoint` if there is one."""
-    go = Go(int(args.env_id.split("x")[1]), device)
-    seed_everything(args.seed, 0)  # the same weights in every process
-    agent = Agent(go.size, args).to(device)
-    options = {"weight_decay": args.weight_decay, "capturable": device.type == "cuda"}
-    optimizer = torch.optim.AdamW(agent.parameters(), fused=True, **options)
-    parts = {"agent": agent, "best": deepcopy(agent), "optimizer": optimizer}
-    games = SelfPlay(go, args.num_games // WORLD_SIZE)
-    if checkpoint:
-        is_resumed = not (args.evaluate or args.gtp)
-        try:
-            for name in parts if is_resumed else ["agent"]:
-                parts[name].load_state_dict(checkpoint[name])
-            # Several processes save no games and no pool, and resume without them
-            if is_resumed and "games" in checkpoint and WORLD_SIZE == 1:
-                games.load_state_dict(checkpoint["games"])
-        except (KeyError, RuntimeError, ValueError):
-            path = args.evaluate or args.gtp or args.resume
-            fail(
-                f"{path}: not the network or the games of --env-id, --blocks, --channels, --num-games and this "
-                "file, or only good to --evaluate"
-            )
-        optimizer.param_groups[0] |= options  # loading has put the saved ones in place of them
-    return go, parts, games
-
-
-def use_network(go, agent, args):
-    """Print scores for --evaluate, or answer commands of the Go Text Protocol for --gtp."""
-    if args.evaluate:
-        print(evaluate(go, agent, None, args, 3))
-        return
-    from envs_shared.go_gtp import Engine
-
-    Engine(go, partial(Search, go, make_workers(go, agent, args)), args).serve(sys.stdin)
-
-
-def summarize(pool, metrics, epoch):
-    """Return what is logged about an epoch's losses and the pool after it."""
-    scalars = {f"losses/{name}": x for name, x in zip(METRICS, metrics.tolist())}
-    scalars["pool/size"] = len(pool.z)
-    scalars["pool/loss"] = pool.loss.mean()
-    scalars["pool/age"] = epoch - pool.epoch.float().mean()
-    return scalars
-
-
-def train(args, run_path: Path, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate or --gtp, only use its network.
-
-    Random numbers come from seed_everything(args.seed, stream, ...): stream 0 for the weights, 1 for training
-    (then the epoch and the process), 2 for matches during training (then the epoch), 3 for --evaluate, 4 for
-    the match against plain MCTS.
-    """
-    # Set up
-    device = set_up_processes(args)
-    go, parts, games = set_up(args, checkpoint, device)
-    agent, best, optimizer = parts.values()
-    if args.evaluate or args.gtp:
-        use_network(go, agent, args)
-        return
-    progress = checkpoint["progress"] if checkpoint else Progress()
-    whole = parts | {"games": games} if WORLD_SIZE == 1 else parts
-    save = partial(save_checkpoint, run_path, args, progress)
-    if RANK == 0:
-        writer = open_run(run_path, args, progress.step)
-        print(f"{run_path}: {args.num_games} games on {device}, step {progress.step}")
-        if not checkpoint:
-            save(whole, "checkpoint.pt")
-        elif not (run_path / "best.pt").exists() or checkpoint["args"].komi != args.komi:
-            progress.best_score = progress.win_rate = None  # the next network evaluated is the best one
-        if progress.iteration >= args.num_epochs:
-            print(f"{run_path}: raise --num-epochs to train on")
-
-    def play_best():
-        """Play against the best network and log the scores; best.pt keeps the new one if it wins half.
-
-        The first network of a run, or of another komi, is kept in any case.
-        """
-        scores = evaluate(go, agent, best, args, 2, progress.iteration)
-        for name, score in scores.items():
-            writer.add_scalar(name, score, progress.step)
-        progress.eval_steps += scores["eval/moves"]
-        progress.last_score = scores["eval/win_rate_best"]
-        if progress.best_score is None or progress.last_score >= 0.5:
-            progress.best_score = progress.last_score
-            best.load_state_dict(agent.state_dict())
-            save(parts, "best.pt")
-        save(whole, "checkpoint.pt")
-
-    use_graphs = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
-    # On a GPU, one worker searches in fixed shapes, recorded or not
-    search_go = Go(go.size, device, device.type == "cuda" and args.num_workers == 1)
-    capacity = args.pool_size // WORLD_SIZE
-    num_positions = ceil(args.generate_fraction * capacity / 8)  # new ones per epoch, of eight images each
-    num_minibatches = ceil(args.train_fraction * args.pool_size / args.batch_size)
-    epoch_length = num_positions + num_minibatches  # of the bar
-    match_moves = min(40, args.eval_episodes) * 2 * go.num_points  # of a match, at most
-    eval_interval = args.eval_interval or ceil(args.num_epochs / 10)
-    saved_at = time.time()
-    with tqdm(
-        total=args.num_epochs * epoch_length,
-        initial=progress.iteration * epoch_length,
-        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-        disable=RANK > 0,
-    ) as bar:
-        while progress.iteration < args.num_epochs:
-            start = time.time()
-            cpu_start = time.process_time()
-            epoch = progress.iteration
-            progress.iteration += 1
-            progress.last_score = None  # of the network that this epoch makes
-            progress.win_rate = None
-            seed_everything(args.seed, 1, progress.iteration, RANK)
-
-            # Learning rate: it falls linearly to a hundredth. If you add parameter groups, set the rate of each
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - 0.99 * epoch / args.num_epochs
-            optimizer.param_groups[0]["lr"] = learning_rate
-
-            # Stage: another kind of games begins with new games and an empty pool
-            stage = get_stage(epoch, go.num_actions, args)
-            if stage.name != get_stage(epoch - 1, go.num_actions, args).name:
-                games.start()
-
-            # Collect: play until there are enough new records, which replace old ones in the pool. Random games
-            # do not use the search
-            search = Search(
-                search_go,
-                make_workers(search_go, agent, args),
-                games.boards,
-                stage.num_simulations,
-                args,
-                stage.scores,
-                use_graphs,
-            )
-            images, num_moves = collect_images(games, go, search, num_positions, epoch, stage, args, bar)
-            images = images._replace(loss=compute_losses(agent, images, stage))
-            oldest = epoch - (args.max_age or args.num_epochs)
-            games.pool = refill_pool(games.pool, images, capacity, oldest)
-            collected = time.time()
-
-            # Update: minibatches of the pool
-            metrics = train_epoch(agent, optimizer, games.pool, num_minibatches, stage, args, bar, use_graphs)
-
-            # Count the moves: the mean over processes times their number is the sum
-            num_moves = round(average(torch.tensor(float(num_moves), device=device)).item() * WORLD_SIZE)
-            progress.step += num_moves
-            progress.cpu_seconds += time.process_time() - cpu_start
-
-            # Log, in process 0 alone. The rest of the loop must not call `average`, since the other processes
-            # do not get there
-            if RANK > 0:
-                continue
-            if not metrics.isfinite().all():
-                fail(f"{args.env_id}: losses are not finite at step {progress.step}")
-            scalars = summarize(games.pool, metrics, epoch)
-            scalars["charts/learning_rate"] = learning_rate
-            scalars["charts/cpu_seconds"] = progress.cpu_seconds
-            scalars["charts/moves"] = num_moves
-            scalars["charts/SPS"] = num_moves / (time.time() - start)
-            scalars["charts/collect_seconds"] = collected - start
-            scalars["charts/train_seconds"] = time.time() - collected
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, progress.step)
-            bar.set_postfix_str(f"{stage.name}, loss {scalars['losses/loss']:.3f}", refresh=False)
-
-            # Save, before a match that might fail
-            is_last = progress.iteration >= args.num_epochs
-            is_due = is_last or progress.iteration % eval_interval == 0
-            if is_due or time.time() - saved_at > 600:
-                writer.flush()
-                save(whole, "checkpoint.pt")
-                saved_at = time.time()
-
-            # Evaluate. Without --eval-interval, matches take at most a fifth as many moves as self-play
-            is_affordable = args.eval_interval or progress.eval_steps + match_moves <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and not is_last:
-                play_best()
-
-    # Evaluate the last network
-    if RANK > 0:
-        return
-    if args.eval_episodes:
-        # None: the last network is not evaluated yet, or there is no best.pt of this komi
-        if None in (progress.best_score, progress.last_score):
-            play_best()
-        if progress.win_rate is None:
-            scores = evaluate(go, agent, None, args, 4)
-            progress.win_rate = scores["eval/win_rate"]
-            for name in ("eval/win_rate", "eval/margin"):
-                writer.add_scalar(name, scores[name], progress.step)
-            save(whole, "checkpoint.pt")
-    writer.close()
-    score = "not evaluated"
-    if progress.win_rate is not None:
-        score = f"the last network wins {progress.win_rate:.0%} of its games against plain MCTS"
-    print(f"{run_path}: {score}")
+        fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
 
 
 def main(argv=None):
-    """Read the command line; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint."""
     args = tyro.cli(Args, args=argv)
     checkpoint = None
-    path = args.evaluate or args.gtp or args.resume
-    if path:
-        checkpoint = load_checkpoint(path)
+    paths = [path for path in (args.resume, args.evaluate, args.gtp) if path]
+    if len(paths) > 1:
+        fail("--resume, --evaluate and --gtp exclude each other")
+    if paths:
+        checkpoint = load_checkpoint(paths[0])
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = "num_games channels simulations_start simulations_end num_epochs pool_size batch_size".split()
     shares = """score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef
         q_weight_start q_weight_end draw_moves resign_below""".split()
     for name, value in vars(args).items():
+        if type(value) not in (int, float):  # a bool is neither
+            continue
         least = 1 if name in counts else 0
         if name == "komi":
-            least = -np.inf  # any number, but not NaN
+            least = -1e300
+        most = 1 if name in shares else 1e300
         flag = f"--{name.replace('_', '-')} ({value})"
-        if type(value) in (int, float) and not value >= least:  # also if it is NaN
-            fail(f"{flag} must be at least {least}")
-        if name in shares and value > 1:
-            fail(f"{flag} must be at most 1")
+        if not least <= value <= most:  # also if it is NaN
+            fail(f"{flag} must be from {least} to {most}")
         if name in "dirichlet_alpha generate_fraction train_fraction".split() and value == 0:
             fail(f"{flag} must be greater than 0")
-    if not re.fullmatch(r"Go-([2-9]|1\d)x\1", args.env_id):
-        fail(f"--env-id {args.env_id}: must be Go-2x2 to Go-19x19")
+    try:
+        num_images = len(make_game(args.env_id).move_images)
+    except ValueError as error:
+        fail(f"--env-id {args.env_id}: {error}")
     if args.gtp and not find_spec("envs_shared.go_gtp"):
         fail("--gtp needs envs_shared/go_gtp.py beside envs_shared/go.py")
     if args.evaluate and not args.eval_episodes:
         fail("--evaluate needs --eval-episodes")
     if args.num_games % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-games and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
-    if args.pool_size < 8 * args.batch_size:
+    if args.pool_size < num_images * args.batch_size:
         # Only one image of each position may be in a minibatch
-        fail(f"--pool-size ({args.pool_size}) must be at least eight times --batch-size ({args.batch_size})")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, re.sub("[:/]", "-", run_name))
+        fail(
+            f"--pool-size ({args.pool_size}) must be at least {num_images} times --batch-size ({args.batch_size})"
+        )
+    if not checkpoint and args.num_epochs <= args.pretrain_value_epochs:
+        fail(
+            f"--num-epochs ({args.num_epochs}) must be greater than --pretrain-value-epochs "
+            f"({args.pretrain_value_epochs}), which learn no policy"
+        )
+    if args.gtp and WORLD_SIZE > 1:
+        fail("--gtp needs one process: start it without torchrun")
+    if args.evaluate and RANK > 0:
+        return  # process 0 does it
+    run = Run(args, args.env_id, checkpoint)
     try:
-        train(args, run_path, checkpoint)
+        train(args, run)
     except KeyboardInterrupt:
-        if RANK == 0 and not (args.evaluate or args.gtp) and (run_path / "checkpoint.pt").exists():
-            print(
-                f"{run_path}: interrupted; to resume: python {sys.argv[0]} --resume {run_path}/checkpoint.pt",
-                file=sys.stderr,
-            )
+        run.say_how_to_resume()
         sys.exit(130)
 
 
 if __name__ == "__main__":
     main()
     if RANK > 0:
+        sys.stdout.flush()
         os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

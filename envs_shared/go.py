@@ -14,28 +14,35 @@ cell 7 is the wall 8. Moves are numbered row * n + column from the top left. The
 A = n^2 + 1 moves.
 
 What alphazero_go.py asks of a game, so that another file can take the place of this one:
-- NUM_PLANES and LEGAL_PLANE: the number of input planes, and which of them shows all legal moves but the last move.
-- Boards: a NamedTuple of tensors [B, ...] with `is_over`, `pick` and `put`. Two of its fields are to_play,
-  1 for black and -1 for white, and num_moves.
-- Go(size, device, fixed_shapes): size n, num_points n^2, num_actions n^2 + 1, device, fixed_shapes,
-  symmetries, new, legal_moves, play, draw_moves, finish_at_random, planes, and score: an integer from -n^2
-  to n^2, positive if black is ahead. The methods take the arguments that they take here, and planes returns bool.
-- With fixed_shapes, legal_moves, play, score, planes and is_over never wait for a GPU. They take any boards: of
-  games that are over, of games that are not (score too), and boards of zeros alone. play takes any move.
-Black begins and sides alternate. A game takes at least 2 and at most 2 n^2 moves, and there is a legal move until it
-is over. The board is square, and `symmetries` are moves of it that leave the rules as they are; a game without any
-gives the identity eight times. The loss takes the last move (the pass) for legal on every board; a game without
-such a move just never allows it in legal_moves. --gtp is for Go only.
+
+- make_game(env_id, device="cpu", fixed_shapes=False) returns the rules; for another name, it raises a ValueError
+  that says which names there are.
+- Boards are a NamedTuple of tensors [B, ...] with `is_over`, `pick` and `put`. Two of its fields are to_play, 1 for
+  black and -1 for white, and num_moves, an integer.
+- The rules say `device`, `fixed_shapes`; the board: `shape` (rows, columns), `num_points`; the network's input:
+  `num_planes`; the moves: `num_actions` A, and the largest number of legal ones, `max_legal`; the longest game:
+  `max_moves`; and K symmetries: `point_images` [K, num_points] and `move_images` [K, A]. If x [num_points] are the
+  points of a position, x[point_images[k]] are those of its image k; the same holds for moves. Image 0 is the position
+  itself. A game without symmetries has that one alone.
+- new(B), legal_moves(boards), play(boards, moves), planes(boards, legal), and score(boards), an integer from
+  -num_points to num_points, positive if black is ahead. They take and return what they do here.
+- random_moves(boards, legal) draws moves for random games, which are the first lessons and plain MCTS.
+- With fixed_shapes, legal_moves, play, score, planes and is_over never wait for a GPU. They take any boards: of games
+  that are over, of games that are not (score too), and boards of zeros alone. play takes any move.
+
+Black begins. Who moves next is what to_play says: a side may move twice in a row. A game takes at least two moves, and
+there is a legal move until it is over. At the default --komi 0.5, a score of 0 is a loss of black. For games that are
+won, lost or drawn, use --komi 0 --score-weight 0, and let score be 1, -1 or 0: a draw is then half a win. --gtp is for
+Go only. tests/check_game.py checks the rules of a game.
 """
 
+import re
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 WALL = 2  # in `stones`
-NUM_PLANES = 9  # of a network's input
-LEGAL_PLANE = 4  # the one that shows the legal moves
 
 
 class Boards(NamedTuple):
@@ -69,9 +76,16 @@ class Go:
     """The rules on boards of one size. With fixed_shapes, no shape depends on data, as CUDA graphs require."""
 
     def __init__(self, size: int, device="cpu", fixed_shapes: bool = False):
+        self.device = torch.device(device)
         self.fixed_shapes = fixed_shapes
-        self.size, self.num_points, self.num_actions = size, size**2, size**2 + 1
-        self.num_cells, self.device = (size + 2) * (size + 1) + 1, torch.device(device)
+        self.size = size
+        self.shape = size, size
+        self.num_points = size**2
+        self.num_actions = size**2 + 1
+        self.max_legal = self.num_actions
+        self.max_moves = 2 * size**2
+        self.num_planes = 9
+        self.num_cells = (size + 2) * (size + 1) + 1
         rows, columns = np.divmod(np.arange(size**2), size)
         # [n^2], the cells of the points
         self.cells = torch.from_numpy((rows + 1) * (size + 1) + columns + 1).to(device)
@@ -81,19 +95,24 @@ class Go:
         # A position's hash is the sum of the keys of its stones, modulo 2^64
         keys = np.random.default_rng(0).integers(-(2**63), 2**63, (2, self.num_cells), np.int64)
         self.black_keys, self.white_keys = torch.from_numpy(keys).to(device)  # [S]
-        # A liberty as one number: 1, its cell and the square of that. In the sums over the liberties that the
-        # stones of a group see, count * squares = sum^2 if and only if all of them are the same cell. On 19x19,
-        # 360 stones see at most 1,440 liberties, and cells are at most 420: the count takes 11 of its 13 bits,
-        # the sum of cells 20 of its 21, and that of squares 28, so that a sum stays below 2^62.
+        # A liberty at cell c is one number with three fields, so that one sum over all liberties that the stones of
+        # a group see is three sums:
+        #
+        #     bits   61 to 34     33 to 13    12 to 0
+        #            sum of c^2   sum of c    count
+        #
+        # The group is in atari, all its liberties being one cell, if and only if count * sum of c^2 = (sum of c)^2.
+        # On 19x19, 360 stones see at most 1,440 liberties, and c is at most 420: the fields need 28, 20 and 11 bits
         cell = torch.arange(self.num_cells, device=device)
         self.liberties = 1 + (cell << 13) + (cell**2 << 34)  # [S]
         # [n^2, n^2]: 1 from each point to itself and to its neighbours
         distance = np.abs(rows - rows[:, None]) + np.abs(columns - columns[:, None])
         self.spread = torch.from_numpy(distance < 2).float().to(device)
+        # The symmetries of the square, under which a pass stays a pass
         points = np.arange(size**2).reshape(size, size)
         images = [np.rot90(x, k).flatten() for x in (points, points.T) for k in range(4)]
-        # [8, A]: x[..., symmetries[k]] is image k of x [..., A] under the symmetries of the square; 0 is x
-        self.symmetries = torch.tensor(np.array([[*x, size**2] for x in images]), device=device)
+        self.point_images = torch.tensor(np.array(images), device=device)  # [8, n^2]
+        self.move_images = torch.nn.functional.pad(self.point_images, (0, 1), value=size**2)  # [8, A]
 
     def new(self, num_boards: int) -> Boards:
         """Return empty boards [B], black to play."""
@@ -102,12 +121,21 @@ class Go:
             stones[:, self.cells] = 0
             groups = torch.full(stones.shape, self.num_cells - 1)
             num_moves, num_passes = torch.zeros(2, num_boards).long()
-            history = torch.zeros(num_boards, 2 * self.num_points + 1).long()
+            history = torch.zeros(num_boards, self.max_moves + 1).long()
             to_play = torch.ones(num_boards, dtype=torch.int8)
             return Boards(stones, groups, stones == 1, to_play, num_moves, num_passes, num_moves - 1, history)
 
     def neighbours(self, x):
-        """Return x [B, S] at the left, right, upper and lower neighbour of each inner cell: four views."""
+        """Return x [B, S] at the left, right, upper and lower neighbour of each inner cell: four views.
+
+        For n = 3, the inner cells are 4 to 15:
+
+            inner    4  5  6  7  8 ...
+            left     3  4  5  6  7 ...
+            right    5  6  7  8  9 ...
+            upper    0  1  2  3  4 ...
+            lower    8  9 10 11 12 ...
+        """
         return [x[:, self.inner.start + k : self.inner.stop + k] for k in self.offsets]
 
     def find_atari(self, stones, groups):
@@ -118,7 +146,9 @@ class Go:
         seen[:, self.inner] = left + right + upper + lower
         total = torch.zeros_like(groups).scatter_add_(1, groups, seen.masked_fill_(stones.abs() != 1, 0))
         # Unpack the three sums
-        count, cells, squares = total & 8191, (total >> 13) & (2**21 - 1), total >> 34
+        count = total & (2**13 - 1)
+        cells = (total >> 13) & (2**21 - 1)
+        squares = total >> 34
         return ((count * squares == cells * cells) & (count > 0)).gather(1, groups)
 
     def legal_moves(self, boards: Boards):
@@ -130,15 +160,17 @@ class Go:
         # A stone lives beside an empty point, a group that it captures, or an own one with another liberty
         stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
         can_live = torch.zeros_like(stones[:, self.inner], dtype=torch.bool)
-        captured_keys, seen = torch.zeros_like(keys[:, self.inner]), []
-        views = (self.neighbours(x) for x in (stones, boards.in_atari, boards.groups, group_keys))
-        for stone, in_atari, group, group_key in zip(*views, strict=True):
-            is_captured = (stone == -1) & in_atari
-            can_live |= (stone == 0) | is_captured | ((stone == 1) & ~in_atari)
-            for other in seen:  # a group that is a neighbour twice counts once
-                is_captured &= group != other
-            seen.append(group)
-            captured_keys += group_key * is_captured
+        captured_keys = torch.zeros_like(keys[:, self.inner])
+        near_stones = self.neighbours(stones)
+        near_atari = self.neighbours(boards.in_atari)
+        near_groups = self.neighbours(boards.groups)
+        near_keys = self.neighbours(group_keys)
+        for k in range(4):
+            is_captured = (near_stones[k] == -1) & near_atari[k]
+            can_live |= (near_stones[k] == 0) | is_captured | ((near_stones[k] == 1) & ~near_atari[k])
+            for other in near_groups[:k]:  # a group that is a neighbour twice counts once
+                is_captured &= near_groups[k] != other
+            captured_keys += near_keys[k] * is_captured
         # Superko: a move whose position was there before is illegal
         is_black = (boards.to_play == 1).unsqueeze(1)
         own_keys = torch.where(is_black, self.black_keys, self.white_keys)[:, self.inner]
@@ -167,8 +199,9 @@ class Go:
         is_pass = (moves == self.num_points).unsqueeze(1)  # [B, 1]
         cell = self.cells[moves.clamp(max=self.num_points - 1)].unsqueeze(1)
         around = torch.cat([cell + k for k in self.offsets], 1)  # [B, 4]
-        near, groups = boards.stones.gather(1, around), boards.groups.gather(1, around)
-        own = boards.to_play[:, None]
+        near = boards.stones.gather(1, around)
+        groups = boards.groups.gather(1, around)
+        own = boards.to_play.unsqueeze(1)
         # Which groups it captures and joins: their numbers, -1 for none
         captured = (near == -own) & boards.in_atari.gather(1, around) & ~is_pass
         captured = groups.masked_fill(~captured, -1)
@@ -197,33 +230,18 @@ class Go:
         counts = num_moves, num_passes
         return Boards(stones, groups, in_atari, -boards.to_play, *counts, moves.clone(), history)
 
-    def draw_moves(self, boards: Boards, legal, fill_eyes: bool = False):
-        """Draw legal moves [B] by a mask [B, A].
+    def random_moves(self, boards: Boards, legal):
+        """Draw moves [B] for random games, by a mask of legal moves [B, A].
 
-        Without fill_eyes, no move fills an own eye (a point whose neighbours are all own stones or walls), and a
-        pass is drawn only if no other move is left, or about once in a million times.
+        No move fills an own eye (a point whose neighbours are all own stones or walls), and a pass is drawn only if
+        no other move is left, or about once in a million times.
         """
+        stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
+        left, right, upper, lower = self.neighbours((stones == 1) | (stones.abs() == WALL))
         weights = legal.float()
-        if not fill_eyes:
-            stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
-            left, right, upper, lower = self.neighbours((stones == 1) | (stones.abs() == WALL))
-            weights[:, :-1] *= ~(left & right & upper & lower)[:, self.inner_points]
-            weights[:, -1] = 1e-6
+        weights[:, :-1] *= ~(left & right & upper & lower)[:, self.inner_points]
+        weights[:, -1] = 1e-6
         return torch.multinomial(weights, 1).squeeze(1)
-
-    def finish_at_random(self, boards: Boards, legal):
-        """Play random moves to the end of games [R] that are not over, and return their scores [R]."""
-        rows = torch.arange(len(legal), device=self.device)  # games that are not over
-        scores = torch.zeros_like(rows)
-        while len(rows):
-            boards = self.play(boards, self.draw_moves(boards, legal))
-            over = boards.is_over
-            scores[rows[over]] = self.score(boards.pick(over))
-            boards = boards.pick(~over)
-            rows = rows[~over]
-            if len(rows):
-                legal = self.legal_moves(boards)
-        return scores
 
     def score(self, boards: Boards):
         """Return the area of black minus that of white, int64 [B], without komi."""
@@ -240,15 +258,25 @@ class Go:
         return black - white
 
     def planes(self, boards: Boards, legal):
-        """Return a network's input, bool [B, NUM_PLANES, n, n], as the side to move sees it.
+        """Return a network's input, bool [B, 9, n, n], as the side to move sees it.
 
         Own stones, the other's stones, own and then the other's stones in atari, legal moves, last move, whether
         that was a pass, whether black is to move, and ones, which show where the board ends.
         """
         stones = boards.stones[:, self.cells] * boards.to_play.unsqueeze(1)
-        own, other, in_atari = stones == 1, stones == -1, boards.in_atari[:, self.cells]
+        own = stones == 1
+        other = stones == -1
+        in_atari = boards.in_atari[:, self.cells]
         last = torch.arange(self.num_points, device=self.device) == boards.last_move.unsqueeze(1)
         flags = torch.stack((boards.num_passes > 0, boards.to_play == 1, boards.num_passes >= 0), 1)
         points = torch.stack((own, other, own & in_atari, other & in_atari, legal[:, :-1], last), 1)
         planes = torch.cat((points, flags.unsqueeze(2).expand(-1, -1, self.num_points)), 1)
-        return planes.unflatten(2, (self.size, self.size))
+        return planes.unflatten(2, self.shape)
+
+
+def make_game(env_id: str, device="cpu", fixed_shapes: bool = False) -> Go:
+    """Make the rules for a board such as Go-5x5; raises ValueError if the name is another one."""
+    match = re.fullmatch(r"Go-([2-9]|1\d)x\1", env_id)
+    if not match:
+        raise ValueError("must be Go-2x2 to Go-19x19")
+    return Go(int(match[1]), device, fixed_shapes)

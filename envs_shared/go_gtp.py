@@ -144,7 +144,7 @@ def read_sgf(path: str):
         if key in ("B", "W"):
             is_pass = value in ("", "tt")  # the latter on boards up to 19 lines
             events.append(("play", COLOURS[key.lower()], [size**2] if is_pass else parse_points(value, size)))
-        elif key in ("AB", "AW", "AE"):
+        elif key in ("AB", "AW", "AE") and value:
             events.append(("set", COLOURS.get(key[1].lower(), 0), parse_points(value, size)))
         elif key == "PL" and value[:1].lower() in COLOURS:
             events.append(("turn", COLOURS[value[:1].lower()], []))

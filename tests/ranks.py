@@ -233,13 +233,14 @@ def update_change_detection(cd, rows):
 def update_alphazero(az, rows):
     """With frozen batch norms, as in training each process normalizes by its own rows; with and without the policy."""
     args, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), [], []
-    go, stage = az.Go(3), az.get_stage(0, 10, args)
-    images, _ = az.collect_images(az.SelfPlay(go, 8), go, None, 5, 0, stage, args, az.tqdm(disable=True))
+    go, stage = az.make_game(args.env_id), az.get_stage(0, 10, args)
+    images, _ = az.collect_images(az.SelfPlay(go, 8), go, None, 5, stage, args, az.tqdm(disable=True))
     for value_coef in (args.value_coef, 1.0):
-        agent = az.Agent(3, args).eval()
+        agent = az.Agent(go, args).eval()
         shake(agent)
         records, stage = images.pick(slice(40)).pick(rows), stage._replace(value_coef=value_coef)
-        numbers.append(az.average(az.update_network(agent, descend(agent), records, stage)))
+        metrics = az.update_network(agent, descend(agent), records, 40.0, stage)
+        numbers.append(torch.stack([*metrics.values()]))
         agents.append(agent)
     return agents, numbers
 

@@ -1,8 +1,10 @@
-"""AlphaZero for Go: the search against a plain recursive one, its workers, the pool, the losses, self-play."""
+"""AlphaZero: the search against plain ones of one worker and of two, the pool, the losses, self-play, matches."""
 
 import functools
 import itertools
 import math
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,11 +14,10 @@ from conftest import read_scalars
 from test_contract import run_main
 
 from algos import alphazero_go as az
-from envs_shared.go import LEGAL_PLANE, Go
+from envs_shared.go import Boards, Go
 from envs_shared.go_gtp import set_up
 
 Args = functools.partial(az.Args, score_weight=0.0)  # most references here count won games alone
-CPU = torch.device("cpu")
 
 
 def make_evaluator(go, sharpness=1.0):
@@ -33,20 +34,19 @@ def make_evaluator(go, sharpness=1.0):
 
 
 def make_search(go, evaluator, boards, num_simulations, args, scores=az.puct_scores, num_workers=1):
-    workers = [az.Worker(evaluator, CPU) for _ in range(num_workers)]
-    return az.Search(go, workers, boards, num_simulations, args, scores)
+    return az.Search(go, evaluator, boards, num_simulations, replace(args, num_workers=num_workers), scores)
 
 
 def make_boards(go, num_games, num_moves):
     torch.manual_seed(0)
     boards = go.new(num_games)
     for _ in range(num_moves):
-        boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards)))
+        boards = go.play(boards, go.random_moves(boards, go.legal_moves(boards)))
     return boards
 
 
-def stage(name="self-play", num_simulations=8, epsilon=0.0, value_coef=0.2):
-    return az.Stage(name, az.puct_scores, num_simulations, epsilon, 0.3, value_coef)
+def stage(num_simulations=8, epsilon=0.0, value_coef=0.2, scores=az.puct_scores):
+    return az.Stage("", 0, scores, num_simulations, epsilon, 0.3, value_coef, 1e-2)
 
 
 # One worker
@@ -130,8 +130,8 @@ def test_one_worker_is_the_serial_search(size, options, fixed_shapes, request):
             assert search.best_moves()[game] == best
     assert (search.child[:, search.nowhere] == search.nowhere).all()
     assert all(x.isfinite().all() for x in (search.N, search.Q, search.P, search.value))
-    if not fixed_shapes:
-        search.run(10**6)  # no tree has room for more nodes
+    with pytest.raises(ValueError, match="more simulations than the trees have room for"):
+        search.run(1)
     assert (search.num_nodes <= 121).all()
     assert torch.equal(search.num_nodes, 1 + (search.child != search.nowhere).sum((1, 2)))
 
@@ -177,55 +177,181 @@ def test_noise_is_of_a_dirichlet_distribution():
 # Two workers
 
 
+def add_root(go, evaluate, boards, args):
+    """Make the root of a plain search by two workers; its edges are [visits, Q, prior, child, pseudo-visits]."""
+    root = make_open(make_leaf(go, boards, args), go, evaluate, args)
+    root["n"] = 1
+    return root
+
+
+def make_leaf(go, boards, args):
+    if boards.is_over:
+        z = az.compute_result(go.score(boards), args, go.num_points).item()
+        return {"boards": boards, "state": "over", "v": z if int(boards.to_play) == 1 else 1 - z, "edges": {}}
+    return {"boards": boards, "state": "pending", "edges": {}}
+
+
+def make_open(node, go, evaluate, args):
+    node |= make_node(go, evaluate, node["boards"], args) | {"state": "open"}
+    first_q = node["v"] if args.first_q == "value" else 0.0
+    node["edges"] = {move: [0, first_q, edge[2], None, 0] for move, edge in node["edges"].items()}
+    return node
+
+
+def search_with_two(go, evaluate, boards, num_simulations, args):
+    """Grow the tree of one game as two workers do that take turns; returns the root and what happened."""
+    root, left, slots = add_root(go, evaluate, boards, args), num_simulations, [None, None]
+    counts = {"pseudo-visits": 0, "found after one": 0, "none found": 0, "over": 0}
+
+    def descend():
+        node, path = root, []
+        while node and node["state"] == "open":
+            parent_visits = 1 + sum(edge[0] for edge in node["edges"].values())  # without pseudo-visits
+
+            def score(move, node=node, parent_visits=parent_visits):
+                n, q, p, _, pseudo = node["edges"][move]
+                return q + args.c_puct * p * math.sqrt(parent_visits) / (n + pseudo + 1)
+
+            move = max(node["edges"], key=score)
+            path.append((node, move))
+            node = node["edges"][move][3]
+        return path, node
+
+    def back_up(path, leaf):
+        for node, move in path:
+            edge = node["edges"][move]
+            v = leaf["v"] if node["boards"].to_play == leaf["boards"].to_play else 1 - leaf["v"]
+            edge[0] += 1
+            edge[1] += (v - edge[1]) / edge[0]
+            node["n"] += 1
+
+    def request():
+        nonlocal left
+        collided = []
+        for _ in range(8):
+            path, leaf = descend()
+            if leaf is None:
+                node, move = path[-1]
+                leaf = make_leaf(go, go.play(node["boards"], torch.tensor([move])), args)
+                node["edges"][move][3] = leaf
+            elif leaf["state"] == "pending":
+                # A pseudo-visit for each edge, if all of them at the root are at most k N(root)
+                num_pseudo = 1 + sum(edge[4] for edge in root["edges"].values())
+                if num_pseudo > args.pseudo_limit * (1 + sum(edge[0] for edge in root["edges"].values())):
+                    break
+                for node, move in path:
+                    node["edges"][move][4] += 1
+                collided.append(path)
+                counts["pseudo-visits"] += 1
+                continue
+            left -= 1
+            counts["found after one"] += len(collided) > 0
+            if leaf["state"] == "over":
+                counts["over"] += 1
+                back_up(path, leaf)
+                return None, None, collided
+            return path, leaf, collided
+        counts["none found"] += 1
+        return None, None, collided
+
+    while left or any(slots):
+        for i in range(2):
+            if slots[i]:
+                path, leaf, collided = slots[i]
+                if leaf:
+                    back_up(path, make_open(leaf, go, evaluate, args))
+                for nodes in collided:
+                    for node, move in nodes:
+                        node["edges"][move][4] -= 1
+            slots[i] = request() if left else None
+    return root, counts
+
+
+def assert_same_tree_of_two(search, game, node, number=0):
+    for move, (n, q, p, child, pseudo) in node["edges"].items():
+        assert search.N[game, number, move] == n and pseudo == 0
+        assert abs(search.Q[game, number, move] - q) < 1e-9 and abs(search.P[game, number, move] - p) < 1e-9
+        next_number = int(search.child[game, number, move])
+        assert (next_number == search.nowhere) == (child is None)
+        if child:
+            assert_same_tree_of_two(search, game, child, next_number)
+
+
+# Where the prior is sharp, a path ends at one leaf again and again, and the limits decide
+TWO = [(2, 0.5, 1.0, {}), (3, 0.3, 1.0, {"first_q": "zero"}), (3, 0.1, 4.0, {}), (5, 0.1, 8.0, {})]
+
+
+@pytest.mark.parametrize(("size", "limit", "sharpness", "options"), TWO)
+def test_two_workers_are_the_plain_search_of_two(size, limit, sharpness, options, request):
+    """With real threads, for several games at once: pseudo-visits, collisions, ends of games, and limits."""
+    torch.set_default_dtype(torch.float64)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    go, args = Go(size), Args(komi=0.5, c_puct=1.25, pseudo_limit=limit, **options)
+    evaluator, boards = make_evaluator(go, sharpness), make_boards(go, 5, 2 if size == 2 else 4)
+    total = dict.fromkeys(("pseudo-visits", "found after one", "none found"), 0)
+    search = make_search(go, evaluator, boards, 100, args, num_workers=2)
+    search.run(100)
+    for game in range(5):
+        root, counts = search_with_two(go, evaluator, boards.pick(torch.tensor([game])), 100, args)
+        assert_same_tree_of_two(search, game, root)
+        total = {name: total[name] + counts[name] for name in total}
+    assert min(total.values()) > 5, total
+    assert search.pseudo is None and (search.N[:, 0].sum(1) == 100).all()
+
+
+def test_two_workers_evaluate_at_the_same_time_in_threads_of_their_own():
+    """Each thread has the number of threads that the main one has; all threads are gone after the search."""
+    go, running, seen = Go(3), set(), []
+    evaluate = make_evaluator(go)
+
+    def watch(boards, legal):
+        name = threading.get_ident()
+        running.add(name)
+        time.sleep(0.002)
+        seen.append((name, len(running), torch.get_num_threads()))
+        running.remove(name)
+        return evaluate(boards, legal)
+
+    num_before = threading.active_count()
+    search = make_search(go, watch, go.new(4), 40, Args(pseudo_limit=0.5), num_workers=2)
+    search.run(40)
+    names, together, num_threads = zip(*seen, strict=True)
+    assert names[0] == threading.get_ident() and len(set(names[1:])) == 2 and names[0] not in names[1:]
+    assert max(together) == 2 and set(num_threads) == {torch.get_num_threads()}
+    assert threading.active_count() == num_before
+
+
 @pytest.mark.parametrize(("pseudo_limit", "most"), [(0.0, 0.0), (0.1, 0.15)])
-def test_two_workers_grow_one_tree_which_is_close_to_the_serial_one(pseudo_limit, most):
-    """At most k N(root) pseudo-visits, which a worker takes away again. Random values are the worst case."""
+def test_two_workers_find_nearly_what_one_finds(pseudo_limit, most):
+    """Without pseudo-visits exactly that. Random values are the worst case."""
     go, args = Go(7), Args(komi=0.5, c_puct=1.25, pseudo_limit=pseudo_limit)
-    evaluator, boards, numbers, again = make_evaluator(go), make_boards(go, 16, 8), [0], set()
-    serial = make_search(go, evaluator, boards, 300, args)
-    search = make_search(go, evaluator, boards, 300, args, num_workers=2)
-    request, finish = search.request, search.finish
-
-    def watch_request(worker, games):
-        before, done = search.pseudo.sum(), request(worker, games)
-        assert search.pseudo.sum() - before == sum(x.shape[1] for x in worker.pseudo_edges)
-        num_pseudo, num_visits = search.pseudo[:, 0].sum(1), 1 + search.N[:, 0].sum(1)
-        assert (num_pseudo <= pseudo_limit * num_visits).all() and len(done.unique()) == len(done)
-        numbers.append(int(num_pseudo.max()))
-        again.update(*(edges[0][torch.isin(edges[0], done)].tolist() for edges in worker.pseudo_edges))
-        return done
-
-    def watch_finish(worker):
-        before, own = search.pseudo.sum(), sum(x.shape[1] for x in worker.pseudo_edges)
-        finish(worker)
-        assert search.pseudo.sum() == before - own
-
-    search.request, search.finish = watch_request, watch_finish
-    search.run(300)
-    serial.run(300)
+    evaluator, boards = make_evaluator(go), make_boards(go, 16, 8)
+    serial = make_search(go, evaluator, boards, 200, args)
+    search = make_search(go, evaluator, boards, 200, args, num_workers=2)
+    search.run(200)
+    serial.run(200)
     distance = (search.policy() - serial.policy()).abs().sum(1).mean() / 2
-    assert distance <= most and (distance > 0) == (max(numbers) > 0) == (most > 0)
-    assert (len(again) > 8) == (most > 0)  # games in which another leaf was found after a pseudo-visit
-    assert not search.pseudo.any() and not (search.status == az.PENDING).any()
-    assert (search.N[:, 0].sum(1) == 300).all()
-    # The visits of an edge are those of its child, N(s) is 1 and the visits of its edges, and Q is eq. 2
-    game, node, move = (search.child != search.nowhere).nonzero(as_tuple=True)
-    child = search.child[game, node, move]
-    is_open = search.status[game, child] == az.OPEN
-    visits = 1 + search.N.sum(2)
-    assert torch.equal(search.N[game, node, move][is_open], visits[game, child][is_open])
-    q = (search.value + (search.N * search.Q).sum(2)) / visits
-    assert (1 - q[game, child] - search.Q[game, node, move])[is_open].abs().max() < 1e-4
+    assert distance <= most and (distance > 0) == (most > 0)
 
 
-def test_a_search_of_two_workers_leaves_nothing_for_the_next_one():
-    """Near the end of a game one worker may only collide while the other one finds the last leaf, an end."""
-    go, args = Go(2), Args(komi=0.5, pseudo_limit=0.5)
-    workers = [az.Worker(make_evaluator(go), CPU) for _ in range(2)]
-    for i in range(24):
-        search = az.Search(go, workers, make_boards(go, 20 + i, i % 6), 20, args)
-        search.run(20)
-        assert not any(w.leaves or w.job or w.pseudo_edges for w in workers) and not search.pseudo.any()
+def test_pseudo_visits_count_in_the_visits_of_a_move_and_not_in_those_of_its_node():
+    go = Go(2)
+    search = make_search(go, make_evaluator(go), go.new(1), 8, Args(c_puct=1.0))
+    search.run(8)
+    search.N[0, 0] = torch.tensor([4.0, 3, 0, 0, 1])
+    search.P[0, 0] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.05])
+    search.Q[0, 0] = torch.tensor([0.5, 0.5, 0.2, 0.1, 0.1])
+    search.pseudo = torch.zeros_like(search.N)
+    found = []
+
+    def scores(q, visits, prior, parent_visits, c):
+        found.append((visits.clone(), parent_visits.clone()))
+        return az.puct_scores(q, visits, prior, parent_visits, c)
+
+    search.scores = scores
+    search.pseudo[0, 0, 0] = 2
+    search.choose(search.all_games, search.roots)
+    assert found[0][0].tolist() == [[6, 3, 0, 0, 1]] and found[0][1].tolist() == [[9]]
 
 
 # What a search finds
@@ -248,7 +374,7 @@ def test_values_of_random_games(to_play, expected):
     """Black gets six points, and has none, ten of 25, or at least ten where the game takes longer."""
     go, top, bottom = Go(5), [0, 1, 0, *[1] * 7], [*[-1] * 5, 0, -1, 0, *[-1] * 7]
     points = [-1] * 10 + bottom, top + bottom, top + [0] * 15
-    boards = az.Boards(*map(torch.cat, zip(*(set_up(go, x, to_play) for x in points), strict=True)))
+    boards = Boards(*map(torch.cat, zip(*(set_up(go, x, to_play) for x in points), strict=True)))
     _, values = az.evaluate_rollouts(go, -6.0, boards, go.legal_moves(boards))
     assert values.tolist() == expected
 
@@ -260,7 +386,7 @@ def make_agent(size=5, **options):
     """Make a network whose batch norms have statistics of their own."""
     torch.manual_seed(0)
     args = Args(env_id=f"Go-{size}x{size}", **{"blocks": 2, "channels": 8, **options})
-    agent = az.Agent(size, args)
+    agent = az.Agent(Go(size), args)
     for _ in range(3):
         agent.train()(torch.rand(64, 9, size, size) > 0.5)
     return agent.eval(), args
@@ -274,12 +400,10 @@ def test_a_network_evaluates_in_parts_and_in_bfloat16_as_it_does_at_once():
     legal = go.legal_moves(boards)
     planes = go.planes(boards, legal)
     expected, in_bf16 = agent(planes), make_agent(bf16=True)[0](planes)
-    (worker,) = az.make_workers(go, agent.train(), args)
-    worker.leaves = az.Leaves(None, None, boards, legal, None, None)
-    worker.submit()  # the network as it is now, in evaluation mode
+    evaluator = az.make_evaluator(go, agent.train())  # the network as it is now, in evaluation mode
     for x in agent.parameters():
         x.zero_()
-    for x, y, z in zip(worker.wait(), in_bf16, expected, strict=True):
+    for x, y, z in zip(evaluator(boards, legal), in_bf16, expected, strict=True):
         torch.testing.assert_close(x, z, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(y, z, rtol=0.1, atol=0.05)  # of the same type
 
@@ -289,16 +413,13 @@ def make_records(num_records, size=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
     rand = functools.partial(torch.rand, generator=generator)
     planes = rand(num_records, 9, size, size) > 0.5
-    policy = rand(num_records, size**2 + 1) * get_legal(planes)
+    legal = rand(num_records, size**2 + 1) > 0.5
+    legal[:, -1] = True
+    policy = rand(num_records, size**2 + 1) * legal
     policy = (policy / policy.sum(1, keepdim=True)).half()
     q, z, loss = rand(3, num_records)
     turn = torch.arange(num_records) % 8
-    return az.Records(planes, policy, q, z.round(), loss, torch.zeros_like(turn), turn)
-
-
-def get_legal(planes):
-    """Return the legal moves [B, A] of planes; a pass is always legal."""
-    return torch.nn.functional.pad(planes[:, LEGAL_PLANE].flatten(1), (0, 1), value=True)
+    return az.Records(planes, legal, policy, q, z.round(), loss, torch.zeros_like(turn), turn)
 
 
 def test_losses_in_float64():
@@ -307,27 +428,32 @@ def test_losses_in_float64():
     records.policy[0] = torch.eye(5)[4].half()
     torch.manual_seed(0)
     logits, values = torch.randn(12, 5, requires_grad=True), torch.rand(12)
-    loss, policy_loss, value_loss = az.alphazero_loss(lambda planes: (logits, values), records, stage())
-    p = logits.detach().double().masked_fill(~get_legal(records.planes), -torch.inf).softmax(1)
-    policy, q, z = (x.double() for x in records[1:4])
+    found = az.alphazero_loss(lambda planes: (logits, values), records, stage())
+    p = logits.detach().double().masked_fill(~records.legal, -torch.inf).softmax(1)
+    policy, q, z = (x.double() for x in (records.policy, records.q, records.z))
     divergence = (policy * (policy / p).log()).nansum(1)  # 0 log 0 is 0
     error = (values - 0.3 * q - 0.7 * z) ** 2
     expected = 0.2 * error / 0.25 + 0.8 * divergence / math.log(5), divergence, error
-    found = (x.double() for x in (loss, policy_loss, value_loss))
-    torch.testing.assert_close([*found], [*expected], rtol=1e-4, atol=1e-6)
-    policy_loss.sum().backward()
+    for name, x in zip(("loss", "policy_loss", "value_loss"), expected, strict=True):
+        torch.testing.assert_close(found[name].double(), x, rtol=1e-4, atol=1e-6)
+    found["policy_loss"].sum().backward()
     torch.testing.assert_close(logits.grad.double(), p * policy.sum(1, keepdim=True) - policy)
 
 
-def test_pretraining_on_values_freezes_the_policy_head():
+def test_pretraining_on_values_freezes_the_last_layer_of_the_policy():
+    """The rows of head_conv that only the policy uses get no gradient: they decay by 1 - lr * weight_decay a step."""
     agent, _ = make_agent(2)
     optimizer = torch.optim.AdamW(agent.parameters(), lr=1e-2, fused=True)
     records, before = make_records(64), {name: x.clone() for name, x in agent.named_parameters()}
-    losses = [az.update_network(agent, optimizer, records, stage(value_coef=1.0))[2] for _ in range(60)]
+    losses = []
+    for _ in range(60):
+        losses.append(az.update_network(agent, optimizer, records, 64.0, stage(value_coef=1.0))["value_loss"])
     for name, x in agent.named_parameters():
         assert torch.equal(before[name], x) == name.startswith("policy_head"), name
+    rows = agent.head_conv[0].weight[:4] / before["head_conv.0.weight"][:4]
+    torch.testing.assert_close(rows, torch.full_like(rows, (1 - 1e-4) ** 60))
     assert losses[-1] < 0.7 * losses[0]
-    az.update_network(agent, optimizer, records, stage())
+    az.update_network(agent, optimizer, records, 64.0, stage())
     assert not torch.equal(before["policy_head.weight"], agent.policy_head.weight)
 
 
@@ -357,10 +483,10 @@ def test_the_pool_drops_the_smallest_losses_and_the_old():
 def test_minibatches_are_those_of_the_largest_loss_and_others_at_random():
     pool = make_records(800)
     torch.manual_seed(0)
-    for turn, share, fixed in itertools.product((3, 10), (0.0, 0.25, 1.0), (False, True)):
+    for turn, share, fixed in itertools.product((3, 2), (0.0, 0.25, 1.0), (False, True)):
         index = az.sample_pool(pool, turn, 20, share, fixed)
-        assert len(index.unique()) == 20 and (pool.turn[index] == turn % 8).all()
-        rows = (pool.turn == turn % 8).nonzero()[:, 0]
+        assert len(index.unique()) == 20 and (pool.turn[index] == turn).all()
+        rows = (pool.turn == turn).nonzero()[:, 0]
         best = rows[pool.loss[rows].argsort(descending=True)]
         num_ranked = round(20 * (1 - share))
         assert set(best[:num_ranked].tolist()) <= set(index.tolist())
@@ -377,18 +503,20 @@ def test_images_are_what_the_turned_game_looks_like():
     torch.manual_seed(1)
     moves, boards = [], go.new(4)
     for _ in range(12):
-        moves.append(go.draw_moves(boards, go.legal_moves(boards)))
+        moves.append(go.random_moves(boards, go.legal_moves(boards)))
         boards = go.play(boards, moves[-1])
-    planes, policy = go.planes(boards, go.legal_moves(boards)), torch.rand(4, 26).half()
-    records = az.Records(planes, policy, torch.arange(4.0), torch.rand(4), *torch.zeros(3, 4))
-    images = az.make_images(records, go.symmetries, 7)
-    assert len(set(map(tuple, go.symmetries.tolist()))) == 8 and images.epoch.tolist() == [7] * 32
-    for k, symmetry in enumerate(go.symmetries):
+    legal = go.legal_moves(boards)
+    planes, policy = go.planes(boards, legal), torch.rand(4, 26).half()
+    records = az.Records(planes, legal, policy, torch.arange(4.0), torch.rand(4), *torch.zeros(3, 4))
+    images = az.make_images(records, go)
+    assert len(set(map(tuple, go.move_images.tolist()))) == 8
+    for k, symmetry in enumerate(go.move_images):
         where, again = symmetry.argsort(), go.new(4)  # move m becomes where[m]
         for move in moves:
             again = go.play(again, where[move])
         rows = slice(4 * k, 4 * k + 4)
         assert torch.equal(images.planes[rows], go.planes(again, go.legal_moves(again)))
+        assert torch.equal(images.legal[rows], go.legal_moves(again))
         assert torch.equal(images.policy[rows][:, where], policy)
         assert images.q[rows].tolist() == [0, 1, 2, 3] and torch.equal(images.z[rows], records.z)
     for position in range(4):  # no two images of it can be in one minibatch, and each has its turn
@@ -401,7 +529,9 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
     ranked, sampled, sample = pool.loss.clone(), [], az.sample_pool
     monkeypatch.setattr(az, "sample_pool", lambda *a: sampled.append(sample(*a)) or sampled[-1])
     optimizer = torch.optim.AdamW(agent.parameters(), 1e-2)
-    metrics = az.train_epoch(agent, optimizer, pool, 3, stage(), args, SimpleNamespace(update=lambda: None))
+    metrics = az.train_epoch(
+        agent, optimizer, pool, 3, 8, stage(), args, SimpleNamespace(update=lambda: None)
+    )
     assert [int(x[0]) % 8 for x in sampled] == [0, 1, 2]  # a turn each
     index = torch.cat(sampled)
     is_new = torch.zeros(400, dtype=torch.bool).index_fill(0, index, True)
@@ -409,7 +539,8 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
     loss = az.compute_losses(agent, pool, stage())
     torch.testing.assert_close(pool.loss[sampled[-1]], loss[sampled[-1]])
     expected = [ranked[index].mean().item(), pool.loss[index].mean().item()]  # before and after the steps
-    assert metrics[-2:].tolist() == pytest.approx(expected, rel=1e-5)
+    found = [metrics["sampled_loss"].item(), metrics["sampled_loss_after"].item()]
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 # Self-play
@@ -419,27 +550,30 @@ def test_records_are_the_games(monkeypatch):
     """Compare planes, pi, Q, and the result from the mover's side with what was seen during the games."""
     go, searches, scores, history = Go(3), [], [], [[] for _ in range(8)]
     args = Args(komi=0.5, num_games=8, draw_moves=0.3)
-    games, workers = az.SelfPlay(go, 8), [az.Worker(make_evaluator(go), CPU)]
+    games, evaluator = az.SelfPlay(go, 8), make_evaluator(go)
     run, play, num_finished = az.Search.run, go.play, 0
     monkeypatch.setattr(az.Search, "run", lambda self, n: searches.append(self) or run(self, n))
     go.play = lambda *x: scores.append(go.score(boards := play(*x))) or boards
     torch.manual_seed(0)
     for _ in range(40):
         planes, sides = go.planes(games.boards, go.legal_moves(games.boards)), games.boards.to_play.tolist()
-        tree = az.Search(go, workers, games.boards, 12, args)
-        found = az.play_moves(games, go, tree, stage(num_simulations=12, epsilon=0.1), args)
+        tree = az.Search(go, evaluator, games.boards, 12, args)
+        ended, found = az.play_moves(games, go, tree, stage(num_simulations=12, epsilon=0.1), args)
+        assert ended.tolist() == (games.boards.num_moves == 0).nonzero()[:, 0].tolist()
         search, expected = searches[-1], []
         assert (search.N[:, 0].sum(1) == 12).all() and search.P[:, 0].sum(1).mean() == pytest.approx(1.25)
-        rows = zip(planes, search.policy(), search.root_values(), sides, strict=True)
+        legal = search.P[:, 0] > 0
+        rows = zip(planes, legal, search.policy(), search.root_values(), sides, strict=True)
         for game, row in enumerate(rows):
             history[game].append(row)
             if games.boards.num_moves[game] == 0:  # the game has ended
                 z = float(scores[-1][game] > 0.5)
-                expected += [(*row[:3], z if row[3] == 1 else 1 - z) for row in history[game]]
+                expected += [(*row[:4], z if row[4] == 1 else 1 - z) for row in history[game]]
                 history[game], num_finished = [], num_finished + 1
         assert len(found.z) == len(expected)
-        for i, (plane, policy, q, z) in enumerate(expected):
-            assert torch.equal(found.planes[i], plane) and (found.policy[i] - policy).abs().max() < 1e-3
+        for i, (plane, legal, policy, q, z) in enumerate(expected):
+            assert torch.equal(found.planes[i], plane) and torch.equal(found.legal[i], legal)
+            assert (found.policy[i] - policy).abs().max() < 1e-3
             assert found.q[i] == q and found.z[i] == z
     assert num_finished > 10
 
@@ -447,13 +581,13 @@ def test_records_are_the_games(monkeypatch):
 def test_moves_of_self_play():
     """Moves are random with probability epsilon, drawn from pi at first, and the best ones later."""
     go, args = Go(5), Args(komi=0.5, noise_weight=0.0)
-    workers = [az.Worker(make_evaluator(go, 3.0), CPU)]
+    evaluator = make_evaluator(go, 3.0)
     for epsilon, draw_moves, low, high in ((0.5, 0.0, 0.4, 0.65), (0.0, 0.0, 1, 1), (0.0, 0.33, 0.05, 0.6)):
         torch.manual_seed(0)
         games, args.draw_moves = az.SelfPlay(go, 300), draw_moves
-        search = az.Search(go, workers, games.boards, 20, args)
+        search = az.Search(go, evaluator, games.boards, 20, args)
         az.play_moves(games, go, search, stage(num_simulations=20, epsilon=epsilon), args)
-        policy = games.policy[:, 0]
+        policy = games.steps["policy"][:, 0]
         chosen = policy.gather(1, games.boards.last_move[:, None])[:, 0]
         assert low <= (chosen == policy.amax(1)).float().mean() <= high
     expected = policy[0].float() * 300  # as the first position of all is the same
@@ -468,25 +602,82 @@ def test_moves_of_self_play():
 def test_random_games_have_results_for_values():
     go = Go(5)
     games = az.SelfPlay(go, 8)
-    records = [az.play_moves(games, go, None, stage("random games"), Args(komi=0.5)) for _ in range(60)]
+    records = [az.play_moves(games, go, None, stage(scores=None), Args(komi=0.5))[1] for _ in range(60)]
     q, z = torch.cat([x.q for x in records]), torch.cat([x.z for x in records])
     assert len(z) > 100 and torch.equal(q, z) and set(z.tolist()) == {0.0, 1.0}
+
+
+class TwiceInARow(Go):
+    """Go in which the side of a move follows no parity: black moves twice, then white twice, and so on."""
+
+    def play(self, boards, moves):
+        after = super().play(boards, moves)
+        return after._replace(to_play=torch.where(after.num_moves % 4 < 2, 1, -1).to(torch.int8))
+
+
+def test_results_follow_the_side_to_move():
+    """Whoever's turn it is, not the number of the move, says whose result is stored and backed up."""
+    go, args = TwiceInARow(3), Args(komi=0.5)
+    games = az.SelfPlay(go, 6)
+    torch.manual_seed(0)
+    num_found = 0
+    for _ in range(40):
+        ended, found = az.play_moves(games, go, None, stage(scores=None), args)
+        lengths = (found.planes[:, 7, 0, 0] == found.planes[:, 7, 0, 0]).sum() if len(ended) else 0
+        num_found += int(lengths)
+        is_black = found.planes[:, 7, 0, 0]  # the plane that says so
+        won = found.z == is_black  # by black, the same in all moves of a game
+        starts = (found.planes[:, :2].sum((1, 2, 3)) == 0).nonzero()[:, 0].tolist()
+        for start, end in itertools.pairwise([*starts, len(won)]):
+            assert len(set(won[start:end].tolist())) == 1 or end - start <= 1
+    assert num_found > 50
+    search = az.Search(go, make_evaluator(go), go.new(1), 1, args)
+    search.run(1)  # black moves again after its first move
+    move = int(search.N[0, 0].argmax())
+    assert search.Q[0, 0, move] == search.value[0, 1]
+
+
+def test_the_first_records_of_a_stage_are_those_of_all_its_first_games():
+    """Which begin together; of those that end first, most are short."""
+    go, args = Go(3), Args(komi=0.5)
+    games, bar = az.SelfPlay(go, 40), SimpleNamespace(update=lambda n: counts.append(n))
+    counts = []
+    torch.manual_seed(0)
+    images, num_moves = az.collect_images(games, go, None, 50, stage(scores=None), args, bar)
+    assert sum(counts) == 50 and min(counts) >= 0 and len(images.z) >= 8 * 40 * 6
+    first = len((images.planes[:, :2].sum((1, 2, 3)) == 0).nonzero())
+    assert first >= 8 * 40 and num_moves >= 40 * 14
+    games.pool = images
+    images, num_moves = az.collect_images(games, go, None, 50, stage(scores=None), args, bar)
+    assert num_moves <= 40 * 12  # later ones go on where they are
+
+
+def test_more_moves_than_the_game_says_are_one_line(capsys):
+    go = Go(3)
+    go.new = Go(3).new  # boards with room for more
+    go.max_moves = 5
+    games = az.SelfPlay(go, 4)
+    with pytest.raises(SystemExit, match="2"):
+        for _ in range(9):
+            az.play_moves(games, go, None, stage(scores=None), Args())
+    assert "a game takes more than its max_moves (5)" in capsys.readouterr().err
 
 
 def test_stages_and_schedules():
     """Values go from the first to the last, and the stages of pretraining change some."""
     args = Args(num_epochs=5, pretrain_value_epochs=1, pretrain_search_epochs=1, value_coef=0.15)
     args = replace(args, simulations_start=2, simulations_end=6, epsilon_start=0.8, epsilon_end=0.4)
-    args = replace(args, q_weight_start=0.1, q_weight_end=0.9)
+    args = replace(args, q_weight_start=0.1, q_weight_end=0.9, learning_rate=0.1)
     stages = [az.get_stage(k, 5, args) for k in range(5)]
-    names, scores, sims, epsilons, q_weights, coefs = zip(*stages, strict=True)
-    assert names == ("random games", "search pretraining", *["self-play"] * 3)
-    assert scores == (az.puct_scores, az.ucb_scores, *[az.puct_scores] * 3)
+    names, starts, scores, sims, epsilons, q_weights, coefs, rates = zip(*stages, strict=True)
+    assert names == ("random games", "search pretraining", *["self-play"] * 3) and starts == (0, 1, 2, 2, 2)
+    assert scores == (None, az.ucb_scores, *[az.puct_scores] * 3)
     assert sims == (2, 6, 4, 5, 6)  # classic UCB tries all five moves before it chooses
     assert epsilons == pytest.approx((0.8, 0.7, 0.6, 0.5, 0.4)) and coefs == (1.0, *[0.15] * 4)
     assert q_weights == pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9))
-    args = replace(args, num_epochs=1, pretrain_value_epochs=0, pretrain_search_epochs=0)
-    assert az.get_stage(0, 5, args) == ("self-play", az.puct_scores, 2, 0.8, 0.1, 0.15)
+    assert rates == pytest.approx([0.1 * (1 - 0.99 * k / 4) for k in range(5)])  # to a hundredth
+    args = replace(args, num_epochs=1, pretrain_value_epochs=0, pretrain_search_epochs=0, anneal_lr=False)
+    assert az.get_stage(0, 5, args) == ("self-play", 0, az.puct_scores, 2, 0.8, 0.1, 0.15, 0.1)
 
 
 TINY = (
@@ -508,16 +699,16 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
         monkeypatch.setattr(az, name, lambda *args: found.append(describe(*args)) or function(*args))
         return found
 
-    played = watch("collect_images", lambda games, *x: (x[3], x[2], bool(games.boards.history.any())))
+    played = watch("collect_images", lambda games, *x: (x[2], bool(games.boards.history.any())))
     pools = watch("refill_pool", lambda pool, new, *x: (len(pool.z) if pool else 0, new.epoch, *x))
-    updates = watch("train_epoch", lambda agent, optimizer, *x: (optimizer.param_groups[0]["lr"], x[1], x[4]))
+    updates = watch("train_epoch", lambda agent, optimizer, *x: (optimizer.param_groups[0]["lr"], x[1], x[5]))
     az.main([*TINY, "--learning-rate", "0.01", "--max-age", "3", "--run-dir", str(tmp_path)])
-    assert played == [(0, 2, False), (1, 2, False), (2, 2, False), (3, 2, True), (4, 2, True)]
+    assert played == [(2, False), (2, False), (2, False), (2, True), (2, True)]
     for number, (size, epochs, capacity, oldest) in enumerate(pools):
         assert len(epochs) >= 8 * 2 and (epochs == number).all() and (capacity, oldest) == (256, number - 3)
         assert (size > 0) == (number > 2)
     rates, counts, bars = zip(*updates, strict=True)
-    assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 5) for k in range(5)]) and counts == (3,) * 5
+    assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 4) for k in range(5)]) and counts == (3,) * 5
     assert bars[0].n == bars[0].total == 5 * (2 + 3)
 
 
@@ -554,8 +745,8 @@ def test_evaluations_are_of_the_search_against_the_best_network_or_plain_mcts(mo
     go, matches, searches, search = Go(5), [], [], az.Search
     monkeypatch.setattr(az, "play_match", lambda go, *match: matches.append(match) or (0.5, 1.5, 7))
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
-    for best, suffix, stream in ((None, "", (3,)), (agent, "_best", (2, 1))):
-        found = az.evaluate(go, agent, best, args, *stream)
+    for best, suffix in ((None, ""), (agent, "_best")):
+        found = az.evaluate(go, agent, args, best)
         assert found == {f"eval/win_rate{suffix}": 0.5, f"eval/margin{suffix}": 1.5, "eval/moves": 7}
     ((searcher, mcts), *rest), (pair, *rest_best) = matches
     assert rest == [60, 0.5] and rest_best == [40, 0.5]
@@ -564,6 +755,7 @@ def test_evaluations_are_of_the_search_against_the_best_network_or_plain_mcts(mo
     q = plain.Q[:, 0].gather(1, moves[:, None])
     assert (plain.N[:, 0] <= 1).all() and q.mean() > 0.9  # the won ones
     assert plain.args.score_weight == 0 and plain.args.c_puct == 1.25  # as in the rollouts, by however much
+    assert plain.args.num_workers == 1
     for player, num_simulations in ((searcher, 22), (pair[0], 6), (pair[1], 6)):
         player(go.new(2))
         assert (searches[-1].N[:, 0].sum(1) == num_simulations).all()
@@ -571,29 +763,55 @@ def test_evaluations_are_of_the_search_against_the_best_network_or_plain_mcts(mo
 
 
 def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, monkeypatch):
-    rates, matches = [0.1, 0.9, 0.49, 0.5, 0.2], []  # the first one has nothing to replace
+    """The score is the sum of the win rates of kept networks over 1/2, which never falls."""
+    rates, matches, seeds = [0.1, 0.9, 0.49, 0.5, 0.2], [], []  # the first one has nothing to replace
+    seed_everything = az.seed_everything
 
-    def evaluate(go, agent, best, args, *stream):
+    def evaluate(go, agent, args, best=None):
         if best is None:
             return {"eval/win_rate": 0.75, "eval/margin": 2.5, "eval/moves": 1}
-        matches.append([x.value_head[2].bias.item() for x in (agent, best)] + [stream])
+        matches.append([x.value_head[2].bias.item() for x in (agent, best)])
         return {"eval/win_rate_best": rates[len(matches) - 1], "eval/moves": 3}
 
     monkeypatch.setattr(az, "evaluate", evaluate)
+    monkeypatch.setattr(az, "seed_everything", lambda *x: seeds.append(x) or seed_everything(*x))
     az.main([*TINY, "--run-dir", str(tmp_path)])
-    news, olds, streams = zip(*matches, strict=True)
+    news, olds = zip(*matches, strict=True)
     assert len({*news, olds[0]}) == 6 and olds[1:] == (news[0], news[1], news[1], news[3])
-    assert len(set(streams)) == 5  # other openings each time
+    assert [x[1:] for x in seeds if x[1] in (2, 4)] == [
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        (2, 4),
+        (2, 5),
+        (4,),
+    ]  # other openings
     (path,) = tmp_path.iterdir()
     best, last = (torch.load(path / name, weights_only=True) for name in ("best.pt", "checkpoint.pt"))
-    found = [x["value_head.2.bias"].item() for x in (best["agent"], last["best"], last["agent"])]
-    assert found == [news[3], news[3], news[4]]
-    assert best["progress"]["iteration"] == 4 and best["progress"]["best_score"] == 0.5
+    found = [
+        x["value_head.2.bias"].item() for x in (best["agent"], best["best"], last["best"], last["agent"])
+    ]
+    assert found == [news[3], news[3], news[3], news[4]]
+    assert best["progress"]["iteration"] == 4
+    lead = 0.1 - 0.5 + 0.9 - 0.5 + 0.5 - 0.5
+    assert best["progress"]["best_score"] == pytest.approx(lead)
     names = ("iteration", "eval_steps", "best_score", "last_score", "win_rate")
-    assert [last["progress"][name] for name in names] == [5, 15, 0.5, 0.2, 0.75]
+    expected = [5, 15, lead, lead + 0.2 - 0.5, 0.75]
+    assert [last["progress"][name] for name in names] == pytest.approx(expected)
     scalars = {tag: [x for _, x in pairs] for tag, pairs in read_scalars(path).items()}
     assert scalars["eval/win_rate_best"] == pytest.approx(rates)
     assert scalars["eval/win_rate"] == [0.75] and scalars["eval/margin"] == [2.5]
+
+
+def test_a_run_says_whether_it_has_games_and_pool(tmp_path, capsys):
+    """best.pt holds none, and a resumed run without them must begin again with the first stage's kind of epoch."""
+    az.main([*TINY, "--run-dir", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    for name, kind in (("checkpoint.pt", "saved"), ("best.pt", "new")):
+        capsys.readouterr()
+        az.main(["--resume", str(path / name), "--num-epochs", "7"])
+        assert f"4 {kind} games and pool on cpu" in capsys.readouterr().out
+    assert "games" not in torch.load(path / "best.pt", weights_only=True)
 
 
 def test_the_line_with_the_sources_values():

@@ -222,7 +222,9 @@ def test_the_study_of_change_detection_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(change_detection, "NUM_HEAD_STEPS", 20)
     tiny = "--num-train-pairs 16 --batch-size 4 --num-envs 8 --num-minibatches 2 --detector-iterations 1"
-    change_detection.measure(["haze-3"], [1], f"{tiny} --ppo-iterations 2 --eval-episodes 4", ["ppo", "control"])
+    change_detection.measure(
+        ["haze-3"], [1], f"{tiny} --ppo-iterations 2 --eval-episodes 4", ["ppo", "control"]
+    )
     (row,) = common.load_results("change_detection")["rows"]
     assert {"ppo_f1", "oracle_f1", "threshold_own_f1", "all_seconds", "all_own_return"} <= row["best"].keys()
     assert {"all_f1", "oracle_f1"} <= row["control"].keys() and row["detector_seconds"] > 0

@@ -42,8 +42,8 @@ def describe_tsp(checkpoint):
 def describe_go(checkpoint):
     """Its policy over all moves and its value for the side to move, after MOVES, in float32."""
     args = az.Args(**checkpoint["args"])
-    go, args.bf16 = az.Go(int(args.env_id.split("x")[1])), False
-    agent, boards = az.Agent(go.size, args), go.new(1)
+    go, args.bf16 = az.make_game(args.env_id), False
+    agent, boards = az.Agent(go, args), go.new(1)
     agent.load_state_dict(checkpoint["agent"])
     for move in MOVES[go.size]:
         boards = go.play(boards, torch.tensor([move]))

@@ -36,7 +36,7 @@ MAX_TOKENS = {
     "algos/r2d2_lstm.py": 7400,
     "algos/reinforce_tsp_attention.py": 5950,
     "envs_shared/tsplib.py": 1600,
-    "algos/alphazero_go.py": 8900,
+    "algos/alphazero_go.py": 9550,
     "envs_shared/go.py": 2600,
     "envs_shared/go_gtp.py": 4500,
     "algos/ppo_change_detection.py": 7050,
@@ -176,17 +176,20 @@ CASES = {
             "--num-games 7": NOT_DIVISIBLE,
             "--env-id Go-9x8": "--env-id Go-9x8: must be Go-2x2 to Go-19x19",
             "--env-id Go-20x20 --evaluate good.pt": "--env-id Go-20x20: must be Go-2x2 to Go-19x19",
-            "--env-id Go-3x3 --resume good.pt": "good.pt: not the network or the games of --env-id",
+            "--env-id Go-3x3 --resume good.pt": "good.pt: not the network of --env-id, --blocks, --channels",
             "--gtp good.pt": "--gtp needs envs_shared/go_gtp.py",
             "--batch-size 7": NOT_DIVISIBLE,
             "--eval-episodes 0 --evaluate good.pt": "--evaluate needs --eval-episodes",
-            "--num-games 0": "--num-games (0) must be at least 1",
-            "--train-fraction -1": "--train-fraction (-1.0) must be at least 0",
+            "--num-games 0": "--num-games (0) must be from 1 to",
+            "--train-fraction -1": "--train-fraction (-1.0) must be from 0 to",
             "--generate-fraction 0": "--generate-fraction (0.0) must be greater than 0",
-            "--q-weight-end 1.5": "--q-weight-end (1.5) must be at most 1",
-            "--draw-moves 30": "--draw-moves (30.0) must be at most 1",
+            "--q-weight-end 1.5": "--q-weight-end (1.5) must be from 0 to 1",
+            "--learning-rate inf": "--learning-rate (inf) must be from 0 to",
+            "--num-epochs 2": "--num-epochs (2) must be greater than --pretrain-value-epochs (2)",
+            "--gtp good.pt --resume good.pt": "--resume, --evaluate and --gtp exclude each other",
+            "--draw-moves 30": "--draw-moves (30.0) must be from 0 to 1",
             "--komi nan": "--komi (nan) must be",
-            "--pool-size 1000": "--pool-size (1000) must be at least eight times --batch-size (128)",
+            "--pool-size 1000": "--pool-size (1000) must be at least 8 times --batch-size (128)",
         },
         sibling="go.py",
         reader="go_gtp.py",
@@ -602,7 +605,7 @@ r2d2_lstm --env-id probe_envs:SameStepNotFiniteobs-v0 : observation of environme
 r2d2_lstm --env-id probe_envs:NotFinitereward-v0 : reward of environment 1 in step 3 of an episode: not a number
 r2d2_lstm --learning-rate 1e30 : is (nan|inf) at step
 reinforce_tsp_attention --learning-rate 1e30 : is (nan|inf) at step
-alphazero_go --learning-rate 1e30 : losses are not finite at step
+alphazero_go --learning-rate 1e30 : is (nan|inf) at step
 ppo_change_detection --detector-lr 1e30 : is (nan|inf) at step
 ppo_change_detection --learning-rate 1e30 : is (nan|inf) at step
 """

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from check_game import check_game
 
-from envs_shared.go import Go
+from envs_shared.go import Go, make_game
 from envs_shared.go_gtp import set_up
 
 DATA = Path(__file__).parent / "data" / "go"
@@ -108,7 +109,7 @@ def test_groups_atari_and_hashes_grow_as_they_are_set_up(size):
     boards = go.new(6)
     torch.manual_seed(0)
     for i in range(min(56, 2 * size * size - 2)):
-        boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards)))
+        boards = go.play(boards, go.random_moves(boards, go.legal_moves(boards)))
         boards.put(boards.is_over, go.new(int(boards.is_over.sum())))
         for row in range(6) if i % 8 == 0 else ():
             now = boards.pick(slice(row, row + 1))
@@ -141,16 +142,91 @@ def test_planes_are_what_the_side_to_move_sees():
     assert planes[0] == other and planes[5] == [0] * 9 and planes[6] == planes[7] == [1] * 9
 
 
-def test_moves_are_drawn_among_the_legal_ones_and_fill_no_eyes():
-    """A side that could fill eyes alone passes; with `fill_eyes` all legal moves are equally likely."""
+def test_random_moves_are_legal_and_fill_no_eyes():
+    """A side that could fill eyes alone passes."""
     go = Go(4)
     points = [0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, -1, -1, 0, -1]
     boards = set_up(go, points, 1).pick(torch.zeros(2000, dtype=torch.int64))
     legal = go.legal_moves(boards)
     torch.manual_seed(0)
     assert legal[0].nonzero()[:, 0].tolist() == [0, 3, 6, 14, 16]
-    assert go.draw_moves(boards, legal).unique().tolist() == [14]
-    counts = torch.bincount(go.draw_moves(boards, legal, fill_eyes=True), minlength=17)[[0, 3, 6, 14, 16]]
-    assert ((counts - 400) ** 2 / 400).sum() < 18.5  # chi-squared, four degrees of freedom, 0.1 %
+    assert go.random_moves(boards, legal).unique().tolist() == [14]
     boards = boards._replace(to_play=-boards.to_play)  # these are no eyes of white
-    assert go.draw_moves(boards, go.legal_moves(boards)).unique().tolist() == [16]  # nor can white live at 14
+    assert go.random_moves(boards, go.legal_moves(boards)).unique().tolist() == [
+        16
+    ]  # nor can white live at 14
+
+
+# The checker of rules that docs/recipes_alphazero_go.md recommends for games of one's own
+
+
+@pytest.mark.parametrize("env_id", ["Go-2x2", "Go-5x5"])
+def test_the_checker_finds_nothing_in_the_rules_of_go(env_id):
+    torch.manual_seed(0)
+    check_game(make_game, env_id)
+
+
+class Faulty(Go):
+    """Go with one fault."""
+
+    def __init__(self, size, device, fixed_shapes, fault):
+        super().__init__(size, device, fixed_shapes)
+        self.fault = fault
+        if fault == "images":
+            self.move_images = self.move_images.roll(1, 0)
+        if fault == "max_moves":
+            self.max_legal = 5
+        if fault == "order":
+            self.point_images = self.point_images[[0, 2, 1, 3, 4, 5, 6, 7]]
+
+    def legal_moves(self, boards):
+        legal = super().legal_moves(boards)
+        if self.fault == "end":
+            legal[:, -1] = True
+        return legal.float() if self.fault == "type" else legal
+
+    def play(self, boards, moves):
+        after = super().play(boards, moves)
+        if self.fault == "in place":
+            boards.stones.copy_(after.stones)
+        if self.fault == "side":
+            after = after._replace(to_play=after.to_play * 0)
+        if self.fault == "fixed" and self.fixed_shapes:
+            after = after._replace(num_moves=after.num_moves + 1)
+        if self.fault == "batch":
+            after = after._replace(last_move=moves + len(moves) - 1)
+        if self.fault == "raises" and self.fixed_shapes and boards.is_over.any():
+            raise IndexError
+        return after
+
+    def score(self, boards):
+        return super().score(boards) * (2 if self.fault == "score" else 1)
+
+
+FAULTS = {
+    "images": "move_images[0] is not the position itself",
+    "order": "image 1 has other planes",
+    "max_moves": "more legal moves than max_legal",
+    "end": "there must be a legal move until the game is over, and none then",
+    "type": "legal_moves is torch.float32",
+    "in place": "play changes the boards",
+    "side": "to_play is not 1 or -1",
+    "fixed": "fixed shapes give other boards",
+    "batch": "a board depends on the others beside it",
+    "score": "score is out of range",
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "raises"])
+def test_the_checker_finds_faults(fault):
+    """Those that it does not describe raise what they raise, such as an IndexError after the end."""
+
+    def make_faulty(env_id, device="cpu", fixed_shapes=False):
+        make_game(env_id)
+        return Faulty(3, device, fixed_shapes, fault)
+
+    torch.manual_seed(0)
+    kind = IndexError if fault == "raises" else AssertionError
+    with pytest.raises(kind) as error:
+        check_game(make_faulty, "Go-3x3")
+    assert FAULTS.get(fault, "") in str(error.value)

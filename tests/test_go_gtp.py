@@ -22,13 +22,13 @@ from envs_shared.go import Go
 def make_network(size=5, **options):
     torch.manual_seed(0)
     args = az.Args(env_id=f"Go-{size}x{size}", blocks=1, channels=8, score_weight=0.0, **options)
-    return az.Agent(size, args), args
+    return az.Agent(Go(size), args), args
 
 
 def make_engine(size=5, komi=0.5, num_simulations=16):
     agent, args = make_network(size, simulations_end=num_simulations, komi=komi)
     go = Go(size)
-    make_search = functools.partial(az.Search, go, az.make_workers(go, agent, args))
+    make_search = functools.partial(az.Search, go, az.make_evaluator(go, agent))
     return go_gtp.Engine(go, make_search, args, io.StringIO())
 
 
@@ -202,6 +202,7 @@ FILES = [
     ("junk (of a mail) ( ;SZ[5];B[ bc])(;B[aa])", "white", {"B3": 1}),
     # A turn is said, and stones are set up after a move, which captures what was set up around it
     ("(;SZ[5];B[cc];W[bb]PL[B];B[dd])", "white", {"C3": 1, "B4": -1, "D2": 1}),
+    ("(;SZ[5]AB[]AW[]AE[];B[cc])", "white", {"C3": 1}),  # nothing is set up
     ("(;SZ[5];B[cc];AB[aa]AW[bb]AE[cc];W[ba])", "black", {"A5": 1, "B4": -1, "B5": -1}),
     ("(;SZ[5];B[aa];AW[ba];W[ab])", "black", {"B5": -1, "A4": -1}),
     # Encodings: one whose second byte is a backslash, no UTF-8, UTF-16, and a mark that says it better

@@ -28,6 +28,7 @@ SCRIPTS = {  # the environment of each (None: the main one), and what it logs, o
     "sb3_recurrent_ppo": ("sb3", RETURNS),
     "rl4co_attention": ("rl4co", "eval/greedy_length eval/greedy_gap"),
     "openspiel_mcts": ("openspiel", SPEED),
+    "pgx_mctx": ("pgx", f"{SPEED} eval/first_cpu_seconds"),
     "our_go_search": (None, SPEED),
     "gnugo_match": (None, MATCH),
     "elkai_lkh": ("elkai", "eval/length eval/gap eval/gap_std eval/ms eval/cpu_ms"),
@@ -44,6 +45,7 @@ rl4co_attention --num-epochs 2 --steps-per-epoch 2 --batch-size 4 --baseline-ins
 openspiel_mcts --simulations 16 --repeats 1
 openspiel_mcts --work rollouts --simulations 16 --repeats 1
 openspiel_mcts --work match --simulations 4 --games 2 --simulations-end 8
+pgx_mctx --simulations 8 --games 4 --blocks 1 --channels 8 --repeats 1
 our_go_search --simulations 16 --repeats 1
 gnugo_match --games 2 --simulations-end 8
 elkai_lkh
@@ -160,7 +162,7 @@ def test_colours_and_openings_of_a_match_are_balanced():
     go = Go(5)
 
     def player(boards):
-        return go.draw_moves(boards, go.legal_moves(boards))
+        return go.random_moves(boards, go.legal_moves(boards))
 
     games, scores, is_black = go_engine.play(go, player, [lambda moves: go.num_points] * 8, seed=1)
     assert is_black == 4 * [True] + 4 * [False] and scores == 4 * [25.0] + 4 * [-25.0]

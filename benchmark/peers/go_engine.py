@@ -48,8 +48,8 @@ def load_network(path: str | Path):
 
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     settings = az.Args(**checkpoint["args"] | {"bf16": False})
-    go = az.Go(int(settings.env_id.split("x")[1]))
-    agent = az.Agent(go.size, settings)
+    go = az.make_game(settings.env_id)
+    agent = az.Agent(go, settings)
     agent.load_state_dict(checkpoint["agent"])
     return go, settings, agent
 
@@ -65,7 +65,7 @@ def load_engine(args: argparse.Namespace):
     if settings.env_id != args.env_id:
         peer.fail(f"--env-id {args.env_id}: {args.checkpoint} plays {settings.env_id}")
     settings.komi = args.komi
-    return go, az.make_player(go, az.make_workers(go, agent, settings), args.simulations_end, settings)
+    return go, az.make_player(go, az.make_evaluator(go, agent), args.simulations_end, settings)
 
 
 def play_random_moves(go, num_boards: int, num_moves: int):
@@ -74,7 +74,7 @@ def play_random_moves(go, num_boards: int, num_moves: int):
 
     boards, moves = go.new(num_boards), torch.zeros(num_boards, 0).long()
     for _ in range(num_moves):
-        drawn = go.draw_moves(boards, go.legal_moves(boards))
+        drawn = go.random_moves(boards, go.legal_moves(boards))
         boards, moves = go.play(boards, drawn), torch.cat((moves, drawn.cpu().unsqueeze(1)), 1)
     return boards, moves
 
@@ -85,7 +85,7 @@ def draw_openings(go, num_openings: int, num_moves: int):
     No two openings are images of each other as long as there are others; after that, no two have the same moves.
     """
     boards, moves = play_random_moves(go, 4 * num_openings, num_moves)
-    symmetries = go.symmetries.tolist()
+    symmetries = go.move_images.tolist()
     by_image, by_moves = {}, {}  # the first row of each kind
     for row, game in enumerate(moves.tolist()):
         by_image.setdefault(min(tuple(image[move] for move in game) for image in symmetries), row)

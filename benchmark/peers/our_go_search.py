@@ -29,7 +29,7 @@ def evaluate_nothing(boards, legal, sharpness: float = 0.0):
     return sharpness * torch.randn(legal.shape, device=legal.device), 0.49 + 0.02 * noise
 
 
-def measure_search(go, boards, workers: list, num_simulations: int, c_puct=0.5, **options):
+def measure_search(go, boards, evaluator, num_simulations: int, num_workers=1, c_puct=0.5, **options):
     """Return simulations per CPU-second and per wall-clock second of one search of all `boards`.
 
     `options` are those of Search, such as the scores.
@@ -39,8 +39,8 @@ def measure_search(go, boards, workers: list, num_simulations: int, c_puct=0.5, 
     from algos import alphazero_go as az
 
     start = time.process_time(), time.perf_counter()
-    args = az.Args(komi=7.5, c_puct=c_puct)
-    az.Search(go, workers, boards, num_simulations, args, **options).run(num_simulations)
+    args = az.Args(komi=7.5, c_puct=c_puct, num_workers=num_workers)
+    az.Search(go, evaluator, boards, num_simulations, args, **options).run(num_simulations)
     if go.device.type == "cuda":
         torch.cuda.synchronize()
     total = len(boards.to_play) * num_simulations
@@ -57,11 +57,11 @@ def main() -> None:
 
     run = peer.Run(args, Path(__file__).stem, None)
     go_engine.set_up_torch(args.seed)
-    go = az.Go(size)
+    go = az.make_game(f"Go-{size}x{size}")
     boards, _ = go_engine.play_random_moves(go, args.games, 20)
-    workers, rates = [az.Worker(evaluate_nothing, go.device)], []
+    rates = []
     for _ in tqdm(range(args.repeats), unit="repeat"):
-        rates.append(measure_search(go, boards, workers, args.simulations)[0])
+        rates.append(measure_search(go, boards, evaluate_nothing, args.simulations)[0])
     num_simulations = args.games * args.simulations * args.repeats
     run.finish(num_simulations, {"simulations_per_cpu_second": statistics.median(rates)})
 

@@ -3,6 +3,7 @@
     python benchmark/studies/go_search.py           # minutes on two free cores
     python benchmark/studies/go_search.py --cuda    # on a GPU
     python benchmark/studies/go_search.py --rollouts    # only plain MCTS, ours and OpenSpiel's in C++
+    python benchmark/studies/go_search.py --pgx         # only with networks, ours and that of pgx and mctx in JAX
 
 Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say what a
 simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle.
@@ -17,7 +18,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from go_engine import load_network, play_random_moves, set_up_torch
 from our_go_search import evaluate_nothing, measure_search
 
 from algos import alphazero_go as az
+from envs_shared.go import Go
 
 NETWORKS = ("go5x5", "go7x7", "go9x9")  # of benchmark/checkpoints
 COLUMNS = [
@@ -42,11 +43,11 @@ COLUMNS = [
 
 def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
     """Return random moves per CPU-second and per wall-clock second, including the search for legal moves."""
-    go = az.Go(size, device)
+    go = Go(size, device)
     boards = go.new(num_games)
     start = time.process_time(), time.perf_counter()
     for _ in range(30):
-        boards = go.play(boards, go.draw_moves(boards, go.legal_moves(boards), fill_eyes=True))
+        boards = go.play(boards, torch.multinomial(go.legal_moves(boards).float(), 1).squeeze(1))
         if (over := boards.is_over).any():  # this also waits for a GPU
             boards.put(over, go.new(int(over.sum())))
     return 30 * num_games / (time.process_time() - start[0]), 30 * num_games / (
@@ -55,41 +56,40 @@ def measure_rules(size: int, num_games: int, device) -> tuple[float, float]:
 
 
 def list_searches(num_games: int, device):
-    """Yield what is searched, its rules, positions, two workers and the number of simulations."""
-    go = az.Go(9, device)
+    """Yield what is searched, its rules, positions, evaluator and the number of simulations."""
+    go = Go(9, device)
     boards, _ = play_random_moves(go, num_games, 20)
     for num_simulations in (64, 800):
         for kind, sharpness in (("", 0.0), (", peaked prior", 3.0)):
             evaluate = partial(evaluate_nothing, sharpness=sharpness)
-            workers = [az.Worker(evaluate, go.device) for _ in range(2)]
-            yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, workers, num_simulations
+            yield f"tree{kind}, 9x9, {num_simulations} simulations", go, boards, evaluate, num_simulations
     for name in NETWORKS:
         go, args, agent = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
-        go = az.Go(go.size, device)
+        go = Go(go.size, device)
         boards, _ = play_random_moves(go, num_games, go.num_points // 4)
-        workers = az.make_workers(go, agent.to(device), replace(args, num_workers=2))
+        evaluate = az.make_evaluator(go, agent.to(device))
         what = f"tree and network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
-        yield what, go, boards, workers, 64
+        yield what, go, boards, evaluate, 64
 
 
-class UniformGo(az.Go):
+class UniformGo(Go):
     """Rules whose random moves are uniform over all legal ones, as OpenSpiel's are."""
 
-    def draw_moves(self, boards, legal, fill_eyes: bool = False):
-        return super().draw_moves(boards, legal, fill_eyes=True)
+    def random_moves(self, boards, legal):
+        return torch.multinomial(legal.float(), 1).squeeze(1)
 
 
 def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
     """Return rows of simulations per second of plain MCTS on 9x9, ours and that of OpenSpiel in C++."""
     set_up_torch(0)
-    go, rates = az.Go(9), {}
+    go, rates = Go(9), {}
     uniform = UniformGo(9)
     for _ in range(num_repeats):
         for n, name in ((num_games, ""), (1, ", one game")):
             boards, _ = play_random_moves(go, n, 20)
-            workers = [az.Worker(partial(az.evaluate_rollouts, uniform, 7.5), go.device)]
+            evaluate = partial(az.evaluate_rollouts, uniform, 7.5)
             # OpenSpiel's c of 2, for values from -1 to 1
-            rate = measure_search(go, boards, workers, 64, c_puct=1.0, scores=az.ucb_scores)
+            rate = measure_search(go, boards, evaluate, 64, c_puct=1.0, scores=az.ucb_scores)
             rates.setdefault(f"tree and random games, 9x9, 64 simulations{name}", []).append(rate)
     command = [
         environment.make_environment("openspiel"),
@@ -107,6 +107,47 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
     ]
 
 
+def measure_pgx(num_repeats: int, num_games: int) -> list[dict]:
+    """Return rows of simulations per CPU-second with networks of one size, ours and that of mctx on Go of pgx.
+
+    Both sides take turns. What JAX needs to compile its search is a row of its own, in CPU-seconds.
+    """
+    set_up_torch(0)
+    rates, first = {}, {}
+    for _ in range(num_repeats):
+        for name in ("go5x5", "go9x9"):
+            go, args, agent = load_network(common.BENCHMARK / "checkpoints" / f"{name}.pt")
+            boards, _ = play_random_moves(go, num_games, go.num_points // 4)
+            what = f"network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
+            rate = measure_search(go, boards, az.make_evaluator(go, agent), 64)[0]
+            rates.setdefault(f"beside pgx: tree and {what}", []).append(rate)
+            command = [
+                environment.make_environment("pgx"),
+                common.PEERS / "pgx_mctx.py",
+                "--env-id",
+                args.env_id,
+            ]
+            flags = [
+                "--simulations",
+                64,
+                "--games",
+                num_games,
+                "--blocks",
+                args.blocks,
+                "--channels",
+                args.channels,
+            ]
+            folder = helpers.run_command(tempfile.mkdtemp(), *command, *flags, "--repeats", 3)
+            events, program = common.read_events(folder), common.read_text(folder, "program")
+            for tag, values in (("simulations_per_cpu_second", rates), ("first_cpu_seconds", first)):
+                values.setdefault(f"{what}, {program}", []).append(events.Scalars(f"eval/{tag}")[-1].value)
+    rates |= {f"CPU-seconds of the first search, which compiles: {what}": x for what, x in first.items()}
+    return [
+        {"what": what, "column": COLUMNS[0], "value": round(statistics.median(values))}
+        for what, values in rates.items()
+    ]
+
+
 def measure(num_repeats: int, cuda: bool) -> list[dict]:
     """Return rows of moves and simulations per second of the rules and of the search."""
     set_up_torch(0)
@@ -117,8 +158,8 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
             rates.setdefault(f"moves of the rules, {size}x{size}", []).append(
                 measure_rules(size, num_games, device)
             )
-        for what, go, boards, workers, num_simulations in searches:
-            one, two = (measure_search(go, boards, workers[:n], num_simulations) for n in (1, 2))
+        for what, go, boards, evaluate, num_simulations in searches:
+            one, two = (measure_search(go, boards, evaluate, num_simulations, n) for n in (1, 2))
             rates.setdefault(what, []).append((*one, *two))
     name = f", {torch.cuda.get_device_name()}" if cuda else ""
     return [
@@ -154,12 +195,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--rollouts", action="store_true", help="measure only plain MCTS, on the CPU")
+    parser.add_argument(
+        "--pgx", action="store_true", help="measure only what is compared with pgx, on the CPU"
+    )
     return parser
 
 
 if __name__ == "__main__":
     args = make_parser().parse_args()
-    rows = [] if args.cuda else measure_rollouts(args.repeats, 256)
-    if not args.rollouts:
-        rows = [*measure(args.repeats, args.cuda), *rows]
+    if args.pgx:
+        rows = measure_pgx(args.repeats, 256)
+    else:
+        rows = [] if args.cuda else measure_rollouts(args.repeats, 256)
+        if not args.rollouts:
+            rows = [*measure(args.repeats, args.cuda), *rows]
     helpers.save_rows("go_search", rows, ("what", "column"))
