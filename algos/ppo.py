@@ -254,8 +254,8 @@ def make_envs(args, num_envs, video_folder=None):
         )
     obs_space = envs.single_observation_space
     action_space = envs.single_action_space
-    if not obs_space.is_np_flattenable or flatdim(obs_space) > 4000:  # such as a picture
-        fail(f"--env-id {args.env_id}: observations must flatten to at most 4,000 numbers, not {obs_space}")
+    if not obs_space.is_np_flattenable or flatdim(obs_space) > 10_000:  # a large picture
+        fail(f"--env-id {args.env_id}: observations must flatten to at most 10,000 numbers, not {obs_space}")
     # A Box of floats that is not empty
     is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f" and flatdim(action_space) > 0
     if not is_box and not isinstance(action_space, Discrete):

@@ -88,7 +88,7 @@ CASES = {
         bad=BAD_TASKS
         | {
             "--num-envs 7": NOT_DIVISIBLE,
-            "--env-id probe_envs:BadImage-v0": "must flatten to at most 4,000 numbers, not Box(0, 255, (84, 84, 3)",
+            "--env-id probe_envs:BadImage-v0": "must flatten to at most 10,000 numbers, not Box(0, 255, (84, 84, 3)",
             "--env-id probe_envs:BadMultiDiscrete-v0": "must be Discrete or a Box of floats, not MultiDiscrete([2 3])",
             "--env-id probe_envs:BadIntegers-v0": "must be Discrete or a Box of floats, not Box(0, 3, (2,), int64)",
             "--env-id probe_envs:BadEmpty-v0": "must be Discrete or a Box of floats, not Box(",
