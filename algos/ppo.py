@@ -266,6 +266,7 @@ def make_envs(args, num_envs, video_folder=None):
     if getattr(autoreset, "value", autoreset) != "NextStep":
         fail(f"--env-id {args.env_id}: metadata['autoreset_mode'] must be NEXT_STEP, not {autoreset}")
     if not isinstance(obs_space, Box) or not obs_space.shape:
+        envs.metadata["autoreset_mode"] = gym.vector.AutoresetMode.NEXT_STEP  # the wrapper takes no text
         envs = FlattenObservation(envs)  # discrete observations become one-hot
     return envs
 

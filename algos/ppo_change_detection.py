@@ -2,46 +2,59 @@
 
 Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:1903.01344 (two ratios).
 
-    python ppo_change_detection.py                       # learns the task haze in 80 seconds on one CPU core
-    python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256 --num-steps 1        # real pairs
+    python ppo_change_detection.py                      # learns the synthetic task haze in a minute or two
+    python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256      # your own pairs of pictures
+    python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps
     python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # PPO alone
-    python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps  # files, folders
-    torchrun --nproc-per-node 2 ppo_change_detection.py  # two GPUs, or with --no-cuda two CPU processes
+    torchrun --nproc-per-node 2 ppo_change_detection.py # two GPUs, or with --no-cuda two CPU processes
 
-Two pictures of one place are divided into patches. Each patch is a query: an embedding of coarse pictures,
-from which its cells (squares of a few pixels) are classified as changed or not. At each step a query stops
-or pays for a look: its window at full resolution gives a correction, one number per cell, which is mapped to
-an embedding and added. A look at the last step shows all dates, a look one step earlier all but the last date.
-The detector is trained first, by cross entropy with random looks. Then PPO learns where to look.
+In: two pictures of one place, of equal size. Out: for each pixel the probability that it has changed, a mask
+of the changed pixels, and where the policy looked. The detector is a small network that is trained here. It
+sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one, and classifies the cells of each
+patch (2 x 2 of its 8 x 8 pixels) as changed or not. A look reads one patch at full resolution and corrects its
+map. Looks cost time or money in practice; here one look at each patch costs `--cost` of F1. The detector is
+trained first, with random looks. Then PPO learns which patches are worth a look.
 
-Equations of this file, for a query whose cells have labels y (1 is changed) and probabilities of change p:
-    (1) r_t = w(p_{t+1}) - w(p_t) - 2 share cost if the query looks at step t; else it stops for good, and
-        r_t = 0. `share` is the share of changed pixels in training. If about as many cells are predicted as
-        are changed, predicted + true is 2 share of all cells. By eq. 2, F1 then rises by the rise of the mean
-        w divided by 2 share, so that one look at each query costs `cost` of F1
-    (2) w(p) = mean over labelled cells of beta max(log likelihood of y, -7) + 1[p > f1 / 2] (2 y - f1), the
-        worth of its map; f1 is a running F1 = 2 TP / (predicted + true). One more predicted cell moves it by
-        about (2 y - f1) / (predicted + true), which is expected to be positive if p > f1 / 2
+A patch may look T times (--num-steps). The last look shows all dates, each earlier look one date less. That is
+a property of the task haze, where haze at the first date tells that the second date is not worth its price.
+Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise: a look shows both dates.
+
+Equations of this file. Each patch is an episode. Its cells have labels y (1 is changed) and probabilities p:
+    (1) r_t = w(p_{t+1}) - w(p_t) - price if the patch looks at step t, else 0, and the patch stops for good.
+        price = 2 share cost, where share is the share of changed pixels in training
+    (2) w(p) = mean over the patch's cells of 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7).
+        F is a running F1 = 2 TP / (predicted + true) of the maps, and w is the worth of a map
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
-Shapes: T steps, B pairs, J dates, h x w queries of a pair, G cells of a query, D embedding, E features of all
-dates but the last, K windows that are read, n rows; in pixels, S a picture's side, P a patch's, c a cell's.
+Why eq. 1 and 2 stand for F1 (units: w and r per cell, F and cost in F1). One more predicted cell adds 2 y to
+the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true): a gain if p > F / 2.
+With about as many cells predicted as changed, predicted + true is 2 share of all cells. So if the mean of w
+rises by 2 share cost, F1 rises by cost. The term with beta pays for maps that become surer without a new cell.
+
+Shapes: T steps, B pairs, J dates, C bands, h x w patches of a pair, G cells of a patch, D embedding, E features
+that a look shows the policy, K windows, n rows; in pixels, S a picture's side, P a patch's, c a cell's.
+
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
+nothing of change detection in it: run folder, log, checkpoints, processes and the command line.
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
+import copy
+import math
 import os
 import random
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -55,24 +68,28 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # in this repository, envs_shared is there
+# The folder envs_shared is beside this file, or beside its folder
+sys.path += map(str, Path(__file__).resolve().parents[:2])
 from envs_shared import change_pairs
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# What ppo_loss returns to be logged, in this order; a step of the detector logs the last one alone
-METRICS = "policy_loss value_loss entropy approx_kl clipfrac cross_entropy".split()
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
-# What the return on val depends on, apart from the network; the training pairs set the price of a look
-get_task = attrgetter(
-    *"env_id data_dir seed num_train_pairs image_size eval_episodes num_steps cost beta".split()
-)
+MAX_PIXELS = 2**17  # pixels of pairs that are evaluated at once, which bounds the memory
+# What the part `Run` must know of this script. If one of these settings changes, older scores mean nothing: the
+# next evaluation is the best
+TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_episodes num_steps cost".split()
+# Which flags to check if a checkpoint does not fit
+NETWORK_FLAGS = "--env-id (pairs of --data-dir and --predict have two dates), "
+NETWORK_FLAGS += "--patch-size, --cell-size, --coarse-size"
+SCORE = "F1 less price on val"  # what decides which policy best.pt holds; higher is better
 
 
 @dataclass
 class Args:
     """Change detection that looks closely only where it pays: a detector, then PPO."""
 
+    # The run
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of every source of randomness
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
@@ -83,29 +100,35 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on the test pairs, without training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: ten a run, fewer if costly)
+    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
     eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
-    predict: tuple[str, str] | None = None  # with --evaluate: two pictures, or two folders, to compare
-    output: str = "change_maps"  # new folder for the masks and probability maps of --predict
+    predict: tuple[str, ...] | None = None  # with --evaluate: two pictures or folders, and labels if any
+    output: str = "change_maps"  # new folder for the maps of --predict
+    # The pairs
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
     data_dir: str | None = None  # real pairs, of two dates, instead: {train,val,test}/{A,B,label}/x.png
+    val_share: float = 0.0  # share for val, and for test, of a folder that is not split (0: refuse it)
+    ignore_index: int | None = None  # value of a label's pixels that do not count, such as 255
     num_train_pairs: int = 1024  # synthetic pairs to train on
     image_size: int = 32  # side S of the random crops that are trained on, in pixels
-    patch_size: int = 8  # side P of a query's patch in pixels
+    # Patches and looks
+    patch_size: int = 8  # side P of a patch in pixels
     cell_size: int = 2  # side c of a cell in pixels
-    coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse copy
-    num_steps: int = 2  # steps T of an episode: the maximum number of looks
-    pretrained: str | None = None  # checkpoint whose weights a run starts from, such as a trained detector's
-    detector_iterations: int = 24  # iterations that train the detector
-    ppo_iterations: int = 84  # iterations of PPO
+    coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse picture
+    num_steps: int = 0  # looks T of a patch at most (0: 1 with --data-dir, else one for each date)
+    cost: float = 0.3  # price: the F1 that one look at each patch costs, eq. 1
+    beta: float = 0.1  # weight beta of the log likelihood, eq. 2
+    # The detector
+    pretrained: str | None = None  # checkpoint of this script whose weights a run starts from
+    detector_iterations: int = 24  # iterations that train the detector, of 20 gradient steps
     batch_size: int = 16  # pairs per gradient step of the detector, in total across processes
     detector_lr: float = 3e-3  # Adam learning rate of the detector
+    # PPO
+    ppo_iterations: int = 84  # iterations of PPO
+    num_envs: int = 256  # pairs B of a rollout, in total across processes
     learning_rate: float = 3e-3  # Adam learning rate of PPO
     head_lr_scale: float = 3.0  # learning rate of the policy and value heads, as a multiple of the others'
     anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
-    num_envs: int = 256  # pairs B of a rollout, in total across processes
-    cost: float = 0.45  # price: the F1 that one look at each query costs, eq. 1
-    beta: float = 0.1  # weight beta of the log-likelihood, eq. 2
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
     num_minibatches: int = 8  # minibatches that each epoch splits the rollout into
@@ -113,93 +136,110 @@ class Args:
     clip_coef: float = 0.2  # clipping range eps of the ratios, eq. 5
     vf_coef: float = 0.5  # value coefficient c1, eq. 5
     ent_coef: float = 0.1  # entropy coefficient c2, eq. 5
-    joint_coef: float = 50.0  # cross entropy coefficient c3, eq. 5
+    joint_coef: float = 50.0  # cross entropy coefficient c3, eq. 5; large, as this loss is small, about 0.02
     log_std: float = -3.0  # initial log of the standard deviation sigma of corrections, eq. 4
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-class Agent(nn.Module):
-    """The detector (backbone, refiner, class head), the policy head and the value head.
+class Detector(nn.Module):
+    """A small network that classifies the cells of patches. To use another, keep its methods and sizes.
 
-    The script never calls train() or eval(), so dropout does not fit, and batch norm only in eval mode.
+    embed       coarse pictures [B, J C, S', S'] -> an embedding of each patch [B, D, h, w]
+    read        windows of K patches at full resolution -> corrections [K, G], features for the policy [K, E]
+    classify    embeddings [B, D, h, w] -> logits of change of each patch's cells [B, G, h, w]
+
+    Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels.
     """
+
+    def __init__(self, args, num_dates, embed_dim):
+        super().__init__()
+        self.num_dates = num_dates
+        self.num_features = (num_dates - 1) * 16  # E: 16 of each date but the last
+        patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
+        self.backbone = nn.Sequential(
+            Conv2d(num_dates * change_pairs.NUM_BANDS, 32, 3, padding=1),  # [B, 32, S', S']
+            nn.GELU(),
+            Conv2d(32, embed_dim, patch, patch),  # [B, D, h, w]
+            nn.GELU(),
+            Conv2d(embed_dim, embed_dim, 3, padding=1),
+        )
+        self.num_cells = (args.patch_size // args.cell_size) ** 2  # G
+        self.class_head = Conv2d(embed_dim, self.num_cells, 1)
+        # From windows to corrections. The sizes are those of the defaults: a patch of 8 pixels and a border of
+        # one cell of 2 pixels on each side make a window of 12 x 12; the last layers have one number for each
+        # of the 4 x 4 cells
+        self.read_date = Conv2d(change_pairs.NUM_BANDS, 16, 2 * args.cell_size, args.cell_size)  # 12 -> 5
+        self.refiner = nn.Sequential(
+            Conv2d((2 * num_dates - 1) * 16, 32, 2),  # 5 -> 4
+            nn.ReLU(),
+            Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(),
+            Conv2d(32, 1, 1),
+        )
+
+    def embed(self, coarse):
+        return self.backbone(coarse)
+
+    def read(self, windows, is_shown):
+        """Read windows [K, J C, s, s], of which only the dates with `is_shown` [K, J] are visible."""
+        pictures = windows.unflatten(1, (self.num_dates, -1)).flatten(0, 1)  # [K J, C, s, s]
+        dates = self.read_date(pictures).relu().unflatten(0, (-1, self.num_dates))  # [K, J, 16, 5, 5]
+        dates = dates * is_shown[:, :, None, None, None]
+        differences = (dates[:, 1:] - dates[:, :1]).abs()  # of the later dates to the first
+        corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))  # [K, 1, 4, 4]
+        # The policy gets the range (largest minus smallest value in the window) of each feature of the earlier
+        # dates: haze has a small one. Cross entropy has no reason to put it into the embedding
+        ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
+        return corrections.flatten(1), ranges.flatten(1)
+
+    def classify(self, embedding):
+        return self.class_head(embedding)
+
+
+class Agent(nn.Module):
+    """The detector, and the policy and value heads."""
 
     def __init__(self, args, embed_dim=64):
         super().__init__()
         self.args = args
         # Real pairs have two dates, whatever --env-id calls them
         self.num_dates = 2 if args.data_dir or args.predict else change_pairs.ENV_IDS.get(args.env_id, 2)
-        # From the coarse pictures of all dates [B, 3 J, S', S'] to embeddings of patches [B, D, h, w]
-        patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
-        self.backbone = nn.Sequential(
-            Conv2d(3 * self.num_dates, 32, 3, padding=1),
-            nn.GELU(),
-            Conv2d(32, embed_dim, patch, patch),
-            nn.GELU(),
-            Conv2d(embed_dim, embed_dim, 3, padding=1),
-        )
-        num_cells = (args.patch_size // args.cell_size) ** 2
-        self.class_head = Conv2d(embed_dim, num_cells, 1)
-        # From the window of a query at full resolution to its correction, one number per cell, by way of 16
-        # features of each date
-        self.read_date = Conv2d(3, 16, 2 * args.cell_size, args.cell_size)
-        self.refiner = nn.Sequential(
-            Conv2d(2 * self.num_dates * 16, 32, 2),
-            nn.ReLU(),
-            Conv2d(32, 32, 3, padding=1),
-            nn.ReLU(),
-            Conv2d(32, 1, 1),
-        )
-        # Maps corrections to embeddings. It must be linear without a bias: a query that does not look gets
+        self.detector = Detector(args, self.num_dates, embed_dim)
+        # Maps corrections to embeddings. It must be linear without a bias: a patch that does not look gets
         # up(0) = 0, and ppo_loss replaces up(correction) by up(mean) by adding up(mean - correction)
-        self.up = Conv2d(num_cells, embed_dim, 1, bias=False)
+        self.up = Conv2d(self.detector.num_cells, embed_dim, 1, bias=False)
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
-        self.log_std = nn.Parameter(torch.full((num_cells, 1, 1), args.log_std))
+        self.log_std = nn.Parameter(torch.full((self.detector.num_cells, 1, 1), args.log_std))
         # Policy and value, each with half of the 128 hidden features
-        self.seen_dim = (self.num_dates - 1) * 16  # E
         self.heads = nn.Sequential(
-            Conv2d(embed_dim + self.seen_dim, 128, 1), nn.Tanh(), Conv2d(128, 2, 1, groups=2)
+            Conv2d(embed_dim + self.detector.num_features, 128, 1),
+            nn.Tanh(),
+            Conv2d(128, 2, 1, groups=2),
         )
         nn.init.zeros_(self.heads[-1].weight)
-        # At first a query looks with probability 0.88, so that PPO sees what later looks earn
-        self.heads[-1].bias.data = torch.tensor([2.0, 1e-3])
-        self.register_buffer("running_f1", torch.tensor(0.5))  # f1 of eq. 2
+        # At first a patch looks with probability sigmoid(2) = 0.88, so that PPO sees what later looks earn
+        self.heads[-1].bias.data = torch.tensor([2.0, 0.0])
+        self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
         self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
 
-    def decide(self, obs):
+    def decide(self, embedding, seen):
         """Return the logits of a look and the values V, [B, h, w] each; neither depends on the step."""
-        return self.heads(torch.cat((obs["query"], obs["seen"]), 1)).unbind(1)
+        return self.heads(torch.cat((embedding, seen), 1)).unbind(1)
 
-    def read_windows(self, windows, is_shown):
-        """Read windows [K, 3 J, size, size], of which the dates with `is_shown` [K, J] are visible.
+    def look(self, images, step_indices, looks):
+        """Read the windows of patches with `looks` [B, h, w] in pictures [B, J C, S, S] at steps [B].
 
-        Returns [K, G + E]: mean corrections, then the range (largest minus smallest value in the window) of
-        each feature of each date but the last. Cells are in rows from the top left, as pixel_unshuffle orders
-        the labels.
+        Returns mean corrections [B, G, h, w] and features [B, E, h, w], zeros for patches that do not look.
         """
-        images = windows.unflatten(1, (self.num_dates, 3)).flatten(0, 1)  # [K J, 3, size, size]
-        # [K, J, 16, P / c + 1, P / c + 1]
-        dates = self.read_date(images).relu().unflatten(0, (-1, self.num_dates))
-        dates = dates * is_shown[:, :, None, None, None]
-        differences = (dates - dates[:, :1]).abs()
-        corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))
-        ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
-        return torch.cat((corrections.flatten(1), ranges.flatten(1)), 1)
-
-    def look(self, images, obs, looks):
-        """Read the windows of queries with `looks` [B, h, w] in pictures [B, 3 J, S, S].
-
-        Returns mean corrections [B, G, h, w] and `shown` [B, E, h, w], the ranges that `read_windows`
-        returns. Both are zero for queries that do not look.
-        """
-        # The window of a query is its patch and a border of one cell
+        # Cut the window of each patch: the patch and a border of one cell
         border = self.args.cell_size
         stride = self.args.patch_size
         size = stride + 2 * border
         padded = F.pad(images, (border,) * 4, mode="reflect")
-        windows = padded.unfold(2, size, stride).unfold(3, size, stride)  # [B, 3 J, h, w, size, size], a view
-        windows = windows.permute(0, 2, 3, 1, 4, 5)  # [B, h, w, 3 J, size, size]
+        windows = padded.unfold(2, size, stride)  # rows
+        windows = windows.unfold(3, size, stride)  # columns: [B, J C, h, w, s, s], a view
+        windows = windows.permute(0, 2, 3, 1, 4, 5)  # [B, h, w, J C, s, s]
 
         # Dates that a look shows: all at the last step, one less at each step before, at least the first.
         # For T = 3 steps:
@@ -207,78 +247,52 @@ class Agent(nn.Module):
         #     2 dates         1        1        1 2
         #     3 dates         1        1 2      1 2 3
         #     4 dates         1 2      1 2 3    1 2 3 4
-        last_date = (obs["step_indices"] + self.num_dates - self.args.num_steps).clamp(min=0)  # [B]
+        last_date = (step_indices + self.num_dates - self.args.num_steps).clamp(min=0)  # [B]
         is_shown = torch.arange(self.num_dates, device=images.device) <= last_date.view(-1, 1, 1, 1)
         is_shown = is_shown.expand(*looks.shape, -1)  # [B, h, w, J]
 
         if images.is_cuda:
             # Read all windows, and multiply by the mask: shapes are fixed and the host never waits
-            rows = self.read_windows(windows.flatten(0, 2), is_shown.flatten(0, 2))  # [B h w, G + E]
-            grid = rows.view(*looks.shape, -1) * looks.unsqueeze(-1)
+            outputs = self.detector.read(windows.flatten(0, 2), is_shown.flatten(0, 2))
+            grids = [x.view(*looks.shape, -1) * looks.unsqueeze(-1) for x in outputs]
         else:
             # Leave out what does not look, which saves most of the time
-            rows = self.read_windows(windows[looks], is_shown[looks])  # [K, G + E]
-            grid = rows.new_zeros(*looks.shape, rows.shape[1]).masked_scatter(looks.unsqueeze(-1), rows)
-        return grid.movedim(-1, 1).tensor_split((len(self.log_std),), 1)
+            outputs = self.detector.read(windows[looks], is_shown[looks])
+            grids = []
+            for x in outputs:
+                grid = x.new_zeros(*looks.shape, x.shape[1])  # [B, h, w, G or E]
+                grids.append(grid.masked_scatter(looks.unsqueeze(-1), x))
+        correction, features = (grid.movedim(-1, 1) for grid in grids)
+        return correction, features
 
 
-# ---- Environments ------------------------------------------------------------------------------------------
-def load_pairs(args, device):
-    """Return train, val and test pairs as described in envs_shared/change_pairs.py; exits if that fails."""
+# ---- Pairs -------------------------------------------------------------------------------------------------
+def read_or_fail(read, *args):
+    """Return read(*args); exits with one line if that raises an error of pictures, folders or files."""
     try:
-        splits = change_pairs.load_pairs(args)
+        return read(*args)
     except (ValueError, OSError) as error:
         fail(str(error))
-    return [torch.from_numpy(pairs).to(device) for pairs in splits.values()]
 
 
-class ChangeEnv:
-    """B pairs, where each query is an episode: it looks until it stops, at most T times."""
-
-    def __init__(self, agent):
-        self.agent = agent
-        self.args = agent.args
-
-    def reset(self, images, labels):
-        """Begin with pictures [B, 3 J, S, S] and labels [B, G, h, w], and return the first observation."""
-        query = self.agent.backbone(F.avg_pool2d(images, self.args.coarse_size))  # [B, D, h, w]
-        # Nothing has been seen yet, all queries are active (they have not stopped), and step 0 comes next
-        zeros = torch.zeros_like(query[:, 0])  # [B, h, w]
-        self.is_active = zeros == 0
-        self.labels = labels
-        seen = zeros.unsqueeze(1).expand(-1, self.agent.seen_dim, -1, -1)
-        return self.observe(query, seen, zeros[:, 0, 0].long())
-
-    def observe(self, query, seen, step_indices):
-        """Classify the embeddings [B, D, h, w], compute their worth and return the observation."""
-        self.final_logits = self.agent.class_head(query)  # of the cells, [B, G, h, w]
-        self.worth = compute_worth(self.final_logits, self.labels, self.agent.running_f1, self.args.beta)
-        self.obs = {"query": query, "seen": seen, "step_indices": step_indices}
-        return self.obs
-
-    def step(self, action):
-        """Apply `correction` [B, G, h, w], `shown` [B, E, h, w] and `stop` [B, h, w] to all queries."""
-        pre_action_mask = self.is_active
-        looks = pre_action_mask & ~action["stop"]
-        self.is_active = looks
-        last_worth = self.worth
-        query = self.obs["query"] + self.agent.up(action["correction"])
-        obs = self.observe(query, self.obs["seen"] + action["shown"], self.obs["step_indices"] + 1)
-        price = 2 * self.agent.share * self.args.cost
-        rewards = (self.worth - last_worth - price) * looks  # eq. 1
-        return obs, rewards, {"pre_action_mask": pre_action_mask, "cls_query": query}
+def load_pairs(args, device, splits=change_pairs.SPLITS):
+    """Return the pairs of each split as described in envs_shared/change_pairs.py."""
+    pairs = read_or_fail(change_pairs.load_pairs, args, splits)
+    return [torch.from_numpy(pairs[split]).to(device) for split in splits]
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-# A rollout is a dictionary of tensors [T, B, ...], row t of step t. What you add to obs, action or info is stored and
-# batched too; it needs a name of its own and a first dimension B:
-#     query, seen, step_indices    observation: embedding [D, h, w], what was shown [E, h, w], and t
-#     stop, correction, shown      action [h, w], [G, h, w], [E, h, w]
-#     log_probs, values            of the policy that acted, [2, h, w] and [h, w]
-#     rewards                      outcome [h, w]; an episode ends at its stop
-#     pre_action_mask              which queries had not stopped before the step
-#     cls_query                    the embedding after the step, which is classified
-#     advantages, returns          of eq. 3 and 5
+# A rollout is a dictionary of tensors [T, B, ...], row t of step t. What you add to a row in `play` is stored and
+# batched too; its first dimension must be B:
+#     embedding, seen, step_indices    state: [D, h, w], sum of the features shown [E, h, w], and t
+#     cell_logits                      of the map before the step [G, h, w]
+#     is_active                        which patches had not stopped before the step [h, w]
+#     look_logits, values              of the policy that acted [h, w]
+#     looks, correction                action [h, w], [G, h, w]
+#     log_probs                        of the two factors of eq. 4 [2, h, w]
+#     rewards                          [h, w]
+#     next_embedding                   the embedding after the step, which is classified
+#     advantages, returns              of eq. 3 and 5
 def get_minibatches(rollout, images, labels, args):
     """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
     num_pairs = len(images)
@@ -291,17 +305,62 @@ def get_minibatches(rollout, images, labels, args):
             yield minibatch
 
 
+# ---- Detector ----------------------------------------------------------------------------------------------
+def cross_entropy(logits, labels):
+    """Compute this process's share of the mean cross entropy over all cells that count."""
+    is_counted = (labels != change_pairs.UNCOUNTED).float()
+    loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
+    return loss / total(is_counted.sum()).clamp(min=1)
+
+
+def detector_loss(agent, images, labels, args):
+    """Compute the mean cross entropy of the T + 1 maps before the first and after each of T random looks."""
+    # Each pair has its own rate, the probability that an active patch looks: maps must be right with few looks
+    # and with many
+    rate = torch.rand(len(images), 1, 1, device=images.device)
+    embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
+    loss = cross_entropy(agent.detector.classify(embedding), labels)
+    looks = torch.ones_like(embedding[:, 0], dtype=torch.bool)  # [B, h, w]
+    for step in range(args.num_steps):
+        looks = looks & (torch.rand_like(embedding[:, 0]) < rate)
+        step_indices = torch.full((len(images),), step, device=images.device)
+        correction, _ = agent.look(images, step_indices, looks)
+        embedding = embedding + agent.up(correction)
+        loss = loss + cross_entropy(agent.detector.classify(embedding), labels)
+    return loss / (args.num_steps + 1)
+
+
+def train_detector(agent, optimizer, train_pairs, args):
+    """Take DETECTOR_STEPS gradient steps, and return what to log of each."""
+    metrics = []
+    for _ in range(DETECTOR_STEPS):
+        images, labels = change_pairs.draw_batch(train_pairs, args.batch_size // WORLD_SIZE, args)
+        loss = detector_loss(agent, images, labels, args)
+        take_step(agent, optimizer, loss, args)
+        metrics.append({"cross_entropy": loss.detach()})
+    return metrics
+
+
+def take_step(agent, optimizer, loss, args):
+    """Take one gradient step; each process has its share of the mean loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    sum_gradients(agent)
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+
+
 # ---- PPO ---------------------------------------------------------------------------------------------------
 def compute_worth(logits, labels, f1, beta):
-    """Compute w [B, h, w] of eq. 2 from logits and labels [B, G, h, w]."""
+    """Compute w [B, h, w] of eq. 2 from logits and labels [B, G, h, w]; cells with the label 255 do not count."""
     log_likelihood = F.logsigmoid(logits * (2 * labels - 1)).clamp(min=-7)
     worth = beta * log_likelihood + (logits.sigmoid() > f1 / 2) * (2 * labels - f1)
-    is_counted = labels >= 0
+    is_counted = labels != change_pairs.UNCOUNTED
     return (worth * is_counted).sum(1) / is_counted.sum(1).clamp(min=1)
 
 
 def compute_gae(rewards, values, looks, gamma, gae_lambda):
-    """Compute advantages [T, ...] from rewards, values and looks [T, ...]; all queries stop at the end."""
+    """Compute advantages [T, ...] from rewards, values and looks [T, ...]; all patches stop at the end."""
     advantages = torch.zeros_like(rewards)
     advantage = next_value = 0.0
     for t in reversed(range(len(rewards))):
@@ -320,228 +379,350 @@ def compute_log_probs(agent, logits, looks, means, correction):
     return torch.stack((decision, drawn * looks), 1)
 
 
-def play(agent, images, labels, args, rule=None, std=0.0):
-    """Play an episode of each query of pictures [B, 3 J, S, S] with labels [B, G, h, w].
+def sample(row):
+    """Rule of training: look with the policy's probability."""
+    return torch.rand_like(row["look_logits"]) < row["look_logits"].sigmoid()
 
-    A query looks if `rule(env, logits)` [B, h, w] is true or, without a rule, if the policy prefers to look.
-    Corrections get noise of standard deviation `std`. Returns the final environment and a rollout.
+
+def prefer(row):
+    """Rule of evaluations: look if the policy prefers that to stopping."""
+    return row["look_logits"] > 0
+
+
+def play(agent, images, labels, args, rule=prefer, std=None):
+    """Play an episode of each patch of pictures [B, J C, S, S] with labels [B, G, h, w].
+
+    An active patch looks if `rule(row)` [B, h, w] is true, of the part of a rollout's row that is known before
+    the action. With `std`, corrections get noise of this standard deviation. Returns the rollout and the final
+    logits of the cells [B, G, h, w].
     """
-    env = ChangeEnv(agent)
-    steps = []
-    obs = env.reset(images, labels)
-    for _ in range(args.num_steps):
-        logits, values = agent.decide(obs)
-        looks = env.is_active & (rule(env, logits) if rule else logits > 0)
-        means, shown = agent.look(images, obs, looks)
-        correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
-        action = {"stop": ~looks, "correction": correction, "shown": shown}
-        log_probs = compute_log_probs(agent, logits, looks, means, correction)
-        next_obs, rewards, info = env.step(action)
-        info |= {"log_probs": log_probs, "values": values, "rewards": rewards}
-        steps.append(obs | action | info)
-        obs = next_obs
-    rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
-    rollout["advantages"] = compute_gae(
-        rollout["rewards"], rollout["values"], ~rollout["stop"], args.gamma, args.gae_lambda
-    )
-    rollout["returns"] = rollout["advantages"] + rollout["values"]
-    return env, rollout
+    embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
+    # All patches are active (they have not stopped), and none has seen anything
+    is_active = torch.ones_like(embedding[:, 0], dtype=torch.bool)  # [B, h, w]
+    seen = torch.zeros_like(embedding[:, :1]).expand(-1, agent.detector.num_features, -1, -1)
+    rows = []
+    for step in range(args.num_steps):
+        look_logits, values = agent.decide(embedding, seen)
+        row = {
+            "embedding": embedding,
+            "seen": seen,
+            "step_indices": torch.full((len(images),), step, device=images.device),
+            "is_active": is_active,
+            "cell_logits": agent.detector.classify(embedding),
+            "look_logits": look_logits,
+            "values": values,
+        }
+        # Act: look, or stop for good
+        looks = is_active & rule(row)
+        means, features = agent.look(images, row["step_indices"], looks)
+        correction = means
+        if std is not None:
+            correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
+        # The next state
+        is_active = looks
+        seen = seen + features
+        embedding = embedding + agent.up(correction)
+        row |= {
+            "looks": looks,
+            "correction": correction,
+            "log_probs": compute_log_probs(agent, look_logits, looks, means, correction),
+            "next_embedding": embedding,
+        }
+        rows.append(row)
+    rollout = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    # Rewards of eq. 1
+    maps = [*rollout["cell_logits"], agent.detector.classify(embedding)]
+    worth = [compute_worth(x, labels, agent.running_f1, args.beta) for x in maps]
+    worth = torch.stack(worth)  # [T + 1, B, h, w]
+    price = 2 * agent.share * args.cost
+    rollout["rewards"] = (worth[1:] - worth[:-1] - price) * rollout["looks"]
+    return rollout, maps[-1]
 
 
 @torch.no_grad()
 def collect_rollout(agent, images, labels, args):
     """Play episodes with sampled decisions and corrections; return the rollout and what to log."""
-    env, rollout = play(
-        agent,
-        images,
-        labels,
-        args,
-        lambda env, logits: torch.rand_like(logits) < logits.sigmoid(),
-        agent.log_std.exp(),
+    rollout, cell_logits = play(agent, images, labels, args, sample, agent.log_std.exp())
+    looks = rollout["looks"]
+    rollout["advantages"] = compute_gae(
+        rollout["rewards"], rollout["values"], looks, args.gamma, args.gae_lambda
     )
-    # Move the running F1 of eq. 2 towards that of this rollout's maps, in total across processes. With one
-    # process, average does nothing
-    # In `counts`, row 0 is 2 TP and row 1 predicted + true, cell by cell; labels of -1 add nothing
-    says_change = (env.final_logits.sigmoid() > agent.running_f1 / 2) * (labels >= 0)
-    counts = torch.stack((2 * says_change * labels, says_change + labels.clamp(min=0)))  # [2, B, G, h, w]
-    hits, total = average(counts.sum((1, 2, 3, 4)))
-    agent.running_f1.lerp_(hits / (total + 1e-9), 0.2)
-    # Log means over queries. settled_acc is the accuracy of the queries that have stopped, NaN if none has; here
-    # cells that do not count are taken for unchanged
-    accuracy = ((env.final_logits > 0) == (labels > 0)).float().mean(1)
-    scores = {
-        "charts/running_f1": agent.running_f1,
-        "charts/looks": (~rollout["stop"]).float().sum(0),
-        "charts/settled_acc": accuracy[~env.is_active],
-        "charts/episodic_return": rollout["rewards"].sum(0),
+    rollout["returns"] = rollout["advantages"] + rollout["values"]
+
+    # Move the running F1 of eq. 2 towards that of this rollout's maps
+    counts = change_pairs.count_pixels(cell_logits.sigmoid(), labels, agent.running_f1 / 2)
+    f1 = change_pairs.compute_scores(total(counts))["eval/f1"]
+    agent.running_f1.lerp_(torch.full_like(agent.running_f1, f1), 0.2)
+
+    # Log means over this process's patches
+    scalars = {
+        "charts/running_f1": agent.running_f1.item(),
+        "charts/looks": looks.float().sum(0).mean().item(),
+        "charts/episodic_return": rollout["rewards"].sum(0).mean().item(),
     }
-    return rollout, {name: average(x.mean()).item() for name, x in scores.items()}
-
-
-def cross_entropy(logits, labels):
-    """Compute the mean cross entropy over all labels but those of -1.
-
-    This process's sum is divided by the mean count per process: averaged over processes, that is the mean over
-    all.
-    """
-    is_counted = (labels >= 0).float()
-    loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
-    return loss / average(is_counted.sum()).clamp(min=1)
+    has_stopped = ~looks[-1]
+    if has_stopped.any():
+        # Accuracy of the patches that have stopped; cells that do not count are taken for unchanged
+        is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
+        scalars["charts/settled_acc"] = is_right.float().mean(1)[has_stopped].mean().item()
+    return rollout, scalars
 
 
 def ppo_loss(agent, batch, args):
-    """Compute eq. 5, a mean over active queries, and METRICS for a minibatch of a rollout."""
-    is_active = batch["pre_action_mask"]  # [n, h, w]
-    looks = ~batch["stop"]
-    count = average(is_active.sum().float()).clamp(min=1)
+    """Compute eq. 5 for a minibatch of a rollout, and what to log.
 
-    def mean(x):  # this process's share of the mean over active queries
+    All are this process's shares of means over active patches.
+    """
+    is_active = batch["is_active"]  # [n, h, w]
+    looks = batch["looks"]
+    count = total(is_active.sum().float()).clamp(min=1)
+
+    def mean(x):
         return (x * is_active).sum() / count
 
     # The ratios of the decision and of the correction. They are masked before exp, as inf * 0 is not a number
-    logits, values = agent.decide(batch)
-    means, _ = agent.look(batch["images"], batch, looks)
+    logits, values = agent.decide(batch["embedding"], batch["seen"])
+    means, _ = agent.look(batch["images"], batch["step_indices"], looks)
     log_probs = compute_log_probs(agent, logits, looks, means, batch["correction"])  # [n, 2, h, w]
     is_taken = torch.stack((is_active, looks), 1)
     log_ratio = (log_probs - batch["log_probs"]) * is_taken
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
 
-    # Advantages of mean 0 and standard deviation 1 over active queries
-    advantages = batch["advantages"] - average(mean(batch["advantages"]))
-    std = average(mean(advantages.square())).sqrt()
+    # Advantages of mean 0 and standard deviation 1 over active patches
+    advantages = batch["advantages"] - total(mean(batch["advantages"]))
+    std = total(mean(advantages.square())).sqrt()
     advantages = (advantages / (std + 1e-8)).unsqueeze(1)
 
     # The terms of eq. 5
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()
+    # next_embedding holds up(correction) as it was sampled, without gradient. Replace it by the mean that the
+    # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`
+    embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
+    labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
+    joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
     loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
-    # cls_query holds up(correction) as it was sampled, without gradient. Replace it by the mean that the network
-    # gives now, whose gradient trains the refiner. PPO does not train the backbone
-    query = batch["cls_query"] + agent.up(means - batch["correction"])
-    labels = torch.where(is_active.unsqueeze(1), batch["labels"], -1.0)
-    joint_loss = cross_entropy(agent.class_head(query), labels)
+    loss = loss + args.joint_coef * joint_loss
 
     # Of the two ratios, those of decisions ([:, 0]) are logged
     approx_kl = ratio - 1 - log_ratio
     is_clipped = (ratio - 1).abs() > args.clip_coef
-    metrics = [mean(x) for x in (policy_loss, value_loss, entropy, approx_kl[:, 0], is_clipped[:, 0])]
-    return loss + args.joint_coef * joint_loss, torch.stack((*metrics, joint_loss)).detach()
-
-
-def detector_loss(agent, batch, args):
-    """Compute the mean cross entropy of the T + 1 maps before the first step and after each step.
-
-    Each pair draws a rate, the probability that one of its queries looks at a step.
-    """
-    images, labels = batch
-    rate = torch.rand(len(images), 1, 1, device=images.device)
-    env, rollout = play(agent, images, labels, args, lambda env, logits: torch.rand_like(logits) < rate)
-    queries = (rollout["query"][0], *rollout["cls_query"])
-    loss = sum(cross_entropy(agent.class_head(query), labels) for query in queries) / len(queries)
-    return loss, loss.detach()[None]
-
-
-def take_step(agent, optimizer, loss, metrics, args):
-    """Take one gradient step and return the mean metrics of all processes."""
-    optimizer.zero_grad()
-    loss.backward()
-    average_gradients(agent)
-    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    optimizer.step()
-    return average(metrics)
+    metrics = {
+        "policy_loss": mean(policy_loss),
+        "value_loss": mean(value_loss),
+        "entropy": mean(entropy),
+        "approx_kl": mean(approx_kl[:, 0]),
+        "clipfrac": mean(is_clipped[:, 0]),
+        "cross_entropy": joint_loss,
+    }
+    return loss, {name: x.detach() for name, x in metrics.items()}
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
-def classify(agent, args, pairs, rule=None):
-    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, 3 J + 1, H, W]."""
+def predict(agent, args, pairs, rule=prefer):
+    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, J C + 1, H, W]."""
     found = []
-    for part in pairs.split(max(1, 2**17 // pairs[0, 0].numel())):  # bounds the memory
+    for part in pairs.split(max(1, MAX_PIXELS // pairs[0, 0].numel())):
         images, labels = change_pairs.split_labels(part, args)
-        env, rollout = play(agent, images, labels, args, rule)
-        cells = F.pixel_shuffle(env.final_logits.sigmoid(), args.patch_size // args.cell_size)
+        rollout, cell_logits = play(agent, images, labels, args, rule)
+        cells = F.pixel_shuffle(cell_logits.sigmoid(), args.patch_size // args.cell_size)
         pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear")  # [m, 1, H, W]
-        looks = (~rollout["stop"]).float().sum(0)  # [m, h, w]
-        found.append((pixels.squeeze(1), looks, rollout["rewards"].sum(0)))
+        found.append((pixels.squeeze(1), rollout["looks"].float().sum(0), rollout["rewards"].sum(0)))
     return [torch.cat(parts) for parts in zip(*found)]
 
 
-def evaluate(agent, args, pairs, threshold=None, rule=None):
+def evaluate(agent, args, pairs, threshold=None, rule=prefer):
     """Score maps of pairs by pixel; without a probability threshold, use the one with the largest F1."""
-    probability, looks, returns = classify(agent, args, pairs, rule)
-    f1, threshold = change_pairs.compute_f1(probability, pairs, threshold)
+    probability, looks, returns = predict(agent, args, pairs, rule)
+    labels = pairs[:, -1]
+    if threshold is None:
+        threshold = change_pairs.find_threshold(probability, labels)
+    scores = change_pairs.compute_scores(change_pairs.count_pixels(probability, labels, threshold))
     num_looks = looks.mean().item()
-    return {
-        "eval/f1": f1,
-        "eval/threshold": threshold,
-        "eval/looks": num_looks,
-        "eval/net": f1 - args.cost * num_looks,  # as --cost is the F1 that one look at each query costs
-        "eval/episodic_return": returns.mean().item(),
-        "eval/standard_error": returns.mean((1, 2)).std().item() / len(returns) ** 0.5,  # of this mean
-    }
+    scores["eval/threshold"] = threshold
+    scores["eval/looks"] = num_looks
+    scores["eval/net"] = scores["eval/f1"] - args.cost * num_looks  # a look at each patch costs F1 of --cost
+    scores["eval/episodic_return"] = returns.mean().item()
+    return scores
 
 
-def look_above(level, env, logits):
-    """Let queries look to the end if the mean probability of change in their coarse map is above `level`."""
-    # `logits` are those of the decision to look; env.final_logits are those of the cells
-    is_later = env.obs["step_indices"].view(-1, 1, 1) > 0
-    return is_later | (env.final_logits.sigmoid().mean(1) > level)
+def score_policy(agent, args, val, run):
+    """Score the policy on val, and keep it in best.pt if no earlier one was better.
+
+    The score is F1 less the price of the looks. The return would not do: it contains the running F1 of eq. 2,
+    which moves during the run, so that equal maps have other returns later.
+    """
+    scores = evaluate(agent, args, val)
+    run.progress.threshold = scores["eval/threshold"]
+    run.keep(scores, scores["eval/net"], len(val))
 
 
-def print_rules(agent, args, val, test, best):
-    """Print test scores of the policy, of that in the checkpoint `best`, and of simple rules on its network.
+def look_above(level, row):
+    """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
+    has_looked = row["step_indices"].view(-1, 1, 1) > 0
+    return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
+
+
+def compare_rules(agent, args, val, test, best_path):
+    """Print test scores of the last policy, of best.pt, and of simple rules on the network of best.pt.
 
     Returns the name of the rule whose F1 less the price of its looks is the largest.
     """
-    net_f1 = {}
-
-    def print_rule(name, rule=None):
-        threshold = evaluate(agent, args, val, None, rule)["eval/threshold"]
-        scores = evaluate(agent, args, test, threshold, rule)
-        net_f1[name] = scores["eval/net"]
-        print(
-            f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a query,"
-            f" less their price {net_f1[name]:.3f}"
+    best = copy.deepcopy(agent)
+    best.load_state_dict(load_checkpoint(best_path)["agent"])
+    rules = [
+        ("last policy", agent, [prefer]),
+        ("best.pt", best, [prefer]),
+        ("everywhere", best, [partial(look_above, 0)]),
+        ("nowhere", best, [partial(look_above, 1)]),
+        ("threshold", best, [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3]),
+    ]
+    nets = {}
+    for name, network, candidates in rules:
+        # Choose the candidate that earns most on val, where the threshold of its probabilities is chosen too
+        on_val = [evaluate(network, args, val, None, rule) for rule in candidates]
+        i = np.argmax([scores["eval/net"] for scores in on_val])
+        scores = evaluate(network, args, test, on_val[i]["eval/threshold"], candidates[i])
+        nets[name] = scores["eval/net"]
+        print_line(
+            f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch,"
+            f" less their price {nets[name]:.3f}"
         )
-
-    print_rule("last policy")
-    agent.load_state_dict(best["agent"])
-    print_rule("best.pt")
-    # Rules that look above a threshold on the coarse map, from everywhere (0) to nowhere (1); "threshold" is the
-    # one that earns most on val. If that is "everywhere" or "nowhere", they tie, and `max` names the one printed
-    # first
-    rules = [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3]
-    print_rule("everywhere", rules[0])
-    print_rule("nowhere", rules[-1])
-    print_rule("threshold", max(rules, key=lambda rule: evaluate(agent, args, val, None, rule)["eval/net"]))
-    return max(net_f1, key=net_f1.get)
+    return max(nets, key=nets.get)
 
 
 def write_predictions(agent, args, threshold, device):
     """Write a mask, a map of the probability of change and a map of looks for each pair of --predict."""
-    try:
-        pairs = change_pairs.read_pairs(*args.predict, args.patch_size)
-        if not pairs:
-            fail(f"--predict {args.predict[0]}: no pictures")
-        Path(args.output).mkdir(parents=True)
-    except (ValueError, OSError) as error:
-        fail(f"--predict, --output: {error}")
+    output = Path(args.output)
+    if output.exists():
+        fail(f"--output {output}: exists already; name a new folder")
+    pairs = read_or_fail(change_pairs.read_pairs, args)
+    read_or_fail(os.makedirs, output)
+    counts = 0
     for name, (pair, height, width) in pairs.items():
-        probability, looks, _ = classify(agent, args, torch.from_numpy(pair).to(device))
+        pair = torch.from_numpy(pair).to(device)
+        probability, looks, _ = predict(agent, args, pair)
         maps = {
             "mask": (probability >= threshold).float(),
             "probability": probability,
             "looks": F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps,
         }
         for kind, x in maps.items():  # from black for 0 to white for 1
-            pixels = 255 * x[0, :height, :width].cpu().numpy()
-            Image.fromarray(np.uint8(pixels)).save(Path(args.output, f"{name}_{kind}.png"))
-        print(f"{name}: {looks.mean():.2f} looks a query")
+            maps[kind] = np.uint8(255 * x[0, :height, :width].cpu().numpy())
+            Image.fromarray(maps[kind]).save(output / f"{name}_{kind}.png")
+        counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
+        share = maps["mask"].mean() / 255
+        print_line(f"{name}: {looks.mean():.2f} looks a patch, {share:.2%} of the pixels changed")
+    if counts.any():  # there are labels
+        print_scores(change_pairs.compute_scores(counts))
+    print_line(f"{output}: maps of {len(pairs)} pairs; PNG files keep no georeference")
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
+def train(args, run):
+    """Train the agent of a run; with --evaluate score it, or use it for --predict.
+
+    Numbers that seed_everything gets:
+        (seed, 0)                      for the weights, which are the same in every process
+        (seed, 1, iteration, process)  for an iteration of training
+    """
+    # Set up
+    device = set_up_device(args)
+    progress = run.progress
+    seed_everything(args.seed, 0)
+    agent = Agent(args).to(device)
+    agent.eval()
+    if args.pretrained and not run.checkpoint:
+        Run(args, "", load_checkpoint(args.pretrained)).load(agent=agent)  # its weights, and nothing else
+    run.load(agent=agent)
+    if args.predict:
+        write_predictions(agent, args, progress.threshold, device)
+        return
+    if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
+        (test,) = load_pairs(args, device, ["test"])
+        print_scores(evaluate(agent, args, test, progress.threshold))
+        return
+    train_pairs, val, test = load_pairs(args, device)
+    val = val[: args.eval_episodes]
+    labels = train_pairs[:, -1]
+    agent.share.copy_((labels == 1).sum() / (labels != change_pairs.UNCOUNTED).sum())
+    share = agent.share.item()
+    # The heads learn faster: the policy must tell haze apart before it stops looking altogether
+    others = [x for name, x in agent.named_parameters() if not name.startswith("heads")]
+    optimizer = torch.optim.Adam([{"params": others}, {"params": agent.heads.parameters()}], fused=True)
+    run.load(optimizer=optimizer)
+    num_iterations = args.detector_iterations + args.ppo_iterations
+    description = (
+        f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, {device}; {share:.2%} of pixels "
+        f"are changed, so a look costs {2 * share * args.cost:.4f}, and all looks cost "
+        f"{args.num_steps * args.cost:.2f} of F1"
+    )
+    if not (val[:, -1] == 1).any():
+        description += "; no val pixel is changed, so the threshold stays 0.5"
+    run.open(description, num_iterations, progress.iteration)
+
+    while progress.iteration < num_iterations:
+        seed_everything(args.seed, 1, progress.iteration + 1, RANK)
+        is_ppo = progress.iteration >= args.detector_iterations
+
+        # Learning rate: both fall linearly to zero over the run
+        learning_rate = args.learning_rate if is_ppo else args.detector_lr
+        if args.anneal_lr:
+            learning_rate *= 1 - progress.iteration / num_iterations
+        optimizer.param_groups[0]["lr"] = learning_rate
+        optimizer.param_groups[1]["lr"] = learning_rate * args.head_lr_scale
+
+        if is_ppo:
+            # Collect an episode of each patch
+            num_pairs = args.num_envs
+            images, labels = change_pairs.draw_batch(train_pairs, num_pairs // WORLD_SIZE, args)
+            rollout, scalars = collect_rollout(agent, images, labels, args)
+
+            # Update: K epochs over the rollout. train() and eval() matter only to layers such as dropout
+            agent.train()
+            metrics = []
+            for minibatch in get_minibatches(rollout, images, labels, args):
+                loss, metric = ppo_loss(agent, minibatch, args)
+                take_step(agent, optimizer, loss, args)
+                metrics.append(metric)
+        else:
+            # Train the detector
+            num_pairs = DETECTOR_STEPS * args.batch_size
+            scalars = {}
+            agent.train()
+            metrics = train_detector(agent, optimizer, train_pairs, args)
+        agent.eval()
+
+        # Log means over the gradient steps, of which each process has its share
+        for name in metrics[0]:
+            mean = torch.stack([metric[name] for metric in metrics]).mean()
+            scalars[f"losses/{name}"] = total(mean).item()
+        scalars["charts/learning_rate"] = learning_rate
+        run.log(num_pairs, scalars, progress.iteration + 1)
+
+        # Evaluate
+        if run.should_evaluate(len(val)):
+            score_policy(agent, args, val, run)
+
+    # Evaluate the last policy, and compare it and best.pt with other rules
+    if run.should_evaluate():
+        score_policy(agent, args, val, run)
+    text = ""
+    if args.eval_episodes and not run.bar.disable:  # only process 0 shows its bar
+        text = f"; {compare_rules(agent, args, val, test, run.path / 'best.pt')} earned most on test"
+    run.close(text)
+
+
+# ---- Run ---------------------------------------------------------------------------------------------------
+# What follows is the same in all scripts of this family, but for `Progress` and `main`
+if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 @dataclass
 class Progress:
     """What a run has done so far."""
@@ -550,40 +731,252 @@ class Progress:
     step: int = 0  # pairs trained on, in total across processes
     eval_steps: int = 0  # val pairs evaluated
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # mean return of best.pt on val, None before the first evaluation
-    last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+    best_score: float | None = None  # eval/net of best.pt, None before the first evaluation
+    last_score: float | None = None  # eval/net of the newest policy, None if it was not evaluated
     threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val
 
 
-def fail(message: str):
-    """Print one line for the user and exit with code 2."""
+class Run:
+    """The folder, log, progress bar and checkpoints of a run. Only process 0 writes and evaluates."""
+
+    def __init__(self, args, task, checkpoint=None):
+        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        self.args = args
+        self.checkpoint = checkpoint
+        self.parts = {}  # what checkpoints hold, by name
+        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
+        self.bar = None
+        if checkpoint:
+            self.path = checkpoint["path"].parent
+            self.progress = checkpoint["progress"]
+        else:
+            name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+            self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
+            self.progress = Progress()
+
+    def load(self, **parts):
+        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
+        self.parts |= parts
+        try:
+            for name, part in parts.items():
+                if self.checkpoint:
+                    part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+
+    def open(self, description, length, position=None):
+        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
+
+        The bar counts steps. In scripts with another unit, `position` says where the bar is.
+        """
+        position = min(self.progress.step if position is None else position, length)
+        self.tenths = 10 * position // length  # how many tenths of the run are done
+        if RANK == 0:
+            self.find_best()
+            self.open_log()
+            print_line(f"{self.path}: {description}, {position} of {length} done")
+            if self.checkpoint is None:
+                self.save()  # so that there is something to resume from now on
+            elif self.checkpoint["path"].name != "checkpoint.pt":
+                print_line(
+                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
+                )
+        # Where the bar is written to a file, every 30 seconds are enough
+        seconds = 0.1 if os.isatty(2) else 30
+        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        self.saved_at = time.time()
+        self.start_clocks()
+
+    def find_best(self):
+        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        path = self.path / "best.pt"
+        best = load_checkpoint(path) if path.exists() else None
+        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+            self.progress.best_score = best["progress"].best_score
+        else:
+            self.progress.best_score = self.progress.last_score = None
+
+    def open_log(self):
+        """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
+        args = self.args
+        name = self.path.name
+        if args.track:
+            import wandb
+
+            try:
+                wandb.init(
+                    project=args.wandb_project_name,
+                    entity=args.wandb_entity,
+                    name=name,
+                    id=name,
+                    config=asdict(args),
+                    sync_tensorboard=True,
+                    resume="allow",
+                    reinit="finish_previous",
+                )
+            except wandb.Error:
+                fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
+        try:
+            # Hide what was logged after the checkpoint of a resumed run
+            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
+        except OSError as error:
+            fail(f"{self.path}: cannot be written to ({error.strerror})")
+        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
+
+    def start_clocks(self):
+        """Begin to measure the time of an iteration, without the evaluation before it."""
+        self.start = time.time()
+        self.cpu_start = time.process_time()
+
+    def save(self, name="checkpoint.pt"):
+        """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
+        parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
+        for key, part in parts.items():
+            checkpoint[key] = part.state_dict()
+        path = self.path / name
+        torch.save(checkpoint, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+    def write(self, scalars):
+        """Log scalars; one that is not finite ends the run with one line."""
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.progress.step)
+            if not math.isfinite(value):
+                fail(f"{name} is {value} at step {self.progress.step}")
+
+    def log(self, num_steps, scalars, position=None):
+        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
+
+        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        """
+        progress = self.progress
+        progress.iteration += 1
+        progress.step += num_steps
+        progress.cpu_seconds += time.process_time() - self.cpu_start
+        progress.last_score = None  # the policy that this iteration made has no score yet
+        if RANK > 0:
+            return
+        speed = num_steps / (time.time() - self.start)
+        self.write(scalars | {"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        if position is None:
+            position = progress.step
+        self.bar.update(min(position, self.bar.total) - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says
+        tenths = 10 * self.bar.n // self.bar.total
+        if self.args.eval_interval:
+            self.is_due = progress.iteration % self.args.eval_interval == 0
+        else:
+            self.is_due = tenths > self.tenths
+        self.tenths = tenths
+        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+            self.writer.flush()
+            self.save()
+            self.saved_at = time.time()
+        self.start_clocks()
+
+    def should_evaluate(self, num_steps=0):
+        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
+
+        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
+        fifth of the steps trained on.
+        """
+        if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
+            return False
+        if self.tenths == 10:
+            return True
+        if self.args.eval_interval:
+            return self.is_due
+        return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
+
+    def keep(self, scores, score, num_steps):
+        """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
+
+        `score` is the one that decides: the higher, the better.
+        """
+        self.write(scores)
+        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        progress = self.progress
+        progress.eval_steps += round(num_steps)
+        progress.last_score = float(score)
+        if progress.best_score is None or score >= progress.best_score:
+            progress.best_score = progress.last_score
+            self.save("best.pt")
+        # Save the scores too. A large checkpoint is written again only at the end
+        if not self.resume_parts or self.tenths == 10:
+            self.save()
+        self.start_clocks()
+
+    def close(self, text=""):
+        """Close bar and log, and print the scores, followed by what else a script has to say."""
+        self.bar.close()
+        if RANK > 0:
+            return
+        self.writer.close()
+        if self.args.track:
+            import wandb
+
+            wandb.finish()
+        scores = "not evaluated"
+        if self.progress.last_score is not None:
+            best = f"{SCORE} of best.pt {self.progress.best_score:.5g}"
+            scores = f"{best}, of the last policy {self.progress.last_score:.5g}"
+        print_line(f"{self.path}: {scores}{text}")
+
+    def say_how_to_resume(self):
+        """After Ctrl-C, print the command that resumes the run, if it has begun."""
+        if RANK == 0 and self.bar is not None:
+            self.bar.close()
+            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+def print_line(line):
+    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def print_scores(scores):
+    """Print the scores of --evaluate, a line each."""
+    for name, value in scores.items():
+        print_line(f"{name}: {value:.5g}")
+
+
+def fail(message):
+    """Print an error in one line and exit with code 2."""
     tqdm.write(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def average(x):
-    """Average a tensor that needs no gradient over all processes, in place."""
+def total(x):
+    """Sum a tensor that needs no gradient over all processes, in place; with one process nothing happens."""
     if WORLD_SIZE > 1:
-        torch.distributed.all_reduce(x.div_(WORLD_SIZE))
+        torch.distributed.all_reduce(x)
     return x
 
 
-def average_gradients(network):
-    """Average the gradients over all processes, in one message; parameters without one are left out."""
+def sum_gradients(network):
+    """Sum the gradients over all processes, in one message; parameters without one are left out."""
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
-        vector = average(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)
+        vector = total(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
 
-def seed_everything(*stream: int) -> int:
+def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed. If there are Gymnasium environments, environment i gets this seed + i, which is below 2^31.
+    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
+    environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     return seed
 
 
@@ -592,20 +985,10 @@ def set_up_device(args):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-    if use_cuda:
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
-    if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("nccl" if use_cuda else "gloo")
-    return device
-
-
-def save_checkpoint(run_path: Path, args, progress, parts, name: str):
-    """Write all states to a side file and rename it, so that a kill leaves either the old or the new file."""
-    states = {key: part.state_dict() for key, part in parts.items()}
-    checkpoint = {"args": asdict(args), "progress": asdict(progress), **states}
-    torch.save(checkpoint, run_path / f"{name}.tmp")
-    os.replace(run_path / f"{name}.tmp", run_path / name)
+    if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
+        # The other processes wait while process 0 evaluates, which may take hours
+        torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
 
 
 def load_checkpoint(path):
@@ -614,229 +997,35 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
         checkpoint["progress"] = Progress(**checkpoint["progress"])
+        checkpoint["path"] = Path(path).resolve()  # links resolved: the run's own folder
         return checkpoint
     except Exception:
-        fail(
-            f"{path}: missing, or not a checkpoint of this version of {Path(__file__).name}; name a .pt file"
-        )
-
-
-def open_run(run_path: Path, args, step: int):
-    """Make the run folder, and return the writer of its log; exits if the folder cannot be written to.
-
-    With --track, Weights & Biases gets the log too.
-    """
-    if args.track:
-        import wandb
-
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=run_path.name,
-            id=run_path.name,
-            config=asdict(args),
-            sync_tensorboard=True,
-            resume="allow",
-        )
-    try:
-        # Hide what was logged after the checkpoint of a resumed run
-        writer = SummaryWriter(str(run_path), purge_step=step + 1)
-    except OSError as error:
-        fail(f"{run_path}: cannot be written to ({error.strerror})")
-    rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", step)
-    return writer
-
-
-def set_up(args, checkpoint, device):
-    """Make agent and optimizer, from `checkpoint` or --pretrained if there is one."""
-    seed_everything(args.seed, 0)  # the same weights in every process
-    agent = Agent(args).to(device)
-    # The heads, which are found by their name, learn faster: the policy must tell haze apart before it stops
-    # looking altogether
-    groups = [{"params": x, "is_head": name.startswith("heads")} for name, x in agent.named_parameters()]
-    optimizer = torch.optim.Adam(groups, fused=True)
-    path = args.evaluate or args.resume or args.pretrained
-    if path:
-        saved = checkpoint or load_checkpoint(path)
-        try:
-            agent.load_state_dict(saved["agent"])
-            if checkpoint:  # --pretrained gives the weights alone
-                optimizer.load_state_dict(checkpoint["optimizer"])
-        except (KeyError, RuntimeError, ValueError):
-            fail(
-                f"{path}: not the network of --env-id (pairs of --data-dir and --predict have two dates), "
-                "--patch-size, --cell-size, --coarse-size and this file"
-            )
-    return agent, optimizer
-
-
-def train(args, run_path: Path, checkpoint=None):
-    """Train, from `checkpoint` if there is one; with --evaluate score it, or use it for --predict.
-
-    Random numbers come from seed_everything(args.seed, stream, ...): stream 0 for the weights, 1 for training
-    (then the iteration and the process).
-    """
-    # Set up
-    device = set_up_device(args)
-    progress = checkpoint["progress"] if checkpoint else Progress()
-    agent, optimizer = set_up(args, checkpoint, device)
-    if args.predict:
-        write_predictions(agent, args, progress.threshold, device)
-        return
-    train_pairs, val, test = load_pairs(args, device)
-    if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
-        print(evaluate(agent, args, test, progress.threshold))
-        return
-    val = val[: args.eval_episodes]
-    pixels = train_pairs[:, -1]  # their labels; the share of changed ones sets the price of a look, eq. 1
-    agent.share.copy_((pixels == 1).sum() / (pixels != change_pairs.UNCOUNTED).sum())
-    num_iterations = args.detector_iterations + args.ppo_iterations
-    parts = {"agent": agent, "optimizer": optimizer}
-    save = partial(save_checkpoint, run_path, args, progress, parts)
-    if RANK == 0:
-        writer = open_run(run_path, args, progress.step)
-        print(
-            f"{run_path}: {len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, "
-            f"step {progress.step}; {agent.share.item():.2%} are changed, so a look costs "
-            f"{2 * agent.share.item() * args.cost:.4f}, "
-            f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
-        )
-        if not checkpoint:
-            save("checkpoint.pt")
-        elif not (run_path / "best.pt").exists() or get_task(args) != get_task(checkpoint["args"]):
-            progress.best_score = None  # the next evaluation is the best one
-        if progress.iteration >= num_iterations:
-            print(f"{run_path}: raise --ppo-iterations to train on")
-
-    def score_policy():
-        """Evaluate on val, log the scores, and keep the policy in best.pt unless an older one was better.
-
-        A difference below the standard error is noise: then the newer policy is kept. With a single val pair
-        this error is NaN, and the newer one is kept too.
-        """
-        scores = evaluate(agent, args, val)
-        for name, score in scores.items():
-            writer.add_scalar(name, score, progress.step)
-        bar.set_postfix_str(f"F1 {scores['eval/f1']:.3f}", refresh=False)
-        progress.eval_steps += len(val)
-        progress.threshold = scores["eval/threshold"]
-        progress.last_score = scores["eval/episodic_return"]
-        highest = progress.last_score + scores["eval/standard_error"]
-        if progress.best_score is None or not highest < progress.best_score:
-            progress.best_score = progress.last_score
-            save("best.pt")
-        save("checkpoint.pt")
-
-    eval_interval = args.eval_interval or num_iterations // 10 + 1
-    saved_at = time.time()
-    with tqdm(
-        total=num_iterations,
-        initial=progress.iteration,
-        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-        disable=RANK > 0,
-    ) as bar:
-        while progress.iteration < num_iterations:
-            start = time.time()
-            cpu_start = time.process_time()
-            is_ppo = progress.iteration >= args.detector_iterations
-            compute_loss = ppo_loss if is_ppo else detector_loss
-            names = METRICS if is_ppo else METRICS[-1:]
-
-            # Learning rate: both fall linearly to zero over the run
-            learning_rate = args.learning_rate if is_ppo else args.detector_lr
-            if args.anneal_lr:
-                learning_rate *= 1 - progress.iteration / num_iterations
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate * (args.head_lr_scale if group["is_head"] else 1)
-
-            # Draw pairs for the detector, or collect a rollout for PPO
-            progress.iteration += 1
-            progress.last_score = None  # of the policy that this iteration makes
-            seed_everything(args.seed, 1, progress.iteration, RANK)
-            if is_ppo:
-                num_pairs = args.num_envs
-                images, labels = change_pairs.draw_batch(train_pairs, num_pairs // WORLD_SIZE, args)
-                rollout, scalars = collect_rollout(agent, images, labels, args)
-                minibatches = get_minibatches(rollout, images, labels, args)
-            else:
-                num_pairs = DETECTOR_STEPS * args.batch_size
-                scalars = {}
-                minibatches = (
-                    change_pairs.draw_batch(train_pairs, args.batch_size // WORLD_SIZE, args)
-                    for _ in range(DETECTOR_STEPS)
-                )
-
-            # Update
-            metrics = []
-            for minibatch in minibatches:
-                loss, metric = compute_loss(agent, minibatch, args)
-                metrics.append(take_step(agent, optimizer, loss, metric, args))
-            means = torch.stack(metrics).mean(0).tolist()
-            progress.step += num_pairs
-            progress.cpu_seconds += time.process_time() - cpu_start
-
-            # Log, in process 0 alone. The rest of the loop must not call `average`, since the other processes
-            # do not get there
-            if RANK > 0:
-                continue
-            for name, mean in zip(names, means, strict=True):
-                if not np.isfinite(mean):
-                    fail(f"{args.env_id}: {name} is not finite at step {progress.step}")
-                scalars[f"losses/{name}"] = mean
-            scalars["charts/learning_rate"] = learning_rate
-            scalars["charts/cpu_seconds"] = progress.cpu_seconds
-            scalars["charts/SPS"] = num_pairs / (time.time() - start)
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, progress.step)
-            bar.update()
-
-            # Save, before an evaluation that might fail
-            is_last = progress.iteration >= num_iterations
-            is_due = is_last or progress.iteration % eval_interval == 0
-            if is_due or time.time() - saved_at > 600:
-                writer.flush()
-                save("checkpoint.pt")
-                saved_at = time.time()
-
-            # Evaluate. Without --eval-interval, evaluations take at most a fifth of the pairs trained on
-            is_affordable = args.eval_interval or progress.eval_steps + len(val) <= progress.step / 5
-            if is_due and is_affordable and args.eval_episodes and not is_last:
-                score_policy()
-
-    # Evaluate the last policy, and compare best.pt with other rules
-    if RANK > 0:
-        return
-    # None: the last policy is not evaluated yet, or there is no best.pt of this task
-    if args.eval_episodes and None in (progress.best_score, progress.last_score):
-        score_policy()
-    writer.close()
-    scores = "not evaluated"
-    if args.eval_episodes:
-        winner = print_rules(agent, args, val, test, load_checkpoint(run_path / "best.pt"))
-        scores = (
-            f"return of best.pt {progress.best_score:.4f}, of the last policy {progress.last_score:.4f}; "
-            f"{winner} earned most on test"
-        )
-    print(f"{run_path}: {scores}")
+        fail(f"{path}: missing, or not a checkpoint of this version of the script; name a .pt file")
 
 
 def main(argv=None):
-    """Read the command line; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint."""
     args = tyro.cli(Args, args=argv)
     checkpoint = None
-    path = args.evaluate or args.resume
-    if path:
-        checkpoint = load_checkpoint(path)
+    if args.resume and args.evaluate:
+        fail("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args.evaluate or args.resume)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    if args.num_steps == 0:
+        args.num_steps = 1 if args.data_dir else change_pairs.ENV_IDS.get(args.env_id, 1)
     counts = """num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs
         num_minibatches update_epochs""".split()
+    shares = "gamma gae_lambda clip_coef val_share".split()
     for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        most = 1 if name in shares else sys.float_info.max
         least = 1 if name in counts else 0
         if name in ("cost", "log_std"):
-            least = -np.inf  # any number, but not NaN
-        if type(value) in (int, float) and not value >= least:  # also if it is NaN
-            fail(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
+            least = -most
+        if not least <= value <= most:  # also if it is NaN
+            fail(f"--{name.replace('_', '-')} ({value}) must be from {least:.3g} to {most:.3g}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     patch = args.patch_size
@@ -848,20 +1037,23 @@ def main(argv=None):
         )
     if args.predict and not args.evaluate:
         fail("--predict needs --evaluate")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    run_path = Path(path).parent if path else Path(args.run_dir, run_name)
+    if args.predict and len(args.predict) not in (2, 3):
+        fail("--predict needs two pictures or two folders, and may have a third with the labels")
+    if args.detector_iterations + args.ppo_iterations == 0:
+        fail("--detector-iterations and --ppo-iterations are both 0")
+    if args.evaluate and RANK > 0:
+        return  # process 0 does it
+    task = Path(args.data_dir).resolve().name if args.data_dir else args.env_id
+    run = Run(args, task, checkpoint)
     try:
-        train(args, run_path, checkpoint)
+        train(args, run)
     except KeyboardInterrupt:
-        if RANK == 0 and not args.evaluate and (run_path / "checkpoint.pt").exists():
-            print(
-                f"{run_path}: interrupted; to resume: python {sys.argv[0]} --resume {run_path}/checkpoint.pt",
-                file=sys.stderr,
-            )
+        run.say_how_to_resume()
         sys.exit(130)
 
 
 if __name__ == "__main__":
     main()
     if RANK > 0:
+        sys.stdout.flush()
         os._exit(0)  # a normal exit right after all_reduce can abort in gloo, and torchrun then stops rank 0

@@ -1,4 +1,7 @@
-"""Files of TSPLIB (Reinelt 1995, "TSPLIB 95"): instances with coordinates, their distances, and tours.
+"""Files of instances of the travelling salesman problem, and of tours.
+
+Two formats are known: TSPLIB (Reinelt 1995, "TSPLIB 95"), in files whose names end in .tsp, and the text of ML4CO-Kit,
+one instance on each line: `x y x y x y output 1 3 2 1`, where the tour after `output` may be left out.
 
 Tours are rows of node numbers from 0, without the return to the first node. If NAME.opt.tour is beside NAME.tsp,
 it is read as the reference. Errors are ValueErrors of one line with the file and, if there is one, the line in it.
@@ -8,6 +11,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 
@@ -44,14 +48,18 @@ def measure_tours(distance, points, tours):
     return distance(stops, stops.roll(-1, 2)).sum(-1)
 
 
+def read_lines(path: Path) -> list[str]:
+    """Read the lines of a text."""
+    try:
+        return path.read_text("utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+
+
 def read_sections(path: Path) -> tuple[dict, dict]:
     """Read the header {key: value} and the sections {name: [(line number, words)]} of a file."""
     header, sections, section = {}, {}, None
-    try:
-        lines = path.read_text("utf-8-sig", errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    for i, line in enumerate(lines, 1):
+    for i, line in enumerate(read_lines(path), 1):
         key, separator, value = line.partition(":")
         if line.strip() == "EOF":
             break
@@ -88,6 +96,8 @@ def read_tsplib(path: str):
     if dimension != str(num_nodes) or sorted(nodes) != list(range(1, num_nodes + 1)) or num_nodes < 3:
         raise ValueError(f"{path}: nodes must be numbered 1 to DIMENSION ({dimension}), at least 3")
     points = torch.tensor([nodes[number] for number in sorted(nodes)], dtype=torch.float64)
+    if (points == points[0]).all():
+        raise ValueError(f"{path}: must have nodes at different places; all of its nodes coincide")
     tour_path = Path(path).with_suffix(".opt.tour")
     tours = read_tour(tour_path, num_nodes).unsqueeze(0) if tour_path.exists() else None
     return points.unsqueeze(0), tours, partial(measure_tours, DISTANCES[metric])
@@ -106,3 +116,68 @@ def format_tour(name: str, tour) -> str:
     """Return the text of a tour file for the tour [N] of the instance `name`."""
     nodes = "".join(f"{node + 1}\n" for node in tour.tolist())
     return f"NAME : {name}.tour\nTYPE : TOUR\nDIMENSION : {len(tour)}\nTOUR_SECTION\n{nodes}-1\nEOF\n"
+
+
+def parse_instance(line: str, place: str, point_dim: int):
+    """Parse a line of ML4CO text: points [N, point_dim] and a tour, a list of N nodes from 0 or an empty one."""
+    coordinates, _, nodes = line.partition("output")
+    try:
+        points = np.array(coordinates.split(), float).reshape(-1, point_dim)
+        tour = [int(node) - 1 for node in nodes.split()]
+    except ValueError:
+        form = "must be `x y x y x y`, and may go on `output 1 3 2 1`, a tour of nodes from 1"
+        raise ValueError(f"{place}: {form}") from None
+    if len(points) < 3 or not abs(points).max() < 1e100:
+        raise ValueError(f"{place}: must have 3 or more nodes with finite coordinates, `x y x y x y`")
+    if (points == points[0]).all():
+        raise ValueError(f"{place}: must have nodes at different places; all of its nodes coincide")
+    if tour and (sorted(tour[1:]) != list(range(len(points))) or tour[0] != tour[-1]):
+        form = "the tour must visit each node once and return to its first one, `output 1 3 2 1`"
+        raise ValueError(f"{place}: {form}")
+    return points, tour[:-1]
+
+
+def read_instances(path: str, point_dim: int, tour_length):
+    """Read a file: points [M, N, point_dim] in float64, tours [M, N] or None, and a function that measures tours.
+
+    This is `tour_length`, but for a file of TSPLIB, whose only instance has its own distances.
+    """
+    if path.lower().endswith(".tsp"):
+        return read_tsplib(path)
+    rows = []
+    for number, line in enumerate(read_lines(Path(path)), 1):
+        if not line.strip():
+            continue
+        points, tour = parse_instance(line, f"{path}:{number}", point_dim)
+        rows.append((points, tour))
+        if len(points) != len(rows[0][0]) or len(tour) != len(rows[0][1]):
+            form = "all lines must have as many nodes, and all or none of them a tour"
+            raise ValueError(f"{path}:{number}: {form}")
+    if not rows:
+        raise ValueError(f"{path}: is empty; each line must be an instance, `x y x y x y output 1 3 2 1`")
+    points, tours = zip(*rows, strict=True)
+    return torch.tensor(np.stack(points)), torch.tensor(tours) if tours[0] else None, tour_length
+
+
+def make_folder(path: str) -> None:
+    """Make the new folder of --solve."""
+    try:
+        Path(path).mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"--solve {path}: must be a new folder ({error.strerror})") from None
+
+
+def write_tours(folder: str, data: str, instances, tours) -> None:
+    """Write tours [M, N] into the folder, in the format of the file `data`, and beside them their lengths."""
+    points, _, measure = instances
+    path = Path(folder, Path(data).name)
+    if path.suffix.lower() == ".tsp":
+        path = path.with_suffix(".tour")
+        text = format_tour(path.stem, tours[0])
+    else:
+        text = ""
+        for coordinates, tour in zip(points.flatten(1).tolist(), (tours + 1).tolist(), strict=True):
+            closed_tour = [*tour, tour[0]]
+            text += f"{' '.join(map(str, coordinates))} output {' '.join(map(str, closed_tour))}\n"
+    path.write_text(text)
+    np.savetxt(f"{path}.lengths", measure(points, tours.unsqueeze(1)), "%.10g")

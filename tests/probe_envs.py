@@ -286,6 +286,7 @@ def register_other_form(prefix, mode, name, count=None):
 
 
 register_other_form("Other", "NextStep", "Ledger")
+register_other_form("Other", "NextStep", "Shifted")
 register_other_form("OtherSameStep", "SameStep", "Ledger")
 register_other_form("OtherSameStep", "SameStep", "Shifted")
 register_other_form("Undeclared", None, "Ledger")

@@ -189,9 +189,9 @@ def update_tsp(am, rows):
     for has_best_policy in (False, True):
         agent, points = am.AttentionModel().eval(), torch.rand(6, 5, 2)
         best_policy = am.AttentionModel().eval() if has_best_policy else None
-        args = am.Args(max_grad_norm=0.1)
+        args = am.Args(max_grad_norm=0.1, batch_size=6)
         with patch.object(torch, "rand_like", lambda x: torch.rand(6, *x.shape[1:])[rows]):
-            numbers.append(am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]))
+            numbers += am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]).values()
         agents.append(agent)
     points, (agent, best) = torch.rand(600, 5, 2)[rows], agents
     is_better = [am.is_better(*pair, points, 0.5) for pair in ((agent, best), (best, agent))]
@@ -201,32 +201,33 @@ def update_tsp(am, rows):
 
 
 def update_change_detection(cd, rows):
-    """Of PPO and of the detector, with cells that do not count, and other numbers of active queries; and of F."""
-    args = cd.Args(image_size=16, num_minibatches=1, max_grad_norm=0.1, num_envs=8)
+    """Of PPO and of the detector, with cells that do not count, and other numbers of active patches; and of F."""
+    args = cd.Args(num_steps=2, image_size=16, num_minibatches=1, max_grad_norm=0.1, num_envs=8)
     pairs = torch.from_numpy(cd.change_pairs.draw_haze(8, 16, 2, 1)[0])
     images, labels = cd.change_pairs.split_labels(pairs, args)
-    labels[:3] = -1
+    labels[:3] = 255
     agent, numbers, agents = cd.Agent(args), [], []
     with patch.multiple(cd, WORLD_SIZE=1):  # the same in every process
         rollout, _ = cd.collect_rollout(agent, images, labels, args)
     whole = {name: x.flatten(0, 1) for name, x in rollout.items()}
     whole |= {"images": images.repeat(2, 1, 1, 1), "labels": labels.repeat(2, 1, 1, 1)}
     shake(agent)
-    loss = cd.ppo_loss(agent, {name: x[rows] for name, x in whole.items()}, args)
-    numbers.append(cd.take_step(agent, descend(agent), *loss, args))
+    loss, metrics = cd.ppo_loss(agent, {name: x[rows] for name, x in whole.items()}, args)
+    cd.take_step(agent, descend(agent), loss, args)
+    numbers.append(cd.total(torch.stack([*metrics.values()])))
     agents.append(agent)
     agent = cd.Agent(args)
     with (
         patch.object(torch, "rand_like", lambda x: torch.full_like(x, 0.5)),
         patch.object(torch, "rand", lambda *size, **_: torch.full(size, 0.7)),
     ):
-        loss = cd.detector_loss(agent, (images[rows], labels[rows]), args)
-        numbers.append(cd.take_step(agent, descend(agent), *loss, args))
+        loss = cd.detector_loss(agent, images[rows], labels[rows], args)
+        cd.take_step(agent, descend(agent), loss, args)
+        numbers.append(cd.total(loss.detach()))
         agents.append(agent)
         with patch.object(torch, "randn_like", torch.zeros_like):
-            _, scalars = cd.collect_rollout(agent, images[rows], labels[rows], args)
-    scalars.pop("charts/settled_acc")  # a mean of means
-    return agents, [*numbers, agent.running_f1, torch.tensor([scalars[name] for name in sorted(scalars)])]
+            cd.collect_rollout(agent, images[rows], labels[rows], args)
+    return agents, [*numbers, agent.running_f1]
 
 
 def update_alphazero(az, rows):

@@ -1,12 +1,14 @@
-"""What the recipes for the attention model must bring about, by brute force over all tours of six nodes."""
+"""What the recipes for the attention model must bring about, by brute force over all orders of six nodes."""
 
 import itertools
 
 import numpy as np
 import torch
-from test_contract import load, run_edited
+from conftest import read_scalars
+from test_contract import import_file, load, run_edited, run_main
 
-TOURS = np.array(list(itertools.permutations(range(6))))  # [720, 6]
+CPU = torch.device("cpu")
+ORDERS = np.array(list(itertools.permutations(range(6))))  # [720, 6]
 
 
 def train(path, flags=""):
@@ -18,49 +20,213 @@ def train(path, flags=""):
     return module, agent
 
 
-def check_costs(module, agent, points, costs, limits):
-    """Costs [M, 720] of all tours are those of the copy; gaps in percent of the trained network are below the limits.
+def draw(module, num_instances=60, env_id="tsp6-uniform"):
+    """Points of the copy in float64."""
+    torch.manual_seed(1)
+    return module.draw_points(env_id, num_instances).double()
 
-    Returns the gaps.
-    """
-    tours = torch.from_numpy(TOURS).expand(len(points), -1, -1)
-    np.testing.assert_allclose(module.tour_length(points, tours), costs, rtol=1e-9)
+
+def draw_square(num_instances=60):
+    return torch.rand(num_instances, 6, 2, generator=torch.Generator().manual_seed(1)).double()
+
+
+def measure_closed(stops):
+    """Lengths of closed tours along stops [..., N, 2], by numpy."""
+    return np.linalg.norm(stops - np.roll(stops, 1, -2), axis=-1).sum(-1)
+
+
+def score(module, agent, points, optimum):
+    """Mean gaps in percent of all decodings to the mean of the optima [M]."""
     instances = module.Instances(points, None, module.tour_length)
-    scores, _ = module.evaluate(agent, instances, torch.device("cpu"))
-    optimum = costs.min(1).mean()
-    gaps = [100 * (scores[f"eval/{x}_length"] / optimum - 1) for x in module.DECODINGS]
-    assert all(-1e-9 < gap < limit for gap, limit in zip(gaps, limits, strict=True)), gaps
+    scores, _ = module.evaluate(agent, instances, CPU)
+    return {x: 100 * (scores[f"eval/{x}_length"] / optimum.mean() - 1) for x in module.DECODINGS}
+
+
+def check_costs(module, agent, points, costs, limits):
+    """Costs [M, 720] of all orders are those of the copy; gaps in percent of its network are below the limits."""
+    orders = torch.from_numpy(ORDERS).expand(len(points), -1, -1)
+    np.testing.assert_allclose(module.tour_length(points, orders), costs, rtol=1e-6)
+    gaps = score(module, agent, points, costs.min(1)).values()
+    assert all(-1e-4 < gap < limit for gap, limit in zip(gaps, limits, strict=True)), gaps
 
 
 def check_open_path(path, folder):
     module, agent = train(path)
-    points = torch.rand(60, 6, 2, generator=torch.Generator().manual_seed(1)).double()
-    edges = np.diff(points.numpy()[:, TOURS], axis=2)  # [60, 720, 5, 2]
+    points = draw_square()
+    edges = np.diff(points.numpy()[:, ORDERS], axis=2)  # [60, 720, 5, 2]
     check_costs(module, agent, points, np.hypot(*edges.transpose(3, 0, 1, 2)).sum(-1), (8.0, 2.0, 0.2))
 
 
 def check_prizes(path, folder):
-    """Also, the probabilities of all that a policy can do sum to one."""
+    """Also, the probabilities of all that a policy can do sum to 1, and the unit of maps and prizes does not matter."""
     module, agent = train(path)
-    torch.manual_seed(1)
-    points = module.draw_points("tsp6-uniform", 60).double()
+    points = draw(module)
     assert (points[:, 0, 2] == -1).all() and (points[:, 1:, 2] > 0).all()
     costs = np.zeros((60, 720))
-    for (m, xyz), (i, tour) in itertools.product(enumerate(points.numpy()), enumerate(TOURS.tolist())):
-        end = tour.index(0) + 1
-        stops = xyz[tour[:end], :2]
-        costs[m, i] = np.hypot(*(stops - np.roll(stops, 1, 0)).T).sum() + xyz[tour[end:], 2].sum()
-    is_skipping = TOURS[costs.argmin(1), -1] != 0
+    for (m, xyz), (i, order) in itertools.product(enumerate(points.numpy()), enumerate(ORDERS.tolist())):
+        end = order.index(0) + 1
+        costs[m, i] = measure_closed(xyz[order[:end], :2]) + xyz[order[end:], 2].sum()
+    is_skipping = ORDERS[costs.argmin(1), -1] != 0
     assert 10 < is_skipping.sum() < 60
-    check_costs(module, agent, points, costs, (15.0, 4.0, 0.5))
-    prefixes = {tuple(tour[: tour.index(0) + 1]): i for i, tour in enumerate(TOURS.tolist())}
-    kept = torch.from_numpy(TOURS[[*prefixes.values()]]).expand(60, -1, -1)
+    check_costs(module, agent, points, costs, (15.0, 4.0, 1.0))
+    prefixes = {tuple(order[: order.index(0) + 1]): i for i, order in enumerate(ORDERS.tolist())}
+    kept = torch.from_numpy(ORDERS[[*prefixes.values()]]).expand(60, -1, -1)
     with torch.no_grad():
-        log_likelihood, start = module.score_tours(agent(points), kept)
+        log_likelihood, start = module.score_tours(points, agent(points), kept)
     p = (log_likelihood + start.gather(1, kept[:, :, 0])).exp()
     torch.testing.assert_close(p.sum(1), torch.ones(60))
     images = module.apply_symmetries(points)
     assert len(images) == 8 and all(torch.equal(x[..., 2], points[..., 2]) for x in images)
+    in_metres = 1000 * points
+    for mark in (-1.0, -1000.0):  # any number below 0
+        in_metres[:, 0, 2] = mark
+        tours, metres = (module.construct_tours(x, agent(x))[0] for x in (points, in_metres))
+        assert mark != -1 or torch.equal(tours, metres)
 
 
-CHECKS = {"An open path": check_open_path, "Prizes for cities that may be skipped": check_prizes}
+def solve_routes(points):
+    """The least length of routes that serve all customers of points [N, 3], by brute force over partitions."""
+    n = len(points) - 1
+    xy, demand = points[:, :2], points[:, 2]
+    route = {}  # the shortest route through a set of customers that one vehicle can serve
+    for size in range(1, n + 1):
+        for chosen in itertools.combinations(range(1, n + 1), size):
+            if demand[list(chosen)].sum() <= 1 + 1e-5:
+                ways = [measure_closed(xy[[0, *order]]) for order in itertools.permutations(chosen)]
+                route[sum(1 << x for x in chosen)] = min(ways)
+    best = {0: 0.0}
+    for subset in range(2, 2 << n, 2):
+        parts = (x for x in route if x & subset == x and x & (subset & -subset))  # with the first customer
+        best[subset] = min(route[x] + best[subset ^ x] for x in parts)
+    return best[(2 << n) - 2]
+
+
+def check_capacities(path, folder):
+    """Routes of the best split of the best order are optimal routes; a split never beats them."""
+    module, agent = train(path)
+    points = draw(module, 40)
+    assert (points[:, 0, 2] == 0).all() and (30 * points[:, 1:, 2]).round().unique().tolist() == [
+        *range(1, 10)
+    ]
+    points[:, 1:, 2] *= 2  # so that several routes are needed
+    optimum = np.array([solve_routes(x) for x in points.numpy()])
+    costs = module.tour_length(points, torch.from_numpy(ORDERS).expand(40, -1, -1))
+    np.testing.assert_allclose(costs.min(1).values, optimum, rtol=1e-6)
+    one_route = torch.from_numpy(measure_closed(points[..., :2].numpy()[:, ORDERS]))
+    assert (costs.min(1).values > one_route.min(1).values + 1e-3).float().mean() > 0.5
+    turned = [(np.roll(ORDERS[7], k) == ORDERS).all(1).argmax() for k in range(6)]
+    torch.testing.assert_close(costs[:, turned], costs[:, [7]].expand(-1, 6))  # any node may be the first
+    gaps = score(module, agent, points, optimum)
+    assert gaps["greedy"] < 12 and gaps["multistart"] < 3 and -1e-4 < gaps["multistart_x8"] < 0.5, gaps
+
+
+def check_pairs(path, folder):
+    module, agent = train(path)
+    points = draw_square()
+    time = ORDERS.argsort(1)
+    is_kept = (time[:, :3] < time[:, 3:]).all(1)
+    costs = np.where(is_kept, measure_closed(points.numpy()[:, ORDERS]), np.inf)
+    for decoding in module.DECODINGS.values():
+        with torch.no_grad():
+            times = decoding(agent, points).argsort(-1)
+        assert (times[..., :3] < times[..., 3:]).all()
+    with torch.no_grad():
+        log_likelihood, start = module.score_tours(
+            points, agent(points), torch.from_numpy(ORDERS[is_kept]).expand(60, -1, -1)
+        )
+    p = (log_likelihood + start[:, ORDERS[is_kept][:, 0]]).exp()
+    torch.testing.assert_close(p.sum(1), torch.ones(60))
+    gaps = score(module, agent, points, costs.min(1))
+    assert gaps["greedy"] < 15 and gaps["multistart"] < 6 and -1e-4 < gaps["multistart_x8"] < 1.5, gaps
+
+
+def check_flow_shop(path, folder):
+    module, agent = train(path)
+    points = draw(module)
+    costs = np.zeros((60, 720))
+    for i, order in enumerate(ORDERS):
+        done = np.zeros((60, 3))
+        for job in order:
+            for m in range(3):  # when the machine and the job are free
+                begin = np.maximum(done[:, m], done[:, m - 1] if m else 0)
+                done[:, m] = begin + points[:, job, m].numpy()
+        costs[:, i] = done[:, -1]
+    assert [*module.DECODINGS] == ["greedy", "multistart"]
+    check_costs(module, agent, points, costs, (6.0, 1.5))
+
+
+def check_clusters(path, folder):
+    module, agent = train(path, "--env-id tsp6-clustered")
+    points = draw(module, 1000, "tsp50-clustered")
+    near = torch.cdist(points, points).sort(-1).values
+    assert points.shape == (1000, 50, 2) and near[..., 8].mean() < 0.1
+    assert abs(near[..., 1].mean() - draw_near(50)) < 0.02
+    points = draw(module, env_id="tsp6-clustered")
+    check_costs(module, agent, points, measure_closed(points.numpy()[:, ORDERS]), (12.0, 3.0, 0.3))
+
+
+def draw_near(n):
+    """The mean distance to the nearest of n nodes in three clusters."""
+    rng = np.random.default_rng(0)
+    xy = rng.random((200, 3, 2))[np.arange(200)[:, None], rng.integers(3, size=(200, n))] + 0.05 * rng.normal(
+        size=(200, n, 2)
+    )
+    d = np.linalg.norm(xy[:, :, None] - xy[:, None], axis=-1) + 9 * np.eye(n)
+    return d.min(-1).mean()
+
+
+def check_curriculum(path, folder):
+    """Epochs have 5, 6, 7 and 9 nodes, and the network learns."""
+    module, sizes = import_file("edited_copy", path), []
+    update = module.update_weights
+    module.update_weights = lambda *inputs: sizes.append(inputs[-1].shape[1]) or update(*inputs)
+    flags = "--env-id tsp9-uniform --num-epochs 4 --steps-per-epoch 25 --batch-size 16 --eval-episodes 100"
+    done = run_main(module, folder / "runs", flags)
+    assert sizes == [5] * 25 + [6] * 25 + [7] * 25 + [9] * 25
+    scores = read_scalars(done.path)
+    assert scores["eval/multistart_x8_length"][-1][1] < 3.0 and scores["eval/greedy_length"][-1][1] < 3.3
+
+
+def check_search(path, folder):
+    """Of all tours, beam search with room for all finds the most likely one; 2-opt leaves nothing to turn round."""
+    module, agent = train(path)
+    points = draw_square()
+    orders = torch.from_numpy(ORDERS).expand(60, -1, -1)
+    costs = measure_closed(points.numpy()[:, ORDERS])
+    gaps = score(module, agent, points, costs.min(1))
+    assert (
+        gaps["sampling"] < 0.1 and gaps["beam"] < gaps["greedy"] and gaps["two_opt"] <= gaps["multistart"]
+    ), gaps
+    assert gaps["two_opt"] < 0.5 and min(gaps.values()) > -1e-4
+    with torch.no_grad():
+        log_likelihood, start = module.score_tours(points, agent(points), orders)
+        likely = (log_likelihood + start.gather(1, orders[:, :, 0])).argmax(1)
+        found = module.decode_beam(agent, points, width=720)
+        assert found.shape == (60, 720, 6) and torch.equal(found[:, 0], torch.from_numpy(ORDERS)[likely])
+        assert len(found[0].unique(dim=0)) == 720 and module.decode_sampling(agent, points).shape == (
+            60,
+            100,
+            6,
+        )
+        before = module.decode_multistart(agent, points)
+        improved = module.decode_two_opt(agent, points)
+    xy = points.numpy()
+    for m, tour in itertools.product(range(60), range(6)):
+        order = improved[m, tour].numpy()
+        length = measure_closed(xy[m][order])
+        assert length <= measure_closed(xy[m][before[m, tour].numpy()]) + 1e-9
+        for i, j in itertools.combinations(range(7), 2):
+            turned = np.concatenate((order[:i], order[i:j][::-1], order[j:]))
+            assert measure_closed(xy[m][turned]) > length - 1e-5
+
+
+CHECKS = {
+    "An open path": check_open_path,
+    "Prizes for cities that may be skipped": check_prizes,
+    "Capacities: CVRP by splitting a giant tour": check_capacities,
+    "Pickup and delivery": check_pairs,
+    "A permutation flow shop": check_flow_shop,
+    "Clustered instances": check_clusters,
+    "A curriculum over sizes": check_curriculum,
+    "Search at test time": check_search,
+}

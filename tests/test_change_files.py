@@ -5,9 +5,8 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
-from test_change_pairs import save, save_pair, save_set
+from test_change_pairs import read_folder, read_label, save, save_pair, save_set
 
-from envs_shared import change_folders, change_pairs
 from envs_shared.change_pairs import SPLITS
 
 FLAT = "{kind}/{split}_{i}"
@@ -22,16 +21,16 @@ def write_lists(root, lists):
 
 
 def check(path, expected):
-    splits = change_pairs.read_folder(path, 4, 8)
+    splits = read_folder(path, 4)
     assert list(splits) == list(SPLITS)
     for split, pairs in splits.items():
         assert pairs.dtype == np.uint8 and (pairs == np.stack(expected[split])).all()
 
 
-def read_error(path):
+def read_error(path, **changes):
     """What the reader says to a folder that it refuses, of one line."""
     with pytest.raises(ValueError) as error:
-        change_pairs.read_folder(path, 4, 8)
+        read_folder(path, 4, **changes)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -105,18 +104,19 @@ def with_alpha(alpha):
 )
 def test_labels(tmp_path, name, label):
     path = save(tmp_path / name, label, format="PNG" if name == "lossless.jpg" else None)
-    read = change_folders.read_label(path)
-    assert read.dtype == np.uint8 and read.tolist() == IDS.tolist()
+    read = read_label(path)
+    values = IDS * read.max()  # 0 and 1, or 0 and 255
+    assert read.dtype == np.uint8 and read.max() in (1, 255) and read.tolist() == values.tolist()
 
 
 def test_jpeg_labels_are_cut_at_128(tmp_path):
     noisy = np.kron(IDS, np.ones((7, 7))).astype(np.uint8) * 255
     path = save(tmp_path / "y.JPEG", np.repeat(noisy[..., None], 3, 2), quality=60)
     assert len(np.unique(np.array(Image.open(path)))) > 2
-    assert change_folders.read_label(path).tolist() == (noisy > 0).astype(int).tolist()
+    assert read_label(path).tolist() == np.where(noisy > 0, 255, 0).tolist()
     path = save(tmp_path / "ones.jpg", np.ones((16, 16), np.uint8), quality=95)
-    with pytest.raises(ValueError, match=r"ones\.jpg: JPEG does not keep 0 and 1"):
-        change_folders.read_label(path)
+    with pytest.raises(ValueError, match=r"ones\.jpg: .* JPEG does not keep 0 and 1"):
+        read_label(path)
 
 
 TRANSPARENT = "a label with transparency, which would be lost"
@@ -125,9 +125,6 @@ TRANSPARENT = "a label with transparency, which would be lost"
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (np.uint8([[0, 254, 255]]), "value 254 in a label"),
-        (np.uint8([[0, 1, 255]]), "value 1 in a label"),
-        (np.uint8([[0, 1, 2]]), "value 2 in a label"),
         (np.uint8([[[0, 0, 0], [255, 0, 0]]]), "a label in colour"),
         (np.uint16([[0, 65535]]), "more than 8 bits"),
         (with_alpha([[255, 255, 254], [255, 255, 255]]), TRANSPARENT),
@@ -139,7 +136,28 @@ TRANSPARENT = "a label with transparency, which would be lost"
 def test_labels_that_are_refused(tmp_path, label, message):
     path = save(tmp_path / "x.png", label)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{message}"):
-        change_folders.read_label(path)
+        read_label(path)
+
+
+# Folders without a split
+
+
+def test_a_folder_is_split_by_a_share(tmp_path):
+    """At random and always alike: each pair is in one split, and a fifth are in val and in test."""
+    pairs = [save_pair(tmp_path, "{kind}/x{i:02}", 10 + i, i=i) for i in range(10)]
+    found = read_folder(tmp_path, 4, val_share=0.2)
+    assert {split: len(x) for split, x in found.items()} == {"train": 6, "val": 2, "test": 2}
+    for split, x in read_folder(tmp_path, 4, val_share=0.2, seed=9).items():
+        assert (x == found[split]).all()
+    order = [
+        next(i for i, pair in enumerate(pairs) if (x == pair).all())
+        for x in np.concatenate([*found.values()])
+    ]
+    assert sorted(order) == list(range(10)) != order
+    assert ": x00 does not begin with a split; needed are" in read_error(tmp_path)
+    write_lists(tmp_path, {split: f"x0{i}\n" for i, split in enumerate(SPLITS)})
+    assert "is split already; leave out --val-share" in read_error(tmp_path, val_share=0.2)
+    assert [len(x) for x in read_folder(tmp_path, 4).values()] == [1, 1, 1]
 
 
 # Folders that are refused

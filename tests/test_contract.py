@@ -34,16 +34,15 @@ run_dir resume evaluate eval_interval eval_episodes""".split()
 MAX_TOKENS = {
     "algos/ppo.py": 6050,
     "algos/r2d2_lstm.py": 7400,
-    "algos/reinforce_tsp_attention.py": 5400,
-    "envs_shared/tsplib.py": 1200,
+    "algos/reinforce_tsp_attention.py": 5950,
+    "envs_shared/tsplib.py": 1600,
     "algos/alphazero_go.py": 9550,
     "envs_shared/go.py": 2600,
     "envs_shared/go_gtp.py": 4500,
-    "algos/ppo_change_detection.py": 5900,
-    "envs_shared/change_pairs.py": 2000,
+    "algos/ppo_change_detection.py": 7050,
+    "envs_shared/change_pairs.py": 2510,
     "envs_shared/change_folders.py": 900,
 }
-OLD_FORM = {path.stem for path in (ROOT / "algos").glob("*.py") if "\n# ---- Run -" not in path.read_text()}
 OPTIONAL = {"ale_py", "minigrid"}  # packages that are imported for some tasks only
 
 
@@ -151,13 +150,16 @@ CASES = {
             "--batch-size 7": NOT_DIVISIBLE,
             "--env-id tsp20": "--env-id tsp20: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes",
             "--env-id tsp2-uniform --evaluate good.pt": "--env-id tsp2-uniform: must be",
-            "--optimizer adam --resume good.pt": "good.pt: does not fit --optimizer",
-            "--data missing.txt --evaluate good.pt": "missing.txt: No such file",
-            "--train-path garbage.pt": "garbage.pt:1: must be `x y x y x y`",
+            "--optimizer adam --resume good.pt": "good.pt: not the network of --optimizer",
+            "--data some.txt --evaluate good.pt": "some.txt: needs envs_shared/tsplib.py; copy it",
+            "--train-path some.txt": "some.txt: needs envs_shared/tsplib.py; copy it",
             "--solve tours --evaluate good.pt": "--solve needs --evaluate and --data",
             "--data some.TSP": "some.TSP: needs envs_shared/tsplib.py; copy it",
-            "--baseline-instances 0": "--baseline-instances (0) must be at least 1",
-            "--weight-decay -1": "--weight-decay (-1.0) must be at least 0",
+            "--baseline-instances 0": "--baseline-instances (0) must be from 1 to",
+            "--baseline-instances 1": "--baseline-instances (1) must be at least 2 for each process",
+            "--baseline-level 5": "--baseline-level (5.0) must be from 0 to 1",
+            "--weight-decay -1": "--weight-decay (-1.0) must be from 0 to",
+            "--learning-rate inf": "--learning-rate (inf) must be from 0 to",
         },
         reader="tsplib.py",
         other_tasks=("--env-id tsp6-uniform", "--seed 8"),
@@ -210,12 +212,18 @@ CASES = {
             "--predict envs_shared envs_shared --evaluate good.pt": "--predict envs_shared: no pictures",
             "--pretrained missing.pt": "missing.pt: missing, or not a checkpoint",
             "--env-id haze-3 --resume good.pt": "good.pt: not the network of --env-id (",
-            "--patch-size 0": "--patch-size (0) must be at least 1",
-            "--learning-rate -1": "--learning-rate (-1.0) must be at least 0",
-            "--cost nan": "--cost",
-            "--log-std nan": "--log-std",
+            "--patch-size 0": "--patch-size (0) must be from 1 to",
+            "--learning-rate -1": "--learning-rate (-1.0) must be from 0 to",
+            "--cost nan": "--cost (nan) must be from -1.8e+308 to",
+            "--log-std -inf": "--log-std (-inf) must be from",
+            "--gamma 1.5": "--gamma (1.5) must be from 0 to 1",
+            "--val-share 2": "--val-share (2.0) must be from 0 to 1",
             "--cell-size 8 --image-size 8": "--cell-size",
-            "--num-steps 0": "--num-steps (0) must be at least 1",
+            "--num-steps -1": "--num-steps (-1) must be from 1 to",
+            "--detector-iterations 0 --ppo-iterations 0": "are both 0",
+            "--predict a.png --evaluate good.pt": "--predict needs two pictures or two folders",
+            "--predict a.png b.png --evaluate good.pt --output envs_shared": "--output envs_shared: exists already",
+            "--env-id haze-3 --pretrained good.pt": "good.pt: not the network of --env-id (",
         },
         sibling="change_pairs.py",
     ),
@@ -269,8 +277,6 @@ def read_files(folder: Path) -> dict[Path, bytes]:
 
 def read_scores(out: str) -> dict[str, float]:
     """What --evaluate prints: a name and a number of at most five digits in each line."""
-    if out.startswith("{"):
-        return ast.literal_eval(out)
     rows = [re.fullmatch(r"(eval/\w+): (-?[\d.]+(?:e[+-]\d+)?)", line).groups() for line in out.splitlines()]
     assert all(len(re.sub(r"e.*|\D", "", number).strip("0")) <= 5 for _, number in rows)
     return {name: float(number) for name, number in rows}
@@ -519,7 +525,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_one_that_loads(script, tmp_
 
 # Flags of runs whose state is all the script's own; the best policy of the baseline changes between the cuts
 EXACT = {
-    "reinforce_tsp_attention": "--env-id tsp6-uniform --seed 2 --num-epochs 4 --baseline rollout"
+    "reinforce_tsp_attention": "--env-id tsp6-uniform --seed 4 --num-epochs 4 --baseline rollout"
     " --baseline-instances 40 --baseline-level 0.5",
     "alphazero_go": "--num-epochs 4 --pretrain-search-epochs 1 --epsilon-start 0.9 --epsilon-end 0.9",
     "ppo_change_detection": "--ppo-iterations 3",
@@ -560,13 +566,12 @@ def test_a_run_that_is_cut_and_resumed_is_the_uninterrupted_one(script, tmp_path
 
 # What an evaluation returns whose score is x, where more is better
 RETURNS = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
-F1 = {"eval/threshold": 0.5, "eval/f1": 0.5, "eval/standard_error": 0.0}
 SCORES = [
     ("ppo", lambda x: RETURNS | {"eval/episodic_return": x}),
     ("r2d2_lstm", lambda x: RETURNS | {"eval/episodic_return": x}),
     ("reinforce_tsp_attention", lambda x: ({"eval/greedy_length": -x}, None)),
     ("reinforce_tsp_attention", lambda x: ({"eval/greedy_length": x, "eval/greedy_gap": -x}, None)),
-    ("ppo_change_detection", lambda x: F1 | {"eval/episodic_return": x}),
+    ("ppo_change_detection", lambda x: {"eval/threshold": 0.5, "eval/net": x}),
 ]  # AlphaZero plays matches
 
 
@@ -576,7 +581,7 @@ def test_the_best_of_all_evaluations_is_kept(script, make_scores, tmp_path, monk
     case, module = CASES[script], get_module(script)
     numbers = itertools.chain([-5.0, -3.0, -4.0, -3.0], itertools.repeat(-6.0))
     monkeypatch.setattr(module, "evaluate", lambda *_, **__: make_scores(next(numbers)))
-    monkeypatch.setattr(module, "print_rules", lambda *_: "nowhere", raising=False)
+    monkeypatch.setattr(module, "compare_rules", lambda *_: "nowhere", raising=False)
     done = run_quick(script, tmp_path, "--eval-interval 1")
     path, scores = done.path / "checkpoint.pt", []
     numbers = itertools.repeat(-3.5)
@@ -596,10 +601,10 @@ r2d2_lstm --env-id probe_envs:NotFiniteobs-v0 : observation of environment 1 in 
 r2d2_lstm --env-id probe_envs:SameStepNotFiniteobs-v0 : observation of environment 1 in step 3 of an episode
 r2d2_lstm --env-id probe_envs:NotFinitereward-v0 : reward of environment 1 in step 3 of an episode: not a number
 r2d2_lstm --learning-rate 1e30 : is (nan|inf) at step
-reinforce_tsp_attention --learning-rate 1e30 : losses are not finite at instance
+reinforce_tsp_attention --learning-rate 1e30 : is (nan|inf) at step
 alphazero_go --learning-rate 1e30 : is (nan|inf) at step
-ppo_change_detection --detector-lr 1e30 : is not finite at step
-ppo_change_detection --learning-rate 1e30 : is not finite at step
+ppo_change_detection --detector-lr 1e30 : is (nan|inf) at step
+ppo_change_detection --learning-rate 1e30 : is (nan|inf) at step
 """
 
 
@@ -718,9 +723,7 @@ def test_a_resumed_run_without_a_best_score_evaluates(script, whole, never, tmp_
     unknown = shutil.copytree(never.path, tmp_path / "never")
     assert not (unknown / "best.pt").exists()
     out = resume(unknown, "--eval-episodes", "4")
-    assert (
-        re.search(f"raise {case.length} to train on|, (\\d+) of \\1 done", out) and "not evaluated" not in out
-    )
+    assert re.search(r", (\d+) of \1 done", out) and "not evaluated" not in out
     finished = shutil.copytree(whole.path, tmp_path / "finished")
     before = read_files(finished)
     module.main(["--resume", str(finished / "checkpoint.pt"), case.length, "1"])
@@ -838,7 +841,7 @@ def test_common_flags_come_first_and_are_spelled_alike(script, monkeypatch, caps
 def split_at_run(script: str) -> tuple[str, str]:
     """The algorithm of a script, and its part Run without what may differ: Progress, main, and `capture` or none."""
     first, ruler, second = source(script).partition(f"# ---- Run {'-' * 99}\n")
-    assert ruler or script in OLD_FORM
+    assert ruler
     for start in ("@dataclass\nclass Progress", "def capture", "def main"):
         second = re.sub(rf"^{start}.*?\n\n\n(?=\S)", "", second, flags=re.M | re.S)
     return first, second
@@ -847,8 +850,6 @@ def split_at_run(script: str) -> tuple[str, str]:
 @each_script
 def test_the_part_run_is_that_of_all_scripts(script):
     """Byte by byte; `capture` is equal where it is. The rest of a script writes no files and asks for no process."""
-    if script in OLD_FORM:
-        pytest.skip("has no part Run yet")
     first, second = split_at_run(script)
     assert second == split_at_run("ppo")[1] and second.count("\ndef ") > 6 and "class Run" in second
     captures = {

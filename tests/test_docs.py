@@ -276,6 +276,7 @@ def make_policy(script: str, folder: Path) -> Path:
             torch.nn.init.normal_(weights)
     if "threshold" in checkpoint["progress"]:  # of change detection
         checkpoint["progress"]["threshold"] = 0.2
+        checkpoint["agent"]["heads.2.weight"][0] *= -1  # so that patches look
     torch.save(checkpoint, path)
     return path
 

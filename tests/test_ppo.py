@@ -333,6 +333,30 @@ def test_without_wrappers_the_tasks_own_vector_form_is_used_and_filmed(tmp_path)
     assert film.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("name", ["Ledger", "Shifted"])
+def test_vector_environments_of_other_forms_give_the_same_run(name, tmp_path):
+    """Tensors of torch, numbers as flags of an end, and a mode given by its name."""
+    flags = "--num-envs 8 --num-steps 16 --total-timesteps 512 --eval-episodes 8 --env-id probe_envs:"
+    runs = [run(tmp_path / form, f"{flags}{form}{name}-v0") for form in ("", "Other")]
+    first, second = (load(x.path / "checkpoint.pt") for x in runs)
+    torch.testing.assert_close(first["agent"], second["agent"], rtol=0, atol=0)
+    assert first["progress"]["last_score"] == second["progress"]["last_score"] is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("OtherSameStepLedger-v0", "metadata['autoreset_mode'] must be NEXT_STEP, not SameStep"),
+        ("UndeclaredLedger-v0", "metadata['autoreset_mode'] must be NEXT_STEP, not None"),
+        ("EightLedger-v0", "always has 8 environments; set --num-envs (per process) and --eval-episodes to"),
+        ("EightLedger-v0 --num-envs 8", "always has 8 environments"),
+    ],
+)
+def test_what_a_vector_environment_does_not_declare_is_not_assumed(flags, words, tmp_path, capsys):
+    line = fail_with(capsys, ppo.main, f"--run-dir {tmp_path / 'runs'} --env-id probe_envs:{flags}".split())
+    assert words in line and not (tmp_path / "runs").exists()
+
+
 # Evaluation
 
 

@@ -1,6 +1,5 @@
 """Check the TSP script against the papers' formulas, exact optima, scipy, numpy and torch's Muon."""
 
-import ast
 import copy
 import functools
 import itertools
@@ -20,6 +19,7 @@ from test_tsplib import solve_exactly
 from torch.nn import functional
 
 from algos import reinforce_tsp_attention as am
+from envs_shared import tsplib
 from envs_shared.tsplib import read_tour, read_tsplib
 
 CPU = torch.device("cpu")
@@ -63,7 +63,8 @@ def evaluate_file(capsys, checkpoint, *flags):
     """Return the scores that --evaluate prints."""
     capsys.readouterr()
     am.main(["--evaluate", str(checkpoint), *map(str, flags)])
-    return ast.literal_eval(capsys.readouterr().out)
+    lines = [line.split(": ") for line in capsys.readouterr().out.splitlines()]
+    return {name: float(value) for name, value in lines}
 
 
 # The network, written again as the paper has it: embeddings [B, N, D], one decoding step at a time
@@ -126,7 +127,7 @@ def test_an_update_is_a_step_along_the_clipped_gradient_of_single_steps(monkeypa
         p.grad = torch.ones_like(p)  # of the last update
     before, optimizer = copy.deepcopy(agent), torch.optim.SGD(agent.parameters(), 1.0)
     torch.manual_seed(3)
-    args = am.Args(max_grad_norm=max_grad_norm)
+    args = am.Args(max_grad_norm=max_grad_norm, batch_size=4)
     metrics = am.update_weights(agent, baseline_policy, [optimizer], args, points)
 
     torch.manual_seed(3)
@@ -145,7 +146,9 @@ def test_an_update_is_a_step_along_the_clipped_gradient_of_single_steps(monkeypa
         expected = ((lengths - b) * log_probs.sum(-1)).mean()
     expected.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in before.parameters()])
-    torch.testing.assert_close(metrics, torch.stack((expected.detach(), lengths.mean(), b.mean(), norm)))
+    names = "policy_loss", "tour_length", "baseline_length", "grad_norm"
+    expected = dict(zip(names, (expected.detach(), lengths.mean(), b.mean(), norm), strict=True))
+    torch.testing.assert_close(metrics, expected)
     for (name, p), q in zip(agent.named_parameters(), before.parameters(), strict=True):
         assert q.grad.abs().max() > 0, name
         step = q.grad * min(1.0, max_grad_norm / norm)
@@ -159,7 +162,7 @@ def test_samples_follow_the_policy(multistart):
     points, size = draw(1, 4), 20_000
     every = torch.tensor(list(itertools.permutations(range(4))))
     one = make_agent().eval()(points)
-    log_likelihood, start = am.score_tours(one, every[None])
+    log_likelihood, start = am.score_tours(points, one, every[None])
     many = am.Encoded(*(x.repeat(size, *[1] * (x.dim() - 1)) for x in one))
     tours, _ = am.construct_tours(points.expand(size, -1, -1), many, multistart, sample=True)
     first = torch.zeros(1, 24) if multistart else start.gather(1, every[None, :, 0])
@@ -174,23 +177,63 @@ def test_samples_follow_the_policy(multistart):
 
 
 @pytest.mark.parametrize("multistart", [False, True])
-@pytest.mark.parametrize("number", [0.0, 1 - 2**-24, None])
+@pytest.mark.parametrize("number", [0.0, 1e-45, 1.0, None])
 def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart, number):
-    """It is the first or the last open node, and an open one if sums are rounded so badly that they fall."""
-    points, cumsum, rand_like = draw(200, 6), torch.Tensor.cumsum, torch.rand_like
+    """Even if a device draws 0 or 1, whose noise would be infinite, or a number so small that float32 has few bits."""
+    points, rand_like = draw(200, 6), torch.rand_like
     encoded = make_agent().eval()(points)
 
-    def add_noise(x, dim):
-        sums = cumsum(x, dim)
-        return sums - 0.1 * rand_like(sums) if number is None and sums.is_floating_point() else sums
+    def draw_numbers(x):
+        return rand_like(x) if number is None else rand_like(x).masked_fill_(rand_like(x) < 0.5, number)
 
-    monkeypatch.setattr(torch.Tensor, "cumsum", add_noise)
-    if number is not None:
-        monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, number))
+    monkeypatch.setattr(torch, "rand_like", draw_numbers)
     tours, _ = am.construct_tours(points, encoded, multistart, sample=True)
-    rest = tours[..., 1:] if multistart else tours
     assert torch.equal(tours.sort(-1).values, torch.arange(6).expand_as(tours))
-    assert number is None or torch.equal(rest, rest.sort(-1, descending=number == 0).values)
+    assert len({tuple(tour) for tour in tours.flatten(0, 1).tolist()}) > 100
+
+
+def mask_as_pairs(points, visit_time, steps):
+    """Visit node i before node i + N / 2; another rule than that of the script."""
+    n = visit_time.shape[-1] // 2
+    times = torch.cat((torch.full_like(visit_time[..., :n], -1), visit_time[..., :n]), -1)
+    is_open = (visit_time.unsqueeze(2) >= steps.unsqueeze(1)) & (times.unsqueeze(2) < steps.unsqueeze(1))
+    return torch.where(is_open, 0.0, -torch.inf)
+
+
+@torch.no_grad()
+def test_one_mask_says_where_tours_begin_and_go(monkeypatch):
+    """With another rule, tours of all kinds keep it, and the probabilities of all tours that keep it sum to 1."""
+    monkeypatch.setattr(am, "mask_nodes", mask_as_pairs)
+    points, agent = draw(5, 6), make_agent().eval()
+    every = torch.tensor(list(itertools.permutations(range(6))))
+    time = every.argsort(-1)
+    is_kept = (time[:, :3] < time[:, 3:]).all(-1)
+    log_likelihood, start = am.score_tours(points, agent(points), every[is_kept].expand(5, -1, -1))
+    p = (log_likelihood + start[:, every[is_kept][:, 0]]).exp()
+    torch.testing.assert_close(p.sum(1), torch.ones(5))
+    assert is_kept.sum() == 90 and (start[:, 3:] == -torch.inf).all()
+    for sample in (False, True):
+        tours, _ = am.construct_tours(points, agent(points), multistart=True, sample=sample)
+        times = tours.argsort(-1)
+        assert (times[..., :3] < times[..., 3:]).all() and torch.equal(
+            tours[:, :3, 0], torch.arange(3).expand(5, 3)
+        )
+    greedy, _ = am.construct_tours(points, agent(points))
+    several, _ = am.construct_tours(points, agent(points), multistart=True)
+    assert torch.equal(
+        several[:, 3:], greedy.expand(-1, 3, -1)
+    )  # where a tour may not begin, it begins as that
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 8, 32])
+def test_attention_is_scaled_by_the_size_of_its_heads(monkeypatch, num_heads):
+    monkeypatch.setattr(am, "NUM_HEADS", num_heads)
+    q, k, v = torch.randn(3, 2, 7, 128).double()
+    mask = torch.where(torch.rand(2, 1, 7, 7) < 0.5, -torch.inf, 0.0).double()
+    mask[..., 0] = 0
+    heads = [am.split_heads(x) for x in (q, k, v)]
+    expected = functional.scaled_dot_product_attention(*heads, mask).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(am.attend(q, *heads[1:], mask), expected)
 
 
 def test_symmetries_keep_lengths_and_are_eight():
@@ -229,25 +272,35 @@ def test_instances_are_uniform_or_gaussian():
 # REINFORCE
 
 
-@pytest.mark.parametrize(("world_size", "mean"), [(1, 1.0), (4, 1.0), (4, 0.5)])
+@pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("shift", [-3.0, -1.65, -1.0, 0.0, 0.5])
-def test_the_t_test_is_that_of_scipy_and_of_all_processes(monkeypatch, shift, world_size, mean):
-    """Levels a little above and below the p-value of 10,000 correlated pairs give different answers.
-
-    Four processes with the same statistic t have 2 t together, and t if the statistic of two of them is 0.
-    """
+def test_the_t_test_is_that_of_scipy_on_the_instances_of_all_processes(monkeypatch, shift, world_size):
+    """Levels a little above and below the p-value of 10,000 correlated pairs give different answers."""
     agent, best = mock.Mock(return_value=0), mock.Mock(return_value=1)  # the column that lengths are in
     monkeypatch.setattr(am, "construct_tours", lambda points, column: (None, points[:, :1, column]))
     monkeypatch.setattr(am, "WORLD_SIZE", world_size)
-    monkeypatch.setattr(am, "average", lambda x: x * mean)
     rng = np.random.default_rng(int(100 * shift) % 7)
     pairs = 5.0 + rng.normal(size=(10_000, 1)) + 0.1 * rng.normal(size=(10_000, 2))
     pairs[:, 0] += shift * 0.14 / 100
-    z = stats.norm.ppf(stats.ttest_rel(*pairs.T, alternative="less").pvalue) * mean * world_size**0.5
-    points = torch.from_numpy(pairs)[:, None]
-    assert am.is_better(agent, best, points, stats.norm.cdf(z + 0.01))
-    assert not am.is_better(agent, best, points, stats.norm.cdf(z - 0.01))
-    assert not am.is_better(agent, agent, points, 0.5)  # equal tours are not better
+    z = stats.norm.ppf(stats.ttest_rel(*pairs.T, alternative="less").pvalue)
+    d = torch.from_numpy(pairs[:, 0] - pairs[:, 1])
+    parts = torch.from_numpy(pairs)[:, None].chunk(world_size)
+
+    def decide(level):
+        """The answer of the first process, which gets the sums of all: of d, then of squares around the mean."""
+        sums = iter((d.sum(), (d - d.mean()).square().sum()))
+        own = iter((d[: len(parts[0])].sum(), (d[: len(parts[0])] - d.mean()).square().sum()))
+
+        def total(x):
+            torch.testing.assert_close(x, next(own))
+            return next(sums)
+
+        monkeypatch.setattr(am, "total", total)
+        return am.is_better(agent, best, parts[0], level)
+
+    assert decide(stats.norm.cdf(z + 0.01)) and not decide(stats.norm.cdf(z - 0.01))
+    monkeypatch.setattr(am, "total", lambda x: x)
+    assert not am.is_better(agent, agent, parts[0], 0.5)  # equal tours are not better
 
 
 @torch.no_grad()
@@ -291,13 +344,13 @@ def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloa
 
 def test_weight_decay_is_decoupled_and_of_what_adam_trains():
     """Without gradients, a step multiplies Adam's weights by 1 - 0.01 * 0.1, and Muon's stay."""
-    parts = am.set_up(am.Args(), None, CPU)
-    agent, before = parts["agent"], copy.deepcopy(parts["agent"])
+    agent = make_agent()
+    before = copy.deepcopy(agent)
     for p in agent.parameters():
         p.grad = torch.zeros_like(p)
-    for name in ("optimizer", "muon"):
-        parts[name].param_groups[0].update(lr=0.01, weight_decay=0.1)
-        parts[name].step()
+    for optimizer in am.make_optimizers(agent, am.Args()):
+        optimizer.param_groups[0] |= {"lr": torch.tensor(0.01), "weight_decay": 0.1}
+        optimizer.step()
     torch.testing.assert_close(agent.placeholders, before.placeholders * 0.999)
     torch.testing.assert_close(agent.project_k.weight, before.project_k.weight, rtol=0, atol=0)
 
@@ -321,7 +374,7 @@ def updates(monkeypatch):
         call.weights, call.best = (x and flatten(x.state_dict()) for x in (agent, baseline_policy))
         call.points = points.clone()
         call.decay = [x.param_groups[0]["weight_decay"] for x in optimizers]
-        call.rates = [x.param_groups[0]["lr"] for x in optimizers]
+        call.rates = [float(x.param_groups[0]["lr"]) for x in optimizers]
         calls.append(call)
         return update(agent, baseline_policy, optimizers, args, points)
 
@@ -336,7 +389,7 @@ def test_the_best_policy_follows_the_t_test_on_instances_of_a_file(tmp_path, mon
     """
     asked, drawn, path = [], [], tmp_path / "train.txt"
     path.write_text("".join(GAUSSIAN.read_text().splitlines(True)[:5]))
-    stored = am.read_instances(str(path)).points.float()
+    stored = am.to_unit_square(am.read_instances(str(path)).points).float()
 
     def is_better(agent, best, points, level):
         asked.append(flatten(agent.state_dict()))
@@ -345,10 +398,10 @@ def test_the_best_policy_follows_the_t_test_on_instances_of_a_file(tmp_path, mon
         return len(asked) == 2
 
     monkeypatch.setattr(am, "WORLD_SIZE", 2)
-    monkeypatch.setattr(am, "average", lambda x: x)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(am, "total", lambda x: x)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: None)
     monkeypatch.setattr(am, "is_better", is_better)
-    flags = f"--train-path {path} --baseline rollout --baseline-instances 30 --baseline-level 0.2"
+    flags = f"--train-path {path} --baseline rollout --baseline-instances 30 --baseline-level 0.2 --seed 2"
     done = run(tmp_path / "runs", SHORT, *flags.split())
     folder = done.path
     checkpoint = load(folder / "checkpoint.pt")
@@ -365,7 +418,7 @@ def test_the_best_policy_follows_the_t_test_on_instances_of_a_file(tmp_path, mon
     for points in (torch.cat([x.points for x in updates]), torch.cat(drawn)):
         assert {*map(str, points.tolist())} == {*map(str, stored.tolist())}
     path.unlink()
-    assert folder.name.startswith("train__") and "scored on 4 random instances of tsp6-uniform" in done.out
+    assert folder.name.startswith("train__") and "scored on tsp6-uniform" in done.out
     assert "eval/greedy_length" in evaluate_file(capsys, folder / "best.pt")
 
 
@@ -398,8 +451,10 @@ def test_every_update_has_its_rates_matrices_and_instances(tmp_path, monkeypatch
 
 def test_losses_are_means_over_an_epoch_and_end_the_run_if_they_are_not_finite(tmp_path, monkeypatch, capsys):
     """With one line; the last checkpoint stays. Seconds are those of training: an update takes 1 s here."""
+    names = "policy_loss", "tour_length", "baseline_length", "grad_norm"
     rows, clock = torch.arange(32.0).view(8, 4), [0.0]
-    rows[7, 1], numbers = math.nan, iter(rows)
+    rows[7, 1] = math.nan
+    numbers = iter([dict(zip(names, row, strict=True)) for row in rows])
 
     def spend(seconds, answer):
         clock[0] += seconds
@@ -408,12 +463,17 @@ def test_losses_are_means_over_an_epoch_and_end_the_run_if_they_are_not_finite(t
     monkeypatch.setattr(am.time, "process_time", lambda: clock[0])
     monkeypatch.setattr(am, "update_weights", lambda *args: spend(1.0, next(numbers)))
     monkeypatch.setattr(am, "evaluate", lambda *args: spend(100.0, ({"eval/greedy_length": 1.0}, None)))
-    line = fail_with(capsys, am.main, [*SHORT.split(), "--run-dir", str(tmp_path)])
-    assert line.endswith("error: tsp6-uniform: losses are not finite at instance 32")
-    (path,) = tmp_path.iterdir()
+    path = tmp_path / "nan.txt"
+    path.write_text("0 0 1 0 1 1\n")
+    line = fail_with(
+        capsys, am.main, [*SHORT.split(), "--train-path", str(path), "--run-dir", str(tmp_path / "runs")]
+    )
+    assert "error: losses/tour_length is nan at step 32" in line
+    (path,) = (tmp_path / "runs").iterdir()
+    assert path.name.startswith("nan__")
     scalars = read_scalars(path)
-    for i, name in enumerate(am.METRICS):
-        assert scalars[f"losses/{name}"] == [(8 * (k + 1), 8 * k + 2 + i) for k in range(3)]
+    for i, name in enumerate(names):
+        assert scalars[f"losses/{name}"][:3] == [(8 * (k + 1), 8 * k + 2 + i) for k in range(3)]
     assert [x for _, x in scalars["charts/cpu_seconds"]] == [2.0, 4.0, 6.0]
     progress = load(path / "checkpoint.pt")["progress"]
     assert [progress[x] for x in ("iteration", "step", "eval_steps", "cpu_seconds")] == [3, 24, 12, 6.0]
@@ -428,7 +488,7 @@ def test_gaps_are_means_of_ratios_and_of_the_shortest_proposal(monkeypatch):
     instances = make_instances(torch.stack((square, 10 * square)), torch.arange(4).expand(2, -1))
     crossed, around, calls = torch.tensor([0, 2, 1, 3]), torch.tensor([1, 2, 3, 0]), []
 
-    def construct(points, encoded, multistart):
+    def construct(points, encoded, multistart=False):
         calls.append(multistart)
         is_last = (points[:, 2] < 0).all(1) & (points[:, 1, 1] != 0)  # flipped, and both signs are minus
         tours = torch.where(is_last[:, None], around, crossed)
@@ -441,6 +501,12 @@ def test_gaps_are_means_of_ratios_and_of_the_shortest_proposal(monkeypatch):
     numbers = [mean, gap, 0, mean, gap, 0, 22, 0, 0]
     assert scores == pytest.approx(dict(zip(names, numbers, strict=True)), abs=1e-9)
     assert torch.equal(tours, around.expand(2, -1)) and calls == [False, True] + [True] * 8
+    # A cost may be negative: 10 above -20 is a gap of 50 %
+    cheap = instances._replace(measure=lambda points, tours: am.tour_length(points, tours) - 100)
+    scores, _ = am.evaluate(make_agent(), cheap, CPU, ("greedy",))
+    costs = [2 + 2 * math.sqrt(2), 20 + 20 * math.sqrt(2)]
+    expected = np.mean([100 * (x - y) / (100 - y) for x, y in zip(costs, (4, 40), strict=True)])
+    assert scores["eval/greedy_gap"] == pytest.approx(expected)
     longer = instances._replace(tours=torch.stack((torch.arange(4), crossed)))
     scores, _ = am.evaluate(make_agent(), longer, CPU, ("greedy",))
     assert scores["eval/greedy_gap"] == pytest.approx(gap / 2)
@@ -478,7 +544,7 @@ def test_the_networks_of_the_repository_solve_files_of_another_program(tmp_path,
     lengths = measure(data.points, solved.tours)
     gaps = 100 * (lengths / measure(data.points, data.tours) - 1)
     found = [scores[f"eval/multistart_x8_{name}"] for name in ("length", "gap", "gap_std")]
-    assert found == [round(x, 4) for x in (lengths.mean(), gaps.mean(), gaps.std())]
+    assert found == [float(f"{x:.5g}") for x in (lengths.mean(), gaps.mean(), gaps.std())]
     assert np.loadtxt(tmp_path / "tours" / "few.txt.lengths") == pytest.approx(lengths, rel=1e-9)
     gaps = [scores[f"eval/{decoding}_gap"] for decoding in am.DECODINGS]
     assert all(-1e-6 <= gap < limit for gap, limit in zip(gaps, limits, strict=True)), gaps
@@ -506,7 +572,7 @@ def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, monkeypatch, ca
     points, _, measure_tours = read_tsplib(str(data))
     path = tmp_path / "no" / "tours" / "BERLIN52.tour"
     length = measure_tours(points, read_tour(path, 52)[None, None]).item()
-    assert scores["eval/multistart_x8_length"] == length and 7542 <= length < 8500
+    assert scores["eval/multistart_x8_length"] == length and 7542 <= length < 8500  # a whole number
     assert float(Path(f"{path}.lengths").read_text()) == length
 
 
@@ -523,11 +589,10 @@ def test_texts_of_instances(tmp_path):
 
     Blank lines, a byte order mark and line ends of other systems are read.
     """
-    args = am.Args(solve=str(tmp_path), data="y/x.txt")
     instances = read(tmp_path, "0.1000000000000001 -1e-320 1 2 3 4 output 2 1 3 2")
     assert instances.points.tolist() == [[[0.1000000000000001, -1e-320], [1, 2], [3, 4]]]
     assert instances.tours.tolist() == [[1, 0, 2]]
-    am.write_tours(args, instances, instances.tours)
+    tsplib.write_tours(str(tmp_path), "y/x.txt", instances, instances.tours)
     text = (tmp_path / "x.txt").read_text()
     assert text == "0.1000000000000001 -1e-320 1.0 2.0 3.0 4.0 output 2 1 3 2\n"
     instances = read(tmp_path, "\ufeff0 0 1 0 1 1\r\n\r\n-2e1 0 1 0 1 1\r\n\n")
@@ -547,6 +612,7 @@ REFUSED = {
     "0 0 1 0 1 1 output 1 2 3\n": ":1: the tour must visit each node once and return to its first one",
     "0 0 1 0 1 1 output 1 2 3 2\n": ":1: the tour must visit each node once and return to its first one",
     "0 0 1 0 1 1 output 1 2 3.5 1\n": ":1: must be `x y x y x y`",
+    f"{GOOD}7 8 7 8 7 8\n": ":2: must have nodes at different places; all of its nodes coincide",
 }
 
 
@@ -562,6 +628,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(am, "evaluate", lambda *args: 1 / 0)
     shutil.copy(TSP20, "good.pt")
+    torch.save({name: x for name, x in load(TSP20).items() if name != "agent"}, "agentless.pt")
     Path("good.txt").write_text("0 0 1 0 1 1\n")
     Path("bad.tsp").write_text("garbage\n")
     before, solve = {*tmp_path.rglob("*")}, "--data good.txt --evaluate good.pt --solve"
@@ -570,14 +637,50 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, cap
         ("--data .", "Is a directory"),
         ("--data bad.tsp", "bad.tsp:1: must be `KEY : value`"),
         ("--solve new --data good.txt", "--solve needs --evaluate and --data"),
+        ("--evaluate agentless.pt", "agentless.pt: not the network of"),
+        ("--resume agentless.pt", "agentless.pt: not the network of"),
         (f"{solve} good.txt", "--solve good.txt: must be a new folder (File"),
         (f"{solve} good.pt/x", "must be a new folder (Not a directory)"),
     ):
         assert message in fail_with(capsys, am.main, flags.split())
         assert {*tmp_path.rglob("*")} == before, flags
-    monkeypatch.setattr(am, "WORLD_SIZE", 2)  # each process would write the tours
-    line = fail_with(capsys, am.main, f"{solve} new".split())
-    assert "--solve needs --evaluate and --data, and one process" in line
+
+
+def test_instances_to_train_on_lose_their_offset_before_they_lose_digits(tmp_path, updates):
+    """UTM metres: 640 points within 3 m are 640 points, and the loss is in units of the size of an instance."""
+    points = np.random.default_rng(0).random((64, 10, 2)) * 3
+    for name, offset in (("utm", (500_000, 5_400_000)), ("local", (0, 0))):
+        lines = [" ".join(f"{x:.3f}" for x in row.ravel()) for row in points + offset]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+        flags = (
+            f"--num-epochs 1 --steps-per-epoch 20 --batch-size 32 --eval-episodes 0 --train-path {tmp_path}"
+        )
+        run(tmp_path / name, f"{flags}/{name}.txt")
+    utm, local = (torch.cat([x.points for x in calls]) for calls in (updates[:20], updates[20:]))
+    torch.testing.assert_close(utm, local, rtol=0, atol=1e-6)
+    assert (
+        len(utm.flatten(0, 1).unique(dim=0)) > 640 - 20 - 64
+    )  # 64 corners may coincide, and as many be left out
+    assert utm.amin(1).abs().max() == 0 and torch.equal(utm.amax((1, 2)), torch.ones(640))
+
+
+def test_a_decoding_is_an_entry_and_is_tried_before_training(tmp_path, monkeypatch, capsys):
+    """A new one is scored by its own function; a broken one ends the run before its folder is made."""
+
+    def decode_upwards(agent, points):
+        return torch.arange(points.shape[1]).expand(len(points), 1, -1)
+
+    monkeypatch.setitem(am.DECODINGS, "upwards", decode_upwards)
+    path = run(tmp_path / "runs", SHORT).path
+    scores = evaluate_file(capsys, path / "best.pt", "--data", GAUSSIAN)
+    data = am.read_instances(str(GAUSSIAN))
+    length = measure(data.points, torch.arange(20).expand(len(data.points), -1)).mean()
+    assert scores["eval/upwards_length"] == pytest.approx(length, rel=1e-4)
+    assert len(read_scalars(path)["eval/upwards_length"]) == 1
+    monkeypatch.setitem(am.DECODINGS, "broken", lambda agent, points: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "none", SHORT)
+    assert not (tmp_path / "none").exists()
 
 
 # Learning

@@ -1,0 +1,100 @@
+"""What the recipes for change detection must bring about."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import read_scalars
+from PIL import Image
+from test_contract import load, run_edited
+
+QUICK = "--image-size 16 --batch-size 8 --num-envs 16 --num-minibatches 2"
+BACKBONE = """
+import torch
+
+class Backbone(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Conv2d(3, 32, 4, 2), torch.nn.BatchNorm2d(32), torch.nn.ReLU())
+"""
+
+
+def check_backbone(path, folder):
+    """It is that of the file to the end, its statistics too. What joins its features is trained, and maps are made."""
+    (folder / "my_backbone.py").write_text(BACKBONE)
+    names = {}
+    exec(BACKBONE, names)
+    backbone = names["Backbone"]()
+    backbone[1].running_mean.fill_(0.3)
+    torch.save(backbone.state_dict(), folder / "backbone.pt")
+    flags = f"{QUICK} --coarse-size 1 --num-train-pairs 64 --detector-iterations 3 --ppo-iterations 2"
+    done, module = run_edited(path, f"{flags} --eval-episodes 20")
+    agent = load(done.path / "checkpoint.pt")["agent"]
+    for name, x in backbone.state_dict().items():
+        assert torch.equal(agent[f"detector.backbone.{name}"], x), name
+    args = module.Args(**load(done.path / "checkpoint.pt")["args"])
+    torch.manual_seed(module.seed_everything(args.seed, 0))
+    fresh = module.Agent(args)
+    assert not torch.equal(agent["detector.join.weight"], fresh.detector.join.weight)
+    (test,) = module.load_pairs(args, torch.device("cpu"), ["test"])
+    fresh.load_state_dict(agent)
+    assert module.predict(fresh, args, test)[0].shape == (20, 16, 16)
+
+
+def check_bands(path, folder):
+    """A change that only the fourth band shows is found; all colours are noise."""
+    rng = np.random.default_rng(0)
+    for split, i in ((split, i) for split in ("train", "val", "test") for i in range(12)):
+        label = np.kron(rng.random((4, 4)) < 0.3, np.ones((8, 8))).astype(np.uint8)
+        images = rng.integers(0, 256, (2, 32, 32, 4), np.uint8)
+        images[..., 3] = 60
+        images[1, ..., 3] += 120 * label
+        for kind, x in (("A", images[0]), ("B", images[1]), ("label", 255 * label)):
+            (folder / "set" / split / kind).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(x).save(folder / "set" / split / kind / f"{i}.png")
+    with pytest.MonkeyPatch.context() as patch:
+        from envs_shared import change_pairs
+
+        patch.setattr(change_pairs, "NUM_BANDS", 3)  # put back what the copy sets
+        flags = f"{QUICK} --data-dir {folder / 'set'} --detector-iterations 5 --ppo-iterations 1"
+        done, module = run_edited(path, flags)
+        assert change_pairs.NUM_BANDS == 4
+    agent = load(done.path / "checkpoint.pt")["agent"]
+    assert agent["detector.backbone.0.weight"].shape[1] == 8
+    assert agent["detector.read_date.weight"].shape[1] == 4
+    assert read_scalars(done.path)["eval/f1"][-1][1] > 0.8
+
+
+def check_iou(path, folder):
+    """The worth is the gain in IoU by brute force, the price that of `--cost` in IoU, and IoU decides."""
+    flags = f"{QUICK} --num-train-pairs 64 --detector-iterations 2 --ppo-iterations 2 --eval-episodes 20 --cost 0.2"
+    done, module = run_edited(path, flags)
+    scalars = {tag: x[-1][1] for tag, x in read_scalars(done.path).items()}
+    assert scalars["eval/net"] == pytest.approx(scalars["eval/iou"] - 0.2 * scalars["eval/looks"], abs=1e-6)
+    assert "so a look costs (2 - F1) x 0.0" in done.out and "all looks cost 0.40 of IoU" in done.out
+    # Of many pixels, some are predicted and as many are changed; one more is predicted
+    num_pixels, num_hits, num_changed = 10**6, 60_000, 100_000
+    f1, iou = num_hits / num_changed, num_hits / (2 * num_changed - num_hits)
+    for label in (0.0, 1.0):
+        logits, labels = torch.full((1, 1, 1, 1), 5.0), torch.full((1, 1, 1, 1), label)
+        worth = module.compute_worth(logits, labels, torch.tensor(f1), 0.0).item()
+        more = (num_hits + label) / (2 * num_changed + 1 - num_hits - label)
+        union = 2 * num_changed - num_hits
+        assert worth / union == pytest.approx(more - iou, rel=1e-3)
+    # If the mean worth rises by the price, IoU rises by --cost
+    args = module.Args(**load(done.path / "checkpoint.pt")["args"])
+    agent = module.Agent(args)
+    agent.share.fill_(num_changed / num_pixels)
+    agent.running_f1.fill_(f1)
+    agent.up.weight.data.zero_()  # a look changes nothing
+    pairs = module.load_pairs(args, torch.device("cpu"), ["val"])[0]
+    images, labels = module.change_pairs.split_labels(pairs, args)
+    with torch.no_grad():
+        rollout, _ = module.play(agent, images, labels, args, lambda row: torch.ones_like(row["is_active"]))
+    price = -rollout["rewards"].mean().item()
+    assert price * num_pixels / union == pytest.approx(args.cost, rel=1e-4)
+
+
+CHECKS = {
+    "A frozen, pretrained backbone": check_backbone,
+    "Four bands": check_bands,
+    "Another reward: IoU": check_iou,
+}
