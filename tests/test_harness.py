@@ -90,7 +90,9 @@ def test_the_suites_parse_against_the_scripts(path):
         flags = [*words[words.index(cell.path) + 1 :], "--seed", "1", "--run-dir", "runs"]
         if launcher == "torchrun":
             assert get_args_parser().parse_args(words).training_script == cell.path
-        script = {"r2d2_transformer": "r2d2_lstm"}.get(cell.script, cell.script)  # an edited copy has its flags
+        script = {"r2d2_transformer": "r2d2_lstm"}.get(
+            cell.script, cell.script
+        )  # an edited copy has its flags
         if (ROOT / "algos" / f"{script}.py").exists():
             tyro.cli(importlib.import_module(f"algos.{script}").Args, args=flags)
         else:
