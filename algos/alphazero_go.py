@@ -11,9 +11,10 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
         --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # source
 
 The last command, `source` in the docs, has the values of the note 架构 ("architecture") that this script was
-written from: it trains on the largest losses alone, plays best or uniformly random moves, and ignores the score.
-It wins 12 % of its games against plain MCTS with as many simulations; the defaults win all. In runs of eight
-epochs the defaults won 98 %, training on random records 98 %, and training on the largest losses alone 54 %.
+written from: it trains on the largest losses alone, plays best or uniformly random moves, and ignores the
+score. It wins 12 % of its games against plain MCTS with as many simulations; the defaults win all. In runs of
+eight epochs the defaults won 98 %, training on random records 98 %, and training on the largest losses alone
+54 %.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
@@ -27,16 +28,17 @@ Values are from 0 to 1, for the side to move; v for one side is 1 - v for the ot
 
 A simulation follows eq. 1 from the root to a new position s'; eq. 2 then updates each edge of its path with
 v = V(s'), or the result if the game is over. Q(root) is the mean of V(root) and all v. An epoch plays until
-there are enough new records. A full pool keeps those with the largest loss, and the network trains on records of
-largest loss and on random ones. The first epochs learn V from random games, and the next ones search by classic
-UCB.
+there are enough new records. A full pool keeps those with the largest loss, and the network trains on records
+of largest loss and on random ones. The first epochs learn V from random games, and the next ones search by
+classic UCB.
 
 Shapes: G parallel games, R some of them, M nodes of a tree, A moves, E edges, K symmetries, B records;
 G and B are those of one process.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
-nothing of AlphaZero in it: run folder, log, checkpoints, processes and the command line. `go` are the rules of a
-game, of envs_shared/go.py or another file in its place: its docstring says what this script asks of a game.
+nothing of AlphaZero in it: run folder, log, checkpoints, processes and the command line. `go` are the rules
+of a game, of envs_shared/go.py or another file in its place: its docstring says what this script asks of a
+game.
 """
 
 # /// script
@@ -73,12 +75,13 @@ from envs_shared.go import make_game
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record the search and the minibatch; replaying them saves CPU overhead. Set it to False for edits that
-# need the host in between, such as print, .item() or `if` on a tensor
+# On one GPU, record the search and the minibatch; replaying them saves CPU overhead. Set it to False for
+# edits that need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
 # What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
 # written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
-# message about a checkpoint that does not fit. SCORE: what decides which network best.pt holds; see score_network
+# message about a checkpoint that does not fit. SCORE: what decides which network best.pt holds; see
+# score_network
 TASK_SETTINGS = ("env_id", "komi")
 NETWORK_FLAGS = "--env-id, --blocks, --channels, --num-games"
 SCORE = "summed lead"
@@ -113,8 +116,8 @@ class Args:
     bf16: bool = False  # run the network in bfloat16
 
     # The search
-    simulations_start: int = 32  # simulations per move in the first epoch
-    simulations_end: int = 48  # simulations per move in the last epoch, in the last match and with --gtp
+    simulations_start: int = 32  # simulations per move at the start of the schedule, see get_stage
+    simulations_end: int = 48  # simulations per move in the last epoch, against plain MCTS and with --gtp
     num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; 2 is faster on two cores, not on a GPU
     pseudo_limit: float = 0.1  # with two workers, limit k: a tree has at most k N(root) pseudo-visits
     c_puct: float = 0.5  # exploration c, eq. 1 and classic UCB
@@ -123,10 +126,10 @@ class Args:
     dirichlet_alpha: float = 0.4  # concentration of the noise, eq. 3; about 10 / A
 
     # Self-play
-    num_games: int = 64  # parallel games of self-play G, in total across processes
+    num_games: int = 64  # parallel games of self-play in total; each process has its share G
     epsilon_start: float = 0.0  # share of random moves in the first epoch
     epsilon_end: float = 0.0  # share of random moves in the last epoch
-    draw_moves: float = 0.33  # share of the points: so many first moves are drawn from pi, later ones best
+    draw_moves: float = 0.33  # a game's first draw_moves * points moves are drawn from pi, later ones best
     num_epochs: int = 30  # epochs, including pretraining
     pretrain_value_epochs: int = 2  # first epochs, which learn V from random games and no policy
     pretrain_search_epochs: int = 2  # epochs after those, which search by classic UCB
@@ -137,7 +140,7 @@ class Args:
     train_fraction: float = 0.15  # records trained on per epoch, as a share of the pool
     random_fraction: float = 0.75  # share of a minibatch drawn at random; the rest has the largest loss
     max_age: int = 30  # epochs after which a record is replaced first (0: never)
-    batch_size: int = 128  # records of a minibatch B, in total across processes
+    batch_size: int = 128  # records of a minibatch in total; each process has its share B
     learning_rate: float = 4e-3  # AdamW learning rate
     anneal_lr: bool = True  # lower the learning rate linearly, to a hundredth in the last epoch
     weight_decay: float = 1e-2  # AdamW weight decay
@@ -225,6 +228,7 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
 
     If fewer than B records have this turn, the batch is smaller; fixed shapes need B of them.
     """
+    # Rows to choose from: those of this turn or, with fixed shapes, all, of which is_other marks the others
     has_turn = pool.turn == turn
     rows = torch.arange(len(has_turn), device=has_turn.device)
     if not fixed_shapes:
@@ -234,8 +238,8 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
     # The minibatch: of random_fraction 0.75 and B = 128, 32 records of largest loss and 96 others
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
     ranked = loss.masked_fill(is_other, -1).topk(num_ranked).indices
-    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those of another
-    # turn, which only fixed shapes leave among the rows
+    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those of
+    # another turn, which only fixed shapes leave among the rows
     keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
@@ -320,8 +324,9 @@ class Search:
 
         root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 ends the path
 
-    Both change only where statistics change. All values are for the side to move at their node. `evaluator` is a
-    function from boards [R] and their legal moves [R, A] to logits [R, A] and values [R].
+    They change where statistics change, and `next` also where a child is added. All values are for the side
+    to move at their node. `evaluator` is a function from boards [R] and their legal moves [R, A] to logits
+    [R, A] and values [R].
 
     If `go.fixed_shapes` is set, a simulation computes all games, and the host never waits: a game that has
     nothing to compute reads and writes `nowhere`.
@@ -385,14 +390,14 @@ class Search:
         self.backup(edges, leaves)
 
     def find(self, mask):
-        """Return the rows where a mask [R] is true; with fixed shapes all, and the others must count for nothing."""
+        """Return the rows where a mask [R] is true. With fixed shapes all: callers send the others to `nowhere`."""
         return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
 
     def select(self, games):
         """Follow `next` from the roots of games [R]; returns edges [3, E], and the nodes where paths end [G].
 
-        An edge is a game, a node and a move. The last edge of a path leads to a child that does not exist yet.
-        If the path ends where the game is over, or at a pending node, its last edge leads there.
+        An edge is a game, a node and a move. The last edge of a path leads to a child that does not exist
+        yet. If the path ends where the game is over, or at a pending node, its last edge leads there.
 
         The paths are found by pointer doubling. `path` has the first k nodes, `jump` leads k nodes further:
 
@@ -428,7 +433,8 @@ class Search:
 
         Returns the leaves [G], which are the new nodes or other ends, and the new nodes as `add` does.
         """
-        # The games whose end is open. Others, which only fixed shapes leave, have `nowhere` for parent and child
+        # The games whose end is open. Others, which only fixed shapes leave, have `nowhere` for parent and
+        # child
         is_open = self.status[games, ends[games]] == OPEN
         rows = self.find(is_open)
         games = games[rows]
@@ -452,7 +458,8 @@ class Search:
         is_over = boards.is_over
         self.status[games, nodes] = torch.where(is_over, OVER, PENDING)
         if self.go.fixed_shapes or is_over.any():
-            # The value of a game's end is its result
+            # The value of a game's end is its result. With fixed shapes, others get one too: open()
+            # overwrites it
             rows = self.find(is_over)
             z = compute_result(self.go.score(boards.pick(rows)), self.args, self.go.num_points)
             self.value[games[rows], nodes[rows]] = torch.where(boards.to_play[rows] == 1, z, 1 - z)
@@ -472,7 +479,8 @@ class Search:
     def open(self, games, nodes, legal, logits, values):
         """Store what the evaluator found for nodes [R], and their first Q and best moves."""
         self.value[games, nodes] = values
-        # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph can record
+        # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph can
+        # record
         self.status[games, nodes] = torch.full_like(nodes, OPEN)
         first_q = values.unsqueeze(1)
         if self.args.first_q == "zero":
@@ -539,10 +547,11 @@ MAX_DESCENTS = 8  # attempts of a worker to find a leaf that the other one does 
 def find_leaves(search, games):
     """Select paths in games [R] that end at a leaf which no worker evaluates yet.
 
-    A path may end at a leaf of the other worker. It then gets a pseudo-visit, which lowers the scores of its moves,
-    and the next descent may find another leaf. A tree has at most k N(root) pseudo-visits.
+    A path may end at a leaf of the other worker. It then gets a pseudo-visit, which lowers the scores of its
+    moves, and the next descent may find another leaf. A tree has at most k N(root) pseudo-visits.
 
-    Returns the edges [3, E] of the paths found, the ends [G] of all, and a list of the edges with pseudo-visits.
+    Returns the edges [3, E] of the paths found, the node [G] where the last path of each game ended, and a
+    list of the edges with pseudo-visits.
     """
     found = []
     pseudo_edges = []
@@ -570,7 +579,8 @@ def find_leaves(search, games):
 def work(search, left):
     """Find leaves, evaluate them in a thread and, on a GPU, a stream of its own, and back them up, again and again.
 
-    `left` [G] counts the simulations that both workers still have to begin.
+    `left` [G] counts the simulations that both workers still have to begin. This is a generator: it yields
+    while its thread evaluates, and run_two_workers then resumes the other worker.
     """
     thread = ThreadPoolExecutor(1)
     num_threads = torch.get_num_threads()
@@ -758,8 +768,8 @@ def collect_images(self_play, go, search, num_positions, stage, args, bar):
     """
     records = []
     num_found = 0
-    # The first games of a stage begin together. All of them are played to their end: records of those alone that
-    # end first would be records of short games
+    # The first games of a stage begin together. All of them are played to their end: records of those alone
+    # that end first would be records of short games
     is_awaited = torch.full_like(self_play.boards.is_over, self_play.pool is None)
     while num_found < num_positions or is_awaited.any():
         ended, new = play_moves(self_play, go, search, stage, args)
@@ -767,7 +777,8 @@ def collect_images(self_play, go, search, num_positions, stage, args, bar):
         records.append(new)
         bar.update(min(len(new.z), max(0, num_positions - num_found)))
         num_found += len(new.z)
-    return make_images(concatenate(records), go), len(records) * len(is_awaited)
+    num_moves = len(records) * len(is_awaited)  # each call of play_moves made one in each game
+    return make_images(concatenate(records), go), num_moves
 
 
 def alphazero_loss(agent, records, stage):
@@ -802,9 +813,9 @@ def update_network(agent, optimizer, records, num_records, stage):
     optimizer.zero_grad()
     metrics["loss"].backward()
     if stage.value_coef == 1:
-        # Epochs that learn V alone: the last layer of the policy stays as it is, since without a gradient AdamW
-        # does not even decay its weights. The rows of head_conv for the policy decay by half a percent or so. In
-        # another network, name all layers here that only the policy uses
+        # Epochs that learn V alone: the last layer of the policy stays as it is, since without a gradient
+        # AdamW does not even decay its weights. The rows of head_conv for the policy decay by about half a
+        # percent an epoch. In another network, name all layers here that only the policy uses
         agent.policy_head.zero_grad()
     sum_gradients(agent)
     metrics = {name: total(x.detach()) for name, x in metrics.items()}
@@ -821,7 +832,7 @@ def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, arg
     index = sample_pool(pool, turn, batch_size, args.random_fraction, fixed_shapes)
     records = pool.pick(index)
     num_records = total(torch.full((), float(len(index)), device=index.device))
-    # agent.train() also switches on the batch norms of layers that you froze; call eval() on those after it
+    # If you freeze layers: train() makes their batch norms update again, so call eval() on those after it
     metrics = update_network(agent.train(), optimizer, records, num_records, stage)
     loss_after = compute_losses(agent, records, stage)
     pool.loss[index] = loss_after
@@ -850,7 +861,7 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
     # Each process has its own statistics of batch norms, which become their means
     for statistics in agent.buffers():
         if statistics.is_floating_point():
-            total(statistics).div_(WORLD_SIZE)
+            total(statistics).div_(WORLD_SIZE)  # both in place
     return {name: x / num_minibatches for name, x in sums.items()}
 
 
@@ -905,7 +916,8 @@ def play_match(go, players, num_games, komi):
     """Play two functions from boards [R] to moves [R] against each other.
 
     Returns the first one's win rate, its mean margin in points after komi, and the number of moves. Each
-    opening of two random moves is played from both sides. A draw is half a win.
+    opening of two random moves is played from both sides, the last one from one side if num_games is odd. A
+    draw is half a win.
     """
     # The openings
     num_openings = (num_games + 1) // 2
@@ -952,8 +964,8 @@ def evaluate(go, agent, args, best=None):
 def score_network(go, agent, best, args, run):
     """Play against the best network; a new one that wins at least half of the games replaces it in best.pt.
 
-    A win rate depends on the opponent. The score does not: it is the sum of win rates over 1/2, of all networks
-    that were kept. The first network of a run, or of another komi, is kept in any case.
+    The score adds up (win rate - 1/2) over all networks that were kept, so that it rises with each one. The
+    first network of a run, or of another komi, is kept in any case.
     """
     seed_everything(args.seed, 2, run.progress.iteration)
     scores = evaluate(go, agent, args, best)
@@ -977,7 +989,7 @@ def train(args, run):
 
     Numbers that seed_everything gets:
         (seed, 0)                  for the weights, which are the same in every process
-        (seed, 1, epoch, process)  for the games and minibatches of an epoch
+        (seed, 1, epoch, process)  for the games and minibatches of an epoch, from 1 on
         (seed, 2, epoch)           for a match against the best network
         (seed, 3)                  for --evaluate
         (seed, 4)                  for the match against plain MCTS at the end
@@ -1011,7 +1023,8 @@ def train(args, run):
     optimizer.param_groups[0] |= options
     self_play = SelfPlay(go, args.num_games // WORLD_SIZE)
     if WORLD_SIZE == 1:
-        # Games and pool are large: of two processes or more, and in best.pt, they are not saved
+        # Games and pool are large: a single process saves them, and only in checkpoint.pt, which holds
+        # resume_parts
         if run.checkpoint and "games" in run.checkpoint:
             run.load(games=self_play)
         run.resume_parts["games"] = run.parts.pop("games", self_play)
@@ -1082,11 +1095,11 @@ def train(args, run):
         run.bar.set_postfix_str(f"{stage.name}, loss {scalars['losses/loss']:.3f}", refresh=False)
         run.log(num_moves, scalars, (epoch + 1) * epoch_length)
 
-        # Evaluate: how many moves that takes is expected from the longest games
+        # Evaluate. The argument is the largest number of moves that a match can take
         if run.should_evaluate(min(40, args.eval_episodes) * go.max_moves):
             score_network(go, agent, best, args, run)
 
-    # Evaluate the last network
+    # Evaluate the last network, if it has no score yet
     if run.should_evaluate():
         score_network(go, agent, best, args, run)
     text = ""

@@ -10,10 +10,11 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
 
 In: two pictures of one place, of equal size. Out: for each pixel the probability that it has changed, a mask
 of the changed pixels, and where the policy looked. The detector is a small network that is trained here. It
-sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one, and classifies the cells of each
-patch (2 x 2 of its 8 x 8 pixels) as changed or not. A look reads one patch at full resolution and corrects its
-map. Looks cost time or money in practice; here one look at each patch costs `--cost` of F1. The detector is
-trained first, with random looks. Then PPO learns which patches are worth a look.
+sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one. It divides a picture into
+patches of 8 x 8 pixels, a patch into 4 x 4 cells of 2 x 2 pixels, and classifies each cell as changed or not.
+A look reads one patch at full resolution and corrects its map. Looks cost time or money in practice; here one
+look at each patch costs `--cost` of F1. The detector is trained first, with random looks. Then PPO learns
+which patches are worth a look.
 
 A patch may look T times (--num-steps). The last look shows all dates, each earlier look one date less. That is
 a property of the task haze, where haze at the first date tells that the second date is not worth its price.
@@ -24,6 +25,8 @@ Equations of this file. Each patch is an episode. Its cells have labels y (1 is 
         price = 2 share cost, where share is the share of changed pixels in training
     (2) w(p) = mean over the patch's cells of 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7).
         F is a running F1 = 2 TP / (predicted + true) of the maps, and w is the worth of a map
+        A patch's state s is what the policy knows of it, its action a is to stop or to look, V(s) is the sum of
+        rewards that it expects, and the advantage A says how much better than that an action went:
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
@@ -32,10 +35,12 @@ Equations of this file. Each patch is an episode. Its cells have labels y (1 is 
 Why eq. 1 and 2 stand for F1 (units: w and r per cell, F and cost in F1). One more predicted cell adds 2 y to
 the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true): a gain if p > F / 2.
 With about as many cells predicted as changed, predicted + true is 2 share of all cells. So if the mean of w
-rises by 2 share cost, F1 rises by cost. The term with beta pays for maps that become surer without a new cell.
+rises by 2 share cost, F1 rises by cost. The term with beta pays for maps that become surer without a new
+cell.
 
-Shapes: T steps, B pairs, J dates, C bands, h x w patches of a pair, G cells of a patch, D embedding, E features
-that a look shows the policy, K windows, n rows; in pixels, S a picture's side, P a patch's, c a cell's.
+Shapes: T steps, B pairs, J dates, C bands, h x w patches of a pair, G cells of a patch, D embedding, E
+features that a look shows the policy, K windows, n rows; in pixels, S a picture's side, P a patch's, c a
+cell's.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
 nothing of change detection in it: run folder, log, checkpoints, processes and the command line.
@@ -76,10 +81,10 @@ RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
 MAX_PIXELS = 2**17  # pixels of pairs that are evaluated at once, which bounds the memory
-# What the part `Run` must know of this script. If one of these settings changes, older scores mean nothing: the
-# next evaluation is the best
+# What the part `Run` must know of this script. If a resumed run changes one of these settings, older scores
+# mean nothing, and the next evaluation writes best.pt
 TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_episodes num_steps cost".split()
-# Which flags to check if a checkpoint does not fit
+# Named in the message about a checkpoint that does not fit
 NETWORK_FLAGS = "--env-id (pairs of --data-dir and --predict have two dates), "
 NETWORK_FLAGS += "--patch-size, --cell-size, --coarse-size"
 SCORE = "F1 less price on val"  # what decides which policy best.pt holds; higher is better
@@ -166,9 +171,9 @@ class Detector(nn.Module):
         )
         self.num_cells = (args.patch_size // args.cell_size) ** 2  # G
         self.class_head = Conv2d(embed_dim, self.num_cells, 1)
-        # From windows to corrections. The sizes are those of the defaults: a patch of 8 pixels and a border of
-        # one cell of 2 pixels on each side make a window of 12 x 12; the last layers have one number for each
-        # of the 4 x 4 cells
+        # From windows to corrections. The sizes are those of the defaults: a patch of 8 pixels and a border
+        # of one cell of 2 pixels on each side make a window of 12 x 12; the last layers have one number for
+        # each of the 4 x 4 cells
         self.read_date = Conv2d(change_pairs.NUM_BANDS, 16, 2 * args.cell_size, args.cell_size)  # 12 -> 5
         self.refiner = nn.Sequential(
             Conv2d((2 * num_dates - 1) * 16, 32, 2),  # 5 -> 4
@@ -188,8 +193,9 @@ class Detector(nn.Module):
         dates = dates * is_shown[:, :, None, None, None]
         differences = (dates[:, 1:] - dates[:, :1]).abs()  # of the later dates to the first
         corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))  # [K, 1, 4, 4]
-        # The policy gets the range (largest minus smallest value in the window) of each feature of the earlier
-        # dates: haze has a small one. Cross entropy has no reason to put it into the embedding
+        # The policy must see whether an earlier date is hazy. Under haze, each feature has a small range
+        # (largest minus smallest value in the window); cross entropy alone would not keep that in the
+        # embedding
         ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
         return corrections.flatten(1), ranges.flatten(1)
 
@@ -282,8 +288,8 @@ def load_pairs(args, device, splits=change_pairs.SPLITS):
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-# A rollout is a dictionary of tensors [T, B, ...], row t of step t. What you add to a row in `play` is stored and
-# batched too; its first dimension must be B:
+# A rollout is a dictionary of tensors [T, B, ...], row t of step t. What you add to a row in `play` is stored
+# and batched too; its first dimension must be B:
 #     embedding, seen, step_indices    state: [D, h, w], sum of the features shown [E, h, w], and t
 #     cell_logits                      of the map before the step [G, h, w]
 #     is_active                        which patches had not stopped before the step [h, w]
@@ -315,8 +321,8 @@ def cross_entropy(logits, labels):
 
 def detector_loss(agent, images, labels, args):
     """Compute the mean cross entropy of the T + 1 maps before the first and after each of T random looks."""
-    # Each pair has its own rate, the probability that an active patch looks: maps must be right with few looks
-    # and with many
+    # Each pair has its own rate, the probability that an active patch looks: maps must be right with few
+    # looks and with many
     rate = torch.rand(len(images), 1, 1, device=images.device)
     embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
     loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -392,9 +398,9 @@ def prefer(row):
 def play(agent, images, labels, args, rule=prefer, std=None):
     """Play an episode of each patch of pictures [B, J C, S, S] with labels [B, G, h, w].
 
-    An active patch looks if `rule(row)` [B, h, w] is true, of the part of a rollout's row that is known before
-    the action. With `std`, corrections get noise of this standard deviation. Returns the rollout and the final
-    logits of the cells [B, G, h, w].
+    At each step, an active patch looks where `rule(row)` [B, h, w] is true; row holds what the rollout stores
+    before the action. With `std`, corrections get noise of this standard deviation. Returns the rollout and
+    the final logits of the cells [B, G, h, w].
     """
     embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
     # All patches are active (they have not stopped), and none has seen anything
@@ -498,7 +504,7 @@ def ppo_loss(agent, batch, args):
     # The terms of eq. 5
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
-    entropy = F.softplus(logits) - logits * logits.sigmoid()
+    entropy = F.softplus(logits) - logits * logits.sigmoid()  # of the decision
     # next_embedding holds up(correction) as it was sampled, without gradient. Replace it by the mean that the
     # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
@@ -661,7 +667,7 @@ def train(args, run):
         f"are changed, so a look costs {2 * share * args.cost:.4f}, and all looks cost "
         f"{args.num_steps * args.cost:.2f} of F1"
     )
-    if not (val[:, -1] == 1).any():
+    if args.eval_episodes and not (val[:, -1] == 1).any():
         description += "; no val pixel is changed, so the threshold stays 0.5"
     run.open(description, num_iterations, progress.iteration)
 
@@ -682,7 +688,8 @@ def train(args, run):
             images, labels = change_pairs.draw_batch(train_pairs, num_pairs // WORLD_SIZE, args)
             rollout, scalars = collect_rollout(agent, images, labels, args)
 
-            # Update: K epochs over the rollout. train() and eval() matter only to layers such as dropout
+            # Update: update_epochs passes over the rollout. train() and eval() matter only to layers such as
+            # dropout
             agent.train()
             metrics = []
             for minibatch in get_minibatches(rollout, images, labels, args):

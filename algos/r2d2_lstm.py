@@ -7,9 +7,9 @@ Paper: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed Rein
     torchrun --nproc-per-node 2 r2d2_lstm.py        # two GPUs, or with --no-cuda two CPU processes
     python r2d2_lstm.py --evaluate runs/NAME/best.pt --eval-episodes 100
 
-The default task, RepeatFirst, shows 52 cards one by one, and always asks for the first one. A policy that sees
-only the last 16 cards cannot know it. PPO on all 52 cards learns this faster. An LSTM pays off if whole episodes
-do not fit into a stack of observations.
+The default task, RepeatFirst, shows 52 cards one by one, and always asks for the first one. A policy that
+sees only a stack of the last few cards cannot know it. PPO on a stack of all 52 learns this faster: an LSTM
+pays off if whole episodes do not fit into a stack.
 
 Equations of the paper and of the papers it builds on; the numbering is ours:
     (1)  h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, the value rescaling
@@ -20,7 +20,7 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
     (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)), the probability of a random action in environment i
 
 A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
-that only provide targets. There are four differences to the paper: windows begin learn_length steps apart, so
+that only provide targets. The main differences to the paper: windows begin learn_length steps apart, so
 that each step is trained in exactly one window (the paper's overlap by half); rewards in targets are divided by
 their root mean square; gradients are clipped; Adam has its usual eps of 1e-8.
 
@@ -55,18 +55,19 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, and in that of this file or its parent
+# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, and in that of this file or its
+# parent
 HERE = Path(__file__).resolve().parent
 sys.path += [os.getcwd(), str(HERE), str(HERE.parent)]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits that
-# need the host in between, such as print, .item() or `if` on a tensor
+# On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits
+# that need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
 # What the part `Run` must know of this script
-TASK_SETTINGS = ("env_id",)  # if one of them changes, the next evaluation counts as the best
-NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"  # of what a checkpoint must fit
+TASK_SETTINGS = ("env_id",)  # if --resume changes one, the next evaluation counts as the best
+NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"  # named if one does not fit
 SCORE = "return"  # what decides which policy best.pt holds; higher is better
 
 
@@ -133,8 +134,8 @@ class QNetwork(nn.Module):
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
 
-        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]. Images of floats are
-        # flattened: let your environment return bytes
+        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]. Images of
+        # floats are flattened: let your environment return bytes
         space = envs.single_observation_space
         shape = space.shape
         self.is_channels_last = len(shape) > 2 and shape[-1] < shape[-3]
@@ -162,8 +163,8 @@ class QNetwork(nn.Module):
         if args.recurrent:
             self.core = nn.LSTM(num_inputs, width, batch_first=True)
             # Forget gates begin at tau / (1 + tau), with tau from 1 to memory_span (Tallec & Ollivier 2018).
-            # torch adds two bias vectors. Each holds those of the input, forget, cell and output gates, in this
-            # order
+            # torch adds two bias vectors. Each holds those of the input, forget, cell and output gates, in
+            # this order
             nn.init.zeros_(self.core.bias_hh_l0)
             log_tau = torch.linspace(0, np.log(args.memory_span), width)
             self.core.bias_ih_l0.data[width : 2 * width] = log_tau
@@ -207,9 +208,10 @@ class QNetwork(nn.Module):
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
-# What a step in B environments leads to. `obs` [B, *D] is what the policy sees next. Where `is_first`, that begins an
-# episode, and the one before it ended with the observation `last_obs`, terminated or not. Where not `is_step`, the
-# environment only reset itself
+# What a step in B environments leads to. `is_over`: it ended an episode. `is_first`: `obs` [B, *D], which the
+# policy sees next, begins an episode: at once under SAME_STEP, one step later under NEXT_STEP. Only there,
+# `last_obs` is the last observation of the episode before, and `is_terminated` says whether it is terminal.
+# Where not `is_step`, the environment only reset itself
 Outcome = namedtuple("Outcome", "obs rewards is_over is_step is_first last_obs is_terminated")
 
 
@@ -229,7 +231,8 @@ class Environments(gym.vector.VectorWrapper):
         # Exit now if training would fail, or run wrong, later
         if self.num_envs != num_envs:
             fail(
-                f"{self.name}: always has {self.num_envs} environments: set --num-envs, --eval-episodes to that"
+                f"{self.name}: always has {self.num_envs} environments; set --num-envs (per process) and "
+                "--eval-episodes to that number"
             )
         if mode not in ("NextStep", "SameStep"):
             fail(f"{self.name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not {mode}")
@@ -258,8 +261,8 @@ class Environments(gym.vector.VectorWrapper):
         self.lengths = np.zeros(self.num_envs, int)
         self.longest = 0  # length of the longest episode so far
         obs = self.to_array(obs)
-        is_over = self.returns > 0
-        self.newest = obs, is_over, is_over
+        is_over = np.zeros(self.num_envs, bool)
+        self.newest = obs, is_over, is_over  # of the last step: its observations, ends and terminations
         return obs
 
     def step(self, actions):
@@ -269,7 +272,8 @@ class Environments(gym.vector.VectorWrapper):
         is_over = terminated | np.asarray(truncated, bool)
         last_obs, was_over, was_terminated = self.newest
         is_step = ~was_over | self.is_same_step
-        # As floats, since the squares of small integers may overflow. Count again where an episode was over
+        # As floats, since squares of rewards of a small type such as int8 overflow. Returns and lengths
+        # restart where an episode was over
         rewards = np.where(is_step, np.asarray(rewards, np.float64), 0)
         self.returns = np.where(was_over, 0, self.returns) + rewards
         self.lengths = np.where(was_over, 0, self.lengths) + is_step
@@ -331,8 +335,8 @@ def make_envs(args, num_envs: int):
         if "ALE/" in args.env_id:
             import ale_py  # noqa: F401, which registers the tasks
 
-            # ALE's vector environment skips frames and gives one grey image of 84 x 84. Single ones, used with a
-            # wrapper or --vectorization sync, give colour images of 210 x 160
+            # ALE's vector environment skips frames and gives one grey image of 84 x 84. Single ones, used
+            # with a wrapper or --vectorization sync, give colour images of 210 x 160
             if mode is None:
                 options = {"stack_num": 1, "reward_clipping": False}
         return gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
@@ -340,8 +344,8 @@ def make_envs(args, num_envs: int):
         fail(f"--env-id {args.env_id}: {error}")
 
 
-# A step of an environment: the observation, the action and the reward before it (-1 and 0 at the start of an episode),
-# those after it, and the LSTM's state [2, H] before it
+# A step of an environment: the observation, the action and the reward before it (-1 and 0 at the start of an
+# episode), those after it, and the LSTM's state [2, H] before it
 Step = namedtuple("Step", "obs last_action last_reward action reward state")
 
 
@@ -352,7 +356,8 @@ class Player:
         self.agent = agent
         self.envs = envs
         self.epsilons = epsilons  # [B]
-        # The network's next inputs: arrays of observations [B, *D], last actions and last rewards; state [B, 2, H]
+        # The network's next inputs: arrays of observations [B, *D], last actions and last rewards; and the
+        # state [B, 2, H]
         size = envs.num_envs
         self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size, np.float32)
         self.state = torch.zeros(size, STATE_SIZE, agent.args.hidden_size, device=epsilons.device)
@@ -401,10 +406,11 @@ class SequenceReplay(nn.Module):
         window 2           b  b  m  m  m  m  m  t            begin 0, end 7
         window 3                          b  b  m  m  t      begin 0, end 4: the episode is over
 
-    A window's trained steps are at burn_in and behind it. Its real steps are at `begin` to `end`; copies of the
-    first and the last one fill the places before and behind them, and are not used.
+    A window's trained steps begin at index burn_in. Its real steps are at the indices `begin` to `end`;
+    copies of the first and the last one fill the places before and after them, and are not used.
 
-    The replay is a module because its state_dict then holds all windows. Steps that form none yet are left out.
+    The replay is a module because its state_dict then holds all windows. Steps that form none yet are left
+    out.
     """
 
     def __init__(self, envs, args, device):
@@ -434,8 +440,8 @@ class SequenceReplay(nn.Module):
                     "is_terminated": torch.zeros(size).bool(),  # is the last observation terminal
                     "priority": torch.zeros(size),  # p of eq. 4; 0 where no window is stored
                 }
-                # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so that
-                # their quotient is 1 before the first reward. Soon the 1e-6 matter little
+                # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so
+                # that their quotient is 1 before the first reward. Soon the 1e-6 matter little
                 self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
         except RuntimeError:
             fail(f"--buffer-size ({size}) must be smaller: the memory of {device} cannot hold the windows")
@@ -448,24 +454,24 @@ class SequenceReplay(nn.Module):
         learn_length = self.args.learn_length
         for i, step in enumerate(steps):
             episode = self.episodes[i]
-            is_over = outcome.is_first[i]
+            is_whole = outcome.is_first[i]  # under NEXT_STEP, one step after the one that ended the episode
             if outcome.is_step[i]:
                 episode.append(step)
-            if is_over:
+            if is_whole:
                 # One more step, without an action, holds the last observation
                 last = episode[-1]
                 episode.append(Step(outcome.last_obs[i], last.action, last.reward, 0, 0, None))
             # Cut full windows, and what is left of an episode if it has at least one trained step
             start = self.starts[i]
             stop = start + learn_length + self.args.n_step
-            while stop <= len(episode) or (is_over and start < len(episode) - 1):
-                is_terminated = is_over and outcome.is_terminated[i] and stop >= len(episode)
+            while stop <= len(episode) or (is_whole and start < len(episode) - 1):
+                is_terminated = is_whole and outcome.is_terminated[i] and stop >= len(episode)
                 self.store(episode, start, stop, is_terminated)
                 start += learn_length
                 stop += learn_length
             # Keep what the next window burns in; nothing of an episode that is over
             num_old = max(0, start - self.args.burn_in)
-            if is_over:
+            if is_whole:
                 start = num_old = len(episode)
             del episode[:num_old]
             self.starts[i] = start - num_old
@@ -502,7 +508,8 @@ class SequenceReplay(nn.Module):
         powers = torch.where(priority > 0, priority.pow(self.args.alpha), 0.0)
         cumulative = powers.double().cumsum(0)
         parts = torch.arange(self.batch_windows, device=priority.device)  # [N]
-        # In float32, points could be rounded up to 1
+        # In float64, like the cumulated sum. A point that is rounded up to 1 still finds the last stored
+        # window
         points = (parts + torch.rand_like(parts, dtype=torch.float64)) / len(parts)
         index = torch.searchsorted(cumulative, points * cumulative[-1])
         weights = priority[index].pow(-self.args.alpha * self.args.beta)  # the sum in P cancels
@@ -533,7 +540,8 @@ def collect_steps(player, act, replay, args):
     """Take `num_steps` steps in each environment, and add them to the replay.
 
     Returns (return, length) of episodes that ended in the half of the environments that explores less, and, in
-    total across processes, the steps taken and the new windows to train on: 0 until learning_starts is reached.
+    total across processes, the steps taken and the new windows to train on: 0 until learning_starts is
+    reached.
     """
     envs = player.envs
     half = envs.num_envs // 2
@@ -562,7 +570,7 @@ def collect_steps(player, act, replay, args):
 
 
 def unroll(agent, windows, args):
-    """Return Q [N, m + n, A] of the steps after burn_in, which updates the state without gradient."""
+    """Return Q [N, m + n, A] of the steps after the burn-in, which only updates the state, without gradient."""
     inputs = [windows[name] for name in ("obs", "last_action", "last_reward")]  # [N, L, ...] each
     state = windows["state"]  # before step `begin`
     if args.state_init == "zero":
@@ -610,8 +618,8 @@ def sequence_priority(td_errors, is_trained, eta):
 
 def r2d2_loss(agent, target, windows, weights, args):
     """Return, for each step [N, m]: its part of eq. 3, y - Q, and whether it is trained. Others have 0."""
-    # Slices of the steps after burn_in: m are trained, and n more provide targets. What follows the last
-    # observation of an episode is not trained
+    # Slices of the steps after burn_in: m are trained, and n more provide targets. The last
+    # observation of an episode and the copies after it are not trained
     last = windows["end"] - args.burn_in  # [N]
     is_trained = torch.arange(args.learn_length, device=last.device) < last.unsqueeze(1)  # [N, m]
     actions = windows["action"][:, args.burn_in : -args.n_step]  # [N, m]
@@ -706,7 +714,8 @@ def train(args, run):
     if is_cuda:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     envs = Environments(args, args.num_envs // WORLD_SIZE)
-    Environments(args, args.eval_episodes or 10).close()  # exits if evaluations would
+    if args.eval_episodes:
+        Environments(args, args.eval_episodes).close()  # fails now if an evaluation would fail later
     seed_everything(args.seed, 0)
     agent = QNetwork(envs, args).to(device)
     run.load(agent=agent)
@@ -746,8 +755,8 @@ def train(args, run):
     while progress.step < args.total_timesteps:
         seed_everything(args.seed, 1, progress.iteration + 1, RANK)
 
-        # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors, not
-        # of numbers: to anneal another setting, make it a tensor too
+        # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
+        # not of numbers: to anneal another setting, make it a tensor too
         if args.anneal_lr:
             learning_rate.fill_(args.learning_rate * (1 - progress.step / args.total_timesteps))
 

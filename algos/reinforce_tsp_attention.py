@@ -3,7 +3,8 @@
 Papers: Kool et al. 2019, arXiv:1803.08475 (model, baseline), and Kwon et al. 2020, arXiv:2010.16011 (POMO).
 
     python reinforce_tsp_attention.py                       # learns 20 nodes in minutes on one CPU core
-    # As Kool et al., but in smaller batches and shorter
+    # Close to Kool et al.: smaller batches, shorter, no exponential baseline at first, new t-test instances
+    # each time
     python reinforce_tsp_attention.py --baseline rollout --optimizer adam --learning-rate 1e-4 --no-anneal-lr
     torchrun --nproc-per-node 2 reinforce_tsp_attention.py  # two GPUs, or with --no-cuda two CPU processes
     python reinforce_tsp_attention.py --evaluate runs/NAME/best.pt --data my_instances.txt --solve my_tours
@@ -69,7 +70,7 @@ TASK_SETTINGS = ("env_id", "data", "eval_episodes", "seed")
 NETWORK_FLAGS = "--optimizer"
 SCORE = "minus greedy gap or length"
 
-POINT_DIM = 2  # x and y of a node. Scaling, symmetries and lengths take all of them for coordinates
+POINT_DIM = 2  # x and y of a node. Scaling and lengths take all for coordinates, symmetries need two
 EMBED_DIM = 128  # D
 NUM_HEADS = 8  # H
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
@@ -77,7 +78,7 @@ make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 # What the decoder needs. Row i of first_queries and last_queries [B, N + 1, D] is what node i adds to q of
 # eq. 5 as the first or the last node of a tour; row N is what v^f or v^l adds while the tour is empty. Rows
 # of first_queries include the share of the mean of h. k and v [B, H, N, d] are those of eq. 6, and logit_k
-# [B, N, D] is k of eq. 7 times W^O
+# [B, N, D] is k of eq. 7 times W^O / sqrt(D)
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
 # Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
 # measures tours, such as tour_length
@@ -100,12 +101,12 @@ class Args:
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # epochs between evaluations and checkpoints (0: at each tenth of the run)
-    eval_episodes: int = 1000  # random instances per evaluation without --data (0: only with --evaluate)
+    eval_episodes: int = 1000  # random instances per evaluation (0: none, or 1,000 with --evaluate)
     # Instances
     env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
     train_path: str | None = None  # train on this file instead; evaluations are still on --data or --env-id
     data: str | None = None  # evaluate on this file: ML4CO text or .tsp; needs envs_shared/tsplib.py
-    solve: str | None = None  # with --evaluate and --data: new folder to write the shortest tours to
+    solve: str | None = None  # with --evaluate and --data: new folder for the tours of the last decoding
     # The algorithm
     num_epochs: int = 35  # epochs; after each one, --baseline rollout may replace its baseline policy
     steps_per_epoch: int = 100  # gradient steps per epoch
@@ -223,7 +224,8 @@ def mask_nodes(points, visit_time, steps):
     """Return log_mask [B, P, T, N] for steps [T]: 0 if the node may come in that step, else -inf.
 
     visit_time [B, P, N] has the step in which a tour visits each node, or N if it has not yet: that of the
-    tour 2, 0, 3, 1 is 1, 3, 0, 2. No other line says where a tour may begin or go.
+    tour 2, 0, 3, 1 is 1, 3, 0, 2. No other line says where a tour may begin or go. `points` is for rules of
+    your own that depend on the instance.
     """
     is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: not visited before the step
     return torch.where(is_open, 0.0, -torch.inf)
@@ -248,7 +250,8 @@ def construct_tours(points, encoded, multistart=False, sample=False):
             logits = logits + 1e9 * (nodes == nodes[:, None, None])  # [B, N, 1, N]
         if sample:
             # Draw from eq. 8: -log(-log(U)) of uniform U is Gumbel noise, and argmax(logits + noise) is
-            # distributed as softmax(logits). U stays off 0 and 1, so that visited nodes remain at -inf
+            # distributed as softmax(logits). U stays off 1, where visited nodes would be NaN, and off 0,
+            # where open ones would be -inf
             uniform = torch.rand_like(logits).clamp_(1e-30, 1 - 1e-7)
             logits = logits - (-uniform.log()).log()
         last = logits.argmax(-1)  # [B, P, 1]
@@ -278,9 +281,11 @@ def score_tours(points, encoded, tours):
 def compute_loss(agent, baseline_policy, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
-    With `baseline_policy`, the gradient estimates eq. 9. Without it, the baseline is POMO's and tour j begins
-    at node j: the gradient estimates (N - 1) / N times that of the mean over j of E[L | first node j], plus
-    that of sum_j p(j) A_j, which trains the first node; A_j is the advantage of tour j.
+    With `baseline_policy`, the gradient estimates eq. 9. Without it, the baseline is POMO's, tour j begins at
+    node j, and the loss has two terms. The gradient of the first one estimates (N - 1) / N times the gradient
+    of the mean over j of E[L | first node j]; the factor is there because tour j is part of its own baseline.
+    The second one is sum_j p(j) A_j, with the advantages A_j held constant. It trains the choice of the first
+    node.
     """
     is_pomo = baseline_policy is None
     encoded = agent(points)
@@ -521,7 +526,8 @@ def train(args, run):
             use_files("write_tours", args.solve, args.data, instances, tours)
         return
 
-    # Instances to train on, in float64 until their offset is gone
+    # Instances to train on. Scaled to the unit square, so that gradients do not depend on the file's unit; in
+    # float64, as a large offset would cost float32 its digits
     stored = None
     if args.train_path:
         stored = to_unit_square(read_instances(args.train_path).points).float()
@@ -538,7 +544,7 @@ def train(args, run):
 
     # What a checkpoint lacks starts from scratch: trained networks of the repository have no states of
     # optimizers, and runs with POMO's baseline have no baseline policy
-    run.parts |= parts
+    run.parts |= parts  # beside the agent, which run.load has added
     saved = run.checkpoint or {}
     run.load(**{name: parts[name] for name in parts if name in saved})
 
@@ -583,7 +589,7 @@ def train(args, run):
                 use_graphs = False
             run.bar.update(args.batch_size)
 
-        # Statistics of batch norms: means over processes
+        # Statistics of batch norms become means over processes; total sums in place
         for buffer in agent.buffers():
             if buffer.is_floating_point():
                 total(buffer.div_(WORLD_SIZE))
@@ -595,7 +601,7 @@ def train(args, run):
                 baseline_policy.load_state_dict(agent.state_dict())
                 progress.baseline_updates += 1
 
-        # Log
+        # Log, which also counts the epoch
         scalars = {f"losses/{name}": x.item() / args.steps_per_epoch for name, x in sums.items()}
         scalars["charts/learning_rate"] = learning_rate.item()
         scalars["charts/baseline_updates"] = progress.baseline_updates
@@ -605,7 +611,7 @@ def train(args, run):
         if run.should_evaluate(len(instances.points)):
             score_policy(agent, instances, args, device, run)
 
-    # Evaluate the last policy
+    # Evaluate the last policy, if it has no score yet
     if run.should_evaluate():
         score_policy(agent, instances, args, device, run)
     run.close()

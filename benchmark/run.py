@@ -14,8 +14,8 @@ twice at most. Exit code: 0 when all cells are done, 1 when some failed, 2 for e
 all machines share.
 """
 
-import ast
 import json
+import math
 import os
 import re
 import shlex
@@ -91,16 +91,13 @@ def run_cell(cell: Cell, folder: Path, python: str, gpus: str = ""):
 
 
 def score_best(cell: Cell, path: Path, python: str, gpus: str):
-    """Score the best.pt of a run by the script's --evaluate, which prints a dictionary; empty if that fails."""
+    """Score the best.pt of a run by the script's --evaluate, which prints a line a score; empty if that fails."""
     best = next(path.glob("*/best.pt"), "best.pt")
     flags = ["--evaluate", best, "--eval-episodes", "100", "--seed", f"{cell.seed}"]
     execute([python, cell.path, *flags], cell, path / "best.txt", gpus)
-    line = records.read_end(path / "best.txt")
-    try:
-        scores = ast.literal_eval(line)
-    except (ValueError, SyntaxError):  # an error, or scores that are nan
-        scores = {}
-    return {name.replace("eval/", "best/"): score for name, score in scores.items()}
+    scores = re.findall(r"^eval/(\w+): (\S+)$", (path / "best.txt").read_text(), re.M)
+    found = {f"best/{name}": float(score) for name, score in scores}
+    return found if all(math.isfinite(score) for score in found.values()) else {}
 
 
 def execute(command: list, cell: Cell, log: Path, gpus: str):

@@ -286,9 +286,9 @@ def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
 @pytest.mark.parametrize(
     ("end", "error", "best"),
     [
-        ("{'eval/x': 7}", "", {"best/x": 7}),
+        ("eval/x: 7\neval/y: -1.5e-05", "", {"best/x": 7, "best/y": -1.5e-5}),
         ("broken", "no scores of best.pt: broken", {}),
-        ("{'eval/x': nan}", "no scores of best.pt: {'eval/x': nan}", {}),
+        ("eval/x: nan", "no scores of best.pt: eval/x: nan", {}),
     ],
 )
 def test_best_is_scored_after_the_run_if_the_cell_asks_for_it(tmp_path, monkeypatch, end, error, best):

@@ -513,8 +513,12 @@ def test_minigrids_cells_are_ones_and_zeros_of_a_byte_each():
 def test_a_vector_environment_must_declare_its_mode_and_have_the_number_that_is_asked_for(tmp_path, capsys):
     for env_id, flags, words in (
         ("Undeclared", "", "metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not None"),
-        ("Eight", "", "always has 8 environments: set --num-envs, --eval-episodes to that"),
-        ("Eight", "--num-envs 8", "always has 8 environments: set --num-envs, --eval-episodes to that"),
+        ("Eight", "", "always has 8 environments; set --num-envs (per process) and --eval-episodes to that"),
+        (
+            "Eight",
+            "--num-envs 8",
+            "always has 8 environments; set --num-envs (per process) and --eval-episodes to that",
+        ),
     ):
         flags = f"--env-id probe_envs:{env_id}Ledger-v0 --run-dir {tmp_path} {flags}".split()
         assert words in fail_with(capsys, r2d2.main, flags) and not list(tmp_path.iterdir())
