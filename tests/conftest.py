@@ -9,11 +9,15 @@ import pytest
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with a GPU runs the same tests
 import torch
+from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 SCRIPTS = [path.stem for path in (ROOT / "algos").glob("*.py")]
 torch.set_num_threads(1)
+# TensorBoard reads the log files of a run in the order of their names, which end with this number: let all have one
+# length, so that those made in one second are in order too
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,7 @@
 """What the recipes for PPO must bring about."""
 
 import importlib.util
+import re
 import sys
 import warnings
 
@@ -319,7 +320,7 @@ def check_export(path, folder):
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     program = (folder / "recipe.py").read_text()
     if missing:
-        program = program.replace("torch.onnx.export(", "dict(policy=")
+        program = re.sub(r"^torch\.onnx\.export.*", "", program, flags=re.M)
     for env_id in ("probe_envs:FarAim-v0", "probe_envs:Shifted-v0"):
         module = import_file("ppo", path)
         agent = make_agent(module, env_id, norm_obs=True)
