@@ -7,7 +7,7 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO), and 2016, arXiv:1506.02438
     torchrun --nproc-per-node 2 ppo.py               # two GPUs, or with --no-cuda two CPU processes
 
 Equations, numbered after the first paper:
-    (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t)
+    (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t), the ratio in that equation
     (7)   L^CLIP  = min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t)
     (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ], R_t = A_t + V_old(s_t);
           here the squared error is halved
@@ -79,7 +79,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, if that is affordable)
+    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if costly)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
@@ -137,7 +137,8 @@ class RunningMeanStd(nn.Module):
         """Add the rows x [N, *shape] whose weight [N] is 1; rows of weight 0 do not count."""
         x = x.double()
         weights = weights.double()
-        # Mean and variance of the new rows; tensordot(weights, x, 1) is the sum of weight times row, [*shape]
+        # Mean and variance of the new rows. `total` sums a tensor over all processes, and
+        # tensordot(weights, x, 1) is the sum of weight times row, [*shape]
         num_rows = total(weights.sum())
         divisor = num_rows.clamp(min=1)
         new_mean = total(torch.tensordot(weights, x, 1)) / divisor
@@ -276,7 +277,7 @@ def check_evaluation(args, training_envs):
     if args.capture_video and "rgb_array" not in training_envs.metadata.get("render_modes", []):
         fail(f"--capture-video: {args.env_id} has no render mode rgb_array")
     with tempfile.TemporaryDirectory() as folder:
-        envs = make_envs(args, args.eval_episodes, f"{folder}/videos")
+        envs = make_envs(args, args.eval_episodes or 10, f"{folder}/videos")
         envs.reset()  # records the first picture
         envs.close()
 
@@ -524,7 +525,7 @@ def train(args, run):
     Numbers that seed_everything gets:
         (seed, 0)                      for the weights, which are the same in every process
         (seed, 1, iteration, process)  for a rollout and its update, from iteration 1 on
-        (seed, 1, so far, process)     for the first observations; `so far` is 0, or more in a resumed run
+        (seed, 1, done, process)       for the first observations; `done` iterations are before them
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
@@ -534,7 +535,7 @@ def train(args, run):
     if is_cuda:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
-    if args.eval_episodes:
+    if args.eval_episodes or args.evaluate:
         check_evaluation(args, envs)
     seed_everything(args.seed, 0)
     agent = Agent(envs, args.norm_obs).to(device)
@@ -548,7 +549,7 @@ def train(args, run):
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
     run.load(optimizer=optimizer)
     # In a resumed run, load_state_dict put saved options in place of these: put them back. If you add groups
-    # of parameters, give each one a tensor of its own, and put that back
+    # of parameters, give each one a tensor of its own, put it back here, and anneal it below
     optimizer.param_groups[0] |= options
     storage = RolloutStorage(envs, args.num_steps)
     # The first observations go into the last row, which collect_rollout takes for the one before
@@ -584,8 +585,8 @@ def train(args, run):
             if args.target_kl and metrics["approx_kl"] > args.target_kl:
                 break
 
-        # Record both after the first iteration, as Adam creates its state in the first step. The update is
-        # recorded in training mode, acting in evaluation mode
+        # Record both, which runs neither, after the first iteration, as Adam creates its state in the first
+        # step. The update is recorded in training mode, acting in evaluation mode
         if must_record:
             update = capture(update, *minibatch)
             agent.eval()
@@ -604,7 +605,7 @@ def train(args, run):
         if run.should_evaluate(args.eval_episodes * storage.lengths.max()):
             score_policy(agent, args, device, run)
 
-    # A finished run that was resumed may have no score yet
+    # A finished run that was resumed may lack a score of the last policy. No number of steps keeps this back
     if run.should_evaluate():
         score_policy(agent, args, device, run)
     envs.close()
