@@ -25,6 +25,7 @@ from records import find_interval, get_values
 sys.path.append(str(common.BENCHMARK / "studies"))
 import change_detection
 import go_search
+import learned
 import on_gpu
 import tsp_networks
 
@@ -245,6 +246,8 @@ def publish(published: dict):
     for study in (change_detection, tsp_networks):
         name = study.__name__
         study.draw(common.load_results(name), common.FIGURES / f"{name}.png")
+    change_detection.draw_task(common.FIGURES / "change_task.png")
+    learned.draw(published, common.FIGURES)
 
 
 def write_own(suites: list, out: Path):

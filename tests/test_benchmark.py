@@ -20,6 +20,7 @@ import common
 import compare
 import go_engine
 import helpers
+import learned
 import pictures
 import records
 import report
@@ -40,8 +41,7 @@ def test_the_pages_follow_from_the_committed_results():
     assert len(shown) >= 8
     for name in shown:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        # change_task is drawn from a trained network, by change_detection.py --picture
-        assert name in {*STUDIES, "change_task"} or published[name]["tables"]
+        assert name in {*STUDIES, "change_task", *learned.PICTURES} or published[name]["tables"]
 
 
 def test_every_file_of_results_is_shown():
