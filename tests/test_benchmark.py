@@ -2,7 +2,6 @@
 
 import re
 import statistics
-import sys
 
 import numpy as np
 import pytest
@@ -12,21 +11,12 @@ from test_contract import SCRIPTS
 from test_harness import make_cell, make_machine, make_solved
 
 from algos import ppo_change_detection as cd
+from benchmark import common, compare, pictures, records, report
+from benchmark.peers import go_engine
+from benchmark.studies import change_detection, helpers, learned, tsp_networks
 from envs_shared import change_pairs
 
-sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(ROOT / "benchmark" / "peers")]
-import change_detection
-import common
-import compare
-import go_engine
-import helpers
-import learned
-import pictures
-import records
-import report
-import tsp_networks
-
-STUDIES = {study.__name__ for study in report.STUDIES}
+STUDIES = {*report.STUDIES}
 
 
 def test_the_pages_follow_from_the_committed_results():
@@ -141,7 +131,7 @@ def test_bands_of_pictures_are_intervals_of_the_mean():
 
 def test_studies_that_have_not_run_say_so():
     """Gaps that are zero but for rounding have no sign."""
-    for study in report.STUDIES:
+    for study in report.STUDIES.values():
         assert all("not run yet" in text.lower() for text in study.make_sections(None).values())
     assert tsp_networks.show_gap(-1e-9) == "0.00"
 

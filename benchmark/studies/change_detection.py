@@ -1,7 +1,7 @@
 """Compare algos/ppo_change_detection.py with simpler ways to decide where to look; each seed has pairs of its own.
 
-    python benchmark/studies/change_detection.py --seeds 27021 27022         # a seed takes three CPU-minutes
-    python benchmark/studies/change_detection.py --studies haze-3 --seeds 9724 9725 9726
+    python -m benchmark.studies.change_detection --seeds 27021 27022         # a seed takes three CPU-minutes
+    python -m benchmark.studies.change_detection --studies haze-3 --seeds 9724 9725 9726
 
 Runs that are in the results already are left out. Each seed has one run of the script and, with the part `control`,
 one of a detector without PPO that takes about as many CPU-seconds. The rivals are scored on PPO's network, and on the
@@ -45,11 +45,9 @@ import torch
 from scipy import stats
 from torch import nn
 
-sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
-import common
-import helpers
-
 from algos import ppo_change_detection as cd
+from benchmark import common
+from benchmark.studies import helpers
 from envs_shared import change_pairs
 
 PAGE = "ppo_change_detection"

@@ -1,6 +1,6 @@
 """Draw what each script learned, from shipped networks and committed results: docs/figures/learned_*.png.
 
-    python benchmark/studies/learned.py      # seconds; benchmark/report.py draws them too
+    python -m benchmark.studies.learned      # seconds; benchmark/report.py draws them too
 
 - PPO: returns of CartPole-v1 in the runs of the suite ppo_tasks.
 - Attention model: the greedy tour of benchmark/checkpoints/tsp50.pt, on the stored instance with the median gap.
@@ -10,21 +10,15 @@
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
-import change_detection
-import common
-import pictures
-import records
-import tsp_networks
-
 from algos import alphazero_go as az
 from algos import ppo_change_detection as cd
+from benchmark import common, pictures, records
+from benchmark.studies import change_detection, tsp_networks
 
 SIZE = (1.75, 1.9)  # of a picture, in inches: 175 by 190 pixels on the page
 DPI = 200

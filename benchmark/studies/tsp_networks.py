@@ -1,6 +1,6 @@
 """Measure gaps and times of trained networks of algos/reinforce_tsp_attention.py and of LKH, on stored instances.
 
-    python benchmark/studies/tsp_networks.py      # three minutes on one free core
+    python -m benchmark.studies.tsp_networks      # three minutes on one free core
 
 Each network of benchmark/checkpoints is scored on the instances of its size in benchmark/data/tsp, whose tours are
 optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are per instance, of one thread.
@@ -9,22 +9,16 @@ The published gaps are copied from the papers, table 1 of Kool et al. 2019 (arXi
 """
 
 import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
-import common
-import helpers
-import records
-
-sys.path.append(str(common.PEERS))
-import environment
-
 from algos import reinforce_tsp_attention as am
+from benchmark import common, records
+from benchmark.peers import environment
+from benchmark.studies import helpers
 
 PAGE = "reinforce_tsp_attention"
 DATA = {20: "tsp20_uniform_500", 50: "tsp50_uniform_500", 100: "tsp100_uniform_100"}
@@ -63,7 +57,7 @@ def measure_network(size: int, path: Path) -> list[dict]:
 
 def measure_lkh(size: int, path: Path) -> dict:
     """Score LKH on the file `path`."""
-    command = [environment.make_environment("elkai"), common.PEERS / "elkai_lkh.py", "--data", path]
+    command = [environment.make_environment("elkai"), "-m", "benchmark.peers.elkai_lkh", "--data", path]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--env-id", f"tsp{size}-uniform")
     events = common.read_events(folder)
     row = {name: events.Scalars(f"eval/{name}")[-1].value for name in ("gap", "gap_std", "cpu_ms")}
