@@ -221,6 +221,19 @@ def test_the_study_of_change_detection_runs(tmp_path, monkeypatch):
     assert change_detection.make_sections({"rows": [row]})
 
 
+def test_the_looks_of_the_shipped_policy_are_those_of_its_page():
+    """Twice at clear roofs, never at the ground; of the pairs in the picture, only changes without haze are found."""
+    agent, args, test, is_roof, is_hazy = change_detection.read_checkpoint_pairs()
+    probability, looks, _ = cd.predict(agent, args, test)
+    assert (looks.numpy()[~is_roof] == 0).all() and (looks.numpy()[is_roof & ~is_hazy] == 2).all()
+    share = (looks.numpy()[is_roof & is_hazy] == 1).mean()
+    text = " ".join((ROOT / "docs" / "ppo_change_detection.md").read_text().split())
+    assert f"once at {100 * share:.0f} % of the roofs with haze and twice at the others" in text
+    chosen = change_detection.find_mixed_pairs(test, is_hazy)[:2]
+    is_found = probability[chosen, 4::8, 4::8] > 0.44  # the threshold of the checkpoint
+    assert torch.equal(is_found, (test[chosen, -1, 4::8, 4::8] == 1) & ~torch.from_numpy(is_hazy[chosen]))
+
+
 def test_rules_look_as_often_as_the_policy(monkeypatch):
     """Levels are found by bisection."""
     scores = torch.linspace(0, 1, 1001)
