@@ -37,13 +37,14 @@ LABELS = {  # of cells in legends; others are SCRIPT, SETTING, and those without
 ROWS = {"ppo_equal": [1], "popgym": [0], "r2d2_memory": [0], "tsp_gaps": [1]}
 LOGARITHMIC = ("ppo_tasks", "r2d2_peers")  # seconds of programs that differ by factors of 10 to 100
 # Line and marker tell curves apart without colours. The colours are those of Okabe and Ito, which differ for the
-# colour-blind too
-STYLES = (
-    {"color": "#0072B2", "ls": "-", "marker": "o"},
-    {"color": "#E69F00", "ls": "--", "marker": "s"},
-    {"color": "#009E73", "ls": "-.", "marker": "^"},
-    {"color": "#D55E00", "ls": ":", "marker": "D"},
-)
+# colour-blind too; the ninth curve has the colour and the line of the first one, and another marker
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999")
+LINES = ("-", "--", "-.", ":")
+MARKERS = "os^DvPX*"
+STYLES = [
+    {"color": COLORS[i % 8], "ls": LINES[i % 4], "marker": MARKERS[(i + i // 8) % 8]}
+    for i in range(len(COLORS) * len(MARKERS))
+]
 # Of known values of others: if two are equal, the thin line lies on the wide one
 LEVELS = ({"color": "0.75", "lw": 6}, {"color": "0", "lw": 1.5, "ls": (0, (3, 2))})
 

@@ -129,6 +129,11 @@ def test_bands_of_pictures_are_intervals_of_the_mean():
     assert half == pytest.approx(4.3027 * np.std([1, 2, 6], ddof=1) / 3**0.5, rel=1e-4)
 
 
+def test_curves_of_a_picture_differ_without_colours():
+    assert len({(style["ls"], style["marker"]) for style in pictures.STYLES[:8]}) == 8
+    assert len({tuple(style.values()) for style in pictures.STYLES}) == 64
+
+
 def test_studies_that_have_not_run_say_so():
     """Gaps that are zero but for rounding have no sign."""
     for study in report.STUDIES.values():
