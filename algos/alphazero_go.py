@@ -10,11 +10,11 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
     python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
         --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # source
 
-The last command, `source` in the docs, has the values of the note 架构 ("architecture") that this script was
-written from: it trains on the largest losses alone, plays best or uniformly random moves, and ignores the
-score. It wins 12 % of its games against plain MCTS with as many simulations; the defaults win all. In runs of
-eight epochs the defaults won 98 %, training on random records 98 %, and training on the largest losses alone
-54 %.
+The last command, `source` in the docs, has the values of the note 架构 ("architecture") that this script
+was written from: it trains on the records of largest loss alone, plays best or uniformly random moves,
+and ignores the score. It wins 12 % of its games against plain MCTS with as many simulations; the defaults
+win all. In runs of eight epochs the defaults won 98 %, training on random records alone 98 %, and
+training on those of largest loss alone 54 %.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
@@ -157,7 +157,10 @@ def conv_norm(num_inputs, num_outputs, kernel_size):
 
 
 class Agent(nn.Module):
-    """Residual tower with a policy head and a value head (Silver et al. 2017, methods)."""
+    """Residual tower with a policy head and a value head (Silver et al. 2017, methods).
+
+    `go` says the sizes: of boards, and of the moves [A].
+    """
 
     def __init__(self, go, args):
         super().__init__()
@@ -228,7 +231,8 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
 
     If fewer than B records have this turn, the batch is smaller; fixed shapes need B of them.
     """
-    # Rows to choose from: those of this turn or, with fixed shapes, all, of which is_other marks the others
+    # Rows to choose from: those of this turn. With fixed shapes, rows are all, and is_other marks those of
+    # another turn
     has_turn = pool.turn == turn
     rows = torch.arange(len(has_turn), device=has_turn.device)
     if not fixed_shapes:
@@ -324,9 +328,9 @@ class Search:
 
         root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 ends the path
 
-    They change where statistics change, and `next` also where a child is added. All values are for the side
-    to move at their node. `evaluator` is a function from boards [R] and their legal moves [R, A] to logits
-    [R, A] and values [R].
+    Both are found again where statistics change, and `next` is also set where a child is added. All values
+    are for the side to move at their node. `evaluator` is a function from boards [R] and their legal moves
+    [R, A] to logits [R, A] and values [R].
 
     If `go.fixed_shapes` is set, a simulation computes all games, and the host never waits: a game that has
     nothing to compute reads and writes `nowhere`.
@@ -390,7 +394,10 @@ class Search:
         self.backup(edges, leaves)
 
     def find(self, mask):
-        """Return the rows where a mask [R] is true. With fixed shapes all: callers send the others to `nowhere`."""
+        """Return the rows where a mask [R] is true; with fixed shapes all rows.
+
+        Callers then let the other rows read and write `nowhere`.
+        """
         return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
 
     def select(self, games):
@@ -433,8 +440,8 @@ class Search:
 
         Returns the leaves [G], which are the new nodes or other ends, and the new nodes as `add` does.
         """
-        # The games whose end is open. Others, which only fixed shapes leave, have `nowhere` for parent and
-        # child
+        # The games whose path ends at an open node. With fixed shapes, the others stay in the rows: their
+        # parent and child are `nowhere`
         is_open = self.status[games, ends[games]] == OPEN
         rows = self.find(is_open)
         games = games[rows]
@@ -453,7 +460,10 @@ class Search:
         return leaves, self.add(games, nodes, boards)
 
     def add(self, games, nodes, boards):
-        """Store boards [R] as nodes [R] of games [R]; returns games, nodes and boards of those to evaluate."""
+        """Store boards [R] as nodes [R] of games [R].
+
+        Returns games, nodes and boards of those that an evaluator must see: all whose game is not over.
+        """
         self.boards.put((games, nodes), boards)
         is_over = boards.is_over
         self.status[games, nodes] = torch.where(is_over, OVER, PENDING)
@@ -577,10 +587,11 @@ def find_leaves(search, games):
 
 
 def work(search, left):
-    """Find leaves, evaluate them in a thread and, on a GPU, a stream of its own, and back them up, again and again.
+    """Find leaves, evaluate them, and back them up, again and again.
 
-    `left` [G] counts the simulations that both workers still have to begin. This is a generator: it yields
-    while its thread evaluates, and run_two_workers then resumes the other worker.
+    A worker evaluates in a thread of its own and, on a GPU, in a stream of its own. `left` [G] counts the
+    simulations that both workers still have to begin. This is a generator: it yields while its thread
+    evaluates, and run_two_workers then resumes the other worker.
     """
     thread = ThreadPoolExecutor(1)
     num_threads = torch.get_num_threads()
@@ -627,7 +638,7 @@ def work(search, left):
 
 
 def run_two_workers(search, num_simulations):
-    """Run simulations in all games: while one worker evaluates its leaves, the search descends for the other."""
+    """Run simulations in all games; while one worker evaluates its leaves, the other one finds new leaves."""
     search.pseudo = torch.zeros_like(search.N)
     left = torch.where(search.status[:, 0] == OPEN, num_simulations, 0)  # [G]
     for _ in zip_longest(work(search, left), work(search, left)):
@@ -707,7 +718,10 @@ def choose_moves(boards, legal, go, search, stage, args):
 
 
 def play_moves(self_play, go, search, stage, args):
-    """Play a move in each game; returns the games [R] that end with it, and the records of all their moves."""
+    """Play a move in each game.
+
+    Returns the games [R] that end with it, and the records of all moves of these games.
+    """
     boards = self_play.boards
     legal = go.legal_moves(boards)
     policy, q, moves = choose_moves(boards, legal, go, search, stage, args)
@@ -798,7 +812,7 @@ def alphazero_loss(agent, records, stage):
 
 @torch.no_grad()
 def compute_losses(agent, records, stage):
-    """Compute eq. 6 for records [B] in eval mode, which stays on, in parts that fit into a CPU's cache."""
+    """Compute eq. 6 for records [B], in parts that fit into a CPU's cache. Leaves the agent in eval mode."""
     agent.eval()
     losses = []
     for part in zip(*(x.split(512) for x in records)):
@@ -824,7 +838,7 @@ def update_network(agent, optimizer, records, num_records, stage):
     return metrics
 
 
-def train_minibatch(agent, optimizer, pool, batch_size, fixed_shapes, stage, args, turn):
+def train_minibatch(agent, optimizer, pool, turn, batch_size, fixed_shapes, stage, args):
     """Train on a minibatch of records that have this turn; returns means of it to log.
 
     The losses of its records in the pool become those after the step.
@@ -847,7 +861,16 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
     # Fixed shapes need a full minibatch for each turn
     num_least = pool.turn.bincount(minlength=num_turns).min().item()
     fixed_shapes = pool.z.is_cuda and num_least >= batch_size
-    update = partial(train_minibatch, agent, optimizer, pool, batch_size, fixed_shapes, stage, args)
+    update = partial(
+        train_minibatch,
+        agent,
+        optimizer,
+        pool,
+        batch_size=batch_size,
+        fixed_shapes=fixed_shapes,
+        stage=stage,
+        args=args,
+    )
     sums = {}
     for turn in torch.arange(num_minibatches, device=pool.z.device) % num_turns:
         for name, value in update(turn).items():
@@ -943,7 +966,10 @@ def play_match(go, players, num_games, komi):
 
 
 def evaluate(go, agent, args, best=None):
-    """Play against plain MCTS or, with a quarter of the simulations for both, at most 40 games against `best`."""
+    """Play a match against plain MCTS, or a smaller one against the network `best`.
+
+    The smaller one has at most 40 games, and a quarter of the simulations for both sides.
+    """
     num_games = args.eval_episodes
     num_simulations = args.simulations_end
     if best:
@@ -1023,8 +1049,8 @@ def train(args, run):
     optimizer.param_groups[0] |= options
     self_play = SelfPlay(go, args.num_games // WORLD_SIZE)
     if WORLD_SIZE == 1:
-        # Games and pool are large: a single process saves them, and only in checkpoint.pt, which holds
-        # resume_parts
+        # Games and pool are large: a single process saves them, and only in checkpoint.pt. run.load puts what
+        # it loads among run.parts, which best.pt holds too, so they move to run.resume_parts
         if run.checkpoint and "games" in run.checkpoint:
             run.load(games=self_play)
         run.resume_parts["games"] = run.parts.pop("games", self_play)
@@ -1076,7 +1102,15 @@ def train(args, run):
 
         # Update: minibatches of the pool
         metrics = train_epoch(
-            agent, optimizer, self_play.pool, num_minibatches, num_turns, stage, args, run.bar, use_graphs
+            agent,
+            optimizer,
+            self_play.pool,
+            num_minibatches,
+            num_turns,
+            stage,
+            args,
+            bar=run.bar,
+            use_graphs=use_graphs,
         )
 
         # Log

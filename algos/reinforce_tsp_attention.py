@@ -3,8 +3,8 @@
 Papers: Kool et al. 2019, arXiv:1803.08475 (model, baseline), and Kwon et al. 2020, arXiv:2010.16011 (POMO).
 
     python reinforce_tsp_attention.py                       # learns 20 nodes in minutes on one CPU core
-    # Close to Kool et al.: smaller batches, shorter, no exponential baseline at first, new t-test instances
-    # each time
+    # Close to Kool et al. They use larger batches, train longer, begin with an exponential baseline, and draw
+    # new instances for the t-test only when the baseline policy changes
     python reinforce_tsp_attention.py --baseline rollout --optimizer adam --learning-rate 1e-4 --no-anneal-lr
     torchrun --nproc-per-node 2 reinforce_tsp_attention.py  # two GPUs, or with --no-cuda two CPU processes
     python reinforce_tsp_attention.py --evaluate runs/NAME/best.pt --data my_instances.txt --solve my_tours
@@ -19,9 +19,10 @@ Equations, numbered as by Kool et al.:
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
     (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ]
 
-A training step samples tours without gradient. One pass with gradient then gives eq. 1 for whole tours.
-Unlike in POMO, the first node is learned. Unlike in both papers, inputs are scaled, and Muon trains most
-matrices. Learning rates fall all the time; theirs are constant, in POMO up to its last epochs.
+A training step samples tours without gradient. One pass with gradient then computes eq. 1 for whole tours,
+all steps at once. Unlike in POMO, the policy learns which node is a good first one. Unlike in both papers,
+inputs are scaled, Muon trains most matrices, and the learning rate falls from the first epoch on; theirs
+are constant, in POMO up to its last epochs.
 
 Shapes: B instances (M in a file), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
 
@@ -61,7 +62,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 # On one GPU, record the update once; replaying it saves CPU overhead. Set it to False for edits that need the
 # host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-# Whether this CPU multiplies bfloat16 fast; GPUs do
+# Whether this CPU multiplies bfloat16 fast, as GPUs do
 CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
 # What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
 # written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
@@ -70,15 +71,19 @@ TASK_SETTINGS = ("env_id", "data", "eval_episodes", "seed")
 NETWORK_FLAGS = "--optimizer"
 SCORE = "minus greedy gap or length"
 
-POINT_DIM = 2  # x and y of a node. Scaling and lengths take all for coordinates, symmetries need two
+# to_unit_square and tour_length treat all numbers of a node as coordinates; apply_symmetries needs two
+POINT_DIM = 2  # x and y of a node
 EMBED_DIM = 128  # D
 NUM_HEADS = 8  # H
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 
-# What the decoder needs. Row i of first_queries and last_queries [B, N + 1, D] is what node i adds to q of
-# eq. 5 as the first or the last node of a tour; row N is what v^f or v^l adds while the tour is empty. Rows
-# of first_queries include the share of the mean of h. k and v [B, H, N, d] are those of eq. 6, and logit_k
-# [B, N, D] is k of eq. 7 times W^O / sqrt(D)
+# What the decoder needs of instances. h_c has three parts, and so q = W^Q h_c of eq. 5 is a sum of three
+# products: q = first_queries[first node] + last_queries[last node], where
+#     first_queries  [B, N + 1, D]  products of each node as the first one, plus that of the mean of h
+#     last_queries   [B, N + 1, D]  products of each node as the last one; row N of both is for the empty
+#                                   tour, which has v^f and v^l in place of nodes
+#     k, v           [B, H, N, d]   of eq. 6
+#     logit_k        [B, N, D]      k of eq. 7 times W^O / sqrt(D)
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
 # Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
 # measures tours, such as tour_length
@@ -375,8 +380,8 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))
-            # The root mean square of a step is 0.4 times the learning rate, twice that of match_rms_adamw in
-            # torch's Muon
+            # U V^T of an m x n matrix has a root mean square of 1 / sqrt(max(m, n)). That of a step is 0.4
+            # times the learning rate, twice that of match_rms_adamw in torch's Muon
             step_size = group["lr"] * 0.4 * max(shape) ** 0.5
             for p, update in zip(params, orthogonalize(torch.stack(updates))):
                 p.sub_(step_size * update)
@@ -458,7 +463,7 @@ def use_files(name, *inputs):
         fail(
             f"{inputs[0]}: needs envs_shared/tsplib.py; copy it into a folder envs_shared beside this script"
         )
-    except ValueError as error:  # with the path
+    except ValueError as error:  # whose text names the file
         fail(str(error))
 
 
@@ -477,6 +482,8 @@ def make_optimizers(agent, args):
     for name, p in agent.named_parameters():
         is_map = args.optimizer == "muon" and p.ndim == 2 and ("project" in name or "ff" in name)
         (matrices if is_map else others).append(p)
+    # As a group, `matrices` may be empty, as with --optimizer adam; {} are the options, which Muon has none
+    # of
     return torch.optim.AdamW(others, fused=True), Muon([{"params": matrices}], {})
 
 
@@ -508,6 +515,7 @@ def train(args, run):
     # Freeing 32 MB raises a threshold of Linux's C library (glibc): smaller blocks that are freed later stay
     # with the process, instead of being asked from the system again. A step takes a fifth less
     torch.empty(8_000_000)
+    # Instances to evaluate on, in float64 for their lengths
     seed_everything(args.seed, 3 if args.evaluate else 2)
     instances = Instances(draw_points(args.env_id, args.eval_episodes or 1000).double(), None, tour_length)
     if args.data:
@@ -548,7 +556,8 @@ def train(args, run):
     saved = run.checkpoint or {}
     run.load(**{name: parts[name] for name in parts if name in saved})
 
-    # Options, which loading has replaced. Set those of each group that you add, too
+    # Options of both optimizers, which loading has replaced; Muon reads `lr` alone. If you add groups of
+    # parameters, set theirs too
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
     options = {"lr": learning_rate, "weight_decay": args.weight_decay, "capturable": is_cuda}
     for optimizer in (adam, muon):

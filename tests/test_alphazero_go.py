@@ -696,12 +696,12 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
     def watch(name, describe):
         """Record the description of all arguments at each call of a function."""
         function, found = getattr(az, name), []
-        monkeypatch.setattr(az, name, lambda *args: found.append(describe(*args)) or function(*args))
+        monkeypatch.setattr(az, name, lambda *a, **k: found.append(describe(*a, **k)) or function(*a, **k))
         return found
 
     played = watch("collect_images", lambda games, *x: (x[2], bool(games.boards.history.any())))
     pools = watch("refill_pool", lambda pool, new, *x: (len(pool.z) if pool else 0, new.epoch, *x))
-    updates = watch("train_epoch", lambda agent, optimizer, *x: (optimizer.param_groups[0]["lr"], x[1], x[5]))
+    updates = watch("train_epoch", lambda *x, bar, **k: (x[1].param_groups[0]["lr"], x[3], bar))
     az.main([*TINY, "--learning-rate", "0.01", "--max-age", "3", "--run-dir", str(tmp_path)])
     assert played == [(2, False), (2, False), (2, False), (2, True), (2, True)]
     for number, (size, epochs, capacity, oldest) in enumerate(pools):

@@ -274,7 +274,9 @@ def test_alphazero_trains_in_fixed_shapes_if_each_turn_fills_a_minibatch():
     found, agent = [], torch.nn.Linear(1, 1)
     optimizer, bar = torch.optim.AdamW(agent.parameters()), SimpleNamespace(update=lambda: None)
     with (
-        mock.patch.object(az, "train_minibatch", lambda *x: found.append(x[4]) or {}),
+        mock.patch.object(
+            az, "train_minibatch", lambda *x, **flags: found.append(flags["fixed_shapes"]) or {}
+        ),
         pretend_cuda(),
     ):
         for num_records in (8 * 16, 8 * 16 - 1):
