@@ -131,9 +131,9 @@ def play(script: str, flags: str, folder: Path, **patches) -> Run:
     def watch(name):
         function, found = patches.get(name, getattr(module, name)), calls.setdefault(name, [])
 
-        def call(*args):
+        def call(*args, **options):
             before = gpu.waits.total()
-            returned = function(*args)
+            returned = function(*args, **options)
             found.append((before, gpu.waits.total(), returned))
             return returned
 
