@@ -152,9 +152,8 @@ def test_random_moves_are_legal_and_fill_no_eyes():
     assert legal[0].nonzero()[:, 0].tolist() == [0, 3, 6, 14, 16]
     assert go.random_moves(boards, legal).unique().tolist() == [14]
     boards = boards._replace(to_play=-boards.to_play)  # these are no eyes of white
-    assert go.random_moves(boards, go.legal_moves(boards)).unique().tolist() == [
-        16
-    ]  # nor can white live at 14
+    # Nor can white live at 14
+    assert go.random_moves(boards, go.legal_moves(boards)).unique().tolist() == [16]
 
 
 # The checker of rules that docs/recipes_alphazero_go.md recommends for games of one's own
@@ -166,15 +165,30 @@ def test_the_checker_finds_nothing_in_the_rules_of_go(env_id):
     check_game(make_game, env_id)
 
 
+FAULTS = {
+    "images": "move_images[0] is not the position itself",
+    "order": "image 1 has other planes",
+    "max_legal": "more legal moves than max_legal",
+    "end": "there must be a legal move until the game is over, and none then",
+    "type": "legal_moves is torch.float32",
+    "in place": "play changes the boards",
+    "side": "to_play is not 1 or -1",
+    "fixed": "fixed shapes give other boards",
+    "batch": "a board depends on the others beside it",
+    "score": "score is out of range",
+    "raises": "",  # what it raises by itself
+}
+
+
 class Faulty(Go):
     """Go with one fault."""
 
-    def __init__(self, size, device, fixed_shapes, fault):
-        super().__init__(size, device, fixed_shapes)
+    def __init__(self, fixed_shapes, fault):
+        super().__init__(3, "cpu", fixed_shapes)
         self.fault = fault
         if fault == "images":
             self.move_images = self.move_images.roll(1, 0)
-        if fault == "max_moves":
+        if fault == "max_legal":
             self.max_legal = 5
         if fault == "order":
             self.point_images = self.point_images[[0, 2, 1, 3, 4, 5, 6, 7]]
@@ -189,44 +203,26 @@ class Faulty(Go):
         after = super().play(boards, moves)
         if self.fault == "in place":
             boards.stones.copy_(after.stones)
-        if self.fault == "side":
-            after = after._replace(to_play=after.to_play * 0)
-        if self.fault == "fixed" and self.fixed_shapes:
-            after = after._replace(num_moves=after.num_moves + 1)
-        if self.fault == "batch":
-            after = after._replace(last_move=moves + len(moves) - 1)
         if self.fault == "raises" and self.fixed_shapes and boards.is_over.any():
             raise IndexError
-        return after
+        changes = {
+            "side": {"to_play": after.to_play * 0},
+            "fixed": {"num_moves": after.num_moves + self.fixed_shapes},
+            "batch": {"last_move": moves + len(moves) - 1},
+        }
+        return after._replace(**changes.get(self.fault, {}))
 
     def score(self, boards):
         return super().score(boards) * (2 if self.fault == "score" else 1)
 
 
-FAULTS = {
-    "images": "move_images[0] is not the position itself",
-    "order": "image 1 has other planes",
-    "max_moves": "more legal moves than max_legal",
-    "end": "there must be a legal move until the game is over, and none then",
-    "type": "legal_moves is torch.float32",
-    "in place": "play changes the boards",
-    "side": "to_play is not 1 or -1",
-    "fixed": "fixed shapes give other boards",
-    "batch": "a board depends on the others beside it",
-    "score": "score is out of range",
-}
-
-
-@pytest.mark.parametrize("fault", [*FAULTS, "raises"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_checker_finds_faults(fault):
-    """Those that it does not describe raise what they raise, such as an IndexError after the end."""
-
     def make_faulty(env_id, device="cpu", fixed_shapes=False):
         make_game(env_id)
-        return Faulty(3, device, fixed_shapes, fault)
+        return Faulty(fixed_shapes, fault)
 
     torch.manual_seed(0)
-    kind = IndexError if fault == "raises" else AssertionError
-    with pytest.raises(kind) as error:
+    with pytest.raises(IndexError if fault == "raises" else AssertionError) as error:
         check_game(make_faulty, "Go-3x3")
-    assert FAULTS.get(fault, "") in str(error.value)
+    assert FAULTS[fault] in str(error.value)
