@@ -269,24 +269,22 @@ def test_instances_are_uniform_or_gaussian():
 # REINFORCE
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(("world_size", "num"), [(1, 2400), (4, 40)])
 @pytest.mark.parametrize("shift", [-3.0, -1.65, -1.0, 0.0, 0.5])
-def test_the_t_test_is_that_of_scipy_on_the_instances_of_all_processes(monkeypatch, shift, world_size):
-    """Levels a little above and below the p-value give different answers. All processes have the same pairs here."""
+def test_the_t_test_is_that_of_scipy_on_the_instances_of_all_processes(monkeypatch, shift, world_size, num):
+    """Levels a little above and below its statistic give different answers. All processes have the same pairs here."""
     agent, best = mock.Mock(return_value=0), mock.Mock(return_value=1)  # the column that lengths are in
     monkeypatch.setattr(am, "construct_tours", lambda points, column: (None, points[:, :1, column]))
     monkeypatch.setattr(am, "WORLD_SIZE", world_size)
     monkeypatch.setattr(am, "total", lambda x: world_size * x)
-    rng = np.random.default_rng(int(100 * shift) % 7)
-    pairs = (
-        5.0 + rng.normal(size=(10_000 // world_size, 1)) + 0.1 * rng.normal(size=(10_000 // world_size, 2))
-    )
-    pairs[:, 0] += shift * 0.14 / 100
+    pairs = np.random.default_rng(0).normal(size=(num // world_size, 2))
+    noise = (pairs[:, 1] - pairs[:, 1].mean()) / pairs[:, 1].std()
+    pairs[:, 1] = pairs[:, 0] + 0.1 * (noise - shift / num**0.5)
     points = torch.from_numpy(pairs)[:, None]
-    every = np.tile(pairs, (world_size, 1))
-    z = stats.norm.ppf(stats.ttest_rel(*every.T, alternative="less").pvalue)
-    assert am.is_better(agent, best, points, stats.norm.cdf(z + 0.01))
-    assert not am.is_better(agent, best, points, stats.norm.cdf(z - 0.01))
+    t = stats.ttest_rel(*np.tile(pairs, (world_size, 1)).T).statistic
+    assert t == pytest.approx(shift, rel=0.05)
+    assert am.is_better(agent, best, points, stats.norm.cdf(t + 0.01))
+    assert not am.is_better(agent, best, points, stats.norm.cdf(t - 0.01))
     assert not am.is_better(agent, agent, points, 0.5)  # equal tours are not better
 
 
