@@ -98,7 +98,7 @@ def make_ratio_table(results: dict):
         our_cell = results["cells"][ratio["ours"]]
         peer_cell = results["cells"][ratio["peer"]]
         ours = get_values(our_cell, ratio["quantity"])
-        peer = get_values(peer_cell, ratio["quantity"])
+        peer = get_values(peer_cell, ratio.get("peer_quantity", ratio["quantity"]))
         name = peer_cell["runs"][0]["commit"] if peer else peer_cell["script"]
         if ours and peer:
             effect = show_effect(*records.find_ratio(ours, peer), 1)

@@ -13,7 +13,7 @@ from common import ResultsError, require
 
 DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": "", "levels": {}}
 SHOWN_KEYS = {
-    "ratios": ("title", "quantity", "ours", "peer"),
+    "ratios": ("title", "quantity", "peer_quantity", "ours", "peer"),
     "tables": ("page", "section", "columns"),
 }
 NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING

@@ -108,7 +108,7 @@ class Run:
         return time.process_time() - self.cpu_start
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Write TensorBoard scalars of a step, and the CPU-seconds of training up to it."""
+        """Write TensorBoard scalars of a step, and the CPU-seconds of training up to it, unless they are among them."""
         seconds = {"charts/cpu_seconds": self.cpu_seconds - self.evaluation_seconds}
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -118,7 +118,7 @@ class Run:
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
             if self.program:
                 self.writer.add_text("program", self.program)
-        for name, value in (scalars | seconds).items():
+        for name, value in (seconds | scalars).items():
             self.writer.add_scalar(name, value, step)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
