@@ -1,5 +1,6 @@
 """Other people's programs, side by side with ours: their flags, what they log, and a short real run of each."""
 
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +27,13 @@ SCRIPTS = {  # the environment of each (None: the main one), and what it logs, o
     "sb3_ppo": ("sb3", RETURNS),
     "cleanrl_ppo": ("cleanrl", "charts/episodic_return charts/learning_rate charts/SPS losses/value_loss"),
     "sb3_recurrent_ppo": ("sb3", RETURNS),
+    "purejaxrl_ppo": (
+        "purejaxrl",
+        "charts/episodic_return eval/steps_per_second_compiled eval/compile_cpu_seconds",
+    ),
+    "torchrl_ppo": ("torchrl", "charts/episodic_return charts/num_updates"),
+    "tianshou_ppo": ("tianshou", "charts/episodic_return charts/num_updates"),
+    "skrl_ppo": ("skrl", "charts/episodic_return charts/num_updates"),
     "rl4co_attention": ("rl4co", "eval/greedy_length eval/greedy_gap"),
     "openspiel_mcts": ("openspiel", SPEED),
     "pgx_mctx": ("pgx", f"{SPEED} eval/first_cpu_seconds"),
@@ -41,6 +49,11 @@ cleanrl_ppo --total-timesteps 1024
 cleanrl_ppo --total-timesteps 4096 --settings ours
 sb3_recurrent_ppo --total-timesteps 2048 --settings ours --env-id envs_shared.memory_tasks:TMaze10-v0
 sb3_recurrent_ppo --total-timesteps 512 --settings zoo
+purejaxrl_ppo --total-timesteps 1024
+purejaxrl_ppo --total-timesteps 4096 --settings ours
+torchrl_ppo --total-timesteps 1024
+tianshou_ppo --total-timesteps 1024
+skrl_ppo --total-timesteps 1024
 rl4co_attention --num-epochs 2 --steps-per-epoch 2 --batch-size 4 --baseline-instances 20
 openspiel_mcts --simulations 16 --repeats 1
 openspiel_mcts --work rollouts --simulations 16 --repeats 1
@@ -57,6 +70,8 @@ def find_python(script):
     environment, _ = SCRIPTS[script]
     if script == "gnugo_match" and gnugo_match.find_gnugo() is None:
         pytest.skip("GNU Go is not installed: apt-get install gnugo")
+    if script == "purejaxrl_ppo" and "PUREJAXRL" not in os.environ:
+        pytest.skip("PUREJAXRL does not name a checkout of github.com/luchris429/purejaxrl")
     if environment is None:
         return sys.executable
     folder = PEERS / f".venv-{environment}"
@@ -141,10 +156,13 @@ def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(command, t
     assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name) and "|seed|3|" in flags_logged
     assert result["env_steps"] == last > 0
     if environment:
-        package, number = result["commit"].split()[:2]
+        programs = re.findall(r"([\w-]+) ([\w.]+)", result["commit"])
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
-        assert f"{package}=={number}" in requirements
-    assert str(path) in run.stdout.splitlines()[-1] and "%|" in run.stderr  # a line of summary, and tqdm
+        assert any(f"{package}=={number}" in requirements for package, number in programs)
+    assert str(path) in run.stdout.splitlines()[-1]  # a line of summary
+    assert (
+        "%|" in run.stderr or script == "purejaxrl_ppo"
+    )  # tqdm, but a compiled run says nothing before its end
     found = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
     if "--total-timesteps" in flags:
         assert last >= int(flags[1])

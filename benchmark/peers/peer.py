@@ -77,6 +77,20 @@ def score_tours(points, tours, references=None) -> dict[str, float]:
     return scores
 
 
+def make_mlp(num_inputs: int, num_outputs: int, last_gain: float):
+    """Make the network of CleanRL's ppo.py: two hidden tanh layers of 64, orthogonal weights, biases of zero."""
+    from torch import nn
+
+    sizes = ((num_inputs, 64, 2**0.5), (64, 64, 2**0.5), (64, num_outputs, last_gain))
+    layers = []
+    for num_from, num_to, gain in sizes:
+        linear = nn.Linear(num_from, num_to)
+        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
 def get_version(package: str) -> str:
     """Return name and version of an installed package."""
     return f"{package} {version(package)}"
