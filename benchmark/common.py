@@ -139,6 +139,11 @@ def show(value: float):
     return f"{value:#.3g}".rstrip(".")
 
 
+def shorten(processors: str):
+    """Leave out of the names of processors what says nothing."""
+    return re.sub(r"\((?:R|TM)\)| Processor", "", processors)
+
+
 def make_table(head: str, rows: list):
     """Write a Markdown table; columns of `head` that end in a colon are aligned to the right."""
     columns = head.split(" | ")

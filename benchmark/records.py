@@ -30,9 +30,12 @@ BAD_INPUT = re.compile(r"^\w+\.py: error: .+|(?<=^│ ).+?(?= +│$)", re.M)
 def find_threshold(curve: list, cell: dict):
     """Return the last of the first `in_a_row` successive points at the threshold or beyond; None if there are none."""
     sign = 1 if cell["better"] == "higher" else -1
+    threshold = float(
+        np.float32(cell["threshold"])
+    )  # TensorBoard keeps float32, in which 0.9 is less than 0.9
     num_beyond = 0
     for point in curve:
-        is_beyond = sign * point.value >= sign * cell["threshold"]
+        is_beyond = sign * point.value >= sign * threshold
         num_beyond = num_beyond + 1 if is_beyond else 0
         if num_beyond == cell["in_a_row"]:
             return point
@@ -219,14 +222,24 @@ def find_interval(values, others=(0, 0)):
     return tuple(stats.ttest_ind(values, others, equal_var=False).confidence_interval())
 
 
-def find_ratio(ours: list, peer: list):
-    """Return the ratio of the medians, and a 95 % interval of the ratio from the logarithms of both samples.
+def choose_center(*samples: list):
+    """Return the function that finds the center of samples: the geometric mean, or the median if that cannot be found.
 
-    The interval is for the ratio of the geometric means. If values are not positive, infinite or unknown, what cannot
-    be computed is nan or None.
+    It cannot if a value is not positive, unknown or infinite, such as the time to a threshold that was never reached.
+    """
+    values = np.concatenate(samples)
+    return stats.gmean if np.isfinite(values).all() and (values > 0).all() else np.median
+
+
+def find_ratio(ours: list, peer: list):
+    """Return the ratio of the centers (`choose_center`) of both samples, and its 95 % interval.
+
+    The interval is Welch's on the logarithms, so it is one of the ratio of the geometric means. What cannot be computed
+    is nan or None.
     """
     if not min(*ours, *peer) > 0:
         return math.nan, None
-    ratio = np.median(ours) / np.median(peer) or math.nan
+    center = choose_center(ours, peer)
+    ratio = center(ours) / center(peer) or math.nan
     interval = find_interval(np.log(ours), np.log(peer))
     return ratio, interval and tuple(np.exp(interval))

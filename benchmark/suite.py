@@ -14,7 +14,7 @@ from common import ResultsError, require
 DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": "", "levels": {}}
 SHOWN_KEYS = {
     "ratios": ("title", "quantity", "peer_quantity", "ours", "peer"),
-    "tables": ("page", "section", "columns"),
+    "tables": ("page", "section", "columns", "differences"),
 }
 NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING
 COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")

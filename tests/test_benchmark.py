@@ -95,8 +95,8 @@ def test_ratios_count_runs_that_never_got_there():
     assert lines[1] == "| t | 1.00 | 300 (2 of 3) | 300 | 3 / 3 | abc |"
     assert lines[2] == "| t | why | 300 (2 of 3) | - | 3 / 0 | gnugo |"
     low, high = map(common.show, records.find_ratio(steps["c"], steps["d"])[1])
-    assert lines[3] == f"| t | **0.273** ({low} to {high}) | 300 | 1,100 | 3 / 3 | abc |"
-    assert lines[4] == "| t | 1.00 (0.898 to 1.11) | 1,050 | 1,050 | 3 / 3 | abc |"
+    assert lines[3] == f"| t | **0.263** ({low} to {high}) | 288 | 1,097 | 3 / 3 | abc |"
+    assert lines[4] == "| t | 1.00 (0.898 to 1.11) | 1,032 | 1,032 | 3 / 3 | abc |"
 
 
 def test_tables_say_what_is_not_equal():
@@ -123,10 +123,23 @@ def test_a_match_shows_its_own_interval():
     assert "| CartPole-v1, default | 1.00 (0.500 to 1.50) |" in report.make_cell_table([cell], {"A": "a"})
 
 
-def test_summaries_take_medians_of_times_and_means_of_metrics():
+def test_summaries_show_what_the_tables_of_cells_show():
+    """Means, and medians of whole runs, on which processor."""
     cells = {"x/a": make_solved([100, 300, 800]), "x/b": make_cell([1.0, 2.0, 6.0])}
-    summary = "{x/a seconds_to_threshold .1f} s, {x/a steps_to_threshold ,.0f} steps, {x/b headline .0%}"
-    assert report.fill_summary({"cells": cells, "summary": summary}) == "3.0 s, 300 steps, 300%"
+    for run, seconds in zip(cells["x/a"]["runs"], (1.0, 2.0, 9.0), strict=True):
+        run |= {"cpu_seconds": seconds, "machine": make_machine(cpu="Intel(R) Xeon(R) Processor")}
+    summary = "{x/a seconds_to_threshold .1f} s, {x/a cpu_seconds .0f} s, {x/b headline .0%}"
+    found = report.fill_summary({"cells": cells, "summary": summary})
+    assert found == "4.0 s, 2 s, 300% (Intel Xeon, a)"
+
+
+def test_differences_of_returns_have_welchs_interval():
+    """A pair of cells has one line, however many ratios name it."""
+    cells = {"a": make_cell([5.0, 6.0, 7.0]), "b": make_cell([1.0, 2.0, 3.0], "sb3_ppo/CartPole-v1/zoo")}
+    ratios = [{"title": "t", "quantity": quantity, "ours": "a", "peer": "b"} for quantity in "xy"]
+    table = report.make_difference_table({"cells": cells, "ratios": ratios}, "headline")
+    low, high = map(common.show, records.find_interval([5.0, 6.0, 7.0], [1.0, 2.0, 3.0]))
+    assert table.splitlines()[2:] == [f"| CartPole-v1, default | zoo | **4.00** ({low} to {high}) | 3 / 3 |"]
 
 
 def test_bands_of_pictures_are_intervals_of_the_mean():

@@ -551,11 +551,17 @@ def make_results(*cells, suite="a", **keys):
     return {"suite": suite, "cells": dict(zip(names, cells, strict=True))} | keys
 
 
-def test_ratios_are_those_of_medians_with_an_interval_by_logarithms():
-    ours, peer = [2.0, 2.1, 1.9], [4.0, 4.1, 3.9]
+def test_ratios_are_those_of_geometric_means_with_an_interval_by_logarithms():
+    """The ratio is in the middle of its interval. Medians stand for samples with values that are not finite."""
+    ours, peer = [2.0, 8.0, 2.0], [4.0, 4.0, 5.0]
     ratio, (low, high) = records.find_ratio(ours, peer)
-    assert ratio == 0.5 and 0.44 < low < 0.5 < high < 0.56
-    assert low * high == pytest.approx(math.exp(2 * np.mean(np.log(ours) - np.log(peer))))
+    assert ratio == pytest.approx((32 / 80) ** (1 / 3)) and low < ratio < high
+    assert low * high == pytest.approx(ratio**2)
+    assert (
+        records.find_center(ours) == pytest.approx(32 ** (1 / 3))
+        and records.find_center([-1.0, 2.0, 5.0]) == 2
+    )
+    assert records.find_center([1.0, 3.0, math.inf]) == 3
     for one, other in ((1.0, -1.0), (1.0, math.inf), (1.0, math.nan), (0.0, 1.0), (math.inf, 1.0)):
         ratio, interval = records.find_ratio([one], [other])
         assert not 0 < ratio < math.inf and interval is None
@@ -595,6 +601,8 @@ def test_threshold_is_the_first_point_at_it_in_the_right_direction():
     assert find(6) is None
     assert find(4, in_a_row=2) == 5  # one alone is forgotten
     assert find(4, in_a_row=3) is None
+    curve[0].value = float(np.float32(0.9))  # as TensorBoard keeps it: 0.8999999761581421
+    assert find(0.9) == 1
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
@@ -666,6 +674,44 @@ def test_pages_show_the_cells_and_seeds_that_a_suite_has_now(tmp_path, monkeypat
     assert cells[names["default"]]["missing"] == [{"seed": 3, "error": records.NOT_RUN}]
     for name in ("command", "criterion"):
         assert not cells[names[name]]["runs"] and len(cells[names[name]]["missing"]) == 2
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_published_figures_are_made_again_from_raw_data(
+    run_python, tmp_path, monkeypatch, capsys, is_changed
+):
+    """With their thinned curves. --check names what differs, and writes nothing."""
+    monkeypatch.setattr(common, "SUITES", tmp_path / "suites")
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    for name in ("suites", "results"):
+        (tmp_path / name).mkdir()
+    path, _ = run_python(
+        "", tags=("charts/episodic_return", "eval/x"), num_points=500, curve="eval/x", seed=3
+    )
+    cell = vars(define_cell(curve="eval/x", seed=3)) | {"folder": str(path.parent.relative_to(tmp_path))}
+    folder = tmp_path / "runs" / "s"
+    folder.mkdir(parents=True)
+    (folder / cell["folder"]).symlink_to(path.parent)
+    (folder / "suite.json").write_text(json.dumps({"suite": "s", "cells": [cell], "levels": {}}))
+    results = records.collect(folder)
+    (run_,) = results["cells"][cell["name"]]["runs"]
+    assert 30 <= len(run_["curve"]) <= records.NUM_POINTS
+    if is_changed:
+        run_["curve"][7][2] += 0.1
+        run_["env_steps"] += 1
+    common.save_results(tmp_path / "results" / "s.json", results)
+    before = (tmp_path / "results" / "s.json").read_bytes()
+    page = tmp_path / "page.md"
+    page.write_text("a")
+    monkeypatch.setattr(report, "make_pages", lambda published: {page: "b" if is_changed else "a"})
+    code = report.main(report.Args(runs=tmp_path / "runs", check=True))
+    assert code == is_changed and (tmp_path / "results" / "s.json").read_bytes() == before
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"s: {0 if is_changed else 1} runs have what is published"
+    different = [f"s: {cell['name']}, seed 3 has another env_steps, curve", f"{page} is another page"]
+    assert lines[1:] == (different if is_changed else []) and page.read_text() == "a"
+    with pytest.raises(ResultsError, match="--check writes nothing"):
+        report.main(report.Args(runs=tmp_path / "runs", out=tmp_path / "out", check=True))
 
 
 # ---- Comparison ------------------------------------------------------------------------------------------------------
