@@ -557,11 +557,9 @@ def test_ratios_are_those_of_geometric_means_with_an_interval_by_logarithms():
     ratio, (low, high) = records.find_ratio(ours, peer)
     assert ratio == pytest.approx((32 / 80) ** (1 / 3)) and low < ratio < high
     assert low * high == pytest.approx(ratio**2)
-    assert (
-        records.find_center(ours) == pytest.approx(32 ** (1 / 3))
-        and records.find_center([-1.0, 2.0, 5.0]) == 2
-    )
-    assert records.find_center([1.0, 3.0, math.inf]) == 3
+    assert records.choose_center(ours, peer)(ours) == pytest.approx(32 ** (1 / 3))
+    for other in (math.inf, math.nan, 0.0, -1.0):
+        assert records.choose_center(ours, [other])([1.0, 3.0, math.inf]) == 3
     for one, other in ((1.0, -1.0), (1.0, math.inf), (1.0, math.nan), (0.0, 1.0), (math.inf, 1.0)):
         ratio, interval = records.find_ratio([one], [other])
         assert not 0 < ratio < math.inf and interval is None
