@@ -32,9 +32,10 @@ sys.path.append(str(common.BENCHMARK / "studies"))
 import change_detection
 import go_search
 import on_gpu
+import ppo_update
 import tsp_networks
 
-STUDIES = (change_detection, go_search, on_gpu, tsp_networks)  # each by its own program
+STUDIES = (change_detection, go_search, on_gpu, ppo_update, tsp_networks)  # each by its own program
 UNPUBLISHED = ("smoke", "gpu")
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from scipy import stats
 from test_contract import SCRIPTS
 from test_harness import make_cell, make_machine, make_solved
 
@@ -97,6 +98,18 @@ def test_ratios_count_runs_that_never_got_there():
     low, high = map(common.show, records.find_ratio(steps["c"], steps["d"])[1])
     assert lines[3] == f"| t | **0.263** ({low} to {high}) | 288 | 1,097 | 3 / 3 | abc |"
     assert lines[4] == "| t | 1.00 (0.898 to 1.11) | 1,049 | 1,049 | 3 / 3 | abc |"
+
+
+def test_what_ppos_page_says_of_steps_that_some_runs_did_not_reach():
+    cells = records.load_published()["ppo_tasks"]["cells"]
+    page = (ROOT / "docs" / "ppo.md").read_text()
+    for task, text in (
+        ("Pendulum-v1", "rank test, p = {:.3f}"),
+        ("MountainCarContinuous-v0", "noise (p = {:.2f}"),
+    ):
+        names = f"ppo/{task}/ours", f"sb3_ppo/{task}/zoo"
+        steps = [records.get_values(cells[name], "steps_to_threshold") for name in names]
+        assert text.format(stats.mannwhitneyu(*np.nan_to_num(steps)).pvalue) in " ".join(page.split())
 
 
 def test_tables_say_what_is_not_equal():

@@ -575,6 +575,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
             f" a tuned threshold {describe_lead(rows, 'threshold_own', 'net')}, and a supervised look-ahead"
         )
         summary += f" with PPO's budget {describe_lead(rows, 'all_own', 'net')} ({len(rows)} seeds)"
+        summary += f" ({common.shorten(helpers.list_processors(rows))})"
     return {
         (PAGE, "change_detection"): f"\n{page}\n",
         (PAGE, "change_prices"): f"\n{make_price_table(results)}\n",

@@ -109,6 +109,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     if cell:
         summary = (
             f"LKH, a local search: {show_gap(cell['gap'])} % in {cell['cpu_ms']:.0f} CPU-milliseconds a tour"
+            f" ({common.shorten(cell['machine']['cpu'])})"
         )
     return {(PAGE, "tsp_networks"): f"\n{text}\n", ("README", "tsp_networks_cell"): summary}
 
