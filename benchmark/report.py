@@ -1,8 +1,8 @@
 """Write tables and learning curves of runs, into the pages of docs/ or into a page of your own.
 
-    python benchmark/report.py --out report   # the suites in RUNS: report/results.md and report/figures
-    python benchmark/report.py                # docs/results.md, the tables and pictures of all pages
-    python benchmark/report.py --check        # whether the published figures follow from the runs in RUNS
+    python -m benchmark.report --out report   # the suites in RUNS: report/results.md and report/figures
+    python -m benchmark.report                # docs/results.md, the tables and pictures of all pages
+    python -m benchmark.report --check        # whether the published figures follow from the runs in RUNS
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
 benchmark/suites are added to benchmark/results, and all results there go into the pages, between
@@ -16,26 +16,24 @@ named, and the exit code is then 1.
 
 import json
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
+from benchmark import common  # first: it says what to install
+
+# isort: split
 import numpy as np
-import records
-from common import require, show
-from pictures import METRICS, draw
-from records import find_interval, get_values
 
-sys.path.append(str(common.BENCHMARK / "studies"))
-import change_detection
-import go_search
-import on_gpu
-import ppo_update
-import tsp_networks
+from benchmark import records
+from benchmark.common import require, show
+from benchmark.pictures import METRICS, draw
+from benchmark.records import find_interval, get_values
+from benchmark.studies import change_detection, go_search, learned, on_gpu, ppo_update, tsp_networks
 
-STUDIES = (change_detection, go_search, on_gpu, ppo_update, tsp_networks)  # each by its own program
+# Each by its own program
+_MODULES = (change_detection, go_search, on_gpu, ppo_update, tsp_networks)
+STUDIES = {x.__name__.rpartition(".")[2]: x for x in _MODULES}
 UNPUBLISHED = ("smoke", "gpu")
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
@@ -220,7 +218,8 @@ def fill_summary(results: dict):
         return format(average(get_values(cells[name], quantity)), form)
 
     text = SUMMARY_NUMBER.sub(fill, results["summary"])
-    return f"{text} ({common.shorten(list_processors(*cells.values()))})"
+    processors = common.shorten(list_processors(*cells.values()))
+    return f"{text[:-1]}; {processors})" if text.endswith(")") else f"{text} ({processors})"
 
 
 # ---- Pages -----------------------------------------------------------------------------------------------------------
@@ -253,8 +252,8 @@ def make_sections(published: dict):
             sections[table["page"], table["section"]] = "\n" + join(*parts, describe_machines(cells))
         if results["summary"]:
             sections["README", f"{name}_cell"] = fill_summary(results)
-    for study in STUDIES:
-        sections |= study.make_sections(common.load_results(study.__name__))
+    for name, study in STUDIES.items():
+        sections |= study.make_sections(common.load_results(name))
     return sections
 
 
@@ -277,9 +276,10 @@ def publish(published: dict):
     for name, results in published.items():
         if f"figures/{name}.png" in shown:
             draw(results, common.FIGURES / f"{name}.png")
-    for study in (change_detection, tsp_networks):
-        name = study.__name__
-        study.draw(common.load_results(name), common.FIGURES / f"{name}.png")
+    for name in ("change_detection", "tsp_networks"):
+        STUDIES[name].draw(common.load_results(name), common.FIGURES / f"{name}.png")
+    change_detection.draw_task(common.FIGURES / "change_task.png")
+    learned.draw(published, common.FIGURES)
 
 
 def write_own(suites: list, out: Path):

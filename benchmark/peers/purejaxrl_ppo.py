@@ -20,7 +20,7 @@ import sys
 import types
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 COMMIT = "31756b197773a52db763fdbe6d635e4b46522a73"
 SHA256 = "6650c9f8943ed67e8d287d0dd1536e49d8f603e04550cdc506727e46b34024fd"

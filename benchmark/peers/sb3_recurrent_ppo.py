@@ -12,8 +12,7 @@ weights. The entry is for 100,000 steps.
 
 from pathlib import Path
 
-import peer
-import sb3_ppo
+from benchmark.peers import peer, sb3_ppo
 
 SETTINGS = {
     "ours": sb3_ppo.Settings(

@@ -7,7 +7,7 @@ eps at 1e-8, and trains on the steps in which gymnasium's vector environment res
 
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 NUM_ENVS, NUM_STEPS, NUM_EPOCHS, NUM_MINIBATCHES = 4, 128, 4, 4
 

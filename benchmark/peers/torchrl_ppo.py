@@ -7,7 +7,7 @@ value loss takes the larger of the losses with and without clipping; time limits
 
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 NUM_ENVS, NUM_STEPS, NUM_EPOCHS, NUM_MINIBATCHES, LEARNING_RATE = 4, 128, 4, 4, 2.5e-4
 
