@@ -44,7 +44,8 @@ sb3_ppo --total-timesteps 1024 --settings cleanrl
 cleanrl_ppo --total-timesteps 1024
 cleanrl_ppo --total-timesteps 4096 --settings ours
 sb3_recurrent_ppo --total-timesteps 2048 --settings ours --env-id envs_shared.memory_tasks:TMaze10-v0
-sb3_recurrent_ppo --total-timesteps 512 --settings zoo
+sb3_recurrent_ppo --total-timesteps 512 --settings zoo --stop-return -1
+sb3_recurrent_ppo --total-timesteps 512 --settings zoo-untuned
 purejaxrl_ppo --total-timesteps 1024
 purejaxrl_ppo --total-timesteps 4096 --settings ours
 torchrl_ppo --total-timesteps 1024

@@ -8,6 +8,9 @@ actions that takes memory (CartPoleNoVel-v1 in
 https://github.com/DLR-RM/rl-baselines3-zoo/blob/22e3ff2450fd92033f7f032915e1f64894a09584/hyperparams/ppo_lstm.yml):
 normalized observations and rewards, and for policy and value an LSTM and a ReLU layer of 64 each, without orthogonal
 weights. The entry is for 100,000 steps.
+--settings zoo-untuned: the same entry before it was tuned
+(https://github.com/DLR-RM/rl-baselines3-zoo/blob/038ab1617a486b7d918be8056697bf34caeefbcd/hyperparams/ppo_lstm.yml),
+with the network as it is in sb3-contrib: LSTMs of 256 for policy and value, then two layers of 64 each.
 """
 
 from pathlib import Path
@@ -20,6 +23,12 @@ SETTINGS = {
         arguments={"n_steps": 64, "batch_size": 256, "n_epochs": 5, "gae_lambda": 0.9, "gamma": 0.98}
         | {"learning_rate": 3e-3, "policy_kwargs": {"lstm_hidden_size": 64, "net_arch": [64]}},
         falling=("learning_rate",),
+    ),
+    "zoo-untuned": sb3_ppo.Settings(
+        num_envs=8,
+        arguments={"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8, "gamma": 0.98}
+        | {"learning_rate": 1e-3, "clip_range": 0.2, "ent_coef": 0.0},
+        falling=("learning_rate", "clip_range"),
     ),
     "zoo": sb3_ppo.Settings(
         num_envs=8,
@@ -43,7 +52,7 @@ def make_parser():
     parser = peer.make_parser(__doc__, "popgym:popgym-RepeatPreviousEasy-v0")
     parser.add_argument("--total-timesteps", type=peer.count, default=500_000)
     parser.add_argument("--eval-interval", type=int, default=0, help="rollouts between evaluations")
-    parser.add_argument("--settings", choices=("ours", "zoo"), default="ours")
+    parser.add_argument("--settings", choices=SETTINGS, default="ours")
     parser.add_argument(
         "--stop-return", type=float, help="stop after two evaluations in a row at this return"
     )

@@ -28,9 +28,7 @@ from benchmark.studies import helpers
 CASES = {
     "rows": (("eager", 128), ("eager", 8192)),
     "loss, 128": (("eager", 128), ("loss", 128)),
-    "loss, 512": (("eager", 512), ("loss", 512)),
     "update, 128": (("eager", 128), ("update", 128)),
-    "update, 512": (("eager", 512), ("update", 512)),
 }
 TITLES = {"loss": "`ppo_loss` compiled", "update": "`update_minibatch` compiled"}
 NUM_CALLS, NUM_REPEATS = 50, 10
