@@ -44,7 +44,7 @@ sb3_ppo --total-timesteps 1024 --settings cleanrl
 cleanrl_ppo --total-timesteps 1024
 cleanrl_ppo --total-timesteps 4096 --settings ours
 sb3_recurrent_ppo --total-timesteps 2048 --settings ours --env-id envs_shared.memory_tasks:TMaze10-v0
-sb3_recurrent_ppo --total-timesteps 512 --settings zoo --stop-return -1
+sb3_recurrent_ppo --total-timesteps 512 --settings zoo
 sb3_recurrent_ppo --total-timesteps 512 --settings zoo-untuned
 purejaxrl_ppo --total-timesteps 1024
 purejaxrl_ppo --total-timesteps 4096 --settings ours
@@ -160,9 +160,8 @@ def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(command, t
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
         assert any(f"{package}=={number}" in requirements for package, number in programs)
     assert str(path) in run.stdout.splitlines()[-1]  # a line of summary
-    assert (
-        "%|" in run.stderr or script == "purejaxrl_ppo"
-    )  # tqdm, but a compiled run says nothing before its end
+    # tqdm, which skrl writes to stdout; a compiled run says nothing before its end
+    assert "%|" in run.stdout + run.stderr or script == "purejaxrl_ppo"
     found = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
     if "--total-timesteps" in flags:
         assert last >= int(flags[1])
@@ -209,3 +208,14 @@ def test_returns_and_evaluations_of_sb3(tmp_path):
         assert evaluated == ([512, 1024] if interval else [1024])
         returns.append([point.value for point in points])
     assert returns[0] == returns[1]
+
+
+@pytest.mark.slow
+def test_a_peer_stops_after_two_evaluations_at_the_return_that_is_asked_for(tmp_path):
+    """With the next step of its eight environments; the return of this task is never below -1."""
+    flags = ("--settings", "zoo", "--total-timesteps", 4096, "--eval-interval", 1, "--stop-return", -1)
+    run = run_peer("sb3_recurrent_ppo", *flags, "--run-dir", tmp_path)
+    assert run.returncode == 0, run.stderr
+    (path,) = tmp_path.iterdir()
+    points = common.read_events(path).Scalars("eval/episodic_return")
+    assert [point.step for point in points] == [256, 512, 520]
