@@ -15,14 +15,21 @@ LINK = re.compile(r"(?<=\]\()\.\./([^)#\s]+)")
 MARKER = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)#([\w.]+)\)")  # [`name`](../file.py#name)
 INLINE = re.compile(r"\$<code>(.+?)</code>\$", re.S)
 BLOCK = re.compile(r'<pre class="math"><code>(.+?)</code></pre>', re.S)
-FUNCTION = re.compile(r"(<mi>(?:log|exp|tanh)</mi>)(?=<m[isr])")
+SPACE = '<mspace width="0.167em" />'
+AFTER = re.compile(r"(<mi>(?:log|exp|tanh)</mi>)(?=<m[isr])")
+BEFORE = re.compile(r"(</m[in]>|&#x02207;</mo>)(?=<mi>(?:log|exp|tanh)</mi>|<mo>(?:min|max)</mo>)")
+LIMIT = re.compile(r"<mo>(min|max)</mo>(?=<mo)")
+SIGN = re.compile(r"(&#x0003D;</mo>|&#x00028;</mo>|&#x0002C;</mo>)<mo>(?=&#x02212;)")
 PRIME = re.compile(r"<msup>(<mi>\w</mi>)<mi>(&#x02032;)</mi></msup>")
 PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n~~~~~~ {1}\n{2}\n~~~~~~\n"
 
 
 def to_mathml(latex: str, display: str) -> str:
-    """MathML of a formula, with the space after names of functions that browsers leave out, and primes of full size."""
-    mathml = FUNCTION.sub(r'\1<mspace width="0.167em" />', convert(latex.strip(), display=display))
+    """MathML of a formula, with the space around names of functions as TeX has it, and primes of full size."""
+    mathml = AFTER.sub(rf"\1{SPACE}", convert(latex.strip(), display=display))
+    mathml = BEFORE.sub(rf"\1{SPACE}", mathml)
+    mathml = LIMIT.sub(r"<mi>\1</mi>", mathml)  # as an operator it has space before its bracket
+    mathml = SIGN.sub(r'\1<mo form="prefix">', mathml)
     return PRIME.sub(r'\1<mo lspace="0" rspace="0">\2</mo>', mathml)
 
 
@@ -96,10 +103,14 @@ def on_page_markdown(markdown, page, **_):
     return LINK.sub(r"source/\1.md", markdown)
 
 
+def make_formula(latex: str) -> str:
+    """HTML of a formula on lines of its own. Its parts, divided by ", \\quad", may stand below each other."""
+    parts = re.split(r"(?<=,) \\quad\s", latex)
+    return f'<div class="formula">{"".join(to_mathml(part, "block") for part in parts)}</div>'
+
+
 def on_page_content(content, **_):
     """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search passes over sources."""
     content = content.replace('<details class="source">', '<details class="source" data-search-exclude>')
-    content = BLOCK.sub(
-        lambda m: f'<div class="formula">{to_mathml(html.unescape(m[1]), "block")}</div>', content
-    )
+    content = BLOCK.sub(lambda m: make_formula(html.unescape(m[1])), content)
     return INLINE.sub(lambda m: to_mathml(html.unescape(m[1]), "inline"), content)

@@ -196,7 +196,10 @@ def test_formulas_become_mathml():
         assert not re.search(r"[\\&{}^_]", words), (formula, words)
         assert r"\operatorname" not in formula and "|" not in formula
         assert formula.count("{") == formula.count("}"), formula
-    assert '<mi>log</mi><mspace width="0.167em" />' in hooks.to_mathml(r"\log p", "inline")
+    space = '<mspace width="0.167em" />'
+    assert f"<mn>2</mn>{space}<mi>log</mi>{space}<mi>p</mi>" in hooks.to_mathml(r"2 \log p", "inline")
+    assert f"<mi>c</mi>{space}<mi>min</mi><mo" in hooks.to_mathml(r"c \min(a, b)", "inline")
+    assert '=</mo><mo form="prefix">\u2212' in html.unescape(hooks.to_mathml("x = -y", "inline"))
 
 
 @pytest.mark.parametrize("marker", ["algos/ppo.py#none", "algos/ppo.py#Agent.none", "algos/none.py#run"])
@@ -220,7 +223,9 @@ def site(tmp_path_factory):
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_pages_of_the_site_have_their_formulas_and_sources(site, page):
     text = (site / f"{page.stem}.html").read_text()
-    assert text.count("<math ") == len(find_formulas(page.read_text()))
+    # A comma and \quad divide a formula into parts, which stand below each other on a narrow screen
+    parts = [part for formula in find_formulas(page.read_text()) for part in formula.split(r", \quad")]
+    assert text.count("<math ") == len(parts)
     boxes = re.findall(r'<details class="source" data-search-exclude.*?>(.*?)</details>', text, re.S)
     markers = hooks.MARKER.findall(page.read_text())
     assert len(markers) == len(re.findall(r"\.py#", page.read_text()))
@@ -243,6 +248,10 @@ def test_the_site_works_from_a_folder_without_a_network(site):
     assert loaded.search('<link rel=x href="https://a.b">') and loaded.search("url(//a.b)")
     for path in (*site.rglob("*.html"), *site.rglob("*.css")):
         assert not loaded.search(path.read_text()), path.name
+    style = site / "assets" / "site.css"
+    (font,) = re.findall(r'url\("(.+?)"\)', style.read_text())  # of formulas
+    assert (style.parent / font).read_bytes()[:4] == b"wOF2"
+    assert "SIL OPEN FONT LICENSE" in (style.parent / f"{Path(font).stem}-OFL.txt").read_text()
 
 
 @each_script
