@@ -12,7 +12,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()\.\./([^)#\s]+)")
-MARKER = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)#([\w.]+)\)")  # [`name`](../file.py#name)
+MARKER = re.compile(r"\[`((?![\w.]+\.py`)[\w.]+)`\]\(\.\./([\w/]+\.py)\)")  # [`name`](../file.py)
 INLINE = re.compile(r"\$<code>(.+?)</code>\$", re.S)
 BLOCK = re.compile(r'<pre class="math"><code>(.+?)</code></pre>', re.S)
 SPACE = '<mspace width="0.167em" />'
@@ -72,8 +72,8 @@ def add_sources(markdown: str) -> str:
         if not block.startswith("```math"):
             blocks += boxes
             boxes = []
-        blocks.append(MARKER.sub(r"[`\1`](#\3)", block))
-        for _, path, name in MARKER.findall(block):
+        blocks.append(MARKER.sub(r"[`\1`](#\1)", block))
+        for name, path in MARKER.findall(block):
             if name not in shown:
                 shown.add(name)
                 boxes.append(show_source(path, name))
