@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from conftest import ROOT
+import yaml
+from conftest import ENVIRONMENT, ROOT
 from mkdocs.exceptions import PluginError
 from PIL import Image
-from test_contract import CASES, SCRIPTS, each_script, run_quick
+from test_contract import CASES, SCRIPTS, each_script, get_module, read_progress, run_main, run_quick
 from torch.distributed.run import get_args_parser
 
 sys.path += [str(ROOT / name) for name in ("benchmark", "benchmark/peers", "benchmark/studies", "docs")]
@@ -33,7 +34,7 @@ TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *BENCHMARK, ROOT / "CHANGELOG.md"]
 STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
 PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py")), *STUDIES]
 PROGRAMS.append(ROOT / "docs" / "recipe.py")
-OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch ruff playwright".split())
+OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch ruff playwright wandb".split())
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -264,6 +265,82 @@ def test_a_script_is_copied_as_the_docs_say(script, tmp_path):
     subprocess.run(["bash", "-ec", copying.replace("cp ", f"cp {ROOT}/")], cwd=tmp_path, check=True)
     found = {x.relative_to(tmp_path / "my_project").as_posix() for x in tmp_path.rglob("*.*")}
     assert found == {f"{script}.py", *(f"envs_shared/{name}" for name in [CASES[script].sibling] if name)}
+
+
+# ---- A sweep, and an environment of one's own ------------------------------------------------------------------------
+
+
+def read_block(page: str, language: str) -> str:
+    """The first code block of a language on a page of docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    return next(code for found, code in FENCE.findall(text) if found == language)
+
+
+def make_trials(sweep: dict) -> list[dict]:
+    """The settings of trials that have every value of a sweep, and both ends of its ranges, at least once."""
+    values = {
+        name: [x["value"]] if "value" in x else x.get("values", [x.get("min"), x.get("max")])
+        for name, x in sweep["parameters"].items()
+    }
+    most = max(map(len, values.values()))
+    return [{name: x[i % len(x)] for name, x in values.items()} for i in range(most)]
+
+
+def make_sweep_command(sweep: dict, trial: dict) -> list[str]:
+    """The words of the command line of a trial, as an agent of W&B writes it."""
+    from wandb.sdk.launch.sweeps import utils
+
+    words = utils.create_sweep_command_args({"args": {name: {"value": x} for name, x in trial.items()}})
+    words |= {"env": [], "interpreter": [sys.executable], "program": [sweep["program"]]}
+    parts = [words[x[2:-1]] if x.startswith("${") else [x] for x in sweep["command"]]
+    return [word for part in parts for word in part]
+
+
+def test_a_sweep_writes_flags_that_the_script_takes(tmp_path):
+    """Each setting arrives, true and false. A trial logs under the sweep's id, and to the sweep's metric."""
+    sweep = yaml.safe_load(read_block("tracking.md", "yaml"))
+    module = importlib.import_module(sweep["program"].removesuffix(".py").replace("/", "."))
+    trials = make_trials(sweep)
+    for trial in trials:
+        args = vars(tyro.cli(module.Args, args=make_sweep_command(sweep, trial)[2:]))
+        assert args["track"]
+        for name, value in trial.items():
+            setting = not args[name[3:]] if name.startswith("no_") else args[name]
+            assert setting == value and type(setting) is type(value), name
+    assert {x["norm_obs"] for x in trials} == {x["no_norm_reward"] for x in trials} == {True, False}
+    assert not takes(ROOT / sweep["program"], ["--norm_obs=True"])  # the agent's form by default
+
+    trial = trials[0] | {"total_timesteps": 2048}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({name: {"value": x} for name, x in trial.items()}))
+    settings = {
+        "MODE": "offline",
+        "SWEEP_ID": "sweep123",
+        "RUN_ID": "trial123",
+        "SWEEP_PARAM_PATH": str(path),
+    }
+    env = ENVIRONMENT | {f"WANDB_{name}": x for name, x in settings.items()}
+    command = make_sweep_command(sweep | {"program": str(ROOT / sweep["program"])}, trial)
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (log,) = tmp_path.glob("wandb/offline-run-*-trial123/run-trial123.wandb")
+    assert all(
+        x.encode() in log.read_bytes() for x in (sweep["metric"]["name"], "sweep123", "no_norm_reward")
+    )
+
+
+@pytest.mark.parametrize("script", ["ppo", pytest.param("r2d2_lstm", marks=pytest.mark.slow)])
+def test_the_environment_of_the_docs_is_learned(script, tmp_path, monkeypatch):
+    """By the page's command line. The best return is 1; at random, most episodes end without a reward."""
+    code = read_block("environments.md", "python")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / re.match(r"# (\S+)\n", code)[1]).write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    commands = [x for x in split_commands(read_block("environments.md", "bash")) if x[1] == f"{script}.py"]
+    run = run_main(get_module(script), tmp_path / "runs", *commands[0][2:])
+    progress = read_progress(run.path)
+    assert progress["best_score"] == progress["last_score"] == 1
 
 
 # ---- Lines that use a saved policy -----------------------------------------------------------------------------------
