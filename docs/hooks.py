@@ -29,7 +29,9 @@ LIMIT = re.compile(r"<mo>(min|max)</mo>(?=<mo)")
 SIGN = re.compile(r"(&#x0003D;</mo>|&#x00028;</mo>|&#x0002C;</mo>)<mo>(?=&#x02212;)")
 PRIME = re.compile(r"<msup>(<mi>\w</mi>)<mi>(&#x02032;)</mi></msup>")
 RECIPES = re.compile(r"recipes_(\w+)\.md")
-PATCH = "\n[`{name}.diff`]({path}) is this diff as a file: beside `{script}.py`, run `git apply {name}.diff`.\n"
+PATCH = (
+    "\n[`{name}.diff`]({path}) is this diff as a file: beside `{script}.py`, run `git apply {name}.diff`.\n"
+)
 PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n~~~~~~ {1}\n{2}\n~~~~~~\n"
 
 
