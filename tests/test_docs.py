@@ -265,6 +265,10 @@ def test_the_site_works_from_a_folder_without_a_network(site):
     assert loaded.search('<link rel=x href="https://a.b">') and loaded.search("url(//a.b)")
     for path in (*site.rglob("*.html"), *site.rglob("*.css")):
         assert not loaded.search(path.read_text()), path.name
+    missing = (site / "404.html").read_text()
+    article = missing[missing.index("There is no such page") :]
+    names = re.findall(r'href="/(\w+\.html)"', article)
+    assert len(names) >= len(SCRIPTS) and all((site / name).exists() for name in names)
     style = site / "assets" / "site.css"
     (font,) = re.findall(r'url\("(.+?)"\)', style.read_text())  # of formulas
     assert (style.parent / font).read_bytes()[:4] == b"wOF2"
