@@ -14,11 +14,11 @@ from unittest import mock
 import gymnasium as gym
 import numpy as np
 import torch
-from conftest import ROOT, read_scalars
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
+from helpers import ROOT, read_scalars
 from pretend_cuda import pretend_cuda
-from test_contract import import_file, load, run_edited, run_main
+from scripts import import_file, load, run_edited, run_main
 from test_cuda import Run as DeviceRun
 from test_ppo import assert_close, brute_force_advantages
 

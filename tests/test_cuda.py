@@ -14,9 +14,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import read_scalars
+from helpers import read_scalars
 from pretend_cuda import is_same, pretend_cuda
-from test_contract import load, read_scores
+from scripts import load, read_scores
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from algos import alphazero_go as az

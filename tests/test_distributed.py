@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, start_process, wait_for
-from test_contract import CASES, SCRIPTS, check_no_step_is_logged_twice, each_script, load
+from helpers import ENVIRONMENT, ROOT, start_process, wait_for
+from scripts import CASES, SCRIPTS, check_no_step_is_logged_twice, each_script, load
 from torch.distributed.run import get_args_parser
 
 PAGE = ROOT / "docs" / "scaling.md"

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from conftest import ROOT
+from helpers import ROOT
 from mkdocs.exceptions import PluginError
 from PIL import Image
-from test_contract import CASES, SCRIPTS, each_script, run_quick
+from scripts import CASES, SCRIPTS, each_script, run_quick
 from torch.distributed.run import get_args_parser
 
 from docs import hooks

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, read_scalars
+from helpers import ENVIRONMENT, ROOT, read_scalars
 
 from benchmark import common, records
 from benchmark.peers import clock, gnugo_match, go_engine
