@@ -30,7 +30,6 @@ from benchmark.studies import change_detection, go_search, on_gpu, tsp_networks
 
 # Each by its own program
 STUDIES = {x.__name__.rpartition(".")[2]: x for x in (change_detection, go_search, on_gpu, tsp_networks)}
-UNPUBLISHED = ("smoke", "gpu")
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = """Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.
@@ -300,7 +299,7 @@ def merge(old: dict, new: dict):
 def add_runs(suite: dict):
     """Add the new runs of a suite to benchmark/results, and say how many."""
     name = suite["suite"]
-    if not (common.SUITES / f"{name}.toml").exists() or name in UNPUBLISHED:
+    if not (common.SUITES / f"{name}.toml").exists() or name == "smoke":
         print(f"{name}: not published; --out FOLDER shows it")
         return
     empty = {"cells": {key: cell | {"runs": []} for key, cell in suite["cells"].items()}}

@@ -3,7 +3,7 @@
     python -m benchmark.run benchmark/suites/smoke.toml                 # two minutes, all five scripts
     python -m benchmark.run benchmark/suites/cpu.toml                   # an hour, part of docs/results.md
     python -m benchmark.run benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
-    python -m benchmark.run benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
+    python -m benchmark.run benchmark/suites/cpu.toml --address auto    # on the Ray cluster of this machine
 
 Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, with its attempts in try_1, try_2, ..., and is done when
 an attempt has ended with exit code 0 and has logged the cell's headline and curve. The hash is of the command and the

@@ -75,7 +75,7 @@ def test_the_suites_parse_against_the_scripts(path):
         else:
             module.make_parser().parse_args(flags)
         assert not cell.environment or (common.PEERS / f"requirements-{cell.environment}.txt").exists()
-    if path.stem in ("smoke", "cpu", "gpu", "ablations"):
+    if path.stem in ("smoke", "cpu", "ablations"):
         studied = {"ppo_change_detection"} if path.stem == "ablations" else set()  # beside its rivals
         assert {cell.script for cell in cells} >= {*SCRIPTS} - studied
 
@@ -494,3 +494,24 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     assert ("interrupted: what was finished is kept" in output) == (number != signal.SIGKILL)
     wait_until(lambda: not find_processes(tmp_path / "a" / "ppo"))
     assert "Traceback" not in output and not list(tmp_path.rglob("process.json"))
+
+
+@pytest.mark.slow
+def test_cells_run_on_a_ray_cluster(tmp_path, monkeypatch):
+    """Here one of this machine. A cell that fails is told as on one machine, and its processes end with it."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise it writes a token into the home folder
+    monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_MODE", "disabled")
+    missing = SHORT.replace("algos/ppo.py", "algos/ppo.py --env-id NoSuch-v0")
+    suite = write_suite(tmp_path / "a.toml", good=SHORT, bad=missing)
+    context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        address = context.address_info["gcs_address"]
+        harness = start_harness(suite, "--runs", tmp_path / "runs", "--address", address)
+        output, _ = harness.communicate(timeout=240)
+    finally:
+        ray.shutdown()
+    assert harness.returncode == 1 and "1 of 2 cells done" in output, output
+    assert "bad, seed 1: exit code 2: ppo.py: error: --env-id NoSuch-v0" in output
+    (process,) = (tmp_path / "runs").rglob("good/**/process.json")
+    assert json.loads(process.read_text())["exit_code"] == 0 and not find_processes(tmp_path, "pytest")

@@ -105,6 +105,14 @@ def test_every_peer_is_tested_and_in_the_readme():
     )
     readme = (PEERS / "README.md").read_text()
     assert all(f"| `{script}.py` |" in readme for script in SCRIPTS) and "non-commercial" in readme
+
+
+def test_a_package_has_one_version_in_all_requirements():
+    """Those of the scripts, the tests, the benchmark, each peer and pre-commit."""
+    files = [*ROOT.glob("requirements*.txt"), *ROOT.glob("benchmark/**/requirements*.txt")]
+    texts = [path.read_text() for path in files] + [(ROOT / ".pre-commit-config.yaml").read_text()]
+    pins = re.findall(r"([\w-]+)(?:\[.*?\])?==([\w.]+)", "\n".join(texts))
+    assert len(files) > 8 and len(dict(pins)) == len({*pins}), sorted({*pins})
     for path in PEERS.glob("requirements-*.txt"):
         assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in path.read_text().splitlines()), path
 
