@@ -967,17 +967,17 @@ def score_network(go, agent, best, args, run):
     The score adds up (win rate - 1/2) over all networks that were kept, so that it rises with each one. The
     first network of a run, or of another komi, is kept in any case.
     """
-    seed_everything(args.seed, 2, run.progress.iteration)
+    seed_everything(args.seed, 2, run.iteration)
     scores = evaluate(go, agent, args, best)
-    best_score = run.progress.best_score
+    best_score = run.best_score
     lead = scores["eval/win_rate_best"] - 0.5
     if best_score is None or lead >= 0:
         best.load_state_dict(agent.state_dict())
-    is_last = run.progress.iteration >= args.num_epochs
+    is_last = run.iteration >= args.num_epochs
     if is_last:
         seed_everything(args.seed, 4)
         scores = evaluate(go, agent, args) | scores
-        run.progress.win_rate = scores["eval/win_rate"]
+        run.win_rate = scores["eval/win_rate"]
     run.keep(scores, (best_score or 0.0) + lead, scores["eval/moves"])
     if not is_last:
         run.save()  # with the best network
@@ -1037,12 +1037,12 @@ def train(args, run):
     run.open(
         f"{args.num_games} {'saved' if self_play.pool else 'new'} games and pool on {device}",
         args.num_epochs * epoch_length,
-        run.progress.iteration * epoch_length,
+        run.iteration * epoch_length,
     )
 
-    while run.progress.iteration < args.num_epochs:
-        epoch = run.progress.iteration
-        run.progress.win_rate = None  # of the network that this epoch makes
+    while run.iteration < args.num_epochs:
+        epoch = run.iteration
+        run.win_rate = None  # of the network that this epoch makes
         seed_everything(args.seed, 1, epoch + 1, RANK)
 
         # Stage: another kind of games begins with new games and an empty pool
@@ -1103,8 +1103,8 @@ def train(args, run):
     if run.should_evaluate():
         score_network(go, agent, best, args, run)
     text = ""
-    if run.progress.win_rate is not None:
-        text = f", which wins {run.progress.win_rate:.0%} of its games against plain MCTS"
+    if run.win_rate is not None:
+        text = f", which wins {run.win_rate:.0%} of its games against plain MCTS"
     run.close(text)
 
 
@@ -1127,8 +1127,8 @@ class Progress:
     win_rate: float | None = None  # of the newest network against plain MCTS, None before the last epoch
 
 
-class Run:
-    """The folder, log, progress bar and checkpoints of a run. Only process 0 writes and evaluates."""
+class Run(Progress):
+    """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
         """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
@@ -1138,12 +1138,12 @@ class Run:
         self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
         self.bar = None
         if checkpoint:
+            super().__init__(**checkpoint["progress"])
             self.path = checkpoint["path"].parent
-            self.progress = checkpoint["progress"]
         else:
+            super().__init__()
             name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
             self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
-            self.progress = Progress()
 
     def load(self, **parts):
         """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
@@ -1160,18 +1160,18 @@ class Run:
 
         The bar counts steps. In scripts with another unit, `position` says where the bar is.
         """
-        position = min(self.progress.step if position is None else position, length)
+        if position is None:
+            position = self.step
+        position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.find_best()
             self.open_log()
             print_line(f"{self.path}: {description}, {position} of {length} done")
-            if self.checkpoint is None:
+            if self.checkpoint:
+                print_line(f"Continues from {self.checkpoint['path'].name}; checkpoint.pt will be replaced")
+            else:
                 self.save()  # so that there is something to resume from now on
-            elif self.checkpoint["path"].name != "checkpoint.pt":
-                print_line(
-                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
-                )
         # Where the bar is written to a file, every 30 seconds are enough
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
@@ -1183,9 +1183,9 @@ class Run:
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
-            self.progress.best_score = best["progress"].best_score
+            self.best_score = best["progress"]["best_score"]
         else:
-            self.progress.best_score = self.progress.last_score = None
+            self.best_score = self.last_score = None
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -1209,11 +1209,11 @@ class Run:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
             # Hide what was logged after the checkpoint of a resumed run
-            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
+            self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.step)
 
     def start_clocks(self):
         """Begin to measure the time of an iteration, without the evaluation before it."""
@@ -1222,7 +1222,7 @@ class Run:
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -1233,31 +1233,30 @@ class Run:
     def write(self, scalars):
         """Log scalars; one that is not finite ends the run with one line."""
         for name, value in scalars.items():
-            self.writer.add_scalar(name, value, self.progress.step)
+            self.writer.add_scalar(name, value, self.step)
             if not math.isfinite(value):
-                fail(f"{name} is {value} at step {self.progress.step}")
+                fail(f"{name} is {value} at step {self.step}")
 
     def log(self, num_steps, scalars, position=None):
         """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
 
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
-        progress = self.progress
-        progress.iteration += 1
-        progress.step += num_steps
-        progress.cpu_seconds += time.process_time() - self.cpu_start
-        progress.last_score = None  # the policy that this iteration made has no score yet
+        self.iteration += 1
+        self.step += num_steps
+        self.cpu_seconds += time.process_time() - self.cpu_start
+        self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
             return
         speed = num_steps / (time.time() - self.start)
-        self.write(scalars | {"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         if position is None:
-            position = progress.step
+            position = self.step
         self.bar.update(min(position, self.bar.total) - self.bar.n)
         # Evaluation points: each tenth of the run, or as --eval-interval says
         tenths = 10 * self.bar.n // self.bar.total
         if self.args.eval_interval:
-            self.is_due = progress.iteration % self.args.eval_interval == 0
+            self.is_due = self.iteration % self.args.eval_interval == 0
         else:
             self.is_due = tenths > self.tenths
         self.tenths = tenths
@@ -1273,13 +1272,13 @@ class Run:
         The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
         fifth of the steps trained on.
         """
-        if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
+        if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
         if self.tenths == 10:
             return True
         if self.args.eval_interval:
             return self.is_due
-        return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
+        return self.is_due and self.eval_steps + num_steps <= self.step / 5
 
     def keep(self, scores, score, num_steps):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
@@ -1288,11 +1287,10 @@ class Run:
         """
         self.write(scores)
         self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
-        progress = self.progress
-        progress.eval_steps += round(num_steps)
-        progress.last_score = float(score)
-        if progress.best_score is None or score >= progress.best_score:
-            progress.best_score = progress.last_score
+        self.eval_steps += round(num_steps)
+        self.last_score = float(score)
+        if self.best_score is None or score >= self.best_score:
+            self.best_score = self.last_score
             self.save("best.pt")
         # Save the scores too. A large checkpoint is written again only at the end
         if not self.resume_parts or self.tenths == 10:
@@ -1310,9 +1308,9 @@ class Run:
 
             wandb.finish()
         scores = "not evaluated"
-        if self.progress.last_score is not None:
-            best = f"{SCORE} of best.pt {self.progress.best_score:.5g}"
-            scores = f"{best}, of the last policy {self.progress.last_score:.5g}"
+        if self.last_score is not None:
+            best = f"{SCORE} of best.pt {self.best_score:.5g}"
+            scores = f"{best}, of the last policy {self.last_score:.5g}"
         print_line(f"{self.path}: {scores}{text}")
 
     def say_how_to_resume(self):
@@ -1407,7 +1405,7 @@ def load_checkpoint(path):
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
-        checkpoint["progress"] = Progress(**checkpoint["progress"])
+        Progress(**checkpoint["progress"])  # raises an error if it is of another version
         checkpoint["path"] = Path(path).resolve()  # links resolved: the run's own folder
         return checkpoint
     except Exception:

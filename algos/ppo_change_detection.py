@@ -563,7 +563,7 @@ def score_policy(agent, args, val, run):
     which moves during the run, so that equal maps have other returns later.
     """
     scores = evaluate(agent, args, val)
-    run.progress.threshold = scores["eval/threshold"]
+    run.threshold = scores["eval/threshold"]
     run.keep(scores, scores["eval/net"], len(val))
 
 
@@ -638,7 +638,6 @@ def train(args, run):
     """
     # Set up
     device = set_up_device(args)
-    progress = run.progress
     seed_everything(args.seed, 0)
     agent = Agent(args).to(device)
     agent.eval()
@@ -646,11 +645,11 @@ def train(args, run):
         Run(args, "", load_checkpoint(args.pretrained)).load(agent=agent)  # its weights, and nothing else
     run.load(agent=agent)
     if args.predict:
-        write_predictions(agent, args, progress.threshold, device)
+        write_predictions(agent, args, run.threshold, device)
         return
     if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
         (test,) = load_pairs(args, device, ["test"])
-        print_scores(evaluate(agent, args, test, progress.threshold))
+        print_scores(evaluate(agent, args, test, run.threshold))
         return
     train_pairs, val, test = load_pairs(args, device)
     val = val[: args.eval_episodes]
@@ -669,16 +668,16 @@ def train(args, run):
     )
     if args.eval_episodes and not (val[:, -1] == 1).any():
         description += "; no val pixel is changed, so the threshold stays 0.5"
-    run.open(description, num_iterations, progress.iteration)
+    run.open(description, num_iterations, run.iteration)
 
-    while progress.iteration < num_iterations:
-        seed_everything(args.seed, 1, progress.iteration + 1, RANK)
-        is_ppo = progress.iteration >= args.detector_iterations
+    while run.iteration < num_iterations:
+        seed_everything(args.seed, 1, run.iteration + 1, RANK)
+        is_ppo = run.iteration >= args.detector_iterations
 
         # Learning rate: both fall linearly to zero over the run
         learning_rate = args.learning_rate if is_ppo else args.detector_lr
         if args.anneal_lr:
-            learning_rate *= 1 - progress.iteration / num_iterations
+            learning_rate *= 1 - run.iteration / num_iterations
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.param_groups[1]["lr"] = learning_rate * args.head_lr_scale
 
@@ -709,7 +708,7 @@ def train(args, run):
             mean = torch.stack([metric[name] for metric in metrics]).mean()
             scalars[f"losses/{name}"] = total(mean).item()
         scalars["charts/learning_rate"] = learning_rate
-        run.log(num_pairs, scalars, progress.iteration + 1)
+        run.log(num_pairs, scalars, run.iteration + 1)
 
         # Evaluate
         if run.should_evaluate(len(val)):
@@ -743,8 +742,8 @@ class Progress:
     threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val
 
 
-class Run:
-    """The folder, log, progress bar and checkpoints of a run. Only process 0 writes and evaluates."""
+class Run(Progress):
+    """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
         """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
@@ -754,12 +753,12 @@ class Run:
         self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
         self.bar = None
         if checkpoint:
+            super().__init__(**checkpoint["progress"])
             self.path = checkpoint["path"].parent
-            self.progress = checkpoint["progress"]
         else:
+            super().__init__()
             name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
             self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
-            self.progress = Progress()
 
     def load(self, **parts):
         """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
@@ -776,18 +775,18 @@ class Run:
 
         The bar counts steps. In scripts with another unit, `position` says where the bar is.
         """
-        position = min(self.progress.step if position is None else position, length)
+        if position is None:
+            position = self.step
+        position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.find_best()
             self.open_log()
             print_line(f"{self.path}: {description}, {position} of {length} done")
-            if self.checkpoint is None:
+            if self.checkpoint:
+                print_line(f"Continues from {self.checkpoint['path'].name}; checkpoint.pt will be replaced")
+            else:
                 self.save()  # so that there is something to resume from now on
-            elif self.checkpoint["path"].name != "checkpoint.pt":
-                print_line(
-                    f"{self.path}: continues from {self.checkpoint['path'].name}, replaces checkpoint.pt"
-                )
         # Where the bar is written to a file, every 30 seconds are enough
         seconds = 0.1 if os.isatty(2) else 30
         self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
@@ -799,9 +798,9 @@ class Run:
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
-            self.progress.best_score = best["progress"].best_score
+            self.best_score = best["progress"]["best_score"]
         else:
-            self.progress.best_score = self.progress.last_score = None
+            self.best_score = self.last_score = None
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -825,11 +824,11 @@ class Run:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
             # Hide what was logged after the checkpoint of a resumed run
-            self.writer = SummaryWriter(str(self.path), purge_step=self.progress.step + 1)
+            self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
         rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.progress.step)
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.step)
 
     def start_clocks(self):
         """Begin to measure the time of an iteration, without the evaluation before it."""
@@ -838,7 +837,7 @@ class Run:
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self.progress)}
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -849,31 +848,30 @@ class Run:
     def write(self, scalars):
         """Log scalars; one that is not finite ends the run with one line."""
         for name, value in scalars.items():
-            self.writer.add_scalar(name, value, self.progress.step)
+            self.writer.add_scalar(name, value, self.step)
             if not math.isfinite(value):
-                fail(f"{name} is {value} at step {self.progress.step}")
+                fail(f"{name} is {value} at step {self.step}")
 
     def log(self, num_steps, scalars, position=None):
         """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
 
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
-        progress = self.progress
-        progress.iteration += 1
-        progress.step += num_steps
-        progress.cpu_seconds += time.process_time() - self.cpu_start
-        progress.last_score = None  # the policy that this iteration made has no score yet
+        self.iteration += 1
+        self.step += num_steps
+        self.cpu_seconds += time.process_time() - self.cpu_start
+        self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
             return
         speed = num_steps / (time.time() - self.start)
-        self.write(scalars | {"charts/cpu_seconds": progress.cpu_seconds, "charts/SPS": speed})
+        self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         if position is None:
-            position = progress.step
+            position = self.step
         self.bar.update(min(position, self.bar.total) - self.bar.n)
         # Evaluation points: each tenth of the run, or as --eval-interval says
         tenths = 10 * self.bar.n // self.bar.total
         if self.args.eval_interval:
-            self.is_due = progress.iteration % self.args.eval_interval == 0
+            self.is_due = self.iteration % self.args.eval_interval == 0
         else:
             self.is_due = tenths > self.tenths
         self.tenths = tenths
@@ -889,13 +887,13 @@ class Run:
         The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
         fifth of the steps trained on.
         """
-        if RANK > 0 or self.args.eval_episodes == 0 or self.progress.last_score is not None:
+        if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
         if self.tenths == 10:
             return True
         if self.args.eval_interval:
             return self.is_due
-        return self.is_due and self.progress.eval_steps + num_steps <= self.progress.step / 5
+        return self.is_due and self.eval_steps + num_steps <= self.step / 5
 
     def keep(self, scores, score, num_steps):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
@@ -904,11 +902,10 @@ class Run:
         """
         self.write(scores)
         self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
-        progress = self.progress
-        progress.eval_steps += round(num_steps)
-        progress.last_score = float(score)
-        if progress.best_score is None or score >= progress.best_score:
-            progress.best_score = progress.last_score
+        self.eval_steps += round(num_steps)
+        self.last_score = float(score)
+        if self.best_score is None or score >= self.best_score:
+            self.best_score = self.last_score
             self.save("best.pt")
         # Save the scores too. A large checkpoint is written again only at the end
         if not self.resume_parts or self.tenths == 10:
@@ -926,9 +923,9 @@ class Run:
 
             wandb.finish()
         scores = "not evaluated"
-        if self.progress.last_score is not None:
-            best = f"{SCORE} of best.pt {self.progress.best_score:.5g}"
-            scores = f"{best}, of the last policy {self.progress.last_score:.5g}"
+        if self.last_score is not None:
+            best = f"{SCORE} of best.pt {self.best_score:.5g}"
+            scores = f"{best}, of the last policy {self.last_score:.5g}"
         print_line(f"{self.path}: {scores}{text}")
 
     def say_how_to_resume(self):
@@ -1003,7 +1000,7 @@ def load_checkpoint(path):
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["args"] = Args(**checkpoint["args"])
-        checkpoint["progress"] = Progress(**checkpoint["progress"])
+        Progress(**checkpoint["progress"])  # raises an error if it is of another version
         checkpoint["path"] = Path(path).resolve()  # links resolved: the run's own folder
         return checkpoint
     except Exception:

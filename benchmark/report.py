@@ -26,7 +26,7 @@ from benchmark.machines import machine_line
 from benchmark.markdown import make_table, replace_section, show
 from benchmark.pictures import METRICS, draw
 from benchmark.records import get_values
-from benchmark.studies import change_detection, go_search, on_gpu, tsp_networks
+from benchmark.studies import change_detection, go_search, learned, on_gpu, tsp_networks
 
 # Each by its own program
 STUDIES = {x.__name__.rpartition(".")[2]: x for x in (change_detection, go_search, on_gpu, tsp_networks)}
@@ -252,6 +252,8 @@ def publish(published: dict):
             draw(results, common.FIGURES / f"{name}.png")
     for name in ("change_detection", "tsp_networks"):
         STUDIES[name].draw(records.load_results(name), common.FIGURES / f"{name}.png")
+    change_detection.draw_task(common.FIGURES / "change_task.png")
+    learned.draw(published, common.FIGURES)
     paths = {*before, *common.FIGURES.glob("*.png")}
     return sorted(path for path in paths if path.read_bytes() != before.get(path))
 

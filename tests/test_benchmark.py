@@ -19,6 +19,7 @@ from benchmark.common import ResultsError
 from benchmark.intervals import find_interval, find_p_worse, find_ratio
 from benchmark.markdown import replace_section, show
 from benchmark.runs import NOT_RUN, find_threshold
+from benchmark.studies import learned
 
 STUDIES = {*report.STUDIES}
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
@@ -36,8 +37,7 @@ def test_the_pages_follow_from_the_committed_results():
     assert len(shown) >= 8
     for name in shown:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        # change_task is drawn from a trained network, by change_detection.py --picture
-        assert name in {*STUDIES, "change_task"} or published[name]["tables"]
+        assert name in {*STUDIES, "change_task", *learned.PICTURES} or published[name]["tables"]
 
 
 def test_every_file_of_results_is_shown():
@@ -227,6 +227,11 @@ def test_bands_of_pictures_are_intervals_of_the_mean():
     seconds, by_seconds, _ = pictures.find_band(curves, 4, 1)
     assert seconds == pytest.approx(x * 15 / 100) and (by_seconds == mean).all()
     assert half == pytest.approx(4.3027 * np.std([1, 2, 6], ddof=1) / 3**0.5, rel=1e-4)
+
+
+def test_curves_of_a_picture_differ_without_colours():
+    assert len({(style["ls"], style["marker"]) for style in pictures.STYLES[:8]}) == 8
+    assert len({tuple(style.values()) for style in pictures.STYLES}) == 64
 
 
 def test_a_missing_section_is_an_error_not_a_silent_no_op():

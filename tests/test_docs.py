@@ -32,7 +32,9 @@ TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *BENCHMARK, ROOT / "CHANGELOG.md"]
 FOLDERS = ("algos", "benchmark", "benchmark/studies")
 PROGRAMS = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
 PROGRAMS.append(ROOT / "docs" / "recipe.py")
-OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch ruff playwright".split())
+OTHER_PROGRAMS = set(
+    "pip git mkdir cp cd source python3 pytest tensorboard mkdocs sbatch ruff playwright".split()
+)
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -148,6 +150,18 @@ def test_what_does_not_exist_is_a_problem():
     assert not find_problems("`python -m benchmark.studies.go_search --repeats 3 --cuda`", None)
     for lines in ("pip install -r none.txt", "cp algos/none.py y", "A=1 make x # b", "cd \\\nx; cq && cd y"):
         assert find_problems(f"```bash\n{lines}\n```\n", None), lines
+
+
+def test_the_readme_counts_the_lines_of_the_scripts():
+    """Of the algorithm and of the part Run, to within 5 %; each row names the script, its page and no other."""
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| [")]
+    rows = {re.search(r"\(algos/(\w+)\.py\)", row)[1]: row for row in rows}
+    assert {*rows} == {*SCRIPTS}
+    for script, row in rows.items():
+        assert f"(docs/{script}.md)" in row
+        parts = re.split(r"^# -+ Run -+$", (ROOT / "algos" / f"{script}.py").read_text(), flags=re.M)
+        counts = [int(x) for x in re.findall(r"\d+", row.split("|")[-2].replace(",", ""))]
+        assert counts == pytest.approx([part.count("\n") for part in parts], rel=0.05), script
 
 
 def get_anchors(path: Path) -> set[str]:

@@ -692,7 +692,7 @@ def test_a_resumed_run_knows_the_score_of_a_best_policy_that_is_newer(tmp_path, 
 
     def stop_after_second_best(run, name="checkpoint.pt"):
         save(run, name)
-        kept.append((name, run.progress.best_score))
+        kept.append((name, run.best_score))
         if kept[-1] == ("best.pt", 5.0):
             raise KeyboardInterrupt
 

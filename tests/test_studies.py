@@ -5,6 +5,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT
 
 from algos import ppo_change_detection as cd
 from benchmark import common, machines, records, report
@@ -135,3 +136,16 @@ def test_matches_count_draws():
     assert found["ours_win_rate_black_high"] == go_engine.compute_interval(0.75, 2)[1]
     half = go_engine.summarize([[]], [-25.0], [False], 0.5)
     assert half["mean_margin"] == 25.5  # the whole board for white, and komi
+
+
+def test_the_looks_of_the_shipped_policy_are_those_of_its_page():
+    """Twice at clear roofs, never at the ground; of the pairs in the picture, only changes without haze are found."""
+    agent, args, test, is_roof, is_hazy = change_detection.read_checkpoint_pairs()
+    probability, looks, _ = cd.predict(agent, args, test)
+    assert (looks.numpy()[~is_roof] == 0).all() and (looks.numpy()[is_roof & ~is_hazy] == 2).all()
+    share = (looks.numpy()[is_roof & is_hazy] == 1).mean()
+    text = " ".join((ROOT / "docs" / "ppo_change_detection.md").read_text().split())
+    assert f"once at {100 * share:.0f} % of the roofs with haze and twice at the others" in text
+    chosen = change_detection.find_mixed_pairs(test, is_hazy)[:2]
+    is_found = probability[chosen, 4::8, 4::8] > 0.44  # the threshold of the checkpoint
+    assert torch.equal(is_found, (test[chosen, -1, 4::8, 4::8] == 1) & ~torch.from_numpy(is_hazy[chosen]))
