@@ -29,6 +29,8 @@ class Case:
     tags: tuple[str, str]  # of a score and a loss
     bad: dict[str, str]  # flags of bad input, and words of the one line that answers them
     other_tasks: tuple[str, ...]  # flags of other tasks that a checkpoint fits, with worse scores
+    max_tokens: int  # the most code tokens of its file
+    statistics: str = ""  # flags of a run that keeps statistics, if a script has any
     sibling: str | None = None  # the file of envs_shared/ that a copy takes along
     reader: str | None = None  # the file of envs_shared/ that it imports to read a rarer format
     num_saves: int = 2  # times that an evaluation writes checkpoint.pt: before it and, if small, after it
@@ -57,6 +59,8 @@ CASES = {
         more=1024,
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/value_loss"),
+        max_tokens=6050,
+        statistics="--env-id Pendulum-v1 --norm-obs",
         bad=BAD_TASKS
         | {
             "--num-envs 7": NOT_DIVISIBLE,
@@ -87,6 +91,8 @@ CASES = {
         more=1024,
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/q_loss"),
+        max_tokens=7400,
+        statistics="--env-id probe_envs:Ledger-v0",
         bad=BAD_TASKS
         | {
             "--num-envs 7": NOT_DIVISIBLE,
@@ -118,6 +124,8 @@ CASES = {
         more=4,
         even=("--num-epochs 20 --eval-episodes 15", 15),
         tags=("eval/greedy_length", "losses/policy_loss"),
+        max_tokens=5950,
+        statistics="--baseline rollout --baseline-instances 20 --baseline-level 0.5",
         bad={
             "--batch-size 7": NOT_DIVISIBLE,
             "--env-id tsp20": "--env-id tsp20: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes",
@@ -143,6 +151,8 @@ CASES = {
         more=4,
         even=("--num-epochs 20 --eval-episodes 2", 4),
         tags=("eval/win_rate_best", "losses/value_loss"),
+        max_tokens=9550,
+        statistics="--pretrain-value-epochs 1 --pretrain-search-epochs 1",
         bad={
             "--num-games 7": NOT_DIVISIBLE,
             "--env-id Go-9x8": "--env-id Go-9x8: must be Go-2x2 to Go-19x19",
@@ -173,6 +183,7 @@ CASES = {
         more=4,
         even=("--detector-iterations 10 --ppo-iterations 10 --eval-episodes 40", 40),
         tags=("eval/f1", "losses/cross_entropy"),
+        max_tokens=7050,
         other_tasks=("--cost 9",),  # at which every score is lower
         bad={
             "--num-envs 7": NOT_DIVISIBLE,

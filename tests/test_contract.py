@@ -46,15 +46,10 @@ from benchmark.runs import read_text
 
 COMMON_FLAGS = """exp_name seed torch_deterministic cuda track wandb_project_name wandb_entity capture_video
 run_dir resume evaluate eval_interval eval_episodes""".split()
-MAX_TOKENS = {
-    "algos/ppo.py": 6050,
-    "algos/r2d2_lstm.py": 7400,
-    "algos/reinforce_tsp_attention.py": 5950,
+MAX_TOKENS = {f"algos/{script}.py": case.max_tokens for script, case in CASES.items()} | {
     "envs_shared/tsplib.py": 1600,
-    "algos/alphazero_go.py": 9550,
     "envs_shared/go.py": 2600,
     "envs_shared/go_gtp.py": 4500,
-    "algos/ppo_change_detection.py": 7050,
     "envs_shared/change_pairs.py": 2510,
     "envs_shared/change_folders.py": 900,
 }
