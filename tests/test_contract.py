@@ -13,8 +13,8 @@ import sys
 import time
 import tokenize
 import tomllib
-from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import probe_envs
@@ -59,11 +59,11 @@ OPTIONAL = {"ale_py", "minigrid"}  # packages that are imported for some tasks o
 # Copied alone
 
 
-@each_script
-def test_a_copy_alone_is_killed_resumed_and_evaluated(script, tmp_path):
-    """In the same folder: counters continue, no step is logged twice, none is missing, and nothing else is left."""
-    case, folder = CASES[script], tmp_path / "copy"
-    log, file = tmp_path / "log", copy_script(script, folder) / f"{script}.py"
+@pytest.fixture(scope="module")
+def resumed(script, tmp_path_factory):
+    """A run of a copy alone that is killed and resumed, with its checkpoint and its log before that."""
+    case, folder = CASES[script], tmp_path_factory.mktemp("alone") / "copy"
+    log, file = folder.with_suffix(".log"), copy_script(script, folder) / f"{script}.py"
     # The fourth one is written between the log of an iteration and its evaluation
     process = start_process(log, {}, "kill_at", file, 4, *case.quick.split())
     assert wait_for([process]) == [-signal.SIGKILL], log.read_text()
@@ -73,26 +73,44 @@ def test_a_copy_alone_is_killed_resumed_and_evaluated(script, tmp_path):
     counter = "step" if case.length == "--total-timesteps" else "iteration"
     total = before[counter] + 2 * case.more
     out, err = run_copy(folder, script, "--resume", path / "checkpoint.pt", case.length, total)
-    after, scalars = read_progress(path), check_no_step_is_logged_twice(path)
+    assert read_progress(path)[counter] >= total
+    return SimpleNamespace(folder=folder, path=path, before=before, logged=logged, out=out, err=err)
+
+
+@each_script
+def test_a_killed_run_of_a_copy_is_resumed_where_it_was(script, resumed):
+    """Counters continue, no step is logged twice, and none is missing."""
+    before, after = resumed.before, read_progress(resumed.path)
     assert all(after[name] > before[name] for name in ("iteration", "step", "eval_steps", "cpu_seconds"))
-    num_before, num_after = before["iteration"], after["iteration"]
-    assert len(scalars[case.tags[1]]) == num_after and after[counter] >= total  # one in each iteration
-    assert scalars[case.tags[1]][:num_before] == logged[:num_before] and len(logged) > num_before > 0
+    scalars = check_no_step_is_logged_twice(resumed.path)
+    losses = scalars[CASES[script].tags[1]]
+    assert len(losses) == after["iteration"]  # one in each iteration
+    assert losses[: before["iteration"]] == resumed.logged[: before["iteration"]]
+    assert len(resumed.logged) > before["iteration"] > 0
     seconds = [value for _, value in scalars["charts/cpu_seconds"]]
     assert seconds == sorted(seconds)
+
+
+@each_script
+def test_a_run_writes_its_folder_alone_and_few_lines(script, resumed):
+    folder, path = resumed.folder, resumed.path
     assert {x.name for x in folder.iterdir()} - {"envs_shared", "__pycache__"} == {f"{script}.py", "runs"}
     names = {"events" if "events" in x.name else x.name.removesuffix(".tmp") for x in path.iterdir()}
     assert names == {"events", "checkpoint.pt", "best.pt"}
-    assert find_run(folder / "runs") == path and re.fullmatch(rf"\S+__{script}__1__\d+", path.name)
-    first, *_, last = out.splitlines()
+    assert re.fullmatch(rf"\S+__{script}__1__\d+", path.name)
+    first, *_, last = resumed.out.splitlines()
     assert first.startswith(f"{path}: ") and last.startswith(f"{path}: ")
-    assert 1 <= len(err.splitlines()) < 10  # few lines of the bar in a file
-    files = read_files(folder)
+    assert 1 <= len(resumed.err.splitlines()) < 10  # few lines of the bar in a file
+
+
+@each_script
+def test_a_copy_evaluates_its_checkpoints_and_writes_nothing(script, resumed):
+    files = read_files(resumed.folder)
     for name in ("best.pt", "checkpoint.pt"):
-        out, err = run_copy(folder, script, "--evaluate", path / name, "--eval-episodes", 3)
+        out, err = run_copy(resumed.folder, script, "--evaluate", resumed.path / name, "--eval-episodes", 3)
         scores = read_scores(out)
         assert scores and np.isfinite([*scores.values()]).all() and err == ""
-        assert all(tag.startswith("eval/") for tag in scores) and read_files(folder) == files
+        assert all(tag.startswith("eval/") for tag in scores) and read_files(resumed.folder) == files
 
 
 others = [pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "ppo"]
@@ -133,28 +151,36 @@ def never(script, tmp_path_factory):
 
 
 @each_script
-def test_the_seed_alone_fixes_a_run_and_evaluations_change_nothing(script, whole, never, tmp_path):
-    """To the last bit.
-
-    Each iteration has random numbers that no other iteration has, and none that a run with another --seed has.
-    """
-    other = run_quick(script, tmp_path / "other", "--eval-episodes", 0, "--seed", 2)
+def test_evaluations_change_nothing_that_is_trained(script, whole, never):
+    """To the last bit. A run without evaluations writes checkpoints, but no best.pt."""
     first, second = (load(x.path / "checkpoint.pt")["agent"] for x in (whole, never))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert whole.read_losses() == never.read_losses() != {}
-    assert other.read_losses() != whole.read_losses()
-    num_iterations = read_progress(whole.path)["iteration"]
-    seeds, earlier = never.seeds[-num_iterations:], never.seeds[:-num_iterations]
-    assert len({*seeds}) == num_iterations > 4 and not {*seeds} & {*earlier, *other.seeds}
     assert len(read_scalars(whole.path)[CASES[script].tags[0]]) > 2
     assert not any(tag.startswith("eval/") for tag in read_scalars(never.path))
     assert {*never.written} == {"checkpoint.pt"} and len(never.written) > 3 and "best.pt" in whole.written
     assert "not evaluated" in never.out and "not evaluated" not in whole.out
-    if script in ("ppo", "r2d2_lstm", "reinforce_tsp_attention"):  # ten episodes or 1,000 instances
-        out, _, seeds = call_main(get_module(script), f"--evaluate {never.path / 'checkpoint.pt'}")
-        assert np.isfinite([*read_scores(out).values()]).all()
-        # Other random numbers than those that chose the best policy, but for those of the first weights
-        assert len({*seeds}) == 2 and len({*seeds} & {*whole.seeds}) == 1
+
+
+@each_script
+def test_each_iteration_has_random_numbers_of_its_own(script, whole, never, tmp_path):
+    """No other iteration has them, and none of a run with another --seed, which learns something else."""
+    other = run_quick(script, tmp_path / "other", "--eval-episodes", 0, "--seed", 2)
+    assert other.read_losses() != whole.read_losses()
+    num_iterations = read_progress(whole.path)["iteration"]
+    seeds, earlier = never.seeds[-num_iterations:], never.seeds[:-num_iterations]
+    assert len({*seeds}) == num_iterations > 4 and not {*seeds} & {*earlier, *other.seeds}
+
+
+@pytest.mark.parametrize(
+    "script", ["ppo", "r2d2_lstm", "reinforce_tsp_attention"], indirect=True, scope="module"
+)
+def test_evaluate_draws_other_numbers_than_those_that_chose_the_policy(script, whole, never):
+    """With the episodes of the checkpoint, or if these are none, ten episodes or 1,000 instances."""
+    out, _, seeds = call_main(get_module(script), f"--evaluate {never.path / 'checkpoint.pt'}")
+    assert np.isfinite([*read_scores(out).values()]).all()
+    # Those of the first weights are the same
+    assert len({*seeds}) == 2 and len({*seeds} & {*whole.seeds}) == 1
 
 
 @each_script
@@ -417,34 +443,36 @@ def test_ctrl_c_ends_with_the_command_that_resumes(script, tmp_path):
     run_copy(folder, script, *command.split(".py ")[1].split(), case.length, str(step))
 
 
+def resume_and_score(script: str, run: Path, *flags) -> str:
+    """Resume a run, after which best.pt has to hold the best score; return what it prints."""
+    out = call_main(get_module(script), " ".join(("--resume", str(run / "checkpoint.pt"), *flags)))[0]
+    assert load(run / "best.pt")["progress"]["best_score"] == read_progress(run)["best_score"] is not None
+    return out
+
+
 @each_script
-def test_a_resumed_run_without_a_best_score_evaluates(script, whole, never, tmp_path):
-    """If best.pt is missing, if there was no evaluation, or if the task is another one: the next one is the best."""
-    case, module = CASES[script], get_module(script)
-
-    def resume(run, *flags):
-        out = io.StringIO()
-        with redirect_stdout(out):
-            module.main(["--resume", str(run / "checkpoint.pt"), *flags])
-        assert load(run / "best.pt")["progress"]["best_score"] == read_progress(run)["best_score"] is not None
-        return out.getvalue()
-
+def test_a_finished_run_that_was_not_evaluated_is_evaluated(script, whole, never, tmp_path):
+    """Or whose best.pt is missing. One that has all of this is not touched."""
     unknown = shutil.copytree(never.path, tmp_path / "never")
-    assert not (unknown / "best.pt").exists()
-    out = resume(unknown, "--eval-episodes", "4")
+    out = resume_and_score(script, unknown, "--eval-episodes", "4")
     assert re.search(r", (\d+) of \1 done", out) and "not evaluated" not in out
-    finished = shutil.copytree(whole.path, tmp_path / "finished")
-    before = read_files(finished)
-    module.main(["--resume", str(finished / "checkpoint.pt"), case.length, "1"])
-    after = read_files(finished)
-    assert all(after[finished / name] == before[finished / name] for name in ("checkpoint.pt", "best.pt"))
     missing = shutil.copytree(whole.path, tmp_path / "missing")
     (missing / "best.pt").unlink()
-    resume(missing)
+    resume_and_score(script, missing)
+    finished = shutil.copytree(whole.path, tmp_path / "finished")
+    before = read_files(finished)
+    resume_and_score(script, finished, CASES[script].length, "1")
+    after = read_files(finished)
+    assert all(after[finished / name] == before[finished / name] for name in ("checkpoint.pt", "best.pt"))
+
+
+@each_script
+def test_the_first_score_of_another_task_is_the_best(script, whole, tmp_path):
+    case = CASES[script]
     for i, flags in enumerate(case.other_tasks):
         other = shutil.copytree(whole.path, tmp_path / str(i))
         before = load(other / "best.pt")["progress"]["iteration"]
-        resume(other, *flags.split(), case.length, str(longer(whole.path, case)))
+        resume_and_score(script, other, flags, case.length, str(longer(whole.path, case)))
         assert load(other / "best.pt")["progress"]["iteration"] > before
 
 
@@ -487,15 +515,17 @@ def find_imports(nodes) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-@each_script
-def test_pep723_block_has_the_packages_that_are_imported(script):
-    """And the package of the default task. Numpy, which gymnasium and torch depend on, may be left out.
-
-    Of this repository it imports one file at most, and a reader of rarer formats, which a copy alone does not need.
-    """
+def read_metadata(script: str) -> tuple[dict, dict]:
+    """Return the PEP 723 block of a script, and the ranges of versions in it by package."""
     (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", source(script), re.M)
     metadata = tomllib.loads(re.sub("^# ?", "", block, flags=re.M))
-    ranges = {r.name: r.specifier for r in map(Requirement, metadata["dependencies"])}
+    return metadata, {r.name: r.specifier for r in map(Requirement, metadata["dependencies"])}
+
+
+@each_script
+def test_pep723_block_has_the_packages_that_are_imported(script):
+    """And the package of the default task. Numpy, which gymnasium and torch depend on, may be left out."""
+    _, ranges = read_metadata(script)
     tree = ast.parse(source(script))
     packages = find_imports(ast.walk(tree)) - set(sys.stdlib_module_names) - {"envs_shared"}
     packages = {{"PIL": "pillow"}.get(x, x) for x in packages} | {"tensorboard"}  # of torch.utils
@@ -503,16 +533,26 @@ def test_pep723_block_has_the_packages_that_are_imported(script):
     packages |= {task.split(":")[0]} if ":" in task else set()
     assert packages - OPTIONAL - {"numpy"} == ranges.keys() - {"numpy"}
     assert not find_imports(tree.body) & {"wandb", *OPTIONAL}  # imported only if a flag needs them
-    files = [ROOT / "envs_shared" / x for x in (CASES[script].sibling, CASES[script].reader) if x]
-    own = set(re.findall(r"envs_shared(?:\.| import )(\w+)", source(script)))
-    assert own == {path.stem for path in files}
-    others = {"algos", "benchmark", "tests"}
-    assert not any(find_imports(ast.walk(ast.parse(path.read_text()))) & others for path in files)
+
+
+@each_script
+def test_requirements_pin_versions_in_the_ranges_of_a_script(script):
+    metadata, ranges = read_metadata(script)
     pins = {r.name: r.specifier for r in map(Requirement, (ROOT / "requirements.txt").read_text().split())}
     for name, specifier in ranges.items():
         (pin,) = pins[name]
         assert pin.operator == "==" and specifier.contains(pin.version), name
     assert ranges["torch"].contains("2.11.0") and metadata["requires-python"] == ">=3.11"
+
+
+@each_script
+def test_a_script_imports_one_file_of_this_repository_at_most(script):
+    """And a reader of rarer formats, which a copy alone does not need."""
+    files = [ROOT / "envs_shared" / x for x in (CASES[script].sibling, CASES[script].reader) if x]
+    own = set(re.findall(r"envs_shared(?:\.| import )(\w+)", source(script)))
+    assert own == {path.stem for path in files}
+    others = {"algos", "benchmark", "tests"}
+    assert not any(find_imports(ast.walk(ast.parse(path.read_text()))) & others for path in files)
 
 
 def read_fields(script: str) -> list[tuple[str, str, str]]:
