@@ -215,28 +215,28 @@ def run_python(tmp_path, monkeypatch):
 
 
 def test_a_run_is_read_from_its_events(run_python):
-    """Metrics are the last values of evaluations. Seconds are those of training, or of the clock for GPUs.
-
-    Curves are thinned and keep their last point.
-    """
+    """Metrics are the last values of evaluations. Seconds are those of training, or of the clock for GPUs."""
     tags = "charts/episodic_return", "eval/x", "best/length", "losses/x"
     keys = {"curve": "eval/x", "threshold": 150, "seed": 3}
     path, outcome = run_python("", tags=tags, num_points=500, **keys)
-    found = outcome.run
-    assert found["seed"] == 3
-    assert found["metrics"] == {"eval/x": 5000.0, "best/length": 5000.0}
-    assert found["steps_to_threshold"] == 1500 and found["seconds_to_threshold"] == pytest.approx(30)
+    found, process = outcome.run, json.loads((path / "process.json").read_text())
+    assert found["seed"] == 3 and found["metrics"] == {"eval/x": 5000.0, "best/length": 5000.0}
     assert found["env_steps"] == 50_000 and found["steps_per_second"] == pytest.approx(50)
+    assert found["steps_to_threshold"] == 1500 and found["seconds_to_threshold"] == pytest.approx(30)
     assert found["final_return"] == pytest.approx(4755)  # of the steps 45,100 to 50,000
-    steps = [step for step, _, _ in found["curve"]]
-    assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
-    assert found["curve"][-1] == [50_000, 1000.0, 5000.0]
-    process = json.loads((path / "process.json").read_text())
-    assert found["cpu_seconds"] == process["cpu_seconds"] and found["machine"] == process["machine"]
-    assert found["machine"] == describe_machine()
+    assert found["cpu_seconds"] == process["cpu_seconds"]
+    assert found["machine"] == process["machine"] == describe_machine()
     assert found["commit"] == found["machine"]["commit"]
     on_gpu = runs.find_run(path.parent, define_cell(gpus=1, **keys)).run
     assert on_gpu["seconds_to_threshold"] <= on_gpu["wall_seconds"] < 30
+
+
+def test_curves_are_thinned_and_keep_their_last_point(run_python):
+    _, outcome = run_python("", num_points=500, curve="eval/x")
+    curve = outcome.run["curve"]
+    steps = [step for step, _, _ in curve]
+    assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
+    assert curve[-1] == [50_000, 1000.0, 5000.0]
 
 
 def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
