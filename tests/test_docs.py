@@ -19,10 +19,10 @@ import pytest
 import torch
 import tyro
 import yaml
-from conftest import ENVIRONMENT, ROOT
+from helpers import ENVIRONMENT, ROOT
 from mkdocs.exceptions import PluginError
 from PIL import Image
-from test_contract import CASES, SCRIPTS, each_script, get_module, read_progress, run_main, run_quick
+from scripts import CASES, SCRIPTS, each_script, get_module, read_progress, run_main, run_quick
 from torch.distributed.run import get_args_parser
 
 from docs import hooks

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from test_contract import SCRIPTS, copy_script
+from helpers import ROOT
+from scripts import SCRIPTS, copy_script
 from test_docs import get_anchors
 
 from docs import hooks, recipe
