@@ -25,16 +25,19 @@ from benchmark import common  # first: it says what to install
 # isort: split
 import numpy as np
 
-from benchmark import records
-from benchmark.common import require, show
+from benchmark import machines, records
+from benchmark.common import require
+from benchmark.intervals import choose_center, find_interval, find_ratio
+from benchmark.machines import machine_line
+from benchmark.markdown import make_table, replace_section, show
 from benchmark.pictures import METRICS, draw
-from benchmark.records import find_interval, get_values
+from benchmark.records import get_values
+from benchmark.runs import NOT_RUN
 from benchmark.studies import change_detection, go_search, learned, on_gpu, ppo_update, tsp_networks
 
 # Each by its own program
 _MODULES = (change_detection, go_search, on_gpu, ppo_update, tsp_networks)
 STUDIES = {x.__name__.rpartition(".")[2]: x for x in _MODULES}
-UNPUBLISHED = ("smoke", "gpu")
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = """Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.
@@ -87,7 +90,7 @@ def show_center(values: list, find):
 
 def list_processors(*cells: dict):
     """Name the processors of all runs of cells."""
-    return ", ".join(sorted({run["machine"]["cpu"] for cell in cells for run in cell["runs"]}))
+    return machines.list_processors([run for cell in cells for run in cell["runs"]])
 
 
 def make_ratio_table(results: dict):
@@ -104,11 +107,11 @@ def make_ratio_table(results: dict):
         our_cell = results["cells"][ratio["ours"]]
         peer_cell = results["cells"][ratio["peer"]]
         ours = get_values(our_cell, ratio["quantity"])
-        peer = get_values(peer_cell, ratio.get("peer_quantity", ratio["quantity"]))
+        peer = get_values(peer_cell, ratio.get("peer_quantity") or ratio["quantity"])
         name = peer_cell["runs"][0]["commit"] if peer else peer_cell["script"]
-        center = records.choose_center(ours, peer)
+        center = choose_center(ours, peer)
         if ours and peer:
-            effect = show_effect(*records.find_ratio(ours, peer), 1)
+            effect = show_effect(*find_ratio(ours, peer), 1)
         else:
             lacking = peer_cell if ours else our_cell
             effect = lacking["missing"][0]["error"]
@@ -123,7 +126,7 @@ def make_ratio_table(results: dict):
         if are_mixed:
             row.append(list_processors(our_cell, peer_cell))
         rows.append(row)
-    return common.make_table(head, rows)
+    return make_table(head, rows)
 
 
 def make_difference_table(results: dict, metric: str):
@@ -134,12 +137,12 @@ def make_difference_table(results: dict, metric: str):
         peer_cell = results["cells"][peer]
         values = get_values(our_cell, metric)
         others = get_values(peer_cell, metric)
-        effect = records.NOT_RUN
+        effect = NOT_RUN
         if values and others:
             effect = show_effect(np.mean(values) - np.mean(others), find_interval(values, others), 0)
         name = f"{our_cell['task']}, {our_cell['setting']}"
         rows.append([name, peer_cell["setting"], effect, f"{len(values)} / {len(others)}"])
-    return common.make_table("task, ours | peer | ours - peer, 95 % interval: | seeds:", rows)
+    return make_table("task, ours | peer | ours - peer, 95 % interval: | seeds:", rows)
 
 
 def make_cell_table(cells: list, columns: dict):
@@ -159,11 +162,11 @@ def make_cell_table(cells: list, columns: dict):
             )
         missing += [f"- {name}, seed {lost['seed']}: {lost['error']}" for lost in cell["missing"]]
     head = " | ".join(["task, setting", *(f"{title}:" for title in columns), "CPU-s:", "seeds:"])
-    return "\n".join([common.make_table(head, rows), "", *missing]).rstrip()
+    return "\n".join([make_table(head, rows), "", *missing]).rstrip()
 
 
-def make_comparison(cells: list):
-    """Write a table that holds each cell against the first one of its task."""
+def make_comparison(cells: list, has_thresholds: bool = False):
+    """Write a table that holds each cell against the first one of its task; `has_thresholds` adds steps and seconds."""
     first = {}
     for cell in cells:
         first.setdefault(cell["task"], cell)
@@ -181,17 +184,28 @@ def make_comparison(cells: list):
         "result": "headline",
         "difference, 95 % interval": show_difference,
     }
+    if any(cell["threshold"] is not None for cell in cells) and has_thresholds:
+        columns["steps to the threshold"] = lambda cell: show_center(
+            get_reached(cell, "steps_to_threshold"), np.median
+        )
+        columns["seconds to it"] = lambda cell: show_center(
+            get_reached(cell, "seconds_to_threshold"), np.median
+        )
     return make_cell_table(cells, columns)
+
+
+def get_reached(cell: dict, quantity: str):
+    """Return a quantity of a threshold, by seed; nothing for a cell without a threshold."""
+    return [] if cell["threshold"] is None else get_values(cell, quantity)
 
 
 def describe_machines(cells):
     """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
     runs = [run | {"task": cell["task"]} for cell in cells for run in cell["runs"]]
-    machines = [run["machine"] for run in runs]
     if not runs:
         return ""
-    text = common.machine_line(machines)
-    peers = {run["commit"] for run in runs} - {machine["commit"] for machine in machines}
+    text = machine_line([run["machine"] for run in runs])
+    peers = {run["commit"] for run in runs} - {run["machine"]["commit"] for run in runs}
     if not peers:
         return text
     text += f" Others: {', '.join(sorted(peers))}."
@@ -218,7 +232,7 @@ def fill_summary(results: dict):
         return format(average(get_values(cells[name], quantity)), form)
 
     text = SUMMARY_NUMBER.sub(fill, results["summary"])
-    processors = common.shorten(list_processors(*cells.values()))
+    processors = machines.shorten(list_processors(*cells.values()))
     return f"{text[:-1]}; {processors})" if text.endswith(")") else f"{text} ({processors})"
 
 
@@ -240,9 +254,9 @@ def make_sections(published: dict):
     for name, results in published.items():
         for table in results["tables"]:
             cells = results["cells"].values()
-            if "differences" in table:
+            if table.get("differences"):
                 parts = [make_difference_table(results, table["differences"])]
-            elif "columns" in table:
+            elif table["columns"]:
                 parts = [make_cell_table(cells, table["columns"]), LEGEND]
             else:
                 parts = [make_ratio_table(results)]
@@ -253,7 +267,7 @@ def make_sections(published: dict):
         if results["summary"]:
             sections["README", f"{name}_cell"] = fill_summary(results)
     for name, study in STUDIES.items():
-        sections |= study.make_sections(common.load_results(name))
+        sections |= study.make_sections(records.load_results(name))
     return sections
 
 
@@ -263,13 +277,14 @@ def make_pages(published: dict):
     for (page, section), text in make_sections(published).items():
         path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
         before = pages.get(path) or path.read_text()
-        pages[path] = common.replace_section(before, section, text)
+        pages[path] = replace_section(before, section, text)
     return pages
 
 
 def publish(published: dict):
-    """Write all pages, and the pictures that they show."""
+    """Write all pages and the pictures that they show; returns the paths of those that have changed."""
     pages = make_pages(published)
+    before = {path: path.read_bytes() for path in (*pages, *common.FIGURES.glob("*.png"))}
     for path, text in pages.items():
         path.write_text(text)
     shown = "".join(pages.values())
@@ -277,13 +292,15 @@ def publish(published: dict):
         if f"figures/{name}.png" in shown:
             draw(results, common.FIGURES / f"{name}.png")
     for name in ("change_detection", "tsp_networks"):
-        STUDIES[name].draw(common.load_results(name), common.FIGURES / f"{name}.png")
+        STUDIES[name].draw(records.load_results(name), common.FIGURES / f"{name}.png")
     change_detection.draw_task(common.FIGURES / "change_task.png")
     learned.draw(published, common.FIGURES)
+    paths = {*before, *common.FIGURES.glob("*.png")}
+    return sorted(path for path in paths if path.read_bytes() != before.get(path))
 
 
 def write_own(suites: list, out: Path):
-    """Write results.md for your own runs, with figures."""
+    """Write results.md for your own runs, with figures; returns its path."""
     parts = ["# Results"]
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for suite in suites:
@@ -292,15 +309,22 @@ def write_own(suites: list, out: Path):
         parts.append(f"## {suite['suite']}")
         if draw(suite, out / name):
             parts.append(f"![Learning curves]({name})")
-        parts += [make_comparison(cells), LEGEND, describe_machines(cells)]
-    (out / "results.md").write_text(join(*parts))
+        parts += [make_comparison(cells, has_thresholds=True), LEGEND]
+        if suite["ratios"]:
+            parts.append(make_ratio_table(suite))
+        parts.append(describe_machines(cells))
+    path = out / "results.md"
+    path.write_text(join(*parts))
+    return path
 
 
 def merge(old: dict, new: dict):
-    """Add to `new` the committed runs that it lacks; ResultsError for runs with uncommitted changes.
+    """Add to `new` the committed runs that it lacks; returns the number of runs that are new.
 
-    `old` has the suite's cells of today: what another command has run is left out.
+    `old` has the suite's cells of today: what another command has run is left out. ResultsError for runs with
+    uncommitted changes.
     """
+    num_new = 0
     for name, cell in new["cells"].items():
         for run in cell["runs"]:
             is_clean = not run["machine"]["commit"].endswith("dirty")
@@ -309,8 +333,23 @@ def merge(old: dict, new: dict):
         cell = new["cells"].setdefault(name, before)
         if cell["command"] != before["command"]:
             cell["runs"] = []
+        num_new += sum(run not in before["runs"] for run in cell["runs"])
         runs = {run["seed"]: run for run in before["runs"] + cell["runs"]}
         cell |= before | {"runs": [*runs.values()], "missing": []}
+    return num_new
+
+
+def add_runs(suite: dict):
+    """Add the new runs of a suite to benchmark/results, and say how many."""
+    name = suite["suite"]
+    if not (common.SUITES / f"{name}.toml").exists() or name == "smoke":
+        print(f"{name}: not published; --out FOLDER shows it")
+        return
+    empty = {"cells": {key: cell | {"runs": []} for key, cell in suite["cells"].items()}}
+    num_new = merge(records.load_published().get(name, empty), suite)
+    path = common.RESULTS / f"{name}.json"
+    records.save_results(path, {key: suite[key] for key in ("suite", "cells", "levels")})
+    print(f"{name}: {num_new} new runs in benchmark/results/{name}.json")
 
 
 def check_runs(suite: dict, published: dict):
@@ -337,7 +376,7 @@ def check(suites: list):
     """Compare runs with what is published, and the pages with that; returns the exit code."""
     different = []
     for suite in suites:
-        different += check_runs(suite, common.load_results(suite["suite"]) or {"cells": {}})
+        different += check_runs(suite, records.load_results(suite["suite"]) or {"cells": {}})
     pages = make_pages(records.load_published())
     different += [f"{path} is another page" for path, text in pages.items() if path.read_text() != text]
     for line in different:
@@ -346,22 +385,24 @@ def check(suites: list):
 
 
 def main(args: Args):
-    """Write the pages, their figures and the results, or check them; returns the exit code."""
+    """Write the pages, their figures and the results and say what has changed, or check them; returns the exit code."""
     suites = [records.collect(path.parent) for path in sorted(args.runs.glob("*/suite.json"))]
     require(suites or args == Args(), f"--runs {args.runs}: no runs to report")
     require(not (args.check and args.out), "--check writes nothing: leave out --out")
     if args.check:
         return check(suites)
     if args.out:
-        write_own(suites, args.out)
+        print(f"{write_own(suites, args.out)}: {', '.join(suite['suite'] for suite in suites)}")
         return 0
-    published = records.load_published()
+    if not suites:
+        print(f"{args.runs}: no runs")
     for suite in suites:
-        name = suite["suite"]
-        if (common.SUITES / f"{name}.toml").exists() and name not in UNPUBLISHED:
-            merge(published.get(name, {"cells": {}}), suite)
-            common.save_results(common.RESULTS / f"{name}.json", suite)
-    publish(records.load_published())
+        add_runs(suite)
+    changed = publish(records.load_published())
+    for path in changed:
+        print(f"{path.relative_to(common.ROOT)}: written")
+    if not changed:
+        print("pages and pictures: as before")
     return 0
 
 

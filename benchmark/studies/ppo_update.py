@@ -21,7 +21,7 @@ import time
 import torch
 
 from algos import ppo
-from benchmark import common, records
+from benchmark import common, machines, markdown, runs
 from benchmark.studies import helpers
 
 # Two forms each, as form and rows: minibatches of CleanRL's settings and of our defaults, and a large one
@@ -85,25 +85,25 @@ def measure(case: str) -> dict:
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     """Make the table of PPO's page; what was not measured yet says so."""
     if not results:
-        return {("ppo", "ppo_update"): f"\n{records.NOT_RUN}\n"}
+        return {("ppo", "ppo_update"): f"\n{runs.NOT_RUN}\n"}
     found = {row["case"]: row for row in results["rows"]}
     lines = []
     for case, (_, (form, num_rows)) in CASES.items():
         if form != "eager":
             eager, compiled = found[case]["cpu_us"]
-            shown = map(common.show, (eager, compiled, eager / compiled, found[case]["first_seconds"]))
+            shown = map(markdown.show, (eager, compiled, eager / compiled, found[case]["first_seconds"]))
             lines.append([f"{TITLES[form]}, {num_rows} rows", *shown])
     head = "a gradient step | CPU-µs as it is: | compiled: | ratio: | CPU-seconds to compile:"
     (_, few), (_, many) = CASES["rows"]
     time_few, time_many = found["rows"]["cpu_us"]
     arithmetic = few * (time_many - time_few) / (many - few)
     text = (
-        f"A step on {few} rows takes {common.show(time_few)} CPU-µs, and one on {many:,} rows "
-        f"{common.show(time_many)}. If what grows with the rows is arithmetic, {common.show(arithmetic)} of the "
-        f"{common.show(time_few)} are arithmetic, and the rest is calls."
+        f"A step on {few} rows takes {markdown.show(time_few)} CPU-µs, and one on {many:,} rows "
+        f"{markdown.show(time_many)}. If what grows with the rows is arithmetic, {markdown.show(arithmetic)} of the "
+        f"{markdown.show(time_few)} are arithmetic, and the rest is calls."
     )
-    machines = common.machine_line([row["machine"] for row in results["rows"]])
-    return {("ppo", "ppo_update"): f"\n{common.make_table(head, lines)}\n\n{text}\n\n{machines}\n"}
+    line = machines.machine_line([row["machine"] for row in results["rows"]])
+    return {("ppo", "ppo_update"): f"\n{markdown.make_table(head, lines)}\n\n{text}\n\n{line}\n"}
 
 
 def make_parser() -> argparse.ArgumentParser:
