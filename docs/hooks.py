@@ -1,4 +1,5 @@
-"""Hooks of mkdocs.yml: formulas become MathML, functions show their source, files that pages link to are pages too."""
+"""Hooks of mkdocs.yml: formulas become MathML, functions show their source, files that pages link to are
+pages too."""
 
 import ast
 import functools
@@ -21,7 +22,8 @@ PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n~~~~~~ {1}\n{
 
 
 def to_mathml(latex: str, display: str) -> str:
-    """MathML of a formula, with the space after names of functions that browsers leave out, and primes of full size."""
+    """MathML of a formula, with the space after names of functions that browsers leave out, and primes of
+    full size."""
     mathml = FUNCTION.sub(r'\1<mspace width="0.167em" />', convert(latex.strip(), display=display))
     return PRIME.sub(r'\1<mo lspace="0" rspace="0">\2</mo>', mathml)
 
@@ -32,7 +34,8 @@ def parse(source: str) -> ast.Module:
 
 
 def find_source(path: str, name: str) -> tuple[int, str]:
-    """First line and text, with decorators, of the function, class or `Class.method` in a file; LookupError if none."""
+    """First line and text, with decorators, of the function, class or `Class.method` in a file; LookupError
+    if none."""
     if not (ROOT / path).is_file():
         raise LookupError(f"{path}: no such file")
     text = (ROOT / path).read_text()
@@ -47,7 +50,8 @@ def find_source(path: str, name: str) -> tuple[int, str]:
 
 
 def show_source(path: str, name: str) -> str:
-    """Markdown of a closed box with the source of a function, indented as in the file less what all lines share."""
+    """Markdown of a closed box with the source of a function, indented as in the file less what all lines
+    share."""
     start, text = find_source(path, name)
     lines = text.splitlines()
     shared = len(lines[0]) - len(lines[0].lstrip())
@@ -59,7 +63,8 @@ def show_source(path: str, name: str) -> str:
 
 
 def add_sources(markdown: str) -> str:
-    """`markdown` with each function's source beneath the first paragraph whose marker names it, and its formulas."""
+    """`markdown` with each function's source beneath the first paragraph whose marker names it, and its
+    formulas."""
     shown, blocks, boxes = set(), [], []
     for block in re.split(r"\n{2,}(?=\S)", markdown):
         if not block.startswith("```math"):
@@ -97,7 +102,8 @@ def on_page_markdown(markdown, page, **_):
 
 
 def on_page_content(content, **_):
-    """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search passes over sources."""
+    """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search passes over
+    sources."""
     content = content.replace('<details class="source">', '<details class="source" data-search-exclude>')
     content = BLOCK.sub(
         lambda m: f'<div class="formula">{to_mathml(html.unescape(m[1]), "block")}</div>', content

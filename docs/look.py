@@ -1,11 +1,13 @@
-"""A look at every page of the built site in a browser: wide and narrow, light and dark, from a folder, with its search.
+"""A look at every page of the built site in a browser: wide and narrow, light and dark, from a folder, with
+its search.
 
-    mkdocs build --strict --site-dir /tmp/site
-    pip install playwright && playwright install chromium      # or --browser /usr/bin/chromium, where that is installed
+    mkdocs build --strict --site-dir /tmp/site pip install playwright && playwright install chromium      # or
+    --browser /usr/bin/chromium, where that is installed
     python docs/look.py /tmp/site --out /tmp/look
 
-Fails if a page is wider than the screen, if on a wide one a table or code goes on to the right, if a figure is missing,
-or if the search does not find what people look for. Leaves a screenshot of each page in --out, to be looked at.
+Fails if a page is wider than the screen, if on a wide one a table or code goes on to the right, if a figure
+is missing, or if the search does not find what people look for. Leaves a screenshot of each page in --out, to
+be looked at.
 """
 
 import argparse
