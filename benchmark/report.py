@@ -5,8 +5,8 @@
     python -m benchmark.report --check        # whether the published figures follow from the runs in RUNS
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
-benchmark/suites are added to benchmark/results, and all results there go into the pages, between
-<!-- NAME --> and <!-- /NAME -->, and into docs/figures. Committed runs that RUNS lacks are kept. Runs that were made
+benchmark/suites are added to benchmark/results, and all results there go into the pages, between <!-- NAME
+--> and <!-- /NAME -->, and into docs/figures. Committed runs that RUNS lacks are kept. Runs that were made
 with uncommitted changes are refused.
 
 With --check, nothing is written. All that is published of a run, its thinned curve too, is computed again from the
@@ -40,9 +40,11 @@ _MODULES = (change_detection, go_search, on_gpu, ppo_update, tsp_networks)
 STUDIES = {x.__name__.rpartition(".")[2]: x for x in _MODULES}
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
-LEGEND = """Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.
-A match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, which may differ between
-programs."""
+LEGEND = (
+    "Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.\n"
+    "A match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, which may differ "
+    "between\nprograms."
+)
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Args:
     check: bool = False  # compare RUNS with what is published, and write nothing
 
 
-# ---- Tables ----------------------------------------------------------------------------------------------------------
+# ---- Tables ------------------------------------------------------------------------------------------------
 
 
 def show_interval(interval: tuple | None):
@@ -94,7 +96,8 @@ def list_processors(*cells: dict):
 
 
 def make_ratio_table(results: dict):
-    """Write a line for each ratio of ours and others: the centers of both sides, and their ratio with its interval.
+    """Write a line for each ratio of ours and others: the centers of both sides, and their ratio with its
+    interval.
 
     A column names the processors of a line if not all cells of the suite have the same one.
     """
@@ -166,7 +169,8 @@ def make_cell_table(cells: list, columns: dict):
 
 
 def make_comparison(cells: list, has_thresholds: bool = False):
-    """Write a table that holds each cell against the first one of its task; `has_thresholds` adds steps and seconds."""
+    """Write a table that holds each cell against the first one of its task; `has_thresholds` adds steps and
+    seconds."""
     first = {}
     for cell in cells:
         first.setdefault(cell["task"], cell)
@@ -200,7 +204,8 @@ def get_reached(cell: dict, quantity: str):
 
 
 def describe_machines(cells):
-    """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
+    """Say which machines the runs of cells used, the versions of other programs, and what is not equal to
+    theirs."""
     runs = [run | {"task": cell["task"]} for cell in cells for run in cell["runs"]]
     if not runs:
         return ""
@@ -236,7 +241,7 @@ def fill_summary(results: dict):
     return f"{text[:-1]}; {processors})" if text.endswith(")") else f"{text} ({processors})"
 
 
-# ---- Pages -----------------------------------------------------------------------------------------------------------
+# ---- Pages -------------------------------------------------------------------------------------------------
 
 
 def join(*parts: str):

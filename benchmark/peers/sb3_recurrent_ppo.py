@@ -1,4 +1,4 @@
-"""RecurrentPPO of sb3-contrib, which is PPO with an LSTM, on a memory task of popgym or of ours, on one thread.
+"""RecurrentPPO of sb3-contrib, which is PPO with an LSTM, on a memory task of popgym or ours, on one thread.
 
 --settings ours: LSTM and hidden layers of 64 and the discount are those of algos/r2d2_lstm.py. The rest was chosen
 among three settings on one seed (101) of RepeatPreviousEasy, by the return after 60,000 steps: 0.61 with those below,
