@@ -130,9 +130,7 @@ def check_epsilon(path, folder):
     """It falls from --epsilon to 0.05 in the first half; evaluations have 0."""
     module, found = import_file("edited_copy", path), []
     step = module.Player.step
-    with mock.patch.object(
-        module.Player, "step", lambda x, act: found.append(x.epsilons.tolist()) or step(x, act)
-    ):
+    with mock.patch.object(module.Player, "step", lambda x: found.append(x.epsilons.tolist()) or step(x)):
         flags = (
             "--env-id probe_envs:Fixed-v0 --num-envs 4 --total-timesteps 1000 --epsilon 1 --buffer-size 99"
         )
