@@ -133,10 +133,10 @@ class QNetwork(nn.Module):
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
 
-        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]. Images of
-        # floats are flattened: let your environment return bytes
+        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]; there are fewer
+        # channels than pixels in a row. Images of floats are flattened: let your environment return bytes
         space = envs.single_observation_space
-        *_, first, middle, last = (1, 1, *space.shape)
+        *_, first, middle, last = (1, 1, *space.shape)  # the last three dimensions, 1 for those that lack
         self.is_channels_last = last < first
         sides = (first, middle) if self.is_channels_last else (middle, last)
         is_bytes = space.dtype == np.uint8
@@ -207,8 +207,8 @@ class QNetwork(nn.Module):
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
-# What a step leads to in B environments. `next_obs` [B, *D] follows the action within its episode; where
-# `is_over`, it is the last observation, which is terminal if `is_terminated`. `obs` [B, *D] is what the policy
+# What a step leads to in B environments. `next_obs` [B, *D] follows the action within its episode. Where
+# `is_over`, it is the last observation, and terminal if `is_terminated`. `obs` [B, *D] is what the policy
 # sees next; where `is_first`, it begins another episode. Where not `is_step`, the environment ignored the
 # action and only reset itself
 Outcome = namedtuple("Outcome", "next_obs rewards is_terminated is_over is_step obs is_first")
@@ -291,6 +291,7 @@ class Environments(gym.vector.VectorWrapper):
 
     def to_array(self, obs):
         """Return the observations of all environments as an array [B, *D] of its own: some reuse theirs."""
+        # The space says how to take a batch of dictionaries or tuples apart
         rows = gym.vector.utils.iterate(self.observation_space, obs)
         array = np.array([self.to_row(x) for x in rows], self.dtype)
         self.check("observation", array)
@@ -373,7 +374,7 @@ class Player:
         return torch.where(is_random, random_action, best_action), state
 
     def step(self):
-        """Take a step in each environment; returns a Step for each of them, and their Outcome."""
+        """Take a step in each environment; returns an iterator over their Steps, and their Outcome."""
         actions, state = self.act(*self.get_inputs())
         actions = actions.cpu().numpy()
         outcome = self.envs.step(actions)
@@ -462,7 +463,7 @@ class SequenceReplay(nn.Module):
             if is_over:
                 episode.clear()
                 start = 0
-            # Of the trained steps, keep those that the next window burns in
+            # Of the steps that were trained, keep those that the next window burns in
             self.starts[i] = min(start, self.args.burn_in)
             del episode[: start - self.starts[i]]
 
@@ -576,11 +577,11 @@ def unroll(agent, windows, args):
 
 
 def compute_targets(q, target_q, rewards, last, is_terminated, args):
-    """Compute y_t [N, m] of eq. 2 with double Q-learning (van Hasselt et al. 2016), and where there is one.
+    """Return y_t of eq. 2 with double Q-learning (van Hasselt et al. 2016), and is_trained, both [N, m].
 
     q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
     Step `last` [N], from 1 to m + n - 1, is the last of the window or its episode. From there on rewards are
-    zero, and there is no y_t.
+    zero, y_t means nothing, and is_trained is false.
     """
     n_step = args.n_step
     t = torch.arange(args.learn_length, device=q.device)  # [m]
@@ -618,7 +619,6 @@ def r2d2_loss(agent, target, windows, weights, args):
     q = unroll(agent, windows, args)  # [N, m + n, A]
     with torch.no_grad():
         target_q = unroll(target, windows, args)
-        # [N, m] each
         targets, is_trained = compute_targets(q, target_q, rewards, last, windows["is_terminated"], args)
     q_taken = q[:, : args.learn_length].gather(2, actions.unsqueeze(2)).squeeze(2)  # [N, m]
     td_errors = torch.where(is_trained, targets - q_taken, 0.0)
@@ -784,7 +784,7 @@ def train(args, run):
         if run.should_evaluate(args.eval_episodes * envs.longest):
             score_policy(agent, args, device, run)
 
-    # Evaluate the last policy
+    # A finished run that was resumed may lack a score of the last policy
     if run.should_evaluate():
         score_policy(agent, args, device, run)
     run.close(f", {run.num_updates} updates")
