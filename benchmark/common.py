@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 try:
-    import scipy  # noqa: F401  # of the programs that import this file first
+    import scipy  # noqa: F401  # which programs that import this file first need
     import tyro
 except ImportError as error:
     print(f"{error}: pip install -r benchmark/requirements.txt", file=sys.stderr)
@@ -39,11 +39,13 @@ def require(is_right: object, message: str):
 
 def run_main(main, args_type: type, description: str):
     """Run a program on its command line; an error of its input or of the disk is one line and exit code 2."""
-    args = tyro.cli(args_type, description=description)
+    name = Path(sys.argv[0]).name
+    program = f"python -m benchmark.{name.removesuffix('.py')}"
+    args = tyro.cli(args_type, prog=program, description=description)
     try:
         sys.exit(main(args))
     except (ResultsError, OSError) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -1,6 +1,6 @@
 """Compare two sets of results, cell by cell: did a change make learning worse beyond noise?
 
-    python benchmark/compare.py benchmark/results/cpu.json runs/benchmark/cpu
+    python -m benchmark.compare benchmark/results/cpu.json runs/benchmark/cpu
 
 BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results. benchmark/README.md
 says what is compared, by which test, and how often a change is found. Exit code: 0 when nothing is worse, 1 when
@@ -10,12 +10,15 @@ something is worse or has failed in NEW, 2 when there is nothing to compare.
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
+from benchmark import common  # first: it says what to install
+
+# isort: split
 import numpy as np
-import records
-from records import get_values
 from scipy import stats
 from tyro.conf import Positional
+
+from benchmark import records
+from benchmark.records import get_values
 
 LEVEL = 0.05  # false alarms of a whole comparison, at most
 NEVER = 2.0  # a run that never gets to the threshold counts as this many times its steps

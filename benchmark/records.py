@@ -6,11 +6,12 @@ import re
 import warnings
 from pathlib import Path
 
-import common
 import numpy as np
-from common import ResultsError, require
 from scipy import stats
-from suite import read_suite
+
+from benchmark import common
+from benchmark.common import ResultsError, require
+from benchmark.suite import read_suite
 
 warnings.simplefilter(
     "ignore", RuntimeWarning
@@ -188,7 +189,7 @@ def load_published():
 
 def is_ours(cell: dict):
     """Return whether the cell runs a program of ours, and not a peer."""
-    return not re.search("peers/(?!our_)", cell["command"])
+    return not re.search(r"peers\.(?!our_)", cell["command"])
 
 
 # ---- Over seeds ------------------------------------------------------------------------------------------------------

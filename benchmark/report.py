@@ -1,7 +1,7 @@
 """Write tables and learning curves of runs, into the pages of docs/ or into a page of your own.
 
-    python benchmark/report.py --out report   # the suites in RUNS: report/results.md and report/figures
-    python benchmark/report.py                # docs/results.md, the tables and pictures of all pages
+    python -m benchmark.report --out report   # the suites in RUNS: report/results.md and report/figures
+    python -m benchmark.report                # docs/results.md, the tables and pictures of all pages
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
 benchmark/suites are added to benchmark/results, and all results there go into the pages, between
@@ -10,25 +10,23 @@ with uncommitted changes are refused.
 """
 
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
+from benchmark import common  # first: it says what to install
+
+# isort: split
 import numpy as np
-import records
-from common import require, show
-from pictures import METRICS, draw
-from records import find_interval, get_values
 
-sys.path.append(str(common.BENCHMARK / "studies"))
-import change_detection
-import go_search
-import on_gpu
-import tsp_networks
+from benchmark import records
+from benchmark.common import require, show
+from benchmark.pictures import METRICS, draw
+from benchmark.records import find_interval, get_values
+from benchmark.studies import change_detection, go_search, learned, on_gpu, tsp_networks
 
-STUDIES = (change_detection, go_search, on_gpu, tsp_networks)  # each by its own program
+# Each by its own program
+STUDIES = {x.__name__.rpartition(".")[2]: x for x in (change_detection, go_search, on_gpu, tsp_networks)}
 UNPUBLISHED = ("smoke", "gpu")
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
@@ -218,8 +216,8 @@ def make_sections(published: dict):
             sections[table["page"], table["section"]] = "\n" + join(*parts, describe_machines(cells))
         if results["summary"]:
             sections["README", f"{name}_cell"] = fill_summary(results)
-    for study in STUDIES:
-        sections |= study.make_sections(common.load_results(study.__name__))
+    for name, study in STUDIES.items():
+        sections |= study.make_sections(common.load_results(name))
     return sections
 
 
@@ -242,9 +240,10 @@ def publish(published: dict):
     for name, results in published.items():
         if f"figures/{name}.png" in shown:
             draw(results, common.FIGURES / f"{name}.png")
-    for study in (change_detection, tsp_networks):
-        name = study.__name__
-        study.draw(common.load_results(name), common.FIGURES / f"{name}.png")
+    for name in ("change_detection", "tsp_networks"):
+        STUDIES[name].draw(common.load_results(name), common.FIGURES / f"{name}.png")
+    change_detection.draw_task(common.FIGURES / "change_task.png")
+    learned.draw(published, common.FIGURES)
 
 
 def write_own(suites: list, out: Path):

@@ -1,9 +1,9 @@
 """Run every cell (script x task x setting x seed) of a suite, on this machine or on a Ray cluster.
 
-    python benchmark/run.py benchmark/suites/smoke.toml                 # two minutes, all five scripts
-    python benchmark/run.py benchmark/suites/cpu.toml                   # an hour, part of docs/results.md
-    python benchmark/run.py benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
-    python benchmark/run.py benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
+    python -m benchmark.run benchmark/suites/smoke.toml                 # two minutes, all five scripts
+    python -m benchmark.run benchmark/suites/cpu.toml                   # an hour, part of docs/results.md
+    python -m benchmark.run benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
+    python -m benchmark.run benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
 
 Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, with its attempts in try_1, try_2, ..., and is done when
 an attempt has ended with exit code 0 and has logged the cell's headline and curve. The hash is of the command and the
@@ -28,14 +28,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-import common
-import records
-from common import ResultsError, require
-from suite import Cell, read_suite
+from benchmark import common  # first: it says what to install
+
+# isort: split
 from tyro.conf import Positional
 
-sys.path.append(str(common.PEERS))
-import environment
+from benchmark import records
+from benchmark.common import ResultsError, require
+from benchmark.peers import environment
+from benchmark.suite import Cell, read_suite
 
 TRIES = 3  # attempts at a cell that crashes or is lost
 # Errors that another attempt would repeat: bad flags, no time, and runs that lack what the suite asks for
@@ -60,7 +61,7 @@ class Args:
 def make_command(cell: Cell, python: str, run_dir: Path):
     """Return what is executed: the cell's command with --seed and --run-dir, our scripts by the peers' clock."""
     launcher, *words = shlex.split(cell.command)
-    if cell.path.startswith("algos/"):
+    if cell.program == [cell.path]:  # no peer
         words.insert(words.index(cell.path), "benchmark/peers/clock.py")
     if launcher == "torchrun":
         words = ["-m", "torch.distributed.run", *words]
@@ -94,7 +95,7 @@ def score_best(cell: Cell, path: Path, python: str, gpus: str):
     """Score the best.pt of a run by the script's --evaluate, which prints a line a score; empty if that fails."""
     best = next(path.glob("*/best.pt"), "best.pt")
     flags = ["--evaluate", best, "--eval-episodes", "100", "--seed", f"{cell.seed}"]
-    execute([python, cell.path, *flags], cell, path / "best.txt", gpus)
+    execute([python, *cell.program, *flags], cell, path / "best.txt", gpus)
     scores = re.findall(r"^eval/(\w+): (\S+)$", (path / "best.txt").read_text(), re.M)
     found = {f"best/{name}": float(score) for name, score in scores}
     return found if all(math.isfinite(score) for score in found.values()) else {}

@@ -1,5 +1,6 @@
 """Read suites, the TOML files that benchmark/README.md describes."""
 
+import ast
 import hashlib
 import re
 import shlex
@@ -8,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-import common
-from common import ResultsError, require
+from benchmark import common
+from benchmark.common import ResultsError, require
 
 DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": "", "levels": {}}
 SHOWN_KEYS = {
@@ -17,12 +18,12 @@ SHOWN_KEYS = {
     "tables": ("page", "section", "columns"),
 }
 NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING
-COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")
-# Files of this repository that a file uses: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
-# and "envs_shared.b:Task-v0"
-USED = re.compile(
-    r'^ *(?:import|from) ([\w.]+)(?: import (\w+))?|"((?:algos|benchmark)/[\w./-]+)"|"([\w.]+):', re.M
+COMMAND = re.compile(
+    r"(?:(?:python|torchrun --standalone.*) (algos/\w+\.py)|python -m (benchmark\.peers\.\w+))(?: .*)?"
 )
+# Strings of a program that name files of this repository: "benchmark/checkpoints/d.pt", "envs_shared.b:Task-v0"
+NAMED_FILE = re.compile(r"(?:algos|benchmark)/[\w./-]+")
+NAMED_TASK = re.compile(r"([\w.]+):")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Cell:
 
     name: str  # SCRIPT/TASK/SETTING, the same for all seeds
     script: str
-    path: str  # of the script, as the command names it
+    path: str  # of the script
     task: str
     setting: str
     command: str
@@ -47,11 +48,18 @@ class Cell:
     environment: str | None = None
     score_best: bool = False
 
+    @property
+    def program(self):
+        """Return the words of the command that name the script: its path, or of a peer its module."""
+        if self.path.startswith("algos/"):
+            return [self.path]
+        return ["-m", get_module(self.path)]
+
     def hash(self):
         """Hash the command and the files it uses, as they are now: a result counts while they stay the same."""
         digest = hashlib.sha256(self.command.encode())
         words = shlex.split(self.command)
-        modules = [f"{word.split(':')[0].replace('.', '/')}.py" for word in words]  # of --env-id
+        modules = [get_path(word.split(":")[0]) for word in words]  # after -m and --env-id
         packages = f"benchmark/peers/requirements-{self.environment}.txt"
         for path in find_used_files([*words, *modules, packages, "benchmark/peers/clock.py"]):
             digest.update(f"\n{path}\n".encode() + (common.ROOT / path).read_bytes())
@@ -69,11 +77,38 @@ def find_used_files(names: list):
         found.add(path)
         if path.suffix != ".py":
             continue
-        for module, member, name, of_task in USED.findall((common.ROOT / path).read_text()):
-            start = name or (module or of_task).replace(".", "/")
-            for end in ("", ".py", "/__init__.py", f"/{member}.py"):
-                todo += [Path(start + end), path.parent / (start + end)]
+        for name in find_names(ast.parse((common.ROOT / path).read_text())):
+            todo += [Path(name), path.parent / name]
     return sorted(found)
+
+
+def find_names(tree: ast.Module):
+    """List the paths that a program may mean by its imports and its strings, whether they exist or not."""
+    names = []
+    for node in ast.walk(tree):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if NAMED_FILE.fullmatch(node.value):
+                names.append(node.value)
+            if match := NAMED_TASK.match(node.value):
+                modules = [match[1]]
+        for module in modules:
+            names += [get_path(module), get_path(f"{module}.__init__")]
+    return names
+
+
+def get_path(module: str):
+    """Return the path of a module."""
+    return f"{module.replace('.', '/')}.py"
+
+
+def get_module(path: str):
+    """Return the module of a path."""
+    return path.removesuffix(".py").replace("/", ".")
 
 
 def check_keys(table: dict, known, where: str):
@@ -86,16 +121,17 @@ def make_cell(table: dict, headlines: dict, where: str):
     """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
     command = str(table.get("command"))
     match = COMMAND.fullmatch(command)
+    path = match and (match[1] or get_path(match[2]))
     require(
-        match and (common.ROOT / match[1]).is_file(),
-        f"{where}: command = {command!r} has to be python or torchrun --standalone, and a script of algos/ or "
-        "benchmark/peers/",
+        match and (common.ROOT / path).is_file(),
+        f"{where}: command = {command!r} has to be python or torchrun --standalone and a script of algos/, or "
+        "python -m and a module of benchmark.peers",
     )
-    script = Path(match[1]).stem
+    script = Path(path).stem
     named = {"task": None, "setting": None, "headline": headlines.get(script)} | table
     check_keys(named, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)
     name = f"{script}/{named['task']}/{named['setting']}"
-    cell = Cell(**named | {"path": match[1], "script": script, "name": name})
+    cell = Cell(**named | {"path": path, "script": script, "name": name})
     for key, kind in Cell.__annotations__.items():
         value = getattr(cell, key)
         is_kind = isinstance(value, kind)

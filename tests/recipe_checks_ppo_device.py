@@ -13,7 +13,6 @@ from unittest import mock
 
 import gymnasium as gym
 import numpy as np
-import recipe
 import torch
 from conftest import ROOT, read_scalars
 from gymnasium.spaces import Box, Discrete
@@ -24,6 +23,7 @@ from test_cuda import Run as DeviceRun
 from test_ppo import assert_close, brute_force_advantages
 
 from algos import ppo
+from docs import recipe
 
 CPU = torch.device("cpu")
 ON_DEVICE = "An environment on the device"

@@ -2,7 +2,6 @@
 
 import re
 import statistics
-import sys
 
 import numpy as np
 import pytest
@@ -12,20 +11,12 @@ from test_contract import SCRIPTS
 from test_harness import make_cell, make_machine, make_solved
 
 from algos import ppo_change_detection as cd
+from benchmark import common, compare, pictures, records, report
+from benchmark.peers import go_engine
+from benchmark.studies import change_detection, helpers, learned, tsp_networks
 from envs_shared import change_pairs
 
-sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(ROOT / "benchmark" / "peers")]
-import change_detection
-import common
-import compare
-import go_engine
-import helpers
-import pictures
-import records
-import report
-import tsp_networks
-
-STUDIES = {study.__name__ for study in report.STUDIES}
+STUDIES = {*report.STUDIES}
 
 
 def test_the_pages_follow_from_the_committed_results():
@@ -40,8 +31,7 @@ def test_the_pages_follow_from_the_committed_results():
     assert len(shown) >= 8
     for name in shown:
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        # change_task is drawn from a trained network, by change_detection.py --picture
-        assert name in {*STUDIES, "change_task"} or published[name]["tables"]
+        assert name in {*STUDIES, "change_task", *learned.PICTURES} or published[name]["tables"]
 
 
 def test_every_file_of_results_is_shown():
@@ -139,9 +129,14 @@ def test_bands_of_pictures_are_intervals_of_the_mean():
     assert half == pytest.approx(4.3027 * np.std([1, 2, 6], ddof=1) / 3**0.5, rel=1e-4)
 
 
+def test_curves_of_a_picture_differ_without_colours():
+    assert len({(style["ls"], style["marker"]) for style in pictures.STYLES[:8]}) == 8
+    assert len({tuple(style.values()) for style in pictures.STYLES}) == 64
+
+
 def test_studies_that_have_not_run_say_so():
     """Gaps that are zero but for rounding have no sign."""
-    for study in report.STUDIES:
+    for study in report.STUDIES.values():
         assert all("not run yet" in text.lower() for text in study.make_sections(None).values())
     assert tsp_networks.show_gap(-1e-9) == "0.00"
 
@@ -229,6 +224,19 @@ def test_the_study_of_change_detection_runs(tmp_path, monkeypatch):
     assert {"ppo_f1", "oracle_f1", "threshold_own_f1", "all_seconds", "all_own_return"} <= row["best"].keys()
     assert {"all_f1", "oracle_f1"} <= row["control"].keys() and row["detector_seconds"] > 0
     assert change_detection.make_sections({"rows": [row]})
+
+
+def test_the_looks_of_the_shipped_policy_are_those_of_its_page():
+    """Twice at clear roofs, never at the ground; of the pairs in the picture, only changes without haze are found."""
+    agent, args, test, is_roof, is_hazy = change_detection.read_checkpoint_pairs()
+    probability, looks, _ = cd.predict(agent, args, test)
+    assert (looks.numpy()[~is_roof] == 0).all() and (looks.numpy()[is_roof & ~is_hazy] == 2).all()
+    share = (looks.numpy()[is_roof & is_hazy] == 1).mean()
+    text = " ".join((ROOT / "docs" / "ppo_change_detection.md").read_text().split())
+    assert f"once at {100 * share:.0f} % of the roofs with haze and twice at the others" in text
+    chosen = change_detection.find_mixed_pairs(test, is_hazy)[:2]
+    is_found = probability[chosen, 4::8, 4::8] > 0.44  # the threshold of the checkpoint
+    assert torch.equal(is_found, (test[chosen, -1, 4::8, 4::8] == 1) & ~torch.from_numpy(is_hazy[chosen]))
 
 
 def test_rules_look_as_often_as_the_policy(monkeypatch):

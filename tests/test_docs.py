@@ -24,16 +24,17 @@ from PIL import Image
 from test_contract import CASES, SCRIPTS, each_script, run_quick
 from torch.distributed.run import get_args_parser
 
-sys.path += [str(ROOT / name) for name in ("benchmark", "benchmark/peers", "benchmark/studies", "docs")]
-import hooks
+from docs import hooks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # all but the first are the site's
 BENCHMARK = [ROOT / "benchmark" / folder / "README.md" for folder in ("", "checkpoints", "peers")]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *BENCHMARK, ROOT / "CHANGELOG.md"]
-STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
-PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py")), *STUDIES]
+FOLDERS = ("algos", "benchmark", "benchmark/studies")
+PROGRAMS = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
 PROGRAMS.append(ROOT / "docs" / "recipe.py")
-OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch ruff playwright".split())
+OTHER_PROGRAMS = set(
+    "pip git mkdir cp cd source python3 pytest tensorboard mkdocs sbatch ruff playwright".split()
+)
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -46,7 +47,7 @@ each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.rel
 @functools.cache
 def load_parser(path: Path):
     """Return the flags of a program, and a function that exits for arguments that it does not take."""
-    module = importlib.import_module(f"algos.{path.stem}" if path.parent.name == "algos" else path.stem)
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     if args := getattr(module, "Args", None):
         names = [name.replace("_", "-") for name in args.__dataclass_fields__]
         flags = {f"--{no}{name}" for name in names for no in ("", "no-")} | {"--help"}
@@ -86,6 +87,8 @@ def check_command(command: list[str]) -> str | None:
         if program == "torchrun":
             launch = get_args_parser().parse_args(words)
             words = [launch.training_script, *launch.training_script_args]
+        if words[0] == "-m":
+            words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
         # A name alone is that of a copied script
         path = ROOT / ("" if "/" in words[0] else "algos") / words[0]
         if not path.is_file():
@@ -131,9 +134,9 @@ WANDB_MODE=offline python ppo2.py
 python algos/ppo.py --sed 1
 uv run algos/ppo.py --vectorization no
 torchrun --nproc-per-node 2 algos/ppo.py --burn-in 4
-python benchmark/compare.py a
-python benchmark/studies/go_search.py --report-only
-python benchmark/peers/sb3_ppo.py --settings best
+python -m benchmark.compare a
+python -m benchmark.studies.go_search --report-only
+python -m benchmark.peers.sb3_ppo --settings best
 algos/none.py
 --burn-in
 --seed 1 --seed x
@@ -144,9 +147,21 @@ def test_what_does_not_exist_is_a_problem():
     for code in WRONG.strip().splitlines():
         assert find_problems(f"a `{code}` b", "ppo"), code
     assert find_problems("`--report-none`", None) and find_problems("`--studies short`", None)
-    assert not find_problems("`python benchmark/studies/go_search.py --repeats 3 --cuda`", None)
+    assert not find_problems("`python -m benchmark.studies.go_search --repeats 3 --cuda`", None)
     for lines in ("pip install -r none.txt", "cp algos/none.py y", "A=1 make x # b", "cd \\\nx; cq && cd y"):
         assert find_problems(f"```bash\n{lines}\n```\n", None), lines
+
+
+def test_the_readme_counts_the_lines_of_the_scripts():
+    """Of the algorithm and of the part Run, to within 5 %; each row names the script, its page and no other."""
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| [")]
+    rows = {re.search(r"\(algos/(\w+)\.py\)", row)[1]: row for row in rows}
+    assert {*rows} == {*SCRIPTS}
+    for script, row in rows.items():
+        assert f"(docs/{script}.md)" in row
+        parts = re.split(r"^# -+ Run -+$", (ROOT / "algos" / f"{script}.py").read_text(), flags=re.M)
+        counts = [int(x) for x in re.findall(r"\d+", row.split("|")[-2].replace(",", ""))]
+        assert counts == pytest.approx([part.count("\n") for part in parts], rel=0.05), script
 
 
 def get_anchors(path: Path) -> set[str]:

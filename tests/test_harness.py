@@ -25,15 +25,10 @@ from scipy import stats
 from torch.distributed.run import get_args_parser
 from torch.utils.tensorboard import SummaryWriter
 
-sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "peers")]
-import common
-import compare
-import records
-import report
-import run
-import suite as suites
-from common import ResultsError
-from suite import read_suite
+from benchmark import common, compare, records, report, run
+from benchmark import suite as suites
+from benchmark.common import ResultsError
+from benchmark.suite import read_suite
 
 SHORT = "python algos/ppo.py --num-envs 8 --total-timesteps 2560 --eval-episodes 4"
 SUITES = sorted((ROOT / "benchmark" / "suites").glob("*.toml"))
@@ -57,7 +52,7 @@ def write_suite(path, seeds=(1,), **commands):
 
 
 def start_harness(*flags):
-    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *map(str, flags)]
+    command = [sys.executable, "-m", "benchmark.run", *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     # Shells start jobs in the background with Ctrl-C ignored
     pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -87,16 +82,16 @@ def test_the_suites_parse_against_the_scripts(path):
     cells, _ = read_suite(path)
     for cell in {cell.name: cell for cell in cells}.values():
         launcher, *words = shlex.split(cell.command)
-        flags = [*words[words.index(cell.path) + 1 :], "--seed", "1", "--run-dir", "runs"]
+        flags = [*words[words.index(cell.program[-1]) + 1 :], "--seed", "1", "--run-dir", "runs"]
         if launcher == "torchrun":
             assert get_args_parser().parse_args(words).training_script == cell.path
-        script = {"r2d2_transformer": "r2d2_lstm"}.get(
-            cell.script, cell.script
-        )  # an edited copy has its flags
-        if (ROOT / "algos" / f"{script}.py").exists():
-            tyro.cli(importlib.import_module(f"algos.{script}").Args, args=flags)
+        module = importlib.import_module(suites.get_module(cell.path))
+        if cell.script == "r2d2_transformer":  # an edited copy has the flags of its script
+            module = importlib.import_module("algos.r2d2_lstm")
+        if hasattr(module, "Args"):
+            tyro.cli(module.Args, args=flags)
         else:
-            importlib.import_module(cell.script).make_parser().parse_args(flags)
+            module.make_parser().parse_args(flags)
         assert not cell.environment or (common.PEERS / f"requirements-{cell.environment}.txt").exists()
     if path.stem in ("smoke", "cpu", "gpu", "ablations"):
         studied = {"ppo_change_detection"} if path.stem == "ablations" else set()  # beside its rivals
@@ -160,8 +155,8 @@ FILES = {
     "envs_shared/b.py": "b = 1\n",
     "envs_shared/own.py": "c = 1\n",
     "envs_shared/task.py": "d = 1\n",
-    "benchmark/peers/match.py": 'import shared\nENGINE = "algos/ppo.py"\nDATA = "benchmark/data/r.txt"\n'
-    'TASK = "envs_shared.task:T-v0"\n',
+    "benchmark/peers/match.py": 'from benchmark.peers import clock, shared\nENGINE = "algos/ppo.py"\n'
+    'DATA = "benchmark/data/r.txt"\nTASK = "envs_shared.task:T-v0"\n',
     "benchmark/data/r.txt": "3.85\n",
     "benchmark/peers/clock.py": "",
     "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
@@ -179,7 +174,7 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
     monkeypatch.setattr(common, "PEERS", tmp_path / "benchmark" / "peers")
     ours = define_cell("python algos/ppo.py --gamma 0.9")
     named = define_cell("python algos/ppo.py --env-id envs_shared.own:T-v0")
-    match = define_cell("python benchmark/peers/match.py --net algos/net.pt", environment="x")
+    match = define_cell("python -m benchmark.peers.match --net algos/net.pt", environment="x")
     changed = {ours: set(), named: set(), match: set()}
     before = {cell: cell.hash() for cell in changed}
     for name, text in FILES.items():
@@ -512,8 +507,8 @@ def make_machine(**changes):
 def make_cell(values, name=NAME, **changes):
     """Return a cell of stored results, with a run for each value of the headline."""
     script, task, setting = name.split("/")
-    folder = "algos" if script in SCRIPTS else "benchmark/peers"
-    cell = {"task": task, "setting": setting, "script": script, "command": f"python {folder}/{script}.py"}
+    command = f"python algos/{script}.py" if script in SCRIPTS else f"python -m benchmark.peers.{script}"
+    cell = {"task": task, "setting": setting, "script": script, "command": command}
     cell |= {
         "headline": "eval/episodic_return",
         "curve": "c",
@@ -793,7 +788,7 @@ def test_a_failed_cell_has_exit_code_1_and_results_that_cannot_be_read_2(tmp_pat
     }.items():
         with pytest.raises((ResultsError, OSError), match=message):
             compare_with(name)
-    command = [sys.executable, str(ROOT / "benchmark" / "compare.py"), "none.json", "none.json"]
+    command = [sys.executable, "-m", "benchmark.compare", "none.json", "none.json"]
     found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     message = "compare.py: [Errno 2] No such file or directory: 'none.json'\n"
     assert (found.returncode, found.stderr) == (2, message)

@@ -15,8 +15,7 @@ from conftest import ROOT
 from test_contract import SCRIPTS, copy_script
 from test_docs import get_anchors
 
-sys.path.append(str(ROOT / "docs"))
-import recipe
+from docs import recipe
 
 RECIPES = {(x, title): body for x in SCRIPTS for title, body in recipe.read_recipes(x).values()}
 CHECKS = {}

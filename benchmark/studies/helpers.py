@@ -5,7 +5,7 @@ import os
 import subprocess
 from pathlib import Path
 
-import common
+from benchmark import common
 
 # Called once, since written results make the tree dirty, though later rows come from the same commit
 describe_machine_once = functools.cache(common.describe_machine)
@@ -18,7 +18,7 @@ def run_command(folder: str | Path, *command) -> Path:
     """
     command = [*map(str, command), "--run-dir", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=common.ROOT, env=env, capture_output=True, text=True)
     lines = done.stderr.strip().splitlines() or ["no output"]
     common.require(done.returncode == 0, f"{' '.join(command)}: {lines[-1]}")
     (path,) = common.find_run_folders(Path(folder))

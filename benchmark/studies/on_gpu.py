@@ -1,6 +1,6 @@
 """Measure the five scripts on a GPU and on one CPU core of the same machine: speed first, then whole default runs.
 
-    python benchmark/studies/on_gpu.py              # eight minutes on a machine with one GPU; pip install ale-py too
+    python -m benchmark.studies.on_gpu              # eight minutes on a machine with one GPU; pip install ale-py too
 
 Rows of speed run one after another on the GPU and, at the same time, on one CPU core. They report the median speed of
 the last iterations of a short run, in the script's own steps per second; those of Go also moves per second of
@@ -24,10 +24,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import common
-import helpers
-import records
+from benchmark import common, records
+from benchmark.studies import helpers
 
 PREVIOUS = "r2d2_lstm --env-id popgym:popgym-RepeatPreviousEasy-v0 --learn-length 16"
 R2D2 = f"{PREVIOUS} --total-timesteps 24000 --eval-episodes 0"
