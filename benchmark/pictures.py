@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from scipy import stats
+
+from benchmark.intervals import find_half_width
 
 METRICS = {  # in words
     "eval/episodic_return": "return",
@@ -67,8 +68,7 @@ def find_band(curves, reach, column):
     values = points[:, 2]
     near = [slice(i - min(reach, i), i + min(reach, i) + 1) for i in range(60)]
     values = np.stack([values[:, part].mean(1) for part in near], 1)
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return points[:, column].mean(0), values.mean(0), half
+    return points[:, column].mean(0), values.mean(0), find_half_width(values)
 
 
 def draw_task(axes, cells, column, styles, levels, is_logarithmic):

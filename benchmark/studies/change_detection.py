@@ -46,7 +46,7 @@ from scipy import stats
 from torch import nn
 
 from algos import ppo_change_detection as cd
-from benchmark import common
+from benchmark import common, machines, markdown, records
 from benchmark.studies import helpers
 from envs_shared import change_pairs
 
@@ -277,7 +277,7 @@ def measure(studies: list[str], seeds: list[int], more: str, parts: list[str]) -
     keys = ("study", "seed", "cost")
     for part, study, seed in product(parts, studies, seeds):
         for cost in STUDIES[study][1]:
-            results = common.load_results("change_detection") or {"rows": []}
+            results = records.load_results("change_detection") or {"rows": []}
             rows = {tuple(row[name] for name in keys): row for row in results["rows"]}
             row = rows.get((study, seed, cost))
             if part == "ppo" and row is None:
@@ -382,7 +382,7 @@ def get_mean(rows: list[dict], metric: str, group: str = "best") -> float:
 def count_seconds(rows: list[dict], method: str, group: str) -> str:
     """Write median CPU-seconds of training: of the whole run or the detector, plus a rival's regression."""
     base = "detector_seconds" if group == "control" else "seconds"
-    return common.show(
+    return markdown.show(
         statistics.median(row[base] + row[group].get(f"{method}_seconds", 0.0) for row in rows)
     )
 
@@ -407,7 +407,7 @@ def make_table(rows: list[dict]) -> str:
     head = "method | F1: | looks: | CPU-s: | PPO's lead:"
     if has_control:
         head += " | F1 without PPO: | looks: | CPU-s: | PPO's lead:"
-    return common.make_table(head, lines)
+    return markdown.make_table(head, lines)
 
 
 def make_earnings(rows: list[dict]) -> str:
@@ -426,7 +426,7 @@ def make_earnings(rows: list[dict]) -> str:
             line = [*line[:4], net, line[4], score]
         lines.append(line)
     head = "rule | F1: | looks: | F1 less price: | PPO's lead: | return: | PPO's lead:"
-    return common.make_table(head, lines)
+    return markdown.make_table(head, lines)
 
 
 def make_tables(results: dict) -> str:
@@ -437,7 +437,7 @@ def make_tables(results: dict) -> str:
             rows = [row for row in runs if row["cost"] == cost]
             found, seeds = judge(rows), ", ".join(str(row["seed"]) for row in rows)
             price = f"`--cost {cost / (2 * SHARE):.4g}` (eq. 1 subtracts {cost})"
-            processors = helpers.list_processors(rows)
+            processors = machines.list_processors(rows)
             parts.append(f"**{study}**, {price}, mean of {len(rows)} seeds ({seeds}); on {processors}")
             if all("all_own_f1" in row["best"] for row in rows):
                 parts += [make_earnings(rows), "At equal looks:"]
@@ -463,7 +463,7 @@ def make_price_table(results: dict | None) -> str:
         lines.append([*line, len(found)] if found else [*line, *[""] * 6, "not run yet"])
     head = "`--cost` | price: | lead by calculation: | F1 of PPO: | looks: | PPO's lead over the oracle: | "
     head += "gain of all looks: | next look: | threshold: | seeds:"
-    return common.make_table(head, lines)
+    return markdown.make_table(head, lines)
 
 
 def draw_dots(axes, rows: list[dict], methods: dict[str, str], metric: str) -> None:
@@ -569,7 +569,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     page, summary, rows = "Not run yet.", "not run yet", get_studies(results).get("haze")
     if results:
         tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
-        page = f"{tables}\n\n{common.machine_line([row['machine'] for row in results['rows']])}"
+        page = f"{tables}\n\n{machines.machine_line([row['machine'] for row in results['rows']])}"
     if rows:
         summary = (
             f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {get_mean(rows, 'ppo_looks'):.2f} looks per patch, and"

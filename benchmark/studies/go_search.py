@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from algos import alphazero_go as az
-from benchmark import common
+from benchmark import common, machines, markdown, runs
 from benchmark.peers import environment
 from benchmark.peers.go_engine import load_network, play_random_moves, set_up_torch
 from benchmark.peers.our_go_search import evaluate_nothing, measure_search
@@ -88,8 +88,8 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
     python = environment.make_environment("openspiel")
     command = [python, "-m", "benchmark.peers.openspiel_mcts", "--work", "rollouts"]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--simulations", 64, "--repeats", num_repeats)
-    rate = common.read_events(folder).Scalars("eval/simulations_per_cpu_second")[-1].value
-    what = f"the same, one game, OpenSpiel's search in C++ ({common.read_text(folder, 'program')})"
+    rate = runs.read_events(folder).Scalars("eval/simulations_per_cpu_second")[-1].value
+    what = f"the same, one game, OpenSpiel's search in C++ ({runs.read_text(folder, 'program')})"
     return [
         {"what": what, "column": column, "value": round(statistics.median(values))}
         for what, repeats in (rates | {what: [(rate,)]}).items()
@@ -116,7 +116,7 @@ def measure_pgx(num_repeats: int, num_games: int) -> list[dict]:
             flags += f" --simulations 64 --games {num_games} --repeats 3"
             command = [python, "-m", "benchmark.peers.pgx_mctx", *flags.split()]
             folder = helpers.run_command(tempfile.mkdtemp(), *command)
-            events, program = common.read_events(folder), common.read_text(folder, "program")
+            events, program = runs.read_events(folder), runs.read_text(folder, "program")
             for tag, values in (("simulations_per_cpu_second", rates), ("first_cpu_seconds", first)):
                 values.setdefault(f"{what}, {program}", []).append(events.Scalars(f"eval/{tag}")[-1].value)
     rates |= {f"CPU-seconds of the first search, which compiles: {what}": x for what, x in first.items()}
@@ -156,12 +156,12 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     lines = []
     for what in dict.fromkeys(row["what"] for row in rows):
         measured = [row for row in rows if row["what"] == what]
-        values = {row["column"]: common.show(row["value"]) for row in measured}
-        processors = helpers.list_processors(measured)
+        values = {row["column"]: markdown.show(row["value"]) for row in measured}
+        processors = machines.list_processors(measured)
         lines.append([what, *(values.get(column, "") for column in columns), processors])
     head = f"simulations per second (rules: moves) | {': | '.join(columns)}: | processor"
-    table = common.make_table(head, lines)
-    machine = common.machine_line([row["machine"] for row in rows])
+    table = markdown.make_table(head, lines)
+    machine = machines.machine_line([row["machine"] for row in rows])
     return {("alphazero_go", "go_search"): f"\n{table}\n\n{machine}\n"}
 
 
