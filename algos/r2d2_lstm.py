@@ -136,7 +136,7 @@ class QNetwork(nn.Module):
         # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]; there are fewer
         # channels than pixels in a row. Images of floats are flattened: let your environment return bytes
         space = envs.single_observation_space
-        *_, first, middle, last = (1, 1, *space.shape)  # the last three dimensions, 1 for those that lack
+        *_, first, middle, last = [1, 1, *space.shape]  # the last three dimensions, 1 for those that lack
         self.is_channels_last = last < first
         sides = (first, middle) if self.is_channels_last else (middle, last)
         is_bytes = space.dtype == np.uint8
