@@ -329,7 +329,10 @@ def test_a_run_gives_each_environment_its_epsilon(tmp_path, monkeypatch):
 
 
 class Coins(gym.vector.VectorEnv):
-    """Episodes of 8 steps with a reward of 100 in a type of 8 bits, which its square of 10,000 does not fit."""
+    """Episodes of 8 steps with a reward of 100 in a type of 8 bits, which its square of 10,000 does not fit.
+
+    A step that only resets has such a reward, too, which does not count.
+    """
 
     single_observation_space, single_action_space = gym.spaces.Box(0, 9, (1,)), gym.spaces.Discrete(2)
 
@@ -344,7 +347,7 @@ class Coins(gym.vector.VectorEnv):
     def step(self, actions):
         self.steps = (self.steps + 1) % 9
         full = partial(np.full, self.num_envs)
-        rewards = full(100 * (self.steps > 0), np.int8)
+        rewards = full(100, np.int8)
         return full(self.steps, np.float32)[:, None], rewards, full(self.steps == 8), full(False), {}
 
 
