@@ -2,9 +2,9 @@
 
     python -m benchmark.compare benchmark/results/cpu.json runs/benchmark/cpu
 
-BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results. benchmark/README.md
-says what is compared, by which test, and how often a change is found. Exit code: 0 when nothing is worse, 1 when
-something is worse or has failed in NEW, 2 when there is nothing to compare.
+BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results.
+benchmark/README.md says what is compared, by which test, and how often a change is found. Exit code: 0 when
+nothing is worse, 1 when something is worse or has failed in NEW, 2 when there is nothing to compare.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,10 @@ from scipy import stats
 from tyro.conf import Positional
 
 from benchmark import records
+from benchmark.intervals import find_p_worse
+from benchmark.markdown import make_table, show
 from benchmark.records import get_values
+from benchmark.runs import NOT_RUN
 
 LEVEL = 0.05  # false alarms of a whole comparison, at most
 NEVER = 2.0  # a run that never gets to the threshold counts as this many times its steps
@@ -33,18 +36,6 @@ class Args:
     new: Positional[Path]  # the same, after the change
 
 
-def find_p_worse(base, new, are_paired: bool):
-    """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t.
-
-    If both have the same seeds, it is twice the smaller p of the test of pairs and of the test of two samples.
-    """
-    p = stats.ttest_ind(new, base, axis=-1, alternative="greater").pvalue
-    if are_paired:
-        paired = stats.ttest_rel(new, base, axis=-1, alternative="greater").pvalue
-        p = np.minimum(1, 2 * np.minimum(p, paired))
-    return np.nan_to_num(p, nan=1)  # one seed on each side, or equal values without noise, have none
-
-
 def find_losses(cell):
     """Return quantities of each run, where higher is worse; of steps and speed, the logarithms."""
     sign = -1 if cell["better"] == "higher" else 1
@@ -57,7 +48,8 @@ def find_losses(cell):
 
 
 def compare_cells(cell: dict, other: dict):
-    """Return [quantity, its median in BASE and in NEW, p value of being no worse] of a cell that both have."""
+    """Return [quantity, its median in BASE and in NEW, p value of being no worse] of a cell that both
+    have."""
     rows = []
     losses = find_losses(other)
     seeds, others = ({run["seed"] for run in side["runs"]} for side in (cell, other))
@@ -70,20 +62,21 @@ def compare_cells(cell: dict, other: dict):
         p = 0.0
         if np.isfinite(now).all():
             p = float(find_p_worse(old, now, seeds == others))
-        medians = [common.show(np.median(get_values(side, quantity))) for side in (cell, other)]
+        medians = [show(np.median(get_values(side, quantity))) for side in (cell, other)]
         rows.append([quantity, *medians, p])
     return rows
 
 
 def compare(base, new):
-    """Return a row for each quantity of each cell of ours that both have, and notes on what failed or is not compared.
+    """Return a row for each quantity of each cell of ours that both have, and notes on what failed or is not
+    compared.
 
     A row has name, quantity, its median in BASE and in NEW, and whether it is worse.
     """
     rows, notes = [], []
     for name, cell in base["cells"].items():
         other = new["cells"].get(name, {"runs": [], "missing": []})
-        errors = [lost["error"] for lost in other["missing"] if lost["error"] != records.NOT_RUN]
+        errors = [lost["error"] for lost in other["missing"] if lost["error"] != NOT_RUN]
         notes += [f"failed: {name}: {error}" for error in errors[:1]]
         if not records.is_ours(cell) or not cell["runs"]:
             continue
@@ -103,7 +96,7 @@ def main(args: Args):
     rows, notes = compare(records.load(args.base), records.load(args.new))
     num_failed = sum(note.startswith("failed") for note in notes)
     common.require(rows or num_failed, f"{args.base} and {args.new} have no results of the same cell")
-    print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *notes, sep="\n")
+    print(make_table("cell | quantity | BASE: | NEW: | ", rows), *notes, sep="\n")
     num_worse = len({name for name, *_, verdict in rows if verdict})
     num_cells = len({name for name, *_ in rows})
     print(f"{num_cells} cells compared: {num_worse} worse beyond noise, {num_failed} failed")

@@ -13,15 +13,12 @@ from benchmark import common
 from benchmark.common import ResultsError, require
 
 DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": "", "levels": {}}
-SHOWN_KEYS = {
-    "ratios": ("title", "quantity", "ours", "peer"),
-    "tables": ("page", "section", "columns"),
-}
 NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING
 COMMAND = re.compile(
     r"(?:(?:python|torchrun --standalone.*) (algos/\w+\.py)|python -m (benchmark\.peers\.\w+))(?: .*)?"
 )
-# Strings of a program that name files of this repository: "benchmark/checkpoints/d.pt", "envs_shared.b:Task-v0"
+# Strings of a program that name files of this repository: "benchmark/checkpoints/d.pt",
+# "envs_shared.b:Task-v0"
 NAMED_FILE = re.compile(r"(?:algos|benchmark)/[\w./-]+")
 NAMED_TASK = re.compile(r"([\w.]+):")
 
@@ -56,7 +53,8 @@ class Cell:
         return ["-m", get_module(self.path)]
 
     def hash(self):
-        """Hash the command and the files it uses, as they are now: a result counts while they stay the same."""
+        """Hash the command and the files it uses, as they are now: a result counts while they stay the
+        same."""
         digest = hashlib.sha256(self.command.encode())
         words = shlex.split(self.command)
         modules = [get_path(word.split(":")[0]) for word in words]  # after -m and --env-id
@@ -66,8 +64,42 @@ class Cell:
         return digest.hexdigest()[:12]
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A line of a table: a quantity of our cell divided by that of a peer's."""
+
+    title: str
+    quantity: str
+    ours: str  # name of a cell
+    peer: str
+    peer_quantity: str | None = None  # if the peer has another
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table on a page of docs/."""
+
+    page: str
+    section: str
+    columns: dict | None = None  # quantities by their titles; None: the table has the suite's ratios
+    differences: str | None = None  # quantity whose differences, ours minus the peer's, the table has instead
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a TOML file says. Cells are listed seed by seed, so that runs that are compared follow one
+    another."""
+
+    cells: list[Cell]
+    ratios: list[Ratio]
+    tables: list[Table]
+    summary: str  # for the README
+    levels: dict[str, dict]  # known values of others by task and name, which the picture shows
+
+
 def find_used_files(names: list):
-    """List the files among `names`, and the scripts, networks and data of this repository that these use in turn."""
+    """List the files among `names`, and the scripts, networks and data of this repository that these use in
+    turn."""
     found = set()
     todo = [*map(Path, names)]
     while todo:
@@ -117,6 +149,17 @@ def check_keys(table: dict, known, where: str):
         require(key in known, f"{where}: unknown key {key}; there are {', '.join(sorted(known))}")
 
 
+def make(kind, table: dict, where: str):
+    """Make a dataclass from a TOML table; ResultsError for a field that is missing or of another type."""
+    fields = kind.__annotations__
+    made = kind(**{key: None for key in fields if not hasattr(kind, key)} | table)
+    for key, types in fields.items():
+        value = getattr(made, key)
+        is_right = isinstance(value, types)
+        require(is_right, f"{where}: {key} = {value!r} has to be {getattr(types, '__name__', types)}")
+    return made
+
+
 def make_cell(table: dict, headlines: dict, where: str):
     """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
     command = str(table.get("command"))
@@ -124,18 +167,14 @@ def make_cell(table: dict, headlines: dict, where: str):
     path = match and (match[1] or get_path(match[2]))
     require(
         match and (common.ROOT / path).is_file(),
-        f"{where}: command = {command!r} has to be python or torchrun --standalone and a script of algos/, or "
-        "python -m and a module of benchmark.peers",
+        f"{where}: command = {command!r} has to be python or torchrun --standalone and a script of algos/, "
+        "or python -m and a module of benchmark.peers",
     )
     script = Path(path).stem
-    named = {"task": None, "setting": None, "headline": headlines.get(script)} | table
-    check_keys(named, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)
-    name = f"{script}/{named['task']}/{named['setting']}"
-    cell = Cell(**named | {"path": path, "script": script, "name": name})
-    for key, kind in Cell.__annotations__.items():
-        value = getattr(cell, key)
-        is_kind = isinstance(value, kind)
-        require(is_kind, f"{where}: {key} = {value!r} has to be {getattr(kind, '__name__', kind)}")
+    check_keys(table, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)
+    name = f"{script}/{table.get('task')}/{table.get('setting')}"
+    made = {"headline": headlines.get(script), "path": path, "script": script, "name": name}
+    cell = make(Cell, made | table, where)
     require(
         NAME.fullmatch(name), f"{where}: task and setting of {name!r} are not of letters, digits and ._+=-"
     )
@@ -146,10 +185,7 @@ def make_cell(table: dict, headlines: dict, where: str):
 
 
 def read_suite(path: Path):
-    """Read the TOML file at `path`: its cells, and all that it says; ResultsError for what is wrong.
-
-    Cells are listed seed by seed, so that runs that are compared follow one another.
-    """
+    """Read the TOML file at `path`; ResultsError for what is wrong."""
     try:
         content = DEFAULTS | tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -158,9 +194,10 @@ def read_suite(path: Path):
     for key, value in content.items():
         kind = type(DEFAULTS[key])
         require(type(value) is kind, f"{path}: {key} = {value!r} has to be a {kind.__name__}")
-    for key, known in SHOWN_KEYS.items():
+    for key, kind in (("ratios", Ratio), ("tables", Table)):
         for table in content[key]:
-            check_keys(table, known, f"{path}, {key}")
+            check_keys(table, kind.__annotations__, f"{path}, {key}")
+        content[key] = [make(kind, table, f"{path}, {key}") for table in content[key]]
     rows = []
     for number, table in enumerate(content["cells"], 1):
         where = f"{path}, cell {number}"
@@ -173,6 +210,6 @@ def read_suite(path: Path):
     names = {(cell.name, cell.seed) for cell in cells}
     require(len(names) == len(cells), f"{path}: two cells have the same script, task, setting and seed")
     for ratio in content["ratios"]:
-        are_known = {ratio.get("ours"), ratio.get("peer")} <= {name for name, _ in names}
+        are_known = {ratio.ours, ratio.peer} <= {name for name, _ in names}
         require(are_known, f"{path}, ratios: ours and peer have to name cells, not as in {ratio}")
-    return cells, content
+    return Suite(cells, **{key: content[key] for key in ("ratios", "tables", "summary", "levels")})

@@ -1,15 +1,19 @@
-"""Other people's programs, side by side with ours: their flags, what they log, and a short real run of each."""
+"""Other people's programs, side by side with ours: their flags, what they log, and a short real run of
+each."""
 
+import os
 import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, read_scalars
+from helpers import ENVIRONMENT, ROOT, read_scalars
 
-from benchmark import common, records
 from benchmark.peers import clock, gnugo_match, go_engine
+from benchmark.runs import read_events, read_run, read_text
+from benchmark.suite import Cell
 from envs_shared.go import Go
 
 PEERS = ROOT / "benchmark" / "peers"
@@ -22,6 +26,13 @@ SCRIPTS = {  # the environment of each (None: the main one), and what it logs, o
     "sb3_ppo": ("sb3", RETURNS),
     "cleanrl_ppo": ("cleanrl", "charts/episodic_return charts/learning_rate charts/SPS losses/value_loss"),
     "sb3_recurrent_ppo": ("sb3", RETURNS),
+    "purejaxrl_ppo": (
+        "purejaxrl",
+        "charts/episodic_return eval/steps_per_second_compiled eval/compile_cpu_seconds",
+    ),
+    "torchrl_ppo": ("torchrl", "charts/episodic_return charts/num_updates"),
+    "tianshou_ppo": ("tianshou", "charts/episodic_return charts/num_updates"),
+    "skrl_ppo": ("skrl", "charts/episodic_return charts/num_updates"),
     "rl4co_attention": ("rl4co", "eval/greedy_length eval/greedy_gap"),
     "openspiel_mcts": ("openspiel", SPEED),
     "pgx_mctx": ("pgx", f"{SPEED} eval/first_cpu_seconds"),
@@ -37,6 +48,12 @@ cleanrl_ppo --total-timesteps 1024
 cleanrl_ppo --total-timesteps 4096 --settings ours
 sb3_recurrent_ppo --total-timesteps 2048 --settings ours --env-id envs_shared.memory_tasks:TMaze10-v0
 sb3_recurrent_ppo --total-timesteps 512 --settings zoo
+sb3_recurrent_ppo --total-timesteps 512 --settings zoo-untuned
+purejaxrl_ppo --total-timesteps 1024
+purejaxrl_ppo --total-timesteps 4096 --settings ours
+torchrl_ppo --total-timesteps 1024
+tianshou_ppo --total-timesteps 1024
+skrl_ppo --total-timesteps 1024
 rl4co_attention --num-epochs 2 --steps-per-epoch 2 --batch-size 4 --baseline-instances 20
 openspiel_mcts --simulations 16 --repeats 1
 openspiel_mcts --work rollouts --simulations 16 --repeats 1
@@ -53,6 +70,8 @@ def find_python(script):
     environment, _ = SCRIPTS[script]
     if script == "gnugo_match" and gnugo_match.find_gnugo() is None:
         pytest.skip("GNU Go is not installed: apt-get install gnugo")
+    if script == "purejaxrl_ppo" and "PUREJAXRL" not in os.environ:
+        pytest.skip("PUREJAXRL does not name a checkout of github.com/luchris429/purejaxrl")
     if environment is None:
         return sys.executable
     folder = PEERS / f".venv-{environment}"
@@ -62,8 +81,8 @@ def find_python(script):
 
 
 def read_result(path):
-    cell = {"headline": "charts/cpu_seconds", "seed": 3, "gpus": 0, "curve": None, "threshold": None}
-    run = records.read_run(path, cell, {"machine": {"commit": "abc"}, "cpu_seconds": 1.0})
+    cell = Cell("x/T/s", "x", "x.py", "T", "s", "python x.py", headline="charts/cpu_seconds", seed=3)
+    run = read_run(path, cell, {"machine": {"commit": "abc"}, "cpu_seconds": 1.0})
     run["metrics"].pop("charts/cpu_seconds")
     return run
 
@@ -105,6 +124,14 @@ def test_every_peer_is_tested_and_in_the_readme():
     )
     readme = (PEERS / "README.md").read_text()
     assert all(f"| `{script}.py` |" in readme for script in SCRIPTS) and "non-commercial" in readme
+
+
+def test_a_package_has_one_version_in_all_requirements():
+    """Those of the scripts, the tests, the benchmark, each peer and pre-commit."""
+    files = [*ROOT.glob("requirements*.txt"), *ROOT.glob("benchmark/**/requirements*.txt")]
+    texts = [path.read_text() for path in files] + [(ROOT / ".pre-commit-config.yaml").read_text()]
+    pins = re.findall(r"([\w-]+)(?:\[.*?\])?==([\w.]+)", "\n".join(texts))
+    assert len(files) > 8 and len(dict(pins)) == len({*pins}), sorted({*pins})
     for path in PEERS.glob("requirements-*.txt"):
         assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in path.read_text().splitlines()), path
 
@@ -122,35 +149,52 @@ def test_bad_flags_are_one_line_and_exit_code_2(script):
         assert found.returncode == 2 and flags[0] in line
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", RUNS.strip().splitlines())
-def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(command, tmp_path):
-    script, *flags = command.split()
-    run = run_peer(script, *flags, "--seed", 3, "--run-dir", tmp_path)
+@pytest.fixture(scope="module", params=RUNS.strip().splitlines())
+def ran(request, tmp_path_factory):
+    """A short run of a peer: its script, flags, run folder, output and scalars."""
+    script, *flags = request.param.split()
+    folder = tmp_path_factory.mktemp("peer")
+    run = run_peer(script, *flags, "--seed", 3, "--run-dir", folder)
     assert run.returncode == 0, run.stderr
-    (path,) = tmp_path.iterdir()
-    assert {p.name.split(".")[0] for p in path.iterdir()} == {"events"}
-    environment, tags = SCRIPTS[script]
-    scalars = read_scalars(path)
-    assert scalars.keys() >= {*(MATCH if "match" in flags else tags).split()}
-    last = scalars["charts/cpu_seconds"][-1][0]
-    assert all(points[-1][0] == last for tag, points in scalars.items() if tag.startswith("eval/"))
-    result, flags_logged = read_result(path), common.read_text(path, "hyperparameters")
-    name = re.search(r"^\|env_id\|(.*)\|$", flags_logged, re.M)[1].replace(":", "-")
-    assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name) and "|seed|3|" in flags_logged
-    assert result["env_steps"] == last > 0
+    (path,) = folder.iterdir()
+    return SimpleNamespace(script=script, flags=flags, path=path, run=run, scalars=read_scalars(path))
+
+
+@pytest.mark.slow
+def test_a_short_run_leaves_events_with_its_metrics(ran):
+    """Which end at the last step, and nothing else; and prints a bar and a line of summary."""
+    assert {p.name.split(".")[0] for p in ran.path.iterdir()} == {"events"}
+    tags = MATCH if "match" in ran.flags else SCRIPTS[ran.script][1]
+    assert ran.scalars.keys() >= {*tags.split()}
+    last = ran.scalars["charts/cpu_seconds"][-1][0]
+    assert all(points[-1][0] == last for tag, points in ran.scalars.items() if tag.startswith("eval/"))
+    if "--total-timesteps" in ran.flags:
+        assert last >= int(ran.flags[1])
+    assert str(ran.path) in ran.run.stdout.splitlines()[-1]
+    # skrl writes its bar to stdout; a compiled run says nothing before its end
+    assert "%|" in ran.run.stdout + ran.run.stderr or ran.script == "purejaxrl_ppo"
+
+
+@pytest.mark.slow
+def test_a_short_run_leaves_its_flags_and_version(ran):
+    flags = read_text(ran.path, "hyperparameters")
+    name = re.search(r"^\|env_id\|(.*)\|$", flags, re.M)[1].replace(":", "-")
+    assert re.fullmatch(rf"{name}__{ran.script}__3__\d+", ran.path.name) and "|seed|3|" in flags
+    environment, _ = SCRIPTS[ran.script]
     if environment:
-        package, number = result["commit"].split()[:2]
+        programs = re.findall(r"([\w-]+) ([\w.]+)", read_result(ran.path)["commit"])
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
-        assert f"{package}=={number}" in requirements
-    assert str(path) in run.stdout.splitlines()[-1] and "%|" in run.stderr  # a line of summary, and tqdm
-    found = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
-    if "--total-timesteps" in flags:
-        assert last >= int(flags[1])
-    if script == "elkai_lkh":
-        assert abs(found["gap"]) < 1e-4 and last == 500  # LKH finds what Concorde found
-    elif script == "rl4co_attention":
-        assert found["greedy_gap"] > 0 and [step for step, _ in scalars["eval/greedy_gap"]] == [8, 16]
+        assert any(f"{package}=={number}" in requirements for package, number in programs)
+
+
+@pytest.mark.slow
+def test_a_short_run_has_scores_that_are_possible(ran):
+    found = {name.removeprefix("eval/"): value for name, value in read_result(ran.path)["metrics"].items()}
+    if ran.script == "elkai_lkh":
+        assert abs(found["gap"]) < 1e-4  # LKH finds what Concorde found
+        assert [step for step, _ in ran.scalars["eval/gap"]] == [500]
+    elif ran.script == "rl4co_attention":
+        assert found["greedy_gap"] > 0 and [step for step, _ in ran.scalars["eval/greedy_gap"]] == [8, 16]
     elif "ours_win_rate" in found:
         assert found["ours_win_rate"] * 2 == found["ours_points"] == 2 - found["peer_points"]
         assert -25.5 <= found["mean_margin"] <= 25.5
@@ -173,14 +217,15 @@ def test_colours_and_openings_of_a_match_are_balanced():
 
 @pytest.mark.slow
 def test_returns_and_evaluations_of_sb3(tmp_path):
-    """All episodes of CartPole that ended fit into the steps so far. Evaluations do not change what is learned."""
+    """All episodes of CartPole that ended fit into the steps so far. Evaluations do not change what is
+    learned."""
     returns = []
     for interval in (0, 2):
         flags = ("--seed", 2, "--total-timesteps", 1024, "--eval-interval", interval)
         run = run_peer("sb3_ppo", *flags, "--run-dir", tmp_path / str(interval))
         assert run.returncode == 0, run.stderr
         (path,) = (tmp_path / str(interval)).iterdir()
-        events = common.read_events(path)
+        events = read_events(path)
         points = events.Scalars("charts/episodic_return")
         assert [point.step for point in points] == [256, 512, 768, 1024]
         assert all(8 <= point.value <= point.step for point in points)
@@ -190,3 +235,14 @@ def test_returns_and_evaluations_of_sb3(tmp_path):
         assert evaluated == ([512, 1024] if interval else [1024])
         returns.append([point.value for point in points])
     assert returns[0] == returns[1]
+
+
+@pytest.mark.slow
+def test_a_peer_stops_after_two_evaluations_at_the_return_that_is_asked_for(tmp_path):
+    """With the next step of its eight environments; the return of this task is never below -1."""
+    flags = ("--settings", "zoo", "--total-timesteps", 4096, "--eval-interval", 1, "--stop-return", -1)
+    run = run_peer("sb3_recurrent_ppo", *flags, "--run-dir", tmp_path)
+    assert run.returncode == 0, run.stderr
+    (path,) = tmp_path.iterdir()
+    points = read_events(path).Scalars("eval/episodic_return")
+    assert [point.step for point in points] == [256, 512, 520]

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import fail_with, read_scalars
+from helpers import fail_with, read_scalars
 from PIL import Image
+from scripts import load
 from test_change_pairs import save_set
-from test_contract import load
 from torch.nn import functional as F
 
 from algos import ppo_change_detection as cd

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, fail_with, read_scalars
-from test_contract import CASES, copy_script, find_run, load, read_files, read_progress, run_main, run_quick
+from helpers import ENVIRONMENT, ROOT, fail_with, read_scalars
+from scripts import CASES, copy_script, find_run, load, read_files, read_progress, run_main, run_quick
 
 from algos import ppo
 

@@ -44,7 +44,8 @@ def make_parser(description: str, env_id: str | None) -> Parser:
 
 
 def read_ml4co(path: str, num_nodes: int):
-    """Read points [M, N, 2], and tours [M, N] from 0 or None, of ML4CO text: `x y x y ... output 1 4 ... 1` a line."""
+    """Read points [M, N, 2], and tours [M, N] from 0 or None, of ML4CO text: `x y x y ... output 1 4 ... 1` a
+    line."""
     import numpy as np
 
     try:
@@ -61,7 +62,8 @@ def read_ml4co(path: str, num_nodes: int):
 
 
 def score_tours(points, tours, references=None) -> dict[str, float]:
-    """Return the mean length of tours [M, N] and, with `references`, mean and standard deviation of gaps in %."""
+    """Return the mean length of tours [M, N] and, with `references`, mean and standard deviation of gaps in
+    %."""
     import numpy as np
 
     def measure(tours):
@@ -76,6 +78,20 @@ def score_tours(points, tours, references=None) -> dict[str, float]:
     return scores
 
 
+def make_mlp(num_inputs: int, num_outputs: int, last_gain: float):
+    """Make the network of CleanRL's ppo.py: two hidden tanh layers of 64, orthogonal weights, biases of zero."""
+    from torch import nn
+
+    sizes = ((num_inputs, 64, 2**0.5), (64, 64, 2**0.5), (64, num_outputs, last_gain))
+    layers = []
+    for num_from, num_to, gain in sizes:
+        linear = nn.Linear(num_from, num_to)
+        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
 def get_version(package: str) -> str:
     """Return name and version of an installed package."""
     return f"{package} {version(package)}"
@@ -84,8 +100,8 @@ def get_version(package: str) -> str:
 class Run:
     """One run of the peer `script`, which is `program` (name and version, or None for our own code).
 
-    Make it after the peer's imports, since its clocks start at once. The run folder holds the events, with the flags
-    and `program` as text.
+    Make it after the peer's imports, since its clocks start at once. The run folder holds the events, with
+    the flags and `program` as text.
     """
 
     def __init__(self, args: argparse.Namespace, script: str, program: str | None):
@@ -107,7 +123,7 @@ class Run:
         return time.process_time() - self.cpu_start
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Write TensorBoard scalars of a step, and the CPU-seconds of training up to it."""
+        """Write TensorBoard scalars of a step, and the CPU-seconds of training up to it, unless they are among them."""
         seconds = {"charts/cpu_seconds": self.cpu_seconds - self.evaluation_seconds}
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -117,7 +133,7 @@ class Run:
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
             if self.program:
                 self.writer.add_text("program", self.program)
-        for name, value in (scalars | seconds).items():
+        for name, value in (seconds | scalars).items():
             self.writer.add_scalar(name, value, step)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
@@ -127,5 +143,6 @@ class Run:
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         seconds = time.time() - self.wall_start
         print(
-            f"{self.args.env_id}: {self.program or 'ours'}: {values} in {seconds:.1f} s; run folder {self.path}"
+            f"{self.args.env_id}: {self.program or 'ours'}: {values} in {seconds:.1f} s; "
+            f"run folder {self.path}"
         )

@@ -3,14 +3,14 @@
     python -m benchmark.studies.go_search           # minutes on two free cores
     python -m benchmark.studies.go_search --cuda    # on a GPU
     python -m benchmark.studies.go_search --rollouts    # only plain MCTS, ours and OpenSpiel's in C++
-    python -m benchmark.studies.go_search --pgx         # only with networks, ours and that of pgx and mctx in JAX
+    python -m benchmark.studies.go_search --pgx         # only with networks: ours, and pgx and mctx in JAX
 
-Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say what a
-simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle.
+Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say
+what a simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle.
 
-OpenSpiel has a search in Python and one in C++. The suite `cpu` measures the one in Python, with a network without
-cost. Python cannot give the one in C++ a network, so this study measures it as plain MCTS. On both sides, a value is
-the result of one game of uniformly random moves, passes included.
+OpenSpiel has a search in Python and one in C++. The suite `cpu` measures the one in Python, with a network
+without cost. Python cannot give the one in C++ a network, so this study measures it as plain MCTS. On both
+sides, a value is the result of one game of uniformly random moves, passes included.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from algos import alphazero_go as az
-from benchmark import common
+from benchmark import common, machines, markdown, runs
 from benchmark.peers import environment
 from benchmark.peers.go_engine import load_network, play_random_moves, set_up_torch
 from benchmark.peers.our_go_search import evaluate_nothing, measure_search
@@ -62,7 +62,8 @@ def list_searches(num_games: int, device):
         go = Go(go.size, device)
         boards, _ = play_random_moves(go, num_games, go.num_points // 4)
         evaluate = az.make_evaluator(go, agent.to(device))
-        what = f"tree and network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
+        board = args.env_id.removeprefix("Go-")
+        what = f"tree and network {args.blocks}x{args.channels}, {board}, 64 simulations"
         yield what, go, boards, evaluate, 64
 
 
@@ -88,8 +89,8 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
     python = environment.make_environment("openspiel")
     command = [python, "-m", "benchmark.peers.openspiel_mcts", "--work", "rollouts"]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--simulations", 64, "--repeats", num_repeats)
-    rate = common.read_events(folder).Scalars("eval/simulations_per_cpu_second")[-1].value
-    what = f"the same, one game, OpenSpiel's search in C++ ({common.read_text(folder, 'program')})"
+    rate = runs.read_events(folder).Scalars("eval/simulations_per_cpu_second")[-1].value
+    what = f"the same, one game, OpenSpiel's search in C++ ({runs.read_text(folder, 'program')})"
     return [
         {"what": what, "column": column, "value": round(statistics.median(values))}
         for what, repeats in (rates | {what: [(rate,)]}).items()
@@ -98,7 +99,8 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
 
 
 def measure_pgx(num_repeats: int, num_games: int) -> list[dict]:
-    """Return rows of simulations per CPU-second with networks of one size, ours and that of mctx on Go of pgx.
+    """Return rows of simulations per CPU-second with networks of one size, ours and that of mctx on Go of
+    pgx.
 
     Both sides take turns. What JAX needs to compile its search is a row of its own, in CPU-seconds.
     """
@@ -116,7 +118,7 @@ def measure_pgx(num_repeats: int, num_games: int) -> list[dict]:
             flags += f" --simulations 64 --games {num_games} --repeats 3"
             command = [python, "-m", "benchmark.peers.pgx_mctx", *flags.split()]
             folder = helpers.run_command(tempfile.mkdtemp(), *command)
-            events, program = common.read_events(folder), common.read_text(folder, "program")
+            events, program = runs.read_events(folder), runs.read_text(folder, "program")
             for tag, values in (("simulations_per_cpu_second", rates), ("first_cpu_seconds", first)):
                 values.setdefault(f"{what}, {program}", []).append(events.Scalars(f"eval/{tag}")[-1].value)
     rates |= {f"CPU-seconds of the first search, which compiles: {what}": x for what, x in first.items()}
@@ -148,7 +150,8 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
 
 
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """Return what the page shows: a line for each measurement, a column for each way; or that there is none yet."""
+    """Return what the page shows: a line for each measurement, a column for each way; or that there is none
+    yet."""
     if not results:
         return {("alphazero_go", "go_search"): "\nNot run yet.\n"}
     rows = results["rows"]
@@ -156,12 +159,12 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     lines = []
     for what in dict.fromkeys(row["what"] for row in rows):
         measured = [row for row in rows if row["what"] == what]
-        values = {row["column"]: common.show(row["value"]) for row in measured}
-        processors = helpers.list_processors(measured)
+        values = {row["column"]: markdown.show(row["value"]) for row in measured}
+        processors = machines.list_processors(measured)
         lines.append([what, *(values.get(column, "") for column in columns), processors])
     head = f"simulations per second (rules: moves) | {': | '.join(columns)}: | processor"
-    table = common.make_table(head, lines)
-    machine = common.machine_line([row["machine"] for row in rows])
+    table = markdown.make_table(head, lines)
+    machine = machines.machine_line([row["machine"] for row in rows])
     return {("alphazero_go", "go_search"): f"\n{table}\n\n{machine}\n"}
 
 

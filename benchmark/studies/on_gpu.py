@@ -1,11 +1,13 @@
-"""Measure the five scripts on a GPU and on one CPU core of the same machine: speed first, then whole default runs.
+"""Measure the five scripts on a GPU and on one CPU core of the same machine: speed first, then whole default
+runs.
 
-    python -m benchmark.studies.on_gpu              # eight minutes on a machine with one GPU; pip install ale-py too
+    python -m benchmark.studies.on_gpu              # eight minutes on one GPU; pip install ale-py too
 
-Rows of speed run one after another on the GPU and, at the same time, on one CPU core. They report the median speed of
-the last iterations of a short run, in the script's own steps per second; those of Go also moves per second of
-self-play, and the seconds of collecting and of training apart. Rows of learning run side by side on the GPU,
-so their seconds say little; they report the score at the end. A row that fails keeps the last line that it printed.
+Rows of speed run one after another on the GPU and, at the same time, on one CPU core. They report the median
+speed of the last iterations of a short run, in the script's own steps per second; those of Go also moves per
+second of self-play, and the seconds of collecting and of training apart. Rows of learning run side by side on
+the GPU, so their seconds say little; they report the score at the end. A row that fails keeps the last line
+that it printed.
 """
 
 import argparse
@@ -24,18 +26,19 @@ from pathlib import Path
 
 import torch
 
-from benchmark import common, records
+from benchmark import common, machines, markdown, runs
 from benchmark.studies import helpers
 
 PREVIOUS = "r2d2_lstm --env-id popgym:popgym-RepeatPreviousEasy-v0 --learn-length 16"
 R2D2 = f"{PREVIOUS} --total-timesteps 24000 --eval-episodes 0"
-PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-length 40 --n-step 5 --gamma 0.997
-    --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560 --no-checkpoint-replay --eval-episodes 0
-    --total-timesteps 24000"""
+PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-length 40 --n-step 5
+    --gamma 0.997 --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560
+    --no-checkpoint-replay --eval-episodes 0 --total-timesteps 24000"""
 TSP = "reinforce_tsp_attention --eval-episodes 0 --num-epochs 4"
 GO5 = "alphazero_go --num-epochs 8 --eval-episodes 0"
 GO9 = """alphazero_go --env-id Go-9x9 --komi 7.5 --blocks 6 --channels 64 --pool-size 100000 --eval-episodes 0
-    --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4 --dirichlet-alpha 0.12 --num-games 1024"""
+    --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4 --dirichlet-alpha 0.12
+    --num-games 1024"""
 GO9_16 = f"{GO9} --simulations-start 16 --simulations-end 16"
 CHANGE = "ppo_change_detection --eval-episodes 0 --detector-iterations 8 --ppo-iterations 12"
 # Name, command, kind: "cpu" also runs on the CPU, "no graphs" runs without CUDA graphs
@@ -89,7 +92,8 @@ SPLIT = ("charts/moves", "charts/collect_seconds", "charts/train_seconds")  # of
 
 
 def run(command: str, kind: str, timeout: float) -> dict:
-    """Run a script; `kind` is "cpu", "no graphs" or "". Returns its seconds, speed and last values, or an error."""
+    """Run a script; `kind` is "cpu", "no graphs" or "". Returns its seconds, speed and last values, or an
+    error."""
     script, *flags = shlex.split(command)
     without_graphs = f"import {script} as script; script.CUDA_GRAPHS = False; script.main()"
     program = ["-c", without_graphs] if kind == "no graphs" else [f"algos/{script}.py"]
@@ -106,7 +110,7 @@ def run(command: str, kind: str, timeout: float) -> dict:
             return {"error": f"stopped after {timeout} seconds"}
         if done.returncode:
             return {"error": (done.stderr.strip() or str(done.returncode)).splitlines()[-1]}
-        events = common.read_events(common.find_run_folders(Path(folder))[0])
+        events = runs.read_events(runs.find_run_folders(Path(folder))[0])
     points = events.Scalars("charts/cpu_seconds")[-10:]
     if len(points) < 2:
         return {"error": "ended after one iteration"}
@@ -125,36 +129,39 @@ def run(command: str, kind: str, timeout: float) -> dict:
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     """Make the section of docs/results.md: speed on the GPU and on one core, and scores of default runs."""
     if not results:
-        return {("results", "on_gpu"): f"\n{records.NOT_RUN}\n"}
+        return {("results", "on_gpu"): f"\n{runs.NOT_RUN}\n"}
     rows = {(row["kind"], row["name"]): row for row in results["rows"]}
     speeds, splits, scores = [], [], []
-    missing = {"error": records.NOT_RUN}
+    missing = {"error": runs.NOT_RUN}
     for name, _, kind in SPEED:
-        gpu = rows.get(("speed on the GPU", name), missing)
+        if ("speed on the GPU", name) not in rows:
+            continue
+        gpu = rows["speed on the GPU", name]
         cpu = rows.get(("speed on the CPU", name), missing) if kind == "cpu" else {}
-        shown = [row.get("error") or common.show(row.get("sps", math.nan)) for row in (gpu, cpu)]
+        shown = [row.get("error") or markdown.show(row.get("sps", math.nan)) for row in (gpu, cpu)]
         has_both = "sps" in gpu and "sps" in cpu
-        ratio = common.show(gpu["sps"] / cpu["sps"]) if has_both else "-"
+        ratio = markdown.show(gpu["sps"] / cpu["sps"]) if has_both else "-"
         speeds.append([name, *shown, ratio, gpu.get("gpu", "-")])
         if "moves" in gpu:
             parts = gpu["moves"], gpu["collect_seconds"], gpu["train_seconds"]
-            splits.append([name, *map(common.show, parts), gpu["gpu"]])
+            splits.append([name, *map(markdown.show, parts), gpu["gpu"]])
     for name, _ in LEARNING:
         row = rows.get(("learning on the GPU", name), missing)
         last = row.get("last", {})
-        found = [f"{SCORES[tag]} {common.show(last[tag])}" for tag in SCORES if tag in last]
+        found = [f"{SCORES[tag]} {markdown.show(last[tag])}" for tag in SCORES if tag in last]
         score = row.get("error") or ", ".join(found)
-        scores.append([name, score, common.show(row.get("seconds", math.nan)), row.get("gpu", "-")])
+        scores.append([name, score, markdown.show(row.get("seconds", math.nan)), row.get("gpu", "-")])
     head = "training steps a second, one run each | one GPU: | one CPU core: | ratio: | GPU"
-    text = common.make_table(head, speeds) + "\n\n"
+    text = markdown.make_table(head, speeds) + "\n\n"
     if splits:
-        head = "Go, one run each | moves a second of collecting: | seconds of an epoch, collecting: | training: | GPU"
-        text += common.make_table(head, splits) + "\n\n"
+        head = "Go, one run each | moves a second of collecting: | seconds of an epoch, collecting: "
+        head += "| training: | GPU"
+        text += markdown.make_table(head, splits) + "\n\n"
     head = "whole run on the GPU, one seed each | at its end | seconds: | GPU"
-    text += common.make_table(head, scores) + "\n\n"
-    machines = common.machine_line([row["machine"] for row in results["rows"]])
+    text += markdown.make_table(head, scores) + "\n\n"
+    line = machines.machine_line([row["machine"] for row in results["rows"]])
     gpus = "; ".join(sorted({row["gpu"] for row in results["rows"]}))
-    text += machines.replace("; commit", f"; {gpus}; commit")
+    text += line.replace("; commit", f"; {gpus}; commit")
     return {("results", "on_gpu"): f"\n{text}\n"}
 
 

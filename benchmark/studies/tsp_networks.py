@@ -1,11 +1,12 @@
-"""Measure gaps and times of trained networks of algos/reinforce_tsp_attention.py and of LKH, on stored instances.
+"""Measure gaps and times of trained networks of algos/reinforce_tsp_attention.py and of LKH, on stored
+instances.
 
     python -m benchmark.studies.tsp_networks      # three minutes on one free core
 
-Each network of benchmark/checkpoints is scored on the instances of its size in benchmark/data/tsp, whose tours are
-optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are per instance, of one thread.
-The published gaps are copied from the papers, table 1 of Kool et al. 2019 (arXiv:1803.08475) and table 2 of Kwon et al.
-2020 (arXiv:2010.16011), with the numbers of instances that their sections 5 state.
+Each network of benchmark/checkpoints is scored on the instances of its size in benchmark/data/tsp, whose
+tours are optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are per instance,
+of one thread. The published gaps are copied from the papers, table 1 of Kool et al. 2019 (arXiv:1803.08475)
+and table 2 of Kwon et al. 2020 (arXiv:2010.16011), with the numbers of instances that their sections 5 state.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from algos import reinforce_tsp_attention as am
-from benchmark import common, records
+from benchmark import common, machines, markdown, runs
 from benchmark.peers import environment
 from benchmark.studies import helpers
 
@@ -59,7 +60,7 @@ def measure_lkh(size: int, path: Path) -> dict:
     """Score LKH on the file `path`."""
     command = [environment.make_environment("elkai"), "-m", "benchmark.peers.elkai_lkh", "--data", path]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--env-id", f"tsp{size}-uniform")
-    events = common.read_events(folder)
+    events = runs.read_events(folder)
     row = {name: events.Scalars(f"eval/{name}")[-1].value for name in ("gap", "gap_std", "cpu_ms")}
     return row | {"size": size, "way": "lkh", "num_instances": events.Scalars("eval/gap")[-1].step}
 
@@ -96,14 +97,14 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     for way, title in WAYS.items():
         cells = [find_cell(results, way, size) for size in DATA]
         network = ("LKH, a local search", "one", "-") if way == "lkh" else ("ours", title, TRAINED_ON)
-        gaps.append([*network, *(show_with_error(cell) if cell else records.NOT_RUN for cell in cells)])
+        gaps.append([*network, *(show_with_error(cell) if cell else runs.NOT_RUN for cell in cells)])
         what = "LKH" if way == "lkh" else f"ours, {title}"
-        times.append([what, *(common.show(cell["cpu_ms"]) if cell else records.NOT_RUN for cell in cells)])
+        times.append([what, *(markdown.show(cell["cpu_ms"]) if cell else runs.NOT_RUN for cell in cells)])
     head = "gap, % | tours of an instance | training instances | TSP20: | TSP50: | TSP100:"
-    text = common.make_table(head, gaps) + "\n\n"
-    text += common.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
+    text = markdown.make_table(head, gaps) + "\n\n"
+    text += markdown.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
     if results:
-        text += "\n\n" + common.machine_line([row["machine"] for row in results["rows"]])
+        text += "\n\n" + machines.machine_line([row["machine"] for row in results["rows"]])
     return {(PAGE, "tsp_networks"): f"\n{text}\n"}
 
 
@@ -111,7 +112,8 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
 
 
 def draw_median(axes, size: int) -> float:
-    """Draw the greedy tour of the instance with the median gap over the optimal one; returns the gap in percent."""
+    """Draw the greedy tour of the instance with the median gap over the optimal one; returns the gap in
+    percent."""
     instances = am.read_instances(str(common.BENCHMARK / "data" / "tsp" / f"{DATA[size]}.txt"))
     points, optima, _ = instances
     _, tours = am.evaluate(load_network(size), instances, torch.device("cpu"), ("greedy",))
