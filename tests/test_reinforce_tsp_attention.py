@@ -264,6 +264,8 @@ def test_instances_are_uniform_or_gaussian():
     assert gaussian.shape == (5000, 50, 2) and am.draw_points("tsp3-uniform", 1).shape == (1, 3, 2)
     found = [uniform.mean(), uniform.var(), gaussian.mean(), gaussian.var()]
     np.testing.assert_allclose(found, [0.5, 1 / 12, 0, 1], atol=0.01)
+    with pytest.raises(SystemExit):
+        am.draw_points("tsp020-uniform", 1)
 
 
 # REINFORCE
