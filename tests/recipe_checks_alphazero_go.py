@@ -85,10 +85,8 @@ def find_wins(go, num_games):
     """Positions of random games in which a move wins at once, and a mask of these moves."""
     boards, found, wins = go.new(num_games), [], []
     while len(boards.to_play):
-        legal, is_win = (
-            go.legal_moves(boards),
-            torch.zeros(len(boards.to_play), go.num_actions, dtype=torch.bool),
-        )
+        legal = go.legal_moves(boards)
+        is_win = torch.zeros_like(legal)
         for move in range(go.num_actions):
             rows = legal[:, move].nonzero().squeeze(1)
             after = go.play(boards.pick(rows), torch.full_like(rows, move))
