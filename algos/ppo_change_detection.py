@@ -78,6 +78,7 @@ from envs_shared import change_pairs
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+EMBED_DIM = 64  # D: size of a patch's embedding
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
 # What the part `Run` must know of this script. If a resumed run changes one of these settings, older scores
 # mean nothing, and the next evaluation writes best.pt
@@ -156,20 +157,21 @@ class Detector(nn.Module):
     Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels.
     """
 
-    def __init__(self, args, num_dates, embed_dim):
+    def __init__(self, args):
         super().__init__()
+        num_dates = change_pairs.count_dates(args)
         self.num_dates = num_dates
         self.num_features = (num_dates - 1) * 16  # E: 16 of each date but the last
         patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
-        self.backbone = nn.Sequential(
+        self.embed = nn.Sequential(
             Conv2d(num_dates * change_pairs.NUM_BANDS, 32, 3, padding=1),  # [B, 32, S', S']
             nn.GELU(),
-            Conv2d(32, embed_dim, patch, patch),  # [B, D, h, w]
+            Conv2d(32, EMBED_DIM, patch, patch),  # [B, D, h, w]
             nn.GELU(),
-            Conv2d(embed_dim, embed_dim, 3, padding=1),
+            Conv2d(EMBED_DIM, EMBED_DIM, 3, padding=1),
         )
         self.num_cells = (args.patch_size // args.cell_size) ** 2  # G
-        self.class_head = Conv2d(embed_dim, self.num_cells, 1)
+        self.classify = Conv2d(EMBED_DIM, self.num_cells, 1)
         # From windows to corrections. The sizes are those of the defaults: a patch of 8 pixels and a border
         # of one cell of 2 pixels on each side make a window of 12 x 12; the last layers have one number for
         # each of the 4 x 4 cells
@@ -181,9 +183,6 @@ class Detector(nn.Module):
             nn.ReLU(),
             Conv2d(32, 1, 1),
         )
-
-    def embed(self, coarse):
-        return self.backbone(coarse)
 
     def read(self, windows, is_shown):
         """Read windows [K, J C, s, s], of which only the dates with `is_shown` [K, J] are visible."""
@@ -198,26 +197,22 @@ class Detector(nn.Module):
         ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
         return corrections.flatten(1), ranges.flatten(1)
 
-    def classify(self, embedding):
-        return self.class_head(embedding)
-
 
 class Agent(nn.Module):
     """The detector, and the policy and value heads."""
 
-    def __init__(self, args, embed_dim=64):
+    def __init__(self, args):
         super().__init__()
         self.args = args
-        self.num_dates = change_pairs.count_dates(args)
-        self.detector = Detector(args, self.num_dates, embed_dim)
+        self.detector = Detector(args)
         # Maps corrections to embeddings. It must be linear without a bias: a patch that does not look gets
         # up(0) = 0, and ppo_loss replaces up(correction) by up(mean) by adding up(mean - correction)
-        self.up = Conv2d(self.detector.num_cells, embed_dim, 1, bias=False)
+        self.up = Conv2d(self.detector.num_cells, EMBED_DIM, 1, bias=False)
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((self.detector.num_cells, 1, 1), args.log_std))
         # Policy and value, each with half of the 128 hidden features
         self.heads = nn.Sequential(
-            Conv2d(embed_dim + self.detector.num_features, 128, 1),
+            Conv2d(EMBED_DIM + self.detector.num_features, 128, 1),
             nn.Tanh(),
             Conv2d(128, 2, 1, groups=2),
         )
@@ -238,16 +233,7 @@ class Agent(nn.Module):
         """
         windows = change_pairs.cut_windows(images, self.args)  # [B, h, w, J C, s, s]
 
-        # Dates that a look shows: all at the last step, one less at each step before, at least the first.
-        # For T = 3 steps:
-        #                     step 0   step 1   step 2
-        #     2 dates         1        1        1 2
-        #     3 dates         1        1 2      1 2 3
-        #     4 dates         1 2      1 2 3    1 2 3 4
-        last_date = (step_indices + self.num_dates - self.args.num_steps).clamp(min=0)  # [B]
-        is_shown = torch.arange(self.num_dates, device=images.device) <= last_date.view(-1, 1, 1, 1)
-        is_shown = is_shown.expand(*looks.shape, -1)  # [B, h, w, J]
-
+        is_shown = change_pairs.show_dates(step_indices, self.args).expand(*looks.shape, -1)  # [B, h, w, J]
         if images.is_cuda:
             # Read all windows, and multiply by the mask: shapes are fixed and the host never waits
             found = torch.cat(self.detector.read(windows.flatten(0, 2), is_shown.flatten(0, 2)), 1)
@@ -334,17 +320,6 @@ def detector_loss(agent, images, labels, args):
     return loss / (args.num_steps + 1)
 
 
-def train_detector(agent, optimizer, train_pairs, args):
-    """Take DETECTOR_STEPS gradient steps, and return what to log of each."""
-    metrics = []
-    for _ in range(DETECTOR_STEPS):
-        images, labels = change_pairs.draw_batch(train_pairs, args.batch_size // WORLD_SIZE, args)
-        loss = detector_loss(agent, images, labels, args)
-        take_step(agent, optimizer, loss, args)
-        metrics.append({"cross_entropy": loss.detach()})
-    return metrics
-
-
 def take_step(agent, optimizer, loss, args):
     """Take one gradient step; each process has its share of the mean loss."""
     optimizer.zero_grad()
@@ -406,7 +381,7 @@ def play(agent, images, labels, args, rule=prefer, std=None):
     price = 2 * agent.share * args.cost
     # All patches are active (they have not stopped), and none has seen anything
     is_active = torch.ones_like(worth, dtype=torch.bool)  # [B, h, w]
-    seen = torch.zeros_like(embedding[:, :1]).expand(-1, agent.detector.num_features, -1, -1)
+    seen = embedding.new_zeros(len(images), agent.detector.num_features, *worth.shape[1:])  # [B, E, h, w]
     rows = []
     for step in range(args.num_steps):
         look_logits, values = agent.decide(embedding, seen)
@@ -564,7 +539,7 @@ def score_policy(agent, args, val, run):
 
 def look_above(level, row):
     """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
-    has_looked = row["step_indices"].view(-1, 1, 1) > 0
+    has_looked = row["step_indices"][0] > 0  # all pairs are at the same step
     return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
 
 
@@ -609,15 +584,10 @@ def write_predictions(agent, args, threshold, device):
     for name, (pair, height, width) in pairs.items():
         pair = torch.from_numpy(pair).to(device)
         probability, looks, _ = predict(agent, args, pair)
-        is_changed = probability >= threshold
-        maps = {
-            "mask": is_changed,
-            "probability": probability,
-            "looks": F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps,
-        }
+        maps = change_pairs.make_maps(probability, looks, threshold, args)
         folders.write_maps(output / name, maps, height, width)
         counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
-        share = is_changed[0, :height, :width].float().mean()
+        share = maps["mask"][0, :height, :width].mean()
         print_line(f"{name}: {looks.mean():.2f} looks a patch, {share:.2%} of the pixels changed")
     if counts.any():  # there are labels
         print_scores(change_pairs.compute_scores(counts))
@@ -673,6 +643,8 @@ def train(args, run):
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.param_groups[1]["lr"] = learning_rate * args.head_lr_scale
 
+        scalars = {}
+        metrics = []  # of each gradient step
         if is_ppo:
             # Collect an episode of each patch
             num_pairs = args.num_envs
@@ -682,7 +654,6 @@ def train(args, run):
             # Update: update_epochs passes over the rollout. train() and eval() matter only to layers such as
             # dropout
             agent.train()
-            metrics = []
             for minibatch in get_minibatches(rollout, images, labels, args):
                 loss, metric = ppo_loss(agent, minibatch, args)
                 take_step(agent, optimizer, loss, args)
@@ -690,9 +661,12 @@ def train(args, run):
         else:
             # Train the detector
             num_pairs = DETECTOR_STEPS * args.batch_size
-            scalars = {}
             agent.train()
-            metrics = train_detector(agent, optimizer, train_pairs, args)
+            for _ in range(DETECTOR_STEPS):
+                images, labels = change_pairs.draw_batch(train_pairs, args.batch_size // WORLD_SIZE, args)
+                loss = detector_loss(agent, images, labels, args)
+                take_step(agent, optimizer, loss, args)
+                metrics.append({"cross_entropy": loss.detach()})
         agent.eval()
 
         # Log means over the gradient steps, of which each process has its share

@@ -109,7 +109,7 @@ def read_pair(files, label=None):
 
 
 def write_maps(path, maps, height, width):
-    """Write maps {kind: [1, H, W]} of values from 0 (black) to 1 (white), without what was added to the picture."""
+    """Write maps {kind: [1, H, W]} from 0 (black) to 1 (white) as PNG files of a picture's height and width."""
     for kind, x in maps.items():
         x = x[0, :height, :width].cpu().numpy()
         Image.fromarray(np.uint8(255 * x)).save(f"{path}_{kind}.png")

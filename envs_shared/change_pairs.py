@@ -160,6 +160,20 @@ def split_parts(pairs, args):
         yield split_labels(part, args)
 
 
+def show_dates(step_indices, args):
+    """Return which dates [B, 1, 1, J] a look at steps [B] shows: all at the last step, one less at each step before.
+
+    It shows at least the first date. For T = 3 steps:
+                        step 0   step 1   step 2
+        2 dates         1        1        1 2
+        3 dates         1        1 2      1 2 3
+        4 dates         1 2      1 2 3    1 2 3 4
+    """
+    num_dates = count_dates(args)
+    last_date = (step_indices + num_dates - args.num_steps).clamp(min=0)  # [B]
+    return torch.arange(num_dates, device=step_indices.device) <= last_date.view(-1, 1, 1, 1)
+
+
 def cut_windows(images, args):
     """Cut pictures [B, J C, S, S] into windows [B, h, w, J C, s, s]: a patch and a border of one cell around it."""
     border = args.cell_size
@@ -222,3 +236,16 @@ def score_maps(probability, labels, threshold=None):
         threshold = find_threshold(probability, labels)
     scores = compute_scores(count_pixels(probability, labels, threshold))
     return scores | {"eval/threshold": threshold}
+
+
+# ---- Maps to look at ----
+
+
+def make_maps(probability, looks, threshold, args):
+    """Make maps [M, H, W] from 0 to 1 of probabilities [M, H, W] and looks [M, h, w]: {name: map}."""
+    shares = looks.unsqueeze(1) / args.num_steps
+    return {
+        "mask": (probability >= threshold).float(),
+        "probability": probability,
+        "looks": F.interpolate(shares, scale_factor=args.patch_size).squeeze(1),
+    }
