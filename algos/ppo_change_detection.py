@@ -5,8 +5,10 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
     python ppo_change_detection.py                      # learns the synthetic task haze in a minute or two
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256      # your own pairs of pictures
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps
-    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # PPO alone
+    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # only PPO
     torchrun --nproc-per-node 2 ppo_change_detection.py # two GPUs, or with --no-cuda two CPU processes
+
+Your own pictures need envs_shared/change_folders.py, too.
 
 In: two pictures of one place, of equal size. Out: for each pixel the probability that it has changed, a mask
 of the changed pixels, and where the policy looked. The detector is a small network that is trained here. It
@@ -14,7 +16,8 @@ sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one. It
 patches of 8 x 8 pixels, a patch into 4 x 4 cells of 2 x 2 pixels, and classifies each cell as changed or not.
 A look reads one patch at full resolution and corrects its map. Looks cost time or money in practice; here one
 look at each patch costs `--cost` of F1. The detector is trained first, with random looks. Then PPO learns
-which patches are worth a look.
+which patches are worth a look; it goes on training what reads a look and what classifies cells, but not what
+sees the coarse pictures.
 
 A patch may look T times (--num-steps). The last look shows all dates, each earlier look one date less. That is
 a property of the task haze, where haze at the first date tells that the second date is not worth its price.
@@ -133,7 +136,7 @@ class Args:
     num_envs: int = 256  # pairs B of a rollout, in total across processes
     learning_rate: float = 3e-3  # Adam learning rate of PPO
     head_lr_scale: float = 3.0  # learning rate of the policy and value heads, as a multiple of the others'
-    anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
+    anneal_lr: bool = True  # lower the learning rate linearly to zero over the whole run
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
     num_minibatches: int = 8  # minibatches that each epoch splits the rollout into
@@ -148,7 +151,7 @@ class Args:
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class Detector(nn.Module):
-    """A small network that classifies the cells of patches. To use another, keep its methods and sizes.
+    """A small network that classifies the cells of patches. To use another, keep these methods and sizes.
 
     embed       coarse pictures [B, J C, S', S'] -> an embedding of each patch [B, D, h, w]
     read        windows of K patches at full resolution -> corrections [K, G], features for the policy [K, E]
@@ -232,7 +235,6 @@ class Agent(nn.Module):
         Returns mean corrections [B, G, h, w] and features [B, E, h, w], zeros for patches that do not look.
         """
         windows = change_pairs.cut_windows(images, self.args)  # [B, h, w, J C, s, s]
-
         is_shown = change_pairs.show_dates(step_indices, self.args).expand(*looks.shape, -1)  # [B, h, w, J]
         if images.is_cuda:
             # Read all windows, and multiply by the mask: shapes are fixed and the host never waits
@@ -265,7 +267,7 @@ def call_or_fail(function, *inputs):
 
 
 def load_pairs(args, device, splits=change_pairs.SPLITS):
-    """Return the pairs of each split as described in envs_shared/change_pairs.py."""
+    """Return the pairs of each split, uint8 [M, J C + 1, H, W]: pictures, then labels (change_pairs.py)."""
     make = import_folders().read_splits if args.data_dir else change_pairs.draw_splits
     pairs = call_or_fail(make, args, splits)
     return [torch.from_numpy(pairs[split]).to(device) for split in splits]
@@ -481,7 +483,9 @@ def ppo_loss(agent, batch, args):
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()  # of the decision
     # next_embedding holds up(correction) as it was sampled, without gradient. Replace it by the mean that the
-    # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`
+    # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`. The gradient
+    # of `up.weight` is a product with means - correction, the noise of the rollout, so its expectation is
+    # zero while the weights are those of the rollout: the detector's iterations train `up`
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -505,7 +509,10 @@ def ppo_loss(agent, batch, args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
 def predict(agent, args, pairs, rule=prefer):
-    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, J C + 1, H, W]."""
+    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, J C + 1, H, W].
+
+    A picture is never cut: one that is larger than MAX_PIXELS of change_pairs.py is played whole.
+    """
     found = []
     for images, labels in change_pairs.split_parts(pairs, args):
         rollout, cell_logits = play(agent, images, labels, args, rule)
@@ -573,7 +580,10 @@ def compare_rules(agent, args, val, test, best_path):
 
 
 def write_predictions(agent, args, threshold, device):
-    """Write a mask, a map of the probability of change and a map of looks for each pair of --predict."""
+    """Write a mask, a map of the probability of change and a map of looks for each pair of --predict.
+
+    All pairs are read first, so that a file that does not fit ends the run before any map is written.
+    """
     folders = import_folders()
     output = Path(args.output)
     if output.exists():
@@ -636,7 +646,8 @@ def train(args, run):
         seed_everything(args.seed, 1, run.iteration + 1, RANK)
         is_ppo = run.iteration >= args.detector_iterations
 
-        # Learning rate: both fall linearly to zero over the run
+        # Learning rate: it falls linearly to zero over the whole run. So the detector's ends at 0.79 of its
+        # first value (24 of 108 iterations), and PPO's begins there
         learning_rate = args.learning_rate if is_ppo else args.detector_lr
         if args.anneal_lr:
             learning_rate *= 1 - run.iteration / num_iterations

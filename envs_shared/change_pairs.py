@@ -97,7 +97,8 @@ def unify_labels(labels, ignore_index):
 def stack_pairs(pairs, multiple, least):
     """Stack pairs [2 C + 1, H, W], with sides that are multiples of `multiple` and at least `least`.
 
-    Pictures are mirrored beyond their borders, and pixels there do not count.
+    Pictures are mirrored beyond their borders, and pixels there do not count. Patches of this margin are patches
+    like all others: the policy cannot know them, and a look at one costs as much and earns nothing.
     """
     sides = [max(least, *(pair.shape[axis] for pair in pairs)) for axis in (1, 2)]
     stacked = []
