@@ -253,7 +253,7 @@ def import_folders():
     """Import the file that reads and writes pictures; exits if it is missing."""
     try:
         from envs_shared import change_folders
-    except ModuleNotFoundError:
+    except ImportError:
         fail("--data-dir and --predict need envs_shared/change_folders.py beside change_pairs.py; copy it")
     return change_folders
 
