@@ -1162,6 +1162,7 @@ class Run(Progress):
         """
         if position is None:
             position = self.step
+        position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.find_best()
@@ -1171,7 +1172,9 @@ class Run(Progress):
                 print_line(f"Continues from {self.checkpoint['path'].name}; checkpoint.pt will be replaced")
             else:
                 self.save()  # so that there is something to resume from now on
-        self.bar = tqdm(total=length, initial=position, mininterval=1, disable=RANK > 0)
+        # Where the bar is written to a file, every 30 seconds are enough
+        seconds = 0.1 if os.isatty(2) else 30
+        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
 
@@ -1257,7 +1260,7 @@ class Run(Progress):
         else:
             self.is_due = tenths > self.tenths
         self.tenths = tenths
-        if self.is_due or tenths >= 10 or time.time() - self.saved_at > 600:
+        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
@@ -1271,7 +1274,7 @@ class Run(Progress):
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
-        if self.tenths >= 10:
+        if self.tenths == 10:
             return True
         if self.args.eval_interval:
             return self.is_due
@@ -1290,7 +1293,7 @@ class Run(Progress):
             self.best_score = self.last_score
             self.save("best.pt")
         # Save the scores too. A large checkpoint is written again only at the end
-        if not self.resume_parts or self.tenths >= 10:
+        if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
 

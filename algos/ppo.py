@@ -91,7 +91,9 @@ class Args:
     gamma: float = 0.98  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 11
     norm_obs: bool = False  # normalize observations by their running mean and standard deviation
-    norm_reward: bool = True  # divide rewards by the discounted return's running std, and clip to [-10, 10]
+    norm_reward: bool = (
+        True  # divide rewards by the running std of past rewards' discounted sum, clip to [-10, 10]
+    )
     # The update
     learning_rate: float = 4e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
@@ -257,8 +259,9 @@ def make_envs(args, num_envs, video_folder=None):
     action_space = envs.single_action_space
     if not obs_space.is_np_flattenable or flatdim(obs_space) > 10_000:  # a large picture
         fail(f"--env-id {args.env_id}: observations must flatten to at most 10,000 numbers, not {obs_space}")
-    is_float_box = isinstance(action_space, Box) and action_space.dtype.kind == "f"
-    if not is_float_box and not isinstance(action_space, Discrete):
+    # A Box of floats that is not empty
+    is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f" and flatdim(action_space) > 0
+    if not is_box and not isinstance(action_space, Discrete):
         fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {action_space}")
     # RolloutStorage is made for one autoreset mode, in which the step after an episode's end only resets. The
     # metadata name it by a member of gymnasium's AutoresetMode, or by its value
@@ -664,6 +667,7 @@ class Run(Progress):
         """
         if position is None:
             position = self.step
+        position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.find_best()
@@ -673,7 +677,9 @@ class Run(Progress):
                 print_line(f"Continues from {self.checkpoint['path'].name}; checkpoint.pt will be replaced")
             else:
                 self.save()  # so that there is something to resume from now on
-        self.bar = tqdm(total=length, initial=position, mininterval=1, disable=RANK > 0)
+        # Where the bar is written to a file, every 30 seconds are enough
+        seconds = 0.1 if os.isatty(2) else 30
+        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
         self.saved_at = time.time()
         self.start_clocks()
 
@@ -759,7 +765,7 @@ class Run(Progress):
         else:
             self.is_due = tenths > self.tenths
         self.tenths = tenths
-        if self.is_due or tenths >= 10 or time.time() - self.saved_at > 600:
+        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
@@ -773,7 +779,7 @@ class Run(Progress):
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
-        if self.tenths >= 10:
+        if self.tenths == 10:
             return True
         if self.args.eval_interval:
             return self.is_due
@@ -792,7 +798,7 @@ class Run(Progress):
             self.best_score = self.last_score
             self.save("best.pt")
         # Save the scores too. A large checkpoint is written again only at the end
-        if not self.resume_parts or self.tenths >= 10:
+        if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
 

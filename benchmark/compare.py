@@ -1,6 +1,6 @@
 """Compare two sets of results, cell by cell: did a change make learning worse beyond noise?
 
-    python benchmark/compare.py benchmark/results/cpu.json runs/benchmark/cpu
+    python -m benchmark.compare benchmark/results/cpu.json runs/benchmark/cpu
 
 BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results. benchmark/README.md
 says what is compared, by which test, and how often a change is found. Exit code: 0 when nothing is worse, 1 when
@@ -10,12 +10,18 @@ something is worse or has failed in NEW, 2 when there is nothing to compare.
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
+from benchmark import common  # first: it says what to install
+
+# isort: split
 import numpy as np
-import records
-from records import get_values
 from scipy import stats
 from tyro.conf import Positional
+
+from benchmark import records
+from benchmark.intervals import find_p_worse
+from benchmark.markdown import make_table, show
+from benchmark.records import get_values
+from benchmark.runs import NOT_RUN
 
 LEVEL = 0.05  # false alarms of a whole comparison, at most
 NEVER = 2.0  # a run that never gets to the threshold counts as this many times its steps
@@ -28,18 +34,6 @@ class Args:
 
     base: Positional[Path]  # folder of a suite's runs, or a JSON file
     new: Positional[Path]  # the same, after the change
-
-
-def find_p_worse(base, new, are_paired: bool):
-    """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t.
-
-    If both have the same seeds, it is twice the smaller p of the test of pairs and of the test of two samples.
-    """
-    p = stats.ttest_ind(new, base, axis=-1, alternative="greater").pvalue
-    if are_paired:
-        paired = stats.ttest_rel(new, base, axis=-1, alternative="greater").pvalue
-        p = np.minimum(1, 2 * np.minimum(p, paired))
-    return np.nan_to_num(p, nan=1)  # one seed on each side, or equal values without noise, have none
 
 
 def find_losses(cell):
@@ -67,7 +61,7 @@ def compare_cells(cell: dict, other: dict):
         p = 0.0
         if np.isfinite(now).all():
             p = float(find_p_worse(old, now, seeds == others))
-        medians = [common.show(np.median(get_values(side, quantity))) for side in (cell, other)]
+        medians = [show(np.median(get_values(side, quantity))) for side in (cell, other)]
         rows.append([quantity, *medians, p])
     return rows
 
@@ -80,7 +74,7 @@ def compare(base, new):
     rows, notes = [], []
     for name, cell in base["cells"].items():
         other = new["cells"].get(name, {"runs": [], "missing": []})
-        errors = [lost["error"] for lost in other["missing"] if lost["error"] != records.NOT_RUN]
+        errors = [lost["error"] for lost in other["missing"] if lost["error"] != NOT_RUN]
         notes += [f"failed: {name}: {error}" for error in errors[:1]]
         if not records.is_ours(cell) or not cell["runs"]:
             continue
@@ -100,7 +94,7 @@ def main(args: Args):
     rows, notes = compare(records.load(args.base), records.load(args.new))
     num_failed = sum(note.startswith("failed") for note in notes)
     common.require(rows or num_failed, f"{args.base} and {args.new} have no results of the same cell")
-    print(common.make_table("cell | quantity | BASE: | NEW: | ", rows), *notes, sep="\n")
+    print(make_table("cell | quantity | BASE: | NEW: | ", rows), *notes, sep="\n")
     num_worse = len({name for name, *_, verdict in rows if verdict})
     num_cells = len({name for name, *_ in rows})
     print(f"{num_cells} cells compared: {num_worse} worse beyond noise, {num_failed} failed")

@@ -1,7 +1,7 @@
 """Write tables and learning curves of runs, into the pages of docs/ or into a page of your own.
 
-    python benchmark/report.py --out report   # the suites in RUNS: report/results.md and report/figures
-    python benchmark/report.py                # docs/results.md, the tables and pictures of all pages
+    python -m benchmark.report --out report   # the suites in RUNS: report/results.md and report/figures
+    python -m benchmark.report                # docs/results.md, the tables and pictures of all pages
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
 benchmark/suites are added to benchmark/results, and all results there go into the pages, between
@@ -10,26 +10,26 @@ with uncommitted changes are refused.
 """
 
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
+from benchmark import common  # first: it says what to install
+
+# isort: split
 import numpy as np
-import records
-from common import require, show
-from pictures import METRICS, draw
-from records import find_interval, get_values
 
-sys.path.append(str(common.BENCHMARK / "studies"))
-import change_detection
-import go_search
-import on_gpu
-import tsp_networks
+from benchmark import machines, records
+from benchmark.common import require
+from benchmark.intervals import find_interval, find_ratio
+from benchmark.machines import machine_line
+from benchmark.markdown import make_table, replace_section, show
+from benchmark.pictures import METRICS, draw
+from benchmark.records import get_values
+from benchmark.studies import change_detection, go_search, learned, on_gpu, tsp_networks
 
-STUDIES = (change_detection, go_search, on_gpu, tsp_networks)  # each by its own program
-UNPUBLISHED = ("smoke", "gpu")
+# Each by its own program
+STUDIES = {x.__name__.rpartition(".")[2]: x for x in (change_detection, go_search, on_gpu, tsp_networks)}
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = """Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.
@@ -81,7 +81,7 @@ def show_median(values: list):
 
 def list_processors(*cells: dict):
     """Name the processors of all runs of cells."""
-    return ", ".join(sorted({run["machine"]["cpu"] for cell in cells for run in cell["runs"]}))
+    return machines.list_processors([run for cell in cells for run in cell["runs"]])
 
 
 def make_ratio_table(results: dict):
@@ -101,7 +101,7 @@ def make_ratio_table(results: dict):
         peer = get_values(peer_cell, ratio["quantity"])
         name = peer_cell["runs"][0]["commit"] if peer else peer_cell["script"]
         if ours and peer:
-            effect = show_effect(*records.find_ratio(ours, peer), 1)
+            effect = show_effect(*find_ratio(ours, peer), 1)
         else:
             lacking = peer_cell if ours else our_cell
             effect = lacking["missing"][0]["error"]
@@ -116,7 +116,7 @@ def make_ratio_table(results: dict):
         if are_mixed:
             row.append(list_processors(our_cell, peer_cell))
         rows.append(row)
-    return common.make_table(head, rows)
+    return make_table(head, rows)
 
 
 def make_cell_table(cells: list, columns: dict):
@@ -134,11 +134,11 @@ def make_cell_table(cells: list, columns: dict):
             rows.append([name, *shown, show_median(get_values(cell, "cpu_seconds")), len(cell["runs"])])
         missing += [f"- {name}, seed {lost['seed']}: {lost['error']}" for lost in cell["missing"]]
     head = " | ".join(["task, setting", *(f"{title}:" for title in columns), "CPU-s:", "seeds:"])
-    return "\n".join([common.make_table(head, rows), "", *missing]).rstrip()
+    return "\n".join([make_table(head, rows), "", *missing]).rstrip()
 
 
-def make_comparison(cells: list):
-    """Write a table that holds each cell against the first one of its task."""
+def make_comparison(cells: list, has_thresholds: bool = False):
+    """Write a table that holds each cell against the first one of its task; `has_thresholds` adds steps and seconds."""
     first = {}
     for cell in cells:
         first.setdefault(cell["task"], cell)
@@ -156,17 +156,24 @@ def make_comparison(cells: list):
         "result": "headline",
         "difference, 95 % interval": show_difference,
     }
+    if any(cell["threshold"] is not None for cell in cells) and has_thresholds:
+        columns["steps to the threshold"] = lambda cell: show_median(get_reached(cell, "steps_to_threshold"))
+        columns["seconds to it"] = lambda cell: show_median(get_reached(cell, "seconds_to_threshold"))
     return make_cell_table(cells, columns)
+
+
+def get_reached(cell: dict, quantity: str):
+    """Return a quantity of a threshold, by seed; nothing for a cell without a threshold."""
+    return [] if cell["threshold"] is None else get_values(cell, quantity)
 
 
 def describe_machines(cells):
     """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
     runs = [run | {"task": cell["task"]} for cell in cells for run in cell["runs"]]
-    machines = [run["machine"] for run in runs]
     if not runs:
         return ""
-    text = common.machine_line(machines)
-    peers = {run["commit"] for run in runs} - {machine["commit"] for machine in machines}
+    text = machine_line([run["machine"] for run in runs])
+    peers = {run["commit"] for run in runs} - {run["machine"]["commit"] for run in runs}
     if not peers:
         return text
     text += f" Others: {', '.join(sorted(peers))}."
@@ -208,7 +215,7 @@ def make_sections(published: dict):
     for name, results in published.items():
         for table in results["tables"]:
             cells = results["cells"].values()
-            if "columns" in table:
+            if table["columns"]:
                 parts = [make_cell_table(cells, table["columns"]), LEGEND]
             else:
                 parts = [make_ratio_table(results)]
@@ -218,8 +225,8 @@ def make_sections(published: dict):
             sections[table["page"], table["section"]] = "\n" + join(*parts, describe_machines(cells))
         if results["summary"]:
             sections["README", f"{name}_cell"] = fill_summary(results)
-    for study in STUDIES:
-        sections |= study.make_sections(common.load_results(study.__name__))
+    for name, study in STUDIES.items():
+        sections |= study.make_sections(records.load_results(name))
     return sections
 
 
@@ -229,26 +236,30 @@ def make_pages(published: dict):
     for (page, section), text in make_sections(published).items():
         path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
         before = pages.get(path) or path.read_text()
-        pages[path] = common.replace_section(before, section, text)
+        pages[path] = replace_section(before, section, text)
     return pages
 
 
 def publish(published: dict):
-    """Write all pages, and the pictures that they show."""
+    """Write all pages and the pictures that they show; returns the paths of those that have changed."""
     pages = make_pages(published)
+    before = {path: path.read_bytes() for path in (*pages, *common.FIGURES.glob("*.png"))}
     for path, text in pages.items():
         path.write_text(text)
     shown = "".join(pages.values())
     for name, results in published.items():
         if f"figures/{name}.png" in shown:
             draw(results, common.FIGURES / f"{name}.png")
-    for study in (change_detection, tsp_networks):
-        name = study.__name__
-        study.draw(common.load_results(name), common.FIGURES / f"{name}.png")
+    for name in ("change_detection", "tsp_networks"):
+        STUDIES[name].draw(records.load_results(name), common.FIGURES / f"{name}.png")
+    change_detection.draw_task(common.FIGURES / "change_task.png")
+    learned.draw(published, common.FIGURES)
+    paths = {*before, *common.FIGURES.glob("*.png")}
+    return sorted(path for path in paths if path.read_bytes() != before.get(path))
 
 
 def write_own(suites: list, out: Path):
-    """Write results.md for your own runs, with figures."""
+    """Write results.md for your own runs, with figures; returns its path."""
     parts = ["# Results"]
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for suite in suites:
@@ -257,15 +268,22 @@ def write_own(suites: list, out: Path):
         parts.append(f"## {suite['suite']}")
         if draw(suite, out / name):
             parts.append(f"![Learning curves]({name})")
-        parts += [make_comparison(cells), LEGEND, describe_machines(cells)]
-    (out / "results.md").write_text(join(*parts))
+        parts += [make_comparison(cells, has_thresholds=True), LEGEND]
+        if suite["ratios"]:
+            parts.append(make_ratio_table(suite))
+        parts.append(describe_machines(cells))
+    path = out / "results.md"
+    path.write_text(join(*parts))
+    return path
 
 
 def merge(old: dict, new: dict):
-    """Add to `new` the committed runs that it lacks; ResultsError for runs with uncommitted changes.
+    """Add to `new` the committed runs that it lacks; returns the number of runs that are new.
 
-    `old` has the suite's cells of today: what another command has run is left out.
+    `old` has the suite's cells of today: what another command has run is left out. ResultsError for runs with
+    uncommitted changes.
     """
+    num_new = 0
     for name, cell in new["cells"].items():
         for run in cell["runs"]:
             is_clean = not run["machine"]["commit"].endswith("dirty")
@@ -274,24 +292,41 @@ def merge(old: dict, new: dict):
         cell = new["cells"].setdefault(name, before)
         if cell["command"] != before["command"]:
             cell["runs"] = []
+        num_new += sum(run not in before["runs"] for run in cell["runs"])
         runs = {run["seed"]: run for run in before["runs"] + cell["runs"]}
         cell |= before | {"runs": [*runs.values()], "missing": []}
+    return num_new
+
+
+def add_runs(suite: dict):
+    """Add the new runs of a suite to benchmark/results, and say how many."""
+    name = suite["suite"]
+    if not (common.SUITES / f"{name}.toml").exists() or name == "smoke":
+        print(f"{name}: not published; --out FOLDER shows it")
+        return
+    empty = {"cells": {key: cell | {"runs": []} for key, cell in suite["cells"].items()}}
+    num_new = merge(records.load_published().get(name, empty), suite)
+    path = common.RESULTS / f"{name}.json"
+    records.save_results(path, {key: suite[key] for key in ("suite", "cells", "levels")})
+    print(f"{name}: {num_new} new runs in benchmark/results/{name}.json")
 
 
 def main(args: Args):
-    """Write the pages, their figures and the results."""
+    """Write the pages, their figures and the results, and say what has changed."""
     suites = [records.collect(path.parent) for path in sorted(args.runs.glob("*/suite.json"))]
     require(suites or args == Args(), f"--runs {args.runs}: no runs to report")
     if args.out:
-        write_own(suites, args.out)
+        print(f"{write_own(suites, args.out)}: {', '.join(suite['suite'] for suite in suites)}")
         return
-    published = records.load_published()
+    if not suites:
+        print(f"{args.runs}: no runs")
     for suite in suites:
-        name = suite["suite"]
-        if (common.SUITES / f"{name}.toml").exists() and name not in UNPUBLISHED:
-            merge(published.get(name, {"cells": {}}), suite)
-            common.save_results(common.RESULTS / f"{name}.json", suite)
-    publish(records.load_published())
+        add_runs(suite)
+    changed = publish(records.load_published())
+    for path in changed:
+        print(f"{path.relative_to(common.ROOT)}: written")
+    if not changed:
+        print("pages and pictures: as before")
 
 
 if __name__ == "__main__":

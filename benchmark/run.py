@@ -1,9 +1,9 @@
 """Run every cell (script x task x setting x seed) of a suite, on this machine or on a Ray cluster.
 
-    python benchmark/run.py benchmark/suites/smoke.toml                 # two minutes, all five scripts
-    python benchmark/run.py benchmark/suites/cpu.toml                   # an hour, part of docs/results.md
-    python benchmark/run.py benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
-    python benchmark/run.py benchmark/suites/gpu.toml --address auto    # on the Ray cluster of this machine
+    python -m benchmark.run benchmark/suites/smoke.toml                 # two minutes, all five scripts
+    python -m benchmark.run benchmark/suites/cpu.toml                   # an hour, part of docs/results.md
+    python -m benchmark.run benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
+    python -m benchmark.run benchmark/suites/cpu.toml --address auto    # on the Ray cluster of this machine
 
 Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, with its attempts in try_1, try_2, ..., and is done when
 an attempt has ended with exit code 0 and has logged the cell's headline and curve. The hash is of the command and the
@@ -24,24 +24,22 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-import common
-import records
-from common import ResultsError, require
-from suite import Cell, read_suite
+from benchmark import common  # first: it says what to install
+
+# isort: split
 from tyro.conf import Positional
 
-sys.path.append(str(common.PEERS))
-import environment
+from benchmark.common import ResultsError, require
+from benchmark.machines import describe_machine
+from benchmark.peers import environment
+from benchmark.runs import Outcome, find_run
+from benchmark.suite import Cell, read_suite
 
 TRIES = 3  # attempts at a cell that crashes or is lost
-# Errors that another attempt would repeat: bad flags, no time, and runs that lack what the suite asks for
-SAME_AGAIN = re.compile(
-    r"exit code (2|1: (\w+\.py: error|Unrecognized|Error parsing|invalid choice|Missing))|not done|no "
-)
 
 
 @dataclass
@@ -60,7 +58,7 @@ class Args:
 def make_command(cell: Cell, python: str, run_dir: Path):
     """Return what is executed: the cell's command with --seed and --run-dir, our scripts by the peers' clock."""
     launcher, *words = shlex.split(cell.command)
-    if cell.path.startswith("algos/"):
+    if cell.program == [cell.path]:  # no peer
         words.insert(words.index(cell.path), "benchmark/peers/clock.py")
     if launcher == "torchrun":
         words = ["-m", "torch.distributed.run", *words]
@@ -68,7 +66,7 @@ def make_command(cell: Cell, python: str, run_dir: Path):
 
 
 def run_cell(cell: Cell, folder: Path, python: str, gpus: str = ""):
-    """Run a cell, and again if it crashes, TRIES times at most. Returns "done" with its result, or why there is none.
+    """Run a cell, and again if it crashes, TRIES times at most. Returns the outcome of the last attempt.
 
     An attempt leaves log, run and process.json in a new folder.
     """
@@ -77,24 +75,24 @@ def run_cell(cell: Cell, folder: Path, python: str, gpus: str = ""):
         path = folder / f"try_{1 + len([*folder.glob('try_*')])}"
         path.mkdir(parents=True)
         # With the commit of the script that starts now
-        process = {"machine": common.describe_machine()}
+        process = {"machine": describe_machine()}
         process |= execute(make_command(cell, python, path), cell, path / "log.txt", gpus)
         if cell.score_best and process["exit_code"] == 0:
             process["best"] = score_best(cell, path, python, gpus)
         common.write_atomically(path / "process.json", json.dumps(process))
-        run = records.find_run(folder, vars(cell))
-        if "error" not in run:
-            return f"done: {cell.headline} {run['metrics'][cell.headline]:.4g}"
-        if SAME_AGAIN.match(run["error"]):
+        outcome = find_run(folder, cell)
+        if outcome.run:
+            return outcome
+        if outcome.is_final:
             break
-    return f"{run['error']} (log: {path}/log.txt)"
+    return replace(outcome, error=f"{outcome.error} (log: {path}/log.txt)")
 
 
 def score_best(cell: Cell, path: Path, python: str, gpus: str):
     """Score the best.pt of a run by the script's --evaluate, which prints a line a score; empty if that fails."""
     best = next(path.glob("*/best.pt"), "best.pt")
     flags = ["--evaluate", best, "--eval-episodes", "100", "--seed", f"{cell.seed}"]
-    execute([python, cell.path, *flags], cell, path / "best.txt", gpus)
+    execute([python, *cell.program, *flags], cell, path / "best.txt", gpus)
     scores = re.findall(r"^eval/(\w+): (\S+)$", (path / "best.txt").read_text(), re.M)
     found = {f"best/{name}": float(score) for name, score in scores}
     return found if all(math.isfinite(score) for score in found.values()) else {}
@@ -171,7 +169,7 @@ def start_on_ray(address: str):
 
 
 def run_cells(folders: dict, submit):
-    """Run the cells of `folders` when there is room for them. Returns what failed, by cell."""
+    """Run the cells of `folders` when there is room for them. Returns the errors of those that failed, by cell."""
     peers = {cell.environment for cell in folders} - {None}
     pythons = {None: sys.executable} | {peer: environment.make_environment(peer) for peer in peers}
     waiting = [*folders]
@@ -184,37 +182,45 @@ def run_cells(folders: dict, submit):
                 waiting.remove(cell)
         for future in wait(running, 1.0, FIRST_COMPLETED).done:
             cell = running.pop(future)
-            # An exception is such as that of a full disk, or of Ray if it loses a machine too often
-            error = future.exception()
-            end = str(getattr(error, "cause", error) or future.result()).split("\n")[0]
-            if not end.startswith("done"):
-                errors[cell] = end
+            outcome = get_outcome(future)
+            if outcome.run:
+                end = f"done: {cell.headline} {outcome.run['metrics'][cell.headline]:.4g}"
+            else:
+                end = errors[cell] = outcome.error
             print(f"{cell.name}, seed {cell.seed}: {end}; {len(waiting) + len(running)} left", flush=True)
     return errors
 
 
+def get_outcome(future):
+    """Return the outcome of a cell from its future, also if its worker raised an error."""
+    error = future.exception()  # such as that of a full disk, or of Ray if it loses a machine too often
+    if error is None:
+        return future.result()
+    return Outcome(error=str(getattr(error, "cause", error)).split("\n")[0])
+
+
 def main(args: Args):
     """Run a suite; returns the exit code."""
-    cells, content = read_suite(args.suite)
+    suite = read_suite(args.suite)
     root = args.runs.resolve() / args.suite.stem
-    folders = {cell: root / cell.name / f"seed{cell.seed}-{cell.hash()}" for cell in cells}
-    chosen = [cell for cell in cells if fnmatch(cell.name, args.only)]
+    folders = {cell: root / cell.name / f"seed{cell.seed}-{cell.hash()}" for cell in suite.cells}
+    chosen = [cell for cell in suite.cells if fnmatch(cell.name, args.only)]
     require(chosen, f"--only {args.only}: no such cell in {args.suite}")
-    missing = {
-        cell: folders[cell] for cell in chosen if "error" in records.find_run(folders[cell], vars(cell))
-    }
+    missing = {cell: folders[cell] for cell in chosen if not find_run(folders[cell], cell).run}
     print(
         f"{root}: {len(chosen)} cells, {len(chosen) - len(missing)} done before, commit "
-        f"{common.describe_machine()['commit']} (report.py does not publish runs of a -dirty one)",
+        f"{describe_machine()['commit']} (report.py does not publish runs of a -dirty one)",
         flush=True,
     )
     submit = start_on_ray(args.address) if args.address else start_here([*missing])
-    rows = [vars(cell) | {"folder": f"{folder.relative_to(root)}"} for cell, folder in folders.items()]
-    suite = {"suite": root.name, "cells": rows, "levels": content["levels"]}
+    rows = [asdict(cell) | {"folder": f"{folder.relative_to(root)}"} for cell, folder in folders.items()]
+    content = asdict(suite) | {"suite": root.name, "cells": rows}
+    for key in ("tables", "summary"):  # of published suites, whose pages follow their files
+        del content[key]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        common.write_atomically(root / "suite.json", json.dumps(suite))
+        common.write_atomically(root / "suite.json", json.dumps(content))
         errors = run_cells(missing, submit)
     except KeyboardInterrupt:
         print("\ninterrupted: what was finished is kept, the same command does the rest", flush=True)

@@ -1,5 +1,6 @@
 """Read suites, the TOML files that benchmark/README.md describes."""
 
+import ast
 import hashlib
 import re
 import shlex
@@ -8,21 +9,17 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-import common
-from common import ResultsError, require
+from benchmark import common
+from benchmark.common import ResultsError, require
 
 DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": "", "levels": {}}
-SHOWN_KEYS = {
-    "ratios": ("title", "quantity", "ours", "peer"),
-    "tables": ("page", "section", "columns"),
-}
 NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING
-COMMAND = re.compile(r"(?:python|torchrun --standalone.*) ((?:algos|benchmark/peers)/\w+\.py)(?: .*)?")
-# Files of this repository that a file uses: `import a.b`, `from a.b import c`, "benchmark/checkpoints/d.pt"
-# and "envs_shared.b:Task-v0"
-USED = re.compile(
-    r'^ *(?:import|from) ([\w.]+)(?: import (\w+))?|"((?:algos|benchmark)/[\w./-]+)"|"([\w.]+):', re.M
+COMMAND = re.compile(
+    r"(?:(?:python|torchrun --standalone.*) (algos/\w+\.py)|python -m (benchmark\.peers\.\w+))(?: .*)?"
 )
+# Strings of a program that name files of this repository: "benchmark/checkpoints/d.pt", "envs_shared.b:Task-v0"
+NAMED_FILE = re.compile(r"(?:algos|benchmark)/[\w./-]+")
+NAMED_TASK = re.compile(r"([\w.]+):")
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Cell:
 
     name: str  # SCRIPT/TASK/SETTING, the same for all seeds
     script: str
-    path: str  # of the script, as the command names it
+    path: str  # of the script
     task: str
     setting: str
     command: str
@@ -47,15 +44,52 @@ class Cell:
     environment: str | None = None
     score_best: bool = False
 
+    @property
+    def program(self):
+        """Return the words of the command that name the script: its path, or of a peer its module."""
+        if self.path.startswith("algos/"):
+            return [self.path]
+        return ["-m", get_module(self.path)]
+
     def hash(self):
         """Hash the command and the files it uses, as they are now: a result counts while they stay the same."""
         digest = hashlib.sha256(self.command.encode())
         words = shlex.split(self.command)
-        modules = [f"{word.split(':')[0].replace('.', '/')}.py" for word in words]  # of --env-id
+        modules = [get_path(word.split(":")[0]) for word in words]  # after -m and --env-id
         packages = f"benchmark/peers/requirements-{self.environment}.txt"
         for path in find_used_files([*words, *modules, packages, "benchmark/peers/clock.py"]):
             digest.update(f"\n{path}\n".encode() + (common.ROOT / path).read_bytes())
         return digest.hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A line of a table: a quantity of our cell divided by that of a peer's."""
+
+    title: str
+    quantity: str
+    ours: str  # name of a cell
+    peer: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table on a page of docs/."""
+
+    page: str
+    section: str
+    columns: dict | None = None  # quantities by their titles; None: the table has the suite's ratios
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a TOML file says. Cells are listed seed by seed, so that runs that are compared follow one another."""
+
+    cells: list[Cell]
+    ratios: list[Ratio]
+    tables: list[Table]
+    summary: str  # for the README
+    levels: dict[str, dict]  # known values of others by task and name, which the picture shows
 
 
 def find_used_files(names: list):
@@ -69,11 +103,38 @@ def find_used_files(names: list):
         found.add(path)
         if path.suffix != ".py":
             continue
-        for module, member, name, of_task in USED.findall((common.ROOT / path).read_text()):
-            start = name or (module or of_task).replace(".", "/")
-            for end in ("", ".py", "/__init__.py", f"/{member}.py"):
-                todo += [Path(start + end), path.parent / (start + end)]
+        for name in find_names(ast.parse((common.ROOT / path).read_text())):
+            todo += [Path(name), path.parent / name]
     return sorted(found)
+
+
+def find_names(tree: ast.Module):
+    """List the paths that a program may mean by its imports and its strings, whether they exist or not."""
+    names = []
+    for node in ast.walk(tree):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if NAMED_FILE.fullmatch(node.value):
+                names.append(node.value)
+            if match := NAMED_TASK.match(node.value):
+                modules = [match[1]]
+        for module in modules:
+            names += [get_path(module), get_path(f"{module}.__init__")]
+    return names
+
+
+def get_path(module: str):
+    """Return the path of a module."""
+    return f"{module.replace('.', '/')}.py"
+
+
+def get_module(path: str):
+    """Return the module of a path."""
+    return path.removesuffix(".py").replace("/", ".")
 
 
 def check_keys(table: dict, known, where: str):
@@ -82,24 +143,32 @@ def check_keys(table: dict, known, where: str):
         require(key in known, f"{where}: unknown key {key}; there are {', '.join(sorted(known))}")
 
 
+def make(kind, table: dict, where: str):
+    """Make a dataclass from a TOML table; ResultsError for a field that is missing or of another type."""
+    fields = kind.__annotations__
+    made = kind(**{key: None for key in fields if not hasattr(kind, key)} | table)
+    for key, types in fields.items():
+        value = getattr(made, key)
+        is_right = isinstance(value, types)
+        require(is_right, f"{where}: {key} = {value!r} has to be {getattr(types, '__name__', types)}")
+    return made
+
+
 def make_cell(table: dict, headlines: dict, where: str):
     """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
     command = str(table.get("command"))
     match = COMMAND.fullmatch(command)
+    path = match and (match[1] or get_path(match[2]))
     require(
-        match and (common.ROOT / match[1]).is_file(),
-        f"{where}: command = {command!r} has to be python or torchrun --standalone, and a script of algos/ or "
-        "benchmark/peers/",
+        match and (common.ROOT / path).is_file(),
+        f"{where}: command = {command!r} has to be python or torchrun --standalone and a script of algos/, or "
+        "python -m and a module of benchmark.peers",
     )
-    script = Path(match[1]).stem
-    named = {"task": None, "setting": None, "headline": headlines.get(script)} | table
-    check_keys(named, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)
-    name = f"{script}/{named['task']}/{named['setting']}"
-    cell = Cell(**named | {"path": match[1], "script": script, "name": name})
-    for key, kind in Cell.__annotations__.items():
-        value = getattr(cell, key)
-        is_kind = isinstance(value, kind)
-        require(is_kind, f"{where}: {key} = {value!r} has to be {getattr(kind, '__name__', kind)}")
+    script = Path(path).stem
+    check_keys(table, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)
+    name = f"{script}/{table.get('task')}/{table.get('setting')}"
+    made = {"headline": headlines.get(script), "path": path, "script": script, "name": name}
+    cell = make(Cell, made | table, where)
     require(
         NAME.fullmatch(name), f"{where}: task and setting of {name!r} are not of letters, digits and ._+=-"
     )
@@ -110,10 +179,7 @@ def make_cell(table: dict, headlines: dict, where: str):
 
 
 def read_suite(path: Path):
-    """Read the TOML file at `path`: its cells, and all that it says; ResultsError for what is wrong.
-
-    Cells are listed seed by seed, so that runs that are compared follow one another.
-    """
+    """Read the TOML file at `path`; ResultsError for what is wrong."""
     try:
         content = DEFAULTS | tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -122,9 +188,10 @@ def read_suite(path: Path):
     for key, value in content.items():
         kind = type(DEFAULTS[key])
         require(type(value) is kind, f"{path}: {key} = {value!r} has to be a {kind.__name__}")
-    for key, known in SHOWN_KEYS.items():
+    for key, kind in (("ratios", Ratio), ("tables", Table)):
         for table in content[key]:
-            check_keys(table, known, f"{path}, {key}")
+            check_keys(table, kind.__annotations__, f"{path}, {key}")
+        content[key] = [make(kind, table, f"{path}, {key}") for table in content[key]]
     rows = []
     for number, table in enumerate(content["cells"], 1):
         where = f"{path}, cell {number}"
@@ -137,6 +204,6 @@ def read_suite(path: Path):
     names = {(cell.name, cell.seed) for cell in cells}
     require(len(names) == len(cells), f"{path}: two cells have the same script, task, setting and seed")
     for ratio in content["ratios"]:
-        are_known = {ratio.get("ours"), ratio.get("peer")} <= {name for name, _ in names}
+        are_known = {ratio.ours, ratio.peer} <= {name for name, _ in names}
         require(are_known, f"{path}, ratios: ours and peer have to name cells, not as in {ratio}")
-    return cells, content
+    return Suite(cells, **{key: content[key] for key in ("ratios", "tables", "summary", "levels")})

@@ -1,6 +1,6 @@
 """The programs of other processes in the tests of the contract and of several processes.
 
-`start_process` of conftest.py calls one function of ACTIONS by its name.
+`start_process` of helpers.py calls one function of ACTIONS by its name.
 """
 
 import importlib
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch._dynamo  # which optimizers import, in two seconds; their processes are forked from one that has it
 import torch.distributed as dist
-from conftest import ROOT
+from helpers import ROOT
 
 
 def run_copy(path, *flags):

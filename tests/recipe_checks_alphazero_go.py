@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from check_game import check_game
-from test_contract import import_file, load, run_edited
+from scripts import import_file, load, run_edited
 
 QUICK = (
     "--komi 0 --score-weight 0 --num-games 64 --draw-moves 1 --dirichlet-alpha 1 --c-puct 1 --eval-episodes 0"

@@ -9,11 +9,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import read_scalars
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from helpers import read_scalars
 from probe_envs import OneStep, Quarters, Task
 from recipe_checks_ppo_device import DEVICE_CHECKS
-from test_contract import import_file, load, run_edited
+from scripts import import_file, load, run_edited
 
 
 def read_returns(run):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import read_scalars
+from helpers import read_scalars
 from PIL import Image
-from test_contract import load, run_edited
+from scripts import load, run_edited
 
 QUICK = "--image-size 16 --batch-size 8 --num-envs 16 --num-minibatches 2"
 BACKBONE = """

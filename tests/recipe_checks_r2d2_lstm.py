@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import read_scalars
-from test_contract import import_file, load, run_edited, run_main
+from helpers import read_scalars
+from scripts import import_file, load, run_edited, run_main
 
 RECALL = (
     "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --learning-starts 500"

@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 import torch
-from conftest import read_scalars
-from test_contract import import_file, load, run_edited, run_main
+from helpers import read_scalars
+from scripts import import_file, load, run_edited, run_main
 
 CPU = torch.device("cpu")
 ORDERS = np.array(list(itertools.permutations(range(6))))  # [720, 6]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read_scalars
-from test_contract import run_main
+from helpers import read_scalars
+from scripts import run_main
 
 from algos import alphazero_go as az
 from envs_shared.go import Boards, Go

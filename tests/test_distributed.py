@@ -12,20 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, start_process, wait_for
-from test_contract import CASES, SCRIPTS, check_no_step_is_logged_twice, each_script, load
+from helpers import ENVIRONMENT, ROOT, start_process, wait_for
+from scripts import CASES, SCRIPTS, check_no_step_is_logged_twice, each_script, load
 from torch.distributed.run import get_args_parser
 
 PAGE = ROOT / "docs" / "scaling.md"
-
-# Flags of runs that keep statistics, if a script has any
-WITH_STATISTICS = {
-    "ppo": "--env-id Pendulum-v1 --norm-obs",
-    "r2d2_lstm": "--env-id probe_envs:Ledger-v0",
-    "reinforce_tsp_attention": "--baseline rollout --baseline-instances 20 --baseline-level 0.5",
-    "alphazero_go": "--pretrain-value-epochs 1 --pretrain-search-epochs 1",
-    "ppo_change_detection": "",
-}
 
 
 @each_script
@@ -35,7 +26,7 @@ def test_two_processes_train_as_one(script, tmp_path):
     An update that two processes share is that of one on all rows. If a script allows it, their parts differ in size.
     """
     case = CASES[script]
-    flags = f"{case.quick} {case.length} {case.more} {WITH_STATISTICS[script]} --eval-episodes 0"
+    flags = f"{case.quick} {case.length} {case.more} {case.statistics} --eval-episodes 0"
     words, logs = (script, tmp_path, flags, f"{case.length} {2 * case.more}"), [tmp_path / x for x in "01"]
     exit_codes = wait_for([start_process(log, {}, "share", log.name, *words) for log in logs])
     output = "".join(log.read_text() for log in logs)

@@ -18,22 +18,24 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from conftest import ROOT
+import yaml
+from helpers import ENVIRONMENT, ROOT
 from mkdocs.exceptions import PluginError
 from PIL import Image
-from test_contract import CASES, SCRIPTS, each_script, run_quick
+from scripts import CASES, SCRIPTS, each_script, get_module, read_progress, run_main, run_quick
 from torch.distributed.run import get_args_parser
 
-sys.path += [str(ROOT / name) for name in ("benchmark", "benchmark/peers", "benchmark/studies", "docs")]
-import hooks
+from docs import hooks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # all but the first are the site's
 BENCHMARK = [ROOT / "benchmark" / folder / "README.md" for folder in ("", "checkpoints", "peers")]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *BENCHMARK, ROOT / "CHANGELOG.md"]
-STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
-PROGRAMS = [*sorted((ROOT / "algos").glob("*.py")), *sorted((ROOT / "benchmark").glob("*.py")), *STUDIES]
+FOLDERS = ("algos", "benchmark", "benchmark/studies")
+PROGRAMS = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
 PROGRAMS.append(ROOT / "docs" / "recipe.py")
-OTHER_PROGRAMS = set("pip git mkdir cp cd pytest tensorboard mkdocs sbatch ruff playwright".split())
+OTHER_PROGRAMS = set(
+    "pip git mkdir cp cd source python3 pytest tensorboard mkdocs sbatch ruff playwright wandb".split()
+)
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -46,7 +48,7 @@ each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.rel
 @functools.cache
 def load_parser(path: Path):
     """Return the flags of a program, and a function that exits for arguments that it does not take."""
-    module = importlib.import_module(f"algos.{path.stem}" if path.parent.name == "algos" else path.stem)
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     if args := getattr(module, "Args", None):
         names = [name.replace("_", "-") for name in args.__dataclass_fields__]
         flags = {f"--{no}{name}" for name in names for no in ("", "no-")} | {"--help"}
@@ -86,6 +88,8 @@ def check_command(command: list[str]) -> str | None:
         if program == "torchrun":
             launch = get_args_parser().parse_args(words)
             words = [launch.training_script, *launch.training_script_args]
+        if words[0] == "-m":
+            words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
         # A name alone is that of a copied script
         path = ROOT / ("" if "/" in words[0] else "algos") / words[0]
         if not path.is_file():
@@ -131,9 +135,9 @@ WANDB_MODE=offline python ppo2.py
 python algos/ppo.py --sed 1
 uv run algos/ppo.py --vectorization no
 torchrun --nproc-per-node 2 algos/ppo.py --burn-in 4
-python benchmark/compare.py a
-python benchmark/studies/go_search.py --report-only
-python benchmark/peers/sb3_ppo.py --settings best
+python -m benchmark.compare a
+python -m benchmark.studies.go_search --report-only
+python -m benchmark.peers.sb3_ppo --settings best
 algos/none.py
 --burn-in
 --seed 1 --seed x
@@ -144,9 +148,21 @@ def test_what_does_not_exist_is_a_problem():
     for code in WRONG.strip().splitlines():
         assert find_problems(f"a `{code}` b", "ppo"), code
     assert find_problems("`--report-none`", None) and find_problems("`--studies short`", None)
-    assert not find_problems("`python benchmark/studies/go_search.py --repeats 3 --cuda`", None)
+    assert not find_problems("`python -m benchmark.studies.go_search --repeats 3 --cuda`", None)
     for lines in ("pip install -r none.txt", "cp algos/none.py y", "A=1 make x # b", "cd \\\nx; cq && cd y"):
         assert find_problems(f"```bash\n{lines}\n```\n", None), lines
+
+
+def test_the_readme_counts_the_lines_of_the_scripts():
+    """Of the algorithm and of the part Run, to within 5 %; each row names the script, its page and no other."""
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| [")]
+    rows = {re.search(r"\(algos/(\w+)\.py\)", row)[1]: row for row in rows}
+    assert {*rows} == {*SCRIPTS}
+    for script, row in rows.items():
+        assert f"(docs/{script}.md)" in row
+        parts = re.split(r"^# -+ Run -+$", (ROOT / "algos" / f"{script}.py").read_text(), flags=re.M)
+        counts = [int(x) for x in re.findall(r"\d+", row.split("|")[-2].replace(",", ""))]
+        assert counts == pytest.approx([part.count("\n") for part in parts], rel=0.05), script
 
 
 def get_anchors(path: Path) -> set[str]:
@@ -196,12 +212,16 @@ def test_formulas_become_mathml():
         assert not re.search(r"[\\&{}^_]", words), (formula, words)
         assert r"\operatorname" not in formula and "|" not in formula
         assert formula.count("{") == formula.count("}"), formula
-    assert '<mi>log</mi><mspace width="0.167em" />' in hooks.to_mathml(r"\log p", "inline")
+    space = '<mspace width="0.167em" />'
+    assert f"<mn>2</mn>{space}<mi>log</mi>{space}<mi>p</mi>" in hooks.to_mathml(r"2 \log p", "inline")
+    assert f"<mi>c</mi>{space}<mi>min</mi><mo" in hooks.to_mathml(r"c \min(a, b)", "inline")
+    assert '=</mo><mo form="prefix">\u2212' in html.unescape(hooks.to_mathml("x = -y", "inline"))
 
 
 @pytest.mark.parametrize("marker", ["algos/ppo.py#none", "algos/ppo.py#Agent.none", "algos/none.py#run"])
 def test_a_marker_of_nothing_is_refused(marker):
-    text = f"[`{marker.split('#')[1]}`](../{marker})"
+    path, name = marker.split("#")
+    text = f"[`{name}`](../{path})"
     page = SimpleNamespace(file=SimpleNamespace(generated_by=None, src_uri="ppo.md"))
     with pytest.raises(PluginError, match=r"ppo.md: algos/\w+.py: "):  # which ends the build
         hooks.on_page_markdown(text, page)
@@ -220,14 +240,16 @@ def site(tmp_path_factory):
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_pages_of_the_site_have_their_formulas_and_sources(site, page):
     text = (site / f"{page.stem}.html").read_text()
-    assert text.count("<math ") == len(find_formulas(page.read_text()))
+    # A comma and \quad divide a formula into parts, which stand below each other on a narrow screen
+    parts = [part for formula in find_formulas(page.read_text()) for part in formula.split(r", \quad")]
+    assert text.count("<math ") == len(parts)
     boxes = re.findall(r'<details class="source" data-search-exclude.*?>(.*?)</details>', text, re.S)
     markers = hooks.MARKER.findall(page.read_text())
-    assert len(markers) == len(re.findall(r"\.py#", page.read_text()))
-    for box, (shown, path, name) in zip(boxes, dict.fromkeys(markers), strict=True):
+    assert ".py#" not in page.read_text()  # an anchor that GitHub does not know
+    for box, (name, path) in zip(boxes, dict.fromkeys(markers), strict=True):
         code = re.search(r"<code>(.*?)</code>", box, re.S)[1]
         code = html.unescape(re.sub(r'<span class="linenos".*?</span>|<[^>]+>', "", code))
-        assert f'id="{name}"' in box and shown == name
+        assert f'id="{name}"' in box
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         found = inspect.getsource(functools.reduce(getattr, name.split("."), module))
         assert code.splitlines() == textwrap.dedent(found).splitlines()
@@ -243,6 +265,14 @@ def test_the_site_works_from_a_folder_without_a_network(site):
     assert loaded.search('<link rel=x href="https://a.b">') and loaded.search("url(//a.b)")
     for path in (*site.rglob("*.html"), *site.rglob("*.css")):
         assert not loaded.search(path.read_text()), path.name
+    missing = (site / "404.html").read_text()
+    article = missing[missing.index("There is no such page") :]
+    names = re.findall(r'href="/(\w+\.html)"', article)
+    assert len(names) >= len(SCRIPTS) and all((site / name).exists() for name in names)
+    style = site / "assets" / "site.css"
+    (font,) = re.findall(r'url\("(.+?)"\)', style.read_text())  # of formulas
+    assert (style.parent / font).read_bytes()[:4] == b"wOF2"
+    assert "SIL OPEN FONT LICENSE" in (style.parent / f"{Path(font).stem}-OFL.txt").read_text()
 
 
 @each_script
@@ -254,6 +284,82 @@ def test_a_script_is_copied_as_the_docs_say(script, tmp_path):
     subprocess.run(["bash", "-ec", copying.replace("cp ", f"cp {ROOT}/")], cwd=tmp_path, check=True)
     found = {x.relative_to(tmp_path / "my_project").as_posix() for x in tmp_path.rglob("*.*")}
     assert found == {f"{script}.py", *(f"envs_shared/{name}" for name in [CASES[script].sibling] if name)}
+
+
+# ---- A sweep, and an environment of one's own ------------------------------------------------------------------------
+
+
+def read_block(page: str, language: str) -> str:
+    """The first code block of a language on a page of docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    return next(code for found, code in FENCE.findall(text) if found == language)
+
+
+def make_trials(sweep: dict) -> list[dict]:
+    """The settings of trials that have every value of a sweep, and both ends of its ranges, at least once."""
+    values = {
+        name: [x["value"]] if "value" in x else x.get("values", [x.get("min"), x.get("max")])
+        for name, x in sweep["parameters"].items()
+    }
+    most = max(map(len, values.values()))
+    return [{name: x[i % len(x)] for name, x in values.items()} for i in range(most)]
+
+
+def make_sweep_command(sweep: dict, trial: dict) -> list[str]:
+    """The words of the command line of a trial, as an agent of W&B writes it."""
+    from wandb.sdk.launch.sweeps import utils
+
+    words = utils.create_sweep_command_args({"args": {name: {"value": x} for name, x in trial.items()}})
+    words |= {"env": [], "interpreter": [sys.executable], "program": [sweep["program"]]}
+    parts = [words[x[2:-1]] if x.startswith("${") else [x] for x in sweep["command"]]
+    return [word for part in parts for word in part]
+
+
+def test_a_sweep_writes_flags_that_the_script_takes(tmp_path):
+    """Each setting arrives, true and false. A trial logs under the sweep's id, and to the sweep's metric."""
+    sweep = yaml.safe_load(read_block("tracking.md", "yaml"))
+    module = importlib.import_module(sweep["program"].removesuffix(".py").replace("/", "."))
+    trials = make_trials(sweep)
+    for trial in trials:
+        args = vars(tyro.cli(module.Args, args=make_sweep_command(sweep, trial)[2:]))
+        assert args["track"]
+        for name, value in trial.items():
+            setting = not args[name[3:]] if name.startswith("no_") else args[name]
+            assert setting == value and type(setting) is type(value), name
+    assert {x["norm_obs"] for x in trials} == {x["no_norm_reward"] for x in trials} == {True, False}
+    assert not takes(ROOT / sweep["program"], ["--norm_obs=True"])  # the agent's form by default
+
+    trial = trials[0] | {"total_timesteps": 2048}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({name: {"value": x} for name, x in trial.items()}))
+    settings = {
+        "MODE": "offline",
+        "SWEEP_ID": "sweep123",
+        "RUN_ID": "trial123",
+        "SWEEP_PARAM_PATH": str(path),
+    }
+    env = ENVIRONMENT | {f"WANDB_{name}": x for name, x in settings.items()}
+    command = make_sweep_command(sweep | {"program": str(ROOT / sweep["program"])}, trial)
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (log,) = tmp_path.glob("wandb/offline-run-*-trial123/run-trial123.wandb")
+    assert all(
+        x.encode() in log.read_bytes() for x in (sweep["metric"]["name"], "sweep123", "no_norm_reward")
+    )
+
+
+@pytest.mark.parametrize("script", ["ppo", pytest.param("r2d2_lstm", marks=pytest.mark.slow)])
+def test_the_environment_of_the_docs_is_learned(script, tmp_path, monkeypatch):
+    """By the page's command line. The best return is 1; at random, most episodes end without a reward."""
+    code = read_block("environments.md", "python")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / re.match(r"# (\S+)\n", code)[1]).write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    commands = [x for x in split_commands(read_block("environments.md", "bash")) if x[1] == f"{script}.py"]
+    run = run_main(get_module(script), tmp_path / "runs", *commands[0][2:])
+    progress = read_progress(run.path)
+    assert progress["best_score"] == progress["last_score"] == 1
 
 
 # ---- Lines that use a saved policy -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 from algos import alphazero_go as az
 from envs_shared import go_gtp

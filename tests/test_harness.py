@@ -2,8 +2,8 @@
 
 import importlib
 import json
-import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -11,53 +11,30 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
 import tyro
-from conftest import ENVIRONMENT, ROOT
-from scipy import stats
+from helpers import ENVIRONMENT, ROOT, SCRIPTS
+from results import define_cell, write_run, write_suite
 from torch.distributed.run import get_args_parser
-from torch.utils.tensorboard import SummaryWriter
 
-sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "peers")]
-import common
-import compare
-import records
-import report
-import run
-import suite as suites
-from common import ResultsError
-from suite import read_suite
+from benchmark import common, records, report, run, runs
+from benchmark import suite as suites
+from benchmark.common import ResultsError
+from benchmark.machines import describe_machine
+from benchmark.runs import Outcome
+from benchmark.suite import read_suite
 
 SHORT = "python algos/ppo.py --num-envs 8 --total-timesteps 2560 --eval-episodes 4"
 SUITES = sorted((ROOT / "benchmark" / "suites").glob("*.toml"))
-SCRIPTS = {path.stem for path in (ROOT / "algos").glob("*.py")}
-
-
-def define_cell(command="python algos/ppo.py", **keys):
-    """Make a cell as a suite does."""
-    table = {"task": "T", "setting": "s", "headline": "eval/x", "command": command}
-    seed = keys.pop("seed", 0)
-    return replace(suites.make_cell(table | keys, {}, "here"), seed=seed)
-
-
-def write_suite(path, seeds=(1,), **commands):
-    """Write a suite on CartPole-v1 with a cell for each setting=command."""
-    text = f'seeds = {list(seeds)}\nheadline = {{ ppo = "eval/episodic_return" }}\n'
-    for setting, command in commands.items():
-        text += f'[[cells]]\ntask = "CartPole-v1"\nsetting = "{setting}"\ncommand = "{command}"\n'
-    path.write_text(text)
-    return path
 
 
 def start_harness(*flags):
-    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *map(str, flags)]
+    command = [sys.executable, "-m", "benchmark.run", *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     # Shells start jobs in the background with Ctrl-C ignored
     pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -84,23 +61,23 @@ def find_processes(word, but="\n"):
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_the_suites_parse_against_the_scripts(path):
     """The parsers of scripts, peers and torchrun take the flags."""
-    cells, _ = read_suite(path)
+    cells = read_suite(path).cells
     for cell in {cell.name: cell for cell in cells}.values():
         launcher, *words = shlex.split(cell.command)
-        flags = [*words[words.index(cell.path) + 1 :], "--seed", "1", "--run-dir", "runs"]
+        flags = [*words[words.index(cell.program[-1]) + 1 :], "--seed", "1", "--run-dir", "runs"]
         if launcher == "torchrun":
             assert get_args_parser().parse_args(words).training_script == cell.path
-        script = {"r2d2_transformer": "r2d2_lstm"}.get(
-            cell.script, cell.script
-        )  # an edited copy has its flags
-        if (ROOT / "algos" / f"{script}.py").exists():
-            tyro.cli(importlib.import_module(f"algos.{script}").Args, args=flags)
+        module = importlib.import_module(suites.get_module(cell.path))
+        if cell.script == "r2d2_transformer":  # an edited copy has the flags of its script
+            module = importlib.import_module("algos.r2d2_lstm")
+        if hasattr(module, "Args"):
+            tyro.cli(module.Args, args=flags)
         else:
-            importlib.import_module(cell.script).make_parser().parse_args(flags)
+            module.make_parser().parse_args(flags)
         assert not cell.environment or (common.PEERS / f"requirements-{cell.environment}.txt").exists()
-    if path.stem in ("smoke", "cpu", "gpu", "ablations"):
+    if path.stem in ("smoke", "cpu", "ablations"):
         studied = {"ppo_change_detection"} if path.stem == "ablations" else set()  # beside its rivals
-        assert {cell.script for cell in cells} >= SCRIPTS - studied
+        assert {cell.script for cell in cells} >= {*SCRIPTS} - studied
 
 
 CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
@@ -111,7 +88,7 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
     two = CELL.replace('"s"', '"t"').replace("python", "torchrun --standalone --nproc-per-node 2")
     start = "seeds = [1, 7]\nheadline = { ppo = 'eval/y' }\n"
     (tmp_path / "a.toml").write_text(f"{start}{CELL}headline = 'eval/x'\n{two}")
-    cells, _ = read_suite(tmp_path / "a.toml")
+    cells = read_suite(tmp_path / "a.toml").cells
     found = [(cell.setting, cell.seed, cell.headline) for cell in cells]
     assert found == [("s", 1, "eval/x"), ("t", 1, "eval/y"), ("s", 7, "eval/x"), ("t", 7, "eval/y")]
     *_, one, two = (run.make_command(cell, "/its/python", tmp_path) for cell in cells)
@@ -135,7 +112,11 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
         ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
         ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
         ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
-        ("[[cells]]", "[[ratios]]\nours = 'ppo/T/s'\n[[cells]]", "ratios: ours and peer have to name cells"),
+        (
+            "[[cells]]",
+            "[[ratios]]\ntitle = 't'\nquantity = 'x'\nours = 'ppo/T/s'\npeer = 'y'\n[[cells]]",
+            "ratios: ours and peer have to name cells",
+        ),
         (
             "seeds = [1]",
             "seed = [1]",
@@ -160,8 +141,8 @@ FILES = {
     "envs_shared/b.py": "b = 1\n",
     "envs_shared/own.py": "c = 1\n",
     "envs_shared/task.py": "d = 1\n",
-    "benchmark/peers/match.py": 'import shared\nENGINE = "algos/ppo.py"\nDATA = "benchmark/data/r.txt"\n'
-    'TASK = "envs_shared.task:T-v0"\n',
+    "benchmark/peers/match.py": 'from benchmark.peers import clock, shared\nENGINE = "algos/ppo.py"\n'
+    'DATA = "benchmark/data/r.txt"\nTASK = "envs_shared.task:T-v0"\n',
     "benchmark/data/r.txt": "3.85\n",
     "benchmark/peers/clock.py": "",
     "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
@@ -179,7 +160,7 @@ def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypat
     monkeypatch.setattr(common, "PEERS", tmp_path / "benchmark" / "peers")
     ours = define_cell("python algos/ppo.py --gamma 0.9")
     named = define_cell("python algos/ppo.py --env-id envs_shared.own:T-v0")
-    match = define_cell("python benchmark/peers/match.py --net algos/net.pt", environment="x")
+    match = define_cell("python -m benchmark.peers.match --net algos/net.pt", environment="x")
     changed = {ours: set(), named: set(), match: set()}
     before = {cell: cell.hash() for cell in changed}
     for name, text in FILES.items():
@@ -217,18 +198,9 @@ def test_bad_input_is_one_line(tmp_path):
 # ---- Cells -----------------------------------------------------------------------------------------------------------
 
 
-def write_run(folder, tags, num_points=3):
-    """Log step / 10 under each tag at the steps 100, 200, ... of a run that takes 0.02 CPU-seconds a step."""
-    with SummaryWriter(str(folder)) as writer:
-        for step in range(100, 100 * num_points + 1, 100):
-            for tag in tags:
-                writer.add_scalar(tag, step / 10, step)
-            writer.add_scalar("charts/cpu_seconds", step * 0.02, step)
-
-
 @pytest.fixture
 def run_python(tmp_path, monkeypatch):
-    """Run code as a cell, and log a run in its name. Returns the folder, and the run or its error."""
+    """Run code as a cell, and log a run in its name. Returns the folder and the outcome."""
 
     def run_code(code, given="", tags=("eval/x",), num_points=3, **keys):
         cell = define_cell(**keys)
@@ -237,33 +209,34 @@ def run_python(tmp_path, monkeypatch):
         monkeypatch.setattr(run, "make_command", lambda cell, python, path: [python, "-c", code, str(path)])
         run.run_cell(cell, folder, sys.executable, given)
         write_run(folder / "try_1" / "run", tags, num_points)
-        return folder / "try_1", records.find_run(folder, vars(cell))
+        return folder / "try_1", runs.find_run(folder, cell)
 
     return run_code
 
 
 def test_a_run_is_read_from_its_events(run_python):
-    """Metrics are the last values of evaluations. Seconds are those of training, or of the clock for GPUs.
-
-    Curves are thinned and keep their last point.
-    """
+    """Metrics are the last values of evaluations. Seconds are those of training, or of the clock for GPUs."""
     tags = "charts/episodic_return", "eval/x", "best/length", "losses/x"
     keys = {"curve": "eval/x", "threshold": 150, "seed": 3}
-    path, found = run_python("", tags=tags, num_points=500, **keys)
-    assert found["seed"] == 3
-    assert found["metrics"] == {"eval/x": 5000.0, "best/length": 5000.0}
-    assert found["steps_to_threshold"] == 1500 and found["seconds_to_threshold"] == pytest.approx(30)
+    path, outcome = run_python("", tags=tags, num_points=500, **keys)
+    found, process = outcome.run, json.loads((path / "process.json").read_text())
+    assert found["seed"] == 3 and found["metrics"] == {"eval/x": 5000.0, "best/length": 5000.0}
     assert found["env_steps"] == 50_000 and found["steps_per_second"] == pytest.approx(50)
+    assert found["steps_to_threshold"] == 1500 and found["seconds_to_threshold"] == pytest.approx(30)
     assert found["final_return"] == pytest.approx(4755)  # of the steps 45,100 to 50,000
-    steps = [step for step, _, _ in found["curve"]]
-    assert 30 <= len(steps) <= records.NUM_POINTS and set(np.diff(steps)) == {900}
-    assert found["curve"][-1] == [50_000, 1000.0, 5000.0]
-    process = json.loads((path / "process.json").read_text())
-    assert found["cpu_seconds"] == process["cpu_seconds"] and found["machine"] == process["machine"]
-    assert found["machine"] == common.describe_machine()
+    assert found["cpu_seconds"] == process["cpu_seconds"]
+    assert found["machine"] == process["machine"] == describe_machine()
     assert found["commit"] == found["machine"]["commit"]
-    on_gpu = records.find_run(path.parent, vars(define_cell(gpus=1, **keys)))
+    on_gpu = runs.find_run(path.parent, define_cell(gpus=1, **keys)).run
     assert on_gpu["seconds_to_threshold"] <= on_gpu["wall_seconds"] < 30
+
+
+def test_curves_are_thinned_and_keep_their_last_point(run_python):
+    _, outcome = run_python("", num_points=500, curve="eval/x")
+    curve = outcome.run["curve"]
+    steps = [step for step, _, _ in curve]
+    assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
+    assert curve[-1] == [50_000, 1000.0, 5000.0]
 
 
 def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
@@ -273,14 +246,14 @@ def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
     """
     path, found = run_python("", tags=("eval/x", "charts/y"), curve="eval/none", seed=3)
     there = "(there are: eval/x, charts/y, charts/cpu_seconds)"
-    assert found == {"seed": 3, "error": f"no eval/none in {path / 'run'} {there}"}
-    cell = vars(define_cell(headline="charts/y"))
-    assert records.find_run(path.parent, cell)["metrics"] == {"charts/y": 30.0, "eval/x": 30.0}
+    assert found == Outcome(error=f"no eval/none in {path / 'run'} {there}", is_final=True)
+    cell = define_cell(headline="charts/y")
+    assert runs.find_run(path.parent, cell).run["metrics"] == {"charts/y": 30.0, "eval/x": 30.0}
     (path / "run").rename(path.parent / "run")
-    assert records.find_run(path.parent, cell)["error"] == "no run folder"
+    assert runs.find_run(path.parent, cell) == Outcome(error="no run folder", is_final=True)
     (path / "process.json").unlink()
-    assert records.find_run(path.parent, cell)["error"] == records.NOT_RUN
-    assert run_python("import os; os.kill(os.getppid(), 9)")[1]["error"] == "exit code -9: "
+    assert runs.find_run(path.parent, cell) == Outcome(error=runs.NOT_RUN)
+    assert run_python("import os; os.kill(os.getppid(), 9)")[1] == Outcome(error="exit code -9: ")
 
 
 @pytest.mark.parametrize(
@@ -311,10 +284,10 @@ def test_best_is_scored_after_the_run_if_the_cell_asks_for_it(tmp_path, monkeypa
     process = json.loads((folder / "try_1" / "process.json").read_text())
     assert process["best"] == best and process["cpu_seconds"] == 1
     write_run(folder / "try_1" / "run", ["eval/x"])
-    found = records.find_run(folder, vars(cell))
-    assert found.get("error", "") == error
+    found = runs.find_run(folder, cell)
+    assert found.error == error and found.is_final == bool(error)
     if best:
-        assert found["metrics"] == {"eval/x": 30.0} | best
+        assert found.run["metrics"] == {"eval/x": 30.0} | best
 
 
 def test_cpu_seconds_are_those_of_all_processes_of_a_cell(run_python):
@@ -370,7 +343,7 @@ def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, h
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     path, found = run_python(DAEMON + end, hours=hours)
     assert not find_processes(path)
-    assert found.get("error", "") == error and "ready" in (path / "log.txt").read_text()
+    assert found.error == error and "ready" in (path / "log.txt").read_text()
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -414,23 +387,40 @@ def test_cells_take_the_cores_and_gpus_that_they_ask_for(monkeypatch):
     assert given == dict.fromkeys("abcdi", "") | {"e": "4", "f": "7", "h": "4,7"}
 
 
-AGAIN = ["exit code 1: a crash", "exit code -9: "]
+BY_TORCHRUN = """why it ended
+W1128 11:47:47.2 12 torch/distributed/elastic/api.py:900] Sending process 1 closing signal SIGTERM
+E1128 11:47:47.3 12 torch/distributed/elastic/api.py:1002] failed (exitcode: {}) local_rank: 0
+more"""
 
 
 @pytest.mark.parametrize(
-    "error",
-    [*AGAIN, "exit code 2: x", "exit code 1: ppo.py: error: x", "no eval/x", "not done after 24 hours"],
+    ("exit_code", "log", "error", "num_tries"),
+    [
+        (1, "a crash", "exit code 1: a crash", 3),
+        (1, "KeyError: Missing key", "exit code 1: KeyError: Missing key", 3),
+        (25, "x", "exit code 25: x", 3),
+        (-9, "", "exit code -9: ", 3),
+        (1, BY_TORCHRUN.format(1), "exit code 1: why it ended", 3),
+        (2, "hello\nppo.py: error: x\nmore", "exit code 2: ppo.py: error: x", 1),
+        (1, BY_TORCHRUN.format(2), "exit code 2: why it ended", 1),
+        (None, "", "not done after 24 hours", 1),
+        (0, "", "no run folder", 1),
+    ],
 )
-def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, error):
+def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, exit_code, log, error, num_tries):
     """A cell that would fail in the same way again is not repeated."""
     cell = define_cell()
     folder = tmp_path / cell.hash()
-    monkeypatch.setattr(run, "execute", lambda *_: {"exit_code": 1})
-    monkeypatch.setattr(records, "find_run", lambda *_: {"seed": 0, "error": error})
+
+    def execute(command, cell, path, gpus):
+        path.write_text(log)
+        return {"exit_code": exit_code}
+
+    monkeypatch.setattr(run, "execute", execute)
     found = run.run_cell(cell, folder, "python")
-    tries = ["try_1", "try_2", "try_3"][: 3 if error in AGAIN else 1]
+    tries = [f"try_{i + 1}" for i in range(num_tries)]
     assert sorted(path.name for path in folder.iterdir()) == tries
-    assert found == f"{error} (log: {folder / tries[-1] / 'log.txt'})"
+    assert found.error == f"{error} (log: {folder / tries[-1] / 'log.txt'})"
 
 
 def test_what_a_worker_raises_fails_its_cell_in_one_line(tmp_path):
@@ -464,13 +454,18 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     victim.kill()
     output, _ = harness.communicate(timeout=240)
     assert harness.returncode == 1 and "2 of 4 cells done" in output, output
-    reason = "exit code 1: ppo.py: error: --num-envs (3) must be divisible by the number of processes (2)"
+    reason = "exit code 2: ppo.py: error: --num-envs (3) must be divisible by the number of processes (2)"
     assert f"failed: ppo/CartPole-v1/bad, seed 1: {reason} (log: {runs}/a/ppo/CartPole-v1/bad/seed1" in output
     assert "failed: ppo/CartPole-v1/other, seed 1: no charts/nothing in " in output
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
     assert len(before) == 5  # two of the cell that was killed
-    levels = "[levels.CartPole-v1]\nmaximum = 500\n"
-    suite.write_text(f'{text}curve = "charts/episodic_return"\n{levels}')  # which all have logged
+    more = (
+        '[levels.CartPole-v1]\nmaximum = 500\n[[ratios]]\ntitle = "good / killed"\nquantity = "env_steps"\n'
+    )
+    more += 'ours = "ppo/CartPole-v1/good"\npeer = "ppo/CartPole-v1/killed"\n'
+    suite.write_text(
+        f'{text}curve = "charts/episodic_return"\nthreshold = 5\n{more}'
+    )  # which all have logged
     harness = start_harness(suite, "--runs", runs, "--only", "*/[gko]*")
     assert "3 of 3 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
@@ -478,6 +473,9 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     page = (tmp_path / "out" / "results.md").read_text()
     assert all(f"| CartPole-v1, {name} |" in page for name in ("good", "killed", "other"))
     assert f"- CartPole-v1, bad, seed 1: {reason}\n" in page and report.LEGEND in page
+    assert re.search(r"^\| good / killed \| 0\.5\d+ \| [23],\d+ \| 5,\d+ \| 1 / 1 \|", page, re.M), page
+    # Steps and seconds to the threshold
+    assert re.search(r"^\| CartPole-v1, other \| .* \| \d+ \| 0\.\d+ \| [\d.]+ \| 1 \|$", page, re.M), page
     assert records.collect(runs / "a")["levels"] == {"CartPole-v1": {"maximum": 500}}  # of the picture
 
 
@@ -498,302 +496,22 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     assert "Traceback" not in output and not list(tmp_path.rglob("process.json"))
 
 
-# ---- Statistics ------------------------------------------------------------------------------------------------------
-
-
-NAME = "ppo/CartPole-v1/default"
-
-
-def make_machine(**changes):
-    """Describe a machine, as a stored run does."""
-    return dict.fromkeys(("cores", "python", "torch", "gymnasium", "date", "cpu", "commit"), "a") | changes
-
-
-def make_cell(values, name=NAME, **changes):
-    """Return a cell of stored results, with a run for each value of the headline."""
-    script, task, setting = name.split("/")
-    folder = "algos" if script in SCRIPTS else "benchmark/peers"
-    cell = {"task": task, "setting": setting, "script": script, "command": f"python {folder}/{script}.py"}
-    cell |= {
-        "headline": "eval/episodic_return",
-        "curve": "c",
-        "threshold": 475,
-        "in_a_row": 1,
-        "better": "higher",
-        "gpus": 0,
-    }
-    cell |= changes
-    run = {"commit": "abc", "machine": make_machine(), "cpu_seconds": 1.0, "steps_per_second": 1000.0}
-    run |= {"env_steps": 9000, "curve": [[0, 0.0, 20.0], [9000, 90.0, 500.0]]}
-    runs = []
-    for seed, value in enumerate(values, 1):
-        runs.append(
-            run | {"seed": seed, "steps_to_threshold": 10 * seed, "metrics": {cell["headline"]: value}}
-        )
-    return {"runs": runs, "missing": []} | cell
-
-
-STEPS, SPEEDS = [1000, 1300, 900, 1200, 1100], [1000.0, 1100.0, 1050.0, 900.0, 950.0]
-
-
-def make_solved(steps, speeds=SPEEDS, name=NAME, **changes):
-    """Return a cell whose runs end at 500, and reached the threshold after these steps (None: never)."""
-    cell = make_cell([500.0] * len(steps), name, **changes)
-    for run_, step, speed in zip(cell["runs"], steps, speeds, strict=False):
-        run_ |= {"steps_to_threshold": step, "seconds_to_threshold": step and step / 100}
-        run_["steps_per_second"] = speed
-    return cell
-
-
-def make_results(*cells, suite="a", **keys):
-    """Return the results of a suite, as report.py stores them."""
-    names = [f"{c['script']}/{c['task']}/{c['setting']}" for c in cells]
-    return {"suite": suite, "cells": dict(zip(names, cells, strict=True))} | keys
-
-
-def test_ratios_are_those_of_medians_with_an_interval_by_logarithms():
-    ours, peer = [2.0, 2.1, 1.9], [4.0, 4.1, 3.9]
-    ratio, (low, high) = records.find_ratio(ours, peer)
-    assert ratio == 0.5 and 0.44 < low < 0.5 < high < 0.56
-    assert low * high == pytest.approx(math.exp(2 * np.mean(np.log(ours) - np.log(peer))))
-    for one, other in ((1.0, -1.0), (1.0, math.inf), (1.0, math.nan), (0.0, 1.0), (math.inf, 1.0)):
-        ratio, interval = records.find_ratio([one], [other])
-        assert not 0 < ratio < math.inf and interval is None
-    assert records.find_ratio([1.0, 1.0], [2.0, math.inf, 2.0]) == (0.5, None)
-
-
-@pytest.mark.parametrize("num", [3, 5, 10])
-def test_intervals_cover_what_they_say(num):
-    """Of 95 % intervals, 95 hold the truth: of means, of differences, and of ratios of skewed values.
-
-    A percentile bootstrap covers 74, 81 and 86 % for means of 3, 4 and 5 values, and 90 % for ten. A pooled
-    variance would not do here, as the larger sample has less noise.
-    """
-    rng, found = np.random.default_rng(num), np.zeros(3)
-    for _ in range(600):
-        a, b = rng.normal(5.0, 1.0, num), rng.normal(5.0, 0.5, 2 * num)
-        ratio = records.find_ratio(np.exp(a), 2 * np.exp(b))[1]
-        intervals = records.find_interval(a), records.find_interval(a, b), ratio
-        found += [low < x < high for x, (low, high) in zip((5, 0, 0.5), intervals, strict=True)]
-    assert (abs(found / 600 - 0.95) < 0.035).all(), found  # four standard deviations; Welch's is a bit wide
-    assert records.find_interval([1.0]) is records.find_interval([1.0, math.inf]) is None
-    low, high = records.find_interval([499.0, 498.0, 500.0], [500.0] * 3)  # one side may have no noise
-    assert (low, high) == pytest.approx((-1 - 4.303 / 3**0.5, -1 + 4.303 / 3**0.5), rel=1e-3)
-
-
-def test_threshold_is_the_first_point_at_it_in_the_right_direction():
-    curve = [
-        SimpleNamespace(step=step, value=value) for step, value in enumerate((3.0, 5.0, 2.0, 4.0, 5.0), 1)
-    ]
-
-    def find(threshold, better="higher", in_a_row=1):
-        cell = {"threshold": threshold, "better": better, "in_a_row": in_a_row}
-        return getattr(records.find_threshold(curve, cell), "step", None)
-
-    assert find(4) == 2
-    assert find(3, "lower") == 1 and find(2.5, "lower") == 3
-    assert find(6) is None
-    assert find(4, in_a_row=2) == 5  # one alone is forgotten
-    assert find(4, in_a_row=3) is None
-
-
-# ---- Report ----------------------------------------------------------------------------------------------------------
-
-
-def test_tables_say_what_the_results_say():
-    lost = make_cell([], "gnugo/Go/match")
-    lost["missing"] = [{"seed": seed, "error": "exit code 1: why"} for seed in (1, 2)]
-    columns = {"result": "headline"}
-    table = report.make_cell_table([make_cell([400.0, 410.0, 420.0]), lost], columns)
-    assert "| CartPole-v1, default | 410 (400, 410, 420) | 1.00 | 3 |" in table
-    assert table.endswith("\n\n- Go, match, seed 1: exit code 1: why\n- Go, match, seed 2: exit code 1: why")
-    six = [400.0, 410.0, 420.0] * 2
-    low, high = map(common.show, records.find_interval(six))
-    assert f"| 410 ({low} to {high}) | 1.00 | 6 |" in report.make_cell_table([make_cell(six)], columns)
-    assert "| CartPole-v1, default | return | 410 (400, 410, 420) |  | 1.00 | 3 |" in report.make_comparison(
-        [make_cell([400.0, 410.0, 420.0])]
-    )
-    found = [common.show(x) for x in (0.00999999, 99.96, 1234.5, -1e-12, 5.0, math.inf)]
-    assert found == ["0.0100", "100", "1,234", "0", "5.00", "-"]
-
-
-def test_a_comparison_holds_each_cell_against_the_first_of_its_task():
-    better, other = make_cell([11.0, 12.0, 13.0]), make_cell([2.0, 1.0, 3.0])
-    text = report.make_comparison([make_cell([1.0, 2.0, 3.0]), better, other])
-    half = 2.776 * (1 / 3 + 1 / 3) ** 0.5  # Student's t of four degrees of freedom, standard deviations of 1
-    assert f"12.0 (11.0, 12.0, 13.0) | **10.0** ({10 - half:.2f} to {10 + half:.1f}) | 1.00 | 3 |" in text
-    assert "2.00 (1.00, 2.00, 3.00) |  |" in text and "2.00 (2.00, 1.00, 3.00) | 0 (-2.27 to 2.27) |" in text
-
-
-def test_a_report_keeps_committed_runs_that_a_folder_lacks():
-    """New runs replace those of their seeds."""
-
-    def merge(cell, name=NAME):
-        """Return the values that are published then."""
-        old, new = make_results(make_cell([1.0, 2.0])), make_results(cell)
-        report.merge(old, new)
-        found = new["cells"][name]
-        assert not found["missing"]
-        return records.get_values(found, "headline")
-
-    for error in (records.NOT_RUN, "exit code 1"):
-        assert merge(make_cell([5.0], missing=[{"seed": 2, "error": error}])) == [5.0, 2.0]
-    assert merge(make_cell([5.0, 6.0, 7.0])) == [5.0, 6.0, 7.0]
-    assert merge(make_cell([5.0], "ppo/T/other")) == [1.0, 2.0]  # a folder without the cell
-    assert merge(make_cell([5.0]) | {"command": "of before"}) == [1.0, 2.0]
-    peer = make_cell([1.0, 2.0], "sb3_ppo/T/s")
-    peer["runs"][1] |= {"machine": make_machine(commit="abc-dirty"), "commit": "sb3 1.0"}
-    with pytest.raises(ResultsError, match=r"T/s, seed 2 ran with uncommitted changes: run it again"):
-        merge(peer)
-
-
-def test_pages_show_the_cells_and_seeds_that_a_suite_has_now(tmp_path, monkeypatch):
-    """Not a run of another command or criterion, nor of a seed that the suite has no more."""
-    monkeypatch.setattr(common, "SUITES", tmp_path)
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    names = {name: f"ppo/CartPole-v1/{name}" for name in ("default", "command", "criterion")}
-    commands = {name: f"python algos/ppo.py --exp-name {name}" for name in names}
-    write_suite(tmp_path / "a.toml", seeds=(2, 3), **commands)
-    same = {"curve": None, "threshold": None}
-    old = [
-        make_cell([1.0, 2.0], names["default"], command=commands["default"], **same),
-        make_cell([7.0, 8.0, 9.0], names["command"], **same),
-        make_cell([7.0, 8.0, 9.0], names["criterion"], command=commands["criterion"]),
-    ]
-    common.save_results(tmp_path / "a.json", make_results(*old))
-    cells = records.load_published()["a"]["cells"]
-    assert [run_["seed"] for run_ in cells[names["default"]]["runs"]] == [2]
-    assert cells[names["default"]]["missing"] == [{"seed": 3, "error": records.NOT_RUN}]
-    for name in ("command", "criterion"):
-        assert not cells[names[name]]["runs"] and len(cells[names[name]]["missing"]) == 2
-
-
-# ---- Comparison ------------------------------------------------------------------------------------------------------
-
-
-def compare_cells(base, new):
-    """Return what is worse in a comparison of two cells, and what has failed."""
-    rows, notes = compare.compare(make_results(base), make_results(new))
-    return [row[1:4] for row in rows if row[-1]], notes
-
-
-BASE, NAN = [480.0, 490.0, 500.0, 470.0, 500.0], [math.nan] * 5
-
-
-@pytest.mark.parametrize(
-    ("base", "new", "better", "code"),
-    [
-        (BASE, [485.0, 470.0, 500.0, 495.0, 480.0], "higher", 0),
-        (BASE, [300.0, 310.0, 320.0, 290.0, 305.0], "higher", 1),
-        (BASE, [x + 300 for x in BASE], "higher", 0),
-        (BASE, [x + 300 for x in BASE], "lower", 1),
-        ([500.0] * 3, [499.0] * 3, "higher", 1),  # no noise at all
-        ([500.0] * 3, [500.0] * 3, "higher", 0),
-        ([500.0], [1.0], "higher", 0),  # one seed cannot tell
-        ([0.3] * 3, [0.1 + 0.2] * 3, "lower", 0),  # rounding is no noise
-        (BASE, [x - 10 for x in BASE], "higher", 1),  # on each seed, though seeds differ by more
-        (BASE, NAN, "higher", 1),
-        (NAN, BASE, "higher", 0),
-    ],
-)
-def test_comparison_fails_if_a_headline_got_worse_beyond_noise(base, new, better, code):
-    worse, _ = compare_cells(make_cell(base, better=better), make_cell(new, better=better))
-    assert [quantity for quantity, *_ in worse] == ["headline"] * code
-
-
-@pytest.mark.parametrize(
-    ("steps", "speeds", "worse"),
-    [
-        (STEPS[::-1], SPEEDS[::-1], []),
-        ([3 * x for x in STEPS], SPEEDS, [["steps_to_threshold", "1,100", "3,300"]]),
-        ([None] * 5, SPEEDS, [["steps_to_threshold", "1,100", "-"]]),
-        ([*STEPS[:4], None], SPEEDS, []),  # one is luck
-        (STEPS, [x / 2 for x in SPEEDS], [["steps_per_second", "1,000", "500"]]),
-        (STEPS, [x / 1.2 for x in SPEEDS], []),  # may be the machine
-        ([x / 3 for x in STEPS], [3 * x for x in SPEEDS], []),
-    ],
-)
-def test_comparison_fails_if_learning_takes_longer(steps, speeds, worse):
-    """All runs end at 500."""
-    assert compare_cells(make_solved(STEPS), make_solved(steps, speeds)) == (worse, [])
-
-
-def test_only_equal_things_of_ours_are_compared():
-    """No peers, missing cells, other thresholds or other headlines."""
-    slow = [3 * x for x in STEPS]
-    peer, others = "sb3_ppo/CartPole-v1/zoo", [make_cell(BASE, f"ppo/T{i}/s") for i in range(3)]
-    new = make_results(make_solved(slow, name=peer), others[0])
-    rows, notes = compare.compare(make_results(make_solved(STEPS, name=peer), *others), new)
-    assert {name for name, *_ in rows} == {"ppo/T0/s"}
-    assert [note.split(": ")[:2] for note in notes] == [["not compared", f"ppo/T{i}/s"] for i in (1, 2)]
-    search = [make_cell([x, 1.1 * x, 1.2 * x], "our_go_search/Go/s", threshold=None) for x in (1000.0, 500.0)]
-    assert compare_cells(*search)[0]  # a program of ours among the peers
-    assert not compare_cells(make_solved(STEPS), make_solved(slow, threshold=400))[0]
-    assert not compare_cells(make_solved(STEPS), make_solved(slow, in_a_row=2))[0]
-    assert not compare_cells(make_cell(BASE), make_cell(NAN, headline="x"))[0]
-
-
-NOISE = {
-    "normal": np.random.Generator.standard_normal,
-    "skewed": lambda rng, shape: (rng.lognormal(0, 0.5, shape) - 1.133) / 0.604,
-    "heavy tails": lambda rng, shape: rng.standard_t(4, shape) / 2**0.5,
-}
-
-
-@pytest.mark.parametrize("kind", ["normal", *map(SLOW, [*NOISE][1:])])
-def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
-    """The figures of benchmark/README.md; they hold for noise that is skewed or has heavy tails too."""
-    rng = np.random.default_rng(4)
-
-    def simulate(num, *shifts):
-        """Tell what is worse in comparisons [num, 20] of twenty cells with five seeds.
-
-        In NEW, the headline, steps and speed of cell 0 are worse by `shifts`, in standard deviations of the seeds.
-        """
-        found = np.zeros((num, 20), bool)
-        for is_worse in found:
-            steps, end, speed = NOISE[kind](rng, (3, 2, 20, 5))
-            base, new = np.stack([0.3 * steps + 0.95 * end, steps, speed], 1)
-            new[:, 0] += np.array(shifts)[:, None]
-            p = compare.find_p_worse(base, new, True).ravel()
-            is_worse |= (stats.false_discovery_control(p) <= compare.LEVEL).reshape(3, 20).any(0)
-        return found
-
-    assert simulate(500, 0, 0, 0).any(1).mean() <= 0.08
-    shifts = (3, 0, 0), (4, 0, 0), (0, 4, 0), (0, 0, 5), (3, 3, 0)
-    found = [simulate(150, *shift)[:, 0].mean() for shift in shifts]
-    assert (np.array(found) > [0.33, 0.7, 0.7, 0.88, 0.6]).all(), found
-
-
-def test_a_failed_cell_has_exit_code_1_and_results_that_cannot_be_read_2(tmp_path):
-    """A missing file, one that is no JSON, one of another form, the list of a run folder, an empty folder."""
-    lost = [make_cell(BASE[:4], missing=[{"seed": 5, "error": x}]) for x in (records.NOT_RUN, "exit code 1")]
-    contents = {"base": make_results(make_cell(BASE)), "0": make_results(lost[0]), "1": make_results(lost[1])}
-    contents |= {
-        "apart": make_results(make_cell(BASE, "ppo/T/s")),
-        "other": {},
-        "list": {"suite": "a", "cells": []},
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    (tmp_path / "bad").write_text("{")
-    (tmp_path / "runs").mkdir()
-
-    def compare_with(name):
-        return compare.main(compare.Args(tmp_path / "base", tmp_path / name))
-
-    assert [compare_with(code) for code in "01"] == [0, 1]
-    for name, message in {
-        "none": "No such file .*none'$",
-        "runs": "No such file .*suite.json'$",
-        "bad": "no results of a suite$",
-        "other": "no results of a suite$",
-        "list": "no results of a suite$",
-        "apart": "have no results of the same cell$",
-    }.items():
-        with pytest.raises((ResultsError, OSError), match=message):
-            compare_with(name)
-    command = [sys.executable, str(ROOT / "benchmark" / "compare.py"), "none.json", "none.json"]
-    found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-    message = "compare.py: [Errno 2] No such file or directory: 'none.json'\n"
-    assert (found.returncode, found.stderr) == (2, message)
+@pytest.mark.slow
+def test_cells_run_on_a_ray_cluster(tmp_path, monkeypatch):
+    """Here one of this machine. A cell that fails is told as on one machine, and its processes end with it."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise it writes a token into the home folder
+    monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_MODE", "disabled")
+    missing = SHORT.replace("algos/ppo.py", "algos/ppo.py --env-id NoSuch-v0")
+    suite = write_suite(tmp_path / "a.toml", good=SHORT, bad=missing)
+    context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        address = context.address_info["gcs_address"]
+        harness = start_harness(suite, "--runs", tmp_path / "runs", "--address", address)
+        output, _ = harness.communicate(timeout=240)
+    finally:
+        ray.shutdown()
+    assert harness.returncode == 1 and "1 of 2 cells done" in output, output
+    assert "bad, seed 1: exit code 2: ppo.py: error: --env-id NoSuch-v0" in output
+    (process,) = (tmp_path / "runs").rglob("good/**/process.json")
+    assert json.loads(process.read_text())["exit_code"] == 0 and not find_processes(tmp_path, "pytest")

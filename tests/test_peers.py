@@ -4,19 +4,17 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, read_scalars
+from helpers import ENVIRONMENT, ROOT, read_scalars
 
+from benchmark.peers import clock, gnugo_match, go_engine
+from benchmark.runs import read_events, read_run, read_text
+from benchmark.suite import Cell
 from envs_shared.go import Go
 
 PEERS = ROOT / "benchmark" / "peers"
-sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "studies"), str(PEERS)]
-import clock
-import common
-import gnugo_match
-import go_engine
-import records
 
 RETURNS = "charts/episodic_return eval/episodic_return eval/episodic_return_std eval/episodic_length"
 MATCH = """eval/ours_win_rate eval/ours_win_rate_low eval/ours_win_rate_black_high eval/ours_win_rate_white
@@ -66,14 +64,14 @@ def find_python(script):
 
 
 def read_result(path):
-    cell = {"headline": "charts/cpu_seconds", "seed": 3, "gpus": 0, "curve": None, "threshold": None}
-    run = records.read_run(path, cell, {"machine": {"commit": "abc"}, "cpu_seconds": 1.0})
+    cell = Cell("x/T/s", "x", "x.py", "T", "s", "python x.py", headline="charts/cpu_seconds", seed=3)
+    run = read_run(path, cell, {"machine": {"commit": "abc"}, "cpu_seconds": 1.0})
     run["metrics"].pop("charts/cpu_seconds")
     return run
 
 
 def run_peer(script, *flags):
-    command = [str(find_python(script)), str(PEERS / f"{script}.py"), *map(str, flags)]
+    command = [str(find_python(script)), "-m", f"benchmark.peers.{script}", *map(str, flags)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
@@ -104,9 +102,19 @@ def test_our_scripts_run_by_the_clock_of_the_peers(tmp_path, monkeypatch):
 
 def test_every_peer_is_tested_and_in_the_readme():
     files = {path.stem for path in PEERS.glob("*.py") if "def make_parser():" in path.read_text()}
-    assert files == SCRIPTS.keys() == {line.split()[0] for line in RUNS.strip().splitlines()}
+    assert (
+        files - {"environment"} == SCRIPTS.keys() == {line.split()[0] for line in RUNS.strip().splitlines()}
+    )
     readme = (PEERS / "README.md").read_text()
     assert all(f"| `{script}.py` |" in readme for script in SCRIPTS) and "non-commercial" in readme
+
+
+def test_a_package_has_one_version_in_all_requirements():
+    """Those of the scripts, the tests, the benchmark, each peer and pre-commit."""
+    files = [*ROOT.glob("requirements*.txt"), *ROOT.glob("benchmark/**/requirements*.txt")]
+    texts = [path.read_text() for path in files] + [(ROOT / ".pre-commit-config.yaml").read_text()]
+    pins = re.findall(r"([\w-]+)(?:\[.*?\])?==([\w.]+)", "\n".join(texts))
+    assert len(files) > 8 and len(dict(pins)) == len({*pins}), sorted({*pins})
     for path in PEERS.glob("requirements-*.txt"):
         assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in path.read_text().splitlines()), path
 
@@ -114,7 +122,8 @@ def test_every_peer_is_tested_and_in_the_readme():
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_flags_are_one_line_and_exit_code_2(script):
     """Python without site-packages can make the parser."""
-    code = f"import sys; sys.path.insert(0, {str(PEERS)!r}); import {script}; {script}.make_parser().parse_args()"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmark.peers import {script} as peer; "
+    code += "peer.make_parser().parse_args()"
     command = [sys.executable, "-I", "-S", "-c", code]
     subprocess.run(command, check=True)
     for flags in (["--no-such-flag", "1"], ["--seed", "x"], ["--see", "1"]):
@@ -123,35 +132,50 @@ def test_bad_flags_are_one_line_and_exit_code_2(script):
         assert found.returncode == 2 and flags[0] in line
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", RUNS.strip().splitlines())
-def test_a_short_run_leaves_events_with_its_metrics_flags_and_version(command, tmp_path):
-    script, *flags = command.split()
-    run = run_peer(script, *flags, "--seed", 3, "--run-dir", tmp_path)
+@pytest.fixture(scope="module", params=RUNS.strip().splitlines())
+def ran(request, tmp_path_factory):
+    """A short run of a peer: its script, flags, run folder, output and scalars."""
+    script, *flags = request.param.split()
+    folder = tmp_path_factory.mktemp("peer")
+    run = run_peer(script, *flags, "--seed", 3, "--run-dir", folder)
     assert run.returncode == 0, run.stderr
-    (path,) = tmp_path.iterdir()
-    assert {p.name.split(".")[0] for p in path.iterdir()} == {"events"}
-    environment, tags = SCRIPTS[script]
-    scalars = read_scalars(path)
-    assert scalars.keys() >= {*(MATCH if "match" in flags else tags).split()}
-    last = scalars["charts/cpu_seconds"][-1][0]
-    assert all(points[-1][0] == last for tag, points in scalars.items() if tag.startswith("eval/"))
-    result, flags_logged = read_result(path), common.read_text(path, "hyperparameters")
-    name = re.search(r"^\|env_id\|(.*)\|$", flags_logged, re.M)[1].replace(":", "-")
-    assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name) and "|seed|3|" in flags_logged
-    assert result["env_steps"] == last > 0
+    (path,) = folder.iterdir()
+    return SimpleNamespace(script=script, flags=flags, path=path, run=run, scalars=read_scalars(path))
+
+
+@pytest.mark.slow
+def test_a_short_run_leaves_events_with_its_metrics(ran):
+    """Which end at the last step, and nothing else; and prints a bar and a line of summary."""
+    assert {p.name.split(".")[0] for p in ran.path.iterdir()} == {"events"}
+    tags = MATCH if "match" in ran.flags else SCRIPTS[ran.script][1]
+    assert ran.scalars.keys() >= {*tags.split()}
+    last = ran.scalars["charts/cpu_seconds"][-1][0]
+    assert all(points[-1][0] == last for tag, points in ran.scalars.items() if tag.startswith("eval/"))
+    if "--total-timesteps" in ran.flags:
+        assert last >= int(ran.flags[1])
+    assert str(ran.path) in ran.run.stdout.splitlines()[-1] and "%|" in ran.run.stderr
+
+
+@pytest.mark.slow
+def test_a_short_run_leaves_its_flags_and_version(ran):
+    flags = read_text(ran.path, "hyperparameters")
+    name = re.search(r"^\|env_id\|(.*)\|$", flags, re.M)[1].replace(":", "-")
+    assert re.fullmatch(rf"{name}__{ran.script}__3__\d+", ran.path.name) and "|seed|3|" in flags
+    environment, _ = SCRIPTS[ran.script]
     if environment:
-        package, number = result["commit"].split()[:2]
+        package, number = read_result(ran.path)["commit"].split()[:2]
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
         assert f"{package}=={number}" in requirements
-    assert str(path) in run.stdout.splitlines()[-1] and "%|" in run.stderr  # a line of summary, and tqdm
-    found = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
-    if "--total-timesteps" in flags:
-        assert last >= int(flags[1])
-    if script == "elkai_lkh":
-        assert abs(found["gap"]) < 1e-4 and last == 500  # LKH finds what Concorde found
-    elif script == "rl4co_attention":
-        assert found["greedy_gap"] > 0 and [step for step, _ in scalars["eval/greedy_gap"]] == [8, 16]
+
+
+@pytest.mark.slow
+def test_a_short_run_has_scores_that_are_possible(ran):
+    found = {name.removeprefix("eval/"): value for name, value in read_result(ran.path)["metrics"].items()}
+    if ran.script == "elkai_lkh":
+        assert abs(found["gap"]) < 1e-4  # LKH finds what Concorde found
+        assert [step for step, _ in ran.scalars["eval/gap"]] == [500]
+    elif ran.script == "rl4co_attention":
+        assert found["greedy_gap"] > 0 and [step for step, _ in ran.scalars["eval/greedy_gap"]] == [8, 16]
     elif "ours_win_rate" in found:
         assert found["ours_win_rate"] * 2 == found["ours_points"] == 2 - found["peer_points"]
         assert -25.5 <= found["mean_margin"] <= 25.5
@@ -181,7 +205,7 @@ def test_returns_and_evaluations_of_sb3(tmp_path):
         run = run_peer("sb3_ppo", *flags, "--run-dir", tmp_path / str(interval))
         assert run.returncode == 0, run.stderr
         (path,) = (tmp_path / str(interval)).iterdir()
-        events = common.read_events(path)
+        events = read_events(path)
         points = events.Scalars("charts/episodic_return")
         assert [point.step for point in points] == [256, 512, 768, 1024]
         assert all(8 <= point.value <= point.step for point in points)

@@ -11,8 +11,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fail_with, read_scalars
-from test_contract import load, run_main
+from helpers import ROOT, fail_with, read_scalars
+from scripts import load, run_main
 from torch.distributions import Categorical, Normal
 from torch.nn.utils import parameters_to_vector
 

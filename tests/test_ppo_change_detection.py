@@ -4,23 +4,20 @@ import itertools
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fail_with, read_scalars
+from helpers import fail_with, read_scalars
 from PIL import Image
+from scripts import load
 from test_change_files import save_set
-from test_contract import load
 from torch.nn import functional as F
 
 from algos import ppo_change_detection as cd
+from benchmark.studies import change_detection as study
 from envs_shared import change_folders, change_pairs
-
-sys.path.append(str(ROOT / "benchmark" / "studies"))
-import change_detection as study
 
 TINY = "--num-train-pairs 32 --image-size 16 --batch-size 4 --num-envs 8 --num-minibatches 2"
 TINY += " --eval-episodes 8"

@@ -12,10 +12,10 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import fail_with, read_scalars
+from helpers import fail_with, read_scalars
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_contract import find_run, load, run_main
+from scripts import find_run, load, run_main
 
 from algos import r2d2_lstm as r2d2
 from algos.r2d2_lstm import Args, Environments, Player, QNetwork, SequenceReplay

@@ -12,9 +12,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fail_with, read_scalars
+from helpers import ROOT, fail_with, read_scalars
 from scipy import stats
-from test_contract import load, run_main
+from scripts import load, run_main
 from test_tsplib import solve_exactly
 from torch.nn import functional
 

@@ -10,10 +10,11 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, fail_with, read_scalars
-from test_contract import CASES, copy_script, find_run, load, read_files, read_progress, run_main, run_quick
+from helpers import ENVIRONMENT, ROOT, fail_with, read_scalars
+from scripts import CASES, copy_script, find_run, load, read_files, read_progress, run_main, run_quick
 
 from algos import ppo
 
@@ -246,7 +247,25 @@ def test_one_process_evaluates_under_torchrun(copied):
 
 
 def test_seconds_of_an_evaluation_do_not_count(tmp_path, monkeypatch):
-    """Neither in charts/SPS nor in charts/cpu_seconds."""
-    monkeypatch.setattr(ppo, "evaluate", lambda *_: time.sleep(1) or SCORE | {"eval/episodic_return": 0.0})
-    scalars = read_scalars(run_main(ppo, tmp_path, SHORT, "--eval-interval 1").path)
-    assert min(x for _, x in scalars["charts/SPS"]) > 300 > 256
+    """Neither in charts/SPS nor in charts/cpu_seconds. Here a rollout takes one second, an evaluation 1000."""
+    clock = 0.0
+
+    def advance(function, seconds):
+        def call_later(*rest):
+            nonlocal clock
+            clock += seconds
+            return function(*rest)
+
+        return call_later
+
+    fake = SimpleNamespace(time=lambda: clock, process_time=lambda: clock, time_ns=time.time_ns)
+    monkeypatch.setattr(ppo, "time", fake)
+    monkeypatch.setattr(ppo, "collect_rollout", advance(ppo.collect_rollout, 1.0))
+    monkeypatch.setattr(ppo, "evaluate", advance(lambda *_: SCORE | {"eval/episodic_return": 0.0}, 1000.0))
+    path = run_main(ppo, tmp_path, SHORT, "--eval-interval 1").path
+    scalars = read_scalars(path)
+    num_iterations = len(scalars["charts/SPS"])
+    assert [speed for _, speed in scalars["charts/SPS"]] == pytest.approx(
+        np.diff([step for step, _ in scalars["charts/SPS"]], prepend=0)
+    )
+    assert scalars["charts/cpu_seconds"][-1][1] == num_iterations > 1

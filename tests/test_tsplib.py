@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 from envs_shared import tsplib
 

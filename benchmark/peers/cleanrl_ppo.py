@@ -21,7 +21,7 @@ import types
 from importlib.util import find_spec
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 OURS = (
     "--num-envs 32 --num-steps 64 --learning-rate 4e-3 --gamma 0.98 --gae-lambda 0.95 --num-minibatches 4 "

@@ -9,7 +9,7 @@ import re
 import time
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 
 def make_parser():

@@ -1,5 +1,9 @@
-"""Make the virtual environment of a peer, which is apart from the scripts' own packages."""
+"""Make the virtual environment of a peer, which is apart from the scripts' own packages.
 
+python -m benchmark.peers.environment sb3     # prints the path of its Python
+"""
+
+import argparse
 import hashlib
 import subprocess
 import venv
@@ -29,3 +33,18 @@ def make_environment(peer: str) -> Path:
                     raise OSError(f"peer {peer} cannot be installed (--only leaves it out): {reason}")
         stamp.write_text(digest)
     return folder / "bin" / "python"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
+    names = sorted(path.stem.removeprefix("requirements-") for path in PEERS.glob("requirements-*.txt"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("peers", nargs="+", choices=names)
+    return parser
+
+
+if __name__ == "__main__":
+    for name in make_parser().parse_args().peers:
+        print(make_environment(name))

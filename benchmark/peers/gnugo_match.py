@@ -9,8 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import go_engine
-import peer
+from benchmark.peers import go_engine, peer
 
 FLAGS = "--mode gtp --chinese-rules --positional-superko --capture-all-dead --never-resign"
 

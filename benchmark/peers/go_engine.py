@@ -10,7 +10,7 @@ import re
 import statistics
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 CHECKPOINT = "benchmark/checkpoints/go5x5.pt"
 

@@ -14,8 +14,7 @@ import statistics
 import time
 from pathlib import Path
 
-import go_engine
-import peer
+from benchmark.peers import go_engine, peer
 
 C_PUCT, C_UCT = 1.25, 2.0
 

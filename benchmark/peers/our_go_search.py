@@ -8,8 +8,7 @@ import statistics
 import time
 from pathlib import Path
 
-import go_engine
-import peer
+from benchmark.peers import go_engine, peer
 
 
 def make_parser():

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # for envs_shared
 
 
 def fail(message: str) -> NoReturn:

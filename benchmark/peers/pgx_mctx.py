@@ -10,7 +10,7 @@ import statistics
 import time
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 
 def make_parser():

@@ -7,12 +7,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import clock
+from benchmark.peers import clock
+from docs import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "algos/r2d2_lstm.py"
-sys.path.append(str(ROOT / "docs"))
-import recipe
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import math
 import re
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 ROLLOUT_BATCH_SIZE = 500  # instances per batch of the baseline's rollouts
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import peer
+from benchmark.peers import peer
 
 NUM_EVAL_EPISODES, NUM_EPISODES_ON_THE_WAY = 100, 10
 

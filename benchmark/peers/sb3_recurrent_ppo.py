@@ -11,8 +11,7 @@ They leave the network as it is in sb3-contrib: LSTMs of 256 for policy and valu
 
 from pathlib import Path
 
-import peer
-import sb3_ppo
+from benchmark.peers import peer, sb3_ppo
 
 SETTINGS = {
     "ours": sb3_ppo.Settings(

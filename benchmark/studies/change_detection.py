@@ -1,8 +1,7 @@
 """Compare algos/ppo_change_detection.py with simpler ways to decide where to look; each seed has pairs of its own.
 
-    python benchmark/studies/change_detection.py --seeds 27021 27022         # a seed takes three CPU-minutes
-    python benchmark/studies/change_detection.py --studies haze-3 --seeds 9724 9725 9726
-    python benchmark/studies/change_detection.py --picture runs/NAME/best.pt # docs/figures/change_task.png
+    python -m benchmark.studies.change_detection --seeds 27021 27022         # a seed takes three CPU-minutes
+    python -m benchmark.studies.change_detection --studies haze-3 --seeds 9724 9725 9726
 
 Runs that are in the results already are left out. Each seed has one run of the script and, with the part `control`,
 one of a detector without PPO that takes about as many CPU-seconds. The rivals are scored on PPO's network, and on the
@@ -46,15 +45,14 @@ import torch
 from scipy import stats
 from torch import nn
 
-sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
-import common
-import helpers
-
 from algos import ppo_change_detection as cd
+from benchmark import common, machines, markdown, records
+from benchmark.studies import helpers
 from envs_shared import change_pairs
 
 PAGE = "ppo_change_detection"
 SEEDS = range(27021, 27041)
+CHECKPOINT = common.BENCHMARK / "checkpoints" / "haze.pt"  # of haze, for pictures
 SHARE = 0.1  # of changed pixels in haze: a price in reward is 2 x SHARE x --cost
 STUDIES = {
     "haze": ("", (0.06,)),
@@ -279,7 +277,7 @@ def measure(studies: list[str], seeds: list[int], more: str, parts: list[str]) -
     keys = ("study", "seed", "cost")
     for part, study, seed in product(parts, studies, seeds):
         for cost in STUDIES[study][1]:
-            results = common.load_results("change_detection") or {"rows": []}
+            results = records.load_results("change_detection") or {"rows": []}
             rows = {tuple(row[name] for name in keys): row for row in results["rows"]}
             row = rows.get((study, seed, cost))
             if part == "ppo" and row is None:
@@ -362,16 +360,6 @@ def show_lead(rows: list[dict], method: str, group: str, metric: str = "f1", lea
     return f"{lead:+.{least_decimals}f} ± {interval:.{num_decimals}f} ({wins} of {len(rows)})"
 
 
-def describe_lead(rows: list[dict], method: str, metric: str = "f1") -> str:
-    """Say in words by how much a method differs from PPO."""
-    lead, interval, _ = compare(rows, method, metric=metric)
-    if len(rows) == 1:
-        return f"has {abs(lead):.3f} {'less' if lead > 0 else 'more'}"
-    if abs(lead) > interval:
-        return f"has {abs(lead):.3f} ± {interval:.3f} {'less' if lead > 0 else 'more'}"
-    return f"does not differ from PPO beyond noise (by {lead:.3f} ± {interval:.3f})"
-
-
 def judge(rows: list[dict]) -> dict[str, float]:
     """Compare best.pt and the last policy with the criterion, and find the longest run.
 
@@ -394,7 +382,7 @@ def get_mean(rows: list[dict], metric: str, group: str = "best") -> float:
 def count_seconds(rows: list[dict], method: str, group: str) -> str:
     """Write median CPU-seconds of training: of the whole run or the detector, plus a rival's regression."""
     base = "detector_seconds" if group == "control" else "seconds"
-    return common.show(
+    return markdown.show(
         statistics.median(row[base] + row[group].get(f"{method}_seconds", 0.0) for row in rows)
     )
 
@@ -419,7 +407,7 @@ def make_table(rows: list[dict]) -> str:
     head = "method | F1: | looks: | CPU-s: | PPO's lead:"
     if has_control:
         head += " | F1 without PPO: | looks: | CPU-s: | PPO's lead:"
-    return common.make_table(head, lines)
+    return markdown.make_table(head, lines)
 
 
 def make_earnings(rows: list[dict]) -> str:
@@ -438,7 +426,7 @@ def make_earnings(rows: list[dict]) -> str:
             line = [*line[:4], net, line[4], score]
         lines.append(line)
     head = "rule | F1: | looks: | F1 less price: | PPO's lead: | return: | PPO's lead:"
-    return common.make_table(head, lines)
+    return markdown.make_table(head, lines)
 
 
 def make_tables(results: dict) -> str:
@@ -449,7 +437,7 @@ def make_tables(results: dict) -> str:
             rows = [row for row in runs if row["cost"] == cost]
             found, seeds = judge(rows), ", ".join(str(row["seed"]) for row in rows)
             price = f"`--cost {cost / (2 * SHARE):.4g}` (eq. 1 subtracts {cost})"
-            processors = helpers.list_processors(rows)
+            processors = machines.list_processors(rows)
             parts.append(f"**{study}**, {price}, mean of {len(rows)} seeds ({seeds}); on {processors}")
             if all("all_own_f1" in row["best"] for row in rows):
                 parts += [make_earnings(rows), "At equal looks:"]
@@ -475,87 +463,104 @@ def make_price_table(results: dict | None) -> str:
         lines.append([*line, len(found)] if found else [*line, *[""] * 6, "not run yet"])
     head = "`--cost` | price: | lead by calculation: | F1 of PPO: | looks: | PPO's lead over the oracle: | "
     head += "gain of all looks: | next look: | threshold: | seeds:"
-    return common.make_table(head, lines)
+    return markdown.make_table(head, lines)
+
+
+def draw_dots(axes, rows: list[dict], methods: dict[str, str], metric: str) -> None:
+    """Draw a line of points for each method: a small one for each seed, and a diamond for the mean."""
+    ticks = []
+    for y, (method, title) in enumerate(methods.items()):
+        values = [get_value(row, method, metric) for row in rows]
+        color = "#0072B2" if method in ("ppo", "last") else "0.25"
+        axes.plot(values, [y] * len(values), "o", color=color, ms=6, alpha=0.3, mew=0)
+        axes.plot(statistics.mean(values), y, "D", color=color, ms=11, mfc="none", mew=2)
+        looks = statistics.mean(get_value(row, method, "looks") for row in rows)
+        ticks.append(f"{title}, {looks:.2f} looks")
+    axes.set_yticks(range(len(ticks)), ticks)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw(results: dict | None, path: Path) -> None:
-    """Draw F1 by looks per patch, or by price: a point for each run, and a large one for the mean.
-
-    Dotted lines join the means of a method at the prices that were measured.
-    """
+    """Draw the F1 of all rules at equal looks, and F1 less price of rules that are tuned to earn most, of `haze`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    studies = get_studies(results)
-    if not studies:
+    rows = get_studies(results).get("haze")
+    if not rows:
         return
+    methods = {
+        name: METHODS[name] for name in ("ppo", "last", "oracle", "all", "everywhere", "threshold", "nowhere")
+    }
+    earners = {
+        name: EARNERS[name] for name in ("all_own", "ppo", "last", "threshold_own", "nowhere", "everywhere")
+    }
+    methods["all"] = earners["all_own"] = "supervised look-ahead"
     with rc_context({"font.size": 14}):
-        figure = Figure(figsize=(9, 4.2 * len(studies) + 1.4), layout="constrained")
-        for axes, (study, rows) in zip(figure.subplots(len(studies), 1, squeeze=False).flat, studies.items()):
-            prices = sorted({row["cost"] for row in rows})
-            by_price = len(prices) > 1
-            for i, (method, title) in enumerate(METHODS.items()):
-                group, name = ("last", "ppo") if method == "last" else ("best", method)
-                if f"{name}_f1" not in rows[-1][group]:
-                    continue
-                x, mark = "cost" if by_price else f"{name}_looks", "*" if name == "ppo" else "o"
-                points = np.array([((row | row[group])[x], row[group][f"{name}_f1"]) for row in rows])
-                axes.plot(*points.T, mark, color=f"C{i}", ms=5, alpha=0.35, mew=0)
-                parts = [points[points[:, 0] == price] for price in prices] if by_price else [points]
-                means = np.array([part.mean(0) for part in parts])
-                size = {"ppo": 13, "last": 20}.get(method, 9)
-                face = "none" if method == "last" else f"C{i}"  # a star around that of best.pt
-                axes.plot(
-                    *means.T,
-                    f":{mark}",
-                    color=f"C{i}",
-                    ms=size,
-                    mfc=face,
-                    mew=1.5,
-                    zorder=20 - i,
-                    label=title,
-                )
-            axes.set_title(
-                f"{study}" if by_price else f"{study}, a look costs {prices[0]}", fontsize="medium"
-            )
-            axes.set(
-                xlabel="price of a look" if by_price else "looks per patch", ylabel="F1 of changed pixels"
-            )
-            axes.grid(alpha=0.3)
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+        figure = Figure(figsize=(9, 7.2), layout="constrained")
+        for axes, names, metric, title in zip(
+            figure.subplots(2, 1),
+            (methods, earners),
+            ("f1", "net"),
+            (
+                "F1, where threshold, oracle and look-ahead look as often as PPO",
+                "F1 less the price of the looks, rules tuned to earn most",
+            ),
+            strict=True,
+        ):
+            draw_dots(axes, rows, names, metric)
+            axes.set_title(title, fontsize="medium", loc="right")
         figure.savefig(path, dpi=130)
 
 
-def draw_task(checkpoint: Path, path: Path, num_pairs: int = 2) -> None:
-    """Draw test pairs of haze: both dates, where roofs and haze are, the changes, and what a policy makes of them."""
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-
-    agent, args = load_agent(checkpoint)
+def read_checkpoint_pairs():
+    """Return the policy of CHECKPOINT, its settings and test pairs, and where their roofs and haze are."""
+    agent, args = load_agent(CHECKPOINT)
     _, _, test = cd.load_pairs(args, torch.device("cpu"))
     _, is_roof, is_hazy = change_pairs.draw_haze(len(test), args.image_size, 2, args.seed, 2)
-    pairs = test[:num_pairs]
+    return agent, args, test, is_roof, is_hazy[0]
+
+
+def find_mixed_pairs(test, is_hazy) -> list[int]:
+    """List the pairs with a change on a roof without haze, and one on a roof with haze."""
+    is_changed = test[:, -1, :: change_pairs.PATCH, :: change_pairs.PATCH].numpy() == 1
+    is_mixed = (is_changed & is_hazy).any((1, 2)) & (is_changed & ~is_hazy).any((1, 2))
+    return is_mixed.nonzero()[0].tolist()
+
+
+def draw_task(path: Path, num_pairs: int = 2) -> None:
+    """Draw the first mixed test pairs: both dates, roofs and haze, the changes, and what a policy makes of them."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    agent, args, test, is_roof, is_hazy = read_checkpoint_pairs()
+    chosen = find_mixed_pairs(test, is_hazy)[:num_pairs]
+    pairs = test[chosen]
     probability, looks, _ = cd.predict(agent, args, pairs)
-    kinds = (is_roof + is_hazy.sum(0))[:num_pairs]  # 0 is ground, 1 a clear roof and 2 a hazy one
-    greens = ListedColormap(["#5a643c", "#d9a08c", "#cfd8dc"])
-    blues = ListedColormap(["#f2f2f2", "#7fb3d5", "#1a5276"])
+    kinds = (is_roof.astype(int) + is_hazy)[chosen]  # 0 is ground, 1 a clear roof and 2 a hazy one
+    colors = {"ground": "#4b5a2f", "roof": "#E69F00", "roof with haze": "#dce6ee"}
+    blues = {"no look": "#ffffff", "one look": "#8cc5e3", "two looks": "#0072B2"}
     panels = {
         "first date": (pairs[:, :3].movedim(1, -1), {}),
         "second date": (pairs[:, 3:6].movedim(1, -1), {}),
-        "ground, roofs\nand roofs with haze": (kinds, {"cmap": greens, "vmax": 2}),
-        "changed": (pairs[:, -1], {"cmap": "gray", "vmax": 1}),
-        "looks of the policy\n(0, 1, 2)": (looks, {"cmap": blues, "vmax": 2}),
+        "what is there": (kinds, {"cmap": ListedColormap([*colors.values()]), "vmax": 2}),
+        "changed (white)": (pairs[:, -1], {"cmap": "gray", "vmax": 1}),
+        "looks of the policy": (looks, {"cmap": ListedColormap([*blues.values()]), "vmax": 2}),
         "probability of change": (probability, {"cmap": "gray", "vmax": 1}),
     }
     # Two rows of three panels for each pair, to be seen on a phone
-    figure = Figure(figsize=(6, 4.4 * num_pairs), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.6 * num_pairs + 0.8), layout="constrained")
     grid = figure.subplots(2 * num_pairs, 3).reshape(num_pairs, len(panels))
     for column, (title, (pictures, options)) in zip(grid.T, panels.items(), strict=True):
         for axes, picture in zip(column, pictures, strict=True):
             axes.set_title(title, fontsize=13)
             axes.imshow(picture, vmin=0, **options)
             axes.set(xticks=[], yticks=[])
+    keys = zip([*colors, *blues], [*colors.values(), *blues.values()], strict=True)
+    handles = [Patch(facecolor=color, edgecolor="0.4", label=name) for name, color in keys]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=13)
     figure.savefig(path, dpi=110)
 
 
@@ -564,17 +569,13 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     page, summary, rows = "Not run yet.", "not run yet", get_studies(results).get("haze")
     if results:
         tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
-        page = f"{tables}\n\n{common.machine_line([row['machine'] for row in results['rows']])}"
+        page = f"{tables}\n\n{machines.machine_line([row['machine'] for row in results['rows']])}"
     if rows:
-        net = statistics.mean(get_value(row, "ppo", "net") for row in rows)
-        summary = f"F1 {get_mean(rows, 'ppo_f1'):.3f} with {get_mean(rows, 'ppo_looks'):.2f} looks per patch,"
-        summary += (
-            f" {net:.3f} after their price. There no look at all {describe_lead(rows, 'nowhere', 'net')},"
+        summary = (
+            f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {get_mean(rows, 'ppo_looks'):.2f} looks per patch, and"
         )
-        summary += (
-            f" a tuned threshold {describe_lead(rows, 'threshold_own', 'net')}, and a supervised look-ahead"
-        )
-        summary += f" with PPO's budget {describe_lead(rows, 'all_own', 'net')} ({len(rows)} seeds)"
+        summary += f" {get_mean(rows, 'everywhere_f1'):.2f} with all {get_mean(rows, 'everywhere_looks'):.0f}"
+        summary += f" ({len(rows)} runs)"
     return {
         (PAGE, "change_detection"): f"\n{page}\n",
         (PAGE, "change_prices"): f"\n{make_price_table(results)}\n",
@@ -594,9 +595,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--results", type=Path, default=common.RESULTS, help="folder of change_detection.json"
     )
-    parser.add_argument(
-        "--picture", type=Path, help="only draw the task, with the looks of this checkpoint of haze"
-    )
     return parser
 
 
@@ -606,7 +604,4 @@ if __name__ == "__main__":
     if options.flags and options.results == common.RESULTS:
         parser.error("--flags needs --results: published rows are those of the flags of STUDIES")
     common.RESULTS = options.results
-    if options.picture:
-        draw_task(options.picture, common.FIGURES / "change_task.png")
-        sys.exit()
     measure(options.studies, options.seeds, options.flags, options.parts)

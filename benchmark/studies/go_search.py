@@ -1,9 +1,9 @@
 """Measure the speed of the rules and of the search of algos/alphazero_go.py.
 
-    python benchmark/studies/go_search.py           # minutes on two free cores
-    python benchmark/studies/go_search.py --cuda    # on a GPU
-    python benchmark/studies/go_search.py --rollouts    # only plain MCTS, ours and OpenSpiel's in C++
-    python benchmark/studies/go_search.py --pgx         # only with networks, ours and that of pgx and mctx in JAX
+    python -m benchmark.studies.go_search           # minutes on two free cores
+    python -m benchmark.studies.go_search --cuda    # on a GPU
+    python -m benchmark.studies.go_search --rollouts    # only plain MCTS, ours and OpenSpiel's in C++
+    python -m benchmark.studies.go_search --pgx         # only with networks, ours and that of pgx and mctx in JAX
 
 Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say what a
 simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle.
@@ -15,24 +15,18 @@ the result of one game of uniformly random moves, passes included.
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 
-sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
-import common
-import helpers
-
-sys.path.append(str(common.PEERS))
-import environment
-from go_engine import load_network, play_random_moves, set_up_torch
-from our_go_search import evaluate_nothing, measure_search
-
 from algos import alphazero_go as az
+from benchmark import common, machines, markdown, runs
+from benchmark.peers import environment
+from benchmark.peers.go_engine import load_network, play_random_moves, set_up_torch
+from benchmark.peers.our_go_search import evaluate_nothing, measure_search
+from benchmark.studies import helpers
 from envs_shared.go import Go
 
 NETWORKS = ("go5x5", "go7x7", "go9x9")  # of benchmark/checkpoints
@@ -91,15 +85,11 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
             # OpenSpiel's c of 2, for values from -1 to 1
             rate = measure_search(go, boards, evaluate, 64, c_puct=1.0, scores=az.ucb_scores)
             rates.setdefault(f"tree and random games, 9x9, 64 simulations{name}", []).append(rate)
-    command = [
-        environment.make_environment("openspiel"),
-        common.PEERS / "openspiel_mcts.py",
-        "--work",
-        "rollouts",
-    ]
+    python = environment.make_environment("openspiel")
+    command = [python, "-m", "benchmark.peers.openspiel_mcts", "--work", "rollouts"]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--simulations", 64, "--repeats", num_repeats)
-    rate = common.read_events(folder).Scalars("eval/simulations_per_cpu_second")[-1].value
-    what = f"the same, one game, OpenSpiel's search in C++ ({common.read_text(folder, 'program')})"
+    rate = runs.read_events(folder).Scalars("eval/simulations_per_cpu_second")[-1].value
+    what = f"the same, one game, OpenSpiel's search in C++ ({runs.read_text(folder, 'program')})"
     return [
         {"what": what, "column": column, "value": round(statistics.median(values))}
         for what, repeats in (rates | {what: [(rate,)]}).items()
@@ -121,24 +111,12 @@ def measure_pgx(num_repeats: int, num_games: int) -> list[dict]:
             what = f"network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
             rate = measure_search(go, boards, az.make_evaluator(go, agent), 64)[0]
             rates.setdefault(f"beside pgx: tree and {what}", []).append(rate)
-            command = [
-                environment.make_environment("pgx"),
-                common.PEERS / "pgx_mctx.py",
-                "--env-id",
-                args.env_id,
-            ]
-            flags = [
-                "--simulations",
-                64,
-                "--games",
-                num_games,
-                "--blocks",
-                args.blocks,
-                "--channels",
-                args.channels,
-            ]
-            folder = helpers.run_command(tempfile.mkdtemp(), *command, *flags, "--repeats", 3)
-            events, program = common.read_events(folder), common.read_text(folder, "program")
+            python = environment.make_environment("pgx")
+            flags = f"--env-id {args.env_id} --blocks {args.blocks} --channels {args.channels}"
+            flags += f" --simulations 64 --games {num_games} --repeats 3"
+            command = [python, "-m", "benchmark.peers.pgx_mctx", *flags.split()]
+            folder = helpers.run_command(tempfile.mkdtemp(), *command)
+            events, program = runs.read_events(folder), runs.read_text(folder, "program")
             for tag, values in (("simulations_per_cpu_second", rates), ("first_cpu_seconds", first)):
                 values.setdefault(f"{what}, {program}", []).append(events.Scalars(f"eval/{tag}")[-1].value)
     rates |= {f"CPU-seconds of the first search, which compiles: {what}": x for what, x in first.items()}
@@ -178,12 +156,12 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     lines = []
     for what in dict.fromkeys(row["what"] for row in rows):
         measured = [row for row in rows if row["what"] == what]
-        values = {row["column"]: common.show(row["value"]) for row in measured}
-        processors = helpers.list_processors(measured)
+        values = {row["column"]: markdown.show(row["value"]) for row in measured}
+        processors = machines.list_processors(measured)
         lines.append([what, *(values.get(column, "") for column in columns), processors])
     head = f"simulations per second (rules: moves) | {': | '.join(columns)}: | processor"
-    table = common.make_table(head, lines)
-    machine = common.machine_line([row["machine"] for row in rows])
+    table = markdown.make_table(head, lines)
+    machine = machines.machine_line([row["machine"] for row in rows])
     return {("alphazero_go", "go_search"): f"\n{table}\n\n{machine}\n"}
 
 

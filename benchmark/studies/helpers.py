@@ -5,10 +5,10 @@ import os
 import subprocess
 from pathlib import Path
 
-import common
+from benchmark import common, machines, records, runs
 
 # Called once, since written results make the tree dirty, though later rows come from the same commit
-describe_machine_once = functools.cache(common.describe_machine)
+describe_machine_once = functools.cache(machines.describe_machine)
 
 
 def run_command(folder: str | Path, *command) -> Path:
@@ -18,25 +18,20 @@ def run_command(folder: str | Path, *command) -> Path:
     """
     command = [*map(str, command), "--run-dir", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=common.ROOT, env=env, capture_output=True, text=True)
     lines = done.stderr.strip().splitlines() or ["no output"]
     common.require(done.returncode == 0, f"{' '.join(command)}: {lines[-1]}")
-    (path,) = common.find_run_folders(Path(folder))
+    (path,) = runs.find_run_folders(Path(folder))
     return path
-
-
-def list_processors(rows: list[dict]) -> str:
-    """Name the processors of rows of results."""
-    return ", ".join(sorted({row["machine"]["cpu"] for row in rows}))
 
 
 def save_rows(name: str, new: list[dict], keys: tuple[str, ...]) -> None:
     """Add rows to benchmark/results/`name`.json, each with its machine, in place of those with the same `keys`."""
     rows = {
-        tuple(row[key] for key in keys): row for row in (common.load_results(name) or {"rows": []})["rows"]
+        tuple(row[key] for key in keys): row for row in (records.load_results(name) or {"rows": []})["rows"]
     }
     for row in new:
         key = tuple(row[name] for name in keys)
         rows.pop(key, None)  # a new row comes last
         rows[key] = row | {"machine": describe_machine_once()}
-    common.save_results(common.RESULTS / f"{name}.json", {"rows": [*rows.values()]})
+    records.save_results(common.RESULTS / f"{name}.json", {"rows": [*rows.values()]})

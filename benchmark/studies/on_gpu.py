@@ -1,6 +1,6 @@
 """Measure the five scripts on a GPU and on one CPU core of the same machine: speed first, then whole default runs.
 
-    python benchmark/studies/on_gpu.py              # eight minutes on a machine with one GPU; pip install ale-py too
+    python -m benchmark.studies.on_gpu              # eight minutes on a machine with one GPU; pip install ale-py too
 
 Rows of speed run one after another on the GPU and, at the same time, on one CPU core. They report the median speed of
 the last iterations of a short run, in the script's own steps per second; those of Go also moves per second of
@@ -24,10 +24,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import common
-import helpers
-import records
+from benchmark import common, machines, markdown, runs
+from benchmark.studies import helpers
 
 PREVIOUS = "r2d2_lstm --env-id popgym:popgym-RepeatPreviousEasy-v0 --learn-length 16"
 R2D2 = f"{PREVIOUS} --total-timesteps 24000 --eval-episodes 0"
@@ -108,7 +106,7 @@ def run(command: str, kind: str, timeout: float) -> dict:
             return {"error": f"stopped after {timeout} seconds"}
         if done.returncode:
             return {"error": (done.stderr.strip() or str(done.returncode)).splitlines()[-1]}
-        events = common.read_events(common.find_run_folders(Path(folder))[0])
+        events = runs.read_events(runs.find_run_folders(Path(folder))[0])
     points = events.Scalars("charts/cpu_seconds")[-10:]
     if len(points) < 2:
         return {"error": "ended after one iteration"}
@@ -127,36 +125,36 @@ def run(command: str, kind: str, timeout: float) -> dict:
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     """Make the section of docs/results.md: speed on the GPU and on one core, and scores of default runs."""
     if not results:
-        return {("results", "on_gpu"): f"\n{records.NOT_RUN}\n"}
+        return {("results", "on_gpu"): f"\n{runs.NOT_RUN}\n"}
     rows = {(row["kind"], row["name"]): row for row in results["rows"]}
     speeds, splits, scores = [], [], []
-    missing = {"error": records.NOT_RUN}
+    missing = {"error": runs.NOT_RUN}
     for name, _, kind in SPEED:
         gpu = rows.get(("speed on the GPU", name), missing)
         cpu = rows.get(("speed on the CPU", name), missing) if kind == "cpu" else {}
-        shown = [row.get("error") or common.show(row.get("sps", math.nan)) for row in (gpu, cpu)]
+        shown = [row.get("error") or markdown.show(row.get("sps", math.nan)) for row in (gpu, cpu)]
         has_both = "sps" in gpu and "sps" in cpu
-        ratio = common.show(gpu["sps"] / cpu["sps"]) if has_both else "-"
+        ratio = markdown.show(gpu["sps"] / cpu["sps"]) if has_both else "-"
         speeds.append([name, *shown, ratio, gpu.get("gpu", "-")])
         if "moves" in gpu:
             parts = gpu["moves"], gpu["collect_seconds"], gpu["train_seconds"]
-            splits.append([name, *map(common.show, parts), gpu["gpu"]])
+            splits.append([name, *map(markdown.show, parts), gpu["gpu"]])
     for name, _ in LEARNING:
         row = rows.get(("learning on the GPU", name), missing)
         last = row.get("last", {})
-        found = [f"{SCORES[tag]} {common.show(last[tag])}" for tag in SCORES if tag in last]
+        found = [f"{SCORES[tag]} {markdown.show(last[tag])}" for tag in SCORES if tag in last]
         score = row.get("error") or ", ".join(found)
-        scores.append([name, score, common.show(row.get("seconds", math.nan)), row.get("gpu", "-")])
+        scores.append([name, score, markdown.show(row.get("seconds", math.nan)), row.get("gpu", "-")])
     head = "training steps a second, one run each | one GPU: | one CPU core: | ratio: | GPU"
-    text = common.make_table(head, speeds) + "\n\n"
+    text = markdown.make_table(head, speeds) + "\n\n"
     if splits:
         head = "Go, one run each | moves a second of collecting: | seconds of an epoch, collecting: | training: | GPU"
-        text += common.make_table(head, splits) + "\n\n"
+        text += markdown.make_table(head, splits) + "\n\n"
     head = "whole run on the GPU, one seed each | at its end | seconds: | GPU"
-    text += common.make_table(head, scores) + "\n\n"
-    machines = common.machine_line([row["machine"] for row in results["rows"]])
+    text += markdown.make_table(head, scores) + "\n\n"
+    line = machines.machine_line([row["machine"] for row in results["rows"]])
     gpus = "; ".join(sorted({row["gpu"] for row in results["rows"]}))
-    text += machines.replace("; commit", f"; {gpus}; commit")
+    text += line.replace("; commit", f"; {gpus}; commit")
     return {("results", "on_gpu"): f"\n{text}\n"}
 
 

@@ -1,6 +1,6 @@
 """Measure gaps and times of trained networks of algos/reinforce_tsp_attention.py and of LKH, on stored instances.
 
-    python benchmark/studies/tsp_networks.py      # three minutes on one free core
+    python -m benchmark.studies.tsp_networks      # three minutes on one free core
 
 Each network of benchmark/checkpoints is scored on the instances of its size in benchmark/data/tsp, whose tours are
 optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are per instance, of one thread.
@@ -9,22 +9,16 @@ The published gaps are copied from the papers, table 1 of Kool et al. 2019 (arXi
 """
 
 import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
-import common
-import helpers
-import records
-
-sys.path.append(str(common.PEERS))
-import environment
-
 from algos import reinforce_tsp_attention as am
+from benchmark import common, machines, markdown, runs
+from benchmark.peers import environment
+from benchmark.studies import helpers
 
 PAGE = "reinforce_tsp_attention"
 DATA = {20: "tsp20_uniform_500", 50: "tsp50_uniform_500", 100: "tsp100_uniform_100"}
@@ -41,15 +35,21 @@ TRAINED_ON = "1.12, 2.90 and 3.50 million"  # benchmark/checkpoints/README.md sa
 WAYS = {"greedy": "one, greedy", "multistart": "N, greedy", "multistart_x8": "8 N, greedy", "lkh": "LKH"}
 
 
-def measure_network(size: int, path: Path) -> list[dict]:
-    """Score each decoding of the network for `size` nodes on the file `path`."""
-    agent, instances, rows = am.AttentionModel(), am.read_instances(str(path)), []
+def load_network(size: int):
+    """Load the network for `size` nodes."""
+    agent = am.AttentionModel()
     weights = torch.load(common.BENCHMARK / "checkpoints" / f"tsp{size}.pt", weights_only=True)["agent"]
     agent.load_state_dict(weights)
+    return agent
+
+
+def measure_network(size: int, path: Path) -> list[dict]:
+    """Score each decoding of the network for `size` nodes on the file `path`."""
+    agent, instances, rows = load_network(size), am.read_instances(str(path)), []
     for decoding in am.DECODINGS:
         start = time.process_time()
         scores, tours = am.evaluate(agent, instances, torch.device("cpu"), (decoding,))
-        row = {"cpu_ms": 1e3 * (time.process_time() - start) / len(tours), "first_tour": tours[0].tolist()}
+        row = {"cpu_ms": 1e3 * (time.process_time() - start) / len(tours)}
         row |= {name: scores[f"eval/{decoding}_{name}"] for name in ("gap", "gap_std")}
         rows.append(row | {"size": size, "way": decoding, "num_instances": len(tours)})
     return rows
@@ -57,9 +57,9 @@ def measure_network(size: int, path: Path) -> list[dict]:
 
 def measure_lkh(size: int, path: Path) -> dict:
     """Score LKH on the file `path`."""
-    command = [environment.make_environment("elkai"), common.PEERS / "elkai_lkh.py", "--data", path]
+    command = [environment.make_environment("elkai"), "-m", "benchmark.peers.elkai_lkh", "--data", path]
     folder = helpers.run_command(tempfile.mkdtemp(), *command, "--env-id", f"tsp{size}-uniform")
-    events = common.read_events(folder)
+    events = runs.read_events(folder)
     row = {name: events.Scalars(f"eval/{name}")[-1].value for name in ("gap", "gap_std", "cpu_ms")}
     return row | {"size": size, "way": "lkh", "num_instances": events.Scalars("eval/gap")[-1].step}
 
@@ -96,46 +96,46 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     for way, title in WAYS.items():
         cells = [find_cell(results, way, size) for size in DATA]
         network = ("LKH, a local search", "one", "-") if way == "lkh" else ("ours", title, TRAINED_ON)
-        gaps.append([*network, *(show_with_error(cell) if cell else records.NOT_RUN for cell in cells)])
+        gaps.append([*network, *(show_with_error(cell) if cell else runs.NOT_RUN for cell in cells)])
         what = "LKH" if way == "lkh" else f"ours, {title}"
-        times.append([what, *(common.show(cell["cpu_ms"]) if cell else records.NOT_RUN for cell in cells)])
+        times.append([what, *(markdown.show(cell["cpu_ms"]) if cell else runs.NOT_RUN for cell in cells)])
     head = "gap, % | tours of an instance | training instances | TSP20: | TSP50: | TSP100:"
-    text = common.make_table(head, gaps) + "\n\n"
-    text += common.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
+    text = markdown.make_table(head, gaps) + "\n\n"
+    text += markdown.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
     if results:
-        text += "\n\n" + common.machine_line([row["machine"] for row in results["rows"]])
-    cell = find_cell(results, "lkh", 20)
-    summary = records.NOT_RUN
-    if cell:
-        summary = (
-            f"LKH, a local search: {show_gap(cell['gap'])} % in {cell['cpu_ms']:.0f} CPU-milliseconds a tour"
-        )
-    return {(PAGE, "tsp_networks"): f"\n{text}\n", ("README", "tsp_networks_cell"): summary}
+        text += "\n\n" + machines.machine_line([row["machine"] for row in results["rows"]])
+    return {(PAGE, "tsp_networks"): f"\n{text}\n"}
+
+
+# ---- Pictures ----
+
+
+def draw_median(axes, size: int) -> float:
+    """Draw the greedy tour of the instance with the median gap over the optimal one; returns the gap in percent."""
+    instances = am.read_instances(str(common.BENCHMARK / "data" / "tsp" / f"{DATA[size]}.txt"))
+    points, optima, _ = instances
+    _, tours = am.evaluate(load_network(size), instances, torch.device("cpu"), ("greedy",))
+    lengths = am.tour_length(points, torch.stack((tours, optima), 1))
+    gaps = 100 * (lengths[:, 0] / lengths[:, 1] - 1)
+    gap, i = gaps.median(0)
+    for nodes, style, label in (
+        (optima[i], {"color": "0.75", "lw": 5}, "optimal tour"),
+        (tours[i], {"color": "#0072B2", "lw": 1.5}, "greedy tour of the network"),
+    ):
+        axes.plot(*points[i][torch.cat((nodes, nodes[:1]))].T, label=label, **style)
+    axes.plot(*points[i].T, "k.", ms=4)
+    axes.set(aspect="equal", xticks=[], yticks=[], xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+    return gap.item()
 
 
 def draw(results: dict | None, path: Path) -> None:
-    """Draw the greedy tour of the first instance of each file over the optimal one."""
+    """Draw the instance with the median gap of each file."""
     from matplotlib.figure import Figure
 
-    if not results:
-        return
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    for axes, (size, name) in zip(figure.subplots(1, 3), DATA.items(), strict=True):
-        instances = am.read_instances(str(common.BENCHMARK / "data" / "tsp" / f"{name}.txt"))
-        points, optimum = instances.points[0], instances.tours[0]
-        tour = torch.tensor(find_cell(results, "greedy", size)["first_tour"])
-        lengths = am.tour_length(points[None], torch.stack((tour, optimum))[None])[0]
-        thick, thin = {"color": "0.75", "lw": 4}, {"color": "C0", "lw": 1.2}
-        for nodes, style, label in (
-            (optimum, thick, "optimal tour"),
-            (tour, thin, "greedy tour of the network"),
-        ):
-            axes.plot(*points[torch.cat((nodes, nodes[:1]))].T, label=label, **style)
-        axes.plot(*points.T, "k.", ms=4)
-        axes.set_title(
-            f"{size} nodes, {100 * (lengths[0] / lengths[1] - 1).item():z.2f} % longer", fontsize=15
-        )
-        axes.set(aspect="equal", xticks=[], yticks=[], xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+    for axes, size in zip(figure.subplots(1, 3), DATA, strict=True):
+        gap = draw_median(axes, size)
+        axes.set_title(f"{size} nodes, {gap:z.2f} % longer", fontsize=15)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize=15)
     figure.savefig(path, dpi=100)

@@ -1,0 +1,44 @@
+"""Describe the machines of runs, for the record and for pages."""
+
+import os
+import platform
+import re
+import subprocess
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+from benchmark.common import ROOT
+
+
+def describe_machine():
+    """Describe processor, cores, versions, commit and day, for the record."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text() if info.exists() else "")  # ARM has none
+    git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
+    return {
+        "cpu": found[1] if found else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "gymnasium": metadata.version("gymnasium"),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "date": f"{date.today()}",
+    }
+
+
+def machine_line(machines: list):
+    """Write one sentence for the docs on what was measured where, when and at which commits."""
+    hardware = {
+        f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, gymnasium {m['gymnasium']}"
+        for m in machines
+    }
+    commits = {m["commit"] for m in machines}
+    dates = [m["date"] for m in machines]
+    days = " to ".join(sorted({min(dates), max(dates)}))
+    return f"Measured on {'; '.join(sorted(hardware))}; commit {', '.join(sorted(commits))}; {days}."
+
+
+def list_processors(rows: list):
+    """Name the processors of rows or runs of results."""
+    return ", ".join(sorted({row["machine"]["cpu"] for row in rows}))

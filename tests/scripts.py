@@ -1,0 +1,334 @@
+"""How the tests run each script: its flags, copies of it, and whole runs in this process."""
+
+import importlib
+import importlib.util
+import io
+import itertools
+import os
+import re
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from helpers import ROOT, SCRIPTS, read_scalars, start_process, wait_for
+
+
+@dataclass
+class Case:
+    """How the tests run a script."""
+
+    quick: str  # flags of a run of seconds, about eight iterations
+    length: str  # the flag that sets how long a run is,
+    more: int  # and by how much of it the tests extend a run
+    even: tuple[str, int]  # more flags, with which every evaluation takes this number of steps
+    tags: tuple[str, str]  # of a score and a loss
+    bad: dict[str, str]  # flags of bad input, and words of the one line that answers them
+    other_tasks: tuple[str, ...]  # flags of other tasks that a checkpoint fits, with worse scores
+    max_tokens: int  # the most code tokens of its file
+    statistics: str = ""  # flags of a run that keeps statistics, if a script has any
+    sibling: str | None = None  # the file of envs_shared/ that a copy takes along
+    reader: str | None = None  # the file of envs_shared/ that it imports to read a rarer format
+    num_saves: int = 2  # times that an evaluation writes checkpoint.pt: before it and, if small, after it
+
+
+NOT_DIVISIBLE = "must be divisible by the number of processes (2)"
+BAD_FILES = {
+    "--resume missing.pt": "missing.pt: missing, or not a checkpoint of this version",
+    "--resume garbage.pt": "garbage.pt: missing, or not a checkpoint of this version",
+    "--evaluate weights.pt": "weights.pt: missing, or not a checkpoint of this version",
+    "--resume other.pt": "other.pt: missing, or not a checkpoint of this version",
+    "--evaluate pickle.pt": "pickle.pt: missing, or not a checkpoint of this version",
+    "--run-dir garbage.pt": "cannot be written to (Not a directory)",
+    "--seed -1": "--seed (-1) must be",
+    "--eval-episodes -1": "--eval-episodes (-1) must be",
+}  # for all scripts
+BAD_TASKS = {
+    "--env-id NoSuch-v0": "--env-id NoSuch-v0: Environment `NoSuch` doesn't exist",
+    "--env-id no_such_module:Task-v0": "--env-id no_such_module:Task-v0: No module named 'no_such_module'",
+    "--env-id probe_envs:BadSequence-v0": ", not Sequence(",
+}  # of gymnasium
+CASES = {
+    "ppo": Case(
+        quick="--num-envs 8 --num-steps 32 --total-timesteps 2048 --eval-episodes 4 --eval-interval 2",
+        length="--total-timesteps",
+        more=1024,
+        even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
+        tags=("eval/episodic_return", "losses/value_loss"),
+        max_tokens=6050,
+        statistics="--env-id Pendulum-v1 --norm-obs",
+        bad=BAD_TASKS
+        | {
+            "--num-envs 7": NOT_DIVISIBLE,
+            "--env-id probe_envs:BadImage-v0": "must flatten to at most 10,000 numbers, not Box(0, 255, (84, 84, 3)",
+            "--env-id probe_envs:BadMultiDiscrete-v0": "must be Discrete or a Box of floats, not MultiDiscrete([2 3])",
+            "--env-id probe_envs:BadIntegers-v0": "must be Discrete or a Box of floats, not Box(0, 3, (2,), int64)",
+            "--env-id probe_envs:BadEmpty-v0": "must be Discrete or a Box of floats, not Box(",
+            "--env-id probe_envs:SameStepLedger-v0": "metadata['autoreset_mode'] must be NEXT_STEP",
+            "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id, --norm-obs",
+            "--norm-obs --evaluate good.pt": "good.pt: not the network of --env-id, --norm-obs",
+            "--num-envs 0": "--num-envs (0) must be from 1 to",
+            "--learning-rate -0.1": "--learning-rate (-0.1) must be from 0 to",
+            "--learning-rate inf": "--learning-rate (inf) must be from 0 to",
+            "--gamma 99": "--gamma (99.0) must be from 0 to 1",
+            "--gae-lambda 1.2": "--gae-lambda (1.2) must be from 0 to 1",
+            "--clip-coef nan": "--clip-coef (nan) must be from 0 to",
+            "--num-envs 1 --num-steps 32 --num-minibatches 32": "--norm-adv needs minibatches of at least 2 steps",
+            "--evaluate good.pt --resume good.pt": "--resume and --evaluate exclude each other",
+            "--num-minibatches 100000": "--num-minibatches (100000) must divide the 2048 steps",
+            "--capture-video --env-id probe_envs:Fixed-v0": "--capture-video: probe_envs:Fixed-v0 has no render",
+        },
+        other_tasks=("--env-id probe_envs:Pole-v0",),
+    ),
+    "r2d2_lstm": Case(
+        quick="--num-envs 8 --num-steps 32 --total-timesteps 2048 --eval-episodes 4 --eval-interval 2"
+        " --learning-starts 0 --learn-length 8 --batch-size 128 --buffer-size 100 --replay-ratio 1 --hidden-size 16",
+        length="--total-timesteps",
+        more=1024,
+        even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
+        tags=("eval/episodic_return", "losses/q_loss"),
+        max_tokens=7400,
+        statistics="--env-id probe_envs:Ledger-v0",
+        bad=BAD_TASKS
+        | {
+            "--num-envs 7": NOT_DIVISIBLE,
+            "--env-id probe_envs:BadMultiDiscrete-v0": "actions must be Discrete, not MultiDiscrete([2 3])",
+            "--env-id probe_envs:NoResetLedger-v0": "must be NEXT_STEP or SAME_STEP, not Disabled",
+            "--env-id probe_envs:BadBytes-v0": "a wrapper must scale bytes that stand beside other numbers, as in Dict",
+            "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id",
+            "--hidden-size 17 --evaluate good.pt": "good.pt: not the network of --env-id, --hidden-size",
+            "--no-recurrent --resume good.pt": "good.pt: not the network of --env-id, --hidden-size, --recurrent",
+            "--learn-length 0": "--learn-length (0) must be from 1 to",
+            "--n-step 0 --resume good.pt": "--n-step (0) must be from 1 to",
+            "--burn-in -1": "--burn-in (-1) must be from 0 to",
+            "--memory-span 0.5": "--memory-span (0.5) must be from 1 to",
+            "--learning-rate nan": "--learning-rate (nan) must be from 0 to",
+            "--gamma 1.5": "--gamma (1.5) must be from 0 to 1",
+            "--epsilon 40": "--epsilon (40.0) must be from 0 to 1",
+            "--eta -0.1": "--eta (-0.1) must be from 0 to 1",
+            "--alpha 2": "--alpha (2.0) must be from 0 to 1",
+            "--batch-size 25": "--batch-size (25) must be at least 26",
+            "--buffer-size 1000000000000": "--buffer-size (1000000000000) must be smaller",
+        },
+        num_saves=1,
+        other_tasks=("--env-id popgym:popgym-RepeatPreviousMedium-v0",),
+    ),
+    "reinforce_tsp_attention": Case(
+        quick="--env-id tsp5-uniform --num-epochs 8 --steps-per-epoch 2 --batch-size 8 --eval-episodes 4"
+        " --eval-interval 2",
+        length="--num-epochs",
+        more=4,
+        even=("--num-epochs 20 --eval-episodes 15", 15),
+        tags=("eval/greedy_length", "losses/policy_loss"),
+        max_tokens=5950,
+        statistics="--baseline rollout --baseline-instances 20 --baseline-level 0.5",
+        bad={
+            "--batch-size 7": NOT_DIVISIBLE,
+            "--env-id tsp20": "--env-id tsp20: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes",
+            "--env-id tsp2-uniform --evaluate good.pt": "--env-id tsp2-uniform: must be",
+            "--optimizer adam --resume good.pt": "good.pt: not the network of --optimizer",
+            "--data some.txt --evaluate good.pt": "some.txt: needs envs_shared/tsplib.py; copy it",
+            "--train-path some.txt": "some.txt: needs envs_shared/tsplib.py; copy it",
+            "--solve tours --evaluate good.pt": "--solve needs --evaluate and --data",
+            "--data some.TSP": "some.TSP: needs envs_shared/tsplib.py; copy it",
+            "--baseline-instances 0": "--baseline-instances (0) must be from 1 to",
+            "--baseline-instances 1": "--baseline-instances (1) must be at least 2 for each process",
+            "--baseline-level 5": "--baseline-level (5.0) must be from 0 to 1",
+            "--weight-decay -1": "--weight-decay (-1.0) must be from 0 to",
+            "--learning-rate inf": "--learning-rate (inf) must be from 0 to",
+        },
+        reader="tsplib.py",
+        other_tasks=("--env-id tsp6-uniform", "--seed 8"),
+    ),
+    "alphazero_go": Case(
+        quick="--env-id Go-2x2 --num-games 4 --blocks 1 --channels 8 --simulations-start 4 --simulations-end 4"
+        " --num-epochs 8 --pool-size 256 --batch-size 16 --eval-episodes 4 --eval-interval 2",
+        length="--num-epochs",
+        more=4,
+        even=("--num-epochs 20 --eval-episodes 2", 4),
+        tags=("eval/win_rate_best", "losses/value_loss"),
+        max_tokens=9550,
+        statistics="--pretrain-value-epochs 1 --pretrain-search-epochs 1",
+        bad={
+            "--num-games 7": NOT_DIVISIBLE,
+            "--env-id Go-9x8": "--env-id Go-9x8: must be Go-2x2 to Go-19x19",
+            "--env-id Go-20x20 --evaluate good.pt": "--env-id Go-20x20: must be Go-2x2 to Go-19x19",
+            "--env-id Go-3x3 --resume good.pt": "good.pt: not the network of --env-id, --blocks, --channels",
+            "--gtp good.pt": "--gtp needs envs_shared/go_gtp.py",
+            "--batch-size 7": NOT_DIVISIBLE,
+            "--eval-episodes 0 --evaluate good.pt": "--evaluate needs --eval-episodes",
+            "--num-games 0": "--num-games (0) must be from 1 to",
+            "--train-fraction -1": "--train-fraction (-1.0) must be from 0 to",
+            "--generate-fraction 0": "--generate-fraction (0.0) must be greater than 0",
+            "--q-weight-end 1.5": "--q-weight-end (1.5) must be from 0 to 1",
+            "--learning-rate inf": "--learning-rate (inf) must be from 0 to",
+            "--num-epochs 2": "--num-epochs (2) must be greater than --pretrain-value-epochs (2)",
+            "--gtp good.pt --resume good.pt": "--resume, --evaluate and --gtp exclude each other",
+            "--draw-moves 30": "--draw-moves (30.0) must be from 0 to 1",
+            "--komi nan": "--komi (nan) must be",
+            "--pool-size 1000": "--pool-size (1000) must be at least 8 times --batch-size (128)",
+        },
+        sibling="go.py",
+        reader="go_gtp.py",
+        other_tasks=("--komi 3",),
+    ),
+    "ppo_change_detection": Case(
+        quick="--num-train-pairs 32 --image-size 16 --batch-size 4 --num-envs 8 --num-minibatches 2"
+        " --detector-iterations 2 --ppo-iterations 6 --eval-episodes 4 --eval-interval 2",
+        length="--ppo-iterations",
+        more=4,
+        even=("--detector-iterations 10 --ppo-iterations 10 --eval-episodes 40", 40),
+        tags=("eval/f1", "losses/cross_entropy"),
+        max_tokens=6500,
+        other_tasks=("--cost 9",),  # at which every score is lower
+        bad={
+            "--num-envs 7": NOT_DIVISIBLE,
+            "--env-id fog": "--env-id fog: must be one of haze, haze-3, haze-4",
+            "--data-dir nothing": "--data-dir and --predict need envs_shared/change_folders.py",
+            "--patch-size 6": "--image-size must be divisible by --patch-size",
+            "--predict a.png b.png": "--predict needs --evaluate",
+            "--predict a.png b.png --evaluate good.pt": "need envs_shared/change_folders.py beside change_pairs.py",
+            "--pretrained missing.pt": "missing.pt: missing, or not a checkpoint",
+            "--env-id haze-3 --resume good.pt": "good.pt: not the network of --env-id (",
+            "--patch-size 0": "--patch-size (0) must be from 1 to",
+            "--learning-rate -1": "--learning-rate (-1.0) must be from 0 to",
+            "--cost nan": "--cost (nan) must be from -1.8e+308 to",
+            "--log-std -inf": "--log-std (-inf) must be from",
+            "--gamma 1.5": "--gamma (1.5) must be from 0 to 1",
+            "--val-share 2": "--val-share (2.0) must be from 0 to 1",
+            "--cell-size 8 --image-size 8": "--cell-size",
+            "--num-steps -1": "--num-steps (-1) must be from 1 to",
+            "--detector-iterations 0 --ppo-iterations 0": "are both 0",
+            "--predict a.png --evaluate good.pt": "--predict needs two pictures or two folders",
+            "--env-id haze-3 --pretrained good.pt": "good.pt: not the network of --env-id (",
+        },
+        sibling="change_pairs.py",
+        reader="change_folders.py",
+    ),
+}
+assert {*CASES} == {*SCRIPTS}
+
+# Run a test for each of the scripts, with what is made once for all tests of a script
+each_script = pytest.mark.parametrize("script", SCRIPTS, indirect=True, scope="module")
+
+
+def copy_script(script: str, folder: Path) -> Path:
+    """Copy the script, and the one file of envs_shared/ that it needs, into `folder`, and return `folder`."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "algos" / f"{script}.py", folder)
+    if sibling := CASES[script].sibling:
+        (folder / "envs_shared").mkdir()
+        shutil.copy(ROOT / "envs_shared" / sibling, folder / "envs_shared")
+    return folder
+
+
+def run_copy(folder: Path, script: str, *flags) -> tuple[str, str]:
+    """Run the copied script, where this repository is not on the path; return stdout and stderr."""
+    out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
+    process = start_process(out, {}, "run_copy", folder / f"{script}.py", *flags, errors=err)
+    assert wait_for([process]) == [0], err.read_text()
+    return out.read_text(), err.read_text()
+
+
+def find_run(run_dir: Path) -> Path:
+    """The one run folder in `run_dir`."""
+    (path,) = Path(run_dir).iterdir()
+    return path
+
+
+def load(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def read_progress(path: Path) -> dict:
+    """What a run folder's checkpoint.pt says about the run so far."""
+    return load(path / "checkpoint.pt")["progress"]
+
+
+def read_files(folder: Path) -> dict[Path, bytes]:
+    return {x: x.read_bytes() for x in folder.rglob("*") if x.is_file() and "__pycache__" not in x.parts}
+
+
+def read_scores(out: str) -> dict[str, float]:
+    """What --evaluate prints: a name and a number of at most five digits in each line."""
+    rows = [re.fullmatch(r"(eval/\w+): (-?[\d.]+(?:e[+-]\d+)?)", line).groups() for line in out.splitlines()]
+    assert all(len(re.sub(r"e.*|\D", "", number).strip("0")) <= 5 for _, number in rows)
+    return {name: float(number) for name, number in rows}
+
+
+def check_no_step_is_logged_twice(path: Path) -> dict:
+    """Return the scalars of a run folder, in which the steps of each tag must increase."""
+    scalars = read_scalars(path)
+    assert all(a < b for values in scalars.values() for (a, _), (b, _) in itertools.pairwise(values))
+    return scalars
+
+
+@dataclass
+class Run:
+    """A run's folder, what it printed, the names of the files that it replaced, and its seeds in order."""
+
+    path: Path
+    out: str
+    written: list[str]
+    seeds: list[int]
+
+    def read_losses(self) -> dict:
+        return {tag: x for tag, x in read_scalars(self.path).items() if tag.startswith("losses/")}
+
+
+def call_main(module: ModuleType, flags: str) -> tuple[str, list[str], list[int]]:
+    """Call a script's `main`, as if wandb were not installed; return what Run holds of it."""
+    out, written, replace = io.StringIO(), [], os.replace
+    seeds, seed_everything = [], module.seed_everything
+
+    def record(source, target):
+        written.append(Path(target).name)
+        replace(source, target)
+
+    def record_seed(*stream):
+        seeds.append(seed_everything(*stream))
+        return seeds[-1]
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(io.StringIO()):
+        patch.setitem(sys.modules, "wandb", None)
+        patch.setattr(os, "replace", record)
+        patch.setattr(module, "seed_everything", record_seed)
+        module.main(flags.split())
+    return out.getvalue(), written, seeds
+
+
+def run_main(module: ModuleType, folder: Path, *flags) -> Run:
+    """Call a script's `main` for a run in `folder`; flags are words or lines."""
+    found = call_main(module, " ".join(map(str, (*flags, "--run-dir", folder))))
+    return Run(find_run(folder), *found)
+
+
+def get_module(script: str) -> ModuleType:
+    return importlib.import_module(f"algos.{script}")
+
+
+def run_quick(script: str, folder: Path, *flags) -> Run:
+    return run_main(get_module(script), folder, CASES[script].quick, *flags)
+
+
+def run_edited(path: Path, *flags) -> tuple[Run, ModuleType]:
+    """Run a script that a user has edited, as a module of its own; return that too."""
+    module = import_file("edited_copy", path)
+    return run_main(module, path.parent / "runs", *flags), module
+
+
+def import_file(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def longer(path: Path, case: Case) -> int:
+    """The value of the flag for the length of a run that trains for a little more."""
+    counter = "step" if case.length == "--total-timesteps" else "iteration"
+    return read_progress(path)[counter] + case.more
