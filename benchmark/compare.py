@@ -2,9 +2,9 @@
 
     python -m benchmark.compare benchmark/results/cpu.json runs/benchmark/cpu
 
-BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results. benchmark/README.md
-says what is compared, by which test, and how often a change is found. Exit code: 0 when nothing is worse, 1 when
-something is worse or has failed in NEW, 2 when there is nothing to compare.
+BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results.
+benchmark/README.md says what is compared, by which test, and how often a change is found. Exit code: 0 when
+nothing is worse, 1 when something is worse or has failed in NEW, 2 when there is nothing to compare.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,8 @@ def find_losses(cell):
 
 
 def compare_cells(cell: dict, other: dict):
-    """Return [quantity, its median in BASE and in NEW, p value of being no worse] of a cell that both have."""
+    """Return [quantity, its median in BASE and in NEW, p value of being no worse] of a cell that both
+    have."""
     rows = []
     losses = find_losses(other)
     seeds, others = ({run["seed"] for run in side["runs"]} for side in (cell, other))
@@ -67,7 +68,8 @@ def compare_cells(cell: dict, other: dict):
 
 
 def compare(base, new):
-    """Return a row for each quantity of each cell of ours that both have, and notes on what failed or is not compared.
+    """Return a row for each quantity of each cell of ours that both have, and notes on what failed or is not
+    compared.
 
     A row has name, quantity, its median in BASE and in NEW, and whether it is worse.
     """

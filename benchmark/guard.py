@@ -1,11 +1,13 @@
-"""Run one command and make sure that nothing of it keeps running; benchmark/run.py starts a guard for each cell.
+"""Run one command and make sure that nothing of it keeps running; benchmark/run.py starts a guard for each
+cell.
 
     python guard.py SECONDS COMMAND...      # prints {"exit_code": ..., "cpu_seconds": ...}
 
-The command ends when its time is up, and when the guard's stdin closes: the harness holds the other end, so that this
-happens however the harness dies. On Linux, processes whose parent has ended become children of the guard (prctl calls
-it a child subreaper), whatever session they are in. The guard kills and reaps its children until it has none. Elsewhere
-it kills the process group of the command, which misses processes that have left the group.
+The command ends when its time is up, and when the guard's stdin closes: the harness holds the other end, so
+that this happens however the harness dies. On Linux, processes whose parent has ended become children of the
+guard (prctl calls it a child subreaper), whatever session they are in. The guard kills and reaps its children
+until it has none. Elsewhere it kills the process group of the command, which misses processes that have left
+the group.
 """
 
 import contextlib

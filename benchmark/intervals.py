@@ -1,4 +1,5 @@
-"""Statistics over seeds: Student's and Welch's 95 % intervals of means, differences and ratios, and tests of losses."""
+"""Statistics over seeds: Student's and Welch's 95 % intervals of means, differences and ratios, and tests of
+losses."""
 
 import math
 import warnings
@@ -8,12 +9,14 @@ from scipy import stats
 
 
 def expect_nan():
-    """Return a context without warnings about samples of one value or without noise, whose statistics are nan."""
+    """Return a context without warnings about samples of one value or without noise, whose statistics are
+    nan."""
     return warnings.catch_warnings(action="ignore", category=RuntimeWarning)
 
 
 def find_interval(values, others=(0, 0)):
-    """Return Welch's 95 % interval of the mean of `values` minus that of `others`: Student's if these have no noise.
+    """Return Welch's 95 % interval of the mean of `values` minus that of `others`: Student's if these have no
+    noise.
 
     None if a sample has one value, or infinite or unknown ones; nan at both ends if there is no noise at all.
     """
@@ -26,8 +29,8 @@ def find_interval(values, others=(0, 0)):
 def find_ratio(ours: list, peer: list):
     """Return the ratio of the medians, and a 95 % interval of the ratio from the logarithms of both samples.
 
-    The interval is for the ratio of the geometric means. If values are not positive, infinite or unknown, what cannot
-    be computed is nan or None.
+    The interval is for the ratio of the geometric means. If values are not positive, infinite or unknown,
+    what cannot be computed is nan or None.
     """
     if not min(*ours, *peer) > 0:
         return math.nan, None
@@ -40,7 +43,8 @@ def find_ratio(ours: list, peer: list):
 def find_p_worse(base, new, are_paired: bool):
     """Return p values of "losses [..., seeds] are not larger in NEW", by Student's t.
 
-    If both have the same seeds, it is twice the smaller p of the test of pairs and of the test of two samples.
+    If both have the same seeds, it is twice the smaller p of the test of pairs and of the test of two
+    samples.
     """
     with expect_nan():
         p = stats.ttest_ind(new, base, axis=-1, alternative="greater").pvalue

@@ -30,7 +30,8 @@ def describe_machine():
 def machine_line(machines: list):
     """Write one sentence for the docs on what was measured where, when and at which commits."""
     hardware = {
-        f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, gymnasium {m['gymnasium']}"
+        f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, "
+        f"gymnasium {m['gymnasium']}"
         for m in machines
     }
     commits = {m["commit"] for m in machines}

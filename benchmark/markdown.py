@@ -25,7 +25,8 @@ def make_table(head: str, rows: list):
 
 
 def replace_section(text: str, name: str, content: str):
-    """Replace what is between <!-- name --> and <!-- /name --> in `text`; ResultsError if the marks are missing."""
+    """Replace what is between <!-- name --> and <!-- /name --> in `text`; ResultsError if the marks are
+    missing."""
     pattern = f"(?s)(?<=<!-- {name} -->).*?(?=<!-- /{name} -->)"
     text, count = re.subn(pattern, lambda _: content, text)
     require(count, f"no <!-- {name} --> section")

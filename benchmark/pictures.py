@@ -37,8 +37,8 @@ LABELS = {  # of cells in legends; others are SCRIPT, SETTING, and those without
 # One panel a task: by steps (0) or seconds (1)
 ROWS = {"ppo_equal": [1], "popgym": [0], "r2d2_memory": [0], "tsp_gaps": [1]}
 LOGARITHMIC = ("ppo_tasks", "r2d2_peers")  # seconds of programs that differ by factors of 10 to 100
-# Line and marker tell curves apart without colours. The colours are those of Okabe and Ito, which differ for the
-# colour-blind too; the ninth curve has the colour and the line of the first one, and another marker
+# Line and marker tell curves apart without colours. The colours are those of Okabe and Ito, which differ for
+# the colour-blind too; the ninth curve has the colour and the line of the first one, and another marker
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999")
 LINES = ("-", "--", "-.", ":")
 MARKERS = "os^DvPX*"
@@ -57,10 +57,12 @@ def find_label(cell: dict):
 
 
 def find_band(curves, reach, column):
-    """Return 60 x, the mean of curves [3, n] there, and half of its 95 % interval (Student's t), nan for one curve.
+    """Return 60 x, the mean of curves [3, n] there, and half of its 95 % interval (Student's t), nan for one
+    curve.
 
-    A curve has steps, seconds and values. All are read at the same 60 steps; x are these (column 0) or the mean seconds
-    at them (1). A value is first averaged with `reach` others on either side, and with fewer near the ends.
+    A curve has steps, seconds and values. All are read at the same 60 steps; x are these (column 0) or the
+    mean seconds at them (1). A value is first averaged with `reach` others on either side, and with fewer
+    near the ends.
     """
     steps = np.linspace(max(curve[0, 0] for curve in curves), min(curve[0, -1] for curve in curves), 60)
     # [seeds, 3, 60]
@@ -72,10 +74,11 @@ def find_band(curves, reach, column):
 
 
 def draw_task(axes, cells, column, styles, levels, is_logarithmic):
-    """Draw the cells of a task by steps (column 0) or seconds (1): the mean of the seeds, its interval, its end.
+    """Draw the cells of a task by steps (column 0) or seconds (1): the mean of the seeds, its interval, its
+    end.
 
-    `styles` are those of the labels so far. `levels` are known values of others by task and name, as horizontal
-    lines.
+    `styles` are those of the labels so far. `levels` are known values of others by task and name, as
+    horizontal lines.
     """
     task = cells[0]["task"]
     for (label, level), style in zip(levels.get(task, {}).items(), LEVELS, strict=False):
@@ -105,7 +108,8 @@ def draw_task(axes, cells, column, styles, levels, is_logarithmic):
 
 
 def draw(results, path):
-    """Draw the learning curves of each task by steps and by seconds, or as ROWS says; returns whether there are any."""
+    """Draw the learning curves of each task by steps and by seconds, or as ROWS says; returns whether there
+    are any."""
     tasks = defaultdict(list)
     for cell in results["cells"].values():
         if any(run["curve"] for run in cell["runs"]) and find_label(cell):

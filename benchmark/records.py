@@ -26,7 +26,8 @@ def load_results(name: str):
 
 
 def group(cells: list[Cell], outcomes: list[Outcome]):
-    """Group the cells of a suite, one for each seed, by name, each with its runs and the errors of missing runs."""
+    """Group the cells of a suite, one for each seed, by name, each with its runs and the errors of missing
+    runs."""
     grouped = {}
     for cell, outcome in zip(cells, outcomes, strict=True):
         row = grouped.setdefault(cell.name, asdict(cell) | {"runs": [], "missing": []})
@@ -96,7 +97,8 @@ def is_ours(cell: dict):
 
 
 def get_values(cell: dict, quantity: str):
-    """Return a quantity of each run of a cell, by seed: infinite if a threshold was not reached, nan if unknown.
+    """Return a quantity of each run of a cell, by seed: infinite if a threshold was not reached, nan if
+    unknown.
 
     Metrics may be named with or without `eval/`.
     """

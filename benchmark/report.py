@@ -4,8 +4,8 @@
     python -m benchmark.report                # docs/results.md, the tables and pictures of all pages
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
-benchmark/suites are added to benchmark/results, and all results there go into the pages, between
-<!-- NAME --> and <!-- /NAME -->, and into docs/figures. Committed runs that RUNS lacks are kept. Runs that were made
+benchmark/suites are added to benchmark/results, and all results there go into the pages, between <!-- NAME
+--> and <!-- /NAME -->, and into docs/figures. Committed runs that RUNS lacks are kept. Runs that were made
 with uncommitted changes are refused.
 """
 
@@ -32,9 +32,11 @@ from benchmark.studies import change_detection, go_search, learned, on_gpu, tsp_
 STUDIES = {x.__name__.rpartition(".")[2]: x for x in (change_detection, go_search, on_gpu, tsp_networks)}
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
-LEGEND = """Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.
-A match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, which may differ between
-programs."""
+LEGEND = (
+    "Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.\n"
+    "A match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, which may differ "
+    "between\nprograms."
+)
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Args:
     out: Path | None = None  # folder for a page and its figures, instead of docs/
 
 
-# ---- Tables ----------------------------------------------------------------------------------------------------------
+# ---- Tables ------------------------------------------------------------------------------------------------
 
 
 def show_interval(interval: tuple | None):
@@ -85,7 +87,8 @@ def list_processors(*cells: dict):
 
 
 def make_ratio_table(results: dict):
-    """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its interval.
+    """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its
+    interval.
 
     A column names the processors of a line if not all cells of the suite have the same one.
     """
@@ -138,7 +141,8 @@ def make_cell_table(cells: list, columns: dict):
 
 
 def make_comparison(cells: list, has_thresholds: bool = False):
-    """Write a table that holds each cell against the first one of its task; `has_thresholds` adds steps and seconds."""
+    """Write a table that holds each cell against the first one of its task; `has_thresholds` adds steps and
+    seconds."""
     first = {}
     for cell in cells:
         first.setdefault(cell["task"], cell)
@@ -168,7 +172,8 @@ def get_reached(cell: dict, quantity: str):
 
 
 def describe_machines(cells):
-    """Say which machines the runs of cells used, the versions of other programs, and what is not equal to theirs."""
+    """Say which machines the runs of cells used, the versions of other programs, and what is not equal to
+    theirs."""
     runs = [run | {"task": cell["task"]} for cell in cells for run in cell["runs"]]
     if not runs:
         return ""
@@ -197,7 +202,7 @@ def fill_summary(results: dict):
     return SUMMARY_NUMBER.sub(fill, results["summary"])
 
 
-# ---- Pages -----------------------------------------------------------------------------------------------------------
+# ---- Pages -------------------------------------------------------------------------------------------------
 
 
 def join(*parts: str):

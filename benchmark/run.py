@@ -5,13 +5,13 @@
     python -m benchmark.run benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
     python -m benchmark.run benchmark/suites/cpu.toml --address auto    # on the Ray cluster of this machine
 
-Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, with its attempts in try_1, try_2, ..., and is done when
-an attempt has ended with exit code 0 and has logged the cell's headline and curve. The hash is of the command and the
-files it uses, so that the same call again runs what is missing, and a changed script runs again beside its old results.
-Cells compute with OMP_NUM_THREADS=1, and see no GPU but those they ask for. A cell that crashes or is lost starts over,
-twice at most. Exit code: 0 when all cells are done, 1 when some failed, 2 for errors before anything has run,
-130 after Ctrl-C. On a cluster, RUNS, this repository and the environments in benchmark/peers are on a file system that
-all machines share.
+Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, with its attempts in try_1, try_2, ..., and is
+done when an attempt has ended with exit code 0 and has logged the cell's headline and curve. The hash is of
+the command and the files it uses, so that the same call again runs what is missing, and a changed script runs
+again beside its old results. Cells compute with OMP_NUM_THREADS=1, and see no GPU but those they ask for. A
+cell that crashes or is lost starts over, twice at most. Exit code: 0 when all cells are done, 1 when some
+failed, 2 for errors before anything has run, 130 after Ctrl-C. On a cluster, RUNS, this repository and the
+environments in benchmark/peers are on a file system that all machines share.
 """
 
 import json
@@ -52,11 +52,12 @@ class Args:
     address: str | None = None  # Ray cluster to run on, instead of this machine
 
 
-# ---- One cell --------------------------------------------------------------------------------------------------------
+# ---- One cell ----------------------------------------------------------------------------------------------
 
 
 def make_command(cell: Cell, python: str, run_dir: Path):
-    """Return what is executed: the cell's command with --seed and --run-dir, our scripts by the peers' clock."""
+    """Return what is executed: the cell's command with --seed and --run-dir, our scripts by the peers'
+    clock."""
     launcher, *words = shlex.split(cell.command)
     if cell.program == [cell.path]:  # no peer
         words.insert(words.index(cell.path), "benchmark/peers/clock.py")
@@ -89,7 +90,8 @@ def run_cell(cell: Cell, folder: Path, python: str, gpus: str = ""):
 
 
 def score_best(cell: Cell, path: Path, python: str, gpus: str):
-    """Score the best.pt of a run by the script's --evaluate, which prints a line a score; empty if that fails."""
+    """Score the best.pt of a run by the script's --evaluate, which prints a line a score; empty if that
+    fails."""
     best = next(path.glob("*/best.pt"), "best.pt")
     flags = ["--evaluate", best, "--eval-episodes", "100", "--seed", f"{cell.seed}"]
     execute([python, *cell.program, *flags], cell, path / "best.txt", gpus)
@@ -111,11 +113,12 @@ def execute(command: list, cell: Cell, log: Path, gpus: str):
     return json.loads(answer or '{"exit_code": -9, "cpu_seconds": 0}')  # if somebody killed the guard
 
 
-# ---- All cells -------------------------------------------------------------------------------------------------------
+# ---- All cells ---------------------------------------------------------------------------------------------
 
 
 def start_here(cells: list):
-    """Return a function that starts a cell in a thread if this machine has room for it, and returns its future."""
+    """Return a function that starts a cell in a thread if this machine has room for it, and returns its
+    future."""
     # What taskset or a container leaves of the cores; macOS does not tell
     find_cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
     free_cores = [*find_cores(0)]
@@ -169,7 +172,8 @@ def start_on_ray(address: str):
 
 
 def run_cells(folders: dict, submit):
-    """Run the cells of `folders` when there is room for them. Returns the errors of those that failed, by cell."""
+    """Run the cells of `folders` when there is room for them. Returns the errors of those that failed, by
+    cell."""
     peers = {cell.environment for cell in folders} - {None}
     pythons = {None: sys.executable} | {peer: environment.make_environment(peer) for peer in peers}
     waiting = [*folders]

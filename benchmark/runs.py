@@ -38,7 +38,8 @@ def find_run_folders(folder: Path):
 
 @functools.cache
 def read_events(run_path: Path):
-    """Read everything that a finished run has logged: `Scalars(tag)` lists points with step, wall_time and value."""
+    """Read everything that a finished run has logged: `Scalars(tag)` lists points with step, wall_time and
+    value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(run_path), size_guidance={"scalars": 0}).Reload()
@@ -54,7 +55,8 @@ def read_text(run_path: Path, tag: str):
 
 
 def find_threshold(curve: list, cell: Cell):
-    """Return the last of the first `in_a_row` successive points at the threshold or beyond; None if there are none."""
+    """Return the last of the first `in_a_row` successive points at the threshold or beyond; None if there are
+    none."""
     sign = 1 if cell.better == "higher" else -1
     num_beyond = 0
     for point in curve:
@@ -66,7 +68,8 @@ def find_threshold(curve: list, cell: Cell):
 
 
 def read_run(path: Path, cell: Cell, process: dict):
-    """Read what is kept of the run in the folder `path`; ResultsError if it lacks the cell's headline or curve.
+    """Read what is kept of the run in the folder `path`; ResultsError if it lacks the cell's headline or
+    curve.
 
     `process` is what run.py has recorded of it.
     """
@@ -83,7 +86,8 @@ def read_run(path: Path, cell: Cell, process: dict):
     start = events.FirstEventTimestamp()
 
     def find_seconds(point):
-        """Return the seconds of training until a point: of the clock for GPUs, else CPU-seconds without evaluations."""
+        """Return the seconds of training until a point: of the clock for GPUs, else CPU-seconds without
+        evaluations."""
         if cell.gpus:
             return point.wall_time - start
         return float(np.interp(point.step, steps, seconds))
@@ -151,7 +155,8 @@ def read_attempt(process_path: Path, cell: Cell):
 
 
 def find_run(folder: Path, cell: Cell):
-    """Return the outcome of a cell: that of its first successful attempt, else that of the last failed one."""
+    """Return the outcome of a cell: that of its first successful attempt, else that of the last failed
+    one."""
     outcome = Outcome(error=NOT_RUN)
     for path in sorted(folder.glob("try_*/process.json")):  # an attempt that nobody has seen end has none
         outcome = read_attempt(path, cell)

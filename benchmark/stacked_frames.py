@@ -2,8 +2,8 @@
 
     python algos/ppo.py --env-id benchmark.stacked_frames:RepeatPreviousEasy-Stack4-v0 --gamma 0.5
 
-At the start of an episode, copies of its first observation fill the stack. Needs popgym, and the tasks of MiniGrid need
-minigrid.
+At the start of an episode, copies of its first observation fill the stack. Needs popgym, and the tasks of
+MiniGrid need minigrid.
 """
 
 import gymnasium as gym

@@ -17,7 +17,8 @@ NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/
 COMMAND = re.compile(
     r"(?:(?:python|torchrun --standalone.*) (algos/\w+\.py)|python -m (benchmark\.peers\.\w+))(?: .*)?"
 )
-# Strings of a program that name files of this repository: "benchmark/checkpoints/d.pt", "envs_shared.b:Task-v0"
+# Strings of a program that name files of this repository: "benchmark/checkpoints/d.pt",
+# "envs_shared.b:Task-v0"
 NAMED_FILE = re.compile(r"(?:algos|benchmark)/[\w./-]+")
 NAMED_TASK = re.compile(r"([\w.]+):")
 
@@ -52,7 +53,8 @@ class Cell:
         return ["-m", get_module(self.path)]
 
     def hash(self):
-        """Hash the command and the files it uses, as they are now: a result counts while they stay the same."""
+        """Hash the command and the files it uses, as they are now: a result counts while they stay the
+        same."""
         digest = hashlib.sha256(self.command.encode())
         words = shlex.split(self.command)
         modules = [get_path(word.split(":")[0]) for word in words]  # after -m and --env-id
@@ -83,7 +85,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Suite:
-    """What a TOML file says. Cells are listed seed by seed, so that runs that are compared follow one another."""
+    """What a TOML file says. Cells are listed seed by seed, so that runs that are compared follow one
+    another."""
 
     cells: list[Cell]
     ratios: list[Ratio]
@@ -93,7 +96,8 @@ class Suite:
 
 
 def find_used_files(names: list):
-    """List the files among `names`, and the scripts, networks and data of this repository that these use in turn."""
+    """List the files among `names`, and the scripts, networks and data of this repository that these use in
+    turn."""
     found = set()
     todo = [*map(Path, names)]
     while todo:
@@ -161,8 +165,8 @@ def make_cell(table: dict, headlines: dict, where: str):
     path = match and (match[1] or get_path(match[2]))
     require(
         match and (common.ROOT / path).is_file(),
-        f"{where}: command = {command!r} has to be python or torchrun --standalone and a script of algos/, or "
-        "python -m and a module of benchmark.peers",
+        f"{where}: command = {command!r} has to be python or torchrun --standalone and a script of algos/, "
+        "or python -m and a module of benchmark.peers",
     )
     script = Path(path).stem
     check_keys(table, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)

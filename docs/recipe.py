@@ -1,11 +1,11 @@
 """Print a recipe of the pages docs/recipes_*.md as a diff for `git apply`.
 
     python docs/recipe.py                                         # the names of all recipes
-    python docs/recipe.py ppo action-masks --output masks.diff    # then, beside a copy of ppo.py: git apply masks.diff
+    python docs/recipe.py ppo action-masks --output masks.diff   # then, beside ppo.py: git apply masks.diff
     python docs/recipe.py ppo action-masks --copy my/ppo.py       # for a copy that other recipes have changed
 
-A page shows a recipe as a diff without line numbers. Lines `@@` separate its places, of which each one fits exactly one
-place of the script. The line `-...` stands for all lines up to the next one that the diff shows.
+A page shows a recipe as a diff without line numbers. Lines `@@` separate its places, of which each one fits
+exactly one place of the script. The line `-...` stands for all lines up to the next one that the diff shows.
 """
 
 import argparse
@@ -57,7 +57,8 @@ def apply_diff(text: str, diff: str) -> str:
 
 
 def make_patch(script: str, diff: str, copy: Path | None = None) -> str:
-    """The unified diff, from `a/<script>.py` to `b/<script>.py`, of a diff of a page for the script or its copy."""
+    """The unified diff, from `a/<script>.py` to `b/<script>.py`, of a diff of a page for the script or its
+    copy."""
     old = (copy or ROOT / "algos" / f"{script}.py").read_text()
     names = f"a/{script}.py", f"b/{script}.py"
     lines = difflib.unified_diff(old.splitlines(True), apply_diff(old, diff).splitlines(True), *names)

@@ -8,15 +8,18 @@ from helpers import SCRIPTS
 
 
 def pytest_cmdline_main(config):
-    """With `-n 2`, tests go to processes by their groups; without, one process runs them, as --pdb needs it."""
+    """With `-n 2`, tests go to processes by their groups; without, one process runs them, as --pdb needs
+    it."""
     if config.option.numprocesses and config.option.dist == "no":
         config.option.dist = "loadgroup"
 
 
 def pytest_collection_modifyitems(items):
-    """One process runs all tests of a file, or those of it that are about one script, as they share what is made.
+    """One process runs all tests of a file, or those of it that are about one script, as they share what is
+    made.
 
-    Files that name the simulated GPU get its mark, by which .ci/run finds what runs on a second build of torch too.
+    Files that name the simulated GPU get its mark, by which .ci/run finds what runs on a second build of
+    torch too.
     """
     for item in items:
         if "pretend_cuda" in item.path.read_text():
@@ -29,7 +32,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Tell pretend_cuda.py which test lacks the mark: one that gets to the simulated GPU by way of another file."""
+    """Tell pretend_cuda.py which test lacks the mark: one that gets to the simulated GPU by way of another
+    file."""
     os.environ["WITHOUT_GPU_MARK"] = "" if item.get_closest_marker("simulated_gpu") else item.nodeid
 
 

@@ -15,15 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
 torch.set_num_threads(1)
-# TensorBoard reads the log files of a run in the order of their names, which end with this number: let all have one
-# length, so that those made in one second are in order too
+# TensorBoard reads the log files of a run in the order of their names, which end with this number: let all
+# have one length, so that those made in one second are in order too
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
 def start_process(log, env, name, *args, errors=None):
-    """A process that does what ranks.py calls `name`, and prints into `log`, or what it says of errors into `errors`.
+    """A process that does what ranks.py calls `name`, and prints into `log`, or what it says of errors into
+    `errors`.
 
-    Its parent is a server that has imported torch and the scripts once, for all the processes that are started so.
+    Its parent is a server that has imported torch and the scripts once, for all the processes that are
+    started so.
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["ranks", *(f"algos.{script}" for script in SCRIPTS)])

@@ -7,11 +7,11 @@
 A `CudaTensor` says that it is on cuda:0 and keeps its numbers in a CPU tensor, `host`. Under `PretendCuda`:
 
 - An operation on tensors of both devices raises, and so does `numpy()` of a tensor on the device.
-- What makes the host wait for the device (`item`, `nonzero`, a mask as index, copies between the two) is counted by
-  name and line, and raises inside a capture.
-- A capture computes nothing: results are NaN (integers 0), memory is unchanged, and no random number is drawn. A replay
-  runs the operations on the memory and with the numbers of the capture. It raises if only graphs hold some of that
-  memory, which torch would have freed by then.
+- What makes the host wait for the device (`item`, `nonzero`, a mask as index, copies between the two) is
+  counted by name and line, and raises inside a capture.
+- A capture computes nothing: results are NaN (integers 0), memory is unchanged, and no random number is
+  drawn. A replay runs the operations on the memory and with the numbers of the capture. It raises if only
+  graphs hold some of that memory, which torch would have freed by then.
 
 Not simulated: streams, the allocator, random numbers of the device, autocast lists for CUDA, rounding, cuDNN,
 compiled code, other threads and processes, and pinned memory. C++ code takes a `CudaTensor` for a CPU tensor:
@@ -110,7 +110,8 @@ class Graph:
 
     def __init__(self, gpu):
         self.gpu = gpu
-        self.nodes = []  # (operation as a function of its tensors, the tensors, memory of each result or None)
+        # (operation as a function of its tensors, the tensors, memory of each result or None)
+        self.nodes = []
         self.own: list[torch.Tensor] = []  # memory that was made in the capture, and stays
         self.held = Counter()  # by memory: how many operands of the graph are views of it
         gpu.graphs.add(self)
@@ -213,8 +214,8 @@ class PretendCuda(TorchDispatchMode):
         written = [x for x, spec in zip(args, func._schema.arguments, strict=False) if spec.is_write]
         for x in tensors:
             if not isinstance(x, CudaTensor) and (x.dim() > 0 or any(x is y for y in written)):
-                both = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
-                raise RuntimeError(f"{both}: {name} at {find_caller()}")
+                both = "Expected all tensors to be on the same device, but found at least two devices"
+                raise RuntimeError(f"{both}, cuda:0 and cpu: {name} at {find_caller()}")
 
     def execute(self, func, args, kwargs, tensors: list[torch.Tensor]):
         """Run an operation with `tensors`, or record it in the graph."""
@@ -273,7 +274,8 @@ def make_and_send(make):
 
 
 def group_tensors(*args):
-    """How torch groups tensors by device and type for its fused operations; it takes them to be on the CPU."""
+    """How torch groups tensors by device and type for its fused operations; it takes them to be on the
+    CPU."""
     groups = GROUP_TENSORS(*args).items()
     return {(CUDA if isinstance(x[0][0][0], CudaTensor) else cpu, dtype): x for (cpu, dtype), x in groups}
 

@@ -10,7 +10,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
 class Task(gym.Env):
-    """Observation 1, reward 1 and no end, unless a subclass sets the `length` of episodes or overrides a method."""
+    """Observation 1, reward 1 and no end, unless a subclass sets the `length` of episodes or overrides a
+    method."""
 
     observation_space = Box(-1, 1, (1,))
     action_space = Discrete(2)
@@ -33,7 +34,8 @@ class Task(gym.Env):
 
 
 class Ledger(gym.Env):
-    """Random rewards and endings (terminated, truncated, or both at once); keeps a ledger of its true transitions.
+    """Random rewards and endings (terminated, truncated, or both at once); keeps a ledger of its true
+    transitions.
 
     Each of the two flags is up with probability `p_end` at a step.
     """
@@ -71,7 +73,8 @@ class OneStep(Task):
 
 
 class Shifted(OneStep):
-    """Discrete observations and actions that start at 3 and -1: 1 for answering 3, 4, 5 with -1, 0, 1; optimum 1."""
+    """Discrete observations and actions that start at 3 and -1: 1 for answering 3, 4, 5 with -1, 0, 1;
+    optimum 1."""
 
     observation_space = Discrete(3, start=3)
     action_space = Discrete(3, start=-1)
@@ -231,7 +234,8 @@ class Broken(Task):
 
 
 class Recall(Task):
-    """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it and -1 if not; optimum 1."""
+    """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it and -1 if not; optimum
+    1."""
 
     observation_space = Box(-1, 1, (2,))
     length = 5
@@ -246,7 +250,8 @@ class Recall(Task):
 
 
 def register(name, entry_point, **kwargs):
-    """Register `name` as it is, and by two more modes of resets; as `Reused<name>` it has one array for all steps."""
+    """Register `name` as it is, and by two more modes of resets; as `Reused<name>` it has one array for all
+    steps."""
     gym.register(f"{name}-v0", entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
 
     def make_vec(num_envs, options, **_):

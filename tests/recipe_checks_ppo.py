@@ -21,7 +21,8 @@ def read_returns(run):
 
 
 class Masked(Task):
-    """Three numbers and a mask of four actions, of which two are allowed: 1 for the one with the smaller index."""
+    """Three numbers and a mask of four actions, of which two are allowed: 1 for the one with the smaller
+    index."""
 
     observation_space, action_space, length = Box(-np.inf, np.inf, (7,)), Discrete(4), 5
 
@@ -45,8 +46,10 @@ def check_cnn(path, folder):
 
 
 def check_atari(path, folder):
-    """Pong is played to its end, an evaluated return is a difference of points, and all weights are trained."""
-    flags = "--env-id ALE/Pong-v5 --num-envs 2 --num-steps 8 --total-timesteps 16 --eval-episodes 1 --no-norm-reward"
+    """Pong is played to its end, an evaluated return is a difference of points, and all weights are
+    trained."""
+    flags = "--env-id ALE/Pong-v5 --num-envs 2 --num-steps 8 --total-timesteps 16 --eval-episodes 1"
+    flags += " --no-norm-reward"
     done, module = run_edited(path, flags)
     (returns,) = read_returns(done)
     assert -21 <= returns <= 21 and returns == int(returns)
@@ -58,7 +61,8 @@ def check_atari(path, folder):
 
 
 def check_masks(path, folder):
-    """No forbidden action is ever taken, and the best allowed one is learned, with normalized observations."""
+    """No forbidden action is ever taken, and the best allowed one is learned, with normalized
+    observations."""
     gym.register("Masked-v0", Masked)
     done, _ = run_edited(path, "--env-id Masked-v0 --norm-obs --total-timesteps 12000 --eval-episodes 20")
     assert read_returns(done)[-1] >= 4.9  # of 5; at random 2.5
@@ -103,7 +107,8 @@ def evaluate_params(module, agent, env_id, params):
 
 
 class Knobs(OneStep):
-    """Two components of 2 and 4 choices, from 1 and -3 on: the share that is as the observation says; optimum 1."""
+    """Two components of 2 and 4 choices, from 1 and -3 on: the share that is as the observation says; optimum
+    1."""
 
     observation_space, action_space = MultiDiscrete([2, 4]), MultiDiscrete([2, 4], start=[1, -3])
 
@@ -129,7 +134,8 @@ class Switches(OneStep):
 
 
 def check_components(path, folder):
-    """Both spaces are learned, and probabilities, draws and modes are those of the softmax of each component."""
+    """Both spaces are learned, and probabilities, draws and modes are those of the softmax of each
+    component."""
     for name, env_class, sizes in (("Knobs-v0", Knobs, [2, 4]), ("Switches-v0", Switches, [2] * 4)):
         gym.register(name, env_class)
         (folder / name).mkdir()
@@ -157,9 +163,11 @@ def check_components(path, folder):
 
 
 class Car(Quarters):
-    """A picture and a vector: the brighter quarter, and two further if the second number is positive; optimum 1.
+    """A picture and a vector: the brighter quarter, and two further if the second number is positive; optimum
+    1.
 
-    The picture alone gives 0.5, the vector 0.25. The numbers are large, and keys are neither sorted nor those alone.
+    The picture alone gives 0.5, the vector 0.25. The numbers are large, and keys are neither sorted nor those
+    alone.
     """
 
     observation_space = Dict(
@@ -247,7 +255,8 @@ def check_asymmetric(path, folder):
 
 
 class Corridor(Task):
-    """16 cells from the start to a reward of 1. In each cell, one of three actions leads on, the others lead back.
+    """16 cells from the start to a reward of 1. In each cell, one of three actions leads on, the others lead
+    back.
 
     There is time for one wrong step at most: at random, 1 episode in 2.7 million gets there.
     """
@@ -269,7 +278,8 @@ class Corridor(Task):
 
 
 def check_rnd(path, folder):
-    """The end of the corridor is found, and not without the intrinsic reward; the target network never changes."""
+    """The end of the corridor is found, and not without the intrinsic reward; the target network never
+    changes."""
     gym.register("Corridor-v0", Corridor, max_episode_steps=17)
     flags = "--env-id Corridor-v0 --norm-obs --learning-rate 1e-3 --num-steps 32 --seed 41"
     done, module = run_edited(path, f"{flags} --total-timesteps 50000 --eval-interval 10")
@@ -349,7 +359,8 @@ def check_export(path, folder):
 
 
 def check_acting(path, folder):
-    """The lines give the action that the policy of best.pt finds most likely; for Pendulum, within its bounds."""
+    """The lines give the action that the policy of best.pt finds most likely; for Pendulum, within its
+    bounds."""
     done, module = run_edited(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2")
     (done.path / "best.pt").rename(folder / "best.pt")
     sys.modules["ppo"] = module

@@ -63,7 +63,8 @@ def train_bare(module, flags):
 
 
 def check_bare(path, folder):
-    """The copy has the losses, weights and scores of the whole script to the last bit, and nothing of its run."""
+    """The copy has the losses, weights and scores of the whole script to the last bit, and nothing of its
+    run."""
     check_nothing_is_left_of_the_run(path.read_text())
     bare = import_file("bare_copy", path)
     flags = vars(bare.Args()).keys()
@@ -191,7 +192,8 @@ for task in (TorchLedger, TorchSameStepLedger, TorchBoxLedger, TorchSameStepBoxL
 
 
 def check_transitions(module, env_id):
-    """Rows, sums of episodes and advantages of rollouts are those that follow from what the environments recorded."""
+    """Rows, sums of episodes and advantages of rollouts are those that follow from what the environments
+    recorded."""
     args = module.Args(env_id=env_id, num_envs=5, num_steps=40, gamma=0.9, gae_lambda=0.8, norm_reward=False)
     envs = module.make_envs(args, args.num_envs)
     module.seed_everything(0)
@@ -256,7 +258,8 @@ def to_box(space, actions):
 
 
 def play(path, folder, flags, has_graphs):
-    """Run an edited copy on the simulated GPU; return the run, and the waits in each call of collect_rollout."""
+    """Run an edited copy on the simulated GPU; return the run, and the waits in each call of
+    collect_rollout."""
     module, waits = import_file("edited_copy", path), []
     collect_rollout = module.collect_rollout
 

@@ -41,7 +41,8 @@ def test_the_pages_follow_from_the_committed_results():
 
 
 def test_every_file_of_results_is_shown():
-    """None is of a program that is gone or of a tree with changes, and each suite says on which page it stands."""
+    """None is of a program that is gone or of a tree with changes, and each suite says on which page it
+    stands."""
     published = records.load_published()
     names = {path.stem for path in common.RESULTS.glob("*.json")}
     assert published.keys() <= names <= published.keys() | STUDIES
@@ -53,7 +54,7 @@ def test_every_file_of_results_is_shown():
         assert not any("dirty" in row["machine"]["commit"] for row in records.load_results(name)["rows"])
 
 
-# ---- Statistics ------------------------------------------------------------------------------------------------------
+# ---- Statistics --------------------------------------------------------------------------------------------
 
 
 def test_ratios_are_those_of_medians_with_an_interval_by_logarithms():
@@ -102,7 +103,7 @@ def test_threshold_is_the_first_point_at_it_in_the_right_direction():
     assert find(4, in_a_row=3) is None
 
 
-# ---- Report ----------------------------------------------------------------------------------------------------------
+# ---- Report ------------------------------------------------------------------------------------------------
 
 
 def test_tables_say_what_the_results_say():
@@ -240,7 +241,7 @@ def test_a_missing_section_is_an_error_not_a_silent_no_op():
         replace_section("a", "y", "new")
 
 
-# ---- Comparison ------------------------------------------------------------------------------------------------------
+# ---- Comparison --------------------------------------------------------------------------------------------
 
 
 def compare_cells(base, new):
@@ -320,7 +321,8 @@ def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
     def simulate(num, *shifts):
         """Tell what is worse in comparisons [num, 20] of twenty cells with five seeds.
 
-        In NEW, the headline, steps and speed of cell 0 are worse by `shifts`, in standard deviations of the seeds.
+        In NEW, the headline, steps and speed of cell 0 are worse by `shifts`, in standard deviations of the
+        seeds.
         """
         found = np.zeros((num, 20), bool)
         for is_worse in found:

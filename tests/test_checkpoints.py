@@ -1,4 +1,5 @@
-"""The trained networks in benchmark/checkpoints give what they gave when tests/data/checkpoints.json was written.
+"""The trained networks in benchmark/checkpoints give what they gave when tests/data/checkpoints.json was
+written.
 
 `python tests/test_checkpoints.py` writes that file, with what the networks give now.
 """
@@ -23,7 +24,8 @@ MOVES = {5: [12, 7, 6, 8, 17], 7: [24, 17, 16, 18, 31, 9, 40], 9: [40, 22, 24, 5
 
 @torch.no_grad()
 def describe(path):
-    """A few numbers that a trained network gives; of AlphaZero, policy and value, of the others, tour lengths."""
+    """A few numbers that a trained network gives; of AlphaZero, policy and value, of the others, tour
+    lengths."""
     checkpoint = torch.load(path, weights_only=True)
     return describe_tsp(checkpoint) if path.stem.startswith("tsp") else describe_go(checkpoint)
 

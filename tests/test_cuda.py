@@ -21,16 +21,18 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from algos import alphazero_go as az
 
-PPO = "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96 --eval-interval 1000"
-PPO += " --eval-episodes 2"
-TSP = "--env-id tsp5-uniform --num-epochs 2 --steps-per-epoch 3 --batch-size 2 --eval-interval 3 --eval-episodes 2"
+PPO = "--num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2 --total-timesteps 96"
+PPO += " --eval-interval 1000 --eval-episodes 2"
+TSP = "--env-id tsp5-uniform --num-epochs 2 --steps-per-epoch 3 --batch-size 2 --eval-interval 3"
+TSP += " --eval-episodes 2"
 R2D2 = "--num-envs 2 --num-steps 8 --burn-in 2 --learn-length 4 --batch-size 16 --buffer-size 40"
 R2D2 += " --learning-starts 8 --target-interval 3 --total-timesteps 128 --replay-ratio 2 --eval-interval 1000"
 R2D2 += " --eval-episodes 2 --hidden-size 8"
-CHANGE = "--num-train-pairs 8 --image-size 16 --batch-size 2 --num-envs 4 --num-minibatches 2 --detector-iterations 2"
-CHANGE += " --ppo-iterations 3 --eval-episodes 2 --eval-interval 5"
-GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 4 --simulations-end 4 --num-workers 2"
-GO += " --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --eval-interval 3 --eval-episodes 2"
+CHANGE = "--num-train-pairs 8 --image-size 16 --batch-size 2 --num-envs 4 --num-minibatches 2"
+CHANGE += " --detector-iterations 2 --ppo-iterations 3 --eval-episodes 2 --eval-interval 5"
+GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 4 --simulations-end 4"
+GO += " --num-workers 2 --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16"
+GO += " --eval-interval 3 --eval-episodes 2"
 GO += " --pretrain-value-epochs 1 --pretrain-search-epochs 1 --komi 1"
 # Learning rate, number of simulations and network change from epoch to epoch
 GO_GRAPHS = (
@@ -194,7 +196,8 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
 
 @pytest.mark.parametrize("name", ["ppo pendulum", *R2D2_RUNS, *TSP_RUNS, "ppo_change_detection"])
 def test_the_host_waits_in_no_update(played, name):
-    """The functions of WATCHED, whether they are recorded or not; those of AlphaZero wait to count their records."""
+    """The functions of WATCHED, whether they are recorded or not; those of AlphaZero wait to count their
+    records."""
     script = name.split()[0]
     for run in (played(name), played(name, CUDA_GRAPHS=False)) if name in RECORDED else (played(name),):
         for update in WATCHED[script]:
@@ -294,7 +297,8 @@ def test_tensors_of_two_devices_do_not_mix():
 
 
 def test_the_device_says_what_it_is_and_has_no_cudnn():
-    """On every build of torch; one with cuDNN would ask a driver for each LSTM that is moved to the device."""
+    """On every build of torch; one with cuDNN would ask a driver for each LSTM that is moved to the
+    device."""
     with pretend_cuda(), warnings.catch_warnings(action="error"):
         lstm = torch.nn.LSTM(2, 3).to("cuda")
         assert not torch.backends.cudnn.is_acceptable(lstm.weight_ih_l0)

@@ -1,4 +1,5 @@
-"""Several processes: each script under torchrun, with what each rank holds; and its update, alone and shared by two."""
+"""Several processes: each script under torchrun, with what each rank holds; and its update, alone and shared
+by two."""
 
 import importlib
 import os
@@ -23,7 +24,8 @@ PAGE = ROOT / "docs" / "scaling.md"
 def test_two_processes_train_as_one(script, tmp_path):
     """Both hold equal weights and statistics and other random numbers, also in a resumed run.
 
-    An update that two processes share is that of one on all rows. If a script allows it, their parts differ in size.
+    An update that two processes share is that of one on all rows. If a script allows it, their parts differ
+    in size.
     """
     case = CASES[script]
     flags = f"{case.quick} {case.length} {case.more} {case.statistics} --eval-episodes 0"
@@ -53,7 +55,8 @@ def test_two_processes_train_as_one(script, tmp_path):
 
 
 def run_job(folder, flags, job_id, stand_ins, **env):
-    """Run docs/slurm/train.sbatch as Slurm does, with stand-ins for commands, and run folders in `folder`/runs."""
+    """Run docs/slurm/train.sbatch as Slurm does, with stand-ins for commands, and run folders in
+    `folder`/runs."""
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in {"scontrol": "echo localhost; echo node2", **stand_ins}.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -67,7 +70,8 @@ def run_job(folder, flags, job_id, stand_ins, **env):
 
 
 def test_a_slurm_job_that_starts_again_resumes_its_run(tmp_path):
-    """A job looks for the checkpoint of its own id, in the only folder that has one, and ends with srun's exit code."""
+    """A job looks for the checkpoint of its own id, in the only folder that has one, and ends with srun's
+    exit code."""
     folder = tmp_path / "runs" / "job-7"
     make = f"mkdir -p {folder}/killed-early {folder}/run; touch {folder}/run/checkpoint.pt; exit 3"
     stand_ins = {"srun": f'echo "$*" | sed "s/.*ppo.py //"; {make}'}
@@ -98,7 +102,8 @@ def test_two_nodes_under_slurm(tmp_path):
     SIGTERM ends the first start after its first evaluation, and the second start resumes its run.
     """
     preempt = "until ls $RUNS/*/*/best.pt > /dev/null 2>&1; do sleep 0.1; done; kill $first $second"
-    srun = '"$@" & first=$!; "$@" & second=$!; eval "$PREEMPT"; wait $first; code=$?; wait $second; exit $((code | $?))'
+    srun = '"$@" & first=$!; "$@" & second=$!; eval "$PREEMPT"; '
+    srun += "wait $first; code=$?; wait $second; exit $((code | $?))"
     flags, job_id = f"--no-cuda {CASES['ppo'].quick} --total-timesteps", os.getpid()
     run = run_job(tmp_path, f"{flags} 9000000", job_id, {"srun": srun}, PREEMPT=preempt)
     (path,) = (tmp_path / "runs" / f"job-{job_id}").iterdir()
@@ -112,7 +117,8 @@ def test_two_nodes_under_slurm(tmp_path):
 
 
 def test_the_commands_of_the_page_are_real(monkeypatch):
-    """The scripts of docs/scaling.md take their flags, and totals are divisible by the number of processes."""
+    """The scripts of docs/scaling.md take their flags, and totals are divisible by the number of
+    processes."""
     empty = {"args": {}, "progress": {}}
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: {**empty})  # what --resume names
     blocks, named = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.S), set()

@@ -55,7 +55,7 @@ def find_processes(word, but="\n"):
     return [process for process, line in lines.items() if str(word) in line and but not in line]
 
 
-# ---- Suites ----------------------------------------------------------------------------------------------------------
+# ---- Suites ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
@@ -195,7 +195,7 @@ def test_bad_input_is_one_line(tmp_path):
         assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
-# ---- Cells -----------------------------------------------------------------------------------------------------------
+# ---- Cells -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -312,7 +312,8 @@ DAEMON = """
 import os, subprocess, sys, time
 from pathlib import Path
 
-deaf = "import signal, sys, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; print('up'); time.sleep(600)"
+deaf = "import signal, sys, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; print('up'); "
+deaf += "time.sleep(600)"
 start = "import subprocess as s, sys; s.Popen([sys.executable, '-uc', *sys.argv[1:]], start_new_session=True)"
 subprocess.run([sys.executable, "-c", start, deaf, sys.argv[1]])
 while "up" not in Path(sys.argv[1], "log.txt").read_text():
@@ -338,7 +339,8 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="guards kill the p
 def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, hours, error):
     """However the cell ends. What crashed has failed, whatever it has logged.
 
-    The reason is the last line written, whatever the environment says of buffers, or the first in tyro's frame.
+    The reason is the last line written, whatever the environment says of buffers, or the first in tyro's
+    frame.
     """
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     path, found = run_python(DAEMON + end, hours=hours)
@@ -346,7 +348,7 @@ def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, h
     assert found.error == error and "ready" in (path / "log.txt").read_text()
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
+# ---- Runs --------------------------------------------------------------------------------------------------
 
 
 def test_cells_take_the_cores_and_gpus_that_they_ask_for(monkeypatch):
@@ -424,7 +426,8 @@ def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, exit_code,
 
 
 def test_what_a_worker_raises_fails_its_cell_in_one_line(tmp_path):
-    """Such as an error of Ray when a machine is gone, a full disk, or a script that was edited during the suite."""
+    """Such as an error of Ray when a machine is gone, a full disk, or a script that was edited during the
+    suite."""
 
     def submit(cell, *_):
         future = Future()
@@ -441,7 +444,8 @@ def test_what_a_worker_raises_fails_its_cell_in_one_line(tmp_path):
 
 
 def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
-    """One cell always fails, one is killed once, one lacks its curve. The next call repeats nothing that is done."""
+    """One cell always fails, one is killed once, one lacks its curve. The next call repeats nothing that is
+    done."""
     runs = tmp_path / "runs"
     bad = SHORT.replace("python", "torchrun --standalone --nproc-per-node 2").replace("8", "3")
     commands = {"good": SHORT, "bad": f"{bad} --no-cuda"}
@@ -498,7 +502,8 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
 
 @pytest.mark.slow
 def test_cells_run_on_a_ray_cluster(tmp_path, monkeypatch):
-    """Here one of this machine. A cell that fails is told as on one machine, and its processes end with it."""
+    """Here one of this machine. A cell that fails is told as on one machine, and its processes end with
+    it."""
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise it writes a token into the home folder
     monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_MODE", "disabled")

@@ -1,4 +1,5 @@
-"""Other people's programs, side by side with ours: their flags, what they log, and a short real run of each."""
+"""Other people's programs, side by side with ours: their flags, what they log, and a short real run of
+each."""
 
 import re
 import subprocess
@@ -198,7 +199,8 @@ def test_colours_and_openings_of_a_match_are_balanced():
 
 @pytest.mark.slow
 def test_returns_and_evaluations_of_sb3(tmp_path):
-    """All episodes of CartPole that ended fit into the steps so far. Evaluations do not change what is learned."""
+    """All episodes of CartPole that ended fit into the steps so far. Evaluations do not change what is
+    learned."""
     returns = []
     for interval in (0, 2):
         flags = ("--seed", 2, "--total-timesteps", 1024, "--eval-interval", interval)

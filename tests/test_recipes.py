@@ -1,6 +1,8 @@
-"""The recipes of docs/recipes_*.md: each diff is applied to a copy of its script, run for seconds, and checked.
+"""The recipes of docs/recipes_*.md: each diff is applied to a copy of its script, run for seconds, and
+checked.
 
-The checks of a script's recipes are in recipe_checks_<script>.py: {title: check(path of the edited copy, its folder)}.
+The checks of a script's recipes are in recipe_checks_<script>.py: {title: check(path of the edited copy, its
+folder)}.
 """
 
 import importlib

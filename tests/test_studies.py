@@ -22,7 +22,8 @@ def test_studies_that_have_not_run_say_so():
 
 
 def test_rows_replace_those_of_the_same_keys(tmp_path, monkeypatch):
-    """And those of a program are all of the commit it began with, though the first results have changed the tree."""
+    """And those of a program are all of the commit it began with, though the first results have changed the
+    tree."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     helpers.describe_machine_once.cache_clear()
     helpers.save_rows("x", [{"a": 1, "b": 1}, {"a": 2, "b": 1}], ("a",))
@@ -139,7 +140,8 @@ def test_matches_count_draws():
 
 
 def test_the_looks_of_the_shipped_policy_are_those_of_its_page():
-    """Twice at clear roofs, never at the ground; of the pairs in the picture, only changes without haze are found."""
+    """Twice at clear roofs, never at the ground; of the pairs in the picture, only changes without haze are
+    found."""
     agent, args, test, is_roof, is_hazy = change_detection.read_checkpoint_pairs()
     probability, looks, _ = cd.predict(agent, args, test)
     assert (looks.numpy()[~is_roof] == 0).all() and (looks.numpy()[is_roof & ~is_hazy] == 2).all()

@@ -1,13 +1,14 @@
-"""CleanRL's PPO as it is in its package, on one thread: `ppo.py`, or `ppo_continuous_action.py` for a box of actions.
+"""CleanRL's PPO as it is in its package, on one thread: `ppo.py`, or `ppo_continuous_action.py` for a box of
+actions.
 
-The files are run unchanged. They were written for gym 0.23 and gymnasium 0.28, so today's gymnasium is given the form
-that they expect: vector environments reset themselves within the step that ends an episode, finished episodes are a
-list of infos, `TransformObservation` needs no space, and the module `gym` is gymnasium with the old return values of
-`reset` and `step`. `distutils.util.strtobool`, which Python 3.12 no longer has, is made here too. CPU-seconds count
-from the first line of the file to its last; its imports are done before.
+The files are run unchanged. They were written for gym 0.23 and gymnasium 0.28, so today's gymnasium is given
+the form that they expect: vector environments reset themselves within the step that ends an episode, finished
+episodes are a list of infos, `TransformObservation` needs no space, and the module `gym` is gymnasium with
+the old return values of `reset` and `step`. `distutils.util.strtobool`, which Python 3.12 no longer has, is
+made here too. CPU-seconds count from the first line of the file to its last; its imports are done before.
 
-Everything that CleanRL logs is in the run folder. `charts/episodic_return` is written once a rollout, the mean over
-the episodes that ended in it, as our scripts write it, and so is `charts/cpu_seconds`.
+Everything that CleanRL logs is in the run folder. `charts/episodic_return` is written once a rollout, the
+mean over the episodes that ended in it, as our scripts write it, and so is `charts/cpu_seconds`.
 
 --settings own: CleanRL's defaults. --settings ours: the defaults of algos/ppo.py.
 """
@@ -39,7 +40,8 @@ def make_parser():
 
 
 def adapt_gymnasium(returns: list[float], is_continuous: bool):
-    """Give gymnasium the form that CleanRL's files expect; returns of finished episodes are added to `returns`."""
+    """Give gymnasium the form that CleanRL's files expect; returns of finished episodes are added to
+    `returns`."""
     import gymnasium
     import numpy as np
     from gymnasium.vector import AutoresetMode
@@ -81,7 +83,8 @@ def adapt_gymnasium(returns: list[float], is_continuous: bool):
 
 
 def record_into(run: peer.Run, returns: list[float], bar):
-    """Make SummaryWriter write into the run folder, with one mean return and the CPU-seconds of each rollout."""
+    """Make SummaryWriter write into the run folder, with one mean return and the CPU-seconds of each
+    rollout."""
     import torch.utils.tensorboard
 
     class Writer(torch.utils.tensorboard.SummaryWriter):

@@ -1,7 +1,8 @@
 """Run one of our scripts by the peers' clock: `python -m benchmark.peers.clock algos/ppo.py --seed 1`.
 
-Started by itself, a script logs the CPU-seconds of its loop as `charts/cpu_seconds`. Here they are, as in `peer.Run`,
-all CPU-seconds of the process since its imports and flags, without evaluations: set-up, logging and checkpoints count.
+Started by itself, a script logs the CPU-seconds of its loop as `charts/cpu_seconds`. Here they are, as in
+`peer.Run`, all CPU-seconds of the process since its imports and flags, without evaluations: set-up, logging
+and checkpoints count.
 """
 
 import importlib

@@ -1,8 +1,9 @@
 """LKH (Helsgaun 2000) through elkai on the instances of a file: checks the file's tours, or makes them.
 
-Each instance is solved alone, by ten runs of LKH; distances are rounded to millionths of the largest one. With
---output, the instances are written with LKH's tours, which turns a file without tours into one that gaps can be
-measured against. LKH may be used for academic and non-commercial purposes only.
+Each instance is solved alone, by ten runs of LKH; distances are rounded to millionths of the largest one.
+With
+--output, the instances are written with LKH's tours, which turns a file without tours into one that gaps can
+be measured against. LKH may be used for academic and non-commercial purposes only.
 """
 
 import re

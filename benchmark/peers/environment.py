@@ -13,15 +13,16 @@ PEERS = Path(__file__).resolve().parent
 
 
 def make_environment(peer: str) -> Path:
-    """Return the Python of a peer's own virtual environment, made again if requirements-`peer`.txt has changed."""
+    """Return the Python of a peer's own virtual environment, made again if requirements-`peer`.txt has
+    changed."""
     requirements, folder = PEERS / f"requirements-{peer}.txt", PEERS / f".venv-{peer}"
     digest, stamp = hashlib.sha256(requirements.read_bytes()).hexdigest(), folder / "requirements.sha256"
     if not stamp.exists() or stamp.read_text() != digest:
         venv.create(folder, with_pip=True, clear=True)
         pip = [str(folder / "bin" / "pip"), "--disable-pip-version-check", "install", "--quiet"]
         packages = requirements.read_text().split()
-        # torch first, by its exact version: if a CPU build is at hand, later ranges then accept it. And last what
-        # asks for versions from years ago of packages that it runs well with today
+        # torch first, by its exact version: if a CPU build is at hand, later ranges then accept it. And last
+        # what asks for versions from years ago of packages that it runs well with today
         first = [package for package in packages if package.startswith("torch==")]
         last = [package for package in packages if package.startswith("cleanrl==")]
         others = [package for package in packages if package not in last]

@@ -1,7 +1,7 @@
 """Our Go engine, algos/alphazero_go.py, against GNU Go: both count by area and play to the end.
 
-All games are played side by side, so that our searches are one batch, each beginning at the root. Every opening of two
-random moves is played from both sides. CPU-seconds are those of our engine and the referee.
+All games are played side by side, so that our searches are one batch, each beginning at the root. Every
+opening of two random moves is played from both sides. CPU-seconds are those of our engine and the referee.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """Shared by the peers that play Go: board sizes, and a match against our engine, algos/alphazero_go.py.
 
-Openings differ and are played from both sides, games with the same moves count once, and rates have intervals.
+Openings differ and are played from both sides, games with the same moves count once, and rates have
+intervals.
 """
 
 import argparse
@@ -16,7 +17,8 @@ CHECKPOINT = "benchmark/checkpoints/go5x5.pt"
 
 
 def parse_size(env_id: str) -> int:
-    """Return N of Go-NxN; exits with code 2 if it is less than 9, as small boards are full after a few moves."""
+    """Return N of Go-NxN; exits with code 2 if it is less than 9, as small boards are full after a few
+    moves."""
     match = re.fullmatch(r"Go-(9|1[0-9])x\1", env_id)
     if not match:
         peer.fail(f"--env-id {env_id}: must be Go-9x9 to Go-19x19")
@@ -55,7 +57,8 @@ def load_network(path: str | Path):
 
 
 def load_engine(args: argparse.Namespace):
-    """Return the rules for --env-id, and a function from boards [R] to the moves [R] of the network of --checkpoint."""
+    """Return the rules for --env-id, and a function from boards [R] to the moves [R] of the network of
+    --checkpoint."""
     if not Path(args.checkpoint).is_file():
         peer.fail(f"--checkpoint {args.checkpoint}: no such file")
     from algos import alphazero_go as az
@@ -82,7 +85,8 @@ def play_random_moves(go, num_boards: int, num_moves: int):
 def draw_openings(go, num_openings: int, num_moves: int):
     """Return boards after random moves, and a list of these moves for each of them.
 
-    No two openings are images of each other as long as there are others; after that, no two have the same moves.
+    No two openings are images of each other as long as there are others; after that, no two have the same
+    moves.
     """
     boards, moves = play_random_moves(go, 4 * num_openings, num_moves)
     symmetries = go.move_images.tolist()
@@ -96,11 +100,12 @@ def draw_openings(go, num_openings: int, num_moves: int):
 
 
 def play(go, player, others: list, seed: int) -> tuple[list[list[int]], list[float], list[bool]]:
-    """Play `player` against each of `others`; returns moves, black's margins on the board, and if we were black.
+    """Play `player` against each of `others`; returns moves, black's margins on the board, and if we were
+    black.
 
-    `player` is a function from boards [R] to moves [R]. It is black in the first half of the games, and the second
-    half has the same openings of two moves. Each of the others is a function from all moves of its game to the next
-    one. Raises ValueError if a program plays an illegal move.
+    `player` is a function from boards [R] to moves [R]. It is black in the first half of the games, and the
+    second half has the same openings of two moves. Each of the others is a function from all moves of its
+    game to the next one. Raises ValueError if a program plays an illegal move.
     """
     import torch
     from tqdm import tqdm

@@ -1,9 +1,9 @@
 """OpenSpiel's Monte-Carlo tree search on Go: its speed, or a match against our engine.
 
---work search: simulations per CPU-second, on one position, of the Python search by PUCT with a network that does
-nothing; the counterpart of our_go_search.py.
---work rollouts: the same of the C++ search, which Python cannot give a network: values are of one game of uniformly
-random moves each. The counterpart is in benchmark/studies/go_search.py.
+--work search: simulations per CPU-second, on one position, of the Python search by PUCT with a network that
+does nothing; the counterpart of our_go_search.py.
+--work rollouts: the same of the C++ search, which Python cannot give a network: values are of one game of
+uniformly random moves each. The counterpart is in benchmark/studies/go_search.py.
 --work match: the C++ search with random rollouts and --simulations per move, against algos/alphazero_go.py.
 Rules and score of the match are those of envs_shared/go.py.
 """
@@ -82,7 +82,8 @@ def match(args) -> None:
         bot = pyspiel.MCTSBot(game, rollouts, C_UCT, args.simulations, 1000, False, seed, False)
 
         def choose_move(moves: list[int]) -> int:
-            """Return the most visited move that our rules allow; OpenSpiel calls a recurring position a draw."""
+            """Return the most visited move that our rules allow; OpenSpiel calls a recurring position a
+            draw."""
             state = game.new_initial_state()
             boards = go.new(1)
             for move in moves:  # OpenSpiel counts rows from the other side, which is a symmetry

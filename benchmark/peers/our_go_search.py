@@ -1,7 +1,7 @@
 """Measure the search of algos/alphazero_go.py with a network that does nothing.
 
-The result is simulations per CPU-second in --games parallel games, from positions after 20 random moves, including the
-time to make the trees. The counterpart, openspiel_mcts.py, searches one game.
+The result is simulations per CPU-second in --games parallel games, from positions after 20 random moves,
+including the time to make the trees. The counterpart, openspiel_mcts.py, searches one game.
 """
 
 import statistics

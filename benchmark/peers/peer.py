@@ -44,7 +44,8 @@ def make_parser(description: str, env_id: str | None) -> Parser:
 
 
 def read_ml4co(path: str, num_nodes: int):
-    """Read points [M, N, 2], and tours [M, N] from 0 or None, of ML4CO text: `x y x y ... output 1 4 ... 1` a line."""
+    """Read points [M, N, 2], and tours [M, N] from 0 or None, of ML4CO text: `x y x y ... output 1 4 ... 1` a
+    line."""
     import numpy as np
 
     try:
@@ -61,7 +62,8 @@ def read_ml4co(path: str, num_nodes: int):
 
 
 def score_tours(points, tours, references=None) -> dict[str, float]:
-    """Return the mean length of tours [M, N] and, with `references`, mean and standard deviation of gaps in %."""
+    """Return the mean length of tours [M, N] and, with `references`, mean and standard deviation of gaps in
+    %."""
     import numpy as np
 
     def measure(tours):
@@ -84,8 +86,8 @@ def get_version(package: str) -> str:
 class Run:
     """One run of the peer `script`, which is `program` (name and version, or None for our own code).
 
-    Make it after the peer's imports, since its clocks start at once. The run folder holds the events, with the flags
-    and `program` as text.
+    Make it after the peer's imports, since its clocks start at once. The run folder holds the events, with
+    the flags and `program` as text.
     """
 
     def __init__(self, args: argparse.Namespace, script: str, program: str | None):
@@ -127,5 +129,6 @@ class Run:
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         seconds = time.time() - self.wall_start
         print(
-            f"{self.args.env_id}: {self.program or 'ours'}: {values} in {seconds:.1f} s; run folder {self.path}"
+            f"{self.args.env_id}: {self.program or 'ours'}: {values} in {seconds:.1f} s; "
+            f"run folder {self.path}"
         )

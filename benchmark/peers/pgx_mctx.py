@@ -1,9 +1,9 @@
 """Measure the search of mctx on Go of pgx, both in JAX on a CPU, with a network of the size of ours.
 
 The result is simulations per CPU-second in --games parallel games, from positions after random moves, by PUCT
-(mctx.muzero_policy) and a residual network with random weights: pgx gives it 17 planes, where ours gets nine. The
-first search, which compiles for many CPU-seconds, is left out and logged beside the result. The counterpart is in
-benchmark/studies/go_search.py.
+(mctx.muzero_policy) and a residual network with random weights: pgx gives it 17 planes, where ours gets nine.
+The first search, which compiles for many CPU-seconds, is left out and logged beside the result. The
+counterpart is in benchmark/studies/go_search.py.
 """
 
 import statistics
@@ -25,7 +25,8 @@ def make_parser():
 
 
 def make_network(args, size: int, num_planes: int):
-    """Return random weights, and a function from them and observations [B, n, n, planes] to logits and values.
+    """Return random weights, and a function from them and observations [B, n, n, planes] to logits and
+    values.
 
     A batch normalization of a trained network is a factor and a sum for each channel, which are here too.
     """

@@ -1,4 +1,5 @@
-"""Run algos/r2d2_lstm.py with a causal transformer in place of the LSTM: the recipe of docs/recipes_r2d2_lstm.md.
+"""Run algos/r2d2_lstm.py with a causal transformer in place of the LSTM: the recipe of
+docs/recipes_r2d2_lstm.md.
 
 Flags are those of the script. It runs by the clock of the peers.
 """

@@ -1,10 +1,12 @@
-"""rl4co's AttentionModel on the travelling salesman problem: REINFORCE with the greedy rollout baseline, on one thread.
+"""rl4co's AttentionModel on the travelling salesman problem: REINFORCE with the greedy rollout baseline, on
+one thread.
 
-Environment, policy, baseline and loss are those of rl4co. The loop around them is written here, with the settings of
-`algos/reinforce_tsp_attention.py --baseline rollout --optimizer adam --learning-rate 5e-4`: Adam without weight decay,
-gradients clipped to a norm of 1, a learning rate that falls after each epoch along half a cosine, and the greedy
-rollout as the baseline from the first step. rl4co's own defaults are a constant 1e-4, a weight decay and a running
-mean as the baseline of the first epoch, for runs of a hundred million instances.
+Environment, policy, baseline and loss are those of rl4co. The loop around them is written here, with the
+settings of `algos/reinforce_tsp_attention.py --baseline rollout --optimizer adam --learning-rate 5e-4`: Adam
+without weight decay, gradients clipped to a norm of 1, a learning rate that falls after each epoch along half
+a cosine, and the greedy rollout as the baseline from the first step. rl4co's own defaults are a constant
+1e-4, a weight decay and a running mean as the baseline of the first epoch, for runs of a hundred million
+instances.
 """
 
 import math

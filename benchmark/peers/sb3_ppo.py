@@ -4,13 +4,14 @@
 (https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo.yml, where LunarLander is still v2).
 --settings equal: the defaults of algos/ppo.py with --no-norm-reward.
 --settings cleanrl: the defaults of CleanRL's ppo.py.
-With the last two, network, orthogonal weights, normalized advantages and Adam's eps of 1e-5 are SB3's own, and the same
-in all three programs. These differences are left: if the value is clipped, CleanRL and ours take the larger of the
-losses with and without clipping, and SB3 the loss with clipping; time limits are failures in CleanRL alone; and SB3
-lowers the learning rate before the first update, the others after it.
+With the last two, network, orthogonal weights, normalized advantages and Adam's eps of 1e-5 are SB3's own,
+and the same in all three programs. These differences are left: if the value is clipped, CleanRL and ours take
+the larger of the losses with and without clipping, and SB3 the loss with clipping; time limits are failures
+in CleanRL alone; and SB3 lowers the learning rate before the first update, the others after it.
 
-All evaluations during training play the same episodes, and begin in the states in which those of algos/ppo.py begin.
-Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that update.
+All evaluations during training play the same episodes, and begin in the states in which those of algos/ppo.py
+begin. Scalars are logged after the update that follows a rollout, as our scripts do, with the seconds of that
+update.
 """
 
 import time
@@ -155,7 +156,8 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
         return dict(zip(names, map(float, (returns.mean(), returns.std(), lengths.mean())), strict=True))
 
     class Record(BaseCallback):
-        """Log the mean return of the episodes that ended in a rollout, after its update, and evaluations in between."""
+        """Log the mean return of the episodes that ended in a rollout, after its update, and evaluations in
+        between."""
 
         def __init__(self):
             super().__init__()

@@ -1,33 +1,37 @@
-"""Compare algos/ppo_change_detection.py with simpler ways to decide where to look; each seed has pairs of its own.
+"""Compare algos/ppo_change_detection.py with simpler ways to decide where to look; each seed has pairs of its
+own.
 
     python -m benchmark.studies.change_detection --seeds 27021 27022         # a seed takes three CPU-minutes
     python -m benchmark.studies.change_detection --studies haze-3 --seeds 9724 9725 9726
 
-Runs that are in the results already are left out. Each seed has one run of the script and, with the part `control`,
-one of a detector without PPO that takes about as many CPU-seconds. The rivals are scored on PPO's network, and on the
-detector's. Thresholds of the probability of change are tuned on val. Scores are those of test.
+Runs that are in the results already are left out. Each seed has one run of the script and, with the part
+`control`, one of a detector without PPO that takes about as many CPU-seconds. The rivals are scored on PPO's
+network, and on the detector's. Thresholds of the probability of change are tuned on val. Scores are those of
+test.
 
     nowhere, everywhere   no patch looks, or all look to the end
     threshold             a patch looks to the end if its coarse map has more change than a level
     all                   a patch looks if the predicted gain of all looks that are left is above a level
     oracle                a patch looks if it is a roof, until it has seen haze
 
-Each level is tuned on val in two ways: to look as often as the policy of best.pt does there, and to have the largest
-F1 less price (`own`). The predicted gain is a regression. During training, every patch can be looked at, so that gains
-can serve as labels. Its network has the shape of the policy head and reads what the policy reads, and its training
-takes about as many CPU-seconds as PPO. Earlier rows (haze-3, five prices) gave it a twentieth of that; they also have
-`next`, the predicted gain of the next look. The oracle knows where roofs and haze are. If PPO looks less often than
-the oracle would, the oracle leaves out roofs at random so as to look as often.
+Each level is tuned on val in two ways: to look as often as the policy of best.pt does there, and to have the
+largest F1 less price (`own`). The predicted gain is a regression. During training, every patch can be looked
+at, so that gains can serve as labels. Its network has the shape of the policy head and reads what the policy
+reads, and its training takes about as many CPU-seconds as PPO. Earlier rows (haze-3, five prices) gave it a
+twentieth of that; they also have `next`, the predicted gain of the next look. The oracle knows where roofs
+and haze are. If PPO looks less often than the oracle would, the oracle leaves out roofs at random so as to
+look as often.
 
-Criterion, set before the seeds 27001 to 27020 were run at the price 0.09, and kept for the seeds from 27021 on at the
-present default price, for best.pt and for the last policy: the F1 is at most 0.03 below that of the oracle on the same
-network on at least 19 of 20 seeds, the mean F1 is at most 0.003 below that of looking everywhere, and each run takes at
-most 60 CPU-seconds in all. Settings were chosen with the seeds 201 to 204, 26002, 26005 and 26008.
+Criterion, set before the seeds 27001 to 27020 were run at the price 0.09, and kept for the seeds from 27021
+on at the present default price, for best.pt and for the last policy: the F1 is at most 0.03 below that of the
+oracle on the same network on at least 19 of 20 seeds, the mean F1 is at most 0.003 below that of looking
+everywhere, and each run takes at most 60 CPU-seconds in all. Settings were chosen with the seeds 201 to 204,
+26002, 26005 and 26008.
 
-The price. `calculate_lead` gives the lead of the best policy over two simple ones, nowhere and all looks on all
-roofs, in mean return with an ideal detector. It is positive for prices between 0 and 0.13, and widest at 0.0975,
-where the two are equal. But return is not F1 less price: by that, looking costs as much as it gains at prices of 0.07
-to 0.10, by seed. The default of 0.06 is below all of these.
+The price. `calculate_lead` gives the lead of the best policy over two simple ones, nowhere and all looks on
+all roofs, in mean return with an ideal detector. It is positive for prices between 0 and 0.13, and widest at
+0.0975, where the two are equal. But return is not F1 less price: by that, looking costs as much as it gains
+at prices of 0.07 to 0.10, by seed. The default of 0.06 is below all of these.
 """
 
 import argparse
@@ -59,7 +63,8 @@ STUDIES = {
     "five prices": ("", (0.05, 0.07, 0.09, 0.0975, 0.115)),
     "haze-3": ("--env-id haze-3 --num-steps 3", (0.06,)),
 }  # flags, prices of a look, each about 0.92 of that of the widest lead by calculation
-DETECTOR = "--ppo-iterations 0 --detector-iterations 54"  # without PPO, and with as many CPU-seconds as a run with it
+# Without PPO, and with as many CPU-seconds as a run with it
+DETECTOR = "--ppo-iterations 0 --detector-iterations 54"
 METHODS = {
     "ppo": "PPO, best.pt",
     "last": "PPO, last policy",
@@ -128,7 +133,8 @@ def score_change(row):
 
 
 def train_gain_head(agent, args, train_pairs, looks_ahead: bool):
-    """Regress the gain of the next look, or of all looks that are left; returns a score of patches and CPU-seconds."""
+    """Regress the gain of the next look, or of all looks that are left; returns a score of patches and
+    CPU-seconds."""
     start = time.process_time()
     torch.manual_seed(args.seed)
     states, gains = [], []
@@ -159,7 +165,8 @@ def train_gain_head(agent, args, train_pairs, looks_ahead: bool):
 
 
 class Oracle:
-    """Look at roofs, until a date that was looked at has shown haze; call it with all pairs of a set in order.
+    """Look at roofs, until a date that was looked at has shown haze; call it with all pairs of a set in
+    order.
 
     Roofs are left out at random, so that there are at most `num_looks` looks per patch.
     """
@@ -187,7 +194,8 @@ def make_rule(score, level: float):
 
 
 def tune_rule(score, agent, args, pairs, num_looks: float):
-    """Find the level of `score(row)` above which patches look `num_looks` times on `pairs`; returns the rule."""
+    """Find the level of `score(row)` above which patches look `num_looks` times on `pairs`; returns the
+    rule."""
 
     low, high = -1.0, 1.5
     for _ in range(14):
@@ -220,7 +228,8 @@ def draw_truth(args, val, test, num_looks: float) -> tuple[Oracle, Oracle]:
 
 
 def measure_methods(agent, args, names, num_looks: float | None = None) -> dict[str, float]:
-    """Score methods on a network, at `num_looks` looks per patch on val, or else at those of its own policy."""
+    """Score methods on a network, at `num_looks` looks per patch on val, or else at those of its own
+    policy."""
     train_pairs, val, test = cd.load_pairs(args, torch.device("cpu"))
     if num_looks is None:
         num_looks = cd.evaluate(agent, args, val)["eval/looks"]
@@ -296,7 +305,8 @@ def measure(studies: list[str], seeds: list[int], more: str, parts: list[str]) -
 def calculate_returns(cost: float, num_dates: int = 2, beta: float = cd.Args.beta) -> dict[str, float]:
     """Calculate mean returns of a patch with an ideal detector, which sees roofs on the coarse map.
 
-    "best" looks at roofs until it sees haze, or nowhere; "all" takes all looks on all roofs. F is the F1 of "best".
+    "best" looks at roofs until it sees haze, or nowhere; "all" takes all looks on all roofs. F is the F1 of
+    "best".
     """
     roofs, changed = 0.4, 0.25  # shares of patches, and of roofs
     clear = 0.5  # share of the roofs that have no haze
@@ -318,7 +328,8 @@ def calculate_returns(cost: float, num_dates: int = 2, beta: float = cd.Args.bet
 
 
 def calculate_lead(cost: float, num_dates: int = 2) -> float:
-    """Calculate the lead in mean return of the best policy over the better of nowhere and all looks on all roofs."""
+    """Calculate the lead in mean return of the best policy over the better of nowhere and all looks on all
+    roofs."""
     returns = calculate_returns(cost, num_dates)
     return returns["best"] - max(0.0, returns["all"])
 
@@ -334,7 +345,8 @@ def get_studies(results: dict | None) -> dict[str, list[dict]]:
 
 
 def get_value(row: dict, method: str, metric: str, group: str = "best") -> float:
-    """Return f1, looks, return or net (F1 less the price of looks) of a method in a row; `last` is a policy, too."""
+    """Return f1, looks, return or net (F1 less the price of looks) of a method in a row; `last` is a policy,
+    too."""
     if method == "last":
         return get_value(row, "ppo", metric, "last")
     if metric == "net":
@@ -388,7 +400,8 @@ def count_seconds(rows: list[dict], method: str, group: str) -> str:
 
 
 def make_table(rows: list[dict]) -> str:
-    """Make the Markdown table of all methods at equal looks, on PPO's network and, if measured, on the detector's."""
+    """Make the Markdown table of all methods at equal looks, on PPO's network and, if measured, on the
+    detector's."""
     lines = []
     has_control = all("control" in row for row in rows)
     for method, title in METHODS.items():
@@ -411,7 +424,8 @@ def make_table(rows: list[dict]) -> str:
 
 
 def make_earnings(rows: list[dict]) -> str:
-    """Make the Markdown table of F1 less price and of return, with rivals whose level was tuned to earn most."""
+    """Make the Markdown table of F1 less price and of return, with rivals whose level was tuned to earn
+    most."""
     lines = []
     for method, title in EARNERS.items():
         values = [
@@ -443,9 +457,10 @@ def make_tables(results: dict) -> str:
                 parts += [make_earnings(rows), "At equal looks:"]
             parts.append(make_table(rows))
             parts.append(
-                f"At most {MARGIN} below the oracle on the same network: best.pt on {found['best']} of {len(rows)}"
-                f" seeds, the last policy on {found['last']}. Mean F1 less that of looking everywhere with best.pt's"
-                f" network: best.pt {found['best_lead']:+.4f}, the last policy {found['last_lead']:+.4f}. The longest"
+                f"At most {MARGIN} below the oracle on the same network: best.pt on {found['best']} of"
+                f" {len(rows)} seeds, the last policy on {found['last']}. Mean F1 less that of looking"
+                f" everywhere with best.pt's network: best.pt {found['best_lead']:+.4f}, the last policy"
+                f" {found['last_lead']:+.4f}. The longest"
                 f" run took {found['seconds']:.0f} CPU-seconds; the limit is {MOST_SECONDS}."
             )
     return "\n\n".join(parts)
@@ -483,7 +498,8 @@ def draw_dots(axes, rows: list[dict], methods: dict[str, str], metric: str) -> N
 
 
 def draw(results: dict | None, path: Path) -> None:
-    """Draw the F1 of all rules at equal looks, and F1 less price of rules that are tuned to earn most, of `haze`."""
+    """Draw the F1 of all rules at equal looks, and F1 less price of rules that are tuned to earn most, of
+    `haze`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -530,7 +546,8 @@ def find_mixed_pairs(test, is_hazy) -> list[int]:
 
 
 def draw_task(path: Path, num_pairs: int = 2) -> None:
-    """Draw the first mixed test pairs: both dates, roofs and haze, the changes, and what a policy makes of them."""
+    """Draw the first mixed test pairs: both dates, roofs and haze, the changes, and what a policy makes of
+    them."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

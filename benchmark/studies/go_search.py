@@ -3,14 +3,14 @@
     python -m benchmark.studies.go_search           # minutes on two free cores
     python -m benchmark.studies.go_search --cuda    # on a GPU
     python -m benchmark.studies.go_search --rollouts    # only plain MCTS, ours and OpenSpiel's in C++
-    python -m benchmark.studies.go_search --pgx         # only with networks, ours and that of pgx and mctx in JAX
+    python -m benchmark.studies.go_search --pgx         # only with networks: ours, and pgx and mctx in JAX
 
-Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say what a
-simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle.
+Results are medians over repeats, in which one worker and two take turns. CPU-seconds, of all threads, say
+what a simulation costs. A second worker saves wall-clock time only if a second core, or the GPU, is idle.
 
-OpenSpiel has a search in Python and one in C++. The suite `cpu` measures the one in Python, with a network without
-cost. Python cannot give the one in C++ a network, so this study measures it as plain MCTS. On both sides, a value is
-the result of one game of uniformly random moves, passes included.
+OpenSpiel has a search in Python and one in C++. The suite `cpu` measures the one in Python, with a network
+without cost. Python cannot give the one in C++ a network, so this study measures it as plain MCTS. On both
+sides, a value is the result of one game of uniformly random moves, passes included.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def list_searches(num_games: int, device):
         go = Go(go.size, device)
         boards, _ = play_random_moves(go, num_games, go.num_points // 4)
         evaluate = az.make_evaluator(go, agent.to(device))
-        what = f"tree and network {args.blocks}x{args.channels}, {args.env_id.removeprefix('Go-')}, 64 simulations"
+        board = args.env_id.removeprefix("Go-")
+        what = f"tree and network {args.blocks}x{args.channels}, {board}, 64 simulations"
         yield what, go, boards, evaluate, 64
 
 
@@ -98,7 +99,8 @@ def measure_rollouts(num_repeats: int, num_games: int) -> list[dict]:
 
 
 def measure_pgx(num_repeats: int, num_games: int) -> list[dict]:
-    """Return rows of simulations per CPU-second with networks of one size, ours and that of mctx on Go of pgx.
+    """Return rows of simulations per CPU-second with networks of one size, ours and that of mctx on Go of
+    pgx.
 
     Both sides take turns. What JAX needs to compile its search is a row of its own, in CPU-seconds.
     """
@@ -148,7 +150,8 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
 
 
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """Return what the page shows: a line for each measurement, a column for each way; or that there is none yet."""
+    """Return what the page shows: a line for each measurement, a column for each way; or that there is none
+    yet."""
     if not results:
         return {("alphazero_go", "go_search"): "\nNot run yet.\n"}
     rows = results["rows"]

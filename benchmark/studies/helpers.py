@@ -26,7 +26,8 @@ def run_command(folder: str | Path, *command) -> Path:
 
 
 def save_rows(name: str, new: list[dict], keys: tuple[str, ...]) -> None:
-    """Add rows to benchmark/results/`name`.json, each with its machine, in place of those with the same `keys`."""
+    """Add rows to benchmark/results/`name`.json, each with its machine, in place of those with the same
+    `keys`."""
     rows = {
         tuple(row[key] for key in keys): row for row in (records.load_results(name) or {"rows": []})["rows"]
     }

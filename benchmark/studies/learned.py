@@ -3,10 +3,10 @@
     python -m benchmark.studies.learned      # seconds; benchmark/report.py draws them too
 
 - PPO: returns of CartPole-v1 in the runs of the suite ppo_tasks.
-- Attention model: the greedy tour of benchmark/checkpoints/tsp50.pt, on the stored instance with the median gap.
+- Attention model: the greedy tour of benchmark/checkpoints/tsp50.pt, on the instance with the median gap.
 - R2D2: returns with and without memory in the runs of the suite r2d2_memory.
-- Change detection: the looks of benchmark/checkpoints/haze.pt on the first mixed test pair (change_detection.py).
-- AlphaZero: a position of a game of benchmark/checkpoints/go9x9.pt against itself, and the visits of its search.
+- Change detection: the looks of benchmark/checkpoints/haze.pt on a test pair (change_detection.py).
+- AlphaZero: a position of benchmark/checkpoints/go9x9.pt against itself, and the visits of its search.
 """
 
 import argparse
@@ -63,7 +63,8 @@ def draw_tsp(axes, published: dict) -> str:
 
 
 def draw_changes(axes, published: dict) -> str:
-    """Draw the first picture of a pair, where haze hides stripes, and how often the policy looks at each patch."""
+    """Draw the first picture of a pair, where haze hides stripes, and how often the policy looks at each
+    patch."""
     agent, args, test, _, is_hazy = change_detection.read_checkpoint_pairs()
     i = change_detection.find_mixed_pairs(test, is_hazy)[0]
     _, looks, _ = cd.predict(agent, args, test[i : i + 1])
@@ -80,7 +81,8 @@ def draw_changes(axes, published: dict) -> str:
 
 @torch.no_grad()
 def draw_go(axes, published: dict) -> str:
-    """Draw a position of a game of the network against itself, and the share of the search's visits of each move."""
+    """Draw a position of a game of the network against itself, and the share of the search's visits of each
+    move."""
     checkpoint = torch.load(common.BENCHMARK / "checkpoints" / "go9x9.pt", weights_only=True)
     args = az.Args(**checkpoint["args"])
     args.num_workers = 1

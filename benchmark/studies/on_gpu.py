@@ -1,11 +1,13 @@
-"""Measure the five scripts on a GPU and on one CPU core of the same machine: speed first, then whole default runs.
+"""Measure the five scripts on a GPU and on one CPU core of the same machine: speed first, then whole default
+runs.
 
-    python -m benchmark.studies.on_gpu              # eight minutes on a machine with one GPU; pip install ale-py too
+    python -m benchmark.studies.on_gpu              # eight minutes on one GPU; pip install ale-py too
 
-Rows of speed run one after another on the GPU and, at the same time, on one CPU core. They report the median speed of
-the last iterations of a short run, in the script's own steps per second; those of Go also moves per second of
-self-play, and the seconds of collecting and of training apart. Rows of learning run side by side on the GPU,
-so their seconds say little; they report the score at the end. A row that fails keeps the last line that it printed.
+Rows of speed run one after another on the GPU and, at the same time, on one CPU core. They report the median
+speed of the last iterations of a short run, in the script's own steps per second; those of Go also moves per
+second of self-play, and the seconds of collecting and of training apart. Rows of learning run side by side on
+the GPU, so their seconds say little; they report the score at the end. A row that fails keeps the last line
+that it printed.
 """
 
 import argparse
@@ -29,13 +31,14 @@ from benchmark.studies import helpers
 
 PREVIOUS = "r2d2_lstm --env-id popgym:popgym-RepeatPreviousEasy-v0 --learn-length 16"
 R2D2 = f"{PREVIOUS} --total-timesteps 24000 --eval-episodes 0"
-PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-length 40 --n-step 5 --gamma 0.997
-    --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560 --no-checkpoint-replay --eval-episodes 0
-    --total-timesteps 24000"""
+PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-length 40 --n-step 5
+    --gamma 0.997 --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560
+    --no-checkpoint-replay --eval-episodes 0 --total-timesteps 24000"""
 TSP = "reinforce_tsp_attention --eval-episodes 0 --num-epochs 4"
 GO5 = "alphazero_go --num-epochs 8 --eval-episodes 0"
 GO9 = """alphazero_go --env-id Go-9x9 --komi 7.5 --blocks 6 --channels 64 --pool-size 100000 --eval-episodes 0
-    --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4 --dirichlet-alpha 0.12 --num-games 1024"""
+    --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4 --dirichlet-alpha 0.12
+    --num-games 1024"""
 GO9_16 = f"{GO9} --simulations-start 16 --simulations-end 16"
 CHANGE = "ppo_change_detection --eval-episodes 0 --detector-iterations 8 --ppo-iterations 12"
 # Name, command, kind: "cpu" also runs on the CPU, "no graphs" runs without CUDA graphs
@@ -89,7 +92,8 @@ SPLIT = ("charts/moves", "charts/collect_seconds", "charts/train_seconds")  # of
 
 
 def run(command: str, kind: str, timeout: float) -> dict:
-    """Run a script; `kind` is "cpu", "no graphs" or "". Returns its seconds, speed and last values, or an error."""
+    """Run a script; `kind` is "cpu", "no graphs" or "". Returns its seconds, speed and last values, or an
+    error."""
     script, *flags = shlex.split(command)
     without_graphs = f"import {script} as script; script.CUDA_GRAPHS = False; script.main()"
     program = ["-c", without_graphs] if kind == "no graphs" else [f"algos/{script}.py"]
@@ -148,7 +152,8 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     head = "training steps a second, one run each | one GPU: | one CPU core: | ratio: | GPU"
     text = markdown.make_table(head, speeds) + "\n\n"
     if splits:
-        head = "Go, one run each | moves a second of collecting: | seconds of an epoch, collecting: | training: | GPU"
+        head = "Go, one run each | moves a second of collecting: | seconds of an epoch, collecting: "
+        head += "| training: | GPU"
         text += markdown.make_table(head, splits) + "\n\n"
     head = "whole run on the GPU, one seed each | at its end | seconds: | GPU"
     text += markdown.make_table(head, scores) + "\n\n"

@@ -1,11 +1,12 @@
-"""Measure gaps and times of trained networks of algos/reinforce_tsp_attention.py and of LKH, on stored instances.
+"""Measure gaps and times of trained networks of algos/reinforce_tsp_attention.py and of LKH, on stored
+instances.
 
     python -m benchmark.studies.tsp_networks      # three minutes on one free core
 
-Each network of benchmark/checkpoints is scored on the instances of its size in benchmark/data/tsp, whose tours are
-optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are per instance, of one thread.
-The published gaps are copied from the papers, table 1 of Kool et al. 2019 (arXiv:1803.08475) and table 2 of Kwon et al.
-2020 (arXiv:2010.16011), with the numbers of instances that their sections 5 state.
+Each network of benchmark/checkpoints is scored on the instances of its size in benchmark/data/tsp, whose
+tours are optimal. LKH is benchmark/peers/elkai_lkh.py on the same files. CPU-milliseconds are per instance,
+of one thread. The published gaps are copied from the papers, table 1 of Kool et al. 2019 (arXiv:1803.08475)
+and table 2 of Kwon et al. 2020 (arXiv:2010.16011), with the numbers of instances that their sections 5 state.
 """
 
 import argparse
@@ -111,7 +112,8 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
 
 
 def draw_median(axes, size: int) -> float:
-    """Draw the greedy tour of the instance with the median gap over the optimal one; returns the gap in percent."""
+    """Draw the greedy tour of the instance with the median gap over the optimal one; returns the gap in
+    percent."""
     instances = am.read_instances(str(common.BENCHMARK / "data" / "tsp" / f"{DATA[size]}.txt"))
     points, optima, _ = instances
     _, tours = am.evaluate(load_network(size), instances, torch.device("cpu"), ("greedy",))
