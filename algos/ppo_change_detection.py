@@ -245,7 +245,7 @@ class Agent(nn.Module):
             found = torch.cat(self.detector.read(windows[looks], is_shown[looks]), 1)
             grid = found.new_zeros(*looks.shape, found.shape[1])  # [B, h, w, G + E]
             grid[looks] = found
-        return grid.movedim(-1, 1).split((self.detector.num_cells, self.detector.num_features), 1)
+        return grid.movedim(-1, 1).tensor_split([self.detector.num_cells], 1)  # after the first G
 
 
 # ---- Pairs -------------------------------------------------------------------------------------------------
