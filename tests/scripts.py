@@ -185,16 +185,15 @@ CASES = {
         more=4,
         even=("--detector-iterations 10 --ppo-iterations 10 --eval-episodes 40", 40),
         tags=("eval/f1", "losses/cross_entropy"),
-        max_tokens=7050,
+        max_tokens=6500,
         other_tasks=("--cost 9",),  # at which every score is lower
         bad={
             "--num-envs 7": NOT_DIVISIBLE,
             "--env-id fog": "--env-id fog: must be one of haze, haze-3, haze-4",
-            "--data-dir nothing": "nothing: not {train,val,test}/{A,B,label} with equal names",
+            "--data-dir nothing": "--data-dir and --predict need envs_shared/change_folders.py",
             "--patch-size 6": "--image-size must be divisible by --patch-size",
             "--predict a.png b.png": "--predict needs --evaluate",
-            "--predict a.png b.png --evaluate good.pt": "a.png: cannot be read as a picture",
-            "--predict envs_shared envs_shared --evaluate good.pt": "--predict envs_shared: no pictures",
+            "--predict a.png b.png --evaluate good.pt": "need envs_shared/change_folders.py beside change_pairs.py",
             "--pretrained missing.pt": "missing.pt: missing, or not a checkpoint",
             "--env-id haze-3 --resume good.pt": "good.pt: not the network of --env-id (",
             "--patch-size 0": "--patch-size (0) must be from 1 to",
@@ -207,10 +206,10 @@ CASES = {
             "--num-steps -1": "--num-steps (-1) must be from 1 to",
             "--detector-iterations 0 --ppo-iterations 0": "are both 0",
             "--predict a.png --evaluate good.pt": "--predict needs two pictures or two folders",
-            "--predict a.png b.png --evaluate good.pt --output envs_shared": "--output envs_shared: exists",
             "--env-id haze-3 --pretrained good.pt": "good.pt: not the network of --env-id (",
         },
         sibling="change_pairs.py",
+        reader="change_folders.py",
     ),
 }
 assert {*CASES} == {*SCRIPTS}
