@@ -21,6 +21,7 @@ import torch
 import tyro
 from helpers import ROOT
 from mkdocs.exceptions import PluginError
+from pages import FENCE, get_anchors
 from PIL import Image
 from scripts import CASES, SCRIPTS, each_script, run_quick
 from torch.distributed.run import get_args_parser
@@ -38,7 +39,6 @@ OTHER_PROGRAMS = set(
 )
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FORMULA = re.compile(r"\$`([^`]+)`\$|^```math\n(.*?)^```$", re.M | re.S)
 each_page = pytest.mark.parametrize("page", TEXTS[:-2], ids=lambda page: str(page.relative_to(ROOT)))
@@ -165,12 +165,6 @@ def test_the_readme_counts_the_lines_of_the_scripts():
         parts = re.split(r"^# -+ Run -+$", (ROOT / "algos" / f"{script}.py").read_text(), flags=re.M)
         counts = [int(x) for x in re.findall(r"\d+", row.split("|")[-2].replace(",", ""))]
         assert counts == pytest.approx([part.count("\n") for part in parts], rel=0.05), script
-
-
-def get_anchors(path: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
-    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @each_text
