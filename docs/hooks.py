@@ -1,10 +1,14 @@
 """Hooks of mkdocs.yml: formulas become MathML, functions show their source, files that pages link to are
-pages too."""
+pages too.
+
+Recipes become files for `git apply`.
+"""
 
 import ast
 import functools
 import html
 import re
+import sys
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -12,19 +16,33 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from docs import recipe
+
 LINK = re.compile(r"(?<=\]\()\.\./([^)#\s]+)")
-MARKER = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)#([\w.]+)\)")  # [`name`](../file.py#name)
+MARKER = re.compile(r"\[`((?![\w.]+\.py`)[\w.]+)`\]\(\.\./([\w/]+\.py)\)")  # [`name`](../file.py)
 INLINE = re.compile(r"\$<code>(.+?)</code>\$", re.S)
 BLOCK = re.compile(r'<pre class="math"><code>(.+?)</code></pre>', re.S)
-FUNCTION = re.compile(r"(<mi>(?:log|exp|tanh)</mi>)(?=<m[isr])")
+SPACE = '<mspace width="0.167em" />'
+AFTER = re.compile(r"(<mi>(?:log|exp|tanh)</mi>)(?=<m[isr])")
+BEFORE = re.compile(r"(</m[in]>|&#x02207;</mo>)(?=<mi>(?:log|exp|tanh)</mi>|<mo>(?:min|max)</mo>)")
+LIMIT = re.compile(r"<mo>(min|max)</mo>(?=<mo)")
+SIGN = re.compile(r"(&#x0003D;</mo>|&#x00028;</mo>|&#x0002C;</mo>)<mo>(?=&#x02212;)")
 PRIME = re.compile(r"<msup>(<mi>\w</mi>)<mi>(&#x02032;)</mi></msup>")
+RECIPES = re.compile(r"recipes_(\w+)\.md")
+PATCH = (
+    "\n[`{name}.diff`]({path}) is this diff as a file: beside `{script}.py`, run `git apply {name}.diff`.\n"
+)
 PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n~~~~~~ {1}\n{2}\n~~~~~~\n"
 
 
 def to_mathml(latex: str, display: str) -> str:
-    """MathML of a formula, with the space after names of functions that browsers leave out, and primes of
-    full size."""
-    mathml = FUNCTION.sub(r'\1<mspace width="0.167em" />', convert(latex.strip(), display=display))
+    """MathML of a formula, with the space around names of functions as TeX has it, and primes of full
+    size."""
+    mathml = AFTER.sub(rf"\1{SPACE}", convert(latex.strip(), display=display))
+    mathml = BEFORE.sub(rf"\1{SPACE}", mathml)
+    mathml = LIMIT.sub(r"<mi>\1</mi>", mathml)  # as an operator it has space before its bracket
+    mathml = SIGN.sub(r'\1<mo form="prefix">', mathml)
     return PRIME.sub(r'\1<mo lspace="0" rspace="0">\2</mo>', mathml)
 
 
@@ -70,16 +88,44 @@ def add_sources(markdown: str) -> str:
         if not block.startswith("```math"):
             blocks += boxes
             boxes = []
-        blocks.append(MARKER.sub(r"[`\1`](#\3)", block))
-        for _, path, name in MARKER.findall(block):
+        blocks.append(MARKER.sub(r"[`\1`](#\1)", block))
+        for name, path in MARKER.findall(block):
             if name not in shown:
                 shown.add(name)
                 boxes.append(show_source(path, name))
     return "\n\n".join(blocks + boxes)
 
 
+def make_patches(script: str) -> dict[str, tuple[str, str]]:
+    """The diff on the page and the patch of each recipe for a script as it is, by the path of the patch's
+    file."""
+    patches = {}
+    for name, (_, body) in recipe.read_recipes(script).items():
+        diff = recipe.find_block(body, "diff")
+        if diff and "--copy" not in body:  # which says that the copy must have been changed before
+            patches[f"patches/{script}/{name}.diff"] = diff, recipe.make_patch(script, diff)
+    return patches
+
+
+def add_patches(markdown: str, script: str) -> str:
+    """`markdown` of a page of recipes with a link to its file beneath each diff."""
+    for path, (diff, _) in make_patches(script).items():
+        block = f"```diff\n{diff}```\n"
+        link = PATCH.format(name=Path(path).stem, path=path, script=script)
+        markdown = markdown.replace(block, block + link)
+    return markdown
+
+
 def on_files(files, config):
-    """Add a page with the text of each file, or the names in each folder, that a page links to."""
+    """Add the patches of recipes, and pages with the texts of files, or names in folders, that pages link
+    to."""
+    for page in files.documentation_pages():
+        if found := RECIPES.fullmatch(page.src_uri):
+            try:
+                for path, (_, patch) in make_patches(found[1]).items():
+                    files.append(File.generated(config, path, content=patch))
+            except ValueError as error:
+                raise PluginError(f"{page.src_uri}: {error}") from error
     for path in sorted(
         {path for page in files.documentation_pages() for path in LINK.findall(page.content_string)}
     ):
@@ -94,6 +140,8 @@ def on_page_markdown(markdown, page, **_):
     """Show the sources of functions, and lead links out of docs/ to the pages of files."""
     if page.file.generated_by is not None:
         return markdown
+    if found := RECIPES.fullmatch(page.file.src_uri):
+        markdown = add_patches(markdown, found[1])
     try:
         markdown = add_sources(markdown)
     except LookupError as error:
@@ -101,11 +149,15 @@ def on_page_markdown(markdown, page, **_):
     return LINK.sub(r"source/\1.md", markdown)
 
 
+def make_formula(latex: str) -> str:
+    """HTML of a formula on lines of its own. Its parts, divided by ", \\quad", may stand below each other."""
+    parts = re.split(r"(?<=,) \\quad\s", latex)
+    return f'<div class="formula">{"".join(to_mathml(part, "block") for part in parts)}</div>'
+
+
 def on_page_content(content, **_):
     """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search passes over
     sources."""
     content = content.replace('<details class="source">', '<details class="source" data-search-exclude>')
-    content = BLOCK.sub(
-        lambda m: f'<div class="formula">{to_mathml(html.unescape(m[1]), "block")}</div>', content
-    )
+    content = BLOCK.sub(lambda m: make_formula(html.unescape(m[1])), content)
     return INLINE.sub(lambda m: to_mathml(html.unescape(m[1]), "inline"), content)

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from helpers import ROOT
+import yaml
+from helpers import ENVIRONMENT, ROOT
 from mkdocs.exceptions import PluginError
 from pages import FENCE, get_anchors
 from PIL import Image
-from scripts import CASES, SCRIPTS, each_script, run_quick
+from scripts import CASES, SCRIPTS, each_script, get_module, read_progress, run_main, run_quick
 from torch.distributed.run import get_args_parser
 
 from docs import hooks
@@ -35,7 +36,7 @@ FOLDERS = ("algos", "benchmark", "benchmark/studies")
 PROGRAMS = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
 PROGRAMS.append(ROOT / "docs" / "recipe.py")
 OTHER_PROGRAMS = set(
-    "pip git mkdir cp cd source python3 pytest tensorboard mkdocs sbatch ruff playwright".split()
+    "pip git mkdir cp cd source python3 pytest tensorboard mkdocs sbatch ruff playwright wandb".split()
 )
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
@@ -209,12 +210,16 @@ def test_formulas_become_mathml():
         assert not re.search(r"[\\&{}^_]", words), (formula, words)
         assert r"\operatorname" not in formula and "|" not in formula
         assert formula.count("{") == formula.count("}"), formula
-    assert '<mi>log</mi><mspace width="0.167em" />' in hooks.to_mathml(r"\log p", "inline")
+    space = '<mspace width="0.167em" />'
+    assert f"<mn>2</mn>{space}<mi>log</mi>{space}<mi>p</mi>" in hooks.to_mathml(r"2 \log p", "inline")
+    assert f"<mi>c</mi>{space}<mi>min</mi><mo" in hooks.to_mathml(r"c \min(a, b)", "inline")
+    assert '=</mo><mo form="prefix">\u2212' in html.unescape(hooks.to_mathml("x = -y", "inline"))
 
 
 @pytest.mark.parametrize("marker", ["algos/ppo.py#none", "algos/ppo.py#Agent.none", "algos/none.py#run"])
 def test_a_marker_of_nothing_is_refused(marker):
-    text = f"[`{marker.split('#')[1]}`](../{marker})"
+    path, name = marker.split("#")
+    text = f"[`{name}`](../{path})"
     page = SimpleNamespace(file=SimpleNamespace(generated_by=None, src_uri="ppo.md"))
     with pytest.raises(PluginError, match=r"ppo.md: algos/\w+.py: "):  # which ends the build
         hooks.on_page_markdown(text, page)
@@ -233,14 +238,16 @@ def site(tmp_path_factory):
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_pages_of_the_site_have_their_formulas_and_sources(site, page):
     text = (site / f"{page.stem}.html").read_text()
-    assert text.count("<math ") == len(find_formulas(page.read_text()))
+    # A comma and \quad divide a formula into parts, which stand below each other on a narrow screen
+    parts = [part for formula in find_formulas(page.read_text()) for part in formula.split(r", \quad")]
+    assert text.count("<math ") == len(parts)
     boxes = re.findall(r'<details class="source" data-search-exclude.*?>(.*?)</details>', text, re.S)
     markers = hooks.MARKER.findall(page.read_text())
-    assert len(markers) == len(re.findall(r"\.py#", page.read_text()))
-    for box, (shown, path, name) in zip(boxes, dict.fromkeys(markers), strict=True):
+    assert ".py#" not in page.read_text()  # an anchor that GitHub does not know
+    for box, (name, path) in zip(boxes, dict.fromkeys(markers), strict=True):
         code = re.search(r"<code>(.*?)</code>", box, re.S)[1]
         code = html.unescape(re.sub(r'<span class="linenos".*?</span>|<[^>]+>', "", code))
-        assert f'id="{name}"' in box and shown == name
+        assert f'id="{name}"' in box
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         found = inspect.getsource(functools.reduce(getattr, name.split("."), module))
         assert code.splitlines() == textwrap.dedent(found).splitlines()
@@ -256,6 +263,14 @@ def test_the_site_works_from_a_folder_without_a_network(site):
     assert loaded.search('<link rel=x href="https://a.b">') and loaded.search("url(//a.b)")
     for path in (*site.rglob("*.html"), *site.rglob("*.css")):
         assert not loaded.search(path.read_text()), path.name
+    missing = (site / "404.html").read_text()
+    article = missing[missing.index("There is no such page") :]
+    names = re.findall(r'href="/(\w+\.html)"', article)
+    assert len(names) >= len(SCRIPTS) and all((site / name).exists() for name in names)
+    style = site / "assets" / "site.css"
+    (font,) = re.findall(r'url\("(.+?)"\)', style.read_text())  # of formulas
+    assert (style.parent / font).read_bytes()[:4] == b"wOF2"
+    assert "SIL OPEN FONT LICENSE" in (style.parent / f"{Path(font).stem}-OFL.txt").read_text()
 
 
 @each_script
@@ -267,6 +282,82 @@ def test_a_script_is_copied_as_the_docs_say(script, tmp_path):
     subprocess.run(["bash", "-ec", copying.replace("cp ", f"cp {ROOT}/")], cwd=tmp_path, check=True)
     found = {x.relative_to(tmp_path / "my_project").as_posix() for x in tmp_path.rglob("*.*")}
     assert found == {f"{script}.py", *(f"envs_shared/{name}" for name in [CASES[script].sibling] if name)}
+
+
+# ---- A sweep, and an environment of one's own --------------------------------------------------------------
+
+
+def read_block(page: str, language: str) -> str:
+    """The first code block of a language on a page of docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    return next(code for found, code in FENCE.findall(text) if found == language)
+
+
+def make_trials(sweep: dict) -> list[dict]:
+    """The settings of trials that have every value of a sweep, and both ends of its ranges, at least once."""
+    values = {
+        name: [x["value"]] if "value" in x else x.get("values", [x.get("min"), x.get("max")])
+        for name, x in sweep["parameters"].items()
+    }
+    most = max(map(len, values.values()))
+    return [{name: x[i % len(x)] for name, x in values.items()} for i in range(most)]
+
+
+def make_sweep_command(sweep: dict, trial: dict) -> list[str]:
+    """The words of the command line of a trial, as an agent of W&B writes it."""
+    from wandb.sdk.launch.sweeps import utils
+
+    words = utils.create_sweep_command_args({"args": {name: {"value": x} for name, x in trial.items()}})
+    words |= {"env": [], "interpreter": [sys.executable], "program": [sweep["program"]]}
+    parts = [words[x[2:-1]] if x.startswith("${") else [x] for x in sweep["command"]]
+    return [word for part in parts for word in part]
+
+
+def test_a_sweep_writes_flags_that_the_script_takes(tmp_path):
+    """Each setting arrives, true and false. A trial logs under the sweep's id, and to the sweep's metric."""
+    sweep = yaml.safe_load(read_block("tracking.md", "yaml"))
+    module = importlib.import_module(sweep["program"].removesuffix(".py").replace("/", "."))
+    trials = make_trials(sweep)
+    for trial in trials:
+        args = vars(tyro.cli(module.Args, args=make_sweep_command(sweep, trial)[2:]))
+        assert args["track"]
+        for name, value in trial.items():
+            setting = not args[name[3:]] if name.startswith("no_") else args[name]
+            assert setting == value and type(setting) is type(value), name
+    assert {x["norm_obs"] for x in trials} == {x["no_norm_reward"] for x in trials} == {True, False}
+    assert not takes(ROOT / sweep["program"], ["--norm_obs=True"])  # the agent's form by default
+
+    trial = trials[0] | {"total_timesteps": 2048}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({name: {"value": x} for name, x in trial.items()}))
+    settings = {
+        "MODE": "offline",
+        "SWEEP_ID": "sweep123",
+        "RUN_ID": "trial123",
+        "SWEEP_PARAM_PATH": str(path),
+    }
+    env = ENVIRONMENT | {f"WANDB_{name}": x for name, x in settings.items()}
+    command = make_sweep_command(sweep | {"program": str(ROOT / sweep["program"])}, trial)
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (log,) = tmp_path.glob("wandb/offline-run-*-trial123/run-trial123.wandb")
+    assert all(
+        x.encode() in log.read_bytes() for x in (sweep["metric"]["name"], "sweep123", "no_norm_reward")
+    )
+
+
+@pytest.mark.parametrize("script", ["ppo", pytest.param("r2d2_lstm", marks=pytest.mark.slow)])
+def test_the_environment_of_the_docs_is_learned(script, tmp_path, monkeypatch):
+    """By the page's command line. The best return is 1; at random, most episodes end without a reward."""
+    code = read_block("environments.md", "python")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / re.match(r"# (\S+)\n", code)[1]).write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    commands = [x for x in split_commands(read_block("environments.md", "bash")) if x[1] == f"{script}.py"]
+    run = run_main(get_module(script), tmp_path / "runs", *commands[0][2:])
+    progress = read_progress(run.path)
+    assert progress["best_score"] == progress["last_score"] == 1
 
 
 # ---- Lines that use a saved policy -------------------------------------------------------------------------

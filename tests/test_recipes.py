@@ -17,7 +17,7 @@ from helpers import ROOT
 from pages import get_anchors
 from scripts import SCRIPTS, copy_script
 
-from docs import recipe
+from docs import hooks, recipe
 
 RECIPES = {(x, title): body for x in SCRIPTS for title, body in recipe.read_recipes(x).values()}
 CHECKS = {}
@@ -50,6 +50,22 @@ def test_a_place_that_is_missing_or_not_the_only_one_is_an_error():
     for diff in ("-a\n", "-x\n", "+x\n", " a\n", "b\n"):
         with pytest.raises(ValueError):
             recipe.apply_diff(text, diff)
+
+
+def test_the_site_has_each_diff_as_a_file_for_git_apply():
+    """A recipe for a copy that has been changed before is not among them."""
+    for script in SCRIPTS:
+        page = (ROOT / "docs" / f"recipes_{script}.md").read_text()
+        shown = hooks.add_patches(page, script)
+        diffs = {
+            name: recipe.find_block(body, "diff") for name, (_, body) in recipe.read_recipes(script).items()
+        }
+        needed = {name for name, diff in diffs.items() if diff and not name.endswith("in-the-same-step")}
+        patches = hooks.make_patches(script)
+        assert {Path(path).stem for path in patches} == needed
+        for path, (diff, patch) in patches.items():
+            assert shown.count(f"{diff}```\n\n[`{Path(path).name}`]({path})") == 1
+            assert patch == recipe.make_patch(script, diff) and patch.startswith(f"--- a/{script}.py\n")
 
 
 LEARNS_LONG = ("alphazero_go", "Another game: tic-tac-toe")
