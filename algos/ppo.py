@@ -91,9 +91,7 @@ class Args:
     gamma: float = 0.98  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 11
     norm_obs: bool = False  # normalize observations by their running mean and standard deviation
-    norm_reward: bool = (
-        True  # divide rewards by the running std of past rewards' discounted sum, clip to [-10, 10]
-    )
+    norm_reward: bool = True  # divide rewards by the std of their discounted past sum, clip to [-10, 10]
     # The update
     learning_rate: float = 4e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
