@@ -90,7 +90,6 @@ class Args:
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task and acting
     env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
-    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments B, in total across processes
     num_steps: int = 16  # steps in each environment between rounds of updates
     total_timesteps: int = 100_000  # environment steps, in total across environments
@@ -134,16 +133,16 @@ class QNetwork(nn.Module):
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
 
-        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]. Images of
-        # floats are flattened: let your environment return bytes
+        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]; there are fewer
+        # channels than pixels in a row. Images of floats are flattened: let your environment return bytes
         space = envs.single_observation_space
-        shape = space.shape
-        self.is_channels_last = len(shape) > 2 and shape[-1] < shape[-3]
-        sides = shape[-3:-1] if self.is_channels_last else shape[-2:]
+        *_, first, middle, last = [1, 1, *space.shape]  # the last three dimensions, 1 for those that lack
+        self.is_channels_last = last < first
+        sides = (first, middle) if self.is_channels_last else (middle, last)
         is_bytes = space.dtype == np.uint8
         self.obs_scale = float(space.high.max()) if is_bytes else 1.0
         # The three convolutions below turn 36 pixels into 8, then 3, then 1. Smaller images are flattened
-        self.is_image = is_bytes and len(shape) > 1 and min(sides) >= 36
+        self.is_image = is_bytes and min(sides) >= 36
 
         # Encoder: for images, the convolutions of Mnih et al. 2015 (output channels, kernel, stride)
         width = args.hidden_size
@@ -154,7 +153,7 @@ class QNetwork(nn.Module):
         self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(width), nn.ReLU())
         # A dummy pass tells the lazy layers their input sizes
         self.eval()
-        self.encode(torch.zeros(1, *shape))
+        self.encode(torch.zeros(1, *space.shape))
 
         # Core: an LSTM, which also reads the last action and reward
         num_inputs = width
@@ -181,7 +180,7 @@ class QNetwork(nn.Module):
         if self.is_image:
             if self.is_channels_last:
                 x = x.movedim(-1, -3)
-            x = x.reshape(len(x), -1, *x.shape[-2:])  # stacked frames become channels
+            x = x.unsqueeze(1).flatten(1, -3)  # [N, C, H, W]; stacked frames become channels
         return self.encoder(x)
 
     def forward(self, obs, last_action, last_reward, state):
@@ -208,18 +207,18 @@ class QNetwork(nn.Module):
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
-# What a step in B environments leads to. `is_over`: it ended an episode. `is_first`: `obs` [B, *D], which the
-# policy sees next, begins an episode: at once under SAME_STEP, one step later under NEXT_STEP. Only there,
-# `last_obs` is the last observation of the episode before, and `is_terminated` says whether it is terminal.
-# Where not `is_step`, the environment only reset itself
-Outcome = namedtuple("Outcome", "obs rewards is_over is_step is_first last_obs is_terminated")
+# What a step leads to in B environments. `next_obs` [B, *D] follows the action within its episode. Where
+# `is_over`, it is the last observation, and terminal if `is_terminated`. `obs` [B, *D] is what the policy
+# sees next; where `is_first`, it begins another episode. Where not `is_step`, the environment ignored the
+# action and only reset itself
+Outcome = namedtuple("Outcome", "next_obs rewards is_terminated is_over is_step obs is_first")
 
 
 class Environments(gym.vector.VectorWrapper):
     """B environments whose steps look the same whatever their autoreset mode, observations and types are.
 
-    Under NEXT_STEP autoreset, the step after the end of an episode takes no action, and returns the first
-    observation of the next one. Under SAME_STEP, the last step of the episode already does.
+    Under SAME_STEP autoreset, the step that ends an episode returns the first observation of the next one.
+    Under NEXT_STEP, it returns the last observation; one more step, which takes no action, returns the first.
     """
 
     def __init__(self, args, num_envs):
@@ -243,14 +242,14 @@ class Environments(gym.vector.VectorWrapper):
 
         # Observations that are no arrays are flattened, and discrete ones become one-hot
         self.is_same_step = mode == "SameStep"
-        self.to_rows = iter
         self.to_row = np.asarray
         if not isinstance(space, Box) or not space.shape:
-            self.to_rows = partial(gym.vector.utils.iterate, self.env.observation_space)
             self.to_row = partial(gym.spaces.flatten, space)
             self.single_observation_space = gym.spaces.flatten_space(space)
-        self.dtype = np.uint8 if self.single_observation_space.dtype == np.uint8 else np.float32
-        if self.dtype != np.uint8 and "uint8" in str(space):
+        self.dtype = np.float32
+        if self.single_observation_space.dtype == np.uint8:
+            self.dtype = np.uint8
+        elif "uint8" in str(space):
             fail(f"{self.name}: a wrapper must scale bytes that stand beside other numbers, as in {space}")
 
     def reset(self, seed):
@@ -260,42 +259,41 @@ class Environments(gym.vector.VectorWrapper):
         self.returns = np.zeros(self.num_envs)
         self.lengths = np.zeros(self.num_envs, int)
         self.longest = 0  # length of the longest episode so far
-        obs = self.to_array(obs)
-        is_over = np.zeros(self.num_envs, bool)
-        self.newest = obs, is_over, is_over  # of the last step: its observations, ends and terminations
-        return obs
+        self.was_over = np.zeros(self.num_envs, bool)  # did the last step end an episode
+        return self.to_array(obs)
 
     def step(self, actions):
         """Take actions [B], counted from 0; returns an Outcome."""
         obs, rewards, terminated, truncated, infos = self.env.step(actions + self.single_action_space.start)
         terminated = np.asarray(terminated, bool)
         is_over = terminated | np.asarray(truncated, bool)
-        last_obs, was_over, was_terminated = self.newest
-        is_step = ~was_over | self.is_same_step
+        was_running = ~self.was_over
+        is_step = was_running | self.is_same_step
         # As floats, since squares of rewards of a small type such as int8 overflow. Returns and lengths
         # restart where an episode was over
-        rewards = np.where(is_step, np.asarray(rewards, np.float64), 0)
-        self.returns = np.where(was_over, 0, self.returns) + rewards
-        self.lengths = np.where(was_over, 0, self.lengths) + is_step
+        rewards = np.asarray(rewards, np.float64) * is_step
+        self.returns = self.returns * was_running + rewards
+        self.lengths = self.lengths * was_running + is_step
         self.longest = max(self.longest, self.lengths.max())
         self.check("reward", rewards)
 
         obs = self.to_array(obs)
-        self.newest = obs, is_over, terminated
-        is_first = was_over
-        is_terminated = was_terminated
+        next_obs = obs
+        is_first = self.was_over
         if self.is_same_step:
-            is_first = is_over
-            is_terminated = terminated
-            last_obs = obs.copy()
+            next_obs = obs.copy()
             for i in np.flatnonzero(is_over):
-                last_obs[i] = self.to_row(infos["final_obs"][i])
-            self.check("observation", last_obs)
-        return Outcome(obs, rewards, is_over, is_step, is_first, last_obs, is_terminated)
+                next_obs[i] = self.to_row(infos["final_obs"][i])
+            self.check("observation", next_obs)
+            is_first = is_over
+        self.was_over = is_over
+        return Outcome(next_obs, rewards, terminated, is_over, is_step, obs, is_first)
 
     def to_array(self, obs):
         """Return the observations of all environments as an array [B, *D] of its own: some reuse theirs."""
-        array = np.array([self.to_row(x) for x in self.to_rows(obs)], self.dtype)
+        # The space says how to take a batch of dictionaries or tuples apart
+        rows = gym.vector.utils.iterate(self.observation_space, obs)
+        array = np.array([self.to_row(x) for x in rows], self.dtype)
         self.check("observation", array)
         return array
 
@@ -310,7 +308,7 @@ class Environments(gym.vector.VectorWrapper):
             )
 
 
-def make_envs(args, num_envs: int):
+def make_envs(args, num_envs):
     """Make a vector environment; exits if it is not supported.
 
     Training and each evaluation have their own; a wrapper's statistics begin from scratch in each.
@@ -325,19 +323,18 @@ def make_envs(args, num_envs: int):
             def to_bits(obs):
                 return np.append(np.eye(4)[obs["direction"]], obs["image"]).astype(np.uint8)
 
-            bits = Box(0, 1, (4 + 7 * 7 * 20,), np.uint8)
-            transform = gym.wrappers.TransformObservation
-            wrappers += [OneHotPartialObsWrapper, partial(transform, func=to_bits, observation_space=bits)]
-        mode = args.vectorization
-        if mode == "auto":
-            # None is the task's own vector environment, if it has one; that one takes no wrappers
-            mode = "sync" if wrappers else None
+            space = Box(0, 1, (4 + 7 * 7 * 20,), np.uint8)
+            add_bits = partial(gym.wrappers.TransformObservation, func=to_bits, observation_space=space)
+            wrappers += [OneHotPartialObsWrapper, add_bits]
+        # None is the task's own vector environment, which takes no wrappers; if it has none, it is "sync".
+        # Try "async" if single steps of your task take milliseconds
+        mode = "sync" if wrappers else None
         if "ALE/" in args.env_id:
             import ale_py  # noqa: F401, which registers the tasks
 
             # ALE's vector environment skips frames and gives one grey image of 84 x 84. Single ones, used
-            # with a wrapper or --vectorization sync, give colour images of 210 x 160
-            if mode is None:
+            # with a wrapper, give colour images of 210 x 160
+            if not wrappers:
                 options = {"stack_num": 1, "reward_clipping": False}
         return gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
     except (gym.error.Error, ModuleNotFoundError) as error:
@@ -360,36 +357,32 @@ class Player:
         # state [B, 2, H]
         size = envs.num_envs
         self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size, np.float32)
-        self.state = torch.zeros(size, STATE_SIZE, agent.args.hidden_size, device=epsilons.device)
+        self.state = epsilons.new_zeros(size, STATE_SIZE, agent.args.hidden_size)
 
     def get_inputs(self):
-        """Return the network's next inputs as tensors."""
-        return [*(torch.as_tensor(x, device=self.state.device) for x in self.arrays), self.state]
+        """Return the network's next inputs as tensors: one step in each environment, L = 1."""
+        return [*(torch.as_tensor(x[:, None], device=self.state.device) for x in self.arrays), self.state]
 
     @torch.no_grad()
-    def act(self, obs, last_action, last_reward, state):
+    def act(self, *inputs):
         """Choose actions [B], at random with probability epsilon; returns them and the next state."""
-        inputs = (x.unsqueeze(1) for x in (obs, last_action, last_reward))  # L = 1
-        q, state = self.agent(*inputs, state)  # [B, 1, A], [B, 2, H]
+        q, state = self.agent(*inputs)  # [B, 1, A], [B, 2, H]
         # Draw a random action everywhere, and take it with probability epsilon: shapes are fixed
         best_action = q.squeeze(1).argmax(-1)
         is_random = torch.rand_like(self.epsilons) < self.epsilons
         random_action = torch.randint_like(best_action, q.shape[-1])
         return torch.where(is_random, random_action, best_action), state
 
-    def step(self, act):
-        """Take a step in each environment with `act`, which is self.act or its CUDA graph.
-
-        Returns a Step for each environment, and their Outcome.
-        """
-        actions, state = act(*self.get_inputs())
+    def step(self):
+        """Take a step in each environment; returns an iterator over their Steps, and their Outcome."""
+        actions, state = self.act(*self.get_inputs())
         actions = actions.cpu().numpy()
         outcome = self.envs.step(actions)
-        steps = [*map(Step, *self.arrays, actions, outcome.rewards, self.state)]
+        steps = map(Step, *self.arrays, actions, outcome.rewards, self.state)
 
         # Where an episode begins, there is no last action and no last reward, and the memory is empty
         is_first = outcome.is_first
-        last_reward = np.where(is_first, 0, outcome.rewards).astype(np.float32)
+        last_reward = np.float32(outcome.rewards * ~is_first)
         self.arrays = outcome.obs, np.where(is_first, -1, actions), last_reward
         self.state = state * torch.as_tensor(~is_first, device=state.device)[:, None, None]
         return steps, outcome
@@ -454,27 +447,25 @@ class SequenceReplay(nn.Module):
         learn_length = self.args.learn_length
         for i, step in enumerate(steps):
             episode = self.episodes[i]
-            is_whole = outcome.is_first[i]  # under NEXT_STEP, one step after the one that ended the episode
+            is_over = outcome.is_over[i]
             if outcome.is_step[i]:
                 episode.append(step)
-            if is_whole:
+            if is_over:
                 # One more step, without an action, holds the last observation
-                last = episode[-1]
-                episode.append(Step(outcome.last_obs[i], last.action, last.reward, 0, 0, None))
+                episode.append(Step(outcome.next_obs[i], step.action, step.reward, 0, 0, None))
             # Cut full windows, and what is left of an episode if it has at least one trained step
             start = self.starts[i]
             stop = start + learn_length + self.args.n_step
-            while stop <= len(episode) or (is_whole and start < len(episode) - 1):
-                is_terminated = is_whole and outcome.is_terminated[i] and stop >= len(episode)
-                self.store(episode, start, stop, is_terminated)
+            while stop <= len(episode) or (is_over and start < len(episode) - 1):
+                self.store(episode, start, stop, outcome.is_terminated[i] and stop >= len(episode))
                 start += learn_length
                 stop += learn_length
-            # Keep what the next window burns in; nothing of an episode that is over
-            num_old = max(0, start - self.args.burn_in)
-            if is_whole:
-                start = num_old = len(episode)
-            del episode[:num_old]
-            self.starts[i] = start - num_old
+            if is_over:
+                episode.clear()
+                start = 0
+            # Of the steps that were trained, keep those that the next window burns in
+            self.starts[i] = min(start, self.args.burn_in)
+            del episode[: start - self.starts[i]]
 
     def store(self, episode, start, stop, is_terminated):
         """Store the window that trains episode[start] and the steps after it, with the largest priority."""
@@ -484,10 +475,12 @@ class SequenceReplay(nn.Module):
         padded = [steps[0]] * begin + steps
         padded += [steps[-1]] * (self.length - len(padded))
         window = Step(*zip(*padded))._asdict()  # each field is a tuple of L
-        window["state"] = steps[0].state
-        window["begin"] = begin
-        window["end"] = begin + len(steps) - 1
-        window["is_terminated"] = is_terminated
+        window |= {
+            "state": steps[0].state,
+            "begin": begin,
+            "end": begin + len(steps) - 1,
+            "is_terminated": is_terminated,
+        }
 
         # Write it in place of the oldest one
         index = int(self.num_added) % self.args.buffer_size
@@ -505,7 +498,7 @@ class SequenceReplay(nn.Module):
         """
         priority = self.data["priority"]
         # Without a window, p is 0, and 0^0 would be 1
-        powers = torch.where(priority > 0, priority.pow(self.args.alpha), 0.0)
+        powers = priority.pow(self.args.alpha) * (priority > 0)
         cumulative = powers.double().cumsum(0)
         parts = torch.arange(self.batch_windows, device=priority.device)  # [N]
         # In float64, like the cumulated sum. A point that is rounded up to 1 still finds the last stored
@@ -532,11 +525,11 @@ def inverse_value_rescale(y, eps):
 
 def epsilon_ladder(args):
     """Return epsilon_i [B] of eq. 5 (Horgan et al. 2018)."""
-    numbers = args.epsilon_exponent * torch.arange(args.num_envs)
-    return args.epsilon ** (1 + numbers / max(args.num_envs - 1, 1))
+    i = torch.arange(args.num_envs)
+    return args.epsilon ** (1 + args.epsilon_exponent * i / max(args.num_envs - 1, 1))
 
 
-def collect_steps(player, act, replay, args):
+def collect_steps(player, replay, args):
     """Take `num_steps` steps in each environment, and add them to the replay.
 
     Returns (return, length) of episodes that ended in the half of the environments that explores less, and, in
@@ -546,23 +539,22 @@ def collect_steps(player, act, replay, args):
     envs = player.envs
     half = envs.num_envs // 2
     num_old = int(replay.num_added)
-    episodes = []
     num_steps = 0  # without those that only reset an environment
-    rewards = []
+    reward_sums = np.zeros(2)
+    episodes = []
     for _ in range(args.num_steps):
-        steps, outcome = player.step(act)
+        steps, outcome = player.step()
         replay.add(steps, outcome)
+        num_steps += outcome.is_step.sum()
+        reward_sums += np.count_nonzero(outcome.rewards), np.square(outcome.rewards).sum()
         for i in half + np.flatnonzero(outcome.is_over[half:]):
             episodes.append((envs.returns[i], envs.lengths[i]))
-        num_steps += outcome.is_step.sum()
-        rewards.append(outcome.rewards)
 
     # In total across processes, which begin to train together
     is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
     with player.state.device:
+        replay.reward_sums += total(torch.tensor(reward_sums))
         counts = total(torch.tensor([num_steps, replay.num_added - num_old, is_ready]))
-        rewards = torch.tensor(np.array(rewards))
-    replay.reward_sums += total(torch.stack(((rewards != 0).sum(), rewards.square().sum())))
     num_steps, num_windows, num_ready = counts.tolist()
     if num_ready < WORLD_SIZE:
         num_windows = 0
@@ -585,15 +577,16 @@ def unroll(agent, windows, args):
 
 
 def compute_targets(q, target_q, rewards, last, is_terminated, args):
-    """Compute y_t [N, m] of eq. 2 with double Q-learning (van Hasselt et al. 2016).
+    """Return y_t of eq. 2 with double Q-learning (van Hasselt et al. 2016), and is_trained, both [N, m].
 
     q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
-    Step `last` [N], from 1 to m + n - 1, is the last of the window or its episode; from there on rewards are
-    zero, and y_t means nothing.
+    Step `last` [N], from 1 to m + n - 1, is the last of the window or its episode. From there on rewards are
+    zero, y_t means nothing, and is_trained is false.
     """
     n_step = args.n_step
     t = torch.arange(args.learn_length, device=q.device)  # [m]
     last = last.unsqueeze(1)  # [N, 1]
+    is_trained = t < last  # [N, m]
     k = (t + n_step).minimum(last)  # [N, m]
 
     # Rewards after steps t to k - 1: unfold lists the n rewards after each step t, [N, m, n]
@@ -606,22 +599,19 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     values = inverse_value_rescale(best_q, args.rescale_epsilon)
     is_terminal = is_terminated.unsqueeze(1) & (k == last)  # [N, m]
     values_at_k = values.gather(1, k) * ~is_terminal  # [N, m]
-    discount = args.gamma ** (k - t).clamp(min=0)  # k < t only after the last step, where y_t is not used
-    return value_rescale(returns + discount * values_at_k, args.rescale_epsilon)
+    targets = value_rescale(returns + args.gamma ** (k - t) * values_at_k, args.rescale_epsilon)
+    return targets, is_trained
 
 
-def sequence_priority(td_errors, is_trained, eta):
-    """Compute p [N] of eq. 4 from TD errors [N, m], which are 0 unless is_trained [N, m]."""
-    errors = td_errors.abs()
+def sequence_priority(errors, is_trained, eta):
+    """Compute p [N] of eq. 4 from absolute TD errors [N, m], which are 0 unless is_trained [N, m]."""
     return eta * errors.amax(1) + (1 - eta) * errors.sum(1) / is_trained.sum(1)
 
 
 def r2d2_loss(agent, target, windows, weights, args):
-    """Return, for each step [N, m]: its part of eq. 3, y - Q, and whether it is trained. Others have 0."""
-    # Slices of the steps after burn_in: m are trained, and n more provide targets. The last
-    # observation of an episode and the copies after it are not trained
+    """Return, for each step [N, m]: its part of eq. 3, |y - Q|, and whether it is trained. Others have 0."""
+    # Slices of the steps after burn_in: m are trained, and n more provide targets
     last = windows["end"] - args.burn_in  # [N]
-    is_trained = torch.arange(args.learn_length, device=last.device) < last.unsqueeze(1)  # [N, m]
     actions = windows["action"][:, args.burn_in : -args.n_step]  # [N, m]
     rewards = windows["reward"][:, args.burn_in : -1]  # [N, m + n - 1]
 
@@ -629,11 +619,11 @@ def r2d2_loss(agent, target, windows, weights, args):
     q = unroll(agent, windows, args)  # [N, m + n, A]
     with torch.no_grad():
         target_q = unroll(target, windows, args)
-        targets = compute_targets(q, target_q, rewards, last, windows["is_terminated"], args)  # [N, m]
+        targets, is_trained = compute_targets(q, target_q, rewards, last, windows["is_terminated"], args)
     q_taken = q[:, : args.learn_length].gather(2, actions.unsqueeze(2)).squeeze(2)  # [N, m]
-    td_errors = (targets - q_taken) * is_trained
+    td_errors = torch.where(is_trained, targets - q_taken, 0.0)
     losses = 0.5 * weights.unsqueeze(1) * td_errors.square()
-    return losses, td_errors.detach(), is_trained
+    return losses, td_errors.detach().abs(), is_trained
 
 
 def update_network(agent, target, optimizer, replay, args):
@@ -649,8 +639,8 @@ def update_network(agent, target, optimizer, replay, args):
 
     # The loss is this process's share of the mean over the trained steps of all processes
     agent.train()  # for layers such as dropout and batch norm
-    losses, td_errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
-    num_trained = total(is_trained.sum().float())
+    losses, errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
+    num_trained = total(is_trained.sum())
     loss = losses.sum() / num_trained
     optimizer.zero_grad()
     loss.backward()
@@ -661,10 +651,13 @@ def update_network(agent, target, optimizer, replay, args):
 
     # A priority of zero would never be drawn again. NaN would break the draws, before the training loop can
     # say that the losses are not finite
-    priorities = sequence_priority(td_errors, is_trained, args.eta)
+    priorities = sequence_priority(errors, is_trained, args.eta)
     replay.data["priority"][index] = priorities.nan_to_num().clamp(min=1e-8)
-    td_error = total(td_errors.abs().sum()) / num_trained
-    return {"q_loss": total(loss.detach()), "td_error": td_error, "grad_norm": grad_norm}
+    return {
+        "q_loss": total(loss.detach()),
+        "td_error": total(errors.sum()) / num_trained,
+        "grad_norm": grad_norm,
+    }
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -676,8 +669,8 @@ def evaluate(agent, args, device, stream):
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros_like(returns)
     is_running = lengths == 0
-    while is_running.any() and lengths.max() < 10_000:
-        _, outcome = player.step(player.act)
+    while is_running.any() and envs.longest < 10_000:
+        _, outcome = player.step()
         returns += outcome.rewards * is_running
         lengths += is_running
         is_running &= ~outcome.is_over
@@ -685,9 +678,9 @@ def evaluate(agent, args, device, stream):
     if is_running.any():
         tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
     return {
-        "eval/episodic_return": float(returns.mean()),
-        "eval/episodic_return_std": float(returns.std()),
-        "eval/episodic_length": float(lengths.mean()),
+        "eval/episodic_return": returns.mean(),
+        "eval/episodic_return_std": returns.std(),
+        "eval/episodic_length": lengths.mean(),
     }
 
 
@@ -724,7 +717,7 @@ def train(args, run):
     target = deepcopy(agent)
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
     options = {"lr": learning_rate, "capturable": is_cuda}
-    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True, **options)
+    optimizer = torch.optim.Adam(agent.parameters(), fused=True, **options)
     run.load(target=target, optimizer=optimizer)
     # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
     optimizer.param_groups[0] |= options
@@ -741,7 +734,6 @@ def train(args, run):
     # The player. Each process gets large and small probabilities of random actions
     epsilons = epsilon_ladder(args)[RANK::WORLD_SIZE].to(device)
     player = Player(agent, envs, epsilons, seed_everything(args.seed, 1, run.iteration, RANK))
-    act = player.act
     update = partial(update_network, agent, target, optimizer, replay, args)
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     num_windows = replay.batch_windows * WORLD_SIZE
@@ -760,7 +752,7 @@ def train(args, run):
             learning_rate.fill_(args.learning_rate * (1 - run.step / args.total_timesteps))
 
         # Collect steps in each environment, and store the windows that they complete
-        episodes, num_steps, num_new = collect_steps(player, act, replay, args)
+        episodes, num_steps, num_new = collect_steps(player, replay, args)
 
         # Update as often as --replay-ratio asks for; the fraction of an update is left for later
         run.updates_due += args.replay_ratio * num_new / num_windows
@@ -774,9 +766,9 @@ def train(args, run):
             if run.num_updates % args.target_interval == 0:
                 target.load_state_dict(agent.state_dict())  # in place, as the graph needs
 
-        # Record acting and the update after some updates, as Adam creates its state in the first step
-        if use_graphs and num_updates and run.num_updates > 2:
-            act = capture(act, *player.get_inputs())
+        # Record acting and the update, after the first updates: Adam creates its state in the first one
+        if use_graphs and num_updates:
+            player.act = capture(player.act, *player.get_inputs())
             update = capture(update)
             use_graphs = False
 
@@ -785,17 +777,14 @@ def train(args, run):
         scalars["charts/num_updates"] = run.num_updates
         scalars["charts/learning_rate"] = learning_rate.item()
         if episodes:
-            mean_return, mean_length = np.mean(episodes, 0)
-            scalars["charts/episodic_return"] = mean_return
-            scalars["charts/episodic_length"] = mean_length
-            run.bar.set_postfix_str(f"return {mean_return:.2f}", refresh=False)
+            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, 0)
         run.log(num_steps, scalars)
 
         # Evaluate. The longest episode so far predicts how many steps that takes
         if run.should_evaluate(args.eval_episodes * envs.longest):
             score_policy(agent, args, device, run)
 
-    # Evaluate the last policy
+    # A finished run that was resumed may lack a score of the last policy
     if run.should_evaluate():
         score_policy(agent, args, device, run)
     run.close(f", {run.num_updates} updates")

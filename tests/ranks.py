@@ -159,7 +159,7 @@ def update_r2d2(r2d2, rows):
         replay = r2d2.SequenceReplay(envs, args, torch.device("cpu"))
         player = r2d2.Player(agent, envs, torch.full((4,), 0.5), 1)
         with patch.multiple(r2d2, total=lambda x: x):  # the same in every process
-            r2d2.collect_steps(player, player.act, replay, args)
+            r2d2.collect_steps(player, replay, args)
         index = torch.randperm(int(replay.num_added))[:8]
         weights = torch.linspace(0.3, 1.0, 8)
         ends = replay.data["end"][index].clamp(max=10)
@@ -175,7 +175,7 @@ def update_r2d2(r2d2, rows):
     nothing, everything = np.zeros(size, bool), np.ones(size, bool)  # no episode ends, and all are steps
     replay = SimpleNamespace(num_added=0, reward_sums=torch.zeros(2, dtype=torch.float64))
 
-    def step(act):
+    def step():
         return None, SimpleNamespace(rewards=next(rewards), is_over=nothing, is_step=everything)
 
     def add(steps, outcome):
@@ -183,7 +183,7 @@ def update_r2d2(r2d2, rows):
 
     envs, replay.add = SimpleNamespace(num_envs=size), add
     player = SimpleNamespace(envs=envs, state=torch.zeros(1), step=step)
-    _, num_steps, num_windows = r2d2.collect_steps(player, None, replay, args)
+    _, num_steps, num_windows = r2d2.collect_steps(player, replay, args)
     numbers += [replay.reward_sums, torch.tensor([num_steps, num_windows])]
     return agents, numbers
 
