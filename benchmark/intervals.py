@@ -26,16 +26,26 @@ def find_interval(values, others=(0, 0)):
         return tuple(stats.ttest_ind(values, others, equal_var=False).confidence_interval())
 
 
-def find_ratio(ours: list, peer: list):
-    """Return the ratio of the medians, and a 95 % interval of the ratio from the logarithms of both samples.
+def choose_center(*samples: list):
+    """Return the function that finds the center of samples: the geometric mean, or the median if that cannot be found.
 
-    The interval is for the ratio of the geometric means. If values are not positive, infinite or unknown,
-    what cannot be computed is nan or None.
+    It cannot if a value is not positive, unknown or infinite, such as the time to a threshold that was never reached.
+    """
+    values = np.concatenate(samples)
+    return stats.gmean if np.isfinite(values).all() and (values > 0).all() else np.median
+
+
+def find_ratio(ours: list, peer: list):
+    """Return the ratio of the centers (`choose_center`) of both samples, and its 95 % interval.
+
+    The interval is Welch's on the logarithms, so it is one of the ratio of the geometric means. What cannot be computed
+    is nan or None.
     """
     if not min(*ours, *peer) > 0:
         return math.nan, None
+    center = choose_center(ours, peer)
     with expect_nan():  # infinite over infinite
-        ratio = np.median(ours) / np.median(peer) or math.nan
+        ratio = center(ours) / center(peer) or math.nan
     interval = find_interval(np.log(ours), np.log(peer))
     return ratio, interval and tuple(np.exp(interval))
 

@@ -2,13 +2,19 @@
 
     python -m benchmark.report --out report   # the suites in RUNS: report/results.md and report/figures
     python -m benchmark.report                # docs/results.md, the tables and pictures of all pages
+    python -m benchmark.report --check        # whether the published figures follow from the runs in RUNS
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
 benchmark/suites are added to benchmark/results, and all results there go into the pages, between <!-- NAME
 --> and <!-- /NAME -->, and into docs/figures. Committed runs that RUNS lacks are kept. Runs that were made
 with uncommitted changes are refused.
+
+With --check, nothing is written. All that is published of a run, its thinned curve too, is computed again from the
+events in RUNS and compared with benchmark/results, and the pages with what those results make of them. What differs is
+named, and the exit code is then 1.
 """
 
+import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -21,15 +27,17 @@ import numpy as np
 
 from benchmark import machines, records
 from benchmark.common import require
-from benchmark.intervals import find_interval, find_ratio
+from benchmark.intervals import choose_center, find_interval, find_ratio
 from benchmark.machines import machine_line
 from benchmark.markdown import make_table, replace_section, show
 from benchmark.pictures import METRICS, draw
 from benchmark.records import get_values
-from benchmark.studies import change_detection, go_search, learned, on_gpu, tsp_networks
+from benchmark.runs import NOT_RUN
+from benchmark.studies import change_detection, go_search, learned, on_gpu, ppo_update, tsp_networks
 
 # Each by its own program
-STUDIES = {x.__name__.rpartition(".")[2]: x for x in (change_detection, go_search, on_gpu, tsp_networks)}
+_MODULES = (change_detection, go_search, on_gpu, ppo_update, tsp_networks)
+STUDIES = {x.__name__.rpartition(".")[2]: x for x in _MODULES}
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = (
@@ -45,6 +53,7 @@ class Args:
 
     runs: Path = Path("runs/benchmark")  # folder of runs
     out: Path | None = None  # folder for a page and its figures, instead of docs/
+    check: bool = False  # compare RUNS with what is published, and write nothing
 
 
 # ---- Tables ------------------------------------------------------------------------------------------------
@@ -72,12 +81,12 @@ def show_mean(cell: dict, metric: str):
     return text + show_interval(find_interval(values) or own)
 
 
-def show_median(values: list):
-    """Write the median over the seeds, and how many got to the threshold if not all did."""
+def show_center(values: list, find):
+    """Write what `find` says of the values of all seeds, and how many got to the threshold if not all did."""
     if not values:
         return "-"
     num_reached = np.isfinite(values).sum()
-    text = show(np.median(values))
+    text = show(find(values))
     return text if num_reached == len(values) else f"{text} ({num_reached} of {len(values)})"
 
 
@@ -87,7 +96,7 @@ def list_processors(*cells: dict):
 
 
 def make_ratio_table(results: dict):
-    """Write a line for each ratio of ours and others: the medians of both sides, and their ratio with its
+    """Write a line for each ratio of ours and others: the centers of both sides, and their ratio with its
     interval.
 
     A column names the processors of a line if not all cells of the suite have the same one.
@@ -101,8 +110,9 @@ def make_ratio_table(results: dict):
         our_cell = results["cells"][ratio["ours"]]
         peer_cell = results["cells"][ratio["peer"]]
         ours = get_values(our_cell, ratio["quantity"])
-        peer = get_values(peer_cell, ratio["quantity"])
+        peer = get_values(peer_cell, ratio.get("peer_quantity") or ratio["quantity"])
         name = peer_cell["runs"][0]["commit"] if peer else peer_cell["script"]
+        center = choose_center(ours, peer)
         if ours and peer:
             effect = show_effect(*find_ratio(ours, peer), 1)
         else:
@@ -111,8 +121,8 @@ def make_ratio_table(results: dict):
         row = [
             ratio["title"],
             effect,
-            show_median(ours),
-            show_median(peer),
+            show_center(ours, center),
+            show_center(peer, center),
             f"{len(ours)} / {len(peer)}",
             name,
         ]
@@ -120,6 +130,22 @@ def make_ratio_table(results: dict):
             row.append(list_processors(our_cell, peer_cell))
         rows.append(row)
     return make_table(head, rows)
+
+
+def make_difference_table(results: dict, metric: str):
+    """Write a line for each pair of ours and others: the difference of their means, with Welch's 95 % interval."""
+    rows = []
+    for ours, peer in dict.fromkeys((ratio["ours"], ratio["peer"]) for ratio in results["ratios"]):
+        our_cell = results["cells"][ours]
+        peer_cell = results["cells"][peer]
+        values = get_values(our_cell, metric)
+        others = get_values(peer_cell, metric)
+        effect = NOT_RUN
+        if values and others:
+            effect = show_effect(np.mean(values) - np.mean(others), find_interval(values, others), 0)
+        name = f"{our_cell['task']}, {our_cell['setting']}"
+        rows.append([name, peer_cell["setting"], effect, f"{len(values)} / {len(others)}"])
+    return make_table("task, ours | peer | ours - peer, 95 % interval: | seeds:", rows)
 
 
 def make_cell_table(cells: list, columns: dict):
@@ -134,7 +160,9 @@ def make_cell_table(cells: list, columns: dict):
         name = f"{cell['task']}, {cell['setting']}"
         if cell["runs"]:
             shown = [find(cell) if callable(find) else show_mean(cell, find) for find in columns.values()]
-            rows.append([name, *shown, show_median(get_values(cell, "cpu_seconds")), len(cell["runs"])])
+            rows.append(
+                [name, *shown, show_center(get_values(cell, "cpu_seconds"), np.median), len(cell["runs"])]
+            )
         missing += [f"- {name}, seed {lost['seed']}: {lost['error']}" for lost in cell["missing"]]
     head = " | ".join(["task, setting", *(f"{title}:" for title in columns), "CPU-s:", "seeds:"])
     return "\n".join([make_table(head, rows), "", *missing]).rstrip()
@@ -161,8 +189,12 @@ def make_comparison(cells: list, has_thresholds: bool = False):
         "difference, 95 % interval": show_difference,
     }
     if any(cell["threshold"] is not None for cell in cells) and has_thresholds:
-        columns["steps to the threshold"] = lambda cell: show_median(get_reached(cell, "steps_to_threshold"))
-        columns["seconds to it"] = lambda cell: show_median(get_reached(cell, "seconds_to_threshold"))
+        columns["steps to the threshold"] = lambda cell: show_center(
+            get_reached(cell, "steps_to_threshold"), np.median
+        )
+        columns["seconds to it"] = lambda cell: show_center(
+            get_reached(cell, "seconds_to_threshold"), np.median
+        )
     return make_cell_table(cells, columns)
 
 
@@ -192,14 +224,21 @@ def describe_machines(cells):
 
 
 def fill_summary(results: dict):
-    """Fill the numbers into a suite's summary: medians of seconds and steps, means of metrics."""
+    """Fill the numbers into a suite's summary, and name the processors at its end.
+
+    As in the tables of cells, they are means over the seeds, and of the seconds of whole runs medians.
+    """
+    cells = {}
 
     def fill(match):
         name, quantity, form = match.groups()
-        average = np.median if re.search("seconds|steps", quantity) else np.mean
-        return format(average(get_values(results["cells"][name], quantity)), form)
+        cells[name] = results["cells"][name]
+        average = np.median if quantity == "cpu_seconds" else np.mean
+        return format(average(get_values(cells[name], quantity)), form)
 
-    return SUMMARY_NUMBER.sub(fill, results["summary"])
+    text = SUMMARY_NUMBER.sub(fill, results["summary"])
+    processors = machines.shorten(list_processors(*cells.values()))
+    return f"{text[:-1]}; {processors})" if text.endswith(")") else f"{text} ({processors})"
 
 
 # ---- Pages -------------------------------------------------------------------------------------------------
@@ -220,7 +259,9 @@ def make_sections(published: dict):
     for name, results in published.items():
         for table in results["tables"]:
             cells = results["cells"].values()
-            if table["columns"]:
+            if table.get("differences"):
+                parts = [make_difference_table(results, table["differences"])]
+            elif table["columns"]:
                 parts = [make_cell_table(cells, table["columns"]), LEGEND]
             else:
                 parts = [make_ratio_table(results)]
@@ -316,13 +357,48 @@ def add_runs(suite: dict):
     print(f"{name}: {num_new} new runs in benchmark/results/{name}.json")
 
 
+def check_runs(suite: dict, published: dict):
+    """Name what the published runs of a suite do not have from these runs, and print how many are the same."""
+    different = []
+    num_same = 0
+    for name, cell in suite["cells"].items():
+        before = published["cells"].get(name, {"runs": []})
+        old = {run["seed"]: run for run in before["runs"]}
+        for run in json.loads(json.dumps(cell["runs"])):
+            where = f"{suite['suite']}: {name}, seed {run['seed']}"
+            known = old.get(run["seed"])
+            if known is None:
+                different.append(f"{where} is not published")
+            elif keys := [key for key in run if run[key] != known.get(key)]:
+                different.append(f"{where} has another {', '.join(keys)}")
+            else:
+                num_same += 1
+    print(f"{suite['suite']}: {num_same} runs have what is published")
+    return different
+
+
+def check(suites: list):
+    """Compare runs with what is published, and the pages with that; returns the exit code."""
+    different = []
+    for suite in suites:
+        different += check_runs(suite, records.load_results(suite["suite"]) or {"cells": {}})
+    pages = make_pages(records.load_published())
+    different += [f"{path} is another page" for path, text in pages.items() if path.read_text() != text]
+    for line in different:
+        print(line)
+    return 1 if different else 0
+
+
 def main(args: Args):
-    """Write the pages, their figures and the results, and say what has changed."""
+    """Write the pages, their figures and the results and say what has changed, or check them; returns the exit code."""
     suites = [records.collect(path.parent) for path in sorted(args.runs.glob("*/suite.json"))]
     require(suites or args == Args(), f"--runs {args.runs}: no runs to report")
+    require(not (args.check and args.out), "--check writes nothing: leave out --out")
+    if args.check:
+        return check(suites)
     if args.out:
         print(f"{write_own(suites, args.out)}: {', '.join(suite['suite'] for suite in suites)}")
-        return
+        return 0
     if not suites:
         print(f"{args.runs}: no runs")
     for suite in suites:
@@ -332,6 +408,7 @@ def main(args: Args):
         print(f"{path.relative_to(common.ROOT)}: written")
     if not changed:
         print("pages and pictures: as before")
+    return 0
 
 
 if __name__ == "__main__":

@@ -58,9 +58,10 @@ def find_threshold(curve: list, cell: Cell):
     """Return the last of the first `in_a_row` successive points at the threshold or beyond; None if there are
     none."""
     sign = 1 if cell.better == "higher" else -1
+    threshold = float(np.float32(cell.threshold))  # TensorBoard keeps float32, in which 0.9 is less than 0.9
     num_beyond = 0
     for point in curve:
-        is_beyond = sign * point.value >= sign * cell.threshold
+        is_beyond = sign * point.value >= sign * threshold
         num_beyond = num_beyond + 1 if is_beyond else 0
         if num_beyond == cell.in_a_row:
             return point

@@ -72,6 +72,7 @@ class Ratio:
     quantity: str
     ours: str  # name of a cell
     peer: str
+    peer_quantity: str | None = None  # if the peer has another
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Table:
     page: str
     section: str
     columns: dict | None = None  # quantities by their titles; None: the table has the suite's ratios
+    differences: str | None = None  # quantity whose differences, ours minus the peer's, the table has instead
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from scipy import stats
 
 from benchmark import common, compare, pictures, records, report
 from benchmark.common import ResultsError
-from benchmark.intervals import find_interval, find_p_worse, find_ratio
+from benchmark.intervals import choose_center, find_interval, find_p_worse, find_ratio
 from benchmark.markdown import replace_section, show
 from benchmark.runs import NOT_RUN, find_threshold
 from benchmark.studies import learned
@@ -57,11 +57,15 @@ def test_every_file_of_results_is_shown():
 # ---- Statistics --------------------------------------------------------------------------------------------
 
 
-def test_ratios_are_those_of_medians_with_an_interval_by_logarithms():
-    ours, peer = [2.0, 2.1, 1.9], [4.0, 4.1, 3.9]
+def test_ratios_are_those_of_geometric_means_with_an_interval_by_logarithms():
+    """The ratio is in the middle of its interval. Medians stand for samples with values that are not finite."""
+    ours, peer = [2.0, 8.0, 2.0], [4.0, 4.0, 5.0]
     ratio, (low, high) = find_ratio(ours, peer)
-    assert ratio == 0.5 and 0.44 < low < 0.5 < high < 0.56
-    assert low * high == pytest.approx(math.exp(2 * np.mean(np.log(ours) - np.log(peer))))
+    assert ratio == pytest.approx((32 / 80) ** (1 / 3)) and low < ratio < high
+    assert low * high == pytest.approx(ratio**2)
+    assert choose_center(ours, peer)(ours) == pytest.approx(32 ** (1 / 3))
+    for other in (math.inf, math.nan, 0.0, -1.0):
+        assert choose_center(ours, [other])([1.0, 3.0, math.inf]) == 3
     for one, other in ((1.0, -1.0), (1.0, math.inf), (1.0, math.nan), (0.0, 1.0), (math.inf, 1.0)):
         ratio, interval = find_ratio([one], [other])
         assert not 0 < ratio < math.inf and interval is None
@@ -101,6 +105,8 @@ def test_threshold_is_the_first_point_at_it_in_the_right_direction():
     assert find(6) is None
     assert find(4, in_a_row=2) == 5  # one alone is forgotten
     assert find(4, in_a_row=3) is None
+    curve[0].value = float(np.float32(0.9))  # as TensorBoard keeps it: 0.8999999761581421
+    assert find(0.9) == 1
 
 
 # ---- Report ------------------------------------------------------------------------------------------------
@@ -204,8 +210,8 @@ def test_ratios_count_runs_that_never_got_there():
     assert lines[1] == "| t | 1.00 | 300 (2 of 3) | 300 | 3 / 3 | abc |"
     assert lines[2] == "| t | why | 300 (2 of 3) | - | 3 / 0 | gnugo |"
     low, high = map(show, find_ratio(steps["c"], steps["d"])[1])
-    assert lines[3] == f"| t | **0.273** ({low} to {high}) | 300 | 1,100 | 3 / 3 | abc |"
-    assert lines[4] == "| t | 1.00 (0.898 to 1.11) | 1,050 | 1,050 | 3 / 3 | abc |"
+    assert lines[3] == f"| t | **0.263** ({low} to {high}) | 288 | 1,097 | 3 / 3 | abc |"
+    assert lines[4] == "| t | 1.00 (0.898 to 1.11) | 1,049 | 1,049 | 3 / 3 | abc |"
 
 
 def test_tables_say_what_is_not_equal():
@@ -232,10 +238,23 @@ def test_a_match_shows_its_own_interval():
     assert "| CartPole-v1, default | 1.00 (0.500 to 1.50) |" in report.make_cell_table([cell], {"A": "a"})
 
 
-def test_summaries_take_medians_of_times_and_means_of_metrics():
+def test_summaries_show_what_the_tables_of_cells_show():
+    """Means, and medians of whole runs, on which processor."""
     cells = {"x/a": make_solved([100, 300, 800]), "x/b": make_cell([1.0, 2.0, 6.0])}
-    summary = "{x/a seconds_to_threshold .1f} s, {x/a steps_to_threshold ,.0f} steps, {x/b headline .0%}"
-    assert report.fill_summary({"cells": cells, "summary": summary}) == "3.0 s, 300 steps, 300%"
+    for run, seconds in zip(cells["x/a"]["runs"], (1.0, 2.0, 9.0), strict=True):
+        run |= {"cpu_seconds": seconds, "machine": make_machine(cpu="Intel(R) Xeon(R) Processor")}
+    summary = "{x/a seconds_to_threshold .1f} s, {x/a cpu_seconds .0f} s, {x/b headline .0%}"
+    found = report.fill_summary({"cells": cells, "summary": summary})
+    assert found == "4.0 s, 2 s, 300% (Intel Xeon, a)"
+
+
+def test_differences_of_returns_have_welchs_interval():
+    """A pair of cells has one line, however many ratios name it."""
+    cells = {"a": make_cell([5.0, 6.0, 7.0]), "b": make_cell([1.0, 2.0, 3.0], "sb3_ppo/CartPole-v1/zoo")}
+    ratios = [{"title": "t", "quantity": quantity, "ours": "a", "peer": "b"} for quantity in "xy"]
+    table = report.make_difference_table({"cells": cells, "ratios": ratios}, "headline")
+    low, high = map(show, find_interval([5.0, 6.0, 7.0], [1.0, 2.0, 3.0]))
+    assert table.splitlines()[2:] == [f"| CartPole-v1, default | zoo | **4.00** ({low} to {high}) | 3 / 3 |"]
 
 
 def test_bands_of_pictures_are_intervals_of_the_mean():

@@ -520,3 +520,43 @@ def test_cells_run_on_a_ray_cluster(tmp_path, monkeypatch):
     assert "bad, seed 1: exit code 2: ppo.py: error: --env-id NoSuch-v0" in output
     (process,) = (tmp_path / "runs").rglob("good/**/process.json")
     assert json.loads(process.read_text())["exit_code"] == 0 and not find_processes(tmp_path, "pytest")
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_published_figures_are_made_again_from_raw_data(
+    run_python, tmp_path, monkeypatch, capsys, is_changed
+):
+    """With their thinned curves. --check names what differs, and writes nothing."""
+    monkeypatch.setattr(common, "SUITES", tmp_path / "suites")
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    for name in ("suites", "results"):
+        (tmp_path / name).mkdir()
+    path, _ = run_python(
+        "", tags=("charts/episodic_return", "eval/x"), num_points=500, curve="eval/x", seed=3
+    )
+    cell = vars(define_cell(curve="eval/x", seed=3)) | {"folder": str(path.parent.relative_to(tmp_path))}
+    folder = tmp_path / "runs" / "s"
+    folder.mkdir(parents=True)
+    (folder / cell["folder"]).symlink_to(path.parent)
+    (folder / "suite.json").write_text(
+        json.dumps({"suite": "s", "cells": [cell], "levels": {}, "ratios": []})
+    )
+    results = records.collect(folder)
+    (run_,) = results["cells"][cell["name"]]["runs"]
+    assert 30 <= len(run_["curve"]) <= runs.NUM_POINTS
+    if is_changed:
+        run_["curve"][7][2] += 0.1
+        run_["env_steps"] += 1
+    records.save_results(tmp_path / "results" / "s.json", results)
+    before = (tmp_path / "results" / "s.json").read_bytes()
+    page = tmp_path / "page.md"
+    page.write_text("a")
+    monkeypatch.setattr(report, "make_pages", lambda published: {page: "b" if is_changed else "a"})
+    code = report.main(report.Args(runs=tmp_path / "runs", check=True))
+    assert code == is_changed and (tmp_path / "results" / "s.json").read_bytes() == before
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"s: {0 if is_changed else 1} runs have what is published"
+    different = [f"s: {cell['name']}, seed 3 has another env_steps, curve", f"{page} is another page"]
+    assert lines[1:] == (different if is_changed else []) and page.read_text() == "a"
+    with pytest.raises(ResultsError, match="--check writes nothing"):
+        report.main(report.Args(runs=tmp_path / "runs", out=tmp_path / "out", check=True))

@@ -78,6 +78,20 @@ def score_tours(points, tours, references=None) -> dict[str, float]:
     return scores
 
 
+def make_mlp(num_inputs: int, num_outputs: int, last_gain: float):
+    """Make the network of CleanRL's ppo.py: two hidden tanh layers of 64, orthogonal weights, biases of zero."""
+    from torch import nn
+
+    sizes = ((num_inputs, 64, 2**0.5), (64, 64, 2**0.5), (64, num_outputs, last_gain))
+    layers = []
+    for num_from, num_to, gain in sizes:
+        linear = nn.Linear(num_from, num_to)
+        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
 def get_version(package: str) -> str:
     """Return name and version of an installed package."""
     return f"{package} {version(package)}"
@@ -109,7 +123,7 @@ class Run:
         return time.process_time() - self.cpu_start
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Write TensorBoard scalars of a step, and the CPU-seconds of training up to it."""
+        """Write TensorBoard scalars of a step, and the CPU-seconds of training up to it, unless they are among them."""
         seconds = {"charts/cpu_seconds": self.cpu_seconds - self.evaluation_seconds}
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -119,7 +133,7 @@ class Run:
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
             if self.program:
                 self.writer.add_text("program", self.program)
-        for name, value in (scalars | seconds).items():
+        for name, value in (seconds | scalars).items():
             self.writer.add_scalar(name, value, step)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:

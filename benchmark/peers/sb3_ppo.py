@@ -94,8 +94,13 @@ def make_parser():
     return parser
 
 
-def train(args, script: str, package: str, settings: Settings, model_class, policy: str) -> None:
-    """Train a model to the end of --total-timesteps and evaluate it as our scripts do."""
+def train(
+    args, script: str, package: str, settings: Settings, model_class, policy: str, stop_return=None
+) -> None:
+    """Train a model to the end of --total-timesteps and evaluate it as our scripts do.
+
+    With `stop_return`, training ends after two evaluations in a row at this return or above.
+    """
     import gymnasium
     import numpy as np
     import torch
@@ -109,9 +114,9 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
 
     def make_env():  # without a render mode, LunarLander moves no particles, which saves half of a step
         env = gymnasium.make(args.env_id)
-        needs_flattening = isinstance(
-            env.observation_space, (spaces.Tuple, spaces.MultiDiscrete)
-        )  # of tasks for the LSTM
+        # Of tasks for the LSTM. VecNormalize takes no Discrete ones, which become one-hot, as SB3 makes them anyway
+        kinds = (spaces.Tuple, spaces.MultiDiscrete, *((spaces.Discrete,) if settings.is_normalized else ()))
+        needs_flattening = isinstance(env.observation_space, kinds)
         return gymnasium.wrappers.FlattenObservation(env) if needs_flattening else env
 
     start = time.process_time()
@@ -161,11 +166,11 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
 
         def __init__(self):
             super().__init__()
-            self.num_rollouts, self.returns = 0, []
+            self.num_rollouts, self.returns, self.num_solved = 0, [], 0
 
         def _on_step(self) -> bool:
             self.returns += [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
-            return True
+            return self.num_solved < 2
 
         def _on_rollout_start(self) -> None:
             if self.num_timesteps:
@@ -185,6 +190,9 @@ def train(args, script: str, package: str, settings: Settings, model_class, poli
             if args.eval_interval and self.num_rollouts % args.eval_interval == 0 and not is_last:
                 found = evaluate(self.model, eval_envs, NUM_EPISODES_ON_THE_WAY)
                 scalars["eval/episodic_return"] = found["eval/episodic_return"]
+                if stop_return is not None:
+                    is_solved = found["eval/episodic_return"] >= stop_return
+                    self.num_solved = self.num_solved + 1 if is_solved else 0
             if scalars:
                 run.log(self.num_timesteps, scalars)
 

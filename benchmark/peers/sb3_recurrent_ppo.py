@@ -1,12 +1,16 @@
 """RecurrentPPO of sb3-contrib, which is PPO with an LSTM, on a memory task of popgym or ours, on one thread.
 
---settings ours: LSTM and hidden layers of 64 and the discount are those of algos/r2d2_lstm.py. The rest was
-chosen among three settings on one seed (101) of RepeatPreviousEasy, by the return after 60,000 steps: 0.61
-with those below, 0.04 with a learning rate of 1e-3, and 0.56 with 1e-3, 32 steps, 10 epochs and lambda 0.8.
---settings zoo: those of RL Baselines3 Zoo for CartPole without velocities, its smallest task with Discrete
-actions that takes memory (CartPoleNoVel-v1 in hyperparams/ppo_lstm.yml of commit 038ab1617a of
-https://github.com/DLR-RM/rl-baselines3-zoo). They leave the network as it is in sb3-contrib: LSTMs of 256 for
-policy and value, then two layers of 64 each.
+--settings ours: LSTM and hidden layers of 64 and the discount are those of algos/r2d2_lstm.py. The rest was chosen
+among three settings on one seed (101) of RepeatPreviousEasy, by the return after 60,000 steps: 0.61 with those below,
+0.04 with a learning rate of 1e-3, and 0.56 with 1e-3, 32 steps, 10 epochs and lambda 0.8.
+--settings zoo: those that RL Baselines3 Zoo has tuned for CartPole without velocities, its smallest task with Discrete
+actions that takes memory (CartPoleNoVel-v1 in
+https://github.com/DLR-RM/rl-baselines3-zoo/blob/22e3ff2450fd92033f7f032915e1f64894a09584/hyperparams/ppo_lstm.yml):
+normalized observations and rewards, and for policy and value an LSTM and a ReLU layer of 64 each, without orthogonal
+weights. The entry is for 100,000 steps.
+--settings zoo-untuned: the same entry before it was tuned
+(https://github.com/DLR-RM/rl-baselines3-zoo/blob/038ab1617a486b7d918be8056697bf34caeefbcd/hyperparams/ppo_lstm.yml),
+with the network as it is in sb3-contrib: LSTMs of 256 for policy and value, then two layers of 64 each.
 """
 
 from pathlib import Path
@@ -20,10 +24,24 @@ SETTINGS = {
         | {"learning_rate": 3e-3, "policy_kwargs": {"lstm_hidden_size": 64, "net_arch": [64]}},
         falling=("learning_rate",),
     ),
-    "zoo": sb3_ppo.Settings(
+    "zoo-untuned": sb3_ppo.Settings(
         num_envs=8,
         arguments={"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8, "gamma": 0.98}
         | {"learning_rate": 1e-3, "clip_range": 0.2, "ent_coef": 0.0},
+        falling=("learning_rate", "clip_range"),
+    ),
+    "zoo": sb3_ppo.Settings(
+        num_envs=8,
+        arguments={"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8, "gamma": 0.98}
+        | {"learning_rate": 1e-3, "clip_range": 0.2, "ent_coef": 0.0}
+        | {
+            "policy_kwargs": {
+                "lstm_hidden_size": 64,
+                "net_arch": {"pi": [64], "vf": [64]},
+                "ortho_init": False,
+            }
+        },
+        is_normalized=True,
         falling=("learning_rate", "clip_range"),
     ),
 }
@@ -34,7 +52,10 @@ def make_parser():
     parser = peer.make_parser(__doc__, "popgym:popgym-RepeatPreviousEasy-v0")
     parser.add_argument("--total-timesteps", type=peer.count, default=500_000)
     parser.add_argument("--eval-interval", type=int, default=0, help="rollouts between evaluations")
-    parser.add_argument("--settings", choices=("ours", "zoo"), default="ours")
+    parser.add_argument("--settings", choices=SETTINGS, default="ours")
+    parser.add_argument(
+        "--stop-return", type=float, help="stop after two evaluations in a row at this return"
+    )
     return parser
 
 
@@ -42,9 +63,13 @@ def main() -> None:
     """Run from the command line."""
     args = make_parser().parse_args()
     from sb3_contrib import RecurrentPPO
+    from torch import nn
 
     settings = SETTINGS[args.settings]
-    sb3_ppo.train(args, Path(__file__).stem, "sb3-contrib", settings, RecurrentPPO, "MlpLstmPolicy")
+    if args.settings == "zoo":
+        settings.arguments["policy_kwargs"]["activation_fn"] = nn.ReLU
+    names = Path(__file__).stem, "sb3-contrib"
+    sb3_ppo.train(args, *names, settings, RecurrentPPO, "MlpLstmPolicy", args.stop_return)
 
 
 if __name__ == "__main__":

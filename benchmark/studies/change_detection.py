@@ -592,7 +592,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
             f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {get_mean(rows, 'ppo_looks'):.2f} looks per patch, and"
         )
         summary += f" {get_mean(rows, 'everywhere_f1'):.2f} with all {get_mean(rows, 'everywhere_looks'):.0f}"
-        summary += f" ({len(rows)} runs)"
+        summary += f" ({len(rows)} runs; {machines.shorten(machines.list_processors(rows))})"
     return {
         (PAGE, "change_detection"): f"\n{page}\n",
         (PAGE, "change_prices"): f"\n{make_price_table(results)}\n",

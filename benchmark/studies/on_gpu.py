@@ -134,7 +134,9 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     speeds, splits, scores = [], [], []
     missing = {"error": runs.NOT_RUN}
     for name, _, kind in SPEED:
-        gpu = rows.get(("speed on the GPU", name), missing)
+        if ("speed on the GPU", name) not in rows:
+            continue
+        gpu = rows["speed on the GPU", name]
         cpu = rows.get(("speed on the CPU", name), missing) if kind == "cpu" else {}
         shown = [row.get("error") or markdown.show(row.get("sps", math.nan)) for row in (gpu, cpu)]
         has_both = "sps" in gpu and "sps" in cpu
