@@ -13,6 +13,7 @@ import sys
 import time
 import tokenize
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,6 +227,19 @@ def test_bad_input_is_one_line_and_exit_code_2(script, whole, tmp_path):
         assert line.startswith(f"{script}.py: error: ") and words in line, (flags, line)
         assert exit_code == "exit code 2", flags
     assert read_files(folder) == files and not (folder / "runs").exists()
+
+
+@each_script
+def test_every_number_that_is_not_finite_is_refused(script, tmp_path, monkeypatch, capsys):
+    module = get_module(script)
+    monkeypatch.setattr(module, "train", lambda *_: pytest.fail("it trains"))
+    names = [field.name for field in fields(module.Args) if "float" in str(field.type)]
+    assert len(names) > 3
+    for name, value in itertools.product(names, ("nan", "inf", "-inf")):
+        flag = f"--{name.replace('_', '-')}"
+        line = fail_with(capsys, module.main, [f"{flag}={value}", f"--run-dir={tmp_path / 'runs'}"])
+        assert f"{flag} ({value}) must be" in line
+    assert not (tmp_path / "runs").exists()
 
 
 @each_script
