@@ -5,8 +5,10 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
     python ppo_change_detection.py                      # learns the synthetic task haze in a minute or two
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256      # your own pairs of pictures
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps
-    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # PPO alone
+    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # only PPO
     torchrun --nproc-per-node 2 ppo_change_detection.py # two GPUs, or with --no-cuda two CPU processes
+
+Your own pictures need envs_shared/change_folders.py, too.
 
 In: two pictures of one place, of equal size. Out: for each pixel the probability that it has changed, a mask
 of the changed pixels, and where the policy looked. The detector is a small network that is trained here. It
@@ -14,7 +16,8 @@ sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one. It
 patches of 8 x 8 pixels, a patch into 4 x 4 cells of 2 x 2 pixels, and classifies each cell as changed or not.
 A look reads one patch at full resolution and corrects its map. Looks cost time or money in practice; here one
 look at each patch costs `--cost` of F1. The detector is trained first, with random looks. Then PPO learns
-which patches are worth a look.
+which patches are worth a look; it goes on training what reads a look and what classifies cells, but not what
+sees the coarse pictures.
 
 A patch may look T times (--num-steps). The last look shows all dates, each earlier look one date less. That is
 a property of the task haze, where haze at the first date tells that the second date is not worth its price.
@@ -65,7 +68,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from PIL import Image
 from torch import nn
 from torch.distributions import Normal
 from torch.nn import Conv2d
@@ -79,14 +81,15 @@ from envs_shared import change_pairs
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+EMBED_DIM = 64  # D: size of a patch's embedding
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
-MAX_PIXELS = 2**17  # pixels of pairs that are evaluated at once, which bounds the memory
 # What the part `Run` must know of this script. If a resumed run changes one of these settings, older scores
 # mean nothing, and the next evaluation writes best.pt
 TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_episodes num_steps cost".split()
 # Named in the message about a checkpoint that does not fit
-NETWORK_FLAGS = "--env-id (pairs of --data-dir and --predict have two dates), "
-NETWORK_FLAGS += "--patch-size, --cell-size, --coarse-size"
+NETWORK_FLAGS = (
+    "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size, --coarse-size"
+)
 SCORE = "F1 less price on val"  # what decides which policy best.pt holds; higher is better
 
 
@@ -133,7 +136,7 @@ class Args:
     num_envs: int = 256  # pairs B of a rollout, in total across processes
     learning_rate: float = 3e-3  # Adam learning rate of PPO
     head_lr_scale: float = 3.0  # learning rate of the policy and value heads, as a multiple of the others'
-    anneal_lr: bool = True  # lower both learning rates linearly to zero over the run
+    anneal_lr: bool = True  # lower the learning rate linearly to zero over the whole run
     gamma: float = 1.0  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 3
     num_minibatches: int = 8  # minibatches that each epoch splits the rollout into
@@ -148,7 +151,7 @@ class Args:
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class Detector(nn.Module):
-    """A small network that classifies the cells of patches. To use another, keep its methods and sizes.
+    """A small network that classifies the cells of patches. To use another, keep these methods and sizes.
 
     embed       coarse pictures [B, J C, S', S'] -> an embedding of each patch [B, D, h, w]
     read        windows of K patches at full resolution -> corrections [K, G], features for the policy [K, E]
@@ -157,20 +160,21 @@ class Detector(nn.Module):
     Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels.
     """
 
-    def __init__(self, args, num_dates, embed_dim):
+    def __init__(self, args):
         super().__init__()
+        num_dates = change_pairs.count_dates(args)
         self.num_dates = num_dates
         self.num_features = (num_dates - 1) * 16  # E: 16 of each date but the last
         patch = args.patch_size // args.coarse_size  # side of a patch in coarse pixels
-        self.backbone = nn.Sequential(
+        self.embed = nn.Sequential(
             Conv2d(num_dates * change_pairs.NUM_BANDS, 32, 3, padding=1),  # [B, 32, S', S']
             nn.GELU(),
-            Conv2d(32, embed_dim, patch, patch),  # [B, D, h, w]
+            Conv2d(32, EMBED_DIM, patch, patch),  # [B, D, h, w]
             nn.GELU(),
-            Conv2d(embed_dim, embed_dim, 3, padding=1),
+            Conv2d(EMBED_DIM, EMBED_DIM, 3, padding=1),
         )
         self.num_cells = (args.patch_size // args.cell_size) ** 2  # G
-        self.class_head = Conv2d(embed_dim, self.num_cells, 1)
+        self.classify = Conv2d(EMBED_DIM, self.num_cells, 1)
         # From windows to corrections. The sizes are those of the defaults: a patch of 8 pixels and a border
         # of one cell of 2 pixels on each side make a window of 12 x 12; the last layers have one number for
         # each of the 4 x 4 cells
@@ -182,9 +186,6 @@ class Detector(nn.Module):
             nn.ReLU(),
             Conv2d(32, 1, 1),
         )
-
-    def embed(self, coarse):
-        return self.backbone(coarse)
 
     def read(self, windows, is_shown):
         """Read windows [K, J C, s, s], of which only the dates with `is_shown` [K, J] are visible."""
@@ -199,27 +200,22 @@ class Detector(nn.Module):
         ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
         return corrections.flatten(1), ranges.flatten(1)
 
-    def classify(self, embedding):
-        return self.class_head(embedding)
-
 
 class Agent(nn.Module):
     """The detector, and the policy and value heads."""
 
-    def __init__(self, args, embed_dim=64):
+    def __init__(self, args):
         super().__init__()
         self.args = args
-        # Real pairs have two dates, whatever --env-id calls them
-        self.num_dates = 2 if args.data_dir or args.predict else change_pairs.ENV_IDS.get(args.env_id, 2)
-        self.detector = Detector(args, self.num_dates, embed_dim)
+        self.detector = Detector(args)
         # Maps corrections to embeddings. It must be linear without a bias: a patch that does not look gets
         # up(0) = 0, and ppo_loss replaces up(correction) by up(mean) by adding up(mean - correction)
-        self.up = Conv2d(self.detector.num_cells, embed_dim, 1, bias=False)
+        self.up = Conv2d(self.detector.num_cells, EMBED_DIM, 1, bias=False)
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((self.detector.num_cells, 1, 1), args.log_std))
         # Policy and value, each with half of the 128 hidden features
         self.heads = nn.Sequential(
-            Conv2d(embed_dim + self.detector.num_features, 128, 1),
+            Conv2d(EMBED_DIM + self.detector.num_features, 128, 1),
             nn.Tanh(),
             Conv2d(128, 2, 1, groups=2),
         )
@@ -238,52 +234,42 @@ class Agent(nn.Module):
 
         Returns mean corrections [B, G, h, w] and features [B, E, h, w], zeros for patches that do not look.
         """
-        # Cut the window of each patch: the patch and a border of one cell
-        border = self.args.cell_size
-        stride = self.args.patch_size
-        size = stride + 2 * border
-        padded = F.pad(images, (border,) * 4, mode="reflect")
-        windows = padded.unfold(2, size, stride)  # rows
-        windows = windows.unfold(3, size, stride)  # columns: [B, J C, h, w, s, s], a view
-        windows = windows.permute(0, 2, 3, 1, 4, 5)  # [B, h, w, J C, s, s]
-
-        # Dates that a look shows: all at the last step, one less at each step before, at least the first.
-        # For T = 3 steps:
-        #                     step 0   step 1   step 2
-        #     2 dates         1        1        1 2
-        #     3 dates         1        1 2      1 2 3
-        #     4 dates         1 2      1 2 3    1 2 3 4
-        last_date = (step_indices + self.num_dates - self.args.num_steps).clamp(min=0)  # [B]
-        is_shown = torch.arange(self.num_dates, device=images.device) <= last_date.view(-1, 1, 1, 1)
-        is_shown = is_shown.expand(*looks.shape, -1)  # [B, h, w, J]
-
+        windows = change_pairs.cut_windows(images, self.args)  # [B, h, w, J C, s, s]
+        is_shown = change_pairs.show_dates(step_indices, self.args).expand(*looks.shape, -1)  # [B, h, w, J]
         if images.is_cuda:
             # Read all windows, and multiply by the mask: shapes are fixed and the host never waits
-            outputs = self.detector.read(windows.flatten(0, 2), is_shown.flatten(0, 2))
-            grids = [x.view(*looks.shape, -1) * looks.unsqueeze(-1) for x in outputs]
+            found = torch.cat(self.detector.read(windows.flatten(0, 2), is_shown.flatten(0, 2)), 1)
+            grid = found.view(*looks.shape, -1) * looks.unsqueeze(-1)  # [B, h, w, G + E]
         else:
             # Leave out what does not look, which saves most of the time
-            outputs = self.detector.read(windows[looks], is_shown[looks])
-            grids = []
-            for x in outputs:
-                grid = x.new_zeros(*looks.shape, x.shape[1])  # [B, h, w, G or E]
-                grids.append(grid.masked_scatter(looks.unsqueeze(-1), x))
-        correction, features = (grid.movedim(-1, 1) for grid in grids)
-        return correction, features
+            found = torch.cat(self.detector.read(windows[looks], is_shown[looks]), 1)
+            grid = found.new_zeros(*looks.shape, found.shape[1])  # [B, h, w, G + E]
+            grid[looks] = found
+        return grid.movedim(-1, 1).tensor_split([self.detector.num_cells], 1)  # after the first G
 
 
 # ---- Pairs -------------------------------------------------------------------------------------------------
-def read_or_fail(read, *args):
-    """Return read(*args); exits with one line if that raises an error of pictures, folders or files."""
+def import_folders():
+    """Import the file that reads and writes pictures; exits if it is missing."""
     try:
-        return read(*args)
+        from envs_shared import change_folders
+    except ImportError:
+        fail("--data-dir and --predict need envs_shared/change_folders.py beside change_pairs.py; copy it")
+    return change_folders
+
+
+def call_or_fail(function, *inputs):
+    """Return function(*inputs); exits with one line if that raises an error of pictures, folders or files."""
+    try:
+        return function(*inputs)
     except (ValueError, OSError) as error:
         fail(str(error))
 
 
 def load_pairs(args, device, splits=change_pairs.SPLITS):
-    """Return the pairs of each split as described in envs_shared/change_pairs.py."""
-    pairs = read_or_fail(change_pairs.load_pairs, args, splits)
+    """Return the pairs of each split, uint8 [M, J C + 1, H, W]: pictures, then labels (change_pairs.py)."""
+    make = import_folders().read_splits if args.data_dir else change_pairs.draw_splits
+    pairs = call_or_fail(make, args, splits)
     return [torch.from_numpy(pairs[split]).to(device) for split in splits]
 
 
@@ -334,17 +320,6 @@ def detector_loss(agent, images, labels, args):
         embedding = embedding + agent.up(correction)
         loss = loss + cross_entropy(agent.detector.classify(embedding), labels)
     return loss / (args.num_steps + 1)
-
-
-def train_detector(agent, optimizer, train_pairs, args):
-    """Take DETECTOR_STEPS gradient steps, and return what to log of each."""
-    metrics = []
-    for _ in range(DETECTOR_STEPS):
-        images, labels = change_pairs.draw_batch(train_pairs, args.batch_size // WORLD_SIZE, args)
-        loss = detector_loss(agent, images, labels, args)
-        take_step(agent, optimizer, loss, args)
-        metrics.append({"cross_entropy": loss.detach()})
-    return metrics
 
 
 def take_step(agent, optimizer, loss, args):
@@ -403,9 +378,12 @@ def play(agent, images, labels, args, rule=prefer, std=None):
     the final logits of the cells [B, G, h, w].
     """
     embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
+    cell_logits = agent.detector.classify(embedding)
+    worth = compute_worth(cell_logits, labels, agent.running_f1, args.beta)
+    price = 2 * agent.share * args.cost
     # All patches are active (they have not stopped), and none has seen anything
-    is_active = torch.ones_like(embedding[:, 0], dtype=torch.bool)  # [B, h, w]
-    seen = torch.zeros_like(embedding[:, :1]).expand(-1, agent.detector.num_features, -1, -1)
+    is_active = torch.ones_like(worth, dtype=torch.bool)  # [B, h, w]
+    seen = embedding.new_zeros(len(images), agent.detector.num_features, *worth.shape[1:])  # [B, E, h, w]
     rows = []
     for step in range(args.num_steps):
         look_logits, values = agent.decide(embedding, seen)
@@ -414,36 +392,35 @@ def play(agent, images, labels, args, rule=prefer, std=None):
             "seen": seen,
             "step_indices": torch.full((len(images),), step, device=images.device),
             "is_active": is_active,
-            "cell_logits": agent.detector.classify(embedding),
+            "cell_logits": cell_logits,
             "look_logits": look_logits,
             "values": values,
         }
+
         # Act: look, or stop for good
         looks = is_active & rule(row)
         means, features = agent.look(images, row["step_indices"], looks)
         correction = means
         if std is not None:
             correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
-        # The next state
+
+        # The next state, and the reward
         is_active = looks
         seen = seen + features
         embedding = embedding + agent.up(correction)
+        cell_logits = agent.detector.classify(embedding)
+        next_worth = compute_worth(cell_logits, labels, agent.running_f1, args.beta)
         row |= {
             "looks": looks,
             "correction": correction,
             "log_probs": compute_log_probs(agent, look_logits, looks, means, correction),
+            "rewards": (next_worth - worth - price) * looks,  # eq. 1
             "next_embedding": embedding,
         }
+        worth = next_worth
         rows.append(row)
     rollout = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-    # Rewards of eq. 1
-    maps = [*rollout["cell_logits"], agent.detector.classify(embedding)]
-    worth = [compute_worth(x, labels, agent.running_f1, args.beta) for x in maps]
-    worth = torch.stack(worth)  # [T + 1, B, h, w]
-    price = 2 * agent.share * args.cost
-    rollout["rewards"] = (worth[1:] - worth[:-1] - price) * rollout["looks"]
-    return rollout, maps[-1]
+    return rollout, cell_logits
 
 
 @torch.no_grad()
@@ -459,7 +436,7 @@ def collect_rollout(agent, images, labels, args):
     # Move the running F1 of eq. 2 towards that of this rollout's maps
     counts = change_pairs.count_pixels(cell_logits.sigmoid(), labels, agent.running_f1 / 2)
     f1 = change_pairs.compute_scores(total(counts))["eval/f1"]
-    agent.running_f1.lerp_(torch.full_like(agent.running_f1, f1), 0.2)
+    agent.running_f1 += 0.2 * (f1 - agent.running_f1)
 
     # Log means over this process's patches
     scalars = {
@@ -467,11 +444,11 @@ def collect_rollout(agent, images, labels, args):
         "charts/looks": looks.float().sum(0).mean().item(),
         "charts/episodic_return": rollout["rewards"].sum(0).mean().item(),
     }
-    has_stopped = ~looks[-1]
-    if has_stopped.any():
-        # Accuracy of the patches that have stopped; cells that do not count are taken for unchanged
-        is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
-        scalars["charts/settled_acc"] = is_right.float().mean(1)[has_stopped].mean().item()
+    # Accuracy of the patches that have stopped; cells that do not count are taken for unchanged
+    is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
+    accuracy = is_right.float().mean(1)[~looks[-1]]
+    if len(accuracy):
+        scalars["charts/settled_acc"] = accuracy.mean().item()
     return rollout, scalars
 
 
@@ -506,7 +483,9 @@ def ppo_loss(agent, batch, args):
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()  # of the decision
     # next_embedding holds up(correction) as it was sampled, without gradient. Replace it by the mean that the
-    # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`
+    # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`. The gradient
+    # of `up.weight` is a product with means - correction, the noise of the rollout, so its expectation is
+    # zero while the weights are those of the rollout: the detector's iterations train `up`
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -530,26 +509,24 @@ def ppo_loss(agent, batch, args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
 def predict(agent, args, pairs, rule=prefer):
-    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, J C + 1, H, W]."""
+    """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, J C + 1, H, W].
+
+    A picture is never cut: one that is larger than MAX_PIXELS of change_pairs.py is played whole.
+    """
     found = []
-    for part in pairs.split(max(1, MAX_PIXELS // pairs[0, 0].numel())):
-        images, labels = change_pairs.split_labels(part, args)
+    for images, labels in change_pairs.split_parts(pairs, args):
         rollout, cell_logits = play(agent, images, labels, args, rule)
-        cells = F.pixel_shuffle(cell_logits.sigmoid(), args.patch_size // args.cell_size)
-        pixels = F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear")  # [m, 1, H, W]
-        found.append((pixels.squeeze(1), rollout["looks"].float().sum(0), rollout["rewards"].sum(0)))
+        probability = change_pairs.join_cells(cell_logits.sigmoid(), args)
+        looks = rollout["looks"].float().sum(0)
+        found.append((probability, looks, rollout["rewards"].sum(0)))
     return [torch.cat(parts) for parts in zip(*found)]
 
 
 def evaluate(agent, args, pairs, threshold=None, rule=prefer):
     """Score maps of pairs by pixel; without a probability threshold, use the one with the largest F1."""
     probability, looks, returns = predict(agent, args, pairs, rule)
-    labels = pairs[:, -1]
-    if threshold is None:
-        threshold = change_pairs.find_threshold(probability, labels)
-    scores = change_pairs.compute_scores(change_pairs.count_pixels(probability, labels, threshold))
+    scores = change_pairs.score_maps(probability, pairs[:, -1], threshold)
     num_looks = looks.mean().item()
-    scores["eval/threshold"] = threshold
     scores["eval/looks"] = num_looks
     scores["eval/net"] = scores["eval/f1"] - args.cost * num_looks  # a look at each patch costs F1 of --cost
     scores["eval/episodic_return"] = returns.mean().item()
@@ -569,7 +546,7 @@ def score_policy(agent, args, val, run):
 
 def look_above(level, row):
     """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
-    has_looked = row["step_indices"].view(-1, 1, 1) > 0
+    has_looked = row["step_indices"][0] > 0  # all pairs are at the same step
     return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
 
 
@@ -580,15 +557,16 @@ def compare_rules(agent, args, val, test, best_path):
     """
     best = copy.deepcopy(agent)
     best.load_state_dict(load_checkpoint(best_path)["agent"])
-    rules = [
-        ("last policy", agent, [prefer]),
-        ("best.pt", best, [prefer]),
-        ("everywhere", best, [partial(look_above, 0)]),
-        ("nowhere", best, [partial(look_above, 1)]),
-        ("threshold", best, [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3]),
-    ]
+    rules = {
+        "last policy": [prefer],
+        "best.pt": [prefer],
+        "everywhere": [partial(look_above, 0)],
+        "nowhere": [partial(look_above, 1)],
+        "threshold": [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3],
+    }
     nets = {}
-    for name, network, candidates in rules:
+    for name, candidates in rules.items():
+        network = agent if name == "last policy" else best
         # Choose the candidate that earns most on val, where the threshold of its probabilities is chosen too
         on_val = [evaluate(network, args, val, None, rule) for rule in candidates]
         i = np.argmax([scores["eval/net"] for scores in on_val])
@@ -602,26 +580,24 @@ def compare_rules(agent, args, val, test, best_path):
 
 
 def write_predictions(agent, args, threshold, device):
-    """Write a mask, a map of the probability of change and a map of looks for each pair of --predict."""
+    """Write a mask, a map of the probability of change and a map of looks for each pair of --predict.
+
+    All pairs are read first, so that a file that does not fit ends the run before any map is written.
+    """
+    folders = import_folders()
     output = Path(args.output)
     if output.exists():
         fail(f"--output {output}: exists already; name a new folder")
-    pairs = read_or_fail(change_pairs.read_pairs, args)
-    read_or_fail(os.makedirs, output)
+    pairs = call_or_fail(folders.read_pairs, args)
+    call_or_fail(os.makedirs, output)
     counts = 0
     for name, (pair, height, width) in pairs.items():
         pair = torch.from_numpy(pair).to(device)
         probability, looks, _ = predict(agent, args, pair)
-        maps = {
-            "mask": (probability >= threshold).float(),
-            "probability": probability,
-            "looks": F.interpolate(looks[None], scale_factor=args.patch_size)[0] / args.num_steps,
-        }
-        for kind, x in maps.items():  # from black for 0 to white for 1
-            maps[kind] = np.uint8(255 * x[0, :height, :width].cpu().numpy())
-            Image.fromarray(maps[kind]).save(output / f"{name}_{kind}.png")
+        maps = change_pairs.make_maps(probability, looks, threshold, args)
+        folders.write_maps(output / name, maps, height, width)
         counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
-        share = maps["mask"].mean() / 255
+        share = maps["mask"][0, :height, :width].mean()
         print_line(f"{name}: {looks.mean():.2f} looks a patch, {share:.2%} of the pixels changed")
     if counts.any():  # there are labels
         print_scores(change_pairs.compute_scores(counts))
@@ -653,34 +629,33 @@ def train(args, run):
         return
     train_pairs, val, test = load_pairs(args, device)
     val = val[: args.eval_episodes]
-    labels = train_pairs[:, -1]
-    agent.share.copy_((labels == 1).sum() / (labels != change_pairs.UNCOUNTED).sum())
-    share = agent.share.item()
+    agent.share.copy_(change_pairs.compute_share(train_pairs))
     # The heads learn faster: the policy must tell haze apart before it stops looking altogether
     others = [x for name, x in agent.named_parameters() if not name.startswith("heads")]
     optimizer = torch.optim.Adam([{"params": others}, {"params": agent.heads.parameters()}], fused=True)
     run.load(optimizer=optimizer)
     num_iterations = args.detector_iterations + args.ppo_iterations
+    price = 2 * agent.share.item() * args.cost
     description = (
-        f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, {device}; {share:.2%} of pixels "
-        f"are changed, so a look costs {2 * share * args.cost:.4f}, and all looks cost "
-        f"{args.num_steps * args.cost:.2f} of F1"
+        f"{change_pairs.describe(train_pairs, val, test)}, {device}; a look costs {price:.4f}, "
+        f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
     )
-    if args.eval_episodes and not (val[:, -1] == 1).any():
-        description += "; no val pixel is changed, so the threshold stays 0.5"
     run.open(description, num_iterations, run.iteration)
 
     while run.iteration < num_iterations:
         seed_everything(args.seed, 1, run.iteration + 1, RANK)
         is_ppo = run.iteration >= args.detector_iterations
 
-        # Learning rate: both fall linearly to zero over the run
+        # Learning rate: it falls linearly to zero over the whole run. So the detector's ends at 0.79 of its
+        # first value (24 of 108 iterations), and PPO's begins there
         learning_rate = args.learning_rate if is_ppo else args.detector_lr
         if args.anneal_lr:
             learning_rate *= 1 - run.iteration / num_iterations
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.param_groups[1]["lr"] = learning_rate * args.head_lr_scale
 
+        scalars = {}
+        metrics = []  # of each gradient step
         if is_ppo:
             # Collect an episode of each patch
             num_pairs = args.num_envs
@@ -690,7 +665,6 @@ def train(args, run):
             # Update: update_epochs passes over the rollout. train() and eval() matter only to layers such as
             # dropout
             agent.train()
-            metrics = []
             for minibatch in get_minibatches(rollout, images, labels, args):
                 loss, metric = ppo_loss(agent, minibatch, args)
                 take_step(agent, optimizer, loss, args)
@@ -698,9 +672,12 @@ def train(args, run):
         else:
             # Train the detector
             num_pairs = DETECTOR_STEPS * args.batch_size
-            scalars = {}
             agent.train()
-            metrics = train_detector(agent, optimizer, train_pairs, args)
+            for _ in range(DETECTOR_STEPS):
+                images, labels = change_pairs.draw_batch(train_pairs, args.batch_size // WORLD_SIZE, args)
+                loss = detector_loss(agent, images, labels, args)
+                take_step(agent, optimizer, loss, args)
+                metrics.append({"cross_entropy": loss.detach()})
         agent.eval()
 
         # Log means over the gradient steps, of which each process has its share
@@ -1017,7 +994,7 @@ def main(argv=None):
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     if args.num_steps == 0:
-        args.num_steps = 1 if args.data_dir else change_pairs.ENV_IDS.get(args.env_id, 1)
+        args.num_steps = 1 if args.data_dir else change_pairs.count_dates(args)
     counts = """num_train_pairs image_size patch_size cell_size coarse_size num_steps batch_size num_envs
         num_minibatches update_epochs""".split()
     shares = "gamma gae_lambda clip_coef val_share".split()

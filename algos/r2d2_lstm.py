@@ -21,8 +21,9 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
 
 A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
 that only provide targets. The main differences to the paper: windows begin learn_length steps apart, so
-that each step is trained in exactly one window (the paper's overlap by half); rewards in targets are divided by
-their root mean square; gradients are clipped; Adam has its usual eps of 1e-8.
+that each step is trained in exactly one window (the paper's overlap by half); new windows get the largest
+priority (the paper's actors compute it); n is 1 by default (5 in the paper); rewards in targets are divided
+by their root mean square; gradients are clipped; Adam has its usual eps of 1e-8.
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay.
@@ -117,7 +118,7 @@ class Args:
     target_interval: int = 50  # updates between copies of the network to the target network
     # Updates
     learning_starts: int = 2_000  # trained steps (windows times m) in all replays before the first update
-    replay_ratio: float = 8.0  # mean number of updates that train on each step
+    replay_ratio: float = 8.0  # updates that train on each step after learning_starts, on average
     batch_size: int = 1024  # trained steps per update, in total across processes; rounded down to windows
     learning_rate: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
@@ -161,7 +162,8 @@ class QNetwork(nn.Module):
             num_inputs += self.num_actions + 1
         if args.recurrent:
             self.core = nn.LSTM(num_inputs, width, batch_first=True)
-            # Forget gates begin at tau / (1 + tau), with tau from 1 to memory_span (Tallec & Ollivier 2018).
+            # A bias of log(tau) lets a forget gate begin at sigmoid(log tau) = tau / (1 + tau), with tau from 1
+            # to memory_span. As Tallec & Ollivier 2018, but for the other gates, which keep torch's biases.
             # torch adds two bias vectors. Each holds those of the input, forget, cell and output gates, in
             # this order
             nn.init.zeros_(self.core.bias_hh_l0)
@@ -180,7 +182,8 @@ class QNetwork(nn.Module):
         if self.is_image:
             if self.is_channels_last:
                 x = x.movedim(-1, -3)
-            x = x.unsqueeze(1).flatten(1, -3)  # [N, C, H, W]; stacked frames become channels
+            # [N, H, W], [N, C, H, W] or [N, frames, C, H, W] to [N, all channels, H, W]
+            x = x.unsqueeze(1).flatten(1, -3)
         return self.encoder(x)
 
     def forward(self, obs, last_action, last_reward, state):
@@ -194,7 +197,7 @@ class QNetwork(nn.Module):
             is_last_action = last_action.unsqueeze(-1) == actions  # one-hot [N, L, A], or zeros for -1
             x = torch.cat((x, is_last_action, last_reward.unsqueeze(-1)), -1)
         if self.args.recurrent:
-            # The kernels for GPUs need h and c in memory of their own
+            # cuDNN needs contiguous h and c
             h, c = state.transpose(0, 1).unsqueeze(1).contiguous()  # [1, N, H] each
             x, (h, c) = self.core(x, (h, c))  # [N, L, H]
             state = torch.cat((h, c)).transpose(0, 1)  # [N, 2, H]
@@ -209,8 +212,9 @@ class QNetwork(nn.Module):
 # ---- Environments ------------------------------------------------------------------------------------------
 # What a step leads to in B environments. `next_obs` [B, *D] follows the action within its episode. Where
 # `is_over`, it is the last observation, and terminal if `is_terminated`. `obs` [B, *D] is what the policy
-# sees next; where `is_first`, it begins another episode. Where not `is_step`, the environment ignored the
-# action and only reset itself
+# sees next; where `is_first`, it begins another episode. The two differ only under SAME_STEP, where
+# `is_over`. Only under NEXT_STEP are there steps that are not `is_step`: the environment ignored the action
+# and only reset itself
 Outcome = namedtuple("Outcome", "next_obs rewards is_terminated is_over is_step obs is_first")
 
 
@@ -255,7 +259,7 @@ class Environments(gym.vector.VectorWrapper):
     def reset(self, seed):
         """Begin an episode in each environment; returns observations [B, *D]."""
         obs, infos = self.env.reset(seed=seed)
-        # Of the current episodes, or of those that the last step ended
+        # Return and length of each current episode, or of the one that the last step ended
         self.returns = np.zeros(self.num_envs)
         self.lengths = np.zeros(self.num_envs, int)
         self.longest = 0  # length of the longest episode so far
@@ -378,6 +382,7 @@ class Player:
         actions, state = self.act(*self.get_inputs())
         actions = actions.cpu().numpy()
         outcome = self.envs.step(actions)
+        # An iterator, because an evaluation needs no Steps; it keeps the arrays of now, which change below
         steps = map(Step, *self.arrays, actions, outcome.rewards, self.state)
 
         # Where an episode begins, there is no last action and no last reward, and the memory is empty
@@ -438,7 +443,7 @@ class SequenceReplay(nn.Module):
                 self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
         except RuntimeError:
             fail(f"--buffer-size ({size}) must be smaller: the memory of {device} cannot hold the windows")
-        self.register_buffer("num_added", torch.tensor(0))
+        self.register_buffer("num_added", torch.tensor(0))  # on the CPU: reading it never waits for a GPU
         for name, x in self.data.items():
             self.register_buffer(name, x)
 
@@ -453,7 +458,8 @@ class SequenceReplay(nn.Module):
             if is_over:
                 # One more step, without an action, holds the last observation
                 episode.append(Step(outcome.next_obs[i], step.action, step.reward, 0, 0, None))
-            # Cut full windows, and what is left of an episode if it has at least one trained step
+            # Cut full windows, and what is left of an episode if it has a step to train besides its last
+            # observation
             start = self.starts[i]
             stop = start + learn_length + self.args.n_step
             while stop <= len(episode) or (is_over and start < len(episode) - 1):
@@ -463,13 +469,15 @@ class SequenceReplay(nn.Module):
             if is_over:
                 episode.clear()
                 start = 0
-            # Of the steps that were trained, keep those that the next window burns in
+            # Of the steps that were trained, keep those that the next window burns in. From now on its start
+            # is counted from the first one kept
             self.starts[i] = min(start, self.args.burn_in)
             del episode[: start - self.starts[i]]
 
     def store(self, episode, start, stop, is_terminated):
         """Store the window that trains episode[start] and the steps after it, with the largest priority."""
         burn_in = self.args.burn_in
+        # All steps of the burn-in are there or, near the beginning of an episode, none of them is used
         begin = 0 if start >= burn_in else burn_in
         steps = episode[start - burn_in + begin : stop]
         padded = [steps[0]] * begin + steps
@@ -501,8 +509,8 @@ class SequenceReplay(nn.Module):
         powers = priority.pow(self.args.alpha) * (priority > 0)
         cumulative = powers.double().cumsum(0)
         parts = torch.arange(self.batch_windows, device=priority.device)  # [N]
-        # In float64, like the cumulated sum. A point that is rounded up to 1 still finds the last stored
-        # window
+        # In float64, like the cumulated sum. A point finds the first window at which the sum reaches it, so
+        # that even one that is rounded up to the whole sum finds a stored window
         points = (parts + torch.rand_like(parts, dtype=torch.float64)) / len(parts)
         index = torch.searchsorted(cumulative, points * cumulative[-1])
         weights = priority[index].pow(-self.args.alpha * self.args.beta)  # the sum in P cancels
@@ -532,9 +540,9 @@ def epsilon_ladder(args):
 def collect_steps(player, replay, args):
     """Take `num_steps` steps in each environment, and add them to the replay.
 
-    Returns (return, length) of episodes that ended in the half of the environments that explores less, and, in
-    total across processes, the steps taken and the new windows to train on: 0 until learning_starts is
-    reached.
+    Returns (return, length) of episodes that ended in the half of the environments that explores less, the
+    steps taken, and the new windows that updates are due for, both in total across processes. Windows from
+    before learning_starts are never due for updates, but they are drawn like the others.
     """
     envs = player.envs
     half = envs.num_envs // 2
@@ -550,7 +558,7 @@ def collect_steps(player, replay, args):
         for i in half + np.flatnonzero(outcome.is_over[half:]):
             episodes.append((envs.returns[i], envs.lengths[i]))
 
-    # In total across processes, which begin to train together
+    # Training begins when each process has its share of learning_starts
     is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
     with player.state.device:
         replay.reward_sums += total(torch.tensor(reward_sums))
@@ -562,7 +570,10 @@ def collect_steps(player, replay, args):
 
 
 def unroll(agent, windows, args):
-    """Return Q [N, m + n, A] of the steps after the burn-in, which only updates the state, without gradient."""
+    """Return Q [N, m + n, A] of the steps after the burn-in.
+
+    The burn-in only updates the state, and no gradient flows through it.
+    """
     inputs = [windows[name] for name in ("obs", "last_action", "last_reward")]  # [N, L, ...] each
     state = windows["state"]  # before step `begin`
     if args.state_init == "zero":
@@ -580,8 +591,8 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     """Return y_t of eq. 2 with double Q-learning (van Hasselt et al. 2016), and is_trained, both [N, m].
 
     q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
-    Step `last` [N], from 1 to m + n - 1, is the last of the window or its episode. From there on rewards are
-    zero, y_t means nothing, and is_trained is false.
+    Step `last` [N], from 1 to m + n - 1, is the last one of a full window or, in a shorter one, the last
+    observation of the episode: from there on rewards are zero, y_t means nothing, and is_trained is false.
     """
     n_step = args.n_step
     t = torch.arange(args.learn_length, device=q.device)  # [m]
@@ -609,7 +620,7 @@ def sequence_priority(errors, is_trained, eta):
 
 
 def r2d2_loss(agent, target, windows, weights, args):
-    """Return, for each step [N, m]: its part of eq. 3, |y - Q|, and whether it is trained. Others have 0."""
+    """Return three tensors [N, m]: w (y - Q)^2 / 2 of eq. 3 and |y - Q|, 0 at untrained steps, and is_trained."""
     # Slices of the steps after burn_in: m are trained, and n more provide targets
     last = windows["end"] - args.burn_in  # [N]
     actions = windows["action"][:, args.burn_in : -args.n_step]  # [N, m]
@@ -661,11 +672,12 @@ def update_network(agent, target, optimizer, replay, args):
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
-def evaluate(agent, args, device, stream):
+def evaluate(agent, args, device, seed_stream):
     """Score one episode with greedy actions in each of `eval_episodes` environments."""
     envs = Environments(args, args.eval_episodes or 10)
     epsilons = torch.zeros(envs.num_envs, device=device)
-    player = Player(agent, envs, epsilons, seed_everything(args.seed, stream))
+    # seed_everything also returns the seed, here for the environments
+    player = Player(agent, envs, epsilons, seed_everything(args.seed, seed_stream))
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros_like(returns)
     is_running = lengths == 0
@@ -722,7 +734,8 @@ def train(args, run):
     # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
     optimizer.param_groups[0] |= options
 
-    # The replay: that of the checkpoint, unless it is of another task or its windows have another form
+    # The replay: that of the checkpoint, unless it is of another task or its windows have another form. (The
+    # network's flags fit, or run.load would have failed.) Each process gets the saved replay of process 0
     replay = SequenceReplay(envs, args, device)
     names = "env_id burn_in learn_length n_step buffer_size".split()
     saved = run.checkpoint
@@ -736,10 +749,10 @@ def train(args, run):
     player = Player(agent, envs, epsilons, seed_everything(args.seed, 1, run.iteration, RANK))
     update = partial(update_network, agent, target, optimizer, replay, args)
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
-    num_windows = replay.batch_windows * WORLD_SIZE
+    windows_per_update = replay.batch_windows * WORLD_SIZE
     run.open(
         f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}, "
-        f"batches of {num_windows * args.learn_length} trained steps",
+        f"batches of {windows_per_update * args.learn_length} trained steps",
         args.total_timesteps,
     )
 
@@ -752,10 +765,10 @@ def train(args, run):
             learning_rate.fill_(args.learning_rate * (1 - run.step / args.total_timesteps))
 
         # Collect steps in each environment, and store the windows that they complete
-        episodes, num_steps, num_new = collect_steps(player, replay, args)
+        episodes, num_steps, num_windows = collect_steps(player, replay, args)
 
         # Update as often as --replay-ratio asks for; the fraction of an update is left for later
-        run.updates_due += args.replay_ratio * num_new / num_windows
+        run.updates_due += args.replay_ratio * num_windows / windows_per_update
         num_updates = int(run.updates_due)
         run.updates_due -= num_updates
         metrics = {}
@@ -780,7 +793,8 @@ def train(args, run):
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, 0)
         run.log(num_steps, scalars)
 
-        # Evaluate. The longest episode so far predicts how many steps that takes
+        # Evaluate. The longest episode so far predicts how many steps that takes; the evaluations before the
+        # last one may take a fifth of the steps trained on
         if run.should_evaluate(args.eval_episodes * envs.longest):
             score_policy(agent, args, device, run)
 

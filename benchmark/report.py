@@ -41,9 +41,9 @@ STUDIES = {x.__name__.rpartition(".")[2]: x for x in _MODULES}
 SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTITY FORMAT}
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = (
-    "Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % interval.\n"
-    "A match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, which may differ "
-    "between\nprograms."
+    "Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % "
+    "interval.\nA match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, which "
+    "may differ between\nprograms."
 )
 
 

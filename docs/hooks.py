@@ -1,4 +1,5 @@
-"""Hooks of mkdocs.yml: formulas become MathML, functions show their source, files that pages link to are pages too.
+"""Hooks of mkdocs.yml: formulas become MathML, functions show their source, files that pages link to are
+pages too.
 
 Recipes become files for `git apply`.
 """
@@ -36,7 +37,8 @@ PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n~~~~~~ {1}\n{
 
 
 def to_mathml(latex: str, display: str) -> str:
-    """MathML of a formula, with the space around names of functions as TeX has it, and primes of full size."""
+    """MathML of a formula, with the space around names of functions as TeX has it, and primes of full
+    size."""
     mathml = AFTER.sub(rf"\1{SPACE}", convert(latex.strip(), display=display))
     mathml = BEFORE.sub(rf"\1{SPACE}", mathml)
     mathml = LIMIT.sub(r"<mi>\1</mi>", mathml)  # as an operator it has space before its bracket
@@ -92,7 +94,8 @@ def add_sources(markdown: str) -> str:
 
 
 def make_patches(script: str) -> dict[str, tuple[str, str]]:
-    """The diff on the page and the patch of each recipe for a script as it is, by the path of the patch's file."""
+    """The diff on the page and the patch of each recipe for a script as it is, by the path of the patch's
+    file."""
     patches = {}
     for name, (_, body) in recipe.read_recipes(script).items():
         diff = recipe.find_block(body, "diff")
@@ -111,7 +114,8 @@ def add_patches(markdown: str, script: str) -> str:
 
 
 def on_files(files, config):
-    """Add the patches of recipes, and pages with the texts of files, or names in folders, that pages link to."""
+    """Add the patches of recipes, and pages with the texts of files, or names in folders, that pages link
+    to."""
     for page in files.documentation_pages():
         if found := RECIPES.fullmatch(page.src_uri):
             try:

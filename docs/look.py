@@ -1,12 +1,12 @@
-"""A look at every page of the built site in a browser: wide and narrow, light and dark, from a folder, with its search.
+"""A look at every page of the built site in a browser: wide and narrow, light and dark, with its search.
 
     mkdocs build --strict --site-dir /tmp/site
-    pip install playwright && playwright install chromium      # or --browser /usr/bin/chromium, where that is installed
+    pip install playwright && playwright install chromium   # or --browser /usr/bin/chromium, if installed
     python docs/look.py /tmp/site --out /tmp/look
 
-Fails if a page is wider than the screen, if on a wide one a table, code or formula goes on to the right, if a figure or
-the font of formulas is missing, if links are too pale, or if the search does not find first what people look for.
-Leaves a screenshot of each page in --out, to be looked at.
+Fails if a page is wider than the screen, if on a wide one a table, code or formula goes on to the right, if a
+figure or the font of formulas is missing, if links are too pale, or if the search does not find first what
+people look for. Leaves a screenshot of each page in --out, to be looked at.
 """
 
 import argparse

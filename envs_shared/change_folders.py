@@ -1,37 +1,65 @@
-"""Find real pairs in layouts other than {train,val,test}/{A,B,label}/x.png, and read other labels.
+"""Read pairs of pictures from files, and write maps: what --data-dir and --predict need beside change_pairs.py.
 
+    train/A/x.png  train/B/x.png  train/label/x.png            and the same in val and test
     train/time1/x.png  train/time2/x.jpg  train/mask/x.tif     other names, and suffixes that differ in a pair
     A/x.png  B/x.png  label/x.png  list/train.txt              a list for each split, one name a line
     A/train_x.png  B/train_x.png  label/train_x.png            names that begin with the split
     A/x.png  B/x.png  label/x.png                              split at random, with --val-share
 
 NAMES lists the names that the folders of the two dates and of the labels may have, in upper or lower case.
-Errors are ValueErrors of one line. change_pairs.py calls this file, which needs no other.
+Errors are ValueErrors of one line, or OSErrors.
 """
 
 import re
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageOps
+
+from envs_shared import change_pairs
+from envs_shared.change_pairs import SPLITS, UNCOUNTED, stack_pairs, unify_labels
 
 NAMES = (
     ("a", "t1", "time1", "im1", "image1", "img1", "before", "pre", "date1"),
     ("b", "t2", "time2", "im2", "image2", "img2", "after", "post", "date2"),
     ("label", "labels", "gt", "mask", "masks", "change", "out", "cd"),
 )
-LAYOUTS = "needed are train/A/x.png, or A/x.png and list/train.txt, or A/train_x.png, for val and test "
-LAYOUTS += (
-    "too, or --val-share, with B and label beside A (or others of NAMES in change_folders.py: time1, mask)"
+LAYOUTS = (
+    "needed are train/A/x.png, or A/x.png and list/train.txt, or A/train_x.png, for val and test too, or "
+    "--val-share, with B and label beside A (or others of NAMES in change_folders.py: time1, mask)"
 )
+SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # of pictures
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # what Pillow calls pictures of so many bands
 
 
-def decode_label(image) -> np.ndarray:
+# ---- Pictures ----
+
+
+def is_transparent(image):
+    """Tell whether a pixel is transparent; a fourth band is read as transparency."""
+    return image.has_transparency_data and np.array(image.convert("RGBA"))[..., 3].min() < 255
+
+
+def decode_picture(image):
+    """Return the bands of a picture, uint8 [H, W, C]; raises ValueError if a band or transparency would be lost."""
+    num_bands = len(image.getbands())
+    needed = change_pairs.NUM_BANDS
+    if getattr(image, "tag_v2", {}).get(277, 0) > num_bands:  # of TIFF files; Pillow leaves out unknown bands
+        raise ValueError(f"it has more bands than the {num_bands} that Pillow reads")
+    if needed not in (3, num_bands):
+        raise ValueError(f"it has {num_bands} bands, and NUM_BANDS is {needed}")
+    if needed == 3 and is_transparent(image):
+        raise ValueError("transparency, or a fourth band, would be lost; cut it off, or see NUM_BANDS")
+    return np.array(image.convert(MODES[needed])).reshape(image.height, image.width, needed)
+
+
+def decode_label(image):
     """Return the values of a label, uint8 [H, W]; raises ValueError for colour and transparency.
 
     In a JPEG, values below 128 are 0 and all others are 255. If all colours of a palette are grey, the greys are
     the values; for any other palette, the indices are.
     """
-    if image.has_transparency_data and np.array(image.convert("RGBA"))[..., 3].min() < 255:
+    if is_transparent(image):
         raise ValueError("a label with transparency, which would be lost; save it with one channel")
     colours = palette = np.array(image.convert("RGB"))
     values = colours[..., 0]
@@ -48,24 +76,89 @@ def decode_label(image) -> np.ndarray:
     return values.astype(np.uint8)
 
 
-def find_folders(root: Path, list_pictures) -> list[dict[str, Path]]:
-    """List the pictures of the first date, the second and the labels in folders below `root`."""
+def read_picture(path, decode=decode_picture):
+    """Read a picture, or a label with `decode_label`; raises ValueError with the reason.
+
+    Cameras may store a picture turned or mirrored and note that in EXIF; it is read as viewers show it.
+    """
+    try:
+        with Image.open(path) as image:
+            # Modes I, I;16 and F have more than 8 bits; 16-bit colours show only in the decoder's arguments
+            if image.mode[0] in "IF" or ";16" in str(image.tile):
+                raise ValueError("more than 8 bits a colour; convert it to 8")
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # photographs with a preview
+                raise ValueError(f"{image.n_frames} pages; save each as a file of its own")
+            ImageOps.exif_transpose(image, in_place=True)
+            return decode(image)
+    except Exception as error:  # decoders raise errors of many types on broken files
+        reason = error
+    raise ValueError(f"{path}: cannot be read as a picture: {reason}")
+
+
+def read_pair(files, label=None):
+    """Read a pair uint8 [2 C + 1, H, W]; without a label, no pixel counts. Raises ValueError if sizes differ."""
+    images = [read_picture(path) for path in files[:2]]
+    if label is None:
+        label = np.full(images[0].shape[:2], UNCOUNTED, np.uint8)
+    sizes = [x.shape[:2] for x in (*images, label)]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"{files[0]}: height and width {sizes[0]} differ from those of its pair, {sizes[1:]}"
+        )
+    return np.concatenate((*images, label[..., None]), 2).transpose(2, 0, 1)
+
+
+def write_maps(path, maps, height, width):
+    """Write maps {kind: [1, H, W]} from 0 (black) to 1 (white) as PNG files of a picture's height and width."""
+    for kind, x in maps.items():
+        x = x[0, :height, :width].cpu().numpy()
+        Image.fromarray(np.uint8(255 * x)).save(f"{path}_{kind}.png")
+
+
+# ---- Folders ----
+
+
+def list_pictures(folder):
+    """List the pictures in a folder by name without suffix; raises ValueError if two have one name."""
+    pictures = {}
+    for file in sorted(Path(folder).glob("[!.]*")):
+        if file.suffix.lower() in SUFFIXES:
+            if file.stem in pictures:
+                raise ValueError(f"{file}: same name as {pictures[file.stem].name}; remove one of them")
+            pictures[file.stem] = file
+    return pictures
+
+
+def match_pictures(where, names, pictures):
+    """Return each name's files, one of each dictionary in `pictures`; raises ValueError if one is missing."""
+    for kind, files in zip(("A", "B", "label"), pictures):
+        missing = sorted(set(names) - files.keys())
+        if missing:
+            raise ValueError(f"{where} has no picture {missing[0]} in its folder {kind}")
+    return [[files[name] for files in pictures] for name in sorted(names)]
+
+
+def list_folders(root):
+    """List the pictures of the first date, of the second date and of the labels in folders of `root`."""
     if not root.is_dir():
         raise ValueError(f"{root}: no such folder; {LAYOUTS}")
     folders = {x.name.lower(): x for x in sorted(root.iterdir()) if x.is_dir()}
-    found = [next((folders[name] for name in names if name in folders), None) for names in NAMES]
-    if None in found:
-        raise ValueError(f"{root}: no folder {NAMES[found.index(None)][0]}; {LAYOUTS}")
-    return [list_pictures(folder) for folder in found]
+    pictures = []
+    for names in NAMES:
+        found = [folders[name] for name in names if name in folders]
+        if not found:
+            raise ValueError(f"{root}: no folder {names[0]}; {LAYOUTS}")
+        pictures.append(list_pictures(found[0]))
+    return pictures
 
 
-def read_list(path: Path, known: set[str], suffixes) -> list[str]:
+def read_list(path, known):
     """Read the names in a list: each line as a whole or, if no picture has that name, its first word."""
     names = []
     for i, line in enumerate(path.read_text("utf-8-sig", errors="replace").splitlines(), 1):
         words = [line.strip(), *line.split()[:1]]
         files = [Path(word.replace("\\", "/")) for word in words if word]
-        stems = [x.stem if x.suffix.lower() in suffixes else x.name for x in files]
+        stems = [x.stem if x.suffix.lower() in SUFFIXES else x.name for x in files]
         if stems:
             name = next((stem for stem in stems if stem in known), None)
             if name is None or name in names:
@@ -75,32 +168,85 @@ def read_list(path: Path, known: set[str], suffixes) -> list[str]:
     return names
 
 
-def split_names(names: list[str], share: float) -> dict[str, list[str]]:
+def split_names(names, share):
     """Split names at random: `share` for val, as much for test, and the others for train; always the same."""
     names = np.random.default_rng(0).permutation(names).tolist()
     size = max(1, round(share * len(names)))
     return {"val": names[:size], "test": names[size : 2 * size], "train": names[2 * size :]}
 
 
-def find_pictures(root: Path, splits, list_pictures, suffixes, val_share: float):
-    """Return the pictures of each split, listed as in `find_folders`, and the names of its pairs."""
-    is_split = any((root / split).is_dir() for split in splits) or (root / "list").is_dir()
-    if val_share and is_split:
+def sort_names(root, names):
+    """Split names by the split that they begin with."""
+    found = {split: [] for split in SPLITS}
+    for name in names:
+        start = re.match("(train|val|test)(?![a-z])", name, re.IGNORECASE)
+        if not start:
+            raise ValueError(f"{root}: {name} does not begin with a split; {LAYOUTS}")
+        found[start[1].lower()].append(name)
+    return found
+
+
+def find_files(root, splits, val_share):
+    """Find the files of each split: {split: [[first date, second date, label], ...]}."""
+    is_split = any((root / split).is_dir() for split in splits)
+    lists = root / "list"
+    if val_share and (is_split or lists.is_dir()):
         raise ValueError(f"{root}: is split already; leave out --val-share")
-    if any((root / split).is_dir() for split in splits):
-        pictures = {split: find_folders(root / split, list_pictures) for split in splits}
-        return pictures, {split: set().union(*pictures[split]) for split in splits}
-    folders = find_folders(root, list_pictures)
-    known = set().union(*folders)
-    if (root / "list").is_dir():
-        names = {split: read_list(root / "list" / f"{split}.txt", known, suffixes) for split in splits}
-    elif val_share:
-        names = split_names(sorted(known), val_share)
+    if is_split:
+        pictures = {split: list_folders(root / split) for split in splits}
+        names = {split: set().union(*pictures[split]) for split in splits}
     else:
-        names = {"train": [], "val": [], "test": []}
-        for name in sorted(known):
-            start = re.match("(train|val|test)(?![a-z])", name, re.IGNORECASE)
-            if not start:
-                raise ValueError(f"{root}: {name} does not begin with a split; {LAYOUTS}")
-            names[start[1].lower()].append(name)
-    return dict.fromkeys(splits, folders), names
+        folders = list_folders(root)
+        pictures = dict.fromkeys(splits, folders)
+        known = sorted(set().union(*folders))
+        if lists.is_dir():
+            names = {split: read_list(lists / f"{split}.txt", known) for split in splits}
+        elif val_share:
+            names = split_names(known, val_share)
+        else:
+            names = sort_names(root, known)
+    files = {}
+    for split in splits:
+        if not names[split]:
+            raise ValueError(f"{root}: no {split} pictures; {LAYOUTS}")
+        files[split] = match_pictures(f"{root}: {split}", names[split], pictures[split])
+    return files
+
+
+def read_splits(args, splits=SPLITS):
+    """Read the splits of --data-dir as pairs uint8 [M, 2 C + 1, H, W], large enough for crops of --image-size."""
+    sizes = args.patch_size, args.image_size
+    return read_folder(args.data_dir, *sizes, splits, args.val_share, args.ignore_index)
+
+
+def read_folder(path, multiple, least, splits=SPLITS, val_share=0.0, ignore_index=None):
+    """Read the splits of a folder, with sides as `stack_pairs` makes them."""
+    files = find_files(Path(path), splits, val_share)
+    labels = {x[2]: read_picture(x[2], decode_label) for split in splits for x in files[split]}
+    labels = unify_labels(labels, ignore_index)
+    folder = {}
+    for split in splits:
+        pairs = [read_pair(x, labels[x[2]]) for x in files[split]]
+        folder[split] = stack_pairs(pairs, multiple, least)
+    return folder
+
+
+def read_pairs(args):
+    """Read two pictures, or two folders with equal names, of --predict: {name: (stacked pair, height, width)}.
+
+    A third one has labels. Suffixes may differ, and files that are no pictures are left out.
+    """
+    if Path(args.predict[0]).is_dir():
+        pictures = [list_pictures(path) for path in args.predict]
+        files = match_pictures(f"{', '.join(args.predict)}:", set().union(*pictures), pictures)
+    else:
+        files = [[Path(path) for path in args.predict]]
+    if not files:
+        raise ValueError(f"--predict {args.predict[0]}: no pictures")
+    labels = {x[2]: read_picture(x[2], decode_label) for x in files if len(x) > 2}
+    labels = unify_labels(labels, args.ignore_index)
+    pairs = {}
+    for paths in files:
+        pair = read_pair(paths, labels.get(paths[-1]))
+        pairs[paths[0].stem] = (stack_pairs([pair], args.patch_size, args.cell_size + 1), *pair.shape[1:])
+    return pairs

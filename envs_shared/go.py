@@ -9,31 +9,31 @@ A board of n x n points is stored as a vector of S = (n + 2) (n + 1) + 1 cells. 
     16 17 18 19      #  #  #  #
     20               #
 
-The neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also at the sides of the board: at the right of
-cell 7 is the wall 8. Moves are numbered row * n + column from the top left. The pass is n * n, so there are
-A = n^2 + 1 moves.
+The neighbours of cell p are p - 1, p + 1, p - n - 1 and p + n + 1, also at the sides of the board: at the
+right of cell 7 is the wall 8. Moves are numbered row * n + column from the top left. The pass is n * n, so
+there are A = n^2 + 1 moves.
 
 What alphazero_go.py asks of a game, so that another file can take the place of this one:
 
-- make_game(env_id, device="cpu", fixed_shapes=False) returns the rules; for another name, it raises a ValueError
-  that says which names there are.
-- Boards are a NamedTuple of tensors [B, ...] with `is_over`, `pick` and `put`. Two of its fields are to_play, 1 for
-  black and -1 for white, and num_moves, an integer.
-- The rules say `device`, `fixed_shapes`; the board: `shape` (rows, columns), `num_points`; the network's input:
-  `num_planes`; the moves: `num_actions` A, and the largest number of legal ones, `max_legal`; the longest game:
-  `max_moves`; and K symmetries: `point_images` [K, num_points] and `move_images` [K, A]. If x [num_points] are the
-  points of a position, x[point_images[k]] are those of its image k; the same holds for moves. Image 0 is the position
-  itself. A game without symmetries has that one alone.
+- make_game(env_id, device="cpu", fixed_shapes=False) returns the rules; for another name, it raises a
+  ValueError that says which names there are.
+- Boards are a NamedTuple of tensors [B, ...] with `is_over`, `pick` and `put`. Two of its fields are to_play,
+  1 for black and -1 for white, and num_moves, an integer.
+- The rules say `device`, `fixed_shapes`; the board: `shape` (rows, columns), `num_points`; the network's
+  input: `num_planes`; the moves: `num_actions` A, and the largest number of legal ones, `max_legal`; the
+  longest game: `max_moves`; and K symmetries: `point_images` [K, num_points] and `move_images` [K, A]. If x
+  [num_points] are the points of a position, x[point_images[k]] are those of its image k; the same holds for
+  moves. Image 0 is the position itself. A game without symmetries has that one alone.
 - new(B), legal_moves(boards), play(boards, moves), planes(boards, legal), and score(boards), an integer from
   -num_points to num_points, positive if black is ahead. They take and return what they do here.
 - random_moves(boards, legal) draws moves for random games, which are the first lessons and plain MCTS.
-- With fixed_shapes, legal_moves, play, score, planes and is_over never wait for a GPU. They take any boards: of games
-  that are over, of games that are not (score too), and boards of zeros alone. play takes any move.
+- With fixed_shapes, legal_moves, play, score, planes and is_over never wait for a GPU. They take any boards:
+  of games that are over, of games that are not (score too), and boards of zeros alone. play takes any move.
 
-Black begins. Who moves next is what to_play says: a side may move twice in a row. A game takes at least two moves, and
-there is a legal move until it is over. At the default --komi 0.5, a score of 0 is a loss of black. For games that are
-won, lost or drawn, use --komi 0 --score-weight 0, and let score be 1, -1 or 0: a draw is then half a win. --gtp is for
-Go only. tests/check_game.py checks the rules of a game.
+Black begins. Who moves next is what to_play says: a side may move twice in a row. A game takes at least two
+moves, and there is a legal move until it is over. At the default --komi 0.5, a score of 0 is a loss of black.
+For games that are won, lost or drawn, use --komi 0 --score-weight 0, and let score be 1, -1 or 0: a draw is
+then half a win. --gtp is for Go only. tests/check_game.py checks the rules of a game.
 """
 
 import re
@@ -73,7 +73,8 @@ class Boards(NamedTuple):
 
 
 class Go:
-    """The rules on boards of one size. With fixed_shapes, no shape depends on data, as CUDA graphs require."""
+    """The rules on boards of one size. With fixed_shapes, no shape depends on data, as CUDA graphs
+    require."""
 
     def __init__(self, size: int, device="cpu", fixed_shapes: bool = False):
         self.device = torch.device(device)
@@ -95,14 +96,15 @@ class Go:
         # A position's hash is the sum of the keys of its stones, modulo 2^64
         keys = np.random.default_rng(0).integers(-(2**63), 2**63, (2, self.num_cells), np.int64)
         self.black_keys, self.white_keys = torch.from_numpy(keys).to(device)  # [S]
-        # A liberty at cell c is one number with three fields, so that one sum over all liberties that the stones of
-        # a group see is three sums:
+        # A liberty at cell c is one number with three fields, so that one sum over all liberties that the
+        # stones of a group see is three sums:
         #
         #     bits   61 to 34     33 to 13    12 to 0
         #            sum of c^2   sum of c    count
         #
-        # The group is in atari, all its liberties being one cell, if and only if count * sum of c^2 = (sum of c)^2.
-        # On 19x19, 360 stones see at most 1,440 liberties, and c is at most 420: the fields need 28, 20 and 11 bits
+        # The group is in atari, all its liberties being one cell, if and only if count * sum of c^2 = (sum of
+        # c)^2. On 19x19, 360 stones see at most 1,440 liberties, and c is at most 420: the fields need 28, 20
+        # and 11 bits
         cell = torch.arange(self.num_cells, device=device)
         self.liberties = 1 + (cell << 13) + (cell**2 << 34)  # [S]
         # [n^2, n^2]: 1 from each point to itself and to its neighbours
@@ -233,8 +235,8 @@ class Go:
     def random_moves(self, boards: Boards, legal):
         """Draw moves [B] for random games, by a mask of legal moves [B, A].
 
-        No move fills an own eye (a point whose neighbours are all own stones or walls), and a pass is drawn only if
-        no other move is left, or about once in a million times.
+        No move fills an own eye (a point whose neighbours are all own stones or walls), and a pass is drawn
+        only if no other move is left, or about once in a million times.
         """
         stones = boards.stones * boards.to_play.unsqueeze(1)  # 1 own, -1 the other's
         left, right, upper, lower = self.neighbours((stones == 1) | (stones.abs() == WALL))
@@ -260,8 +262,8 @@ class Go:
     def planes(self, boards: Boards, legal):
         """Return a network's input, bool [B, 9, n, n], as the side to move sees it.
 
-        Own stones, the other's stones, own and then the other's stones in atari, legal moves, last move, whether
-        that was a pass, whether black is to move, and ones, which show where the board ends.
+        Own stones, the other's stones, own and then the other's stones in atari, legal moves, last move,
+        whether that was a pass, whether black is to move, and ones, which show where the board ends.
         """
         stones = boards.stones[:, self.cells] * boards.to_play.unsqueeze(1)
         own = stones == 1

@@ -2,14 +2,14 @@
 
     python algos/r2d2_lstm.py --env-id envs_shared.memory_tasks:TMaze20-v0
 
-    id                                  observation               actions                maximum  without memory
-    TMaze{10,20,50}-v0                  Box(2): cue, junction     3: forward, up, down   1        0
-    CartPoleNoVelocity-v0               Box(2): x, angle          2: left, right         500      about 85
-    MiniGrid-MemoryForcedS{7,9,13}-v0   that of MiniGrid-Memory   7 of MiniGrid          below 1  about 0.49
+  id                                  observation               actions                maximum  without memory
+  TMaze{10,20,50}-v0                  Box(2): cue, junction     3: forward, up, down   1        0
+  CartPoleNoVelocity-v0               Box(2): x, angle          2: left, right         500      about 85
+  MiniGrid-MemoryForcedS{7,9,13}-v0   that of MiniGrid-Memory   7 of MiniGrid          below 1  about 0.49
 
-"Without memory" is the mean return of the best policy that sees the current observation alone. For the T-maze it
-follows from symmetry. For CartPole it is the best that a search over tables of the angle has found, not a bound.
-In MiniGrid such a policy can only guess.
+"Without memory" is the mean return of the best policy that sees the current observation alone. For the T-maze
+it follows from symmetry. For CartPole it is the best that a search over tables of the angle has found, not a
+bound. In MiniGrid such a policy can only guess.
 """
 
 import gymnasium as gym
@@ -21,14 +21,15 @@ from gymnasium.vector.utils import batch_space
 class TMazeVector(gym.vector.VectorEnv):
     """B corridors of `length` cells, where a cue in the first observation tells which way to turn at the end.
 
-    After Bakker 2001, "Reinforcement learning with long short-term memory". The cue is 1 (up) or -1 (down), each with
-    probability 1/2, in the first observation of an episode, and 0 in all others. The second number is 1 at the
-    junction. Actions: 0 forward, 1 up, 2 down. In the corridor, up and down do nothing. At the junction, forward does
-    nothing, and a turn ends the episode with reward 1 if it follows the cue and -1 if not. All other rewards are 0.
-    Episodes are truncated after 4 `length` + 20 steps. The step after an end begins the next episode (NEXT_STEP).
+    After Bakker 2001, "Reinforcement learning with long short-term memory". The cue is 1 (up) or -1 (down),
+    each with probability 1/2, in the first observation of an episode, and 0 in all others. The second number
+    is 1 at the junction. Actions: 0 forward, 1 up, 2 down. In the corridor, up and down do nothing. At the
+    junction, forward does nothing, and a turn ends the episode with reward 1 if it follows the cue and -1 if
+    not. All other rewards are 0. Episodes are truncated after 4 `length` + 20 steps. The step after an end
+    begins the next episode (NEXT_STEP).
 
-    Bakker's maze shows the cue for as long as the agent stays in the first cell, has four compass actions, and
-    rewards the right turn with 4, the wrong one and standing still with -0.1.
+    Bakker's maze shows the cue for as long as the agent stays in the first cell, has four compass actions,
+    and rewards the right turn with 4, the wrong one and standing still with -0.1.
     """
 
     def __init__(self, num_envs: int = 1, length: int = 20):
@@ -110,8 +111,9 @@ def hide_velocities(space: gym.spaces.Box) -> gym.spaces.Box:
 def make_memory_forced(**kwargs) -> gym.Env:
     """Make MiniGrid's Memory with a start from which the hint is in view.
 
-    The agent starts beside the hint, at the closed end of the room, and looks along the hallway. Nothing has to be
-    explored to see the hint: it only has to be remembered, and compared with the objects at the end of the hallway.
+    The agent starts beside the hint, at the closed end of the room, and looks along the hallway. Nothing has
+    to be explored to see the hint: it only has to be remembered, and compared with the objects at the end of
+    the hallway.
     """
     from minigrid.envs.memory import MemoryEnv  # pip install minigrid
 

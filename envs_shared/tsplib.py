@@ -1,10 +1,12 @@
 """Files of instances of the travelling salesman problem, and of tours.
 
-Two formats are known: TSPLIB (Reinelt 1995, "TSPLIB 95"), in files whose names end in .tsp, and the text of ML4CO-Kit,
-one instance on each line: `x y x y x y output 1 3 2 1`, where the tour after `output` may be left out.
+Two formats are known: TSPLIB (Reinelt 1995, "TSPLIB 95"), in files whose names end in .tsp, and the text of
+ML4CO-Kit, one instance on each line: `x y x y x y output 1 3 2 1`, where the tour after `output` may be left
+out.
 
-Tours are rows of node numbers from 0, without the return to the first node. If NAME.opt.tour is beside NAME.tsp,
-it is read as the reference. Errors are ValueErrors of one line with the file and, if there is one, the line in it.
+Tours are rows of node numbers from 0, without the return to the first node. If NAME.opt.tour is beside
+NAME.tsp, it is read as the reference. Errors are ValueErrors of one line with the file and, if there is one,
+the line in it.
 """
 
 import re
@@ -75,7 +77,8 @@ def read_sections(path: Path) -> tuple[dict, dict]:
 
 
 def read_tsplib(path: str):
-    """Read an instance: points [1, N, 2] in float64, its tour [1, N] or None, and a function that measures tours."""
+    """Read an instance: points [1, N, 2] in float64, its tour [1, N] or None, and a function that measures
+    tours."""
     header, sections = read_sections(Path(path))
     kind, metric = header.get("TYPE", "TSP"), header.get("EDGE_WEIGHT_TYPE", "missing")
     if kind.split()[:1] != ["TSP"] or "FIXED_EDGES_SECTION" in sections:
@@ -119,7 +122,8 @@ def format_tour(name: str, tour) -> str:
 
 
 def parse_instance(line: str, place: str, point_dim: int):
-    """Parse a line of ML4CO text: points [N, point_dim] and a tour, a list of N nodes from 0 or an empty one."""
+    """Parse a line of ML4CO text: points [N, point_dim] and a tour, a list of N nodes from 0 or an empty
+    one."""
     coordinates, _, nodes = line.partition("output")
     try:
         points = np.array(coordinates.split(), float).reshape(-1, point_dim)
@@ -138,7 +142,8 @@ def parse_instance(line: str, place: str, point_dim: int):
 
 
 def read_instances(path: str, point_dim: int, tour_length):
-    """Read a file: points [M, N, point_dim] in float64, tours [M, N] or None, and a function that measures tours.
+    """Read a file: points [M, N, point_dim] in float64, tours [M, N] or None, and a function that measures
+    tours.
 
     This is `tour_length`, but for a file of TSPLIB, whose only instance has its own distances.
     """

@@ -2,8 +2,8 @@
 
     python tests/check_game.py envs_shared/go.py Go-5x5
 
-It plays random games, in both kinds of shapes and in all images, and raises an AssertionError that says what is wrong.
-It cannot know who has won: test that by games whose end you know.
+It plays random games, in both kinds of shapes and in all images, and raises an AssertionError that says what
+is wrong. It cannot know who has won: test that by games whose end you know.
 """
 
 import argparse
@@ -58,7 +58,8 @@ def check_boards(go, boards, legal):
 
 
 def check_images(go, boards, images):
-    """Compare the images of boards [B], played from the beginning, with what symmetries make of the boards."""
+    """Compare the images of boards [B], played from the beginning, with what symmetries make of the
+    boards."""
     planes = go.planes(boards, legal := go.legal_moves(boards)).flatten(2)
     for k, image in enumerate(images):
         image_legal = go.legal_moves(image)

@@ -58,7 +58,7 @@ def check_bands(path, folder):
         done, module = run_edited(path, flags)
         assert change_pairs.NUM_BANDS == 4
     agent = load(done.path / "checkpoint.pt")["agent"]
-    assert agent["detector.backbone.0.weight"].shape[1] == 8
+    assert agent["detector.embed.0.weight"].shape[1] == 8
     assert agent["detector.read_date.weight"].shape[1] == 4
     assert read_scalars(done.path)["eval/f1"][-1][1] > 0.8
 
@@ -69,7 +69,7 @@ def check_iou(path, folder):
     done, module = run_edited(path, flags)
     scalars = {tag: x[-1][1] for tag, x in read_scalars(done.path).items()}
     assert scalars["eval/net"] == pytest.approx(scalars["eval/iou"] - 0.2 * scalars["eval/looks"], abs=1e-6)
-    assert "so a look costs (2 - F1) x 0.0" in done.out and "all looks cost 0.40 of IoU" in done.out
+    assert "a look costs (1 - F1 / 2) x 0.0" in done.out and "all looks cost 0.40 of IoU" in done.out
     # Of many pixels, some are predicted and as many are changed; one more is predicted
     num_pixels, num_hits, num_changed = 10**6, 60_000, 100_000
     f1, iou = num_hits / num_changed, num_hits / (2 * num_changed - num_hits)

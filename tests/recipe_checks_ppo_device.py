@@ -13,13 +13,13 @@ from unittest import mock
 import gymnasium as gym
 import numpy as np
 import torch
+from brute_force import assert_close, brute_force_advantages
+from device_runs import DeviceRun
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from helpers import ROOT, read_scalars
 from pretend_cuda import pretend_cuda
 from scripts import import_file, load, run_edited, run_main
-from test_cuda import Run as DeviceRun
-from test_ppo import assert_close, brute_force_advantages
 
 from algos import ppo
 from docs import recipe

@@ -159,6 +159,24 @@ def test_a_report_keeps_committed_runs_that_a_folder_lacks():
         merge(peer)
 
 
+def test_a_report_says_how_many_runs_are_new(tmp_path, monkeypatch, capsys):
+    """A suite that is not in benchmark/suites is left alone."""
+    monkeypatch.setattr(common, "SUITES", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    command = "python algos/ppo.py"
+    write_suite(tmp_path / "a.toml", seeds=(1, 2), default=command)
+    for values, suite in (([1.0], "a"), ([1.0, 2.0], "a"), ([3.0], "own")):
+        cell = make_cell(values, command=command, curve=None, threshold=None)
+        report.add_runs(make_results(cell, suite=suite))
+    assert capsys.readouterr().out.splitlines() == [
+        "a: 1 new runs in benchmark/results/a.json",
+        "a: 1 new runs in benchmark/results/a.json",
+        "own: not published; --out FOLDER shows it",
+    ]
+    (cell,) = records.load_published()["a"]["cells"].values()
+    assert records.get_values(cell, "headline") == [1.0, 2.0] and not (tmp_path / "own.json").exists()
+
+
 def test_pages_show_the_cells_and_seeds_that_a_suite_has_now(tmp_path, monkeypatch):
     """Not a run of another command or criterion, nor of a seed that the suite has no more."""
     monkeypatch.setattr(common, "SUITES", tmp_path)

@@ -1,15 +1,180 @@
-"""envs_shared/change_folders.py: other layouts of folders, other forms of labels, and input that is refused."""
+"""envs_shared/change_folders.py: pictures, layouts of folders, labels, and input that is refused."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
-from test_change_pairs import read_folder, read_label, save, save_pair, save_set
+from test_change_pairs import make_args
 
-from envs_shared.change_pairs import SPLITS
+from envs_shared import change_folders, change_pairs
+from envs_shared.change_pairs import SPLITS, UNCOUNTED
 
 FLAT = "{kind}/{split}_{i}"
+KINDS = ("A", "B", "label")
+
+
+def read_folder(path, patch_size=8, image_size=8, splits=SPLITS, **changes):
+    args = make_args(data_dir=str(path), patch_size=patch_size, image_size=image_size, **changes)
+    return change_folders.read_splits(args, splits)
+
+
+def read_pairs(*paths, **changes):
+    """Read pairs to predict."""
+    return change_folders.read_pairs(make_args(predict=[str(path) for path in paths], **changes))
+
+
+def read_label(path):
+    """The values of a label."""
+    return change_folders.read_picture(path, change_folders.decode_label)
+
+
+def save(path, x, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (x if isinstance(x, Image.Image) else Image.fromarray(x)).save(path, **options)
+    return path
+
+
+def save_pair(root, layout, seed, dirs=KINDS, suffixes=(".png",) * 3, size=(8, 8), **names):
+    """Write a pair of noise, changed where the second date is bright; returns it as it is read."""
+    images = np.random.default_rng(seed).integers(0, 256, (2, *size, 3), np.uint8)
+    label = np.uint8(images[1, ..., 0] > 200)
+    for kind, suffix, x in zip(dirs, suffixes, (*images, label * np.uint8(255)), strict=True):
+        save(root / f"{layout.format(kind=kind, **names)}{suffix}", x)
+    return np.concatenate((*images, label[..., None]), 2).transpose(2, 0, 1)
+
+
+def save_set(root, layout="{split}/{kind}/x{i}", **options):
+    """Write two pairs of each split; returns them by split."""
+    return {
+        split: [save_pair(root, layout, 10 * k + i, split=split, i=i, **options) for i in range(2)]
+        for k, split in enumerate(SPLITS)
+    }
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A folder with two pairs in each split, one of them of another size."""
+    pairs = save_set(tmp_path, size=(9, 13))
+    pairs["val"][1] = save_pair(tmp_path, "val/{kind}/x1", 99, size=(17, 5))
+    return tmp_path, pairs
+
+
+# Pictures
+
+
+def test_pictures_that_a_camera_held_upside_down_lie_on_their_label(tmp_path):
+    """Orientation 3 of EXIF: stored upside down, and drawn upright by viewers, as the label is."""
+    tag = Image.Exif()
+    tag[274] = 3
+    dark, bright = np.zeros((2, 32, 48, 3), np.uint8)
+    bright[:8, :16] = 255
+    for kind, x in (("A", dark), ("B", bright)):
+        save(tmp_path / kind / "x.jpg", Image.fromarray(x).transpose(Image.Transpose.ROTATE_180), exif=tag)
+    pair = change_folders.read_pair([tmp_path / "A/x.jpg", tmp_path / "B/x.jpg"], bright[..., 0] // 255)
+    assert ((pair[3] > 128) == (pair[6] == 1)).all() and pair[6].sum() == 128
+
+
+def test_bands_that_would_be_lost(tmp_path):
+    """Transparency and a fourth band are refused, an opaque one is not."""
+    colours = np.random.default_rng(0).integers(1, 250, (6, 5, 4), np.uint8)
+    opaque = colours.copy()
+    opaque[..., 3] = 255
+    assert (change_folders.read_picture(save(tmp_path / "opaque.png", opaque)) == colours[..., :3]).all()
+    files = [save(tmp_path / name, colours) for name in ("four.png", "four.tif")]
+    for path in (*files, save(tmp_path / "clear.png", Image.new("LA", (2, 2)))):
+        with pytest.raises(ValueError, match=f"{path.name}: .* a fourth band, would be lost"):
+            change_folders.read_picture(path)
+    # Red, green, blue and an unspecified band, as GDAL writes it: Pillow reads three of the four
+    file = bytearray((tmp_path / "four.tif").read_bytes())
+    file[file.index(b"\x52\x01\x03\x00\x01\x00\x00\x00\x02") + 8] = 0  # tag 338, ExtraSamples
+    (tmp_path / "infrared.tif").write_bytes(file)
+    with pytest.raises(ValueError, match=r"infrared\.tif: .* more bands than the 3 that Pillow reads"):
+        change_folders.read_picture(tmp_path / "infrared.tif")
+
+
+def test_four_bands(tmp_path, monkeypatch):
+    """With NUM_BANDS = 4 all four are read; a picture of three, and the task haze, are refused."""
+    colours = np.random.default_rng(0).integers(1, 250, (6, 5, 4), np.uint8)
+    four, plain = save(tmp_path / "four.png", colours), save(tmp_path / "plain.png", colours[..., :3])
+    monkeypatch.setattr(change_pairs, "NUM_BANDS", 4)
+    pair = change_folders.read_pair([four, four])
+    both = np.concatenate((colours, colours), 2).transpose(2, 0, 1)
+    assert pair.shape == (9, 6, 5) and (pair[:8] == both).all()
+    with pytest.raises(ValueError, match=r"plain\.png: .* it has 3 bands, and NUM_BANDS is 4"):
+        change_folders.read_picture(plain)
+    with pytest.raises(ValueError, match="haze: has 3 bands, and NUM_BANDS is 4"):
+        change_pairs.draw_splits(make_args())
+
+
+def test_files_of_several_pages(tmp_path):
+    """A TIFF is refused. A camera's JPEG with a preview is not."""
+    pages = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    for name, options in (("x.tif", {}), ("x.jpg", {"format": "MPO"})):
+        pages[0].save(tmp_path / name, save_all=True, append_images=pages[1:], **options)
+    with pytest.raises(ValueError, match=r"x\.tif: .* 2 pages; save each as a file of its own"):
+        change_folders.read_picture(tmp_path / "x.tif")
+    assert change_folders.read_picture(tmp_path / "x.jpg")[..., 0].min() > 200
+
+
+def test_pictures_that_cannot_be_used(plain):
+    path, _ = plain
+    save(path / "deep.png", np.zeros((4, 4), np.uint16))
+    (path / "text.png").write_text("x")
+    for name, words in (("deep.png", "more than 8 bits"), ("text.png", "cannot"), ("no.png", "No such file")):
+        with pytest.raises(ValueError, match=f"{name}: .*{words}"):
+            change_folders.read_picture(path / name)
+    save(path / "train" / "B" / "x1.png", np.zeros((3, 3, 3), np.uint8))
+    with pytest.raises(ValueError, match=r"x1.png: height and width \(9, 13\) differ from .*\(3, 3\)"):
+        read_folder(path)
+
+
+# Folders
+
+
+def test_a_folder_is_read_and_padded(plain):
+    path, pairs = plain
+    (path / "train" / "A" / ".DS_Store").write_bytes(b"x")
+    splits = read_folder(path, 8, 20)
+    assert splits.keys() == pairs.keys()
+    for split, found in splits.items():
+        assert found.shape == (2, 7, 24, 24)
+        for x, pair in zip(found, pairs[split], strict=True):
+            height, width = pair.shape[1:]
+            assert (x[:, :height, :width] == pair).all()
+            is_padding = np.ones(x.shape[1:], bool)
+            is_padding[:height, :width] = False
+            assert ((x[6] == UNCOUNTED) == is_padding).all()
+            assert (x[:6, height, :width] == pair[:6, height - 1]).all()  # mirrored
+            assert (x[:6, height + 1, :width] == pair[:6, height - 2]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gap_in_a_plain_folder(plain, kind):
+    path, _ = plain
+    (path / "val" / kind / "x1.png").rename(path / "gone")
+    with pytest.raises(ValueError) as error:
+        read_folder(path)
+    assert str(error.value) == f"{path}: val has no picture x1 in its folder {kind}"
+
+
+def test_only_the_splits_that_are_needed(plain):
+    path, pairs = plain
+    for split in ("train", "val"):
+        shutil.rmtree(path / split)
+    (found,) = read_folder(path, splits=["test"]).values()
+    assert (found[:, :, :9, :13] == np.stack(pairs["test"])).all()
+
+
+def test_a_folder_has_one_convention_of_labels(plain):
+    """Over all splits: each file alone would be read without an error."""
+    path, pairs = plain
+    label = pairs["val"][0][6]
+    save(path / "val" / "label" / "x0.png", label)
+    with pytest.raises(ValueError, match=r"1 in .*val/label/x0\.png, 255 in .*; needed are 0 and 1 in all"):
+        read_folder(path)
+    assert label.any()
 
 
 def write_lists(root, lists):
@@ -93,6 +258,8 @@ def with_alpha(alpha):
 @pytest.mark.parametrize(
     ("name", "label"),
     [
+        ("plain.png", IDS.astype(np.uint8) * 255),
+        ("bits.png", IDS.astype(bool)),
         ("1.bmp", IDS.astype(np.uint8)),
         ("bits.tif", IDS.astype(bool)),
         ("rgb.png", np.repeat(IDS[..., None] * 255, 3, 2).astype(np.uint8)),
@@ -175,3 +342,50 @@ def test_bad_lists(tmp_path, text, message):
     save_set(tmp_path, FLAT)
     write_lists(tmp_path, {"val": text})
     assert message in read_error(tmp_path)
+
+
+# To predict
+
+
+def test_pairs_to_predict(plain):
+    path, pairs = plain
+    found = read_pairs(path / "val" / "A", path / "val" / "B")
+    shapes = [(name, x.shape, *size) for name, (x, *size) in found.items()]
+    assert shapes == [("x0", (1, 7, 16, 16), 9, 13), ("x1", (1, 7, 24, 8), 17, 5)]
+    for (x, height, width), pair in zip(found.values(), pairs["val"], strict=True):
+        assert (x[0, :6, :height, :width] == pair[:6]).all() and (x[0, 6] == UNCOUNTED).all()
+    ((name, (x, *_)),) = read_pairs(path / "val/A/x0.png", path / "val/B/x0.png").items()
+    assert name == "x0" and (x == found["x0"][0]).all()
+    with pytest.raises(ValueError, match=r"nothing: cannot be read"):
+        read_pairs(path / "val/A/x0.png", path / "nothing")
+
+
+def test_folders_to_predict(plain):
+    """Suffixes may differ, other files are left out, and neither of two pictures of one name is lost."""
+    path, pairs = plain
+    (path / "val" / "A" / "notes.txt").write_text("x")
+    (path / "val" / "B" / "x0.png").unlink()
+    save(path / "val" / "B" / "x0.bmp", pairs["val"][0][3:6].transpose(1, 2, 0))
+    found = read_pairs(path / "val" / "A", path / "val" / "B")
+    assert list(found) == ["x0", "x1"]
+    assert (found["x0"][0][0, :6, :9, :13] == pairs["val"][0][:6]).all()
+    save(path / "val" / "A" / "x1.jpg", np.zeros((17, 5, 3), np.uint8))
+    with pytest.raises(ValueError, match=r"x1\.png: same name as x1\.jpg; remove one of them"):
+        read_pairs(path / "val" / "A", path / "val" / "B")
+    (path / "val" / "A" / "x1.jpg").unlink()
+    (path / "val" / "B" / "x1.png").unlink()
+    with pytest.raises(ValueError, match="val/B: has no picture x1 in its folder B"):
+        read_pairs(path / "val" / "A", path / "val" / "B")
+
+
+def test_labels_and_small_pictures_to_predict(plain):
+    """A third folder has labels. A picture is larger than a border of one cell, which is mirrored."""
+    path, pairs = plain
+    found = read_pairs(*(path / "val" / kind for kind in KINDS))
+    for (x, height, width), pair in zip(found.values(), pairs["val"], strict=True):
+        assert (x[0, :, :height, :width] == pair).all()
+    small = save(path / "small.png", np.zeros((3, 8, 3), np.uint8))
+    ((x, *size),) = read_pairs(small, small, cell_size=8).values()
+    assert x.shape == (1, 7, 16, 16) and size == [3, 8]
+    with pytest.raises(ValueError, match=r"--predict .*envs_shared: no pictures"):
+        read_pairs(*["envs_shared"] * 2)

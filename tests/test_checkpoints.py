@@ -5,6 +5,7 @@ written.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from algos import alphazero_go as az
+from algos import ppo_change_detection as cd
 from algos import reinforce_tsp_attention as am
+from envs_shared import change_pairs
 
 FILES = sorted((ROOT / "benchmark" / "checkpoints").glob("*.pt"))
 STORED = ROOT / "tests" / "data" / "checkpoints.json"
@@ -24,10 +27,10 @@ MOVES = {5: [12, 7, 6, 8, 17], 7: [24, 17, 16, 18, 31, 9, 40], 9: [40, 22, 24, 5
 
 @torch.no_grad()
 def describe(path):
-    """A few numbers that a trained network gives; of AlphaZero, policy and value, of the others, tour
-    lengths."""
+    """A few numbers that a trained network gives."""
     checkpoint = torch.load(path, weights_only=True)
-    return describe_tsp(checkpoint) if path.stem.startswith("tsp") else describe_go(checkpoint)
+    kind = re.match("tsp|haze|go", path.stem)[0]
+    return {"tsp": describe_tsp, "haze": describe_haze, "go": describe_go}[kind](checkpoint)
 
 
 def describe_tsp(checkpoint):
@@ -39,6 +42,17 @@ def describe_tsp(checkpoint):
     points = torch.stack((steps * 2**0.5 % 1, steps * 3**0.5 % 1), -1).view(3, num_points, 2).float()
     _, lengths = am.construct_tours(points, agent(points))
     return {"greedy_lengths": lengths.squeeze(1).tolist()}
+
+
+def describe_haze(checkpoint):
+    """Its probability of change and its looks, on average over pairs, and at the patches of the first one."""
+    args = cd.Args(**checkpoint["args"])
+    agent = cd.Agent(args)
+    agent.load_state_dict(checkpoint["agent"])
+    pairs = torch.from_numpy(change_pairs.draw_haze(8, args.image_size, 2, 1)[0])
+    probability, looks, _ = cd.predict(agent.eval(), args, pairs)
+    means = {"mean_probability": probability.mean().item(), "mean_looks": looks.mean().item()}
+    return means | {"looks": looks[0].flatten().tolist()}
 
 
 def describe_go(checkpoint):

@@ -14,10 +14,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from device_runs import DeviceRun, named_tensors
 from helpers import read_scalars
 from pretend_cuda import is_same, pretend_cuda
-from scripts import load, read_scores
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from scripts import read_scores
 
 from algos import alphazero_go as az
 
@@ -101,32 +101,7 @@ def without_threads_in_full_precision():
         yield
 
 
-def named_tensors(x):
-    """The tensors in dictionaries, lists and tuples, by the way to them."""
-    leaves = tree_leaves_with_path(x)
-    return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-
-
-class Run:
-    """What a run leaves, and how often the host waited in each call of a watched function."""
-
-    def __init__(self, path: Path, calls=None, num_replays: int = 0):
-        self.path, self.calls, self.num_replays = path, calls, num_replays
-        self.checkpoint = load(path / "checkpoint.pt")
-        self.tensors = named_tensors(self.checkpoint)
-
-    def count_waits(self, name: str) -> list[int]:
-        """Count the waits in each call of a function."""
-        return self.calls[name]
-
-    def find_differences(self, other) -> list[str]:
-        """Name the tensors of two checkpoints that are not equal to the last bit."""
-        x, y = self.tensors, other.tensors
-        names = [name for name in x.keys() | y.keys() if "time" not in name]  # no seconds of gymnasium
-        return [name for name in names if name not in x or name not in y or not is_same(x[name], y[name])]
-
-
-def play(script: str, flags: str, folder: Path, **patches) -> Run:
+def play(script: str, flags: str, folder: Path, **patches) -> DeviceRun:
     """Run a script on the pretend GPU; patches replace its functions."""
     module, calls = importlib.import_module(f"algos.{script}"), {}
 
@@ -146,7 +121,7 @@ def play(script: str, flags: str, folder: Path, **patches) -> Run:
         module.main([*flags.split(), "--run-dir", str(folder)])
         assert gpu.waits.total() > 20 and (gpu.replays == 0 or module.CUDA_GRAPHS)
     (path,) = folder.iterdir()
-    return Run(path, calls, gpu.replays)
+    return DeviceRun(path, calls, gpu.replays)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +144,7 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
     script, device = name.split()[0], played(name)
     main = importlib.import_module(f"algos.{script}").main
     main([*RUNS[name].split(), "--no-cuda", "--run-dir", str(tmp_path)])
-    host, rtol, atol = Run(next(tmp_path.iterdir())), 1e-3, 1e-4
+    host, rtol, atol = DeviceRun(next(tmp_path.iterdir())), 1e-3, 1e-4
     if script == "alphazero_go":  # gradients of some weights are mere rounding, as a norm follows them
         rtol = atol = 1e-2
         for run in (host, device):

@@ -21,6 +21,7 @@ import tyro
 import yaml
 from helpers import ENVIRONMENT, ROOT
 from mkdocs.exceptions import PluginError
+from pages import FENCE, get_anchors
 from PIL import Image
 from scripts import CASES, SCRIPTS, each_script, get_module, read_progress, run_main, run_quick
 from torch.distributed.run import get_args_parser
@@ -38,7 +39,6 @@ OTHER_PROGRAMS = set(
 )
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FORMULA = re.compile(r"\$`([^`]+)`\$|^```math\n(.*?)^```$", re.M | re.S)
 each_page = pytest.mark.parametrize("page", TEXTS[:-2], ids=lambda page: str(page.relative_to(ROOT)))
@@ -165,12 +165,6 @@ def test_the_readme_counts_the_lines_of_the_scripts():
         assert counts == pytest.approx([part.count("\n") for part in parts], rel=0.05), script
 
 
-def get_anchors(path: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
-    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
 @each_text
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", FENCE.sub("", page.read_text())))
@@ -286,7 +280,7 @@ def test_a_script_is_copied_as_the_docs_say(script, tmp_path):
     assert found == {f"{script}.py", *(f"envs_shared/{name}" for name in [CASES[script].sibling] if name)}
 
 
-# ---- A sweep, and an environment of one's own ------------------------------------------------------------------------
+# ---- A sweep, and an environment of one's own --------------------------------------------------------------
 
 
 def read_block(page: str, language: str) -> str:
@@ -362,7 +356,7 @@ def test_the_environment_of_the_docs_is_learned(script, tmp_path, monkeypatch):
     assert progress["best_score"] == progress["last_score"] == 1
 
 
-# ---- Lines that use a saved policy -----------------------------------------------------------------------------------
+# ---- Lines that use a saved policy -------------------------------------------------------------------------
 
 TRAINED = {
     "alphazero_go": "benchmark/checkpoints/go5x5.pt",

@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from brute_force import assert_close, brute_force_advantages
 from helpers import ROOT, fail_with, read_scalars
 from scripts import load, run_main
 from torch.distributions import Categorical, Normal
@@ -65,25 +66,7 @@ def make_batch(agent, num_rows=12):
     return Batch(obs, actions, pi.log_prob(actions).sum(-1), values, advantages, values + noise, weights)
 
 
-def assert_close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
 # Rollouts and running statistics
-
-
-def brute_force_advantages(rewards, values, next_values, terminated, truncated, gamma, lam):
-    """Sum (gamma lambda)^k delta_{t+k} up to the end of the episode or of the data, straight from eq. 11."""
-    advantages = []
-    for t in range(len(rewards)):
-        total = 0.0
-        for k in range(t, len(rewards)):
-            future = 0.0 if terminated[k] else next_values[k]
-            total += (gamma * lam) ** (k - t) * (rewards[k] + gamma * future - values[k])
-            if terminated[k] or truncated[k]:
-                break
-        advantages.append(total)
-    return np.array(advantages)
 
 
 @pytest.mark.parametrize("is_normalized", [False, True])

@@ -12,12 +12,12 @@ import torch
 from helpers import fail_with, read_scalars
 from PIL import Image
 from scripts import load
-from test_change_pairs import save_set
+from test_change_files import save_set
 from torch.nn import functional as F
 
 from algos import ppo_change_detection as cd
 from benchmark.studies import change_detection as study
-from envs_shared import change_pairs
+from envs_shared import change_folders, change_pairs
 
 TINY = "--num-train-pairs 32 --image-size 16 --batch-size 4 --num-envs 8 --num-minibatches 2"
 TINY += " --eval-episodes 8"
@@ -97,7 +97,7 @@ def test_a_look_reads_its_own_window_and_the_dates_of_its_step(num_steps):
         torch.testing.assert_close(found[1][b, :, y, x], features.amax(1) - features.amin(1))
 
 
-def test_the_backbone_sees_coarse_pictures_alone():
+def test_the_embedding_sees_coarse_pictures_alone():
     """It does not see how the pixels of a coarse pixel are arranged."""
     args, agent, images, labels = make_parts()
     turned = images.unflatten(3, (8, 4)).unflatten(2, (8, 4)).flip((3, 5)).flatten(4).flatten(2, 3)
@@ -124,51 +124,73 @@ def test_worth_is_equation_2():
 # Rollouts
 
 
+LONG = {"num_steps": 3, "cost": 0.2, "gamma": 0.9, "gae_lambda": 0.7}
+
+
 @torch.no_grad()
 def test_a_rollout_follows_its_decisions():
-    """Rewards are those of eq. 1, and advantages those of eq. 3: sums over what follows, up to a stop."""
-    args, agent, images, labels = make_parts(num_steps=3, cost=0.2, gamma=0.9, gae_lambda=0.7)
-    f1 = agent.running_f1.clone()
-    data, scalars, _ = roll(args, agent, images, labels)
+    """Each row holds the state, the action and its log-probabilities, and the state that follows."""
+    args, agent, images, labels = make_parts(**LONG)
+    data, *_ = roll(args, agent, images, labels)
     close = torch.testing.assert_close
     looks, mask = data["looks"], data["is_active"]
     assert mask[0].all() and torch.equal(mask[1:], looks[:-1]) and not (looks & ~mask).any()
-    assert looks[1].any() and not looks[1].all()
-    next_values = *data["values"][1:], torch.zeros(4, 4, 4)
-    steps = [*zip(data["rewards"], data["values"], next_values, looks, strict=True)]
     for t in range(3):
-        embedding, next_embedding = data["embedding"][t], data["next_embedding"][t]
-        correction = data["correction"][t]
+        embedding, correction = data["embedding"][t], data["correction"][t]
         logits, values = agent.decide(embedding, data["seen"][t])
         means, features = agent.look(images, data["step_indices"][t], looks[t])
         assert (data["step_indices"][t] == t).all() and not correction.movedim(1, -1)[~looks[t]].any()
         assert (correction != means).any(1)[looks[t]].all()  # drawn, not the mean
         close(values, data["values"][t])
-        close(next_embedding, embedding + agent.up(correction))
+        close(data["next_embedding"][t], embedding + agent.up(correction))
         if t < 2:
-            assert torch.equal(data["embedding"][t + 1], next_embedding)
+            assert torch.equal(data["embedding"][t + 1], data["next_embedding"][t])
             close(data["seen"][t + 1], data["seen"][t] + features)
         close(data["log_probs"][t, :, 0], torch.where(looks[t], F.logsigmoid(logits), F.logsigmoid(-logits)))
         normal = torch.distributions.Normal(means, agent.log_std.exp())
         close(data["log_probs"][t, :, 1], normal.log_prob(correction).sum(1) * looks[t])
-        class_logits = (agent.detector.classify(x) for x in (next_embedding, embedding))
-        worth, last_worth = (cd.compute_worth(x, labels, f1, args.beta) for x in class_logits)
+
+
+@torch.no_grad()
+def test_rewards_are_equation_1_and_advantages_equation_3():
+    """Advantages are sums over what follows, up to a stop; some patches stop at each step."""
+    args, agent, images, labels = make_parts(**LONG)
+    f1 = agent.running_f1.clone()
+    data, *_ = roll(args, agent, images, labels)
+    looks, close = data["looks"], torch.testing.assert_close
+    assert looks[1].any() and not looks[1].all()
+    embeddings = torch.stack((data["embedding"], data["next_embedding"]))
+    for t, pair in enumerate(embeddings.unbind(1)):
+        last_worth, worth = (
+            cd.compute_worth(agent.detector.classify(x), labels, f1, args.beta) for x in pair
+        )
         close(data["rewards"][t], (worth - last_worth - 0.2) * looks[t])
+    next_values = *data["values"][1:], torch.zeros(4, 4, 4)
+    steps = [*zip(data["rewards"], data["values"], next_values, looks, strict=True)]
+    for t in range(3):
         expected, weight = 0.0, 1.0
         for reward, value, next_value, goes_on in steps[t:]:
             expected = expected + weight * (reward + 0.9 * next_value * goes_on - value)
             weight = weight * 0.9 * 0.7 * goes_on
         close(data["advantages"][t], expected)
     close(data["returns"], data["advantages"] + data["values"])
+
+
+@torch.no_grad()
+def test_what_a_rollout_logs_and_the_running_f1():
+    args, agent, images, labels = make_parts(**LONG)
+    f1 = agent.running_f1.clone()
+    data, scalars, _ = roll(args, agent, images, labels)
     cell_logits = agent.detector.classify(data["next_embedding"][-1])
-    is_right = (cell_logits > 0) == (labels > 0)
-    settled_acc = is_right.double().mean(1)[~looks[-1]].mean().item()  # of patches that have stopped
+    is_right, has_stopped = (cell_logits > 0) == (labels > 0), ~data["looks"][-1]
+    settled_acc = is_right.double().mean(1)[has_stopped].mean().item()
     assert scalars["charts/settled_acc"] == pytest.approx(settled_acc)
-    assert scalars["charts/looks"] == pytest.approx(looks.double().sum(0).mean().item())
+    assert scalars["charts/looks"] == pytest.approx(data["looks"].double().sum(0).mean().item())
     assert scalars["charts/episodic_return"] == pytest.approx(data["rewards"].sum(0).mean().item())
     p = cell_logits.sigmoid() > f1 / 2
     expected = 2 * (p & (labels > 0)).sum() / (p.sum() + (labels > 0).sum())
-    close(agent.running_f1, 0.8 * f1 + 0.2 * expected, check_dtype=False)
+    torch.testing.assert_close(agent.running_f1, 0.8 * f1 + 0.2 * expected, check_dtype=False)
+    assert scalars["charts/running_f1"] == agent.running_f1.item() != f1.item()
 
 
 def test_minibatches_have_each_row_once_in_each_epoch():
@@ -235,14 +257,14 @@ def test_ppo_loss_is_equation_5():
     assert loss.item() == pytest.approx(sum(w * expected[name] for name, w in weights.items()), rel=1e-9)
 
 
-def test_the_joint_loss_trains_class_head_and_refiner_and_not_the_backbone():
+def test_the_joint_loss_trains_what_reads_and_classifies_and_not_what_embeds():
     args, agent, images, labels = make_parts(joint_coef=1.0, vf_coef=0.0, ent_coef=0.0)
     _, _, batch = roll(args, agent, images, labels)
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     cd.ppo_loss(agent, batch, args)[0].backward()
     trained = [name for name, x in agent.named_parameters() if x.grad is not None and x.grad.any()]
     found = {name.removeprefix("detector.").split(".")[0] for name in trained}
-    assert found == {"class_head", "refiner", "read_date", "up"}
+    assert found == {"classify", "refiner", "read_date", "up"}
 
 
 @torch.no_grad()
@@ -350,10 +372,11 @@ def test_maps_take_means_and_the_likelier_decision():
     torch.testing.assert_close(p[33:34], pixels[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys, tmp_path):
-    """Each with its own probability threshold. The last policy looks everywhere, and that of best.pt by its heads.
+@pytest.fixture
+def compared(monkeypatch, tmp_path, capsys):
+    """Compare rules on a best.pt that looks by its heads, and a last policy that looks everywhere.
 
-    The level of the threshold is that with the largest net score on val, and the winner that of test.
+    Return the evaluations in order, the lines by rule, the winner and the last policy.
     """
     args, agent, *_ = make_parts(image_size=16, cost=-0.02)  # a look earns; by F1 alone, nowhere is best
     val, test = (torch.from_numpy(change_pairs.draw_haze(60, 16, 2, seed)[0]) for seed in (1, 2))
@@ -372,26 +395,40 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(cd, "evaluate", record)
     winner = cd.compare_rules(last, args, val, test, tmp_path / "best.pt")
     lines = [line.split(":") for line in capsys.readouterr().out.splitlines()]
-    names = [name.strip() for name, _ in lines]
-    assert names == ["last policy", "best.pt", "everywhere", "nowhere", "threshold"]
-    scored = [i for i, call in enumerate(calls) if call[0]]
-    found = {}
-    for name, (_, text), i, first in zip(names, lines, scored, [0, *[i + 1 for i in scored]]):
-        _, threshold, rule, scores = calls[i]
-        on_val = max(calls[first:i], key=lambda call: call[3]["eval/net"])
-        assert not on_val[0] and on_val[1] is None and on_val[2] is rule
-        assert threshold == on_val[3]["eval/threshold"]
-        found[name] = scores
-        net = scores["eval/f1"] + 0.02 * scores["eval/looks"]
-        shown = f"{scores['eval/f1']:.3f}", f"{scores['eval/looks']:.2f}", f"{net:.3f}"
-        assert tuple(re.findall(r"-?\d\.\d+", text)) == shown
-        assert net == pytest.approx(scores["eval/net"])
+    return calls, {name.strip(): text for name, text in lines}, winner, last
+
+
+def split_by_rule(calls, names):
+    """Return the evaluations on val, and the one on test, of each rule."""
+    ends = [i + 1 for i, call in enumerate(calls) if call[0]]
+    parts = [calls[i:j] for i, j in zip((0, *ends), ends)]
+    return {name: (part[:-1], part[-1]) for name, part in zip(names, parts, strict=True)}
+
+
+def test_rules_are_tuned_on_val_and_scored_on_test(compared):
+    """Each with its own probability threshold. The candidate is that with the largest net score on val."""
+    calls, lines, *_ = compared
+    assert [*lines] == ["last policy", "best.pt", "everywhere", "nowhere", "threshold"]
+    rules = split_by_rule(calls, lines)
+    for on_val, (_, threshold, rule, scores) in rules.values():
+        best = max(on_val, key=lambda call: call[3]["eval/net"])
+        assert not best[0] and best[1] is None and best[2] is rule
+        assert threshold == best[3]["eval/threshold"]
+        assert scores["eval/net"] == pytest.approx(scores["eval/f1"] + 0.02 * scores["eval/looks"])
+    levels = [call[2].args[0] for call in rules["threshold"][0]]
+    assert levels == pytest.approx([k**3 / 1000 for k in range(11)])
+
+
+def test_rules_are_printed_and_the_winner_is_that_of_test(compared):
+    """The last policy is still itself."""
+    calls, lines, winner, last = compared
+    found = {name: on_test[3] for name, (_, on_test) in split_by_rule(calls, lines).items()}
+    for name, scores in found.items():
+        shown = f"{scores['eval/f1']:.3f}", f"{scores['eval/looks']:.2f}", f"{scores['eval/net']:.3f}"
+        assert tuple(re.findall(r"-?\d\.\d+", lines[name])) == shown
     assert found["last policy"] == found["everywhere"] and found["nowhere"]["eval/looks"] == 0
     assert found["everywhere"]["eval/looks"] == 2 and 0 < found["best.pt"]["eval/looks"] < 2
     assert winner == max(found, key=lambda name: found[name]["eval/net"])
-    levels = [call[2].args[0] for call in calls[scored[3] + 1 : scored[4]]]
-    assert levels == pytest.approx([k**3 / 1000 for k in range(11)])
-    # The last policy is still itself
     assert last.heads[-1].bias[0] == 100
 
 
@@ -403,7 +440,7 @@ def test_the_price_of_a_look_is_a_share_of_f1(tmp_path, capsys):
     labels = [np.array(Image.open(x)) > 0 for x in (tmp_path / "set").glob("train/label/*")]
     share = np.mean(labels)
     out = capsys.readouterr().out
-    assert f"{share:.2%} of pixels are changed, so a look costs {0.6 * share:.4f}, and all looks" in out
+    assert f"{share:.2%} of the train pixels changed, cpu; a look costs {0.6 * share:.4f}, and all" in out
     assert "and all looks cost 0.30 of F1, 0 of 2 done" in out
     shutil.rmtree(tmp_path / "set")
     save_set(tmp_path / "set", size=(16, 24))
@@ -439,12 +476,6 @@ def test_the_policy_follows_the_price(tmp_path, cost, least, most):
     assert least <= scalars["eval/looks"][-1][1] <= most
 
 
-def test_a_network_of_three_dates_predicts_no_pairs(tmp_path, capsys):
-    path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 0 --env-id haze-3")
-    words = ["--evaluate", str(path / "best.pt"), "--predict", "a.png", "b.png"]
-    assert "best.pt: not the network of --env-id (pairs of" in fail_with(capsys, cd.main, words)
-
-
 def test_the_heads_learn_faster_and_patches_look_at_first(tmp_path):
     """The factor is the flag's, also in a resumed run."""
     agent = cd.Agent(cd.Args())
@@ -469,18 +500,6 @@ def test_the_score_of_best_pt_does_not_move_with_the_running_f1():
         found.append(cd.evaluate(agent, args, pairs, None, look_at_all))
     returns = [scores.pop("eval/episodic_return") for scores in found]
     assert found[0] == found[1] and abs(returns[0] - returns[1]) > 0.001
-
-
-def test_the_best_score_never_falls(tmp_path, monkeypatch):
-    """Scores that fall slowly do not lower the bar. Of equal scores, the later policy is kept."""
-    nets = iter((0.100, 0.095, 0.092, 0.100, 0.085, 0.080))
-    monkeypatch.setattr(cd, "evaluate", lambda *_: {"eval/net": next(nets), "eval/threshold": 0.5})
-    monkeypatch.setattr(cd, "compare_rules", lambda *_: "nowhere")
-    path, _ = run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 5 --eval-interval 1")
-    progress = load(path / "best.pt")["progress"]
-    assert progress["iteration"] == 4 and progress["best_score"] == 0.1
-    progress = load(path / "checkpoint.pt")["progress"]
-    assert progress["best_score"] == 0.1 and progress["last_score"] == 0.08
 
 
 def test_a_pretrained_detector_is_taken(tmp_path):
@@ -513,7 +532,7 @@ def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     cd.main([*map(str, words)])
     assert len(list(maps.iterdir())) == 18
     args.predict = [str(folder / kind / "val_1.png") for kind in "AB"]
-    pair, *size = change_pairs.read_pairs(args)["val_1"]
+    pair, *size = change_folders.read_pairs(args)["val_1"]
     assert pair.shape == (1, 7, 24, 24) and size == [24, 20]
     p, looks, _ = cd.predict(agent, args, torch.from_numpy(pair))
     p = p[0, :, :20].numpy()
@@ -534,6 +553,26 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path, capsys):
     (folder / "list").mkdir()
     assert "train.txt" in fail_with(capsys, cd.main, words)
     assert not (tmp_path / "runs").exists()
+
+
+def test_pictures_to_predict_that_cannot_be_used_are_one_line(tmp_path, capsys, monkeypatch):
+    """Nothing is written. A network of three dates predicts no pairs."""
+    paths = {
+        env_id: run(tmp_path / env_id, TINY, "--detector-iterations 1 --ppo-iterations 0 --env-id", env_id)[0]
+        for env_id in ("haze", "haze-3")
+    }
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (16, 16)).save("a.png")
+    for env_id, flags, words in (
+        ("haze-3", "a.png a.png", "best.pt: not the network of --env-id (pairs of"),
+        ("haze", "a.png b.png", "b.png: cannot be read as a picture"),
+        ("haze", "haze haze", "--predict haze: no pictures"),
+        ("haze", "a.png a.png --output haze", "--output haze: exists already"),
+        ("haze", "a.png a.png --output a.png/maps", "Not a directory"),
+    ):
+        line = f"--evaluate {paths[env_id] / 'best.pt'} --predict {flags}"
+        assert words in fail_with(capsys, cd.main, line.split()), flags
+    assert {x.name for x in tmp_path.iterdir()} == {"a.png", "haze", "haze-3"}
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from pages import get_anchors
 from scripts import SCRIPTS, copy_script
-from test_docs import get_anchors
 
 from docs import hooks, recipe
 

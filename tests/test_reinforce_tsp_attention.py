@@ -12,10 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from brute_force import solve_exactly
 from helpers import ROOT, fail_with, read_scalars
 from scipy import stats
 from scripts import load, run_main
-from test_tsplib import solve_exactly
 from torch.nn import functional
 
 from algos import reinforce_tsp_attention as am

@@ -1,10 +1,9 @@
 """Check the reader of TSPLIB: distances by known optima, odd and bad files, tours."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
+from brute_force import solve_exactly
 from helpers import ROOT
 
 from envs_shared import tsplib
@@ -16,21 +15,6 @@ BURMA14 = """16.47 96.10 16.47 94.44 20.09 92.54 22.39 93.37 25.23 97.24 22.00 9
 ULYSSES16 = """38.24 20.42 39.57 26.15 40.56 25.32 36.26 23.12 33.48 10.54 37.56 12.19 38.42 13.11 37.52 20.44
 41.23 9.10 41.17 13.05 36.08 -5.21 38.47 15.13 38.15 15.35 37.51 15.17 35.49 14.32 39.36 19.56"""
 HEADER = "NAME: x\nTYPE: TSP\nDIMENSION: 3\nEDGE_WEIGHT_TYPE: EUC_2D\nNODE_COORD_SECTION\n"
-
-
-def solve_exactly(points, distance=tsplib.euclidean):
-    """Return the length of the shortest tour of points [N, 2] by dynamic programming (Held and Karp 1962)."""
-    points = torch.as_tensor(points, dtype=torch.float64)
-    d = distance(points[:, None], points[None]).numpy()
-    m = len(points) - 1  # nodes but the one that tours begin with
-    best = np.full((1 << m, m), np.inf)  # [subset of them, the last one that was visited]
-    best[1 << np.arange(m), np.arange(m)] = d[0, 1:]
-    subsets = np.arange(1 << m)
-    sizes = sum(subsets >> j & 1 for j in range(m))
-    for size, last in itertools.product(range(2, m + 1), range(m)):
-        chosen = subsets[(sizes == size) & (subsets >> last & 1 == 1)]
-        best[chosen, last] = (best[chosen ^ 1 << last] + d[1:, last + 1]).min(1)
-    return (best[-1] + d[1:, 0]).min()
 
 
 def write(path, text):
