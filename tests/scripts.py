@@ -90,7 +90,7 @@ CASES = {
         more=1024,
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/q_loss"),
-        max_tokens=7400,
+        max_tokens=7100,
         statistics="--env-id probe_envs:Ledger-v0",
         bad=BAD_TASKS
         | {
