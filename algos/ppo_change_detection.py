@@ -14,36 +14,40 @@ In: two pictures of one place, of equal size. Out: for each pixel the probabilit
 of the changed pixels, and where the policy looked. The detector is a small network that is trained here. It
 sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one. It divides a picture into
 patches of 8 x 8 pixels, a patch into 4 x 4 cells of 2 x 2 pixels, and classifies each cell as changed or not.
-A look reads one patch at full resolution and corrects its map. Looks cost time or money in practice; here one
-look at each patch costs `--cost` of F1. The detector is trained first, with random looks. Then PPO learns
-which patches are worth a look; it goes on training what reads a look and what classifies cells, but not what
-sees the coarse pictures.
+A look reads one patch at full resolution and corrects its map: it gives a number for each cell, and `up`, a
+linear layer, turns these into a change of the patch's embedding, which is then classified again. Looks cost
+time or money in practice; here one look at each patch costs `--cost` of F1. The detector is trained first,
+with random looks. Then PPO learns which patches are worth a look; it goes on training what reads a look and
+what classifies cells, but not what sees the coarse pictures.
 
-A patch may look T times (--num-steps). The last look shows all dates, each earlier look one date less. That is
-a property of the task haze, where haze at the first date tells that the second date is not worth its price.
-Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise: a look shows both dates.
+A patch may look T times (--num-steps). Look number t of 1 to T shows the first J - T + t of J dates, so that
+look T shows all. The task haze needs this order: haze at the first date tells that the second date is not
+worth its price. Real pairs (--data-dir) follow the same rule, but have T = 1 unless --num-steps says
+otherwise: a look shows both dates.
 
-Equations of this file. Each patch is an episode. Its cells have labels y (1 is changed) and probabilities p:
+Equations of this file. Each patch is an episode. Its cells have labels y (1 if at least half of the pixels
+that count are changed) and probabilities p:
     (1) r_t = w(p_{t+1}) - w(p_t) - price if the patch looks at step t, else 0, and the patch stops for good.
         price = 2 share cost, where share is the share of changed pixels in training
     (2) w(p) = mean over the patch's cells of 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7).
-        F is a running F1 = 2 TP / (predicted + true) of the maps, and w is the worth of a map
-        A patch's state s is what the policy knows of it, its action a is to stop or to look, V(s) is the sum of
-        rewards that it expects, and the advantage A says how much better than that an action went:
+        F is a running F1 = 2 TP / (predicted + true) of the maps, and w is the worth of a map.
+        A patch's state s is what the policy knows of it, its action a is to stop, or to look and then draw a
+        correction of G numbers (eq. 4), V(s) is the sum of rewards that it expects, and the advantage A says
+        how much better than that an action went:
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
 Why eq. 1 and 2 stand for F1 (units: w and r per cell, F and cost in F1). One more predicted cell adds 2 y to
-the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true): a gain if p > F / 2.
-With about as many cells predicted as changed, predicted + true is 2 share of all cells. So if the mean of w
-rises by 2 share cost, F1 rises by cost. The term with beta pays for maps that become surer without a new
-cell.
+the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true): a gain if
+p > F / 2. With about as many cells predicted as changed, predicted + true is 2 share of all cells. So if the
+mean of w rises by 2 share cost, F1 rises by cost. The term with beta pays for surer probabilities, also if no
+cell crosses the threshold F / 2.
 
 Shapes: T steps, B pairs, J dates, C bands, h x w patches of a pair, G cells of a patch, D embedding, E
-features that a look shows the policy, K windows, n rows; in pixels, S a picture's side, P a patch's, c a
-cell's.
+features that a look shows the policy, K windows, M pairs of H x W pixels before cropping, n rows; in pixels,
+S a picture's side, S' that of a coarse one, P a patch's, c a cell's, s = P + 2 c that of a window.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
 nothing of change detection in it: run folder, log, checkpoints, processes and the command line.
@@ -124,7 +128,7 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels
     coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse picture
     num_steps: int = 0  # looks T of a patch at most (0: 1 with --data-dir, else one for each date)
-    cost: float = 0.3  # price: the F1 that one look at each patch costs, eq. 1
+    cost: float = 0.3  # F1 that one look at each patch costs; the price of eq. 1 is 2 share cost
     beta: float = 0.1  # weight beta of the log likelihood, eq. 2
     # The detector
     pretrained: str | None = None  # checkpoint of this script whose weights a run starts from
@@ -194,9 +198,9 @@ class Detector(nn.Module):
         dates = dates * is_shown[:, :, None, None, None]
         differences = (dates[:, 1:] - dates[:, :1]).abs()  # of the later dates to the first
         corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))  # [K, 1, 4, 4]
-        # The policy must see whether an earlier date is hazy. Under haze, each feature has a small range
-        # (largest minus smallest value in the window); cross entropy alone would not keep that in the
-        # embedding
+        # The policy must see whether an earlier date is hazy: then each feature has a small range (largest
+        # minus smallest value in the window). Cross entropy alone would not keep the ranges in the embedding.
+        # Only the last look shows the last date, and no decision follows. A date not shown has range 0
         ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
         return corrections.flatten(1), ranges.flatten(1)
 
@@ -226,13 +230,18 @@ class Agent(nn.Module):
         self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
 
     def decide(self, embedding, seen):
-        """Return the logits of a look and the values V, [B, h, w] each; neither depends on the step."""
+        """Return the logits of a look and the values V, [B, h, w] each.
+
+        The step is no input: what the looks so far left in the embedding and in `seen`, the sum of the features
+        that they showed [B, E, h, w], must tell it.
+        """
         return self.heads(torch.cat((embedding, seen), 1)).unbind(1)
 
     def look(self, images, step_indices, looks):
         """Read the windows of patches with `looks` [B, h, w] in pictures [B, J C, S, S] at steps [B].
 
-        Returns mean corrections [B, G, h, w] and features [B, E, h, w], zeros for patches that do not look.
+        Returns the means of the corrections in eq. 4 [B, G, h, w] and features [B, E, h, w], zeros for patches
+        that do not look.
         """
         windows = change_pairs.cut_windows(images, self.args)  # [B, h, w, J C, s, s]
         is_shown = change_pairs.show_dates(step_indices, self.args).expand(*looks.shape, -1)  # [B, h, w, J]
@@ -444,7 +453,8 @@ def collect_rollout(agent, images, labels, args):
         "charts/looks": looks.float().sum(0).mean().item(),
         "charts/episodic_return": rollout["rewards"].sum(0).mean().item(),
     }
-    # Accuracy of the patches that have stopped; cells that do not count are taken for unchanged
+    # Accuracy at p > 0.5 of the patches that chose to stop, without those that looked T times; cells that do
+    # not count are taken for unchanged
     is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
     accuracy = is_right.float().mean(1)[~looks[-1]]
     if len(accuracy):
@@ -461,7 +471,7 @@ def ppo_loss(agent, batch, args):
     looks = batch["looks"]
     count = total(is_active.sum().float()).clamp(min=1)
 
-    def mean(x):
+    def mean(x):  # this process's share of a mean; `total` sums the shares of all processes
         return (x * is_active).sum() / count
 
     # The ratios of the decision and of the correction. They are masked before exp, as inf * 0 is not a number
@@ -483,9 +493,9 @@ def ppo_loss(agent, batch, args):
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()  # of the decision
     # next_embedding holds up(correction) as it was sampled, without gradient. Replace it by the mean that the
-    # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`. The gradient
-    # of `up.weight` is a product with means - correction, the noise of the rollout, so its expectation is
-    # zero while the weights are those of the rollout: the detector's iterations train `up`
+    # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`. It moves
+    # `up.weight` a little, but hardly trains it: that gradient is a product with means - correction, the
+    # noise of the rollout, so its mean is zero in the first minibatch. The detector's iterations train `up`
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -511,7 +521,7 @@ def ppo_loss(agent, batch, args):
 def predict(agent, args, pairs, rule=prefer):
     """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, J C + 1, H, W].
 
-    A picture is never cut: one that is larger than MAX_PIXELS of change_pairs.py is played whole.
+    Parts have as many pairs as MAX_PIXELS of change_pairs.py allows. A larger pair is a part of its own, whole.
     """
     found = []
     for images, labels in change_pairs.split_parts(pairs, args):
@@ -546,7 +556,8 @@ def score_policy(agent, args, val, run):
 
 def look_above(level, row):
     """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
-    has_looked = row["step_indices"][0] > 0  # all pairs are at the same step
+    # All pairs are at the same step. After the first, who is still active has looked; `play` asks only those
+    has_looked = row["step_indices"][0] > 0
     return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
 
 
@@ -618,7 +629,8 @@ def train(args, run):
     agent = Agent(args).to(device)
     agent.eval()
     if args.pretrained and not run.checkpoint:
-        Run(args, "", load_checkpoint(args.pretrained)).load(agent=agent)  # its weights, and nothing else
+        # A run of no name loads the agent's weights and running F1, not the optimizer or counters
+        Run(args, "", load_checkpoint(args.pretrained)).load(agent=agent)
     run.load(agent=agent)
     if args.predict:
         write_predictions(agent, args, run.threshold, device)
@@ -691,11 +703,11 @@ def train(args, run):
         if run.should_evaluate(len(val)):
             score_policy(agent, args, val, run)
 
-    # Evaluate the last policy, and compare it and best.pt with other rules
+    # Evaluate the last policy, if that was not done in the loop, and compare it and best.pt with other rules
     if run.should_evaluate():
         score_policy(agent, args, val, run)
     text = ""
-    if args.eval_episodes and not run.bar.disable:  # only process 0 shows its bar
+    if args.eval_episodes and not run.bar.disable:  # in process 0: the others have no bar
         text = f"; {compare_rules(agent, args, val, test, run.path / 'best.pt')} earned most on test"
     run.close(text)
 
