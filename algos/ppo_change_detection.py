@@ -649,7 +649,7 @@ def train(args, run):
     num_iterations = args.detector_iterations + args.ppo_iterations
     price = 2 * agent.share.item() * args.cost
     description = (
-        f"{change_pairs.describe(train_pairs, val, test)}, {device}; a look costs {price:.4f}, "
+        f"{change_pairs.describe(train_pairs, val, test, agent.share)}, {device}; a look costs {price:.4f}, "
         f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
     )
     run.open(description, num_iterations, run.iteration)

@@ -116,9 +116,8 @@ def compute_share(pairs):
     return (labels == 1).sum() / (labels != UNCOUNTED).sum()
 
 
-def describe(train_pairs, val, test):
-    """Describe the pairs of a run in a few words."""
-    share = compute_share(train_pairs).item()
+def describe(train_pairs, val, test, share):
+    """Describe the pairs of a run in a few words; `share` is that of changed pixels in the train pairs."""
     text = f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, "
     text += f"{share:.2%} of the train pixels changed"
     if len(val) and not (val[:, -1] == 1).any():

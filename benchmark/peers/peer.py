@@ -43,6 +43,13 @@ def make_parser(description: str, env_id: str | None) -> Parser:
     return parser
 
 
+def make_ppo_parser(description: str) -> Parser:
+    """Make a parser with the flags that all peers of ppo.py have."""
+    parser = make_parser(description, "CartPole-v1")
+    parser.add_argument("--total-timesteps", type=count, default=100_000)
+    return parser
+
+
 def read_ml4co(path: str, num_nodes: int):
     """Read points [M, N, 2], and tours [M, N] from 0 or None, of ML4CO text: `x y x y ... output 1 4 ... 1` a
     line."""

@@ -36,8 +36,7 @@ SETTINGS = {
 
 def make_parser():
     """Make the parser of the command line's flags."""
-    parser = peer.make_parser(__doc__, "CartPole-v1")
-    parser.add_argument("--total-timesteps", type=peer.count, default=100_000)
+    parser = peer.make_ppo_parser(__doc__)
     parser.add_argument("--settings", choices=SETTINGS, default="cleanrl")
     parser.add_argument(
         "--checkout", default=os.environ.get("PUREJAXRL"), help="folder (default: $PUREJAXRL)"

@@ -87,8 +87,7 @@ CLEANRL = Settings(
 
 def make_parser():
     """Make the parser of the command line's flags."""
-    parser = peer.make_parser(__doc__, "CartPole-v1")
-    parser.add_argument("--total-timesteps", type=peer.count, default=100_000)
+    parser = peer.make_ppo_parser(__doc__)
     parser.add_argument("--eval-interval", type=int, default=0, help="rollouts between evaluations")
     parser.add_argument("--settings", choices=("tuned", "equal", "cleanrl"), default="tuned")
     return parser

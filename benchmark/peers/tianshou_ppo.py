@@ -13,9 +13,7 @@ NUM_ENVS, NUM_STEPS, NUM_EPOCHS, NUM_MINIBATCHES = 4, 128, 4, 4
 
 def make_parser():
     """Make the parser of the command line's flags."""
-    parser = peer.make_parser(__doc__, "CartPole-v1")
-    parser.add_argument("--total-timesteps", type=peer.count, default=100_000)
-    return parser
+    return peer.make_ppo_parser(__doc__)
 
 
 def main() -> None:
