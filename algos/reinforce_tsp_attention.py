@@ -686,7 +686,7 @@ class Run(Progress):
             self.open_log()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint:
-                print_line(f"Continues from {self.checkpoint['path'].name}; checkpoint.pt will be replaced")
+                print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
         # Where the bar is written to a file, every 30 seconds are enough

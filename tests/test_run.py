@@ -123,7 +123,7 @@ def test_a_resume_of_best_says_what_it_does_before_it_does_it(copied, monkeypatc
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(io.StringIO()), pytest.raises(ZeroDivisionError):
         ppo.main(["--resume", str(copied / "best.pt"), "--total-timesteps", "9999"])
-    assert "Continues from best.pt; checkpoint.pt will be replaced\n" in out.getvalue()
+    assert "Continues from best.pt; next states go to checkpoint.pt\n" in out.getvalue()
     assert (copied / "checkpoint.pt").read_bytes() == before
 
 
