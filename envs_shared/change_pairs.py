@@ -1,8 +1,8 @@
 """Pairs of pictures for change detection: the task haze, batches of pairs, and scores of maps.
 
-Pairs are uint8 [M, J C + 1, H, W]: C bands of each of J dates, then the label of each pixel. The label is 0 for
-unchanged, 1 for changed, and 255 where it does not count. There are two dates, except in haze-3 and haze-4.
-change_folders.py reads pairs from files.
+Pairs are uint8 [M, J C + 1, H, W]: C bands of each of J dates, then the label of each pixel. The label is 0
+for unchanged, 1 for changed, and 255 where it does not count. There are two dates, except in haze-3 and
+haze-4. change_folders.py reads pairs from files.
 """
 
 import numpy as np
@@ -97,8 +97,8 @@ def unify_labels(labels, ignore_index):
 def stack_pairs(pairs, multiple, least):
     """Stack pairs [2 C + 1, H, W], with sides that are multiples of `multiple` and at least `least`.
 
-    Pictures are mirrored beyond their borders, and pixels there do not count. Patches of this margin are patches
-    like all others: the policy cannot know them, and a look at one costs as much and earns nothing.
+    Pictures are mirrored beyond their borders, and pixels there do not count. Patches of this margin are
+    patches like all others: the policy cannot know them, and a look at one costs as much and earns nothing.
     """
     sides = [max(least, *(pair.shape[axis] for pair in pairs)) for axis in (1, 2)]
     stacked = []
@@ -155,13 +155,13 @@ def split_labels(pairs, args):
 
 
 def split_parts(pairs, args):
-    """Split pairs into parts of at most MAX_PIXELS, or of one pair, which bounds the memory; split the labels off."""
+    """Split pairs into parts of at most MAX_PIXELS, or of one pair, to save memory; split the labels off."""
     for part in pairs.split(max(1, MAX_PIXELS // pairs[0, 0].numel())):
         yield split_labels(part, args)
 
 
 def show_dates(step_indices, args):
-    """Return which dates [B, 1, 1, J] a look at steps [B] shows: all at the last step, one less at each step before.
+    """Return which dates [B, 1, 1, J] a look at steps [B] shows: at the last step all, before it one less each.
 
     It shows at least the first date. For T = 3 steps:
                         step 0   step 1   step 2
@@ -175,7 +175,7 @@ def show_dates(step_indices, args):
 
 
 def cut_windows(images, args):
-    """Cut pictures [B, J C, S, S] into windows [B, h, w, J C, s, s]: a patch and a border of one cell around it."""
+    """Cut pictures [B, J C, S, S] into windows [B, h, w, J C, s, s]: a patch with a border of one cell."""
     border = args.cell_size
     size = args.patch_size + 2 * border
     padded = F.pad(images, (border,) * 4, mode="reflect")
@@ -185,7 +185,7 @@ def cut_windows(images, args):
 
 
 def join_cells(cells, args):
-    """Make a map of pixels [B, S, S] from values of cells [B, G, h, w]: the reverse of `split_labels`, smoothed."""
+    """Make a map of pixels [B, S, S] from values of cells [B, G, h, w]: `split_labels` back, smoothed."""
     cells = F.pixel_shuffle(cells, args.patch_size // args.cell_size)  # [B, 1, S / c, S / c]
     return F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear").squeeze(1)
 
@@ -194,9 +194,9 @@ def join_cells(cells, args):
 
 
 def count_pixels(probability, labels, threshold):
-    """Count the pixels (or cells) that are hits, are called changed, are changed, and count; returns a tensor of four.
+    """Count pixels (or cells) that are hits, are called changed, are changed, and count: a tensor of four.
 
-    A pixel is called changed if its probability of change is at least the threshold. Arguments are of equal shape.
+    A pixel is called changed if its probability is at least the threshold. Arguments are of equal shape.
     """
     is_counted = labels != UNCOUNTED
     is_changed = labels == 1
@@ -205,7 +205,7 @@ def count_pixels(probability, labels, threshold):
 
 
 def compute_scores(counts):
-    """Compute scores of the class "changed", and overall accuracy, from `count_pixels`; 0 if there are no pixels."""
+    """Compute scores of the class "changed", and overall accuracy, from `count_pixels`; 0 without pixels."""
     hits, called, changed, counted = counts.tolist()
     return {
         "eval/f1": 2 * hits / max(called + changed, 1),
