@@ -161,7 +161,7 @@ def split_parts(pairs, args):
 
 
 def show_dates(step_indices, args):
-    """Return which dates [B, 1, 1, J] a look at steps [B] shows: all at the last step, each step before one less.
+    """Return the dates [B, 1, 1, J] that a look at steps [B] shows: all at the last step, fewer at earlier ones.
 
     It shows at least the first date. For T = 3 steps:
                         step 0   step 1   step 2
