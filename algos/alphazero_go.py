@@ -497,7 +497,7 @@ class Search:
             self.open(games, nodes, legal, *self.evaluator(boards, legal))
 
     def open(self, games, nodes, legal, logits, values):
-        """Store what the evaluator found for nodes [R], which become OPEN, and choose their first best moves."""
+        """Store what the evaluator found for nodes [R], which become OPEN, and choose their best moves."""
         self.value[games, nodes] = values
         # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph can
         # record
