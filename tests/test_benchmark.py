@@ -3,14 +3,13 @@
 import json
 import math
 import re
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ENVIRONMENT, ROOT, SCRIPTS
+from helpers import ROOT, SCRIPTS
 from results import NAME, SPEEDS, STEPS, make_cell, make_machine, make_results, make_solved, write_suite
 from scipy import stats
 
@@ -92,9 +91,7 @@ def test_intervals_cover_what_they_say(num):
 
 
 def test_threshold_is_the_first_point_at_it_in_the_right_direction():
-    curve = [
-        SimpleNamespace(step=step, value=value) for step, value in enumerate((3.0, 5.0, 2.0, 4.0, 5.0), 1)
-    ]
+    curve = [SimpleNamespace(step=i + 1, value=x) for i, x in enumerate((3.0, 5.0, 2.0, 4.0, 5.0))]
 
     def find(threshold, better="higher", in_a_row=1):
         cell = SimpleNamespace(threshold=threshold, better=better, in_a_row=in_a_row)
@@ -122,9 +119,9 @@ def test_tables_say_what_the_results_say():
     six = [400.0, 410.0, 420.0] * 2
     low, high = map(show, find_interval(six))
     assert f"| 410 ({low} to {high}) | 1.00 | 6 |" in report.make_cell_table([make_cell(six)], columns)
-    assert "| CartPole-v1, default | return | 410 (400, 410, 420) |  | 1.00 | 3 |" in report.make_comparison(
-        [make_cell([400.0, 410.0, 420.0])]
-    )
+    match = make_cell([1.0])
+    match["runs"][0]["metrics"] = {"eval/a": 1.0, "eval/a_low": 0.5, "eval/a_high": 1.5}
+    assert "| CartPole-v1, default | 1.00 (0.500 to 1.50) |" in report.make_cell_table([match], {"A": "a"})
     found = [show(x) for x in (0.00999999, 99.96, 1234.5, -1e-12, 5.0, math.inf)]
     assert found == ["0.0100", "100", "1,234", "0", "5.00", "-"]
 
@@ -133,8 +130,9 @@ def test_a_comparison_holds_each_cell_against_the_first_of_its_task():
     better, other = make_cell([11.0, 12.0, 13.0]), make_cell([2.0, 1.0, 3.0])
     text = report.make_comparison([make_cell([1.0, 2.0, 3.0]), better, other])
     half = 2.776 * (1 / 3 + 1 / 3) ** 0.5  # Student's t of four degrees of freedom, standard deviations of 1
+    assert "| CartPole-v1, default | return | 2.00 (1.00, 2.00, 3.00) |  | 1.00 | 3 |" in text
     assert f"12.0 (11.0, 12.0, 13.0) | **10.0** ({10 - half:.2f} to {10 + half:.1f}) | 1.00 | 3 |" in text
-    assert "2.00 (1.00, 2.00, 3.00) |  |" in text and "2.00 (2.00, 1.00, 3.00) | 0 (-2.27 to 2.27) |" in text
+    assert "2.00 (2.00, 1.00, 3.00) | 0 (-2.27 to 2.27) |" in text
 
 
 def test_a_report_keeps_committed_runs_that_a_folder_lacks():
@@ -181,21 +179,20 @@ def test_pages_show_the_cells_and_seeds_that_a_suite_has_now(tmp_path, monkeypat
     """Not a run of another command or criterion, nor of a seed that the suite has no more."""
     monkeypatch.setattr(common, "SUITES", tmp_path)
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    names = {name: f"ppo/CartPole-v1/{name}" for name in ("default", "command", "criterion")}
-    commands = {name: f"python algos/ppo.py --exp-name {name}" for name in names}
+    # Of each cell: its command in the suite, and what differs in the results
+    cells = {"default": ("--gamma 0.9", {}), "command": ("--gamma 0.8", {"command": "python algos/ppo.py"})}
+    cells |= {"criterion": ("--gamma 0.7", {"threshold": 475})}
+    commands = {name: f"python algos/ppo.py {flags}" for name, (flags, _) in cells.items()}
     write_suite(tmp_path / "a.toml", seeds=(2, 3), **commands)
-    same = {"curve": None, "threshold": None}
-    old = [
-        make_cell([1.0, 2.0], names["default"], command=commands["default"], **same),
-        make_cell([7.0, 8.0, 9.0], names["command"], **same),
-        make_cell([7.0, 8.0, 9.0], names["criterion"], command=commands["criterion"]),
-    ]
+    old = []
+    for name, (_, changes) in cells.items():
+        keys = {"command": commands[name], "curve": None, "threshold": None} | changes
+        old.append(make_cell([1.0, 2.0], f"ppo/CartPole-v1/{name}", **keys))
     records.save_results(tmp_path / "a.json", make_results(*old))
-    cells = records.load_published()["a"]["cells"]
-    assert [run_["seed"] for run_ in cells[names["default"]]["runs"]] == [2]
-    assert cells[names["default"]]["missing"] == [{"seed": 3, "error": NOT_RUN}]
-    for name in ("command", "criterion"):
-        assert not cells[names[name]]["runs"] and len(cells[names[name]]["missing"]) == 2
+    found = records.load_published()["a"]["cells"]
+    seeds = [[run["seed"] for run in cell["runs"]] for cell in found.values()]
+    assert [*found] == [f"ppo/CartPole-v1/{name}" for name in cells] and seeds == [[2], [], []]
+    assert found["ppo/CartPole-v1/default"]["missing"] == [{"seed": 3, "error": NOT_RUN}]
 
 
 def test_ratios_count_runs_that_never_got_there():
@@ -230,12 +227,6 @@ def test_tables_say_what_is_not_equal():
     ratio = {"title": "t", "quantity": "steps_per_second", "ours": "a", "peer": "b"}
     table = report.make_ratio_table({"cells": {"a": ours, "b": peer}, "ratios": [ratio]})
     assert table.endswith("\n| t | 1.00 | 1,000 | 1,000 | 1 / 1 | sb3 | B, a |")
-
-
-def test_a_match_shows_its_own_interval():
-    cell = make_cell([1.0])
-    cell["runs"][0]["metrics"] = {"eval/a": 1.0, "eval/a_low": 0.5, "eval/a_high": 1.5}
-    assert "| CartPole-v1, default | 1.00 (0.500 to 1.50) |" in report.make_cell_table([cell], {"A": "a"})
 
 
 def test_summaries_show_what_the_tables_of_cells_show():
@@ -376,35 +367,27 @@ def test_what_a_comparison_finds_and_how_often_it_cries_wolf(kind):
     assert (np.array(found) > [0.33, 0.7, 0.7, 0.88, 0.6]).all(), found
 
 
-def test_a_failed_cell_has_exit_code_1_and_results_that_cannot_be_read_2(tmp_path):
+def test_a_failed_cell_has_exit_code_1_and_results_that_cannot_be_read_2(tmp_path, monkeypatch, capsys):
     """A missing file, one that is no JSON, one of another form, the list of a run folder, an empty folder."""
-    lost = [make_cell(BASE[:4], missing=[{"seed": 5, "error": x}]) for x in (NOT_RUN, "exit code 1")]
-    contents = {"base": make_results(make_cell(BASE)), "0": make_results(lost[0]), "1": make_results(lost[1])}
-    contents |= {
-        "apart": make_results(make_cell(BASE, "ppo/T/s")),
-        "other": {},
-        "list": {"suite": "a", "cells": []},
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    (tmp_path / "bad").write_text("{")
     (tmp_path / "runs").mkdir()
+    cells = {"base": make_cell(BASE), "apart": make_cell(BASE, "ppo/T/s")}
+    cells |= {x: make_cell(BASE[:4], missing=[{"seed": 5, "error": x}]) for x in (NOT_RUN, "exit code 1")}
+    contents = {name: json.dumps(make_results(cell)) for name, cell in cells.items()}
+    contents |= {"bad": "{", "other": "{}", "list": json.dumps({"suite": "a", "cells": []})}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
 
     def compare_with(name):
-        return compare.main(compare.Args(tmp_path / "base", tmp_path / name))
+        monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "base"), str(tmp_path / name)])
+        with pytest.raises(SystemExit) as stop:
+            common.run_main(compare.main, compare.Args, "")
+        return stop.value.code, capsys.readouterr().err
 
-    assert [compare_with(code) for code in "01"] == [0, 1]
+    assert compare_with(NOT_RUN) == (0, "") and compare_with("exit code 1") == (1, "")
     for name, message in {
-        "none": "No such file .*none'$",
-        "runs": "No such file .*suite.json'$",
-        "bad": "no results of a suite$",
-        "other": "no results of a suite$",
-        "list": "no results of a suite$",
-        "apart": "have no results of the same cell$",
+        "none": f"[Errno 2] No such file or directory: '{tmp_path}/none'",
+        "runs": f"[Errno 2] No such file or directory: '{tmp_path}/runs/suite.json'",
+        **{name: f"{tmp_path}/{name}: no results of a suite" for name in ("bad", "other", "list")},
+        "apart": f"{tmp_path}/base and {tmp_path}/apart have no results of the same cell",
     }.items():
-        with pytest.raises((ResultsError, OSError), match=message):
-            compare_with(name)
-    command = [sys.executable, "-m", "benchmark.compare", "none.json", "none.json"]
-    found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-    message = "compare.py: [Errno 2] No such file or directory: 'none.json'\n"
-    assert (found.returncode, found.stderr) == (2, message)
+        assert compare_with(name) == (2, f"compare.py: {message}\n")
