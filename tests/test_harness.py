@@ -81,6 +81,7 @@ def test_the_suites_parse_against_the_scripts(path):
 
 
 CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
+RATIO = "[[ratios]]\ntitle = 't'\nquantity = 'x'\nours = 'ppo/T/s'\npeer = 'y'\n"
 
 
 def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
@@ -112,15 +113,11 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
         ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
         ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
         ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
-        (
-            "[[cells]]",
-            "[[ratios]]\ntitle = 't'\nquantity = 'x'\nours = 'ppo/T/s'\npeer = 'y'\n[[cells]]",
-            "ratios: ours and peer have to name cells",
-        ),
+        ("[[cells]]", f"{RATIO}[[cells]]", "ratios: ours and peer have to name cells"),
         (
             "seeds = [1]",
             "seed = [1]",
-            "unknown key seed; there are cells, headline, levels, ratios, seeds, summary",
+            "unknown key seed; there are cells, headline, levels, ratios, seeds, su",
         ),
         ('setting = "s"', 'setting = "s"\nthreshold = 3', "a threshold needs the tag of its curve"),
         ('setting = "s"', 'setting = "s"\nbetter = "more"', "better is neither"),
@@ -227,16 +224,11 @@ def test_a_run_is_read_from_its_events(run_python):
     assert found["cpu_seconds"] == process["cpu_seconds"]
     assert found["machine"] == process["machine"] == describe_machine()
     assert found["commit"] == found["machine"]["commit"]
+    steps = [step for step, _, _ in found["curve"]]  # thinned, but for the last point
+    assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
+    assert found["curve"][-1] == [50_000, 1000.0, 5000.0]
     on_gpu = runs.find_run(path.parent, define_cell(gpus=1, **keys)).run
     assert on_gpu["seconds_to_threshold"] <= on_gpu["wall_seconds"] < 30
-
-
-def test_curves_are_thinned_and_keep_their_last_point(run_python):
-    _, outcome = run_python("", num_points=500, curve="eval/x")
-    curve = outcome.run["curve"]
-    steps = [step for step, _, _ in curve]
-    assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
-    assert curve[-1] == [50_000, 1000.0, 5000.0]
 
 
 def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
@@ -398,10 +390,7 @@ more"""
 @pytest.mark.parametrize(
     ("exit_code", "log", "error", "num_tries"),
     [
-        (1, "a crash", "exit code 1: a crash", 3),
-        (1, "KeyError: Missing key", "exit code 1: KeyError: Missing key", 3),
         (25, "x", "exit code 25: x", 3),
-        (-9, "", "exit code -9: ", 3),
         (1, BY_TORCHRUN.format(1), "exit code 1: why it ended", 3),
         (2, "hello\nppo.py: error: x\nmore", "exit code 2: ppo.py: error: x", 1),
         (1, BY_TORCHRUN.format(2), "exit code 2: why it ended", 1),
@@ -452,7 +441,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     commands |= {"killed": SHORT.replace("2560", "5120"), "other": f"{SHORT} --gamma 0.9"}
     suite = write_suite(tmp_path / "a.toml", **commands)
     text = suite.read_text()
-    suite.write_text(text + 'curve = "charts/nothing"\n')  # of the last cell
+    suite.write_text(f'{text}curve = "charts/nothing"\n')  # of the last cell
     harness = start_harness(suite, "--runs", runs)
     (victim,) = wait_until(lambda: find_processes(runs / "a" / "ppo" / "CartPole-v1" / "killed", "guard.py"))
     victim.kill()
@@ -463,13 +452,11 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert "failed: ppo/CartPole-v1/other, seed 1: no charts/nothing in " in output
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
     assert len(before) == 5  # two of the cell that was killed
-    more = (
+    text += 'curve = "charts/episodic_return"\nthreshold = 5\n'  # which all have logged
+    text += (
         '[levels.CartPole-v1]\nmaximum = 500\n[[ratios]]\ntitle = "good / killed"\nquantity = "env_steps"\n'
     )
-    more += 'ours = "ppo/CartPole-v1/good"\npeer = "ppo/CartPole-v1/killed"\n'
-    suite.write_text(
-        f'{text}curve = "charts/episodic_return"\nthreshold = 5\n{more}'
-    )  # which all have logged
+    suite.write_text(f'{text}ours = "ppo/CartPole-v1/good"\npeer = "ppo/CartPole-v1/killed"\n')
     harness = start_harness(suite, "--runs", runs, "--only", "*/[gko]*")
     assert "3 of 3 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
@@ -527,33 +514,26 @@ def test_published_figures_are_made_again_from_raw_data(
     run_python, tmp_path, monkeypatch, capsys, is_changed
 ):
     """With their thinned curves. --check names what differs, and writes nothing."""
-    monkeypatch.setattr(common, "SUITES", tmp_path / "suites")
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    for name in ("suites", "results"):
-        (tmp_path / name).mkdir()
-    path, _ = run_python(
-        "", tags=("charts/episodic_return", "eval/x"), num_points=500, curve="eval/x", seed=3
-    )
-    cell = vars(define_cell(curve="eval/x", seed=3)) | {"folder": str(path.parent.relative_to(tmp_path))}
+    monkeypatch.setattr(common, "SUITES", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    path, _ = run_python("", num_points=500, curve="eval/x", seed=3)
+    cell = vars(define_cell(curve="eval/x", seed=3)) | {"folder": str(path.parent)}
     folder = tmp_path / "runs" / "s"
     folder.mkdir(parents=True)
-    (folder / cell["folder"]).symlink_to(path.parent)
-    (folder / "suite.json").write_text(
-        json.dumps({"suite": "s", "cells": [cell], "levels": {}, "ratios": []})
-    )
+    (folder / "suite.json").write_text(json.dumps({"suite": "s", "cells": [cell], "levels": {}}))
     results = records.collect(folder)
     (run_,) = results["cells"][cell["name"]]["runs"]
     assert 30 <= len(run_["curve"]) <= runs.NUM_POINTS
     if is_changed:
         run_["curve"][7][2] += 0.1
         run_["env_steps"] += 1
-    records.save_results(tmp_path / "results" / "s.json", results)
-    before = (tmp_path / "results" / "s.json").read_bytes()
+    records.save_results(tmp_path / "s.json", results)
+    before = (tmp_path / "s.json").read_bytes()
     page = tmp_path / "page.md"
     page.write_text("a")
     monkeypatch.setattr(report, "make_pages", lambda published: {page: "b" if is_changed else "a"})
     code = report.main(report.Args(runs=tmp_path / "runs", check=True))
-    assert code == is_changed and (tmp_path / "results" / "s.json").read_bytes() == before
+    assert code == is_changed and (tmp_path / "s.json").read_bytes() == before
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"s: {0 if is_changed else 1} runs have what is published"
     different = [f"s: {cell['name']}, seed 3 has another env_steps, curve", f"{page} is another page"]
