@@ -321,18 +321,14 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="guards kill the p
     ("end", "hours", "error"),
     [
         ("", 1, ""),
-        ("print('|##| 1/1\\r|###| 2/2'); sys.exit('why it ended')", 1, "exit code 1: why it ended"),
-        ("print('|##| 1/1\\r|###| 2/2', end=''); exit(3)", 1, "exit code 3: |###| 2/2"),
         ("os.kill(os.getpid(), 9)", 1, "exit code -9: ready"),
-        ("print('╭─ Bad ─╮\\n│ --x: no  │\\n│ ─── │\\n╰─────╯'); exit(2)", 1, "exit code 2: --x: no"),
         ("time.sleep(90)", 20 / 3600, "not done after 0.00555556 hours"),
     ],
 )
 def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, hours, error):
     """However the cell ends. What crashed has failed, whatever it has logged.
 
-    The reason is the last line written, whatever the environment says of buffers, or the first in tyro's
-    frame.
+    The reason is the last line written, whatever the environment says of buffers.
     """
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     path, found = run_python(DAEMON + end, hours=hours)
@@ -390,7 +386,9 @@ more"""
 @pytest.mark.parametrize(
     ("exit_code", "log", "error", "num_tries"),
     [
-        (25, "x", "exit code 25: x", 3),
+        (25, "|##| 1/1\r|###| 2/2\nwhy it ended", "exit code 25: why it ended", 3),
+        (1, "|##| 1/1\r|###| 2/2", "exit code 1: |###| 2/2", 3),
+        (2, "╭─ Bad ─╮\n│ --x: no  │\n│ ─── │\n╰─────╯", "exit code 2: --x: no", 1),
         (1, BY_TORCHRUN.format(1), "exit code 1: why it ended", 3),
         (2, "hello\nppo.py: error: x\nmore", "exit code 2: ppo.py: error: x", 1),
         (1, BY_TORCHRUN.format(2), "exit code 2: why it ended", 1),
@@ -399,7 +397,7 @@ more"""
     ],
 )
 def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, exit_code, log, error, num_tries):
-    """A cell that would fail in the same way again is not repeated."""
+    """One that would fail in the same way again is not repeated. The reason is the last line or a refusal."""
     cell = define_cell()
     folder = tmp_path / cell.hash()
 
