@@ -131,46 +131,36 @@ def test_what_is_wrong_with_a_suite_is_one_line(tmp_path, old, new, message):
     assert "\n" not in str(error.value) and str(error.value).startswith(str(path))
 
 
-FILES = {
-    "algos/ppo.py": "if True:\n    from envs_shared import a\nimport numpy\n",
-    "envs_shared/__init__.py": "",
-    "envs_shared/a.py": "a = 1\n",
-    "envs_shared/b.py": "b = 1\n",
-    "envs_shared/own.py": "c = 1\n",
-    "envs_shared/task.py": "d = 1\n",
-    "benchmark/peers/match.py": 'from benchmark.peers import clock, shared\nENGINE = "algos/ppo.py"\n'
-    'DATA = "benchmark/data/r.txt"\nTASK = "envs_shared.task:T-v0"\n',
-    "benchmark/data/r.txt": "3.85\n",
-    "benchmark/peers/clock.py": "",
-    "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
-    "benchmark/peers/requirements-x.txt": "x==1\n",
-    "algos/net.pt": "weights",
-}
-
-
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
     """A script's sibling, files and tasks that a peer or a flag names, a peer's packages; no neighbours."""
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    used, find = [], suites.find_used_files
+
+    def find_files(command, **keys):
+        define_cell(command, **keys).hash()
+        return {str(path) for path in used[-1]}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(suites, "find_used_files", lambda names: used.append(find(names)) or used[-1])
+        ours = find_files("python algos/alphazero_go.py")
+        named = find_files("python algos/alphazero_go.py --env-id envs_shared.memory_tasks:TMaze10-v0")
+        match = find_files("python -m benchmark.peers.gnugo_match", environment="elkai")
+        data = find_files("python -m benchmark.peers.elkai_lkh --x benchmark/checkpoints/tsp20.pt")
+    rules = {"envs_shared/go.py", "envs_shared/go_gtp.py"}
+    assert ours == {"algos/alphazero_go.py", "benchmark/peers/clock.py"} | rules
+    assert named == ours | {"envs_shared/memory_tasks.py"}
+    peers = {"__init__.py", "gnugo_match.py", "go_engine.py", "peer.py", "requirements-elkai.txt"}
+    network = {"benchmark/checkpoints/go5x5.pt"}
+    assert match == ours | network | {f"benchmark/peers/{name}" for name in peers}
+    assert data >= {"benchmark/checkpoints/tsp20.pt", "benchmark/data/tsp/tsp20_uniform_500.txt"}
+    assert "envs_shared/memory_tasks.py" in {*map(str, find(["benchmark/stacked_frames.py"]))}
+
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    monkeypatch.setattr(common, "PEERS", tmp_path / "benchmark" / "peers")
-    ours = define_cell("python algos/ppo.py --gamma 0.9")
-    named = define_cell("python algos/ppo.py --env-id envs_shared.own:T-v0")
-    match = define_cell("python -m benchmark.peers.match --net algos/net.pt", environment="x")
-    changed = {ours: set(), named: set(), match: set()}
-    before = {cell: cell.hash() for cell in changed}
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(f"{text}#")
-        for cell, names in changed.items():
-            names |= {name} if cell.hash() != before[cell] else set()
-        (tmp_path / name).write_text(text)
-    clock = "benchmark/peers/clock.py"
-    assert changed[ours] == {"algos/ppo.py", "envs_shared/a.py", "envs_shared/__init__.py", clock}
-    assert changed[named] == changed[ours] | {"envs_shared/own.py"}
-    assert changed[match] == FILES.keys() - {"envs_shared/b.py", "envs_shared/own.py"}
-    assert define_cell(ours.command, setting="t", seed=2).hash() == before[ours] == ours.hash()
-    assert define_cell("python algos/ppo.py --gamma 0.8").hash() != before[ours]
+    (tmp_path / "algos").mkdir()
+    hashes = []
+    for text, flags in (("", ""), ("#", ""), ("", " --seed 1"), ("", "")):
+        (tmp_path / "algos" / "ppo.py").write_text(text)
+        hashes.append(define_cell(f"python algos/ppo.py{flags}", setting=f"s{len(hashes)}", seed=1).hash())
+    assert len({*hashes}) == 3 and hashes[0] == hashes[-1]
 
 
 def test_bad_input_is_one_line(tmp_path):
