@@ -131,60 +131,53 @@ def test_tables_say_what_the_pages_do_not_show_now():
     assert found == ["0.0100", "100", "1,234", "0", "5.00", "-"]
 
 
-def test_a_report_keeps_committed_runs_that_a_folder_lacks():
-    """New runs replace those of their seeds."""
-
-    def merge(cell, name=NAME):
-        """Return the values that are published then."""
-        old, new = make_results(make_cell([1.0, 2.0])), make_results(cell)
-        report.merge(old, new)
-        found = new["cells"][name]
-        assert not found["missing"]
-        return records.get_values(found, "headline")
-
-    for error in (NOT_RUN, "exit code 1"):
-        assert merge(make_cell([5.0], missing=[{"seed": 2, "error": error}])) == [5.0, 2.0]
-    assert merge(make_cell([5.0, 6.0, 7.0])) == [5.0, 6.0, 7.0]
-    assert merge(make_cell([5.0], "ppo/T/other")) == [1.0, 2.0]  # a folder without the cell
-    assert merge(make_cell([5.0]) | {"command": "of before"}) == [1.0, 2.0]
-    peer = make_cell([1.0, 2.0], "sb3_ppo/T/s")
-    peer["runs"][1] |= {"machine": make_machine(commit="abc-dirty"), "commit": "sb3 1.0"}
-    with pytest.raises(ResultsError, match=r"T/s, seed 2 ran with uncommitted changes: run it again"):
-        merge(peer)
-
-
-def test_a_report_says_how_many_runs_are_new(tmp_path, monkeypatch, capsys):
-    """A suite that is not in benchmark/suites is left alone."""
+@pytest.fixture
+def suites(tmp_path, monkeypatch):
+    """The folder of a test's own suites and results."""
     monkeypatch.setattr(common, "SUITES", tmp_path)
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    command = "python algos/ppo.py"
-    write_suite(tmp_path / "a.toml", seeds=(1, 2), default=command)
-    for values, suite in (([1.0], "a"), ([1.0, 2.0], "a"), ([3.0], "own")):
-        cell = make_cell(values, command=command, curve=None, threshold=None)
-        report.add_runs(make_results(cell, suite=suite))
-    assert capsys.readouterr().out.splitlines() == [
-        "a: 1 new runs in benchmark/results/a.json",
-        "a: 1 new runs in benchmark/results/a.json",
-        "own: not published; --out FOLDER shows it",
-    ]
-    (cell,) = records.load_published()["a"]["cells"].values()
-    assert records.get_values(cell, "headline") == [1.0, 2.0] and not (tmp_path / "own.json").exists()
+    return tmp_path
 
 
-def test_pages_show_the_cells_and_seeds_that_a_suite_has_now(tmp_path, monkeypatch):
+def test_a_report_adds_new_runs_to_the_committed_ones(suites, capsys):
+    """They replace those of their seeds. A suite that is not in benchmark/suites is left alone."""
+    ours = "python algos/ppo.py"
+    write_suite(suites / "a.toml", seeds=(1, 2, 3), default=ours, other=f"{ours} --gamma 0.9")
+
+    def add(values, name=NAME, suite="a", **changes):
+        """Add the runs of a cell; returns the number that is new, and all values of the default cell."""
+        keys = {"command": ours, "curve": None, "threshold": None} | changes
+        report.add_runs(make_results(make_cell(values, name, **keys), suite=suite))
+        cell = records.load_published()["a"]["cells"][NAME]
+        return capsys.readouterr().out.split(" new runs in")[0], records.get_values(cell, "headline")
+
+    assert add([1.0, 2.0]) == ("a: 2", [1.0, 2.0])
+    for num_new, error in ((1, NOT_RUN), (0, "exit code 1")):
+        assert add([5.0], missing=[{"seed": 2, "error": error}]) == (f"a: {num_new}", [5.0, 2.0])
+    assert add([5.0, 6.0, 7.0]) == ("a: 2", [5.0, 6.0, 7.0])
+    other = "ppo/CartPole-v1/other"
+    assert add([9.0], other, command=f"{ours} --gamma 0.9") == ("a: 1", [5.0, 6.0, 7.0])
+    assert add([9.0], command="of before") == ("a: 0", [5.0, 6.0, 7.0])
+    assert add([9.0], suite="own")[0] == "own: not published; --out FOLDER shows it\n"
+    assert not (suites / "own.json").exists()
+    changed = make_cell([1.0, 2.0])
+    changed["runs"][1] |= {"machine": make_machine(commit="abc-dirty"), "commit": "sb3 1.0"}
+    with pytest.raises(ResultsError, match=r"/default, seed 2 ran with uncommitted changes: run it again"):
+        report.add_runs(make_results(changed))
+
+
+def test_pages_show_the_cells_and_seeds_that_a_suite_has_now(suites):
     """Not a run of another command or criterion, nor of a seed that the suite has no more."""
-    monkeypatch.setattr(common, "SUITES", tmp_path)
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
     # Of each cell: its command in the suite, and what differs in the results
     cells = {"default": ("--gamma 0.9", {}), "command": ("--gamma 0.8", {"command": "python algos/ppo.py"})}
     cells |= {"criterion": ("--gamma 0.7", {"threshold": 475})}
     commands = {name: f"python algos/ppo.py {flags}" for name, (flags, _) in cells.items()}
-    write_suite(tmp_path / "a.toml", seeds=(2, 3), **commands)
+    write_suite(suites / "a.toml", seeds=(2, 3), **commands)
     old = []
     for name, (_, changes) in cells.items():
         keys = {"command": commands[name], "curve": None, "threshold": None} | changes
         old.append(make_cell([1.0, 2.0], f"ppo/CartPole-v1/{name}", **keys))
-    records.save_results(tmp_path / "a.json", make_results(*old))
+    records.save_results(suites / "a.json", make_results(*old))
     found = records.load_published()["a"]["cells"]
     seeds = [[run["seed"] for run in cell["runs"]] for cell in found.values()]
     assert [*found] == [f"ppo/CartPole-v1/{name}" for name in cells] and seeds == [[2], [], []]
