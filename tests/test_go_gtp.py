@@ -96,14 +96,10 @@ def test_handicap():
     assert answers[1] == "=" and answers[2].count("X") == 3 and answers[3].startswith("= ")
 
 
-def test_keeps_the_rules():
+def test_a_game_that_is_over_may_be_taken_up_again():
     engine = make_engine(3)
-    for move in ("b A2", "w C3", "b B1"):
-        assert ask(engine, f"play {move}") == ["="]
-    assert ask(engine, "play w A1") == ["? illegal move"]  # suicide
-    assert ask(engine, "play w pass", "play b pass") == ["=", "="]
-    assert ask(engine, "genmove w", "undo") == ["= pass", "="] and engine.boards.is_over  # the game is over
-    assert ask(engine, "play b C1") == ["="]  # but may be taken up again
+    assert ask(engine, "play w pass", "play b pass", "genmove w", "undo") == ["=", "=", "= pass", "="]
+    assert engine.boards.is_over and ask(engine, "play b C1") == ["="]
     vertex = ask(engine, "genmove b")[0]  # twice in a row
     assert vertex.startswith("= ") and int(engine.boards.to_play) == -1
 
@@ -138,8 +134,9 @@ def test_thinks_no_longer_than_the_clock_allows():
     start = time.monotonic()
     ask(engine, "genmove b")
     seconds = time.monotonic() - start
-    assert seconds < 10
-    assert 4 - seconds <= engine.time_left[1][0] < 3.95  # its clock runs where nobody sends time_left
+    assert (
+        seconds < 10 and 4 - seconds <= engine.time_left[1][0] < 3.95
+    )  # its clock runs where nobody sends time_left
     for commands, budget in (
         (["time_left w 3 2"], 0.8 * 3 / 2 - 0.1),
         (["time_left w 0 0"], 0.05),
