@@ -27,6 +27,7 @@ from scripts import CASES, SCRIPTS, each_script, get_module, load, read_progress
 from torch.distributed.run import get_args_parser
 
 from docs import hooks
+from envs_shared import change_pairs
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # all but the first are the site's
 BENCHMARK = [ROOT / "benchmark" / folder / "README.md" for folder in ("", "checkpoints", "peers")]
@@ -340,24 +341,22 @@ def test_the_environment_of_the_docs_is_learned(script, tmp_path, monkeypatch):
 # ---- Lines that use a saved policy -------------------------------------------------------------------------
 
 TRAINED = {
-    "alphazero_go": "benchmark/checkpoints/go5x5.pt",
-    "reinforce_tsp_attention": "benchmark/checkpoints/tsp20.pt",
+    "alphazero_go": "go5x5.pt",
+    "reinforce_tsp_attention": "tsp20.pt",
+    "ppo_change_detection": "haze.pt",
 }
 
 
 def make_policy(script: str, folder: Path) -> Path:
-    """Return best.pt of a quick run, with random weights, or the trained one of the repository."""
+    """Return the trained policy of the repository, or best.pt of a quick run, with random weights."""
     if script in TRAINED:
-        return ROOT / TRAINED[script]
+        return ROOT / "benchmark" / "checkpoints" / TRAINED[script]
     path = run_quick(script, folder).path / "best.pt"
     checkpoint = load(path)
     torch.manual_seed(5)
     for name, weights in checkpoint["agent"].items():  # so large that actions differ from step to step
-        if re.match(r"heads\.2" if script == "ppo_change_detection" else ".*(weight|bias)", name):
+        if name.endswith(("weight", "bias")):
             torch.nn.init.normal_(weights)
-    if script == "ppo_change_detection":
-        checkpoint["progress"]["threshold"] = 0.2
-        checkpoint["agent"]["heads.2.weight"][0] *= -1  # so that patches look
     torch.save(checkpoint, path)
     return path
 
@@ -398,11 +397,9 @@ def check_reinforce_tsp_attention(run_page, module, monkeypatch):
 
 def check_ppo_change_detection(run_page, module, monkeypatch):
     """The mask is that of --predict."""
-    rng = np.random.default_rng(1)
-    for name in ("before.png", "after.png"):
-        picture = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        picture[:16] = 0
-        Image.fromarray(picture).save(name)
+    (pair,), *_ = change_pairs.draw_haze(1, 32, 2, 1)
+    for name, picture in (("before.png", pair[:3]), ("after.png", pair[3:6])):
+        Image.fromarray(picture.transpose(1, 2, 0)).save(name)
     names = run_page()
     args, threshold = names["args"], names["checkpoint"]["progress"]["threshold"]
     args.predict = ("before.png", "after.png")
@@ -423,7 +420,7 @@ def test_the_lines_that_use_a_saved_policy(script, tmp_path, monkeypatch):
     page = (ROOT / "docs" / f"{script}.md").read_text()
     (code,) = re.findall(r"### In your own code\n\n```python\n(.*?)```", page, re.S)
     (named,) = re.findall(r'torch\.load\("(.+?)"', code)
-    assert named in ("runs/.../best.pt", TRAINED.get(script))
+    assert named in ("runs/.../best.pt", f"benchmark/checkpoints/{TRAINED.get(script)}")
     path, module = make_policy(script, tmp_path), get_module(script)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, script, module)  # as a copy of the script beside the lines
