@@ -454,26 +454,23 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
 # Self-play
 
 
-def test_records_are_the_games(monkeypatch):
+def test_records_are_the_games():
     """Compare planes, pi, Q, and the result from the mover's side with what was seen during the games.
 
     Whoever's turn it is, not the number of the move, says whose result is stored.
     """
-    go, searches, scores, history = TwiceInARow(3), [], [], [[] for _ in range(8)]
-    args = Args(komi=0.5, num_games=8, draw_moves=0.3)
-    games, evaluator = az.SelfPlay(go, 8), make_evaluator(go)
-    run, play, num_finished = az.Search.run, go.play, 0
-    monkeypatch.setattr(az.Search, "run", lambda self, n: searches.append(self) or run(self, n))
+    go, scores, history = TwiceInARow(3), [], [[] for _ in range(8)]
+    args, games = Args(komi=0.5, num_games=8, draw_moves=0.3), az.SelfPlay(go, 8)
+    search = az.Search(go, make_evaluator(go), games.boards, 12, args)
+    play, num_finished = go.play, 0
     go.play = lambda *x: scores.append(go.score(boards := play(*x))) or boards
     torch.manual_seed(0)
     for _ in range(40):
         planes, sides = go.planes(games.boards, go.legal_moves(games.boards)), games.boards.to_play.tolist()
-        tree = az.Search(go, evaluator, games.boards, 12, args)
-        ended, found = az.play_moves(games, go, tree, stage(num_simulations=12, epsilon=0.1), args)
+        ended, found = az.play_moves(games, go, search, stage(num_simulations=12, epsilon=0.1), args)
         assert ended.tolist() == (games.boards.num_moves == 0).nonzero()[:, 0].tolist()
-        search, expected = searches[-1], []
         assert (search.N[:, 0].sum(1) == 12).all() and search.P[:, 0].sum(1).mean() == pytest.approx(1.25)
-        legal = search.P[:, 0] > 0
+        expected, legal = [], search.P[:, 0] > 0
         rows = zip(planes, legal, search.policy(), search.root_values(), sides, strict=True)
         for game, row in enumerate(rows):
             history[game].append(row)
@@ -510,21 +507,14 @@ def test_moves_of_self_play():
     assert len(games.boards.last_move.unique()) == 1
 
 
-def test_random_games_have_results_for_values():
-    go = Go(5)
-    games = az.SelfPlay(go, 8)
-    records = [az.play_moves(games, go, None, stage(scores=None), Args(komi=0.5))[1] for _ in range(60)]
-    q, z = torch.cat([x.q for x in records]), torch.cat([x.z for x in records])
-    assert len(z) > 100 and torch.equal(q, z) and set(z.tolist()) == {0.0, 1.0}
-
-
 def test_the_first_records_of_a_stage_are_those_of_all_its_first_games():
-    """Which begin together; of those that end first, most are short."""
+    """Which begin together; of those that end first, most are short. Random games have results for values."""
     go, args, counts = Go(3), Args(komi=0.5), []
     games, bar = az.SelfPlay(go, 40), SimpleNamespace(update=counts.append)
     torch.manual_seed(0)
     images, num_moves = az.collect_images(games, go, None, 50, stage(scores=None), args, bar)
     assert sum(counts) == 50 and min(counts) >= 0 and len(images.z) >= 8 * 40 * 6
+    assert torch.equal(images.q, images.z) and {*images.z.tolist()} == {0, 1}
     first = len((images.planes[:, :2].sum((1, 2, 3)) == 0).nonzero())
     assert first >= 8 * 40 and num_moves >= 40 * 14
     games.pool = images
