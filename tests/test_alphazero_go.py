@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -244,21 +243,24 @@ def test_noise_is_of_a_dirichlet_distribution():
 
 def test_two_workers_evaluate_at_the_same_time_in_threads_of_their_own():
     """Each thread has the number of threads that the main one has; all threads are gone after the search."""
-    go, running, seen = Go(3), set(), []
+    go, running, seen, have_met = Go(3), set(), [], threading.Event()
     evaluate, main_thread, num_before = make_evaluator(go), threading.get_ident(), threading.active_count()
 
     def watch(boards, legal):
         thread = threading.get_ident()
         running.add(thread)
-        time.sleep(0.002)
-        seen.append((thread, len(running), torch.get_num_threads()))
+        if len(running) == 2:
+            have_met.set()
+        elif thread != main_thread:
+            have_met.wait(0.2)  # until they have met once; a worker that found no leaf does not come
+        seen.append((thread, torch.get_num_threads()))
         running.remove(thread)
         return evaluate(boards, legal)
 
     az.Search(go, watch, go.new(4), 40, Args(pseudo_limit=0.5, num_workers=2)).run(40)
-    threads, together, num_threads = zip(*seen, strict=True)
+    threads, num_threads = zip(*seen, strict=True)
     assert threads[0] == main_thread and len({*threads[1:]} - {main_thread}) == len({*threads[1:]}) == 2
-    assert max(together) == 2 and {*num_threads} == {torch.get_num_threads()}
+    assert have_met.is_set() and {*num_threads} == {torch.get_num_threads()}
     assert threading.active_count() == num_before
 
 

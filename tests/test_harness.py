@@ -437,10 +437,9 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
     assert len(before) == 5  # two of the cell that was killed
     text += 'curve = "charts/episodic_return"\nthreshold = 5\n'  # which all have logged
-    text += (
-        '[levels.CartPole-v1]\nmaximum = 500\n[[ratios]]\ntitle = "good / killed"\nquantity = "env_steps"\n'
-    )
-    suite.write_text(f'{text}ours = "ppo/CartPole-v1/good"\npeer = "ppo/CartPole-v1/killed"\n')
+    text += '[levels.CartPole-v1]\nmaximum = 500\n[[ratios]]\ntitle = "good / killed"\n'
+    text += 'quantity = "env_steps"\nours = "ppo/CartPole-v1/good"\npeer = "ppo/CartPole-v1/killed"\n'
+    suite.write_text(text)
     harness = start_harness(suite, "--runs", runs, "--only", "*/[gko]*")
     assert "3 of 3 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
@@ -507,7 +506,6 @@ def test_published_figures_are_made_again_from_raw_data(
     (folder / "suite.json").write_text(json.dumps({"suite": "s", "cells": [cell], "levels": {}}))
     results = records.collect(folder)
     (run_,) = results["cells"][cell["name"]]["runs"]
-    assert 30 <= len(run_["curve"]) <= runs.NUM_POINTS
     if is_changed:
         run_["curve"][7][2] += 0.1
         run_["env_steps"] += 1
