@@ -7,7 +7,7 @@ is wrong. It cannot know who has won: test that by games whose end you know.
 """
 
 import argparse
-import importlib.util
+import runpy
 
 import torch
 
@@ -80,10 +80,8 @@ def check_after_the_end(go, boards):
             again = go.play(again, moves)
             legal = go.legal_moves(again)
             go.planes(again, legal), go.score(again), again.is_over
-            require(
-                [x.shape == y.shape and x.dtype == y.dtype for x, y in zip(again, boards)],
-                "play has another type",
-            )
+            for x, y in zip(again, boards):
+                require(x.shape == y.shape and x.dtype == y.dtype, "play has another type")
 
 
 def check_game(make_game, env_id: str, num_games: int = 32):
@@ -131,14 +129,6 @@ def check_game(make_game, env_id: str, num_games: int = 32):
         check_after_the_end(fixed, others)
 
 
-def load_make_game(path: str):
-    """Return make_game of a file."""
-    spec = importlib.util.spec_from_file_location("game", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_game
-
-
 def make_parser():
     """Make the parser of the command line's flags."""
     parser = argparse.ArgumentParser(
@@ -152,5 +142,5 @@ def make_parser():
 if __name__ == "__main__":
     args = make_parser().parse_args()
     torch.manual_seed(0)
-    check_game(load_make_game(args.path), args.env_id)
+    check_game(runpy.run_path(args.path)["make_game"], args.env_id)
     print(f"{args.env_id}: nothing found")

@@ -74,11 +74,21 @@ def check_tic_tac_toe(path, folder):
     assert results[0].count(-1) >= 10 and results[1].count(-1) == 0  # without and with training
 
 
-def play_columns(go, columns):
+def count_sequences(go, num_moves):
+    """The numbers of sequences of 1, 2, ... moves; no game may end before the last of them."""
+    boards, counts = go.new(1), []
+    for _ in range(num_moves):
+        games, moves = go.legal_moves(boards).nonzero().T
+        boards = go.play(boards.pick(games), moves)
+        counts.append(len(moves))
+    return counts
+
+
+def score_columns(go, columns):
     boards = go.new(1)
     for column in columns:
         boards = go.play(boards, torch.tensor([column]))
-    return boards
+    return go.score(boards).item()
 
 
 def find_wins(go, num_games):
@@ -113,14 +123,8 @@ def check_connect_four(path, folder):
         "other diagonal": ([6, 5, 5, 4, 4, 3, 4, 3, 3, 0, 3], 1),
     }
     for name, (columns, winner) in games.items():
-        assert whole.score(play_columns(whole, columns)).item() == winner, name
-        assert whole.score(play_columns(whole, columns[:-1])).item() == 0, name
-    boards, counts = whole.new(1), []
-    for _ in range(7):  # known numbers of sequences, where no game is over before the seventh move
-        rows, moves = whole.legal_moves(boards).nonzero().T
-        boards = whole.play(boards.pick(rows), moves)
-        counts.append(len(moves))
-    assert counts == [7, 49, 343, 2401, 16807, 117649, 823536]
+        assert score_columns(whole, columns) == winner and score_columns(whole, columns[:-1]) == 0, name
+    assert count_sequences(whole, 7) == [7, 49, 343, 2401, 16807, 117649, 823536]
     torch.manual_seed(1)
     boards, wins = find_wins(go, 60)
     shares = [wins.gather(1, player(boards).unsqueeze(1)).float().mean().item() for player in players]
@@ -133,12 +137,7 @@ def check_othello(path, folder):
     game, go, players = train(path, folder, flags)
     check_game(game.make_game, "Othello-4x4")
     check_game(game.make_game, "Othello-6x6", 8)
-    boards, counts = game.make_game("Othello-8x8").new(1), []
-    for _ in range(5):  # perft of 8x8, in which nobody passes so soon
-        rows, moves = game.make_game("Othello-8x8").legal_moves(boards).nonzero().T
-        boards = game.make_game("Othello-8x8").play(boards.pick(rows), moves)
-        counts.append(len(moves))
-    assert counts == [4, 12, 56, 244, 1396]
+    assert count_sequences(game.make_game("Othello-8x8"), 5) == [4, 12, 56, 244, 1396]
     assert count_games(go) == [24632, 30116, 5312]
     results = [play_all(go, player, -1) for player in players]
     assert results[0].count(1) < len(results[0]) and results[1].count(1) == len(results[1])

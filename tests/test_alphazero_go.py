@@ -1,17 +1,17 @@
-"""AlphaZero: the search against plain ones of one worker and of two, the pool, the losses, self-play, matches."""
+"""AlphaZero: the search against a plain one of one worker and of two, the pool, the losses, self-play, matches."""
 
 import functools
 import itertools
 import math
 import threading
-import time
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import read_scalars
-from scripts import run_main
+from scripts import load, run_main
 
 from algos import alphazero_go as az
 from envs_shared.go import Boards, Go
@@ -33,8 +33,16 @@ def make_evaluator(go, sharpness=1.0):
     return evaluate
 
 
-def make_search(go, evaluator, boards, num_simulations, args, scores=az.puct_scores, num_workers=1):
-    return az.Search(go, evaluator, boards, num_simulations, replace(args, num_workers=num_workers), scores)
+class TwiceInARow(Go):
+    """Go in which the side of a move follows no parity: black moves twice, then white twice, and so on."""
+
+    def play(self, boards, moves):
+        after = super().play(boards, moves)
+        return after._replace(to_play=torch.where(after.num_moves % 4 < 2, 1, -1).to(torch.int8))
+
+
+def go_in_fixed_shapes(size):
+    return Go(size, "cpu", fixed_shapes=True)
 
 
 def make_boards(go, num_games, num_moves):
@@ -49,7 +57,7 @@ def stage(num_simulations=8, epsilon=0.0, value_coef=0.2, scores=az.puct_scores)
     return az.Stage("", 0, scores, num_simulations, epsilon, 0.3, value_coef, 1e-2)
 
 
-# One worker
+# The search
 
 
 def make_node(go, evaluate, boards, args):
@@ -85,113 +93,9 @@ def back_up(path, leaf):
         edge[1] += (v - edge[1]) / edge[0]
 
 
-def simulate(go, evaluate, root, args):
-    """Run a simulation from the root."""
-    node, path = root, []
-    while node and node["edges"]:  # the game is not over
-        path.append((node, choose(node, args)))
-        node = node["edges"][path[-1][1]][3]
-    if node is None:
-        parent, move = path[-1]
-        node = make_node(go, evaluate, go.play(parent["boards"], torch.tensor([move])), args)
-        parent["edges"][move][3] = node
-    back_up(path, node)
-
-
-def assert_same_tree(search, game, node, number=0):
-    """Compare all visits, values and priors below a node."""
-    for move, (n, q, p, child, pseudo) in node["edges"].items():
-        assert search.N[game, number, move] == n and pseudo == 0
-        assert abs(search.Q[game, number, move] - q) < 1e-9 and abs(search.P[game, number, move] - p) < 1e-9
-        next_number = int(search.child[game, number, move])
-        assert (next_number == search.nowhere) == (child is None)
-        if child:
-            assert abs(search.value[game, next_number] - child["v"]) < 1e-9
-            assert_same_tree(search, game, child, next_number)
-
-
-@pytest.mark.parametrize("fixed_shapes", [False, True])
-@pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {"score_weight": 0.4}), (5, {"first_q": "zero"})])
-def test_one_worker_is_the_serial_search(size, options, fixed_shapes, request):
-    """For several games at once, on small boards where games end and superko bites, and if continued.
-
-    With fixed shapes, rows without work leave nothing behind, and trees begin again in used memory.
-    """
-    # Some scores are so close that float32 may order them in another way
-    torch.set_default_dtype(torch.float64)
-    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    go, args = Go(size, "cpu", fixed_shapes), Args(komi=0.0, c_puct=2.0, **options)
-    evaluator, boards = make_evaluator(go), make_boards(go, 6, 2 if size == 2 else 4)
-    search = make_search(go, evaluator, make_boards(go, 6, 1), 120, args)
-    search.run(120)
-    search.start(boards)
-    roots = [make_node(go, evaluator, boards.pick(torch.tensor([game])), args) for game in range(6)]
-    for num_simulations in (3, 77, 40):
-        search.run(num_simulations)
-        for game, root in enumerate(roots):
-            for _ in range(num_simulations):
-                simulate(go, evaluator, root, args)
-            assert_same_tree(search, game, root)
-            edges = root["edges"]
-            n = sum(edge[0] for edge in edges.values())
-            visits = [edges.get(move, [0])[0] / n for move in range(go.num_actions)]
-            assert search.policy()[game].tolist() == pytest.approx(visits)
-            value = (root["v"] + sum(edge[0] * edge[1] for edge in edges.values())) / (1 + n)
-            assert search.root_values()[game].item() == pytest.approx(value, abs=1e-9)
-            best = max(edges, key=lambda move: edges[move][:2])  # ties by the values
-            assert search.best_moves()[game] == best
-    assert (search.child[:, search.nowhere] == search.nowhere).all()
-    assert all(x.isfinite().all() for x in (search.N, search.Q, search.P, search.value))
-    with pytest.raises(ValueError, match="more simulations than the trees have room for"):
-        search.run(1)
-    assert (search.num_nodes <= 121).all()
-    assert torch.equal(search.num_nodes, 1 + (search.child != search.nowhere).sum((1, 2)))
-
-
-@pytest.mark.parametrize("fixed_shapes", [False, True])
-def test_a_path_may_be_as_long_as_the_tree(fixed_shapes):
-    """It is if each position has one good move. With noise, the new prior decides on the first move."""
-    go, args = Go(5, "cpu", fixed_shapes), Args(noise_weight=1.5)
-
-    def evaluate(boards, legal):
-        return -100.0 * torch.arange(26).expand(legal.shape), torch.full(legal.shape[:1], 0.5)
-
-    boards = make_boards(go, 40, 4)
-    search = make_search(go, evaluate, boards, 13, args)
-    search.run(13)
-    assert (search.N.sum(2)[:, :14] == torch.arange(13, -1, -1)).all()
-    before = search.N[:, 0].argmax(1)
-    search.start(boards)
-    search.add_noise()
-    search.run(1)
-    first = search.N[:, 0].argmax(1)
-    assert torch.equal(first, search.P[:, 0].argmax(1)) and (first != before).any()
-
-
-def test_scores_are_classic_ucb():
-    q, n, p = torch.tensor([0.2, 0.5, 0.0]), torch.tensor([3.0, 0.0, 0.0]), torch.tensor([0.8, 0.1, 0.2])
-    found = az.ucb_scores(q, n, p, torch.tensor([12.0]), 1.5).tolist()
-    assert found[0] == pytest.approx(0.2 + 1.5 * (math.log(12) / 3) ** 0.5)
-    assert found[2] > found[1] > 1e5  # unvisited moves come first, by their prior
-
-
-def test_noise_is_of_a_dirichlet_distribution():
-    """One of three entries has mean 1/3 and variance (1/3)(2/3)/(3 alpha + 1)."""
-    torch.manual_seed(0)
-    prior = torch.tensor([0.0, 0.5, 0.3, 0.2]).expand(20_000, 4)
-    noise = az.dirichlet_noise(prior, 0.3)
-    assert (noise.sum(1) - 1).abs().max() < 1e-5 and not noise[:, 0].any()  # illegal
-    assert noise[:, 1:].mean(0).tolist() == pytest.approx([1 / 3] * 3, abs=0.01)
-    assert noise[:, 1:].var(0).tolist() == pytest.approx([2 / 9 / 1.9] * 3, abs=0.005)
-    assert torch.isfinite(az.dirichlet_noise(prior[:, 1:], 1e-3)).all()
-
-
-# Two workers
-
-
-def search_with_two(go, evaluate, boards, num_simulations, args):
-    """Grow the tree of one game as two workers do that take turns; returns the root and what happened."""
-    root, left, slots = make_node(go, evaluate, boards, args), num_simulations, [None, None]
+def grow(go, evaluate, root, num_simulations, args):
+    """Grow the tree of one game as workers do that take turns; returns what happened."""
+    left, slots = num_simulations, [None] * args.num_workers
     counts = {"pseudo-visits": 0, "found after one": 0, "none found": 0}
 
     def count_visits(index):
@@ -232,71 +136,132 @@ def search_with_two(go, evaluate, boards, num_simulations, args):
         return None, None, collided
 
     while left or any(slots):
-        for i in range(2):
-            if slots[i]:
-                path, leaf, collided = slots[i]
+        for i, slot in enumerate(slots):
+            if slot:
+                path, leaf, collided = slot
                 if leaf:
                     leaf |= make_node(go, evaluate, leaf["boards"], args)
                     back_up(path, leaf)
                 for parent, move in itertools.chain(*collided):
                     parent["edges"][move][4] -= 1
             slots[i] = request() if left else None
-    return root, counts
+    return counts
 
 
-# Where the prior is sharp, a path ends at one leaf again and again, and the limits decide
-TWO = [(2, 0.5, 1.0, {}), (3, 0.3, 1.0, {"first_q": "zero"}), (3, 0.1, 4.0, {}), (5, 0.1, 8.0, {})]
+def measure_depth(node):
+    return 1 + max((measure_depth(edge[3]) for edge in node["edges"].values() if edge[3]), default=0)
 
 
-@pytest.mark.parametrize(("size", "limit", "sharpness", "options"), TWO)
-def test_two_workers_are_the_plain_search_of_two(size, limit, sharpness, options, request):
-    """With real threads, for several games at once: pseudo-visits, collisions, ends of games, and limits."""
+def assert_same_tree(search, game, node, number=0):
+    """Compare all visits, values and priors below a node."""
+    for move, (n, q, p, child, pseudo) in node["edges"].items():
+        assert search.N[game, number, move] == n and pseudo == 0
+        assert abs(search.Q[game, number, move] - q) < 1e-9 and abs(search.P[game, number, move] - p) < 1e-9
+        next_number = int(search.child[game, number, move])
+        assert (next_number == search.nowhere) == (child is None)
+        if child:
+            assert abs(search.value[game, next_number] - child["v"]) < 1e-9
+            assert_same_tree(search, game, child, next_number)
+
+
+TWO = {"num_workers": 2}
+SEARCHES = [
+    (Go, 2, 1.0, {}),
+    (TwiceInARow, 3, 1.0, {"score_weight": 0.4}),
+    (Go, 5, 1.0, {"first_q": "zero"}),
+    (go_in_fixed_shapes, 2, 1.0, {}),
+    (go_in_fixed_shapes, 3, 1.0, {"score_weight": 0.4}),
+    (go_in_fixed_shapes, 5, 1e6, {"first_q": "zero"}),  # each position has one good move: paths are long
+    (Go, 2, 1.0, TWO | {"pseudo_limit": 0.5}),
+    (TwiceInARow, 3, 1.0, TWO | {"pseudo_limit": 0.3, "first_q": "zero"}),
+    # Where the prior is sharp, paths of two workers end at one leaf again and again, and the limit decides
+    (Go, 3, 4.0, TWO | {"pseudo_limit": 0.1}),
+    (Go, 5, 8.0, TWO | {"pseudo_limit": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("make_go", "size", "sharpness", "options"), SEARCHES)
+def test_a_search_is_the_plain_one(make_go, size, sharpness, options, request):
+    """For several games at once, on small boards where games end and superko bites, and if continued.
+
+    With fixed shapes, rows without work leave nothing behind. Trees begin again in used memory.
+    """
+    # Some scores are so close that float32 may order them in another way
     torch.set_default_dtype(torch.float64)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    go, args = Go(size), Args(komi=0.5, c_puct=1.25, pseudo_limit=limit, **options)
-    evaluator, boards = make_evaluator(go, sharpness), make_boards(go, 5, 2 if size == 2 else 4)
-    total = dict.fromkeys(("pseudo-visits", "found after one", "none found"), 0)
-    search = make_search(go, evaluator, boards, 100, args, num_workers=2)
-    search.run(100)
-    for game in range(5):
-        root, counts = search_with_two(go, evaluator, boards.pick(torch.tensor([game])), 100, args)
-        assert_same_tree(search, game, root)
-        total = {name: total[name] + counts[name] for name in total}
-    assert min(total.values()) > 5, total
-    assert search.pseudo is None and (search.N[:, 0].sum(1) == 100).all()
+    go, args = make_go(size), Args(komi=0.0, c_puct=1.5, **options)
+    evaluator, boards = make_evaluator(go, sharpness), make_boards(go, 6, 2 if size == 2 else 4)
+    search = az.Search(go, evaluator, make_boards(go, 6, 1), 120, args)
+    search.run(120)
+    search.start(boards)
+    roots = [make_node(go, evaluator, boards.pick(torch.tensor([game])), args) for game in range(6)]
+    total = Counter()
+    for num_simulations in (3, 77, 40):
+        search.run(num_simulations)
+        for game, root in enumerate(roots):
+            total.update(grow(go, evaluator, root, num_simulations, args))
+            assert_same_tree(search, game, root)
+            edges = root["edges"]
+            n = sum(edge[0] for edge in edges.values())
+            visits = [edges.get(move, [0])[0] / n for move in range(go.num_actions)]
+            assert search.policy()[game].tolist() == pytest.approx(visits)
+            value = (root["v"] + sum(edge[0] * edge[1] for edge in edges.values())) / (1 + n)
+            assert search.root_values()[game].item() == pytest.approx(value, abs=1e-9)
+            best = max(edges, key=lambda move: edges[move][:2])  # ties by the values
+            assert search.best_moves()[game] == best
+    assert (search.child[:, search.nowhere] == search.nowhere).all()
+    assert all(x.isfinite().all() for x in (search.N, search.Q, search.P, search.value))
+    with pytest.raises(ValueError, match="more simulations than the trees have room for"):
+        search.run(1)
+    assert torch.equal(search.num_nodes, 1 + (search.child != search.nowhere).sum((1, 2)))
+    assert sharpness < 1e6 or max(map(measure_depth, roots)) > 32
+    assert min(total.values()) > 5 if "num_workers" in options else not any(total.values()), total
+
+
+def test_scores_are_classic_ucb():
+    q, n, p = torch.tensor([0.2, 0.5, 0.0]), torch.tensor([3.0, 0.0, 0.0]), torch.tensor([0.8, 0.1, 0.2])
+    found = az.ucb_scores(q, n, p, torch.tensor([12.0]), 1.5).tolist()
+    assert found[0] == pytest.approx(0.2 + 1.5 * (math.log(12) / 3) ** 0.5)
+    assert found[2] > found[1] > 1e5  # unvisited moves come first, by their prior
+
+
+def test_noise_is_of_a_dirichlet_distribution():
+    """One of three entries has mean 1/3 and variance (1/3)(2/3)/(3 alpha + 1). Added to P, it changes first moves."""
+    torch.manual_seed(0)
+    prior = torch.tensor([0.0, 0.5, 0.3, 0.2]).expand(20_000, 4)
+    noise = az.dirichlet_noise(prior, 0.3)
+    assert (noise.sum(1) - 1).abs().max() < 1e-5 and not noise[:, 0].any()  # illegal
+    assert noise[:, 1:].mean(0).tolist() == pytest.approx([1 / 3] * 3, abs=0.01)
+    assert noise[:, 1:].var(0).tolist() == pytest.approx([2 / 9 / 1.9] * 3, abs=0.005)
+    assert torch.isfinite(az.dirichlet_noise(prior[:, 1:], 1e-3)).all()
+    search = az.Search(Go(5), make_evaluator(Go(5)), Go(5).new(40), 1, Args(noise_weight=1.5))
+    search.add_noise()
+    search.run(1)
+    first = search.N[:, 0].argmax(1)
+    assert torch.equal(first, search.P[:, 0].argmax(1)) and len(first.unique()) > 8
 
 
 def test_two_workers_evaluate_at_the_same_time_in_threads_of_their_own():
     """Each thread has the number of threads that the main one has; all threads are gone after the search."""
-    go, running, seen = Go(3), set(), []
-    evaluate = make_evaluator(go)
+    go, running, seen, have_met = Go(3), set(), [], threading.Event()
+    evaluate, main_thread, num_before = make_evaluator(go), threading.get_ident(), threading.active_count()
 
     def watch(boards, legal):
-        name = threading.get_ident()
-        running.add(name)
-        time.sleep(0.002)
-        seen.append((name, len(running), torch.get_num_threads()))
-        running.remove(name)
+        thread = threading.get_ident()
+        running.add(thread)
+        if len(running) == 2:
+            have_met.set()
+        elif thread != main_thread:
+            have_met.wait(0.2)  # until they have met once; a worker that found no leaf does not come
+        seen.append((thread, torch.get_num_threads()))
+        running.remove(thread)
         return evaluate(boards, legal)
 
-    num_before = threading.active_count()
-    search = make_search(go, watch, go.new(4), 40, Args(pseudo_limit=0.5), num_workers=2)
-    search.run(40)
-    names, together, num_threads = zip(*seen, strict=True)
-    assert names[0] == threading.get_ident() and len(set(names[1:])) == 2 and names[0] not in names[1:]
-    assert max(together) == 2 and set(num_threads) == {torch.get_num_threads()}
+    az.Search(go, watch, go.new(4), 40, Args(pseudo_limit=0.5, num_workers=2)).run(40)
+    threads, num_threads = zip(*seen, strict=True)
+    assert threads[0] == main_thread and len({*threads[1:]} - {main_thread}) == len({*threads[1:]}) == 2
+    assert have_met.is_set() and {*num_threads} == {torch.get_num_threads()}
     assert threading.active_count() == num_before
-
-
-def test_pseudo_visits_count_in_the_visits_of_a_move_and_not_in_those_of_its_node():
-    go, found = Go(2), []
-    search = make_search(go, make_evaluator(go), go.new(1), 8, Args())
-    search.N[0, 0] = torch.tensor([4.0, 3, 0, 0, 1])
-    search.pseudo = torch.zeros_like(search.N)
-    search.pseudo[0, 0, 0] = 2
-    search.scores = lambda q, *x: found.append([y.tolist() for y in (x[0], x[2])]) or q
-    search.choose(search.all_games, search.roots)
-    assert found == [[[[6, 3, 0, 0, 1]], [[9]]]]
 
 
 # What a search finds
@@ -309,7 +274,7 @@ def test_plain_mcts_finds_forced_wins(to_play, num_workers):
     torch.manual_seed(1)
     boards = set_up(go, [0, 1, 0, *[1] * 7, *[-1] * 6, 0, 0, 0, *[-1] * 6], to_play)
     evaluate = functools.partial(az.evaluate_rollouts, go, 0.5)
-    search = make_search(go, evaluate, boards, 100, Args(komi=0.5), az.ucb_scores, num_workers)
+    search = az.Search(go, evaluate, boards, 100, Args(komi=0.5, num_workers=num_workers), az.ucb_scores)
     search.run(100)
     assert int(search.N[0, 0].argmax()) == 17
 
@@ -491,23 +456,23 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
 # Self-play
 
 
-def test_records_are_the_games(monkeypatch):
-    """Compare planes, pi, Q, and the result from the mover's side with what was seen during the games."""
-    go, searches, scores, history = Go(3), [], [], [[] for _ in range(8)]
-    args = Args(komi=0.5, num_games=8, draw_moves=0.3)
-    games, evaluator = az.SelfPlay(go, 8), make_evaluator(go)
-    run, play, num_finished = az.Search.run, go.play, 0
-    monkeypatch.setattr(az.Search, "run", lambda self, n: searches.append(self) or run(self, n))
+def test_records_are_the_games():
+    """Compare planes, pi, Q, and the result from the mover's side with what was seen during the games.
+
+    Whoever's turn it is, not the number of the move, says whose result is stored.
+    """
+    go, scores, history = TwiceInARow(3), [], [[] for _ in range(8)]
+    args, games = Args(komi=0.5, num_games=8, draw_moves=0.3), az.SelfPlay(go, 8)
+    search = az.Search(go, make_evaluator(go), games.boards, 12, args)
+    play, num_finished = go.play, 0
     go.play = lambda *x: scores.append(go.score(boards := play(*x))) or boards
     torch.manual_seed(0)
     for _ in range(40):
         planes, sides = go.planes(games.boards, go.legal_moves(games.boards)), games.boards.to_play.tolist()
-        tree = az.Search(go, evaluator, games.boards, 12, args)
-        ended, found = az.play_moves(games, go, tree, stage(num_simulations=12, epsilon=0.1), args)
+        ended, found = az.play_moves(games, go, search, stage(num_simulations=12, epsilon=0.1), args)
         assert ended.tolist() == (games.boards.num_moves == 0).nonzero()[:, 0].tolist()
-        search, expected = searches[-1], []
         assert (search.N[:, 0].sum(1) == 12).all() and search.P[:, 0].sum(1).mean() == pytest.approx(1.25)
-        legal = search.P[:, 0] > 0
+        expected, legal = [], search.P[:, 0] > 0
         rows = zip(planes, legal, search.policy(), search.root_values(), sides, strict=True)
         for game, row in enumerate(rows):
             history[game].append(row)
@@ -544,56 +509,18 @@ def test_moves_of_self_play():
     assert len(games.boards.last_move.unique()) == 1
 
 
-def test_random_games_have_results_for_values():
-    go = Go(5)
-    games = az.SelfPlay(go, 8)
-    records = [az.play_moves(games, go, None, stage(scores=None), Args(komi=0.5))[1] for _ in range(60)]
-    q, z = torch.cat([x.q for x in records]), torch.cat([x.z for x in records])
-    assert len(z) > 100 and torch.equal(q, z) and set(z.tolist()) == {0.0, 1.0}
-
-
-class TwiceInARow(Go):
-    """Go in which the side of a move follows no parity: black moves twice, then white twice, and so on."""
-
-    def play(self, boards, moves):
-        after = super().play(boards, moves)
-        return after._replace(to_play=torch.where(after.num_moves % 4 < 2, 1, -1).to(torch.int8))
-
-
-def test_results_follow_the_side_to_move():
-    """Whoever's turn it is, not the number of the move, says whose result is stored."""
-    go, args = TwiceInARow(3), Args(komi=0.5)
-    games, num_games = az.SelfPlay(go, 6), 0
-    torch.manual_seed(0)
-    for _ in range(40):
-        _, found = az.play_moves(games, go, None, stage(scores=None), args)
-        won = found.z == found.planes[:, 7, 0, 0]  # by black, as the plane says whether black moves
-        starts = (found.planes[:, :2].sum((1, 2, 3)) == 0).nonzero()[:, 0].tolist()
-        for start, end in itertools.pairwise([*starts, len(won)]):
-            num_games += end - start > 5
-            assert end - start == 1 or len(set(won[start:end].tolist())) == 1
-    assert num_games > 5
-
-
-def test_values_are_backed_up_by_the_side_to_move():
-    go = TwiceInARow(3)
-    search = az.Search(go, make_evaluator(go), go.new(1), 1, Args())
-    search.run(1)  # black moves again after its first move
-    assert search.Q[0, 0, int(search.N[0, 0].argmax())] == search.value[0, 1]
-
-
 def test_the_first_records_of_a_stage_are_those_of_all_its_first_games():
-    """Which begin together; of those that end first, most are short."""
-    go, args = Go(3), Args(komi=0.5)
-    games, bar = az.SelfPlay(go, 40), SimpleNamespace(update=lambda n: counts.append(n))
-    counts = []
+    """Which begin together; of those that end first, most are short. Random games have results for values."""
+    go, args, counts = Go(3), Args(komi=0.5), []
+    games, bar = az.SelfPlay(go, 40), SimpleNamespace(update=counts.append)
     torch.manual_seed(0)
     images, num_moves = az.collect_images(games, go, None, 50, stage(scores=None), args, bar)
     assert sum(counts) == 50 and min(counts) >= 0 and len(images.z) >= 8 * 40 * 6
+    assert torch.equal(images.q, images.z) and {*images.z.tolist()} == {0, 1}
     first = len((images.planes[:, :2].sum((1, 2, 3)) == 0).nonzero())
     assert first >= 8 * 40 and num_moves >= 40 * 14
     games.pool = images
-    images, num_moves = az.collect_images(games, go, None, 50, stage(scores=None), args, bar)
+    _, num_moves = az.collect_images(games, go, None, 50, stage(scores=None), args, bar)
     assert num_moves <= 40 * 12  # later ones go on where they are
 
 
@@ -685,79 +612,57 @@ def test_matches_are_balanced():
     assert az.play_match(go, (first_legal, always_pass), 9, 0.5)[2] < num_moves  # an odd number of games
 
 
-@pytest.fixture
-def duels(monkeypatch):
-    """Keep the players and settings of matches, which are not played, and all searches."""
+def test_evaluations_are_against_the_best_network_or_plain_mcts(monkeypatch):
+    """Plain MCTS is classic UCB of one worker on won games; here it has fewer simulations than moves."""
     matches, searches, search = [], [], az.Search
     monkeypatch.setattr(az, "play_match", lambda go, *match: matches.append(match) or (0.5, 1.5, 7))
     monkeypatch.setattr(az, "Search", lambda *a, **k: searches.append(search(*a, **k)) or searches[-1])
-    return matches, searches
-
-
-def test_evaluations_are_against_the_best_network_or_plain_mcts(duels):
-    agent, args = make_agent(5, simulations_end=22, score_weight=1.0, eval_episodes=60)
-    go, (matches, searches) = Go(5), duels
+    agent, args = make_agent(5, simulations_end=22, score_weight=1.0, num_workers=2, eval_episodes=60)
+    go = Go(5)
     for best, suffix in ((None, ""), (agent, "_best")):
         found = az.evaluate(go, agent, args, best)
         assert found == {f"eval/win_rate{suffix}": 0.5, f"eval/margin{suffix}": 1.5, "eval/moves": 7}
-    ((searcher, _), *rest), (pair, *rest_best) = matches
+    ((searcher, plain), *rest), (pair, *rest_best) = matches
     assert rest == [60, 0.5] and rest_best == [40, 0.5]
     for player, num_simulations in ((searcher, 22), (pair[0], 6), (pair[1], 6)):
         player(go.new(2))
         assert (searches[-1].N[:, 0].sum(1) == num_simulations).all()
         assert searches[-1].scores is az.puct_scores and searches[-1].args.score_weight == 1
+    moves = plain(go.new(64))
+    tree = searches[-1]
+    q = tree.Q[:, 0].gather(1, moves[:, None])
+    assert len(moves.unique()) > 8 and (tree.N[:, 0] <= 1).all() and q.mean() > 0.9  # the won ones
+    assert tree.scores is az.ucb_scores
+    assert (tree.args.score_weight, tree.args.c_puct, tree.args.num_workers) == (0, 1.25, 1)
 
 
-def test_plain_mcts_is_classic_ucb_on_won_games(duels):
-    """Of one worker, as in the rollouts by however much they are won; here it has fewer simulations than moves."""
-    agent, args = make_agent(5, simulations_end=22, score_weight=1.0, num_workers=2)
-    go, (matches, searches) = Go(5), duels
-    az.evaluate(go, agent, args)
-    moves = matches[0][0][1](go.new(64))
-    plain = searches[-1]
-    q = plain.Q[:, 0].gather(1, moves[:, None])
-    assert len(moves.unique()) > 8 and (plain.N[:, 0] <= 1).all() and q.mean() > 0.9  # the won ones
-    assert plain.scores is az.ucb_scores
-    assert (plain.args.score_weight, plain.args.c_puct, plain.args.num_workers) == (0, 1.25, 1)
-
-
-@pytest.fixture
-def matches(monkeypatch):
-    """Give the matches of a run these win rates; returns the last biases of new and best network of each match."""
-    rates, found = [0.1, 0.9, 0.49, 0.5, 0.2], []  # the first one has nothing to replace
+def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, monkeypatch):
+    """The score is the sum of the win rates of kept networks over 1/2. Each match has openings of its own."""
+    rates, matches = [0.1, 0.9, 0.49, 0.5, 0.2], []  # the first network has nothing to replace
+    seeds, seed_everything = [], az.seed_everything
 
     def evaluate(go, agent, args, best=None):
         if best is None:
             return {"eval/win_rate": 0.75, "eval/margin": 2.5, "eval/moves": 1}
-        found.append([x.value_head[2].bias.item() for x in (agent, best)])
-        return {"eval/win_rate_best": rates[len(found) - 1], "eval/moves": 3}
+        matches.append([x.value_head[2].bias.item() for x in (agent, best)])
+        return {"eval/win_rate_best": rates[len(matches) - 1], "eval/moves": 3}
 
     monkeypatch.setattr(az, "evaluate", evaluate)
-    return found
-
-
-def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, matches):
-    """The score is the sum of the win rates of kept networks over 1/2, which never falls."""
+    monkeypatch.setattr(az, "seed_everything", lambda *x: seeds.append(x[1:]) or seed_everything(*x))
     path = run_main(az, tmp_path, *TINY).path
     news, olds = zip(*matches, strict=True)
     assert len({*news, olds[0]}) == 6 and olds[1:] == (news[0], news[1], news[1], news[3])
-    best, last = (torch.load(path / name, weights_only=True) for name in ("best.pt", "checkpoint.pt"))
+    best, last = load(path / "best.pt"), load(path / "checkpoint.pt")
     kept = best["agent"], best["best"], last["best"], last["agent"]
     assert [x["value_head.2.bias"].item() for x in kept] == [news[3], news[3], news[3], news[4]]
     lead = 0.1 - 0.5 + 0.9 - 0.5 + 0.5 - 0.5
     assert best["progress"]["iteration"] == 4 and best["progress"]["best_score"] == pytest.approx(lead)
     found = [last["progress"][name] for name in ("best_score", "last_score", "win_rate", "eval_steps")]
     assert found == pytest.approx([lead, lead + 0.2 - 0.5, 0.75, 15])
-
-
-def test_matches_have_other_openings_each_time_and_are_logged(tmp_path, monkeypatch, matches):
-    seeds, seed_everything = [], az.seed_everything
-    monkeypatch.setattr(az, "seed_everything", lambda *x: seeds.append(x[1:]) or seed_everything(*x))
-    scalars = read_scalars(run_main(az, tmp_path, *TINY).path)
     assert [x for x in seeds if x[0] in (2, 4)] == [*((2, epoch) for epoch in range(1, 6)), (4,)]
-    assert [x for _, x in scalars["eval/win_rate_best"]] == pytest.approx([0.1, 0.9, 0.49, 0.5, 0.2])
-    assert [x for _, x in scalars["eval/win_rate"]] == [0.75]
-    assert [x for _, x in scalars["eval/margin"]] == [2.5]
+    scalars = read_scalars(path)
+    for name, values in (("win_rate_best", rates), ("win_rate", [0.75]), ("margin", [2.5])):
+        assert [x for _, x in scalars[f"eval/{name}"]] == pytest.approx(values)
 
 
 def test_a_run_says_whether_it_has_games_and_pool(tmp_path, capsys):
@@ -768,7 +673,7 @@ def test_a_run_says_whether_it_has_games_and_pool(tmp_path, capsys):
         capsys.readouterr()
         az.main(["--resume", str(path / name), "--num-epochs", "7"])
         assert f"4 {kind} games and pool on cpu" in capsys.readouterr().out
-    assert "games" not in torch.load(path / "best.pt", weights_only=True)
+    assert "games" not in load(path / "best.pt")
 
 
 def test_the_line_with_the_sources_values():

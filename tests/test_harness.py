@@ -81,6 +81,7 @@ def test_the_suites_parse_against_the_scripts(path):
 
 
 CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
+RATIO = "[[ratios]]\ntitle = 't'\nquantity = 'x'\nours = 'ppo/T/s'\npeer = 'y'\n"
 
 
 def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
@@ -103,24 +104,18 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
         ("seeds = [1]", "seeds = [1", "cannot be read as TOML"),
         ("seeds = [1]", "seeds = 5", "seeds = 5 has to be a list"),
         ('"T"', '"T"\nseeds = 5', "cell 1: seeds = 5: write seeds = "),
-        ("{ ppo = 'eval/x' }", "'eval/x'", "headline = 'eval/x' has to be a dict"),
         ("seeds = [1]", "seeds = [1, 1]", "two cells have the same script, task, setting and seed"),
         ("algos/ppo", "algos/dqn", "command = 'python algos/dqn.py' has to be python or torchrun"),
         ("python", "torchrun --nproc-per-node 2", "torchrun --standalone"),
-        ("'eval/x'", "3", "cell 1: headline = 3 has to be str"),
         ('"T"', '"../T"', "task and setting of 'ppo/../T/s' are not of letters"),
         ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
         ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
         ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
-        (
-            "[[cells]]",
-            "[[ratios]]\ntitle = 't'\nquantity = 'x'\nours = 'ppo/T/s'\npeer = 'y'\n[[cells]]",
-            "ratios: ours and peer have to name cells",
-        ),
+        ("[[cells]]", f"{RATIO}[[cells]]", "ratios: ours and peer have to name cells"),
         (
             "seeds = [1]",
             "seed = [1]",
-            "unknown key seed; there are cells, headline, levels, ratios, seeds, summary",
+            "unknown key seed; there are cells, headline, levels, ratios, seeds, su",
         ),
         ('setting = "s"', 'setting = "s"\nthreshold = 3', "a threshold needs the tag of its curve"),
         ('setting = "s"', 'setting = "s"\nbetter = "more"', "better is neither"),
@@ -134,46 +129,36 @@ def test_what_is_wrong_with_a_suite_is_one_line(tmp_path, old, new, message):
     assert "\n" not in str(error.value) and str(error.value).startswith(str(path))
 
 
-FILES = {
-    "algos/ppo.py": "if True:\n    from envs_shared import a\nimport numpy\n",
-    "envs_shared/__init__.py": "",
-    "envs_shared/a.py": "a = 1\n",
-    "envs_shared/b.py": "b = 1\n",
-    "envs_shared/own.py": "c = 1\n",
-    "envs_shared/task.py": "d = 1\n",
-    "benchmark/peers/match.py": 'from benchmark.peers import clock, shared\nENGINE = "algos/ppo.py"\n'
-    'DATA = "benchmark/data/r.txt"\nTASK = "envs_shared.task:T-v0"\n',
-    "benchmark/data/r.txt": "3.85\n",
-    "benchmark/peers/clock.py": "",
-    "benchmark/peers/shared.py": "'of algos/none.py and others'\n",
-    "benchmark/peers/requirements-x.txt": "x==1\n",
-    "algos/net.pt": "weights",
-}
-
-
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
     """A script's sibling, files and tasks that a peer or a flag names, a peer's packages; no neighbours."""
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    used, find = [], suites.find_used_files
+
+    def find_files(command, **keys):
+        define_cell(command, **keys).hash()
+        return {str(path) for path in used[-1]}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(suites, "find_used_files", lambda names: used.append(find(names)) or used[-1])
+        ours = find_files("python algos/alphazero_go.py")
+        named = find_files("python algos/alphazero_go.py --env-id envs_shared.memory_tasks:TMaze10-v0")
+        match = find_files("python -m benchmark.peers.gnugo_match", environment="elkai")
+        data = find_files("python -m benchmark.peers.elkai_lkh --x benchmark/checkpoints/tsp20.pt")
+    rules = {"envs_shared/go.py", "envs_shared/go_gtp.py"}
+    assert ours == {"algos/alphazero_go.py", "benchmark/peers/clock.py"} | rules
+    assert named == ours | {"envs_shared/memory_tasks.py"}
+    peers = {"__init__.py", "gnugo_match.py", "go_engine.py", "peer.py", "requirements-elkai.txt"}
+    network = {"benchmark/checkpoints/go5x5.pt"}
+    assert match == ours | network | {f"benchmark/peers/{name}" for name in peers}
+    assert data >= {"benchmark/checkpoints/tsp20.pt", "benchmark/data/tsp/tsp20_uniform_500.txt"}
+    assert "envs_shared/memory_tasks.py" in {*map(str, find(["benchmark/stacked_frames.py"]))}
+
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    monkeypatch.setattr(common, "PEERS", tmp_path / "benchmark" / "peers")
-    ours = define_cell("python algos/ppo.py --gamma 0.9")
-    named = define_cell("python algos/ppo.py --env-id envs_shared.own:T-v0")
-    match = define_cell("python -m benchmark.peers.match --net algos/net.pt", environment="x")
-    changed = {ours: set(), named: set(), match: set()}
-    before = {cell: cell.hash() for cell in changed}
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(f"{text}#")
-        for cell, names in changed.items():
-            names |= {name} if cell.hash() != before[cell] else set()
-        (tmp_path / name).write_text(text)
-    clock = "benchmark/peers/clock.py"
-    assert changed[ours] == {"algos/ppo.py", "envs_shared/a.py", "envs_shared/__init__.py", clock}
-    assert changed[named] == changed[ours] | {"envs_shared/own.py"}
-    assert changed[match] == FILES.keys() - {"envs_shared/b.py", "envs_shared/own.py"}
-    assert define_cell(ours.command, setting="t", seed=2).hash() == before[ours] == ours.hash()
-    assert define_cell("python algos/ppo.py --gamma 0.8").hash() != before[ours]
+    (tmp_path / "algos").mkdir()
+    hashes = []
+    for text, flags in (("", ""), ("#", ""), ("", " --seed 1"), ("", "")):
+        (tmp_path / "algos" / "ppo.py").write_text(text)
+        hashes.append(define_cell(f"python algos/ppo.py{flags}", setting=f"s{len(hashes)}", seed=1).hash())
+    assert len({*hashes}) == 3 and hashes[0] == hashes[-1]
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -227,16 +212,11 @@ def test_a_run_is_read_from_its_events(run_python):
     assert found["cpu_seconds"] == process["cpu_seconds"]
     assert found["machine"] == process["machine"] == describe_machine()
     assert found["commit"] == found["machine"]["commit"]
+    steps = [step for step, _, _ in found["curve"]]  # thinned, but for the last point
+    assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
+    assert found["curve"][-1] == [50_000, 1000.0, 5000.0]
     on_gpu = runs.find_run(path.parent, define_cell(gpus=1, **keys)).run
     assert on_gpu["seconds_to_threshold"] <= on_gpu["wall_seconds"] < 30
-
-
-def test_curves_are_thinned_and_keep_their_last_point(run_python):
-    _, outcome = run_python("", num_points=500, curve="eval/x")
-    curve = outcome.run["curve"]
-    steps = [step for step, _, _ in curve]
-    assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
-    assert curve[-1] == [50_000, 1000.0, 5000.0]
 
 
 def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
@@ -277,10 +257,8 @@ def test_best_is_scored_after_the_run_if_the_cell_asks_for_it(tmp_path, monkeypa
     cell = define_cell("python algos/ppo.py --gamma 0.9", score_best=True, seed=4)
     folder = tmp_path / f"seed4-{cell.hash()}"
     run.run_cell(cell, folder, "python")
-    first, second = commands
-    assert first == run.make_command(cell, "python", folder / "try_1")
-    flags = ["--evaluate", "best.pt", "--eval-episodes", "100", "--seed", "4"]
-    assert second == ["python", "algos/ppo.py", *flags]
+    flags = "--evaluate best.pt --eval-episodes 100 --seed 4"
+    assert commands[1:] == [["python", "algos/ppo.py", *flags.split()]]
     process = json.loads((folder / "try_1" / "process.json").read_text())
     assert process["best"] == best and process["cpu_seconds"] == 1
     write_run(folder / "try_1" / "run", ["eval/x"])
@@ -329,18 +307,14 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="guards kill the p
     ("end", "hours", "error"),
     [
         ("", 1, ""),
-        ("print('|##| 1/1\\r|###| 2/2'); sys.exit('why it ended')", 1, "exit code 1: why it ended"),
-        ("print('|##| 1/1\\r|###| 2/2', end=''); exit(3)", 1, "exit code 3: |###| 2/2"),
         ("os.kill(os.getpid(), 9)", 1, "exit code -9: ready"),
-        ("print('╭─ Bad ─╮\\n│ --x: no  │\\n│ ─── │\\n╰─────╯'); exit(2)", 1, "exit code 2: --x: no"),
         ("time.sleep(90)", 20 / 3600, "not done after 0.00555556 hours"),
     ],
 )
 def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, hours, error):
     """However the cell ends. What crashed has failed, whatever it has logged.
 
-    The reason is the last line written, whatever the environment says of buffers, or the first in tyro's
-    frame.
+    The reason is the last line written, whatever the environment says of buffers.
     """
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     path, found = run_python(DAEMON + end, hours=hours)
@@ -398,10 +372,9 @@ more"""
 @pytest.mark.parametrize(
     ("exit_code", "log", "error", "num_tries"),
     [
-        (1, "a crash", "exit code 1: a crash", 3),
-        (1, "KeyError: Missing key", "exit code 1: KeyError: Missing key", 3),
-        (25, "x", "exit code 25: x", 3),
-        (-9, "", "exit code -9: ", 3),
+        (25, "|##| 1/1\r|###| 2/2\nwhy it ended", "exit code 25: why it ended", 3),
+        (1, "|##| 1/1\r|###| 2/2", "exit code 1: |###| 2/2", 3),
+        (2, "╭─ Bad ─╮\n│ --x: no  │\n│ ─── │\n╰─────╯", "exit code 2: --x: no", 1),
         (1, BY_TORCHRUN.format(1), "exit code 1: why it ended", 3),
         (2, "hello\nppo.py: error: x\nmore", "exit code 2: ppo.py: error: x", 1),
         (1, BY_TORCHRUN.format(2), "exit code 2: why it ended", 1),
@@ -410,7 +383,7 @@ more"""
     ],
 )
 def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, exit_code, log, error, num_tries):
-    """A cell that would fail in the same way again is not repeated."""
+    """One that would fail in the same way again is not repeated. The reason is the last line or a refusal."""
     cell = define_cell()
     folder = tmp_path / cell.hash()
 
@@ -452,7 +425,7 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     commands |= {"killed": SHORT.replace("2560", "5120"), "other": f"{SHORT} --gamma 0.9"}
     suite = write_suite(tmp_path / "a.toml", **commands)
     text = suite.read_text()
-    suite.write_text(text + 'curve = "charts/nothing"\n')  # of the last cell
+    suite.write_text(f'{text}curve = "charts/nothing"\n')  # of the last cell
     harness = start_harness(suite, "--runs", runs)
     (victim,) = wait_until(lambda: find_processes(runs / "a" / "ppo" / "CartPole-v1" / "killed", "guard.py"))
     victim.kill()
@@ -463,13 +436,10 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     assert "failed: ppo/CartPole-v1/other, seed 1: no charts/nothing in " in output
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
     assert len(before) == 5  # two of the cell that was killed
-    more = (
-        '[levels.CartPole-v1]\nmaximum = 500\n[[ratios]]\ntitle = "good / killed"\nquantity = "env_steps"\n'
-    )
-    more += 'ours = "ppo/CartPole-v1/good"\npeer = "ppo/CartPole-v1/killed"\n'
-    suite.write_text(
-        f'{text}curve = "charts/episodic_return"\nthreshold = 5\n{more}'
-    )  # which all have logged
+    text += 'curve = "charts/episodic_return"\nthreshold = 5\n'  # which all have logged
+    text += '[levels.CartPole-v1]\nmaximum = 500\n[[ratios]]\ntitle = "good / killed"\n'
+    text += 'quantity = "env_steps"\nours = "ppo/CartPole-v1/good"\npeer = "ppo/CartPole-v1/killed"\n'
+    suite.write_text(text)
     harness = start_harness(suite, "--runs", runs, "--only", "*/[gko]*")
     assert "3 of 3 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
@@ -527,33 +497,25 @@ def test_published_figures_are_made_again_from_raw_data(
     run_python, tmp_path, monkeypatch, capsys, is_changed
 ):
     """With their thinned curves. --check names what differs, and writes nothing."""
-    monkeypatch.setattr(common, "SUITES", tmp_path / "suites")
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    for name in ("suites", "results"):
-        (tmp_path / name).mkdir()
-    path, _ = run_python(
-        "", tags=("charts/episodic_return", "eval/x"), num_points=500, curve="eval/x", seed=3
-    )
-    cell = vars(define_cell(curve="eval/x", seed=3)) | {"folder": str(path.parent.relative_to(tmp_path))}
+    monkeypatch.setattr(common, "SUITES", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    path, _ = run_python("", num_points=500, curve="eval/x", seed=3)
+    cell = vars(define_cell(curve="eval/x", seed=3)) | {"folder": str(path.parent)}
     folder = tmp_path / "runs" / "s"
     folder.mkdir(parents=True)
-    (folder / cell["folder"]).symlink_to(path.parent)
-    (folder / "suite.json").write_text(
-        json.dumps({"suite": "s", "cells": [cell], "levels": {}, "ratios": []})
-    )
+    (folder / "suite.json").write_text(json.dumps({"suite": "s", "cells": [cell], "levels": {}}))
     results = records.collect(folder)
     (run_,) = results["cells"][cell["name"]]["runs"]
-    assert 30 <= len(run_["curve"]) <= runs.NUM_POINTS
     if is_changed:
         run_["curve"][7][2] += 0.1
         run_["env_steps"] += 1
-    records.save_results(tmp_path / "results" / "s.json", results)
-    before = (tmp_path / "results" / "s.json").read_bytes()
+    records.save_results(tmp_path / "s.json", results)
+    before = (tmp_path / "s.json").read_bytes()
     page = tmp_path / "page.md"
     page.write_text("a")
     monkeypatch.setattr(report, "make_pages", lambda published: {page: "b" if is_changed else "a"})
     code = report.main(report.Args(runs=tmp_path / "runs", check=True))
-    assert code == is_changed and (tmp_path / "results" / "s.json").read_bytes() == before
+    assert code == is_changed and (tmp_path / "s.json").read_bytes() == before
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"s: {0 if is_changed else 1} runs have what is published"
     different = [f"s: {cell['name']}, seed 3 has another env_steps, curve", f"{page} is another page"]

@@ -6,33 +6,31 @@ import re
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from itertools import product
 
 import pytest
 from helpers import ENVIRONMENT, ROOT, read_scalars
 
 from benchmark.peers import clock, gnugo_match, go_engine
-from benchmark.runs import read_events, read_run, read_text
-from benchmark.suite import Cell
+from benchmark.runs import read_events, read_text
 from envs_shared.go import Go
 
 PEERS = ROOT / "benchmark" / "peers"
 
-RETURNS = "charts/episodic_return eval/episodic_return eval/episodic_return_std eval/episodic_length"
+LEARNING = "charts/episodic_return"
+RETURNS = f"{LEARNING} eval/episodic_return eval/episodic_return_std eval/episodic_length"
 MATCH = """eval/ours_win_rate eval/ours_win_rate_low eval/ours_win_rate_black_high eval/ours_win_rate_white
     eval/ours_points eval/peer_points eval/mean_margin eval/distinct_games"""
+MATCH_SCORES = ("ours_win_rate", "ours_points", "peer_points", "mean_margin")
 SPEED = "eval/simulations_per_cpu_second"
 SCRIPTS = {  # the environment of each (None: the main one), and what it logs, or some of it
     "sb3_ppo": ("sb3", RETURNS),
-    "cleanrl_ppo": ("cleanrl", "charts/episodic_return charts/learning_rate charts/SPS losses/value_loss"),
+    "cleanrl_ppo": ("cleanrl", f"{LEARNING} charts/learning_rate charts/SPS losses/value_loss"),
     "sb3_recurrent_ppo": ("sb3", RETURNS),
-    "purejaxrl_ppo": (
-        "purejaxrl",
-        "charts/episodic_return eval/steps_per_second_compiled eval/compile_cpu_seconds",
-    ),
-    "torchrl_ppo": ("torchrl", "charts/episodic_return charts/num_updates"),
-    "tianshou_ppo": ("tianshou", "charts/episodic_return charts/num_updates"),
-    "skrl_ppo": ("skrl", "charts/episodic_return charts/num_updates"),
+    "purejaxrl_ppo": ("purejaxrl", f"{LEARNING} eval/steps_per_second_compiled eval/compile_cpu_seconds"),
+    "torchrl_ppo": ("torchrl", f"{LEARNING} charts/num_updates"),
+    "tianshou_ppo": ("tianshou", f"{LEARNING} charts/num_updates"),
+    "skrl_ppo": ("skrl", f"{LEARNING} charts/num_updates"),
     "rl4co_attention": ("rl4co", "eval/greedy_length eval/greedy_gap"),
     "openspiel_mcts": ("openspiel", SPEED),
     "pgx_mctx": ("pgx", f"{SPEED} eval/first_cpu_seconds"),
@@ -80,16 +78,13 @@ def find_python(script):
     return folder / "bin" / "python"
 
 
-def read_result(path):
-    cell = Cell("x/T/s", "x", "x.py", "T", "s", "python x.py", headline="charts/cpu_seconds", seed=3)
-    run = read_run(path, cell, {"machine": {"commit": "abc"}, "cpu_seconds": 1.0})
-    run["metrics"].pop("charts/cpu_seconds")
-    return run
-
-
-def run_peer(script, *flags):
-    command = [str(find_python(script)), "-m", f"benchmark.peers.{script}", *map(str, flags)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+def run_peer(folder, script, *flags):
+    """Run a peer; returns its run folder and what it printed."""
+    command = [find_python(script), "-m", f"benchmark.peers.{script}", *flags, "--run-dir", folder]
+    run = subprocess.run(map(str, command), env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    (path,) = folder.iterdir()
+    return path, run
 
 
 SCRIPT = """
@@ -119,9 +114,8 @@ def test_our_scripts_run_by_the_clock_of_the_peers(tmp_path, monkeypatch):
 
 def test_every_peer_is_tested_and_in_the_readme():
     files = {path.stem for path in PEERS.glob("*.py") if "def make_parser():" in path.read_text()}
-    assert (
-        files - {"environment"} == SCRIPTS.keys() == {line.split()[0] for line in RUNS.strip().splitlines()}
-    )
+    ran = {line.split()[0] for line in RUNS.strip().splitlines()}
+    assert files - {"environment"} == SCRIPTS.keys() == ran
     readme = (PEERS / "README.md").read_text()
     assert all(f"| `{script}.py` |" in readme for script in SCRIPTS) and "non-commercial" in readme
 
@@ -136,68 +130,65 @@ def test_a_package_has_one_version_in_all_requirements():
         assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in path.read_text().splitlines()), path
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_bad_flags_are_one_line_and_exit_code_2(script):
-    """Python without site-packages can make the parser."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmark.peers import {script} as peer; "
-    code += "peer.make_parser().parse_args()"
-    command = [sys.executable, "-I", "-S", "-c", code]
-    subprocess.run(command, check=True)
-    for flags in (["--no-such-flag", "1"], ["--seed", "x"], ["--see", "1"]):
-        found = subprocess.run([*command, *flags], capture_output=True, text=True)
-        (line,) = found.stderr.splitlines()
-        assert found.returncode == 2 and flags[0] in line
+BAD_FLAGS = (["--no-such-flag", "1"], ["--seed", "x"], ["--see", "1"])
+PARSE = f"""
+import importlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+for script in sys.argv[1:]:
+    parser = importlib.import_module(f"benchmark.peers.{{script}}").make_parser()
+    parser.parse_args([])
+    for flags in {BAD_FLAGS}:
+        try:
+            parser.parse_args(flags)
+        except SystemExit as stop:
+            print(script, stop.code, file=sys.stderr)
+"""
 
 
-@pytest.fixture(scope="module", params=RUNS.strip().splitlines())
-def ran(request, tmp_path_factory):
-    """A short run of a peer: its script, flags, run folder, output and scalars."""
-    script, *flags = request.param.split()
-    folder = tmp_path_factory.mktemp("peer")
-    run = run_peer(script, *flags, "--seed", 3, "--run-dir", folder)
-    assert run.returncode == 0, run.stderr
-    (path,) = folder.iterdir()
-    return SimpleNamespace(script=script, flags=flags, path=path, run=run, scalars=read_scalars(path))
+def test_bad_flags_are_one_line_and_exit_code_2():
+    """Python without site-packages can make the parsers."""
+    command = [sys.executable, "-I", "-S", "-c", PARSE, *SCRIPTS]
+    lines = iter(subprocess.run(command, check=True, capture_output=True, text=True).stderr.splitlines())
+    for script, flags in product(SCRIPTS, BAD_FLAGS):
+        assert flags[0] in next(lines) and next(lines) == f"{script} 2"
+    assert not [*lines]
 
 
 @pytest.mark.slow
-def test_a_short_run_leaves_events_with_its_metrics(ran):
-    """Which end at the last step, and nothing else; and prints a bar and a line of summary."""
-    assert {p.name.split(".")[0] for p in ran.path.iterdir()} == {"events"}
-    tags = MATCH if "match" in ran.flags else SCRIPTS[ran.script][1]
-    assert ran.scalars.keys() >= {*tags.split()}
-    last = ran.scalars["charts/cpu_seconds"][-1][0]
-    assert all(points[-1][0] == last for tag, points in ran.scalars.items() if tag.startswith("eval/"))
-    if "--total-timesteps" in ran.flags:
-        assert last >= int(ran.flags[1])
-    assert str(ran.path) in ran.run.stdout.splitlines()[-1]
+@pytest.mark.parametrize("line", RUNS.strip().splitlines())
+def test_a_short_run_leaves_events_with_its_metrics(line, tmp_path):
+    """Which end at the last step, and nothing else; its flags and version; and it prints a bar and a summary."""
+    script, *flags = line.split()
+    path, run = run_peer(tmp_path, script, *flags, "--seed", 3)
+    scalars = read_scalars(path)
+    assert {p.name.split(".")[0] for p in path.iterdir()} == {"events"}
+    environment, tags = SCRIPTS[script]
+    assert scalars.keys() >= {*(MATCH if "match" in flags else tags).split()}
+    last = scalars["charts/cpu_seconds"][-1][0]
+    assert all(points[-1][0] == last for tag, points in scalars.items() if tag.startswith("eval/"))
+    if "--total-timesteps" in flags:
+        assert last >= int(flags[1])
+    assert str(path) in run.stdout.splitlines()[-1]
     # skrl writes its bar to stdout; a compiled run says nothing before its end
-    assert "%|" in ran.run.stdout + ran.run.stderr or ran.script == "purejaxrl_ppo"
+    assert "%|" in run.stdout + run.stderr or script == "purejaxrl_ppo"
 
-
-@pytest.mark.slow
-def test_a_short_run_leaves_its_flags_and_version(ran):
-    flags = read_text(ran.path, "hyperparameters")
-    name = re.search(r"^\|env_id\|(.*)\|$", flags, re.M)[1].replace(":", "-")
-    assert re.fullmatch(rf"{name}__{ran.script}__3__\d+", ran.path.name) and "|seed|3|" in flags
-    environment, _ = SCRIPTS[ran.script]
+    settings = read_text(path, "hyperparameters")
+    name = re.search(r"^\|env_id\|(.*)\|$", settings, re.M)[1].replace(":", "-")
+    assert re.fullmatch(rf"{name}__{script}__3__\d+", path.name) and "|seed|3|" in settings
     if environment:
-        programs = re.findall(r"([\w-]+) ([\w.]+)", read_result(ran.path)["commit"])
+        programs = re.findall(r"([\w-]+) ([\w.]+)", read_text(path, "program"))
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
         assert any(f"{package}=={number}" in requirements for package, number in programs)
 
-
-@pytest.mark.slow
-def test_a_short_run_has_scores_that_are_possible(ran):
-    found = {name.removeprefix("eval/"): value for name, value in read_result(ran.path)["metrics"].items()}
-    if ran.script == "elkai_lkh":
-        assert abs(found["gap"]) < 1e-4  # LKH finds what Concorde found
-        assert [step for step, _ in ran.scalars["eval/gap"]] == [500]
-    elif ran.script == "rl4co_attention":
-        assert found["greedy_gap"] > 0 and [step for step, _ in ran.scalars["eval/greedy_gap"]] == [8, 16]
-    elif "ours_win_rate" in found:
-        assert found["ours_win_rate"] * 2 == found["ours_points"] == 2 - found["peer_points"]
-        assert -25.5 <= found["mean_margin"] <= 25.5
+    if script == "elkai_lkh":
+        ((step, gap),) = scalars["eval/gap"]
+        assert step == 500 and abs(gap) < 1e-4  # LKH finds what Concorde found
+    elif script == "rl4co_attention":
+        assert [step for step, _ in scalars["eval/greedy_gap"]] == [8, 16]
+        assert scalars["eval/greedy_gap"][-1][1] > 0
+    elif "eval/ours_win_rate" in scalars:
+        rate, ours, peers, margin = (scalars[f"eval/{x}"][-1][1] for x in MATCH_SCORES)
+        assert rate * 2 == ours == 2 - peers and -25.5 <= margin <= 25.5
 
 
 def test_colours_and_openings_of_a_match_are_balanced():
@@ -222,9 +213,7 @@ def test_returns_and_evaluations_of_sb3(tmp_path):
     returns = []
     for interval in (0, 2):
         flags = ("--seed", 2, "--total-timesteps", 1024, "--eval-interval", interval)
-        run = run_peer("sb3_ppo", *flags, "--run-dir", tmp_path / str(interval))
-        assert run.returncode == 0, run.stderr
-        (path,) = (tmp_path / str(interval)).iterdir()
+        path, _ = run_peer(tmp_path / str(interval), "sb3_ppo", *flags)
         events = read_events(path)
         points = events.Scalars("charts/episodic_return")
         assert [point.step for point in points] == [256, 512, 768, 1024]
@@ -241,8 +230,6 @@ def test_returns_and_evaluations_of_sb3(tmp_path):
 def test_a_peer_stops_after_two_evaluations_at_the_return_that_is_asked_for(tmp_path):
     """With the next step of its eight environments; the return of this task is never below -1."""
     flags = ("--settings", "zoo", "--total-timesteps", 4096, "--eval-interval", 1, "--stop-return", -1)
-    run = run_peer("sb3_recurrent_ppo", *flags, "--run-dir", tmp_path)
-    assert run.returncode == 0, run.stderr
-    (path,) = tmp_path.iterdir()
+    path, _ = run_peer(tmp_path, "sb3_recurrent_ppo", *flags)
     points = read_events(path).Scalars("eval/episodic_return")
     assert [point.step for point in points] == [256, 512, 520]

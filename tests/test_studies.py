@@ -1,7 +1,5 @@
 """The arithmetic of the studies and of matches is right."""
 
-import statistics
-
 import numpy as np
 import pytest
 import torch
@@ -32,32 +30,16 @@ def test_rows_replace_those_of_the_same_keys(tmp_path, monkeypatch):
     assert [(row["a"], row["b"]) for row in records.load_results("x")["rows"]] == [(1, 1), (2, 7)]
 
 
-def test_leads_of_ppo_are_paired():
-    values = ((0.8, 0.7), (0.7, 0.72), (0.9, 0.8), (0.8, 0.75))
-    looks = {"ppo_looks": 0.5, "threshold_looks": 1.0}
-    rows = [
-        {"cost": 0.06, "best": looks | {"ppo_f1": a, "threshold_f1": b}, "control": {"threshold_f1": b - 0.1}}
-        for a, b in values
-    ]
-    lead, interval, wins = change_detection.compare(rows, "threshold")
-    assert lead == pytest.approx(0.0575) and wins == 3
-    assert interval == pytest.approx(3.182 * statistics.stdev((0.1, -0.02, 0.1, 0.05)) / 2, rel=1e-3)
-    assert change_detection.compare(rows, "threshold", "control")[0] == pytest.approx(0.1575)
-    # Half a look at a price of 0.3 in F1
-    assert change_detection.compare(rows, "threshold", metric="net")[0] == pytest.approx(0.0575 + 0.15)
-    assert np.isnan(change_detection.compare(rows[:1], "threshold")[1])
-
-
 def test_the_criterion_of_change_detection_counts_seeds():
-    best, last = ([{"oracle_f1": 0.5, "ppo_f1": 0.5 - step * i} for i in range(5)] for step in (0.01, 0.02))
-    rows = [
-        {"best": best[i] | {"everywhere_f1": 0.47}, "last": last[i], "seconds": 40.0 + i} for i in range(5)
-    ]
+    """The F1 of the policy is at most 0.03 below that of the oracle."""
+    rows = []
+    for i in range(5):
+        best, last = (
+            {"oracle_f1": 0.5, "ppo_f1": 0.5 - step * i, "everywhere_f1": 0.5} for step in (0.01, 0.02)
+        )
+        rows.append({"best": best, "last": last, "seconds": 40.0})
     found = change_detection.judge(rows)
-    assert found == {"best": 4, "last": 2, "seconds": 44.0} | {
-        "best_lead": pytest.approx(0.01),
-        "last_lead": pytest.approx(-0.01),
-    }
+    assert (found["best"], found["last"]) == (4, 2)
 
 
 @pytest.mark.parametrize("num_dates", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 4))])
@@ -92,9 +74,8 @@ def test_the_study_of_change_detection_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(change_detection, "NUM_HEAD_STEPS", 20)
     tiny = "--num-train-pairs 16 --batch-size 4 --num-envs 8 --num-minibatches 2 --detector-iterations 1"
-    change_detection.measure(
-        ["haze-3"], [1], f"{tiny} --ppo-iterations 2 --eval-episodes 4", ["ppo", "control"]
-    )
+    tiny += " --ppo-iterations 2 --eval-episodes 4"
+    change_detection.measure(["haze-3"], [1], tiny, ["ppo", "control"])
     (row,) = records.load_results("change_detection")["rows"]
     assert {"ppo_f1", "oracle_f1", "threshold_own_f1", "all_seconds", "all_own_return"} <= row["best"].keys()
     assert {"all_f1", "oracle_f1"} <= row["control"].keys() and row["detector_seconds"] > 0
@@ -105,10 +86,7 @@ def test_rules_look_as_often_as_the_policy(monkeypatch):
     """Levels are found by bisection."""
     scores = torch.linspace(0, 1, 1001)
 
-    def predict(agent, args, pairs, rule):
-        return None, 2.0 * rule(pairs), None
-
-    monkeypatch.setattr(change_detection.cd, "predict", predict)
+    monkeypatch.setattr(cd, "predict", lambda agent, args, pairs, rule: (None, 2.0 * rule(pairs), None))
     rule = change_detection.tune_rule(lambda row: row.square(), None, None, scores, 0.5)
     assert (2.0 * rule(scores)).mean() == pytest.approx(0.5, abs=0.003)
 
