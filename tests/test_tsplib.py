@@ -65,28 +65,48 @@ def test_nodes_in_any_order_and_spaced_headers(tmp_path):
     assert measure(points, tours[None]).tolist() == [[6 + 12 + 16]]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (HEADER + "1 0 0\n2 1 1\n", r"x\.tsp: nodes must be numbered 1 to DIMENSION \(3\)"),
-        (HEADER + "1 0 0\n2 1 1\n4 2 2\n", r"numbered 1 to DIMENSION \(3\)"),
-        (HEADER + "1 0 0\n2 1 1\n2 2 2\n3 2 2\n", r"x\.tsp:8: must be a new node number and two finite"),
-        (HEADER.replace("DIMENSION: 3\n", "") + "1 0 0\n2 1 1\n3 2 2\n", r"DIMENSION \(missing\)"),
-        (HEADER.replace("3", "2") + "1 0 0\n2 1 1\n", r"DIMENSION \(2\), at least 3"),
-        (HEADER + "1 0 0\n2 1 1e100\n3 2 2\n", r"x\.tsp:7: must"),
-        (HEADER + "1 0 0\n2.5 1 1\n3 2 2\n", r"x\.tsp:7: must"),
-        (HEADER.replace("EUC_2D", "EXPLICIT") + "1 0 0\n", "EUC_2D, CEIL_2D, ATT, GEO, not EXPLICIT"),
-        (HEADER.replace("TYPE: TSP", "TYPE: CVRP") + "1 0 0\n", "TYPE must be TSP, .* not CVRP"),
-        (HEADER + "1 0 0\n2 1 1\n3 2 2\nFIXED_EDGES_SECTION\n1 2\n-1\n", "without fixed edges"),
-        ("garbage\n", r"x\.tsp:1: must be `KEY : value` or part of a section"),
-        (HEADER.split("NODE")[0] + "1 0 0\n", r"x\.tsp:5: must be `KEY : value`"),
-    ],
-)
-def test_bad_files_are_named_with_their_line(tmp_path, text, message):
-    path = write(tmp_path / "x.tsp", text)
-    with pytest.raises(ValueError, match=message) as error:
-        tsplib.read_tsplib(path)
-    assert str(error.value).startswith(path) and "\n" not in str(error.value)
+TEXT = "0 0 1 0 1 1 output 1 2 3 1\n"
+NOT_FINITE = "must have 3 or more nodes with finite coordinates"
+BAD_FILES = [
+    ("x.tsp", HEADER + "1 0 0\n2 1 1\n", ": nodes must be numbered 1 to DIMENSION (3)"),
+    ("x.tsp", HEADER + "1 0 0\n2 1 1\n4 2 2\n", ": nodes must be numbered 1 to DIMENSION (3)"),
+    ("x.tsp", HEADER + "1 0 0\n2 1 1\n2 2 2\n3 2 2\n", ":8: must be a new node number and two finite"),
+    ("x.tsp", HEADER.replace("DIMENSION: 3\n", "") + "1 0 0\n2 1 1\n3 2 2\n", "DIMENSION (missing)"),
+    ("x.tsp", HEADER.replace("3", "2") + "1 0 0\n2 1 1\n", "DIMENSION (2), at least 3"),
+    ("x.tsp", HEADER + "1 0 0\n2 1 1e100\n3 2 2\n", ":7: must"),
+    ("x.tsp", HEADER + "1 0 0\n2.5 1 1\n3 2 2\n", ":7: must"),
+    ("x.tsp", HEADER.replace("EUC_2D", "EXPLICIT") + "1 0 0\n", "EUC_2D, CEIL_2D, ATT, GEO, not EXPLICIT"),
+    ("x.tsp", HEADER.replace("TYPE: TSP", "TYPE: CVRP") + "1 0 0\n", "without fixed edges, not CVRP"),
+    ("x.tsp", HEADER + "1 0 0\n2 1 1\n3 2 2\nFIXED_EDGES_SECTION\n1 2\n-1\n", "without fixed edges"),
+    ("x.tsp", "garbage\n", ":1: must be `KEY : value` or part of a section"),
+    ("x.tsp", HEADER.split("NODE")[0] + "1 0 0\n", ":5: must be `KEY : value`"),
+    ("x.txt", "\n\n", ": is empty; each line must be an instance"),
+    ("x.txt", f"\n{TEXT}0 0 1 0 1\n", ":3: must be `x y x y x y`"),
+    ("x.txt", "0 0 1 1\n", f":1: {NOT_FINITE}"),
+    (
+        "x.txt",
+        f"{TEXT}0 0 1 0 1 1\n",
+        ":2: all lines must have as many nodes, and all or none of them a tour",
+    ),
+    ("x.txt", f"{TEXT}{TEXT}0 0 1 0 1 nan output 1 2 3 1\n", f":3: {NOT_FINITE}"),
+    ("x.txt", f"{TEXT}0 0 1 0 1 1e100 output 1 2 3 1\n", f":2: {NOT_FINITE}"),
+    ("x.txt", f"{TEXT}0 0 1 0 1 1 output 1 2 2 1\n", ":2: the tour must visit each node once"),
+    (
+        "x.txt",
+        "0 0 1 0 1 1 output 1 2 3 2\n",
+        ":1: the tour must visit each node once and return to its first one",
+    ),
+    ("x.txt", "0 0 1 0 1 1 output 1 2 3.5 1\n", ":1: must be `x y x y x y`"),
+    ("x.txt", f"{TEXT}7 8 7 8 7 8\n", ":2: must have nodes at different places"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), BAD_FILES)
+def test_bad_files_are_named_with_their_line(tmp_path, name, text, message):
+    path = write(tmp_path / name, text)
+    with pytest.raises(ValueError) as error:
+        tsplib.read_instances(path, 2, None)
+    assert str(error.value).startswith(path) and message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_tours_that_are_written_are_read_back(tmp_path):
