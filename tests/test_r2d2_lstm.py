@@ -388,36 +388,28 @@ def test_without_last_action_and_reward_a_feed_forward_network_has_no_memory(rec
 
 
 @pytest.mark.parametrize("layout", ["CHW", "HWC", "HW"])
-@pytest.mark.parametrize("size", ["Small", ""])
-def test_images_of_all_layouts_are_kept_as_bytes_and_read_in_units_of_255(layout, size):
-    """If both sides have 36 pixels or more, as in Mnih et al. 2015; small ones become a vector."""
+@pytest.mark.parametrize(("size", "num_frames"), [("Small", 1), ("", 1), ("", 2)])
+def test_images_are_kept_as_bytes_and_read_in_units_of_255(monkeypatch, layout, size, num_frames):
+    """If both sides have 36 pixels or more, as in Mnih et al. 2015; small ones become a vector.
+
+    Frames that gymnasium's wrapper stacks, the oldest first, become channels.
+    """
+    stack, make_vec = partial(gym.wrappers.FrameStackObservation, stack_size=2), gym.make_vec
+    added = [stack] * (num_frames - 1)
+    monkeypatch.setattr(gym, "make_vec", lambda *a, wrappers, **_: make_vec(*a[:2], "sync", wrappers=added))
     agent, player, replay = make_parts(make_args(f"{size}Picture{layout}", num_envs=2, buffer_size=9))
-    env = get_ledgers(player.envs)[0]
-    obs, *_ = player.get_inputs()
-    np.testing.assert_array_equal(obs[0, 0], env.observe())
+    player.step()
+    obs = player.get_inputs()[0][0]  # of one environment, after its first step
     assert obs.dtype == replay.data["obs"].dtype == torch.uint8
     sizes = [(x.out_channels, x.kernel_size[0], x.stride[0]) for x in agent.encoder if hasattr(x, "stride")]
     assert sizes == ([] if size else [(32, 8, 4), (64, 4, 2), (64, 3, 1)])
-    for env.steps in range(3):
-        pixels = torch.tensor(env.observe().reshape(1, -1) if size else env.pixels()[None]) / 255.0
-        found = agent.encode(torch.tensor(env.observe())[None])
-        torch.testing.assert_close(found, agent.encoder(pixels), rtol=1e-4, atol=1e-6)
-        assert found.std() > 0
-
-
-@pytest.mark.parametrize("layout", ["CHW", "HWC", "HW"])
-def test_stacked_frames_become_channels(monkeypatch, layout):
-    """With gymnasium's wrapper, whose observations [k, ...] hold the oldest frame first."""
-    stack, make_vec = partial(gym.wrappers.FrameStackObservation, stack_size=2), gym.make_vec
-    monkeypatch.setattr(gym, "make_vec", lambda *a, wrappers, **_: make_vec(*a[:2], "sync", wrappers=[stack]))
-    agent, player, _ = make_parts(make_args(f"Picture{layout}", num_envs=1, buffer_size=2))
-    player.step()
-    env, frames = player.envs.unwrapped.envs[0].unwrapped, []
-    for env.steps in (0, 1):
-        frames.append(env.pixels())
-    pixels = torch.tensor(np.concatenate(frames)[None]) / 255.0  # [1, channels, H, W]
-    found = agent.encode(player.get_inputs()[0][0])
+    env, frames = get_ledgers(player.envs)[0], []
+    for env.steps in range(2 - num_frames, 2):
+        frames.append(env.observe().flatten() if size else env.pixels())
+    pixels = torch.tensor(np.concatenate(frames)[None]) / 255.0  # [1, channels, H, W], or [1, numbers]
+    found = agent.encode(obs)
     torch.testing.assert_close(found, agent.encoder(pixels), rtol=1e-4, atol=1e-6)
+    assert found.std() > 0
 
 
 def test_discrete_observations_become_one_hot_and_tuples_flat():
@@ -440,22 +432,19 @@ def test_minigrids_cells_are_ones_and_zeros_of_a_byte_each():
     assert (obs.sum(2) == 1 + 7 * 7 * 3).all() and (obs[..., :4].sum(2) == 1).all()
 
 
-def test_a_vector_environment_must_declare_its_mode_and_have_the_number_that_is_asked_for(tmp_path, capsys):
-    """The number of evaluations, too."""
+def test_environments_that_cannot_be_used_are_one_line(tmp_path, monkeypatch, capsys):
+    """If a package is missing, or if their mode, or their number in training or evaluations, does not fit."""
+    monkeypatch.setitem(sys.modules, "minigrid.wrappers", None)
+    monkeypatch.setitem(sys.modules, "ale_py", None)
     for flags, words in (
-        ("UndeclaredLedger-v0", "metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not None"),
-        ("EightLedger-v0", "8 environments; set --num-envs (per process) and --eval-episodes to that"),
-        ("EightLedger-v0 --num-envs 8", "always has 8 environments"),
+        ("MiniGrid-MemoryS7-v0", "minigrid.wrappers"),
+        ("ALE/Pong-v5", "ale_py"),
+        ("probe_envs:UndeclaredLedger-v0", "['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not None"),
+        ("probe_envs:EightLedger-v0", "8 environments; set --num-envs (per process) and --eval-episodes to"),
+        ("probe_envs:EightLedger-v0 --num-envs 8", "always has 8 environments"),
     ):
-        words_of_line = f"--env-id probe_envs:{flags} --run-dir {tmp_path}".split()
-        assert words in fail_with(capsys, r2d2.main, words_of_line) and not list(tmp_path.iterdir())
-
-
-def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch, capsys):
-    for env_id, package in (("MiniGrid-MemoryS7-v0", "minigrid.wrappers"), ("ALE/Pong-v5", "ale_py")):
-        monkeypatch.setitem(sys.modules, package, None)
-        line = fail_with(capsys, r2d2.make_envs, Args(env_id=env_id), 1)
-        assert f"--env-id {env_id}: " in line and package in line.split(": ", 3)[3]
+        line = fail_with(capsys, r2d2.main, f"--env-id {flags} --run-dir {tmp_path}".split())
+        assert f"--env-id {flags.split()[0]}: " in line and words in line and not list(tmp_path.iterdir())
 
 
 def test_images_of_atari():

@@ -420,7 +420,10 @@ SQUARES = make_instances(torch.stack((SQUARE, 10 * SQUARE)), torch.arange(4).exp
 
 
 def test_gaps_are_of_the_shortest_proposal(monkeypatch):
-    """On two squares of unlike size, only one of the eight images lets the network find the way around."""
+    """On two squares of unlike size, only one of the eight images lets the network find the way around.
+
+    Gaps are means, and standard deviations, of ratios to the size of the reference: a cost may be negative.
+    """
     calls = []
 
     def construct(points, encoded, multistart=False):
@@ -430,25 +433,13 @@ def test_gaps_are_of_the_shortest_proposal(monkeypatch):
         return torch.stack((CROSSED.expand(len(points), -1), tours), 1), None
 
     monkeypatch.setattr(am, "construct_tours", construct)
-    scores, tours = am.evaluate(make_agent(), SQUARES, CPU)
-    gap, mean = 50 * (math.sqrt(2) - 1), (2 + 2 * math.sqrt(2)) * 5.5
+    cheap = SQUARES._replace(measure=lambda points, tours: am.tour_length(points, tours) - 100)
+    scores, tours = am.evaluate(make_agent(), cheap, CPU)
+    crossed, gaps = 2 + 2 * math.sqrt(2), [100 * (2 * math.sqrt(2) - 2) * x / (100 - 4 * x) for x in (1, 10)]
     names = [f"eval/{decoding}_{x}" for decoding in am.DECODINGS for x in ("length", "gap", "gap_std")]
-    numbers = [mean, gap, 0, mean, gap, 0, 22, 0, 0]
+    numbers = [5.5 * crossed - 100, np.mean(gaps), np.std(gaps)] * 2 + [22 - 100, 0, 0]
     assert scores == pytest.approx(dict(zip(names, numbers, strict=True)), abs=1e-9)
     assert torch.equal(tours, AROUND.expand(2, -1)) and calls == [False, True] + [True] * 8
-
-
-def test_gaps_are_means_of_ratios_to_the_reference(monkeypatch):
-    """Of its size: a cost may be negative. The standard deviation is that of instances."""
-    monkeypatch.setitem(am.DECODINGS, "crossed", lambda agent, points: CROSSED.expand(2, 1, -1))
-    cheap = SQUARES._replace(measure=lambda points, tours: am.tour_length(points, tours) - 100)
-    costs = [2 + 2 * math.sqrt(2), 20 + 20 * math.sqrt(2)]
-    expected = [100 * (x - y) / (100 - y) for x, y in zip(costs, (4, 40), strict=True)]
-    other = SQUARES._replace(tours=torch.stack((torch.arange(4), CROSSED)))
-    for instances, gaps in ((cheap, expected), (other, [50 * (math.sqrt(2) - 1), 0])):
-        scores, _ = am.evaluate(make_agent(), instances, CPU, ["crossed"])
-        found = scores["eval/crossed_gap"], scores["eval/crossed_gap_std"]
-        assert found == pytest.approx((np.mean(gaps), np.std(gaps)))
 
 
 def test_lengths_are_those_of_the_tours_in_float64():
