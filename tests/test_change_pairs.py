@@ -16,9 +16,6 @@ def make_args(**changes):
     return SimpleNamespace(**values | changes)
 
 
-# Synthetic pairs
-
-
 def read_stripes(pairs, num_dates):
     """Of each date and patch: +1 if its rows are striped, -1 if its columns are, 0 if neither."""
     red = pairs[:, : 3 * num_dates : 3].astype(float)  # [M, V, S, S]
@@ -66,9 +63,6 @@ def test_pairs_depend_on_the_seed_and_the_split_alone():
     assert odd["val"].shape == (4, 10, 20, 20)
 
 
-# Batches
-
-
 def test_cells_are_labelled_by_the_majority_of_what_counts():
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, 256, (3, 7, 16, 24), np.uint8)
@@ -103,9 +97,6 @@ def test_crops_are_parts_of_their_pairs_and_their_labels_move_along():
         assert torch.equal(label, expected[0])
         places.add((y, x, turns))
     assert places == {(y, x, k) for y in range(3) for x in range(5) for k in range(4)}
-
-
-# Labels
 
 
 def test_labels_follow_one_convention():

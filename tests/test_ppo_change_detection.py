@@ -22,6 +22,7 @@ from envs_shared import change_folders, change_pairs
 
 TINY = "--num-train-pairs 32 --image-size 16 --batch-size 4 --num-envs 8 --num-minibatches 2"
 TINY += " --eval-episodes 8"
+LONG = {"num_steps": 3, "cost": 0.4, "gamma": 0.9, "gae_lambda": 0.7}  # of rollouts
 run = partial(run_main, cd)
 
 
@@ -100,7 +101,7 @@ def test_the_embedding_sees_coarse_pictures_alone():
     torch.testing.assert_close(first, second)
 
 
-# Rewards and advantages
+# Rollouts
 
 
 def test_worth_is_equation_2():
@@ -113,12 +114,6 @@ def test_worth_is_equation_2():
     quiet = 0.2 * (-7 + math.log(0.71) + math.log(0.75) + math.log(0.9))  # all below F / 2 = 0.3
     assert found.flatten().tolist() == pytest.approx([(hit + alarm + miss) / 3, quiet / 4])
     assert not cd.compute_worth(logits, torch.full_like(labels, 255.0), torch.tensor(0.6), 0.2).any()
-
-
-# Rollouts
-
-
-LONG = {"num_steps": 3, "cost": 0.4, "gamma": 0.9, "gae_lambda": 0.7}
 
 
 @torch.no_grad()
@@ -442,9 +437,6 @@ def test_a_pretrained_detector_is_taken(tmp_path):
     del first["running_f1"], second["running_f1"]
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert [len(other.read_losses()[f"losses/{name}"]) for name in ("cross_entropy", "entropy")] == [1, 1]
-
-
-# Files
 
 
 def test_training_on_a_folder_and_predicting(tmp_path, capsys):

@@ -21,6 +21,12 @@ from algos.r2d2_lstm import Args, Environments, Player, QNetwork, SequenceReplay
 
 CPU = torch.device("cpu")
 run = partial(run_main, r2d2)
+QUICK = "--num-envs 32 --num-steps 4 --learning-rate 3e-3 --hidden-size 32 --target-interval 20"
+QUICK += " --learning-starts 500 --buffer-size 2000"
+SMALL = "--num-envs 4 --learning-starts 100 --batch-size 128 --buffer-size 60 --hidden-size 8"
+SMALL += " --target-interval 5 --eval-episodes 1 --replay-ratio 2"
+slow = partial(pytest.param, marks=pytest.mark.slow)
+seeds = pytest.mark.parametrize("seed", [9841, slow(9842)])
 LEDGERS = ("Ledger", "SameStepLedger", "ReusedLedger", "OtherLedger", "OtherSameStepLedger")
 
 
@@ -234,9 +240,6 @@ def test_an_update_equals_loops_and_writes_priorities(float64, lengths, more):
     assert priority[:num_windows].min() == 1e-8  # so that they can still be drawn
 
 
-# Priorities
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
 def test_samples_follow_the_priorities(monkeypatch, alpha):
     """Places without a window are never drawn, also by the lowest and the highest random number."""
@@ -412,15 +415,6 @@ def test_images_are_kept_as_bytes_and_read_in_units_of_255(monkeypatch, layout, 
     assert found.std() > 0
 
 
-def test_discrete_observations_become_one_hot_and_tuples_flat():
-    """Discrete(3, start=3), and a Tuple of a number and a vector."""
-    for name in ("Shifted", "OtherSameStepShifted", "Pair"):
-        _, player, _ = make_parts(make_args(name, num_envs=20), Recorder())
-        seen = [env.obs for env in get_ledgers(player.envs)]
-        rows = [[*np.eye(4)[x[0]], *x[1]] if name == "Pair" else np.eye(3)[x - 3] for x in seen]
-        np.testing.assert_array_equal(player.arrays[0], rows)
-
-
 def test_minigrids_cells_are_ones_and_zeros_of_a_byte_each():
     """One object, color and state of each cell, and the direction; the text is left out."""
     pytest.importorskip("minigrid")
@@ -455,13 +449,9 @@ def test_images_of_atari():
     envs.close()
 
 
-# Learning
+# Whole runs
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
-seeds = pytest.mark.parametrize("seed", [9841, slow(9842)])
-QUICK = "--num-envs 32 --num-steps 4 --learning-rate 3e-3 --hidden-size 32 --target-interval 20"
-QUICK += " --learning-starts 500 --buffer-size 2000"
 TASKS = [("Shifted", 6000), ("OtherSameStepShifted", 6000)]
 TASKS += [slow("Quadrants", 4500), slow("SameStepQuadrants", 6000)]
 
@@ -508,13 +498,6 @@ def test_the_lstm_remembers_what_only_the_stored_states_hold(tmp_path, flags, lo
     assert low <= scores[-1][1] <= high
 
 
-# Training
-
-
-SMALL = "--num-envs 4 --learning-starts 100 --batch-size 128 --buffer-size 60 --hidden-size 8"
-SMALL += " --target-interval 5 --eval-episodes 1 --replay-ratio 2"
-
-
 def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half(tmp_path, monkeypatch):
     """Batches have whole windows, the target is copied, and the learning rate falls.
 
@@ -542,9 +525,6 @@ def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half
     assert {x for _, x in scalars["charts/episodic_length"]} == {5.0}
     steps, rates = zip(*scalars["charts/learning_rate"], strict=True)
     assert rates == pytest.approx([4e-3 * (1 - step / 1500) for step in (0, *steps[:-1])])
-
-
-# Resume
 
 
 def test_a_checkpoint_holds_all_that_a_resumed_run_starts_with(tmp_path):
@@ -594,9 +574,6 @@ def test_a_replay_of_other_windows_or_of_another_task_is_not_loaded(tmp_path):
         after = load(path)
         assert after["replay"]["num_added"] <= 4 and after["replay"]["reward_sums"][0] < 70
         assert after["progress"]["num_updates"] >= before["progress"]["num_updates"] > 0
-
-
-# What users edit
 
 
 def test_batch_norm_and_dropout_learn_and_rest_while_acting(tmp_path, monkeypatch):

@@ -323,8 +323,9 @@ def updates(monkeypatch):
         call.points = points.clone()
         call.decay = [x.param_groups[0]["weight_decay"] for x in optimizers]
         call.rates = [float(x.param_groups[0]["lr"]) for x in optimizers]
+        call.metrics = update(agent, baseline_policy, optimizers, args, points)
         calls.append(call)
-        return update(agent, baseline_policy, optimizers, args, points)
+        return call.metrics
 
     monkeypatch.setattr(am, "update_weights", spy)
     return calls
@@ -367,21 +368,11 @@ def test_the_best_policy_follows_the_t_test(tmp_path, monkeypatch, updates, stor
         assert {*map(str, points.tolist())} == {*map(str, stored[1].tolist())}
 
 
-def test_a_run_on_a_file_has_its_name_and_is_evaluated_without_it(tmp_path, stored):
-    """All decodings score the last policy, and one the others."""
-    done = run(tmp_path / "runs", SHORT, "--train-path", stored[0])
-    scalars = read_scalars(done.path)
-    assert len(scalars["eval/greedy_length"]) == 4 and len(scalars["eval/multistart_x8_length"]) == 1
-    stored[0].unlink()
-    assert done.path.name.startswith("train__") and "scored on tsp6-uniform" in done.out
-    assert "eval/greedy_length" in evaluate_file(done.path / "best.pt")
-
-
 @pytest.mark.parametrize("point_dim", [2, 3])
 def test_every_update_has_its_rates_and_matrices(tmp_path, monkeypatch, updates, point_dim):
     """Rates are constant or fall along half a cosine. Muon has the matrices or nothing, Adam all others.
 
-    A third feature of nodes does not change that.
+    A third feature of nodes does not change that. Means of two updates are logged.
     """
     monkeypatch.setattr(am, "POINT_DIM", point_dim)
     cosine = [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
@@ -390,8 +381,11 @@ def test_every_update_has_its_rates_and_matrices(tmp_path, monkeypatch, updates,
         ("", cosine, 0.0, 3 * 6 + 7),
     ):
         done = run(tmp_path / str(num_matrices), f"{SHORT} --eval-episodes 0 --learning-rate 0.01 {flags}")
-        rates = [0.01 * factor for factor in factors]
-        assert [x for _, x in read_scalars(done.path)["charts/learning_rate"]] == pytest.approx(rates)
+        scalars, rates = read_scalars(done.path), [0.01 * factor for factor in factors]
+        assert scalars["charts/learning_rate"] == [(8 * i + 8, pytest.approx(x)) for i, x in enumerate(rates)]
+        for name in ("policy_loss", "tour_length", "baseline_length", "grad_norm"):
+            means = torch.stack([x.metrics[name] for x in updates[-8:]]).view(4, 2).mean(1)
+            assert [x for _, x in scalars[f"losses/{name}"]] == pytest.approx(means.tolist())
         assert [x.rates for x in updates[-8::2]] == [pytest.approx([rate, rate]) for rate in rates]
         adam, muon = (x.param_groups[0]["params"] for x in updates[-1].optimizers)
         assert len(muon) == num_matrices and all(min(p.shape) >= 128 and p.dim() == 2 for p in muon)
@@ -400,15 +394,6 @@ def test_every_update_has_its_rates_and_matrices(tmp_path, monkeypatch, updates,
     assert len(updates[0].weights) == 708_608 + 128 * (point_dim - 2)
     points = torch.cat([x.points for x in updates[:8]])  # new ones for every update
     assert points.shape == (8 * 4, 6, point_dim) and len(points.unique(dim=0)) == len(points)
-
-
-def test_losses_are_means_over_an_epoch(tmp_path, monkeypatch):
-    names = "policy_loss", "tour_length", "baseline_length", "grad_norm"
-    numbers = iter([dict(zip(names, row, strict=True)) for row in torch.arange(32.0).view(8, 4)])
-    monkeypatch.setattr(am, "update_weights", lambda *args: next(numbers))
-    scalars = read_scalars(run(tmp_path, SHORT, "--eval-episodes 0").path)
-    for i, name in enumerate(names):
-        assert scalars[f"losses/{name}"] == [(8 * (k + 1), 8 * k + 2 + i) for k in range(4)]
 
 
 # Evaluation
@@ -561,19 +546,25 @@ def test_instances_to_train_on_lose_their_offset_before_they_lose_digits(tmp_pat
     torch.testing.assert_close(found.unique(dim=0), expected.unique(dim=0), rtol=0, atol=1e-6)
 
 
-def test_a_decoding_is_an_entry_and_is_tried_before_training(tmp_path, monkeypatch):
-    """A new one is scored by its own function; a broken one ends the run before its folder is made."""
+def test_a_decoding_is_an_entry_and_a_run_has_the_name_of_its_file(tmp_path, monkeypatch, stored):
+    """All decodings score the last policy, and one the others; no evaluation needs the file of the training.
+
+    A broken decoding ends the run before its folder is made.
+    """
 
     def decode_upwards(agent, points):
         return torch.arange(points.shape[1]).expand(len(points), 1, -1)
 
     monkeypatch.setitem(am.DECODINGS, "upwards", decode_upwards)
-    path = run(tmp_path / "runs", SHORT).path
-    scores = evaluate_file(path / "best.pt", "--data", GAUSSIAN)
+    done = run(tmp_path / "runs", SHORT, "--train-path", stored[0])
+    assert done.path.name.startswith("train__") and "scored on tsp6-uniform" in done.out
+    scalars = read_scalars(done.path)
+    assert [len(scalars[f"eval/{x}_length"]) for x in am.DECODINGS] == [4, 1, 1, 1]
+    stored[0].unlink()
+    scores = evaluate_file(done.path / "best.pt", "--data", GAUSSIAN)
     data = am.read_instances(str(GAUSSIAN))
     length = measure(data.points, torch.arange(20).expand(len(data.points), -1)).mean()
     assert scores["eval/upwards_length"] == pytest.approx(length, rel=1e-4)
-    assert len(read_scalars(path)["eval/upwards_length"]) == 1
     monkeypatch.setitem(am.DECODINGS, "broken", lambda agent, points: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "none", SHORT)
