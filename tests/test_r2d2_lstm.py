@@ -528,21 +528,29 @@ def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half
 
 
 def test_a_checkpoint_holds_all_that_a_resumed_run_starts_with(tmp_path):
-    """A run that is resumed, and neither acts nor learns, writes the same again."""
-    flags = f"--env-id probe_envs:Ledger-v0 {SMALL} --total-timesteps 900"
-    path = run(tmp_path, flags).path / "checkpoint.pt"
-    ends = [load(path)]
-    with mock.patch.object(r2d2, "collect_steps", lambda *args: ([], 64, 0)):
-        r2d2.main(["--resume", str(path), "--total-timesteps", "1200", "--eval-episodes", "0"])
-    ends.append(load(path))
-    assert ends[1]["progress"]["step"] > ends[0]["progress"]["step"]
-    for end in ends:
-        end["optimizer"], end["progress"] = end["optimizer"]["state"], end["progress"]["num_updates"]
-        del end["args"]
-    assert ends[0]["replay"]["num_added"] > 60 and ends[0]["optimizer"]
-    assert ends[0]["replay"]["reward_sums"][0] > 600  # rewards that are not zero
-    torch.testing.assert_close(*ends, rtol=0, atol=0)
-    assert any(not torch.equal(x, ends[0]["target"][name]) for name, x in ends[0]["agent"].items())
+    """A run that is resumed, and neither acts nor learns, writes the same again.
+
+    But a replay of other windows or of another task begins empty, with its scale of rewards.
+    """
+    done = run(tmp_path, f"--env-id probe_envs:Ledger-v0 {SMALL} --total-timesteps 900")
+    path = done.path / "checkpoint.pt"
+    before = load(path)
+    assert before["replay"]["num_added"] > 60 and before["optimizer"]["state"]
+    assert before["replay"]["reward_sums"][0] > 600  # rewards that are not zero
+    assert any(not torch.equal(x, before["target"][name]) for name, x in before["agent"].items())
+    other_task = "--env-id probe_envs:SameStepLedger-v0"
+    for flag in ("", "--burn-in 9", "--learn-length 15", "--n-step 2", "--buffer-size 61", other_task):
+        torch.save(before, path)
+        with mock.patch.object(r2d2, "collect_steps", lambda *args: ([], 64, 0)):
+            r2d2.main(f"--resume {path} --total-timesteps 1200 --eval-episodes 0 {flag}".split())
+        after = load(path)
+        assert after["progress"]["step"] > before["progress"]["step"]
+        assert after["progress"]["num_updates"] == before["progress"]["num_updates"]
+        if flag:
+            assert after["replay"]["num_added"] == 0 and after["replay"]["reward_sums"].max() < 1e-5
+        for part in ("agent", "target", *([] if flag else ["replay"])):
+            torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+        torch.testing.assert_close(after["optimizer"]["state"], before["optimizer"]["state"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("has_replay", [True, False])
@@ -560,20 +568,6 @@ def test_a_resumed_run_trains_at_once_or_fills_its_replay_first(tmp_path, has_re
     assert max(updates.values()) > num_updates + 10
     waiting = [s for s, n in updates.items() if n == num_updates]
     assert waiting == ([] if has_replay else [60, 120, 176])  # with 16, 32 and 48 windows of 4 steps
-
-
-def test_a_replay_of_other_windows_or_of_another_task_is_not_loaded(tmp_path):
-    """The replay begins empty, with its scale of rewards, and the rest of the run continues."""
-    path = run(tmp_path, f"{SMALL} --total-timesteps 1200").path / "checkpoint.pt"
-    before = load(path)
-    assert before["replay"]["num_added"] > 20
-    other_task = "--env-id popgym:popgym-RepeatPreviousMedium-v0"
-    for flag in ("--burn-in 9", "--learn-length 15", "--n-step 2", "--buffer-size 61", other_task):
-        torch.save(before, path)
-        r2d2.main(f"--resume {path} --total-timesteps 1264 --eval-episodes 0 {flag}".split())
-        after = load(path)
-        assert after["replay"]["num_added"] <= 4 and after["replay"]["reward_sums"][0] < 70
-        assert after["progress"]["num_updates"] >= before["progress"]["num_updates"] > 0
 
 
 def test_batch_norm_and_dropout_learn_and_rest_while_acting(tmp_path, monkeypatch):
