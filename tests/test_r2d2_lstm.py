@@ -304,21 +304,21 @@ def test_each_environment_has_its_epsilon_of_equation_5(monkeypatch):
 
 
 class Coins(gym.vector.VectorWrapper):
-    """Rewards of 100 in a type of 8 bits, which their squares do not fit; a step that only resets has one too."""
+    """Rewards of 0 and 100 in a type of 8 bits, which their squares do not fit, also in steps that only reset."""
 
     def step(self, actions):
         obs, _, *rest = self.env.step(actions)
-        return obs, np.full(self.num_envs, 100, np.int8), *rest
+        return obs, np.array([0, 100], np.int8), *rest
 
 
 def test_rewards_of_a_small_type_are_squared_and_summed_as_floats():
-    """And not those of steps that only reset: 2 of 27, as episodes have 10 steps."""
+    """Without those of steps that only reset, 2 of 27, as episodes have 10 steps; zeros do not count."""
     args = make_args("Endless", num_envs=2, num_steps=27)
     _, player, replay = make_parts(args)
     player.envs.env = Coins(player.envs.env)
     episodes, num_steps, _ = r2d2.collect_steps(player, replay, args)
     assert episodes == [(1000.0, 10)] * 2 and num_steps == 2 * 25
-    torch.testing.assert_close(replay.reward_sums, torch.tensor([50.0, 50e4]).double(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(replay.reward_sums, torch.tensor([25.0, 25e4]).double(), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("env_id", LEDGERS)
