@@ -476,6 +476,7 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path, capsys, monkeypatch):
     Path("broken/A/val_1.png").write_text("x")
     names = {x.name for x in tmp_path.iterdir()}
     for flags, words in (
+        (f"{TINY} --num-train-pairs 1 --image-size 8", "no pixel of the train pairs is changed"),
         (f"{TINY} --data-dir broken", "val_1.png: cannot be read"),
         (f"{TINY} --data-dir listed", "train.txt"),
         ("--evaluate haze-3.pt --predict a.png a.png", "haze-3.pt: not the network of --env-id (pairs of"),
