@@ -342,14 +342,14 @@ def test_a_player_is_shown_action_reward_and_state_of_its_own_episode(monkeypatc
     assert scores == pytest.approx({f"eval/episodic_{k}": x for k, x in expected.items()}, rel=1e-5)
 
 
-@pytest.mark.parametrize("env_id", ["SameStepPair", "SameStepShifted"])
-def test_the_last_observation_of_an_episode_is_flattened_too(env_id):
-    """Where it differs from the first one of the next episode, which the policy sees next."""
+@pytest.mark.parametrize(("env_id", "width"), [("SameStepPair", 4 + 2), ("SameStepShifted", 3)])
+def test_observations_are_flattened_and_so_is_the_last_one_of_an_episode(env_id, width):
+    """It differs from the first one of the next episode, which the policy sees next."""
     envs = Environments(make_args(env_id), 3)
     first = envs.reset(1)
     outcome = envs.step(np.zeros(3, int))
     np.testing.assert_array_equal(outcome.next_obs, first)  # these tasks show one observation an episode
-    assert outcome.obs.shape == first.shape and not np.array_equal(outcome.obs, first)
+    assert outcome.obs.shape == first.shape == (3, width) and not np.array_equal(outcome.obs, first)
 
 
 def test_evaluations_repeat_themselves_and_cut_an_episode_without_end():
