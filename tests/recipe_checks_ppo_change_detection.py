@@ -1,5 +1,7 @@
 """What the recipes for change detection must bring about."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -20,9 +22,7 @@ class Backbone(torch.nn.Sequential):
 def check_backbone(path, folder):
     """It is that of the file to the end, its statistics too. What joins its features is trained, and maps are made."""
     (folder / "my_backbone.py").write_text(BACKBONE)
-    names = {}
-    exec(BACKBONE, names)
-    backbone = names["Backbone"]()
+    backbone = importlib.import_module("my_backbone").Backbone()
     backbone[1].running_mean.fill_(0.3)
     torch.save(backbone.state_dict(), folder / "backbone.pt")
     flags = f"{QUICK} --coarse-size 1 --num-train-pairs 64 --detector-iterations 3 --ppo-iterations 2"

@@ -2,16 +2,18 @@
 
 from unittest import mock
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Dict
 from helpers import read_scalars
+from probe_envs import OneStep
 from scripts import import_file, load, run_edited, run_main
 
-RECALL = (
-    "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --learning-starts 500"
-)
+RECALL = "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --burn-in 2"
 RECALL += " --buffer-size 2000 --total-timesteps 16000 --batch-size 96 --replay-ratio 4 --eval-episodes 100"
-RECALL += " --burn-in 2 --learn-length 3 --n-step 2"
+RECALL += " --learning-starts 500 --learn-length 3 --n-step 2"
 
 
 def check_memory(path, state_size, *flags):
@@ -89,19 +91,10 @@ def check_layer_norm(path, folder):
     torch.testing.assert_close((found, *found_state), (expected, h[0], c[0]))
 
 
-TASK = '''
-import gymnasium as gym
-import numpy as np
-from probe_envs import OneStep
-
-
 class Both(OneStep):
     """1 for naming whether the picture is bright, or the contrary if the vector says so; optimum 1."""
 
-    observation_space = gym.spaces.Dict(
-        picture=gym.spaces.Box(0, 255, (1, 36, 40), np.uint8), vector=gym.spaces.Box(-1, 1, (2,))
-    )
-    action_space = gym.spaces.Discrete(2)
+    observation_space = Dict(picture=Box(0, 255, (1, 36, 40), np.uint8), vector=Box(-1, 1, (2,)))
 
     def draw(self):
         self.bits = self.np_random.integers(2, size=2)
@@ -113,17 +106,14 @@ class Both(OneStep):
 
 
 gym.register("Both-v0", Both, disable_env_checker=True)
-'''
 
 
 def check_dict(path, folder):
     """Both parts are needed: 1 at best, 0.5 with one of them."""
-    (folder / "both_tasks.py").write_text(TASK)
-    flags = "--env-id both_tasks:Both-v0 --num-steps 4 --learning-starts 300 --buffer-size 2000 --burn-in 0"
-    flags += " --total-timesteps 4000 --learn-length 1 --n-step 1 --replay-ratio 4 --batch-size 32 --target-interval 20"
-    done, module = run_edited(
-        path, flags, "--hidden-size 32 --eval-episodes 100 --learning-rate 1e-3 --gamma 0"
-    )
+    flags = "--env-id Both-v0 --num-steps 4 --learning-starts 300 --buffer-size 2000 --burn-in 0"
+    flags += " --total-timesteps 4000 --learn-length 1 --n-step 1 --replay-ratio 4 --batch-size 32"
+    flags += " --target-interval 20 --hidden-size 32 --eval-episodes 100 --learning-rate 1e-3 --gamma 0"
+    done, module = run_edited(path, flags)
     assert read_scalars(done.path)["eval/episodic_return"][-1][1] >= 0.97
     agent = load(done.path / "checkpoint.pt")["agent"]
     assert agent["encoder.0.weight"].shape == (32, 1, 8, 8) and agent["vector.weight"].shape == (32, 2)
@@ -134,12 +124,9 @@ def check_epsilon(path, folder):
     module, found = import_file("edited_copy", path), []
     step = module.Player.step
     with mock.patch.object(module.Player, "step", lambda x: found.append(x.epsilons.tolist()) or step(x)):
-        flags = (
-            "--env-id probe_envs:Fixed-v0 --num-envs 4 --total-timesteps 1000 --epsilon 1 --buffer-size 99"
-        )
-        run_main(
-            module, path.parent / "runs", flags, "--eval-episodes 2 --hidden-size 8 --eval-interval 10000"
-        )
+        flags = "--env-id probe_envs:Fixed-v0 --num-envs 4 --total-timesteps 1000 --epsilon 1"
+        flags += " --buffer-size 99 --eval-episodes 2 --hidden-size 8 --eval-interval 10000"
+        run_main(module, path.parent / "runs", flags)
     training = [x for x in found if len(x) == 4]
     assert all(len({*x}) == 1 for x in training) and all(x == [0.0] * 2 for x in found if len(x) == 2)
     values = [x[0] for x in training]

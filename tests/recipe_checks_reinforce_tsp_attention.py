@@ -26,33 +26,38 @@ def draw(module, num_instances=60, env_id="tsp6-uniform"):
     return module.draw_points(env_id, num_instances).double()
 
 
-def draw_square(num_instances=60):
-    return torch.rand(num_instances, 6, 2, generator=torch.Generator().manual_seed(1)).double()
-
-
 def measure_closed(stops):
     """Lengths of closed tours along stops [..., N, 2], by numpy."""
     return np.linalg.norm(stops - np.roll(stops, 1, -2), axis=-1).sum(-1)
 
 
-def score(module, agent, points, optimum):
-    """Mean gaps in percent of all decodings to the mean of the optima [M]."""
+@torch.no_grad()
+def find_log_p(module, agent, points, orders):
+    """Log-probabilities [M, P] of orders [P, 6]."""
+    tours = torch.from_numpy(orders).expand(len(points), -1, -1)
+    log_likelihood, start = module.score_tours(points, agent(points), tours)
+    return log_likelihood + start.gather(1, tours[:, :, 0])
+
+
+def check_gaps(module, agent, points, optimum, limits):
+    """Mean gaps in percent of all decodings to the mean of the optima [M] are below the limits; returns them."""
     instances = module.Instances(points, None, module.tour_length)
     scores, _ = module.evaluate(agent, instances, CPU)
-    return {x: 100 * (scores[f"eval/{x}_length"] / optimum.mean() - 1) for x in module.DECODINGS}
+    gaps = {x: 100 * (scores[f"eval/{x}_length"] / optimum.mean() - 1) for x in module.DECODINGS}
+    assert all(-1e-4 < gap < limit for gap, limit in zip(gaps.values(), limits, strict=True)), gaps
+    return gaps
 
 
 def check_costs(module, agent, points, costs, limits):
-    """Costs [M, 720] of all orders are those of the copy; gaps in percent of its network are below the limits."""
+    """Costs [M, 720] of all orders are those of the copy."""
     orders = torch.from_numpy(ORDERS).expand(len(points), -1, -1)
     np.testing.assert_allclose(module.tour_length(points, orders), costs, rtol=1e-6)
-    gaps = score(module, agent, points, costs.min(1)).values()
-    assert all(-1e-4 < gap < limit for gap, limit in zip(gaps, limits, strict=True)), gaps
+    check_gaps(module, agent, points, costs.min(1), limits)
 
 
 def check_open_path(path, folder):
     module, agent = train(path)
-    points = draw_square()
+    points = draw(module)
     edges = np.diff(points.numpy()[:, ORDERS], axis=2)  # [60, 720, 5, 2]
     check_costs(module, agent, points, np.hypot(*edges.transpose(3, 0, 1, 2)).sum(-1), (8.0, 2.0, 0.2))
 
@@ -70,10 +75,7 @@ def check_prizes(path, folder):
     assert 10 < is_skipping.sum() < 60
     check_costs(module, agent, points, costs, (15.0, 4.0, 1.0))
     prefixes = {tuple(order[: order.index(0) + 1]): i for i, order in enumerate(ORDERS.tolist())}
-    kept = torch.from_numpy(ORDERS[[*prefixes.values()]]).expand(60, -1, -1)
-    with torch.no_grad():
-        log_likelihood, start = module.score_tours(points, agent(points), kept)
-    p = (log_likelihood + start.gather(1, kept[:, :, 0])).exp()
+    p = find_log_p(module, agent, points, ORDERS[[*prefixes.values()]]).exp()
     torch.testing.assert_close(p.sum(1), torch.ones(60))
     images = module.apply_symmetries(points)
     assert len(images) == 8 and all(torch.equal(x[..., 2], points[..., 2]) for x in images)
@@ -115,28 +117,30 @@ def check_capacities(path, folder):
     assert (costs.min(1).values > one_route.min(1).values + 1e-3).float().mean() > 0.5
     turned = [(np.roll(ORDERS[7], k) == ORDERS).all(1).argmax() for k in range(6)]
     torch.testing.assert_close(costs[:, turned], costs[:, [7]].expand(-1, 6))  # any node may be the first
-    gaps = score(module, agent, points, optimum)
-    assert gaps["greedy"] < 12 and gaps["multistart"] < 3 and -1e-4 < gaps["multistart_x8"] < 0.5, gaps
+    check_gaps(module, agent, points, optimum, (12.0, 3.0, 0.5))
 
 
 def check_pairs(path, folder):
+    """Tours of all kinds keep the rule, and the probabilities of all tours that keep it sum to 1.
+
+    Multi-start tour j begins at node j or, if it may not, at the most likely one.
+    """
     module, agent = train(path)
-    points = draw_square()
+    points = draw(module)
     time = ORDERS.argsort(1)
     is_kept = (time[:, :3] < time[:, 3:]).all(1)
     costs = np.where(is_kept, measure_closed(points.numpy()[:, ORDERS]), np.inf)
-    for decoding in module.DECODINGS.values():
-        with torch.no_grad():
-            times = decoding(agent, points).argsort(-1)
-        assert (times[..., :3] < times[..., 3:]).all()
     with torch.no_grad():
-        log_likelihood, start = module.score_tours(
-            points, agent(points), torch.from_numpy(ORDERS[is_kept]).expand(60, -1, -1)
-        )
-    p = (log_likelihood + start[:, ORDERS[is_kept][:, 0]]).exp()
+        greedy, _ = module.construct_tours(points, agent(points))
+        for sample in (True, False):
+            tours, _ = module.construct_tours(points, agent(points), multistart=True, sample=sample)
+            times = tours.argsort(-1)
+            assert (times[..., :3] < times[..., 3:]).all()
+            assert torch.equal(tours[:, :3, 0], torch.arange(3).expand(60, 3))
+    assert torch.equal(tours[:, 3:], greedy.expand(-1, 3, -1))
+    p = find_log_p(module, agent, points, ORDERS[is_kept]).exp()
     torch.testing.assert_close(p.sum(1), torch.ones(60))
-    gaps = score(module, agent, points, costs.min(1))
-    assert gaps["greedy"] < 15 and gaps["multistart"] < 6 and -1e-4 < gaps["multistart_x8"] < 1.5, gaps
+    check_gaps(module, agent, points, costs.min(1), (15.0, 6.0, 1.5))
 
 
 def check_flow_shop(path, folder):
@@ -188,15 +192,12 @@ def check_curriculum(path, folder):
 def check_search(path, folder):
     """Of all tours, beam search with room for all finds the most likely one; 2-opt leaves nothing to turn round."""
     module, agent = train(path)
-    points = draw_square()
-    orders = torch.from_numpy(ORDERS).expand(60, -1, -1)
+    points = draw(module)
     costs = measure_closed(points.numpy()[:, ORDERS])
-    gaps = score(module, agent, points, costs.min(1))
-    assert gaps["sampling"] < 0.3 and gaps["beam"] < gaps["greedy"], gaps
-    assert gaps["two_opt"] <= min(gaps["multistart"], 0.5) and min(gaps.values()) > -1e-4, gaps
+    gaps = check_gaps(module, agent, points, costs.min(1), (99.0, 99.0, 99.0, 0.3, 99.0, 0.5))
+    assert gaps["beam"] < gaps["greedy"] and gaps["two_opt"] <= gaps["multistart"], gaps
+    likely = find_log_p(module, agent, points, ORDERS).argmax(1)
     with torch.no_grad():
-        log_likelihood, start = module.score_tours(points, agent(points), orders)
-        likely = (log_likelihood + start.gather(1, orders[:, :, 0])).argmax(1)
         found = module.decode_beam(agent, points, width=720)
         assert found.shape == (60, 720, 6) and torch.equal(found[:, 0], torch.from_numpy(ORDERS)[likely])
         assert len(found[0].unique(dim=0)) == 720

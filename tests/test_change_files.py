@@ -1,21 +1,23 @@
 """envs_shared/change_folders.py: pictures, layouts of folders, labels, and input that is refused."""
 
-import re
-import shutil
-
 import numpy as np
 import pytest
 from PIL import Image
 from test_change_pairs import make_args
 
 from envs_shared import change_folders, change_pairs
+from envs_shared.change_folders import decode_label, decode_picture, read_picture
 from envs_shared.change_pairs import SPLITS, UNCOUNTED
 
 FLAT = "{kind}/{split}_{i}"
 KINDS = ("A", "B", "label")
+FOUR_BANDS = np.random.default_rng(0).integers(1, 250, (6, 5, 4), np.uint8)
+IDS = np.array([[0, 1, 1], [1, 0, 0]], np.uint8)
+IN_COLOURS = np.repeat(IDS[..., None] * np.uint8(255), 3, 2)
+COLOURS = [0, 0, 0, 128, 0, 0, 0, 128, 0]
 
 
-def read_folder(path, patch_size=8, image_size=8, splits=SPLITS, **changes):
+def read_folder(path, patch_size=4, image_size=8, splits=SPLITS, **changes):
     args = make_args(data_dir=str(path), patch_size=patch_size, image_size=image_size, **changes)
     return change_folders.read_splits(args, splits)
 
@@ -25,9 +27,12 @@ def read_pairs(*paths, **changes):
     return change_folders.read_pairs(make_args(predict=[str(path) for path in paths], **changes))
 
 
-def read_label(path):
-    """The values of a label."""
-    return change_folders.read_picture(path, change_folders.decode_label)
+def read_error(read, *inputs, **changes):
+    """What a reader says, in one line, to input that it refuses."""
+    with pytest.raises(ValueError) as error:
+        read(*inputs, **changes)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def save(path, x, **options):
@@ -76,105 +81,135 @@ def test_pictures_that_a_camera_held_upside_down_lie_on_their_label(tmp_path):
     assert ((pair[3] > 128) == (pair[6] == 1)).all() and pair[6].sum() == 128
 
 
-def test_bands_that_would_be_lost(tmp_path):
-    """Transparency and a fourth band are refused, an opaque one is not."""
-    colours = np.random.default_rng(0).integers(1, 250, (6, 5, 4), np.uint8)
-    opaque = colours.copy()
+def test_bands_and_pages_that_would_be_lost(tmp_path):
+    """An opaque fourth band is left out, and so is the preview in a camera's JPEG."""
+    opaque = FOUR_BANDS.copy()
     opaque[..., 3] = 255
-    assert (change_folders.read_picture(save(tmp_path / "opaque.png", opaque)) == colours[..., :3]).all()
-    files = [save(tmp_path / name, colours) for name in ("four.png", "four.tif")]
-    for path in (*files, save(tmp_path / "clear.png", Image.new("LA", (2, 2)))):
-        with pytest.raises(ValueError, match=f"{path.name}: .* a fourth band, would be lost"):
-            change_folders.read_picture(path)
+    assert (read_picture(save(tmp_path / "opaque.png", opaque)) == opaque[..., :3]).all()
     # Red, green, blue and an unspecified band, as GDAL writes it: Pillow reads three of the four
-    file = bytearray((tmp_path / "four.tif").read_bytes())
+    path = save(tmp_path / "infrared.tif", FOUR_BANDS)
+    file = bytearray(path.read_bytes())
     file[file.index(b"\x52\x01\x03\x00\x01\x00\x00\x00\x02") + 8] = 0  # tag 338, ExtraSamples
-    (tmp_path / "infrared.tif").write_bytes(file)
-    with pytest.raises(ValueError, match=r"infrared\.tif: .* more bands than the 3 that Pillow reads"):
-        change_folders.read_picture(tmp_path / "infrared.tif")
+    path.write_bytes(file)
+    assert "it has more bands than the 3 that Pillow reads" in read_error(read_picture, path)
+    red, blue = (Image.new("RGB", (4, 4), colour) for colour in ("red", "blue"))
+    pages = save(tmp_path / "x.tif", red, save_all=True, append_images=[blue])
+    assert "2 pages; save each as a file of its own" in read_error(read_picture, pages)
+    photo = save(tmp_path / "x.jpg", red, format="MPO", save_all=True, append_images=[blue])
+    assert read_picture(photo)[..., 0].min() > 200
 
 
 def test_four_bands(tmp_path, monkeypatch):
     """With NUM_BANDS = 4 all four are read; a picture of three, and the task haze, are refused."""
-    colours = np.random.default_rng(0).integers(1, 250, (6, 5, 4), np.uint8)
-    four, plain = save(tmp_path / "four.png", colours), save(tmp_path / "plain.png", colours[..., :3])
+    four = save(tmp_path / "four.png", FOUR_BANDS)
     monkeypatch.setattr(change_pairs, "NUM_BANDS", 4)
     pair = change_folders.read_pair([four, four])
-    both = np.concatenate((colours, colours), 2).transpose(2, 0, 1)
+    both = np.concatenate((FOUR_BANDS, FOUR_BANDS), 2).transpose(2, 0, 1)
     assert pair.shape == (9, 6, 5) and (pair[:8] == both).all()
-    with pytest.raises(ValueError, match=r"plain\.png: .* it has 3 bands, and NUM_BANDS is 4"):
-        change_folders.read_picture(plain)
-    with pytest.raises(ValueError, match="haze: has 3 bands, and NUM_BANDS is 4"):
-        change_pairs.draw_splits(make_args())
+    three = save(tmp_path / "three.png", FOUR_BANDS[..., :3])
+    assert "it has 3 bands, and NUM_BANDS is 4" in read_error(read_picture, three)
+    assert "haze: has 3 bands, and NUM_BANDS is 4" in read_error(change_pairs.draw_splits, make_args())
 
 
-def test_files_of_several_pages(tmp_path):
-    """A TIFF is refused. A camera's JPEG with a preview is not."""
-    pages = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
-    for name, options in (("x.tif", {}), ("x.jpg", {"format": "MPO"})):
-        pages[0].save(tmp_path / name, save_all=True, append_images=pages[1:], **options)
-    with pytest.raises(ValueError, match=r"x\.tif: .* 2 pages; save each as a file of its own"):
-        change_folders.read_picture(tmp_path / "x.tif")
-    assert change_folders.read_picture(tmp_path / "x.jpg")[..., 0].min() > 200
+# Labels
 
 
-def test_pictures_that_cannot_be_used(plain):
-    path, _ = plain
-    save(path / "deep.png", np.zeros((4, 4), np.uint16))
-    (path / "text.png").write_text("x")
-    for name, words in (("deep.png", "more than 8 bits"), ("text.png", "cannot"), ("no.png", "No such file")):
-        with pytest.raises(ValueError, match=f"{name}: .*{words}"):
-            change_folders.read_picture(path / name)
-    save(path / "train" / "B" / "x1.png", np.zeros((3, 3, 3), np.uint8))
-    with pytest.raises(ValueError, match=r"x1.png: height and width \(9, 13\) differ from .*\(3, 3\)"):
-        read_folder(path)
+def palette_label(ids, palette, **info):
+    image = Image.fromarray(ids)
+    image.putpalette(palette)
+    image.info |= info
+    return image
+
+
+def with_alpha(alpha):
+    return np.dstack((IN_COLOURS, np.broadcast_to(np.uint8(alpha), IDS.shape)))
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("plain.png", IDS * np.uint8(255)),
+        ("bits.png", IDS.astype(bool)),
+        ("1.bmp", IDS),
+        ("bits.tif", IDS.astype(bool)),
+        ("rgb.png", IN_COLOURS),
+        ("opaque.png", with_alpha(255)),
+        ("indices.png", palette_label(IDS, COLOURS)),
+        ("white_first.png", palette_label(1 - IDS, [255, 255, 255, 0, 0, 0])),
+        ("lossless.jpg", IDS),
+    ],
+)
+def test_labels(tmp_path, name, label):
+    path = save(tmp_path / name, label, format="PNG" if name == "lossless.jpg" else None)
+    read = read_picture(path, decode_label)
+    values = IDS * read.max()  # 0 and 1, or 0 and 255
+    assert read.dtype == np.uint8 and read.max() in (1, 255) and read.tolist() == values.tolist()
+
+
+def test_jpeg_labels_are_cut_at_128(tmp_path):
+    noisy = np.kron(IN_COLOURS, np.ones((7, 7, 1), np.uint8))
+    path = save(tmp_path / "y.JPEG", noisy, quality=60)
+    assert len(np.unique(np.array(Image.open(path)))) > 2
+    assert read_picture(path, decode_label).tolist() == noisy[..., 0].tolist()
+
+
+FOURTH, TRANSPARENT = "a fourth band, would be lost", "a label with transparency, which would be lost"
+
+
+@pytest.mark.parametrize(
+    ("decode", "name", "picture", "message"),
+    [
+        (decode_picture, "four.png", FOUR_BANDS, FOURTH),
+        (decode_picture, "four.tif", FOUR_BANDS, FOURTH),
+        (decode_picture, "clear.png", Image.new("LA", (2, 2)), FOURTH),
+        (decode_picture, "deep.png", np.zeros((4, 4), np.uint16), "more than 8 bits"),
+        (decode_label, "deep.tif", np.float32([[0, 1]]), "more than 8 bits"),
+        (decode_label, "ones.jpg", np.ones((16, 16), np.uint8), "JPEG does not keep 0 and 1"),
+        (decode_label, "red.png", np.uint8([[[0, 0, 0], [255, 0, 0]]]), "a label in colour"),
+        (decode_label, "x.png", with_alpha([[255, 255, 254], [255, 255, 255]]), TRANSPARENT),
+        (decode_label, "grey.png", np.dstack((IDS * 0, IDS * np.uint8(255))), TRANSPARENT),
+        (decode_label, "index.png", palette_label(IDS, COLOURS, transparency=1), TRANSPARENT),
+        (decode_label, "x.png", palette_label(IDS, COLOURS, transparency=bytes([255, 9, 255])), TRANSPARENT),
+    ],
+)
+def test_pictures_and_labels_that_are_refused(tmp_path, decode, name, picture, message):
+    path = save(tmp_path / name, picture)
+    error = read_error(read_picture, path, decode)
+    assert error.startswith(f"{path}: cannot be read as a picture: ") and message in error
 
 
 # Folders
 
 
 def test_a_folder_is_read_and_padded(plain):
+    """Pictures are mirrored beyond their borders, and pixels there do not count."""
     path, pairs = plain
-    (path / "train" / "A" / ".DS_Store").write_bytes(b"x")
     splits = read_folder(path, 8, 20)
     assert splits.keys() == pairs.keys()
     for split, found in splits.items():
         assert found.shape == (2, 7, 24, 24)
         for x, pair in zip(found, pairs[split], strict=True):
-            height, width = pair.shape[1:]
-            assert (x[:, :height, :width] == pair).all()
-            is_padding = np.ones(x.shape[1:], bool)
-            is_padding[:height, :width] = False
-            assert ((x[6] == UNCOUNTED) == is_padding).all()
-            assert (x[:6, height, :width] == pair[:6, height - 1]).all()  # mirrored
-            assert (x[:6, height + 1, :width] == pair[:6, height - 2]).all()
+            widths = [(0, 24 - n) for n in pair.shape[1:]]
+            assert (x[:6] == np.pad(pair[:6], ((0, 0), *widths), mode="symmetric")).all()
+            assert (x[6] == np.pad(pair[6], widths, constant_values=UNCOUNTED)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gap_in_a_plain_folder(plain, kind):
+def test_a_plain_folder_with_a_gap_or_an_odd_size(plain, kind):
     path, _ = plain
     (path / "val" / kind / "x1.png").rename(path / "gone")
-    with pytest.raises(ValueError) as error:
-        read_folder(path)
-    assert str(error.value) == f"{path}: val has no picture x1 in its folder {kind}"
-
-
-def test_only_the_splits_that_are_needed(plain):
-    path, pairs = plain
-    for split in ("train", "val"):
-        shutil.rmtree(path / split)
-    (found,) = read_folder(path, splits=["test"]).values()
-    assert (found[:, :, :9, :13] == np.stack(pairs["test"])).all()
+    assert read_error(read_folder, path) == f"{path}: val has no picture x1 in its folder {kind}"
+    save(path / "val" / kind / "x1.png", np.zeros((3, 3), np.uint8))
+    error = read_error(read_folder, path)
+    assert "x1.png: height and width (" in error and "(17, 5)" in error and "(3, 3)" in error
 
 
 def test_a_folder_has_one_convention_of_labels(plain):
     """Over all splits: each file alone would be read without an error."""
     path, pairs = plain
-    label = pairs["val"][0][6]
-    save(path / "val" / "label" / "x0.png", label)
-    with pytest.raises(ValueError, match=r"1 in .*val/label/x0\.png, 255 in .*; needed are 0 and 1 in all"):
-        read_folder(path)
-    assert label.any()
+    label = save(path / "val" / "label" / "x0.png", pairs["val"][0][6])
+    error = read_error(read_folder, path)
+    assert f"1 in {label}, 255 in " in error and "; needed are 0 and 1 in all" in error
 
 
 def write_lists(root, lists):
@@ -186,25 +221,15 @@ def write_lists(root, lists):
 
 
 def check(path, expected):
-    splits = read_folder(path, 4)
+    splits = read_folder(path)
     assert list(splits) == list(SPLITS)
     for split, pairs in splits.items():
         assert pairs.dtype == np.uint8 and (pairs == np.stack(expected[split])).all()
 
 
-def read_error(path, **changes):
-    """What the reader says to a folder that it refuses, of one line."""
-    with pytest.raises(ValueError) as error:
-        read_folder(path, 4, **changes)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-# Layouts
-
-
 @pytest.mark.parametrize("dirs", [("A", "B", "label"), ("time1", "time2", "mask"), ("T1", "T2", "GT")])
 def test_split_folders_with_other_names_and_suffixes(tmp_path, dirs):
+    """Other files are left out."""
     expected = save_set(tmp_path, dirs=dirs, suffixes=(".PNG", ".tif", ".bmp"))
     (tmp_path / "train" / dirs[0] / "Thumbs.db").write_bytes(b"x")
     (tmp_path / "train" / dirs[1] / "._x0.png").write_bytes(b"x")
@@ -226,110 +251,6 @@ def test_lists(tmp_path):
     check(tmp_path, expected)
 
 
-def test_names_that_begin_with_the_split(tmp_path):
-    expected = save_set(tmp_path, FLAT)
-    expected["val"].insert(0, save_pair(tmp_path, "{kind}/Val-7", 999))
-    check(tmp_path, expected)
-    save_pair(tmp_path, "{kind}/value_1", 999)
-    assert ": value_1 does not begin with a split; needed are" in read_error(tmp_path)
-    for file in [*tmp_path.glob("*/value_1.png"), *tmp_path.glob("*/test*")]:
-        file.unlink()
-    assert ": no test pictures; needed are" in read_error(tmp_path)
-
-
-# Labels
-
-IDS = np.array([[0, 1, 1], [1, 0, 0]])
-COLOURS = [0, 0, 0, 128, 0, 0, 0, 128, 0]
-
-
-def palette_label(ids, palette, **info):
-    image = Image.fromarray(ids.astype(np.uint8))
-    image.putpalette(palette)
-    image.info |= info
-    return image
-
-
-def with_alpha(alpha):
-    colours = np.repeat(IDS[..., None] * 255, 3, 2)
-    return np.concatenate([colours, np.broadcast_to(alpha, (2, 3))[..., None]], 2).astype(np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [
-        ("plain.png", IDS.astype(np.uint8) * 255),
-        ("bits.png", IDS.astype(bool)),
-        ("1.bmp", IDS.astype(np.uint8)),
-        ("bits.tif", IDS.astype(bool)),
-        ("rgb.png", np.repeat(IDS[..., None] * 255, 3, 2).astype(np.uint8)),
-        ("opaque.png", with_alpha(255)),
-        ("indices.png", palette_label(IDS, COLOURS)),
-        ("white_first.png", palette_label(1 - IDS, [255, 255, 255, 0, 0, 0])),
-        ("lossless.jpg", IDS.astype(np.uint8)),
-    ],
-)
-def test_labels(tmp_path, name, label):
-    path = save(tmp_path / name, label, format="PNG" if name == "lossless.jpg" else None)
-    read = read_label(path)
-    values = IDS * read.max()  # 0 and 1, or 0 and 255
-    assert read.dtype == np.uint8 and read.max() in (1, 255) and read.tolist() == values.tolist()
-
-
-def test_jpeg_labels_are_cut_at_128(tmp_path):
-    noisy = np.kron(IDS, np.ones((7, 7))).astype(np.uint8) * 255
-    path = save(tmp_path / "y.JPEG", np.repeat(noisy[..., None], 3, 2), quality=60)
-    assert len(np.unique(np.array(Image.open(path)))) > 2
-    assert read_label(path).tolist() == np.where(noisy > 0, 255, 0).tolist()
-    path = save(tmp_path / "ones.jpg", np.ones((16, 16), np.uint8), quality=95)
-    with pytest.raises(ValueError, match=r"ones\.jpg: .* JPEG does not keep 0 and 1"):
-        read_label(path)
-
-
-TRANSPARENT = "a label with transparency, which would be lost"
-
-
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        (np.uint8([[[0, 0, 0], [255, 0, 0]]]), "a label in colour"),
-        (np.uint16([[0, 65535]]), "more than 8 bits"),
-        (with_alpha([[255, 255, 254], [255, 255, 255]]), TRANSPARENT),
-        (np.stack([IDS * 0, IDS * 255], 2).astype(np.uint8), TRANSPARENT),  # grey and alpha
-        (palette_label(IDS, COLOURS, transparency=1), TRANSPARENT),
-        (palette_label(IDS, COLOURS, transparency=bytes([255, 9, 255])), TRANSPARENT),
-    ],
-)
-def test_labels_that_are_refused(tmp_path, label, message):
-    path = save(tmp_path / "x.png", label)
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{message}"):
-        read_label(path)
-
-
-# Folders without a split
-
-
-def test_a_folder_is_split_by_a_share(tmp_path):
-    """At random and always alike: each pair is in one split, and a fifth are in val and in test."""
-    pairs = [save_pair(tmp_path, "{kind}/x{i:02}", 10 + i, i=i) for i in range(10)]
-    found = read_folder(tmp_path, 4, val_share=0.2)
-    assert {split: len(x) for split, x in found.items()} == {"train": 6, "val": 2, "test": 2}
-    for split, x in read_folder(tmp_path, 4, val_share=0.2, seed=9).items():
-        assert (x == found[split]).all()
-    order = [
-        next(i for i, pair in enumerate(pairs) if (x == pair).all())
-        for x in np.concatenate([*found.values()])
-    ]
-    assert sorted(order) == list(range(10)) != order
-    assert ": x00 does not begin with a split; needed are" in read_error(tmp_path)
-    write_lists(tmp_path, {split: f"x0{i}\n" for i, split in enumerate(SPLITS)})
-    assert "is split already; leave out --val-share" in read_error(tmp_path, val_share=0.2)
-    assert [len(x) for x in read_folder(tmp_path, 4).values()] == [1, 1, 1]
-
-
-# Folders that are refused
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -341,51 +262,71 @@ def test_a_folder_is_split_by_a_share(tmp_path):
 def test_bad_lists(tmp_path, text, message):
     save_set(tmp_path, FLAT)
     write_lists(tmp_path, {"val": text})
-    assert message in read_error(tmp_path)
+    assert message in read_error(read_folder, tmp_path)
+
+
+def test_names_that_begin_with_the_split(tmp_path):
+    expected = save_set(tmp_path, FLAT)
+    expected["val"].insert(0, save_pair(tmp_path, "{kind}/Val-7", 999))
+    check(tmp_path, expected)
+    save_pair(tmp_path, "{kind}/value_1", 999)
+    assert ": value_1 does not begin with a split; needed are" in read_error(read_folder, tmp_path)
+    for file in [*tmp_path.glob("*/value_1.png"), *tmp_path.glob("*/test*")]:
+        file.unlink()
+    assert ": no test pictures; needed are" in read_error(read_folder, tmp_path)
+
+
+def test_a_folder_is_split_by_a_share(tmp_path):
+    """At random and always alike: each pair is in one split, and a fifth are in val and in test."""
+    pairs = [save_pair(tmp_path, f"{{kind}}/x{i:02}", 10 + i) for i in range(10)]
+    found = read_folder(tmp_path, val_share=0.2)
+    assert {split: len(x) for split, x in found.items()} == {"train": 6, "val": 2, "test": 2}
+    for split, x in read_folder(tmp_path, val_share=0.2, seed=9).items():
+        assert (x == found[split]).all()
+    drawn = [x.tobytes() for split in found.values() for x in split]
+    order = [drawn.index(pair.tobytes()) for pair in pairs]
+    assert sorted(order) == list(range(10)) and {*order[:2]} != {6, 7}  # val is not of the first two
+    assert ": x00 does not begin with a split; needed are" in read_error(read_folder, tmp_path)
+    write_lists(tmp_path, {split: f"x0{i}\n" for i, split in enumerate(SPLITS)})
+    assert "is split already; leave out --val-share" in read_error(read_folder, tmp_path, val_share=0.2)
+    assert [len(x) for x in read_folder(tmp_path).values()] == [1, 1, 1]
 
 
 # To predict
 
 
 def test_pairs_to_predict(plain):
+    """Of two folders, of three with labels, and of two pictures."""
     path, pairs = plain
-    found = read_pairs(path / "val" / "A", path / "val" / "B")
+    folders = [path / "val" / kind for kind in KINDS]
+    found, labelled = read_pairs(*folders[:2]), read_pairs(*folders)
     shapes = [(name, x.shape, *size) for name, (x, *size) in found.items()]
     assert shapes == [("x0", (1, 7, 16, 16), 9, 13), ("x1", (1, 7, 24, 8), 17, 5)]
-    for (x, height, width), pair in zip(found.values(), pairs["val"], strict=True):
-        assert (x[0, :6, :height, :width] == pair[:6]).all() and (x[0, 6] == UNCOUNTED).all()
+    for (x, height, width), (y, *_), pair in zip(
+        found.values(), labelled.values(), pairs["val"], strict=True
+    ):
+        assert (y[0, :, :height, :width] == pair).all()
+        assert (x[0, :6] == y[0, :6]).all() and (x[0, 6] == UNCOUNTED).all()
     ((name, (x, *_)),) = read_pairs(path / "val/A/x0.png", path / "val/B/x0.png").items()
     assert name == "x0" and (x == found["x0"][0]).all()
-    with pytest.raises(ValueError, match=r"nothing: cannot be read"):
-        read_pairs(path / "val/A/x0.png", path / "nothing")
+    # A picture must be larger than a border of one cell, which is mirrored
+    small = save(path / "small.png", np.zeros((3, 8, 3), np.uint8))
+    ((x, *size),) = read_pairs(small, small, cell_size=8).values()
+    assert x.shape == (1, 7, 16, 16) and size == [3, 8]
 
 
 def test_folders_to_predict(plain):
     """Suffixes may differ, other files are left out, and neither of two pictures of one name is lost."""
     path, pairs = plain
-    (path / "val" / "A" / "notes.txt").write_text("x")
-    (path / "val" / "B" / "x0.png").unlink()
-    save(path / "val" / "B" / "x0.bmp", pairs["val"][0][3:6].transpose(1, 2, 0))
-    found = read_pairs(path / "val" / "A", path / "val" / "B")
+    folders = path / "val" / "A", path / "val" / "B"
+    (folders[0] / "notes.txt").write_text("x")
+    (folders[1] / "x0.png").unlink()
+    save(folders[1] / "x0.bmp", pairs["val"][0][3:6].transpose(1, 2, 0))
+    found = read_pairs(*folders)
     assert list(found) == ["x0", "x1"]
     assert (found["x0"][0][0, :6, :9, :13] == pairs["val"][0][:6]).all()
-    save(path / "val" / "A" / "x1.jpg", np.zeros((17, 5, 3), np.uint8))
-    with pytest.raises(ValueError, match=r"x1\.png: same name as x1\.jpg; remove one of them"):
-        read_pairs(path / "val" / "A", path / "val" / "B")
-    (path / "val" / "A" / "x1.jpg").unlink()
-    (path / "val" / "B" / "x1.png").unlink()
-    with pytest.raises(ValueError, match="val/B: has no picture x1 in its folder B"):
-        read_pairs(path / "val" / "A", path / "val" / "B")
-
-
-def test_labels_and_small_pictures_to_predict(plain):
-    """A third folder has labels. A picture is larger than a border of one cell, which is mirrored."""
-    path, pairs = plain
-    found = read_pairs(*(path / "val" / kind for kind in KINDS))
-    for (x, height, width), pair in zip(found.values(), pairs["val"], strict=True):
-        assert (x[0, :, :height, :width] == pair).all()
-    small = save(path / "small.png", np.zeros((3, 8, 3), np.uint8))
-    ((x, *size),) = read_pairs(small, small, cell_size=8).values()
-    assert x.shape == (1, 7, 16, 16) and size == [3, 8]
-    with pytest.raises(ValueError, match=r"--predict .*envs_shared: no pictures"):
-        read_pairs(*["envs_shared"] * 2)
+    twin = save(folders[0] / "x1.jpg", np.zeros((17, 5, 3), np.uint8))
+    assert "x1.png: same name as x1.jpg; remove one of them" in read_error(read_pairs, *folders)
+    twin.unlink()
+    (folders[1] / "x1.png").unlink()
+    assert "val/B: has no picture x1 in its folder B" in read_error(read_pairs, *folders)

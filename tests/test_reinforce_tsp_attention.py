@@ -15,7 +15,7 @@ import torch
 from brute_force import solve_exactly
 from helpers import ROOT, fail_with, read_scalars
 from scipy import stats
-from scripts import load, run_main
+from scripts import call_main, load, read_scores, run_main
 from torch.nn import functional
 
 from algos import reinforce_tsp_attention as am
@@ -59,12 +59,9 @@ def measure(points, tours):
     return np.linalg.norm(stops - np.roll(stops, 1, -2), axis=-1).sum(-1)
 
 
-def evaluate_file(capsys, checkpoint, *flags):
+def evaluate_file(checkpoint, *flags):
     """Return the scores that --evaluate prints."""
-    capsys.readouterr()
-    am.main(["--evaluate", str(checkpoint), *map(str, flags)])
-    lines = [line.split(": ") for line in capsys.readouterr().out.splitlines()]
-    return {name: float(value) for name, value in lines}
+    return read_scores(call_main(am, " ".join(map(str, ("--evaluate", checkpoint, *flags))))[0])
 
 
 # The network, written again as the paper has it: embeddings [B, N, D], one decoding step at a time
@@ -72,7 +69,7 @@ def evaluate_file(capsys, checkpoint, *flags):
 
 def attend(q, k, v, mask=None):
     """Return attention [B, Q, D] of queries [B, Q, D] to keys and values [B, N, D]."""
-    heads = (x.unflatten(-1, (8, 16)).transpose(1, 2) for x in (q, k, v))
+    heads = (x.unflatten(-1, (am.NUM_HEADS, -1)).transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(*heads, mask).transpose(1, 2).flatten(2)
 
 
@@ -117,10 +114,15 @@ def reference_greedy(agent, points, tours):
     return tours
 
 
-@pytest.mark.parametrize(("baseline", "max_grad_norm"), [("pomo", 1e9), ("pomo", 0.01), ("rollout", 1e9)])
-def test_an_update_is_a_step_along_the_clipped_gradient_of_single_steps(monkeypatch, baseline, max_grad_norm):
+@pytest.mark.parametrize(
+    ("baseline", "max_grad_norm", "num_heads"), [("pomo", 1e9, 8), ("pomo", 0.01, 32), ("rollout", 1e9, 1)]
+)
+def test_an_update_is_a_step_along_the_clipped_gradient_of_single_steps(
+    monkeypatch, baseline, max_grad_norm, num_heads
+):
     """Both sides compute in float64. Metrics are loss, mean lengths of tours and baseline, and the norm."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(am, "NUM_HEADS", num_heads)
     points, agent = draw(4, 7, dtype=torch.float64) * 30 - 7, make_agent(dtype=torch.float64)
     baseline_policy = None if baseline == "pomo" else make_agent(1, torch.float64).eval()
     for p in agent.parameters():
@@ -190,47 +192,6 @@ def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart, number):
     tours, _ = am.construct_tours(points, encoded, multistart, sample=True)
     assert torch.equal(tours.sort(-1).values, torch.arange(6).expand_as(tours))
     assert len({tuple(tour) for tour in tours.flatten(0, 1).tolist()}) > 100
-
-
-def mask_as_pairs(points, visit_time, steps):
-    """Visit node i before node i + N / 2; another rule than that of the script."""
-    n = visit_time.shape[-1] // 2
-    times = torch.cat((torch.full_like(visit_time[..., :n], -1), visit_time[..., :n]), -1)
-    is_open = (visit_time.unsqueeze(2) >= steps.unsqueeze(1)) & (times.unsqueeze(2) < steps.unsqueeze(1))
-    return torch.where(is_open, 0.0, -torch.inf)
-
-
-@torch.no_grad()
-def test_one_mask_says_where_tours_begin_and_go(monkeypatch):
-    """With another rule, tours of all kinds keep it, and the probabilities of all tours that keep it sum to 1."""
-    monkeypatch.setattr(am, "mask_nodes", mask_as_pairs)
-    points, agent = draw(5, 6), make_agent().eval()
-    every = torch.tensor(list(itertools.permutations(range(6))))
-    time = every.argsort(-1)
-    is_kept = (time[:, :3] < time[:, 3:]).all(-1)
-    log_likelihood, start = am.score_tours(points, agent(points), every[is_kept].expand(5, -1, -1))
-    p = (log_likelihood + start[:, every[is_kept][:, 0]]).exp()
-    torch.testing.assert_close(p.sum(1), torch.ones(5))
-    assert is_kept.sum() == 90 and (start[:, 3:] == -torch.inf).all()
-    greedy, _ = am.construct_tours(points, agent(points))
-    for sample in (True, False):
-        several, _ = am.construct_tours(points, agent(points), multistart=True, sample=sample)
-        times = several.argsort(-1)
-        assert (times[..., :3] < times[..., 3:]).all()
-        assert torch.equal(several[:, :3, 0], torch.arange(3).expand(5, 3))
-    # Tour j begins at the most likely node if it may not begin at node j
-    assert torch.equal(several[:, 3:], greedy.expand(-1, 3, -1))
-
-
-@pytest.mark.parametrize("num_heads", [1, 4, 8, 32])
-def test_attention_is_scaled_by_the_size_of_its_heads(monkeypatch, num_heads):
-    monkeypatch.setattr(am, "NUM_HEADS", num_heads)
-    q, k, v = torch.randn(3, 2, 7, 128).double()
-    mask = torch.where(torch.rand(2, 1, 7, 7) < 0.5, -torch.inf, 0.0).double()
-    mask[..., 0] = 0
-    heads = [am.split_heads(x) for x in (q, k, v)]
-    expected = functional.scaled_dot_product_attention(*heads, mask).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(am.attend(q, *heads[1:], mask), expected)
 
 
 def test_symmetries_keep_lengths_and_are_eight():
@@ -362,8 +323,9 @@ def updates(monkeypatch):
         call.points = points.clone()
         call.decay = [x.param_groups[0]["weight_decay"] for x in optimizers]
         call.rates = [float(x.param_groups[0]["lr"]) for x in optimizers]
+        call.metrics = update(agent, baseline_policy, optimizers, args, points)
         calls.append(call)
-        return update(agent, baseline_policy, optimizers, args, points)
+        return call.metrics
 
     monkeypatch.setattr(am, "update_weights", spy)
     return calls
@@ -406,21 +368,11 @@ def test_the_best_policy_follows_the_t_test(tmp_path, monkeypatch, updates, stor
         assert {*map(str, points.tolist())} == {*map(str, stored[1].tolist())}
 
 
-def test_a_run_on_a_file_has_its_name_and_is_evaluated_without_it(tmp_path, stored, capsys):
-    """All decodings score the last policy, and one the others."""
-    done = run(tmp_path / "runs", SHORT, "--train-path", stored[0])
-    scalars = read_scalars(done.path)
-    assert len(scalars["eval/greedy_length"]) == 4 and len(scalars["eval/multistart_x8_length"]) == 1
-    stored[0].unlink()
-    assert done.path.name.startswith("train__") and "scored on tsp6-uniform" in done.out
-    assert "eval/greedy_length" in evaluate_file(capsys, done.path / "best.pt")
-
-
 @pytest.mark.parametrize("point_dim", [2, 3])
 def test_every_update_has_its_rates_and_matrices(tmp_path, monkeypatch, updates, point_dim):
     """Rates are constant or fall along half a cosine. Muon has the matrices or nothing, Adam all others.
 
-    A third feature of nodes does not change that.
+    A third feature of nodes does not change that. Means of two updates are logged.
     """
     monkeypatch.setattr(am, "POINT_DIM", point_dim)
     cosine = [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
@@ -429,31 +381,19 @@ def test_every_update_has_its_rates_and_matrices(tmp_path, monkeypatch, updates,
         ("", cosine, 0.0, 3 * 6 + 7),
     ):
         done = run(tmp_path / str(num_matrices), f"{SHORT} --eval-episodes 0 --learning-rate 0.01 {flags}")
-        rates = [0.01 * factor for factor in factors]
-        assert [x for _, x in read_scalars(done.path)["charts/learning_rate"]] == pytest.approx(rates)
+        scalars, rates = read_scalars(done.path), [0.01 * factor for factor in factors]
+        assert scalars["charts/learning_rate"] == [(8 * i + 8, pytest.approx(x)) for i, x in enumerate(rates)]
+        for name in ("policy_loss", "tour_length", "baseline_length", "grad_norm"):
+            means = torch.stack([x.metrics[name] for x in updates[-8:]]).view(4, 2).mean(1)
+            assert [x for _, x in scalars[f"losses/{name}"]] == pytest.approx(means.tolist())
         assert [x.rates for x in updates[-8::2]] == [pytest.approx([rate, rate]) for rate in rates]
         adam, muon = (x.param_groups[0]["params"] for x in updates[-1].optimizers)
         assert len(muon) == num_matrices and all(min(p.shape) >= 128 and p.dim() == 2 for p in muon)
         assert updates[-1].decay == [decay] * 2
         assert {*map(id, adam + muon)} == {*map(id, updates[-1].agent.parameters())}
     assert len(updates[0].weights) == 708_608 + 128 * (point_dim - 2)
-
-
-def test_every_update_has_new_instances_which_another_seed_changes(tmp_path, updates):
-    for seed in (1, 2):
-        run(tmp_path / str(seed), f"{SHORT} --eval-episodes 0 --seed {seed}")
-    points = torch.cat([x.points for x in updates])
-    assert points.shape == (2 * 8 * 4, 6, 2) and len(points.unique(dim=0)) == len(points)
-    assert all(x.best is None for x in updates) and len({x.weights.sum().item() for x in updates}) == 2 * 8
-
-
-def test_losses_are_means_over_an_epoch(tmp_path, monkeypatch):
-    names = "policy_loss", "tour_length", "baseline_length", "grad_norm"
-    numbers = iter([dict(zip(names, row, strict=True)) for row in torch.arange(32.0).view(8, 4)])
-    monkeypatch.setattr(am, "update_weights", lambda *args: next(numbers))
-    scalars = read_scalars(run(tmp_path, SHORT, "--eval-episodes 0").path)
-    for i, name in enumerate(names):
-        assert scalars[f"losses/{name}"] == [(8 * (k + 1), 8 * k + 2 + i) for k in range(4)]
+    points = torch.cat([x.points for x in updates[:8]])  # new ones for every update
+    assert points.shape == (8 * 4, 6, point_dim) and len(points.unique(dim=0)) == len(points)
 
 
 # Evaluation
@@ -465,7 +405,10 @@ SQUARES = make_instances(torch.stack((SQUARE, 10 * SQUARE)), torch.arange(4).exp
 
 
 def test_gaps_are_of_the_shortest_proposal(monkeypatch):
-    """On two squares of unlike size, only one of the eight images lets the network find the way around."""
+    """On two squares of unlike size, only one of the eight images lets the network find the way around.
+
+    Gaps are means, and standard deviations, of ratios to the size of the reference: a cost may be negative.
+    """
     calls = []
 
     def construct(points, encoded, multistart=False):
@@ -475,25 +418,13 @@ def test_gaps_are_of_the_shortest_proposal(monkeypatch):
         return torch.stack((CROSSED.expand(len(points), -1), tours), 1), None
 
     monkeypatch.setattr(am, "construct_tours", construct)
-    scores, tours = am.evaluate(make_agent(), SQUARES, CPU)
-    gap, mean = 50 * (math.sqrt(2) - 1), (2 + 2 * math.sqrt(2)) * 5.5
+    cheap = SQUARES._replace(measure=lambda points, tours: am.tour_length(points, tours) - 100)
+    scores, tours = am.evaluate(make_agent(), cheap, CPU)
+    crossed, gaps = 2 + 2 * math.sqrt(2), [100 * (2 * math.sqrt(2) - 2) * x / (100 - 4 * x) for x in (1, 10)]
     names = [f"eval/{decoding}_{x}" for decoding in am.DECODINGS for x in ("length", "gap", "gap_std")]
-    numbers = [mean, gap, 0, mean, gap, 0, 22, 0, 0]
+    numbers = [5.5 * crossed - 100, np.mean(gaps), np.std(gaps)] * 2 + [22 - 100, 0, 0]
     assert scores == pytest.approx(dict(zip(names, numbers, strict=True)), abs=1e-9)
     assert torch.equal(tours, AROUND.expand(2, -1)) and calls == [False, True] + [True] * 8
-
-
-def test_gaps_are_means_of_ratios_to_the_reference(monkeypatch):
-    """Of its size: a cost may be negative. The standard deviation is that of instances."""
-    monkeypatch.setitem(am.DECODINGS, "crossed", lambda agent, points: CROSSED.expand(2, 1, -1))
-    cheap = SQUARES._replace(measure=lambda points, tours: am.tour_length(points, tours) - 100)
-    costs = [2 + 2 * math.sqrt(2), 20 + 20 * math.sqrt(2)]
-    expected = [100 * (x - y) / (100 - y) for x, y in zip(costs, (4, 40), strict=True)]
-    other = SQUARES._replace(tours=torch.stack((torch.arange(4), CROSSED)))
-    for instances, gaps in ((cheap, expected), (other, [50 * (math.sqrt(2) - 1), 0])):
-        scores, _ = am.evaluate(make_agent(), instances, CPU, ["crossed"])
-        found = scores["eval/crossed_gap"], scores["eval/crossed_gap_std"]
-        assert found == pytest.approx((np.mean(gaps), np.std(gaps)))
 
 
 def test_lengths_are_those_of_the_tours_in_float64():
@@ -515,12 +446,12 @@ def test_lengths_are_those_of_the_tours_in_float64():
         ("tsp100-uniform", 4, (7.0, 3.5, 2.0)),
     ],
 )
-def test_the_networks_of_the_repository_solve_files_of_another_program(tmp_path, capsys, name, size, limits):
+def test_the_networks_of_the_repository_solve_files_of_another_program(tmp_path, name, size, limits):
     """Gaps to optimal tours are small, and are those of the tours that --solve writes, by numpy."""
     lines = (DATA / "tsp" / f"{name}.txt").read_text().splitlines(True)
     (tmp_path / "few.txt").write_text("".join(lines[:size]))
     flags = "--data", tmp_path / "few.txt", "--solve", tmp_path / "tours"
-    scores = evaluate_file(capsys, TSP20.with_name(f"{name.split('-')[0]}.pt"), *flags)
+    scores = evaluate_file(TSP20.with_name(f"{name.split('-')[0]}.pt"), *flags)
     assert {x.name for x in tmp_path.rglob("*")} == {"few.txt", "few.txt.lengths", "tours"}
     data, solved = (am.read_instances(str(x / "few.txt")) for x in (tmp_path, tmp_path / "tours"))
     assert torch.equal(data.points, solved.points)  # to the last bit
@@ -546,12 +477,12 @@ def test_training_goes_on_from_a_network_of_the_repository(tmp_path, updates, ba
     assert 0 < (flatten(after["agent"]) - updates[0].weights).abs().max() < 1e-3  # the cosine's end
 
 
-def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, monkeypatch, capsys):
+def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, monkeypatch):
     """The tour is read back and measured. The ending may be in capitals, and the current folder is any."""
     data = DATA / "tsplib" / "berlin52.tsp"
     shutil.copy(data, tmp_path / "BERLIN52.TSP")
     monkeypatch.chdir(tmp_path)
-    scores = evaluate_file(capsys, TSP20, "--data", "BERLIN52.TSP", "--solve", "no/tours/")
+    scores = evaluate_file(TSP20, "--data", "BERLIN52.TSP", "--solve", "no/tours/")
     points, _, measure_tours = read_tsplib(str(data))
     path = tmp_path / "no" / "tours" / "BERLIN52.tour"
     length = measure_tours(points, read_tour(path, 52)[None, None]).item()
@@ -583,29 +514,6 @@ def test_texts_of_instances(tmp_path):
     assert instances.points.dtype == torch.float64 and instances.measure is am.tour_length
 
 
-GOOD = "0 0 1 0 1 1 output 1 2 3 1\n"
-NOT_FINITE = "must have 3 or more nodes with finite coordinates"
-REFUSED = {
-    "\n\n": ": is empty; each line must be an instance",
-    f"\n{GOOD}0 0 1 0 1\n": ":3: must be `x y x y x y`",
-    "0 0 1 1\n": f":1: {NOT_FINITE}",
-    f"{GOOD}0 0 1 0 1 1\n": ":2: all lines must have as many nodes, and all or none of them a tour",
-    f"{GOOD}{GOOD}0 0 1 0 1 nan output 1 2 3 1\n": f":3: {NOT_FINITE}",
-    f"{GOOD}0 0 1 0 1 1e100 output 1 2 3 1\n": f":2: {NOT_FINITE}",
-    f"{GOOD}0 0 1 0 1 1 output 1 2 2 1\n": ":2: the tour must visit each node once",
-    "0 0 1 0 1 1 output 1 2 3 2\n": ":1: the tour must visit each node once and return to its first one",
-    "0 0 1 0 1 1 output 1 2 3.5 1\n": ":1: must be `x y x y x y`",
-    f"{GOOD}7 8 7 8 7 8\n": ":2: must have nodes at different places",
-}
-
-
-def test_files_that_hold_no_instances_are_one_line(tmp_path, capsys):
-    """The line says what the lines of a file must look like."""
-    for text, words in REFUSED.items():
-        line = fail_with(capsys, read, tmp_path, text)
-        assert f"error: {tmp_path / 'x.txt'}{words}" in line, text
-
-
 def test_bad_files_are_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     """Neither a run folder nor one of tours, and no policy is evaluated."""
     monkeypatch.chdir(tmp_path)
@@ -628,32 +536,35 @@ def test_bad_files_are_one_line_and_nothing_is_written(tmp_path, monkeypatch, ca
 
 def test_instances_to_train_on_lose_their_offset_before_they_lose_digits(tmp_path, updates):
     """UTM metres: points within 3 m stay apart, and the loss is in units of the size of an instance."""
-    points = np.random.default_rng(0).random((64, 10, 2)) * 3
-    for name, offset in (("utm", (500_000, 5_400_000)), ("local", (0, 0))):
-        path = tmp_path / f"{name}.txt"
-        path.write_text("\n".join(" ".join(f"{x:.3f}" for x in row.ravel()) for row in points + offset))
-        flags = "--num-epochs 1 --steps-per-epoch 2 --batch-size 320 --eval-episodes 0"
-        run(tmp_path / name, flags, "--train-path", path)
-    utm, local = (torch.cat([x.points for x in calls]) for calls in (updates[:2], updates[2:]))
-    torch.testing.assert_close(utm, local, rtol=0, atol=1e-6)
-    # 64 corners may coincide, and as many be left out
-    assert len(utm.flatten(0, 1).unique(dim=0)) > 640 - 20 - 64
-    assert utm.amin(1).abs().max() == 0 and torch.equal(utm.amax((1, 2)), torch.ones(640))
+    points, offset = (3 * np.random.default_rng(0).random((64, 10, 2))).round(3), (500_000, 5_400_000)
+    lines = [" ".join(f"{x:.3f}" for x in row.ravel()) for row in points + offset]
+    (tmp_path / "utm.txt").write_text("\n".join(lines))
+    flags = "--num-epochs 1 --steps-per-epoch 2 --batch-size 320 --eval-episodes 0"
+    run(tmp_path / "runs", flags, "--train-path", tmp_path / "utm.txt")
+    expected = am.to_unit_square(torch.from_numpy(points)).float()
+    found = torch.cat([x.points for x in updates])
+    torch.testing.assert_close(found.unique(dim=0), expected.unique(dim=0), rtol=0, atol=1e-6)
 
 
-def test_a_decoding_is_an_entry_and_is_tried_before_training(tmp_path, monkeypatch, capsys):
-    """A new one is scored by its own function; a broken one ends the run before its folder is made."""
+def test_a_decoding_is_an_entry_and_a_run_has_the_name_of_its_file(tmp_path, monkeypatch, stored):
+    """All decodings score the last policy, and one the others; no evaluation needs the file of the training.
+
+    A broken decoding ends the run before its folder is made.
+    """
 
     def decode_upwards(agent, points):
         return torch.arange(points.shape[1]).expand(len(points), 1, -1)
 
     monkeypatch.setitem(am.DECODINGS, "upwards", decode_upwards)
-    path = run(tmp_path / "runs", SHORT).path
-    scores = evaluate_file(capsys, path / "best.pt", "--data", GAUSSIAN)
+    done = run(tmp_path / "runs", SHORT, "--train-path", stored[0])
+    assert done.path.name.startswith("train__") and "scored on tsp6-uniform" in done.out
+    scalars = read_scalars(done.path)
+    assert [len(scalars[f"eval/{x}_length"]) for x in am.DECODINGS] == [4, 1, 1, 1]
+    stored[0].unlink()
+    scores = evaluate_file(done.path / "best.pt", "--data", GAUSSIAN)
     data = am.read_instances(str(GAUSSIAN))
     length = measure(data.points, torch.arange(20).expand(len(data.points), -1)).mean()
     assert scores["eval/upwards_length"] == pytest.approx(length, rel=1e-4)
-    assert len(read_scalars(path)["eval/upwards_length"]) == 1
     monkeypatch.setitem(am.DECODINGS, "broken", lambda agent, points: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "none", SHORT)
