@@ -13,11 +13,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from helpers import read_scalars
 from probe_envs import OneStep, Quarters, Task
 from recipe_checks_ppo_device import DEVICE_CHECKS
-from scripts import import_file, load, run_edited
-
-
-def read_returns(run):
-    return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
+from scripts import import_file, load, read_returns, run_edited
 
 
 class Masked(Task):

@@ -265,6 +265,14 @@ def check_no_step_is_logged_twice(path: Path) -> dict:
     return scalars
 
 
+def read_returns(run: "Run") -> list[float]:
+    return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
+
+
+def read_losses(path: Path) -> dict:
+    return {tag: x for tag, x in read_scalars(path).items() if tag.startswith("losses/")}
+
+
 @dataclass
 class Run:
     """A run's folder, what it printed, the names of the files that it replaced, and its seeds in order."""
@@ -273,9 +281,6 @@ class Run:
     out: str
     written: list[str]
     seeds: list[int]
-
-    def read_losses(self) -> dict:
-        return {tag: x for tag, x in read_scalars(self.path).items() if tag.startswith("losses/")}
 
 
 def call_main(module: ModuleType, flags: str) -> tuple[str, list[str], list[int]]:

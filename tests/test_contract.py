@@ -36,6 +36,7 @@ from scripts import (
     load,
     longer,
     read_files,
+    read_losses,
     read_progress,
     read_scores,
     run_copy,
@@ -155,7 +156,7 @@ def test_evaluations_change_nothing_that_is_trained(script, whole, never):
     """To the last bit. A run without evaluations writes checkpoints, but no best.pt."""
     first, second = (load(x.path / "checkpoint.pt")["agent"] for x in (whole, never))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert whole.read_losses() == never.read_losses() != {}
+    assert read_losses(whole.path) == read_losses(never.path) != {}
     assert len(read_scalars(whole.path)[CASES[script].tags[0]]) > 2
     assert not any(tag.startswith("eval/") for tag in read_scalars(never.path))
     assert {*never.written} == {"checkpoint.pt"} and len(never.written) > 3 and "best.pt" in whole.written
@@ -166,7 +167,7 @@ def test_evaluations_change_nothing_that_is_trained(script, whole, never):
 def test_each_iteration_has_random_numbers_of_its_own(script, whole, never, tmp_path):
     """No other iteration has them, and none of a run with another --seed, which learns something else."""
     other = run_quick(script, tmp_path / "other", "--eval-episodes", 0, "--seed", 2)
-    assert other.read_losses() != whole.read_losses()
+    assert read_losses(other.path) != read_losses(whole.path)
     num_iterations = read_progress(whole.path)["iteration"]
     seeds, earlier = never.seeds[-num_iterations:], never.seeds[:-num_iterations]
     assert len({*seeds}) == num_iterations > 4 and not {*seeds} & {*earlier, *other.seeds}
