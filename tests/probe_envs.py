@@ -249,20 +249,6 @@ class Recall(Task):
         return (1.0 if action == self.cue else -1.0) * (self.steps == 5)
 
 
-def register(name, entry_point, **kwargs):
-    """Register `name` as it is, and by two more modes of resets; as `Reused<name>` it has one array for all
-    steps."""
-    gym.register(f"{name}-v0", entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
-
-    def make_vec(num_envs, options, **_):
-        return SyncVectorEnv([lambda: gym.make(f"{name}-v0") for _ in range(num_envs)], **options)
-
-    forms = {"SameStep": {"autoreset_mode": AutoresetMode.SAME_STEP}, "Reused": {"copy": False}}
-    forms |= {"NoReset": {"autoreset_mode": AutoresetMode.DISABLED}}
-    for form, options in forms.items():
-        gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, options=options))
-
-
 class OtherForm(gym.vector.VectorWrapper):
     """The same steps as tensors of torch, with numbers as flags of an end, and any `mode` in the metadata."""
 
@@ -280,26 +266,32 @@ class OtherForm(gym.vector.VectorWrapper):
         return *(torch.as_tensor(x) for x in (obs, rewards, *flags)), infos
 
 
-def register_other_form(prefix, mode, name, count=None):
-    """Register `<prefix><name>`, whose number of environments is `count`, if that is given."""
-
-    def make_vec(num_envs, **_):
-        made = [lambda: gym.make(f"{name}-v0")] * (count or num_envs)
-        return OtherForm(SyncVectorEnv(made, autoreset_mode=mode or "NextStep"), mode)
-
-    gym.register(f"{prefix}{name}-v0", vector_entry_point=make_vec)
+MODES = {
+    "SameStep": "SameStep",
+    "Reused": "NextStep",
+    "NoReset": "Disabled",
+}  # of a vector environment's form
+OTHER_MODES = {"Other": "NextStep", "OtherSameStep": "SameStep", "Undeclared": None, "Eight": "NextStep"}
 
 
-register_other_form("Other", "NextStep", "Ledger")
-register_other_form("Other", "NextStep", "Shifted")
-register_other_form("OtherSameStep", "SameStep", "Ledger")
-register_other_form("OtherSameStep", "SameStep", "Shifted")
-register_other_form("Undeclared", None, "Ledger")
-register_other_form("Eight", "NextStep", "Ledger", count=8)
+def make_vec(name, form, num_envs, **_):
+    """Make `<form><name>`; as Reused it has one array for all steps, and Eight has always eight environments."""
+    made = [lambda: gym.make(f"{name}-v0")] * (8 if form == "Eight" else num_envs)
+    mode = (MODES | OTHER_MODES)[form]
+    envs = SyncVectorEnv(made, copy=form != "Reused", autoreset_mode=AutoresetMode(mode or "NextStep"))
+    return OtherForm(envs, mode) if form in OTHER_MODES else envs
+
+
+def register(name, entry_point, **kwargs):
+    """Register `name` as it is, and in other forms."""
+    gym.register(f"{name}-v0", entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
+    for form in MODES | OTHER_MODES:
+        gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, name, form))
+
+
 for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Pair, Quadrants, Quarters, Aim):
     register(env_class.__name__, env_class)
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
-register("NoLimit", Task)
 register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates
 register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
 flat, image = Box(-1, 1, (2,)), Box(0, 255, (84, 84, 3), np.uint8)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import sys
 import warnings
 
 import gymnasium as gym
@@ -14,6 +13,7 @@ from helpers import read_scalars
 from probe_envs import OneStep, Quarters, Task
 from recipe_checks_ppo_device import DEVICE_CHECKS
 from scripts import import_file, load, read_returns, run_edited
+from torch.distributions import Categorical
 
 
 class Masked(Task):
@@ -143,19 +143,20 @@ def check_components(path, folder):
         # By hand, for one observation
         agent = make_agent(module, name)
         params = agent.get_policy_params(torch.full((1, agent.actor[1].in_features), 0.3)).detach() / 5
-        probs = [row[:n].softmax(0) for row, n in zip(params.reshape(len(sizes), -1), sizes)]
+        rows = params.reshape(len(sizes), -1)
+        components = [Categorical(logits=row[:n]) for row, n in zip(rows, sizes, strict=True)]
         pi = agent.get_distribution(params)
-        actions = torch.tensor([[n - 1 for n in sizes]])
-        expected = sum(p[-1].log() for p in probs)
-        assert torch.allclose(pi.log_prob(actions.float()).sum(-1), expected, atol=1e-5)
-        assert torch.allclose(pi.entropy().sum(), sum(-(p * p.log()).sum() for p in probs), atol=1e-5)
+        actions = torch.tensor(sizes) - 1
+        expected = sum(p.log_prob(action) for p, action in zip(components, actions, strict=True))
+        assert torch.allclose(pi.log_prob(actions[None].float()).sum(), expected, atol=1e-5)
+        assert torch.allclose(pi.entropy().sum(), sum(p.entropy() for p in components), atol=1e-5)
         draws = agent.sample(params.expand(20_000, -1))
-        for p, column in zip(probs, draws.T, strict=True):
-            shares = torch.bincount(column, minlength=len(p)) / 20_000
-            assert torch.allclose(shares, p, atol=0.02)  # also none beyond the choices that there are
+        for p, column in zip(components, draws.T, strict=True):
+            shares = torch.bincount(column, minlength=len(p.probs)) / 20_000
+            assert torch.allclose(shares, p.probs, atol=0.02)  # also none beyond the choices that there are
         # An evaluation takes the most likely choices, which draws do not
         taken = evaluate_params(module, agent, name, params)
-        assert taken.tolist() == 50 * [[p.argmax().item() for p in probs]]
+        assert taken.tolist() == 50 * [[p.mode.item() for p in components]]
 
 
 class Car(Quarters):
@@ -355,37 +356,19 @@ def check_export(path, folder):
 
 
 def check_acting(path, folder):
-    """The lines give the action that the policy of best.pt finds most likely; for Pendulum, within its
-    bounds."""
-    done, module = run_edited(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2")
-    (done.path / "best.pt").rename(folder / "best.pt")
-    sys.modules["ppo"] = module
-    names = {}
-    exec((folder / "recipe.py").read_text(), names)
-    weights = load(folder / "best.pt")["agent"]
-    x = torch.tensor([0.0, 0.1, 0.02, -0.1])
-    for i in (1, 3, 5):
-        x = weights[f"actor.{i}.weight"] @ x + weights[f"actor.{i}.bias"]
-        x = x.tanh() if i < 5 else x
-    assert names["actions"].tolist() == [x.argmax().item()]
-    # The same lines with the spaces of Pendulum
-    agent = make_agent(module, "Pendulum-v1")
-    torch.save({"agent": agent.state_dict()}, folder / "best.pt")
-    lines = (folder / "recipe.py").read_text()
-    for old, new in (
-        ("(4,)", "(3,)"),
-        ("Discrete(2)", "Box(-2, 2, (1,))"),
-        ("0.0, 0.1, 0.02, -0.1", "1, 0, 0.5"),
-    ):
-        assert lines.count(old) == 1
-        lines = lines.replace(old, new)
-    exec(lines, names)
-    x = torch.tensor([1, 0, 0.5])
-    mean = agent.actor(x[None]).item()
-    assert names["actions"] == pytest.approx(np.clip([[2 * mean]], -2, 2)) and names["actions"].shape == (
-        1,
-        1,
-    )
+    """The lines give the most likely action, for Pendulum in its units."""
+    module, lines, names = import_file("ppo", path), (folder / "recipe.py").read_text(), {}
+    changes = {"(4,)": "(3,)", "Discrete(2)": "Box(-2, 2, (1,))", "0.0, 0.1, 0.02, -0.1": "1, 0, 0.5"}
+    for env_id, obs in (("CartPole-v1", [0.0, 0.1, 0.02, -0.1]), ("Pendulum-v1", [1.0, 0.0, 0.5])):
+        agent = make_agent(module, env_id)
+        torch.save({"agent": agent.state_dict()}, folder / "best.pt")
+        exec(lines, names)
+        out = agent.actor(torch.tensor([obs]))
+        expected = out.argmax(-1).tolist() if env_id == "CartPole-v1" else np.clip([[2 * out.item()]], -2, 2)
+        assert names["actions"] == pytest.approx(expected)
+        for old, new in changes.items():
+            assert lines.count(old) == 1 or env_id == "Pendulum-v1"
+            lines = lines.replace(old, new)
 
 
 CHECKS = {
