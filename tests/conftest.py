@@ -6,8 +6,7 @@ from helpers import SCRIPTS
 
 
 def pytest_cmdline_main(config):
-    """With `-n 2`, tests go to processes by their groups; without, one process runs them, as --pdb needs
-    it."""
+    """With `-n 2`, tests go to processes by their groups; --pdb needs one process."""
     if config.option.numprocesses and config.option.dist == "no":
         config.option.dist = "loadgroup"
 

@@ -263,8 +263,7 @@ def make_and_send(make):
 
 
 def group_tensors(*args):
-    """How torch groups tensors by device and type for its fused operations; it takes them to be on the
-    CPU."""
+    """How torch groups tensors for its fused operations; it takes them to be on the CPU."""
     groups = GROUP_TENSORS(*args).items()
     return {(CUDA if isinstance(x[0][0][0], CudaTensor) else cpu, dtype): x for (cpu, dtype), x in groups}
 

@@ -10,8 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
 class Task(gym.Env):
-    """Observation 1, reward 1 and no end, unless a subclass sets the `length` of episodes or overrides a
-    method."""
+    """Observation 1, reward 1, and no end unless a subclass sets the `length` of episodes."""
 
     observation_space = Box(-1, 1, (1,))
     action_space = Discrete(2)
@@ -73,8 +72,7 @@ class OneStep(Task):
 
 
 class Shifted(OneStep):
-    """Discrete observations and actions that start at 3 and -1: 1 for answering 3, 4, 5 with -1, 0, 1;
-    optimum 1."""
+    """Discrete spaces that start at 3 and -1: 1 for answering 3, 4, 5 with -1, 0, 1; optimum 1."""
 
     observation_space = Discrete(3, start=3)
     action_space = Discrete(3, start=-1)
@@ -234,8 +232,7 @@ class Broken(Task):
 
 
 class Recall(Task):
-    """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it and -1 if not; optimum
-    1."""
+    """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it, else -1; optimum 1."""
 
     observation_space = Box(-1, 1, (2,))
     length = 5

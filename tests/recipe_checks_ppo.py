@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from brute_force import assert_close, brute_force_advantages
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from helpers import read_scalars
 from probe_envs import OneStep, Quarters, Task
@@ -17,8 +18,7 @@ from torch.distributions import Categorical
 
 
 class Masked(Task):
-    """Three numbers and a mask of four actions, of which two are allowed: 1 for the one with the smaller
-    index."""
+    """Three numbers and a mask that allows two of four actions: 1 for the smaller index of these."""
 
     observation_space, action_space, length = Box(-np.inf, np.inf, (7,)), Discrete(4), 5
 
@@ -42,8 +42,7 @@ def check_cnn(path, folder):
 
 
 def check_atari(path, folder):
-    """Pong is played to its end, an evaluated return is a difference of points, and all weights are
-    trained."""
+    """Pong is played to its end, a return is a difference of points, and images become numbers of 0 to 1."""
     flags = "--env-id ALE/Pong-v5 --num-envs 2 --num-steps 8 --total-timesteps 16 --eval-episodes 1"
     flags += " --no-norm-reward"
     done, module = run_edited(path, flags)
@@ -57,8 +56,7 @@ def check_atari(path, folder):
 
 
 def check_masks(path, folder):
-    """No forbidden action is ever taken, and the best allowed one is learned, with normalized
-    observations."""
+    """No forbidden action is ever taken, and the best allowed one is learned, with --norm-obs."""
     gym.register("Masked-v0", Masked)
     done, _ = run_edited(path, "--env-id Masked-v0 --norm-obs --total-timesteps 12000 --eval-episodes 20")
     assert read_returns(done)[-1] >= 4.9  # of 5; at random 2.5
@@ -103,8 +101,7 @@ def evaluate_params(module, agent, env_id, params):
 
 
 class Knobs(OneStep):
-    """Two components of 2 and 4 choices, from 1 and -3 on: the share that is as the observation says; optimum
-    1."""
+    """Two components of 2 and 4 choices, from 1 and -3 on: the share that is as observed; optimum 1."""
 
     observation_space, action_space = MultiDiscrete([2, 4]), MultiDiscrete([2, 4], start=[1, -3])
 
@@ -130,8 +127,7 @@ class Switches(OneStep):
 
 
 def check_components(path, folder):
-    """Both spaces are learned, and probabilities, draws and modes are those of the softmax of each
-    component."""
+    """Both spaces are learned; probabilities, draws and modes are those of each component's softmax."""
     for name, env_class, sizes in (("Knobs-v0", Knobs, [2, 4]), ("Switches-v0", Switches, [2] * 4)):
         gym.register(name, env_class)
         (folder / name).mkdir()
@@ -275,8 +271,7 @@ class Corridor(Task):
 
 
 def check_rnd(path, folder):
-    """The end of the corridor is found, and not without the intrinsic reward; the target network never
-    changes."""
+    """The corridor's end is found, but not without the intrinsic reward; the target network never changes."""
     gym.register("Corridor-v0", Corridor, max_episode_steps=17)
     flags = "--env-id Corridor-v0 --norm-obs --learning-rate 1e-3 --num-steps 32 --seed 41"
     done, module = run_edited(path, f"{flags} --total-timesteps 50000 --eval-interval 10")
@@ -308,17 +303,16 @@ def check_rnd(path, folder):
     values = agent.get_values(torch.as_tensor(storage.obs[:, 0])).detach()
     novelty = agent.get_novelty(torch.as_tensor(storage.obs[1:, 0])).detach()
     assert values.shape == (5, 2) and (novelty > 0).all()
-    bonus = agent.int_stats.scale(novelty)
-    returns = torch.zeros(5, 2)
-    returns[4] = values[4]
-    for t in reversed(range(4)):
-        following = 0.05 * values[t + 1] + 0.95 * returns[t + 1]
-        returns[t, 0] = 0 if t == 1 else args.gamma * following[0]
-        returns[t, 1] = bonus[t] + 0.99 * following[1]
-    assert torch.allclose(batch.returns, returns[:4], rtol=1e-4)
-    assert torch.allclose(batch.values, values[:4], rtol=1e-4)
-    advantages = (returns - values)[:4]
-    assert torch.allclose(batch.advantages, advantages[:, 0] + 0.5 * advantages[:, 1], rtol=1e-4, atol=1e-5)
+    bonus, never = agent.int_stats.scale(novelty), np.zeros(4)
+    values = values.numpy()
+    heads = ((0.98, np.zeros(4), storage.terminated[1:, 0]), (0.99, bonus, never))
+    advantages = [
+        brute_force_advantages(rewards, values[:4, i], values[1:, i], ends, never, gamma, 0.95)
+        for i, (gamma, rewards, ends) in enumerate(heads)
+    ]
+    assert_close(batch.values, values[:4])
+    assert_close(batch.returns, np.stack(advantages, 1) + values[:4])
+    assert_close(batch.advantages, advantages[0] + 0.5 * advantages[1])
 
 
 def check_export(path, folder):

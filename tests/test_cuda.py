@@ -32,10 +32,8 @@ GO += " --num-workers 2 --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batc
 GO += " --eval-interval 3 --eval-episodes 2"
 GO += " --pretrain-value-epochs 1 --pretrain-search-epochs 1 --komi 1"
 # Learning rate, number of simulations and network change from epoch to epoch
-GO_GRAPHS = (
-    f"{GO} --num-workers 1 --simulations-start 2 --num-games 4 --pretrain-value-epochs 0 --eval-episodes 0"
-)
-GO_GRAPHS += " --pretrain-search-epochs 0 --pool-size 512 --generate-fraction 0.2 --train-fraction 0.1"
+GO_GRAPHS = f"{GO} --num-workers 1 --simulations-start 2 --num-games 4 --pretrain-value-epochs 0"
+GO_GRAPHS += " --eval-episodes 0 --pretrain-search-epochs 0 --pool-size 512 --generate-fraction 0.2 --train-fraction 0.1"
 RUNS = {
     "ppo cartpole": PPO,
     "ppo pendulum": f"{PPO} --env-id Pendulum-v1 --norm-obs --clip-vloss --ent-coef 0.01 --eval-episodes 0",
@@ -52,12 +50,8 @@ RUNS = {
     "ppo_change_detection": CHANGE,
 }
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-R2D2_RUNS = [
-    "r2d2_lstm vectors",
-    "r2d2_lstm same-step",
-    slow("r2d2_lstm images"),
-    slow("r2d2_lstm no-memory"),
-]
+R2D2_RUNS = ["r2d2_lstm vectors", "r2d2_lstm same-step"]
+R2D2_RUNS += [slow("r2d2_lstm images"), slow("r2d2_lstm no-memory")]
 TSP_RUNS = ["reinforce_tsp_attention pomo", "reinforce_tsp_attention rollout"]
 GRAPHS_OF_GO = "alphazero_go graphs"
 # Those that are compared with the host, and those that are recorded, of which some are resumed for longer
@@ -148,8 +142,7 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
 
 @pytest.mark.parametrize("name", ["ppo pendulum", *R2D2_RUNS, *TSP_RUNS, "ppo_change_detection"])
 def test_the_host_waits_in_no_update(played, name):
-    """The functions of WATCHED, whether they are recorded or not; those of AlphaZero wait to count their
-    records."""
+    """The functions of WATCHED, recorded or not. AlphaZero's wait to count their records."""
     script = name.split()[0]
     for run in (played(name), played(name, CUDA_GRAPHS=False)) if name in RECORDED else (played(name),):
         for update in WATCHED[script]:

@@ -37,8 +37,7 @@ def test_turning_where_the_cue_points_earns_one(length):
 
 
 def test_no_maze_policy_without_memory_earns_more_than_nothing():
-    """All 81 maps from the four observations to the three actions, under both cues, to the end of the
-    episode."""
+    """All 81 maps from the four observations to the three actions, under both cues, to the end."""
     seen = [(1, 0), (-1, 0), (0, 0), (0, 1)]
     policies = np.array(list(itertools.product(range(3), repeat=4))).repeat(2, axis=0)  # [162, 4]
     envs, _ = make("TMaze10-v0", 162, 1)
@@ -90,8 +89,7 @@ def test_the_single_maze_is_the_vector_of_one():
 
 
 def test_hidden_velocities():
-    """CartPole-v1 with the same seed and actions, reduced to position and angle, up to the limit of 500
-    steps."""
+    """CartPole-v1 with the same seed and actions, reduced to position and angle, up to the limit of steps."""
     single = gym.make("envs_shared.memory_tasks:CartPoleNoVelocity-v0")
     check_env(single.unwrapped, skip_render_check=True)
     expected, _ = gym.make("CartPole-v1").reset(seed=3)
