@@ -28,12 +28,12 @@ R2D2 += " --eval-episodes 2 --hidden-size 8"
 CHANGE = "--num-train-pairs 8 --image-size 16 --batch-size 2 --num-envs 4 --num-minibatches 2"
 CHANGE += " --detector-iterations 2 --ppo-iterations 3 --eval-episodes 2 --eval-interval 5"
 GO = "--env-id Go-2x2 --num-games 2 --blocks 1 --channels 4 --simulations-start 4 --simulations-end 4"
-GO += " --num-workers 2 --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16"
-GO += " --eval-interval 3 --eval-episodes 2"
-GO += " --pretrain-value-epochs 1 --pretrain-search-epochs 1 --komi 1"
+GO += " --num-workers 2 --pseudo-limit 0.5 --num-epochs 3 --pool-size 128 --batch-size 16 --komi 1"
+GO += " --eval-interval 3 --eval-episodes 2 --pretrain-value-epochs 1 --pretrain-search-epochs 1"
 # Learning rate, number of simulations and network change from epoch to epoch
 GO_GRAPHS = f"{GO} --num-workers 1 --simulations-start 2 --num-games 4 --pretrain-value-epochs 0"
-GO_GRAPHS += " --eval-episodes 0 --pretrain-search-epochs 0 --pool-size 512 --generate-fraction 0.2 --train-fraction 0.1"
+GO_GRAPHS += " --eval-episodes 0 --pretrain-search-epochs 0 --pool-size 512 --generate-fraction 0.2"
+GO_GRAPHS += " --train-fraction 0.1"
 RUNS = {
     "ppo cartpole": PPO,
     "ppo pendulum": f"{PPO} --env-id Pendulum-v1 --norm-obs --clip-vloss --ent-coef 0.01 --eval-episodes 0",
