@@ -213,22 +213,14 @@ class Bad(Task):
 
 
 class Broken(Task):
-    """Raises an error when it is made, at its first reset, or at its first step."""
+    """Raises an error when it is made, or at its first step."""
 
     def __init__(self, where):
-        self.where = where
-        self.fail_if("init")
-
-    def fail_if(self, where):
-        if where == self.where:
-            raise ValueError("a fault of the user")
-
-    def reset(self, seed=None, options=None):
-        self.fail_if("reset")
-        return super().reset(seed=seed)
+        if where == "init":
+            self.step(0)
 
     def step(self, action):
-        self.fail_if("step")
+        raise ValueError("a fault of the user")
 
 
 class Recall(Task):
@@ -302,7 +294,7 @@ for name, obs, actions in (
     ("Empty", flat, Box(-1, 1, (0,))),
 ):
     register(f"Bad{name}", Bad, kwargs={"obs": obs, "actions": actions})
-for where in ("init", "reset", "step"):
+for where in ("init", "step"):
     register(f"Broken{where}", Broken, kwargs={"where": where})
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
