@@ -27,7 +27,7 @@ def brute_force_advantages(rewards, values, next_values, terminated, truncated, 
     return np.array(advantages)
 
 
-def check_rollout(agent, storage, batch, b, steps, center=0.0, scale=1.0, reward_scale=1.0):
+def compare_rollout(agent, storage, batch, b, steps, center=0.0, scale=1.0, reward_scale=1.0):
     """Compare a rollout of PPO with all steps that environment b has made; return how many episodes ended.
 
     A step is (obs, action, reward, next_obs, terminated, truncated). Gamma is 0.9 and lambda 0.8.

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ def run_copy(path, *flags):
 
 def fail_each(path, *lines):
     """Run the script at `path` with each line of flags after a number of processes; print exit codes."""
+    warnings.filterwarnings("ignore", ".*AutoresetMode")  # of gymnasium, which wants its own type
     for line in lines:
         num_processes, *flags = line.split()
         os.environ["WORLD_SIZE"] = num_processes

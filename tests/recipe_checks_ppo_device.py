@@ -11,7 +11,7 @@ from unittest import mock
 import gymnasium as gym
 import numpy as np
 import torch
-from brute_force import check_rollout
+from brute_force import compare_rollout
 from device_runs import check_recorded, play
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -159,7 +159,7 @@ def check_transitions(module, env_id):
             is_reset = [step is None for step in steps[-40:]]
             assert (batch.weights[b::5] == 0).tolist() == is_reset
             num_resets += sum(is_reset)
-            num_ends += check_rollout(agent, storage, batch, b, [step for step in steps if step])
+            num_ends += compare_rollout(agent, storage, batch, b, [step for step in steps if step])
     is_same_step = "SameStep" in env_id
     assert num_ends > 40 and (num_resets == 0 if is_same_step else num_resets > 40)
     # The other autoreset mode is refused

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from brute_force import assert_close, check_rollout
+from brute_force import assert_close, compare_rollout
 from helpers import ROOT, fail_with, read_scalars
 from scripts import load, run_edited, run_main
 from torch.distributions import Categorical, Normal
@@ -88,7 +88,7 @@ def test_rollouts_hold_the_environments_own_transitions(is_normalized):
             starts = [e[: i + 1] for e in rewards for i in range(len(e))]
             reward_scale = np.std([sum(0.9**k * r for k, r in enumerate(reversed(e))) for e in starts])
         for b, steps in enumerate(ledgers):
-            num_finished += check_rollout(agent, storage, batch, b, steps, center, scale, reward_scale)
+            num_finished += compare_rollout(agent, storage, batch, b, steps, center, scale, reward_scale)
         if is_normalized:
             seen = np.array([step[0] for steps in ledgers for step in steps])
             center, scale = seen.mean(0), seen.std(0)
