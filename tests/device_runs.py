@@ -25,7 +25,7 @@ class DeviceRun:
 
 
 def play(module, flags: str, folder: Path, watched, **patches) -> DeviceRun:
-    """Run a script on the simulated GPU; patches replace its names, and waits are counted in watched functions."""
+    """Run a script, with patches, on the simulated GPU; count the waits in each call of watched functions."""
     waits = {name: [] for name in watched}
 
     def watch(name):
@@ -47,7 +47,7 @@ def play(module, flags: str, folder: Path, watched, **patches) -> DeviceRun:
 
 
 def check_recorded(graphs: DeviceRun, eager: DeviceRun) -> None:
-    """Compare a run with graphs with one without, to the last bit: the tensors of checkpoints, and the losses."""
+    """Compare tensors of checkpoints, and losses, to the last bit; without graphs nothing is replayed."""
     assert graphs.num_replays > 1 and eager.num_replays == 0
     x, y = graphs.tensors, eager.tensors
     names = [name for name in x.keys() | y.keys() if "time" not in name]  # no seconds of gymnasium

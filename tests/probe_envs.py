@@ -264,7 +264,7 @@ OTHER_MODES = {"Other": "NextStep", "OtherSameStep": "SameStep", "Undeclared": N
 
 
 def make_vec(name, form, num_envs, **_):
-    """Make `<form><name>`; as Reused it has one array for all steps, and Eight has always eight environments."""
+    """Make `<form><name>`. Reused has one array for all steps, and Eight always eight environments."""
     made = [lambda: gym.make(f"{name}-v0")] * (8 if form == "Eight" else num_envs)
     mode = (MODES | OTHER_MODES)[form]
     envs = SyncVectorEnv(made, copy=form != "Reused", autoreset_mode=AutoresetMode(mode or "NextStep"))

@@ -68,10 +68,10 @@ def make_batch(agent, num_rows=12):
 
 @pytest.mark.parametrize("is_normalized", [False, True])
 def test_rollouts_hold_the_environments_own_transitions(is_normalized):
-    """Compare rows, statistics, sums of episodes and advantages of rollouts with what the environments recorded.
+    """Compare rows, sums of episodes, advantages and statistics with what the environments recorded.
 
-    Observations are normalized by the statistics of the rollouts before, rewards by those of this one too. Ratios
-    are one at the first update.
+    Observations are normalized by the statistics of the rollouts before, rewards by those of this one too.
+    Ratios are one at the first update.
     """
     args = Args(env_id="probe_envs:Ledger-v0", num_envs=5, num_steps=40, gamma=0.9, gae_lambda=0.8)
     args.norm_obs = args.norm_reward = is_normalized
@@ -123,7 +123,7 @@ def test_running_statistics_equal_numpys_on_all_rows(shape, center, deviation):
 
 
 def test_networks_are_in_training_mode_in_the_update_alone(tmp_path, monkeypatch):
-    """As dropout and batch norm need it. The statistics of a rollout are computed with the policy that acted."""
+    """As dropout and batch norm need it. A rollout's batch is computed with the policy that acted."""
     found = {}
 
     def watch(name, function, agent, *rest):
@@ -312,7 +312,7 @@ def test_an_episode_without_end_is_cut_with_a_line(tmp_path, capsys):
 
 
 def test_the_log_of_a_run(tmp_path, monkeypatch):
-    """It has CleanRL's tags, the falling learning rate, and means of minibatches. The weights are nearly frozen."""
+    """It has CleanRL's tags, the falling rate, and means of minibatches. Weights are nearly frozen."""
     batches, compute_batch, rates, update = [], ppo.compute_batch, [], ppo.update_minibatch
 
     def update_minibatch(agent, optimizer, *rest):
@@ -344,7 +344,8 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
     """The learning rate need not fall."""
     found, update = [], ppo.update_minibatch
     monkeypatch.setattr(ppo, "update_minibatch", lambda *a: found.append(update(*a)) or found[-1])
-    flags = "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 0 --no-anneal-lr"
+    flags = "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 0"
+    flags += " --no-anneal-lr"
     for target_kl, num_epochs in (("None", 5), ("1e-9", 1)):
         found.clear()
         scalars = read_scalars(run(tmp_path / target_kl, flags, "--target-kl", target_kl).path)
@@ -385,8 +386,8 @@ def test_a_number_that_cannot_be_trained_on_is_named(name, value, capsys):
 PROBE = "--total-timesteps 4096 --num-envs 16 --num-steps 32 --env-id probe_envs:"
 PENDULUM = "--env-id Pendulum-v1 --norm-obs --total-timesteps 300000"
 HALFCHEETAH = (  # a tenth of the full run
-    "--env-id HalfCheetah-v5 --norm-obs --total-timesteps 100000 --num-envs 8 --num-steps 256 --num-minibatches 32"
-    " --update-epochs 10 --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95 --eval-episodes 5"
+    "--env-id HalfCheetah-v5 --norm-obs --total-timesteps 100000 --num-envs 8 --num-steps 256"
+    " --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95 --eval-episodes 5"
 )
 slow, release = pytest.mark.slow, pytest.mark.release
 

@@ -230,7 +230,7 @@ def test_one_process_evaluates_under_torchrun(copied):
 
 
 def test_seconds_of_an_evaluation_do_not_count(tmp_path, monkeypatch):
-    """Neither in charts/SPS nor in charts/cpu_seconds. Here a rollout takes one second, an evaluation 1000."""
+    """In charts/SPS and charts/cpu_seconds. Here a rollout takes one second, an evaluation 1000."""
     clock = 0.0
 
     def advance(seconds, function, *rest):
