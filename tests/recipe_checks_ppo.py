@@ -354,15 +354,15 @@ def check_acting(path, folder):
     module, lines, names = import_file("ppo", path), (folder / "recipe.py").read_text(), {}
     changes = {"(4,)": "(3,)", "Discrete(2)": "Box(-2, 2, (1,))", "0.0, 0.1, 0.02, -0.1": "1, 0, 0.5"}
     for env_id, obs in (("CartPole-v1", [0.0, 0.1, 0.02, -0.1]), ("Pendulum-v1", [1.0, 0.0, 0.5])):
+        for old, new in changes.items() if env_id == "Pendulum-v1" else ():
+            assert lines.count(old) == 1
+            lines = lines.replace(old, new)
         agent = make_agent(module, env_id)
         torch.save({"agent": agent.state_dict()}, folder / "best.pt")
         exec(lines, names)
         out = agent.actor(torch.tensor([obs]))
         expected = out.argmax(-1).tolist() if env_id == "CartPole-v1" else np.clip([[2 * out.item()]], -2, 2)
         assert names["actions"] == pytest.approx(expected)
-        for old, new in changes.items():
-            assert lines.count(old) == 1 or env_id == "Pendulum-v1"
-            lines = lines.replace(old, new)
 
 
 CHECKS = {
