@@ -10,11 +10,11 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
     python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
         --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # source
 
-The last command, `source` in the docs, has the values of the note 架构 ("architecture") that this script
-was written from: it trains on the records of largest loss alone, plays best or uniformly random moves,
-and ignores the score. It wins 12 % of its games against plain MCTS with as many simulations; the defaults
-win all. In runs of eight epochs the defaults won 98 %, training on random records alone 98 %, and
-training on those of largest loss alone 54 %.
+The last command, `source` in the docs, is for comparison: it has the values of the design note
+(架构, "architecture") that this script was written from. It trains on the records of largest loss alone,
+plays best or uniformly random moves, and ignores the score. It wins 12 % of its games against plain MCTS with
+as many simulations; the defaults win all. In another experiment, runs of eight epochs that differ in the
+records alone, the defaults won 98 %, random records 98 %, and those of largest loss 54 %.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
@@ -27,10 +27,10 @@ Values are from 0 to 1, for the side to move; v for one side is 1 - v for the ot
     (6) L = g L_value / 0.25 + (1 - g) L_policy / log A, both at most 1 if V = 1/2 and p is uniform
 
 A simulation follows eq. 1 from the root to a new position s'; eq. 2 then updates each edge of its path with
-v = V(s'), or the result if the game is over. Q(root) is the mean of V(root) and all v. An epoch plays until
-there are enough new records. A full pool keeps those with the largest loss, and the network trains on records
-of largest loss and on random ones. The first epochs learn V from random games, and the next ones search by
-classic UCB.
+v = V(s'), or the result if the game is over. Q(root) is the mean of V(root) and all v. Each move begins a new
+tree (the papers go on with the old one). An epoch plays until there are enough new records. A full pool drops
+those older than --max-age epochs, then those of least loss, and the network trains on records of largest loss
+and on random ones. The first epochs learn V from random games, and the next ones search by classic UCB.
 
 Shapes: G parallel games, R some of them, M nodes of a tree, A moves, E edges, K symmetries, B records;
 G and B are those of one process.
@@ -75,13 +75,14 @@ from envs_shared.go import make_game
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record the search and the minibatch; replaying them saves CPU overhead. Set it to False for
-# edits that need the host in between, such as print, .item() or `if` on a tensor
+# On one GPU, record the search and the minibatch as CUDA graphs; replaying them saves CPU overhead. Numbers
+# and `if` of Python stay as they were when recorded: what shall change must be a tensor, changed in place.
+# Set it to False for edits that need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
 # What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
-# written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
-# message about a checkpoint that does not fit. SCORE: what decides which network best.pt holds; see
-# score_network
+# written, its score cannot be compared, and the next evaluation replaces it; add your game's own options.
+# NETWORK_FLAGS: named in the message about a checkpoint that does not fit (--num-games decides the size of
+# the saved games). SCORE: name of the score of best.pt; see score_network
 TASK_SETTINGS = ("env_id", "komi")
 NETWORK_FLAGS = "--env-id, --blocks, --channels, --num-games"
 SCORE = "summed lead"
@@ -89,7 +90,7 @@ SCORE = "summed lead"
 
 @dataclass
 class Args:
-    """AlphaZero on Go boards of any size."""
+    """AlphaZero on Go boards of 2x2 to 19x19."""
 
     # The run
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
@@ -159,7 +160,7 @@ def conv_norm(num_inputs, num_outputs, kernel_size):
 class Agent(nn.Module):
     """Residual tower with a policy head and a value head (Silver et al. 2017, methods).
 
-    `go` says the sizes: of boards, and of the moves [A].
+    `go` gives the shape of the board and the number of moves A.
     """
 
     def __init__(self, go, args):
@@ -179,7 +180,7 @@ class Agent(nn.Module):
         self.value_head = nn.Sequential(nn.Linear(num_inputs, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, planes):
-        """Return logits [B, A] and values [B] of planes [B, planes, rows, columns]."""
+        """Return logits [B, A] and values [B] from 0 to 1 of planes [B, planes, rows, columns]."""
         with torch.autocast(planes.device.type, torch.bfloat16, enabled=self.bf16):
             # This memory format saves 5 % of a search on a CPU
             x = planes.to(torch.float32, memory_format=torch.channels_last)
@@ -194,7 +195,7 @@ class Agent(nn.Module):
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 class Records(namedtuple("Records", "planes legal policy q z loss epoch turn")):
-    """B records: symmetric images of positions, as the side to move saw them, with training targets.
+    """B records: positions, or symmetric images of them, as the side to move saw them, with training targets.
 
         planes    bool [B, planes, rows, columns]
         legal     legal moves, bool [B, A]
@@ -204,7 +205,8 @@ class Records(namedtuple("Records", "planes legal policy q z loss epoch turn")):
         epoch     when the record was made [B]
         turn      from 0 to K - 1 [B]: minibatch i may draw the record if i modulo K is its turn
 
-    The K images of a position have K different turns.
+    The K images of a position have K different turns. A field that you add is mirrored and turned with the
+    board only if `make_images` says how.
     """
 
     def pick(self, index):
@@ -221,8 +223,7 @@ def refill_pool(pool, new, capacity, oldest):
     """Add records; beyond the capacity, drop those of epochs before `oldest`, then those of least loss."""
     if pool:
         new = concatenate((pool, new))
-    # A loss is at least 0 up to rounding, so that -1 ranks below every loss
-    rank = new.loss.masked_fill(new.epoch < oldest, -1)
+    rank = new.loss.masked_fill(new.epoch < oldest, -torch.inf)
     return new.pick(rank.topk(min(capacity, len(rank))).indices)
 
 
@@ -231,17 +232,17 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
 
     If fewer than B records have this turn, the batch is smaller; fixed shapes need B of them.
     """
-    # Rows to choose from: those of this turn. With fixed shapes, rows are all, and is_other marks those of
-    # another turn
+    # Rows to choose from: those of this turn. With fixed shapes, keep every row, and mark those of other
+    # turns in is_other
     has_turn = pool.turn == turn
     rows = torch.arange(len(has_turn), device=has_turn.device)
     if not fixed_shapes:
         rows = rows[has_turn]
     loss = pool.loss[rows]
     is_other = ~has_turn[rows]
-    # The minibatch: of random_fraction 0.75 and B = 128, 32 records of largest loss and 96 others
+    # For example, with random_fraction 0.75 and B = 128: 32 records of largest loss and 96 random ones
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
-    ranked = loss.masked_fill(is_other, -1).topk(num_ranked).indices
+    ranked = loss.masked_fill(is_other, -torch.inf).topk(num_ranked).indices
     # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those of
     # another turn, which only fixed shapes leave among the rows
     keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
@@ -281,7 +282,7 @@ class SelfPlay:
     def load_state_dict(self, state):
         """Restore what `state_dict` returned; raises RuntimeError if the sizes differ."""
         for name, x in self.steps.items():
-            # view_as refuses other sizes; copy_ alone would broadcast some of them
+            # view_as refuses another number of elements, where copy_ alone would broadcast
             x.copy_(state["steps"][name].view_as(x))
         self.boards.put(slice(None), self.boards._replace(**state["boards"]))
         if state["pool"]:
@@ -323,14 +324,16 @@ ILLEGAL = -1e9  # Q and logit of illegal moves, in place of minus infinity
 class Search:
     """Trees of G games with M nodes each. Node 0 is the root.
 
-    The last node is `nowhere`: it stands for a child that does not exist, and nothing that is written there
-    counts. `best` caches each node's move of largest score, and `next` the child that this move leads to:
+    The last node is `nowhere`: it stands for a child that does not exist. What is written there does not
+    count, but its own `child` and `next` stay `nowhere`. `best` caches each node's move of largest score, and
+    `next` the child that this move leads to:
 
         root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 ends the path
 
-    Both are found again where statistics change, and `next` is also set where a child is added. All values
-    are for the side to move at their node. `evaluator` is a function from boards [R] and their legal moves
-    [R, A] to logits [R, A] and values [R].
+    Both are found again by `choose` where statistics change, and `next` is also set where a child is added.
+    So `scores`, the rule of selection, may use only N, Q and P of its node; after any other change, call
+    `choose` on all nodes that it concerns. All values are for the side to move at their node. `evaluator` is
+    a function from boards [R] and their legal moves [R, A] to logits [R, A] and values [R].
 
     If `go.fixed_shapes` is set, a simulation computes all games, and the host never waits: a game that has
     nothing to compute reads and writes `nowhere`.
@@ -349,17 +352,18 @@ class Search:
             self.N, self.Q, self.P = torch.zeros(3, *shape, go.num_actions)  # [G, M, A]
             self.child = torch.zeros(self.N.shape, dtype=torch.int64)  # [G, M, A]
             # Of each node
-            self.value = torch.zeros(shape)  # [G, M], as all below
+            self.value = torch.zeros(shape)  # [G, M], as the next three
             self.best, self.next, self.status = torch.zeros(3, *shape, dtype=torch.int64)
+            # Each field of the boards is [G, M, ...]
             self.boards = type(boards)(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
-            # Of each game
-            self.all_games = torch.arange(shape[0])  # [G]
+            # Of each game, [G]
+            self.all_games = torch.arange(shape[0])
             self.roots = torch.zeros_like(self.all_games)
             self.num_nodes = self.roots.clone()
         self.pseudo = None  # pseudo-visits of each edge [G, M, A], if two workers search
         self.start(boards)
         if use_graphs and go.fixed_shapes:
-            # Two simulations set up what a recording must not, such as the plans of convolutions
+            # Two simulations first: plans of convolutions and first allocations cannot be recorded
             self.simulate()
             self.simulate()
             self.simulate = capture(self.simulate)
@@ -367,7 +371,8 @@ class Search:
 
     def start(self, boards):
         """Begin new trees, in the same memory, with boards [G] at the roots."""
-        # Other tensors are written at a node before they are read there
+        # Other tensors are written at a node before they are read there. A sum over visits that you add must
+        # be cleared here, too
         self.N.zero_()
         self.child.fill_(self.nowhere)
         self.next.fill_(self.nowhere)
@@ -387,7 +392,10 @@ class Search:
             self.simulate()
 
     def simulate(self):
-        """Run one simulation in all games; in games that are over, it does nothing."""
+        """Run one simulation in all games; in games that are over, it does nothing.
+
+        `work` has the same steps for --num-workers 2.
+        """
         edges, ends = self.select(self.all_games)
         leaves, new = self.expand(self.all_games, ends)
         self.evaluate(*new)
@@ -438,7 +446,8 @@ class Search:
     def expand(self, games, ends):
         """Add a child to each open end [G] of games [R], by its best move.
 
-        Returns the leaves [G], which are the new nodes or other ends, and the new nodes as `add` does.
+        Returns the leaves [G], each the new node or, if the end is over or pending, the end itself; and of
+        the new nodes what `add` returns.
         """
         # The games whose path ends at an open node. With fixed shapes, the others stay in the rows: their
         # parent and child are `nowhere`
@@ -462,7 +471,8 @@ class Search:
     def add(self, games, nodes, boards):
         """Store boards [R] as nodes [R] of games [R].
 
-        Returns games, nodes and boards of those that an evaluator must see: all whose game is not over.
+        Returns games, nodes and boards of those that an evaluator must see: all whose game is not over. With
+        fixed shapes, the others stay in the rows, and their node is `nowhere`.
         """
         self.boards.put((games, nodes), boards)
         is_over = boards.is_over
@@ -487,7 +497,7 @@ class Search:
             self.open(games, nodes, legal, *self.evaluator(boards, legal))
 
     def open(self, games, nodes, legal, logits, values):
-        """Store what the evaluator found for nodes [R], and their first Q and best moves."""
+        """Store what the evaluator found for nodes [R], which become OPEN, and choose their best moves."""
         self.value[games, nodes] = values
         # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph can
         # record
@@ -650,7 +660,8 @@ def run_two_workers(search, num_simulations):
 # Settings that change from epoch to epoch:
 #     name               what the progress bar shows
 #     start              first epoch of these settings, which begins with new games and an empty pool
-#     scores             how a search chooses: puct_scores (eq. 1) or ucb_scores; None for random games
+#     scores             how a search of self-play chooses: puct_scores (eq. 1) or ucb_scores; None for random
+#                        games. Evaluations and --gtp take the default of Search
 #     num_simulations    of each move
 #     epsilon            share of random moves
 #     q_weight           beta of eq. 5
@@ -753,12 +764,15 @@ def play_moves(self_play, go, search, stage, args):
     z = z.unsqueeze(1).expand_as(is_move)[is_move]
     z = torch.where(records.pop("to_play") == 1, z, 1 - z)
     records["q"] = torch.where(records["q"].isnan(), z, records["q"])
-    unknown = torch.zeros_like(z)  # until make_images and train set it
+    unknown = torch.zeros_like(z)  # in the place of what make_images and train set
     return ended, Records(**records, z=z, loss=unknown, epoch=unknown, turn=unknown)
 
 
 def make_images(records, go):
-    """Make the K symmetric images of records [B]; image k of record b is row k B + b."""
+    """Make the K symmetric images of records [B]; image k of record b is row k B + b.
+
+    A field with a value for each point or move needs a line here.
+    """
     num_images = len(go.move_images)
     position = torch.arange(len(records.z), device=go.device)
     images = []
@@ -782,8 +796,8 @@ def collect_images(self_play, go, search, num_positions, stage, args, bar):
     """
     records = []
     num_found = 0
-    # The first games of a stage begin together. All of them are played to their end: records of those alone
-    # that end first would be records of short games
+    # The first games of a stage begin together. Wait for all of them: stopping earlier would fill the pool
+    # with the short ones
     is_awaited = torch.full_like(self_play.boards.is_over, self_play.pool is None)
     while num_found < num_positions or is_awaited.any():
         ended, new = play_moves(self_play, go, search, stage, args)
@@ -861,6 +875,7 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
     # Fixed shapes need a full minibatch for each turn
     num_least = pool.turn.bincount(minlength=num_turns).min().item()
     fixed_shapes = pool.z.is_cuda and num_least >= batch_size
+    # A function of `turn` alone, which a graph can record
     update = partial(
         train_minibatch,
         agent,
@@ -875,16 +890,17 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
     for turn in torch.arange(num_minibatches, device=pool.z.device) % num_turns:
         for name, value in update(turn).items():
             sums[name] = sums.get(name, 0) + value
-        # Record after the first minibatch, in which AdamW creates its state
+        # Record a graph after the first minibatch, in which AdamW creates its state
         if use_graphs and fixed_shapes:
             update = capture(update, turn)
             use_graphs = False
         bar.update()
     optimizer.zero_grad()  # so that copies of the network have no gradients
-    # Each process has its own statistics of batch norms, which become their means
+    # Each process has its own statistics of batch norms, which become their means. total is the sum over
+    # processes, in place as div_
     for statistics in agent.buffers():
         if statistics.is_floating_point():
-            total(statistics).div_(WORLD_SIZE)  # both in place
+            total(statistics).div_(WORLD_SIZE)
     return {name: x / num_minibatches for name, x in sums.items()}
 
 
@@ -990,8 +1006,10 @@ def evaluate(go, agent, args, best=None):
 def score_network(go, agent, best, args, run):
     """Play against the best network; a new one that wins at least half of the games replaces it in best.pt.
 
-    The score adds up (win rate - 1/2) over all networks that were kept, so that it rises with each one. The
-    first network of a run, or of another komi, is kept in any case.
+    `best` is the network as initialized until the first evaluation, whose network is kept in any case, also
+    after --resume changed one of TASK_SETTINGS. The score adds up (win rate - 1/2) over all networks that
+    were kept, so it never falls after the first. run.keep writes best.pt if the score is not below the old
+    one, that is, if lead >= 0: another rule must change both.
     """
     seed_everything(args.seed, 2, run.iteration)
     scores = evaluate(go, agent, args, best)
@@ -1002,7 +1020,7 @@ def score_network(go, agent, best, args, run):
     is_last = run.iteration >= args.num_epochs
     if is_last:
         seed_everything(args.seed, 4)
-        scores = evaluate(go, agent, args) | scores
+        scores = evaluate(go, agent, args) | scores  # eval/moves stays that of the match against `best`
         run.win_rate = scores["eval/win_rate"]
     run.keep(scores, (best_score or 0.0) + lead, scores["eval/moves"])
     if not is_last:
@@ -1013,7 +1031,7 @@ def score_network(go, agent, best, args, run):
 def train(args, run):
     """Train the agent of a run; with --evaluate, only score it, and with --gtp, only play.
 
-    Numbers that seed_everything gets:
+    Arguments of seed_everything:
         (seed, 0)                  for the weights, which are the same in every process
         (seed, 1, epoch, process)  for the games and minibatches of an epoch, from 1 on
         (seed, 2, epoch)           for a match against the best network
@@ -1045,12 +1063,12 @@ def train(args, run):
     options = {"weight_decay": args.weight_decay, "capturable": is_cuda}
     optimizer = torch.optim.AdamW(agent.parameters(), fused=True, **options)
     run.load(best=best, optimizer=optimizer)
-    # Loading put saved options here: put these back. Do so for each group that you add
+    # Loading put saved options here: put those of this run back. Do so for each group that you add
     optimizer.param_groups[0] |= options
     self_play = SelfPlay(go, args.num_games // WORLD_SIZE)
     if WORLD_SIZE == 1:
-        # Games and pool are large: a single process saves them, and only in checkpoint.pt. run.load puts what
-        # it loads among run.parts, which best.pt holds too, so they move to run.resume_parts
+        # Games and pool are large: they are saved only if there is one process, and only in checkpoint.pt.
+        # run.load restores a part and adds it to run.parts, which best.pt holds too: move it to resume_parts
         if run.checkpoint and "games" in run.checkpoint:
             run.load(games=self_play)
         run.resume_parts["games"] = run.parts.pop("games", self_play)
@@ -1127,7 +1145,7 @@ def train(args, run):
             "charts/train_seconds": time.time() - collected,
         }
         run.bar.set_postfix_str(f"{stage.name}, loss {scalars['losses/loss']:.3f}", refresh=False)
-        run.log(num_moves, scalars, (epoch + 1) * epoch_length)
+        run.log(num_moves, scalars, (epoch + 1) * epoch_length)  # counts the epoch: run.iteration += 1
 
         # Evaluate. The argument is the largest number of moves that a match can take
         if run.should_evaluate(min(40, args.eval_episodes) * go.max_moves):
@@ -1484,7 +1502,7 @@ def main(argv=None):
     if args.pool_size < num_images * args.batch_size:
         # Only one image of each position may be in a minibatch
         fail(
-            f"--pool-size ({args.pool_size}) must be at least {num_images} times --batch-size ({args.batch_size})"
+            f"--pool-size ({args.pool_size}) must be at least {num_images} x --batch-size ({args.batch_size})"
         )
     if not checkpoint and args.num_epochs <= args.pretrain_value_epochs:
         fail(

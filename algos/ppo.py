@@ -23,7 +23,9 @@ about the run folder, the log, checkpoints, processes and the command line.
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "numpy", "gymnasium[classic-control]>=1.4", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = [
+#     "torch>=2.11", "numpy", "gymnasium[classic-control]>=1.4", "tyro", "tensorboard", "wandb", "tqdm"
+# ]
 # ///
 import math
 import os

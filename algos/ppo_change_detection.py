@@ -5,7 +5,7 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:190
     python ppo_change_detection.py                      # learns the synthetic task haze in a minute or two
     python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256      # your own pairs of pictures
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps
-    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0   # only PPO
+    python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0  # only PPO
     torchrun --nproc-per-node 2 ppo_change_detection.py # two GPUs, or with --no-cuda two CPU processes
 
 Your own pictures need envs_shared/change_folders.py, too.
@@ -17,13 +17,13 @@ patches of 8 x 8 pixels, a patch into 4 x 4 cells of 2 x 2 pixels, and classifie
 A look reads one patch at full resolution and corrects its map: it gives a number for each cell, and `up`, a
 linear layer, turns these into a change of the patch's embedding, which is then classified again. Looks cost
 time or money in practice; here one look at each patch costs `--cost` of F1. The detector is trained first,
-with random looks. Then PPO learns which patches are worth a look; it goes on training what reads a look and
-what classifies cells, but not what sees the coarse pictures.
+with random looks. Then PPO learns which patches are worth a look. It also goes on training `read` and
+`classify` of the detector, but not `embed`, which sees the coarse pictures.
 
-A patch may look T times (--num-steps). Look number t of 1 to T shows the first J - T + t of J dates, so that
-look T shows all. The task haze needs this order: haze at the first date tells that the second date is not
-worth its price. Real pairs (--data-dir) follow the same rule, but have T = 1 unless --num-steps says
-otherwise: a look shows both dates.
+A patch may look T times (--num-steps). Look number t of 1 to T shows the first J - T + t of J dates, and at
+least one, so that look T shows all. The task haze needs this order: haze at the first date tells that the
+second date is not worth its price. Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise:
+the only look shows both dates.
 
 Equations of this file. Each patch is an episode. Its cells have labels y (1 if at least half of the pixels
 that count are changed) and probabilities p:
@@ -31,23 +31,25 @@ that count are changed) and probabilities p:
         price = 2 share cost, where share is the share of changed pixels in training
     (2) w(p) = mean over the patch's cells of 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7).
         F is a running F1 = 2 TP / (predicted + true) of the maps, and w is the worth of a map.
-        A patch's state s is what the policy knows of it, its action a is to stop, or to look and then draw a
-        correction of G numbers (eq. 4), V(s) is the sum of rewards that it expects, and the advantage A says
-        how much better than that an action went:
+    In eq. 3 to 5, a patch's state s is what the policy knows of it. Its action a is to stop, or to look and
+    then draw a correction of G numbers. V(s) is the expected sum of rewards from s on. The advantage A says
+    how much better than V(s) the action turned out:
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
-Why eq. 1 and 2 stand for F1 (units: w and r per cell, F and cost in F1). One more predicted cell adds 2 y to
-the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true): a gain if
-p > F / 2. With about as many cells predicted as changed, predicted + true is 2 share of all cells. So if the
-mean of w rises by 2 share cost, F1 rises by cost. The term with beta pays for surer probabilities, also if no
-cell crosses the threshold F / 2.
+Why eq. 1 and 2 stand for F1 (w and r are means per cell; F and cost are values of F1). One more predicted
+cell adds 2 y to the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true):
+on average a gain if p > F / 2. With about as many cells predicted as changed, predicted + true is 2 share
+times the number of cells. So if the mean of w rises by 2 share cost, F1 rises by cost. The term with beta
+pays for surer probabilities, even if no cell crosses the threshold F / 2.
 
-Shapes: T steps, B pairs, J dates, C bands, h x w patches of a pair, G cells of a patch, D embedding, E
-features that a look shows the policy, K windows, M pairs of H x W pixels before cropping, n rows; in pixels,
-S a picture's side, S' that of a coarse one, P a patch's, c a cell's, s = P + 2 c that of a window.
+Shapes (F in the code is torch.nn.functional, F of eq. 2 is `f1`):
+    B pairs of a batch, n rows of a minibatch, K windows, M pairs of H x W pixels before cropping
+    T steps, J dates, C bands, h x w patches of a pair, G cells of a patch
+    D embedding, E features that a look shows the policy
+    sides in pixels: S of a picture, S' of a coarse one, P of a patch, c of a cell, s = P + 2 c of a window
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
 nothing of change detection in it: run folder, log, checkpoints, processes and the command line.
@@ -87,8 +89,8 @@ RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 EMBED_DIM = 64  # D: size of a patch's embedding
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
-# What the part `Run` must know of this script. If a resumed run changes one of these settings, older scores
-# mean nothing, and the next evaluation writes best.pt
+# What the part `Run` must know of this script. If --resume changes one of these settings, the score of
+# best.pt no longer counts. Add your own that change the task or its score
 TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_episodes num_steps cost".split()
 # Named in the message about a checkpoint that does not fit
 NETWORK_FLAGS = (
@@ -120,9 +122,9 @@ class Args:
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
     data_dir: str | None = None  # real pairs, of two dates, instead: {train,val,test}/{A,B,label}/x.png
     val_share: float = 0.0  # share for val, and for test, of a folder that is not split (0: refuse it)
-    ignore_index: int | None = None  # value of a label's pixels that do not count, such as 255
+    ignore_index: int | None = None  # value of a label's pixels that do not count, such as 128
     num_train_pairs: int = 1024  # synthetic pairs to train on
-    image_size: int = 32  # side S of the random crops that are trained on, in pixels
+    image_size: int = 32  # side S of random crops to train on, and of synthetic pairs, in pixels
     # Patches and looks
     patch_size: int = 8  # side P of a patch in pixels
     cell_size: int = 2  # side c of a cell in pixels
@@ -131,7 +133,7 @@ class Args:
     cost: float = 0.3  # F1 that one look at each patch costs; the price of eq. 1 is 2 share cost
     beta: float = 0.1  # weight beta of the log likelihood, eq. 2
     # The detector
-    pretrained: str | None = None  # checkpoint of this script whose weights a run starts from
+    pretrained: str | None = None  # checkpoint of this script whose weights (policy too) a run starts from
     detector_iterations: int = 24  # iterations that train the detector, of 20 gradient steps
     batch_size: int = 16  # pairs per gradient step of the detector, in total across processes
     detector_lr: float = 3e-3  # Adam learning rate of the detector
@@ -158,10 +160,16 @@ class Detector(nn.Module):
     """A small network that classifies the cells of patches. To use another, keep these methods and sizes.
 
     embed       coarse pictures [B, J C, S', S'] -> an embedding of each patch [B, D, h, w]
-    read        windows of K patches at full resolution -> corrections [K, G], features for the policy [K, E]
+    read        windows of K patches at full resolution [K, J C, s, s], and which dates are shown [K, J]
+                -> corrections [K, G], features for the policy [K, E]
     classify    embeddings [B, D, h, w] -> logits of change of each patch's cells [B, G, h, w]
+    num_cells, num_features    G and E
 
-    Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels.
+    Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels. Four rules that no
+    error reminds you of: `read` ignores dates that are not shown; their features are 0, as features are added
+    up over looks. `classify` takes each patch alone, because a look is paid for the change of its own patch.
+    `embed` shares no weights with the other two, which PPO trains. Batch norm and dropout are in training
+    mode only while the detector is trained, not in PPO, whose ratios would compare two different networks.
     """
 
     def __init__(self, args):
@@ -198,9 +206,9 @@ class Detector(nn.Module):
         dates = dates * is_shown[:, :, None, None, None]
         differences = (dates[:, 1:] - dates[:, :1]).abs()  # of the later dates to the first
         corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))  # [K, 1, 4, 4]
-        # The policy must see whether an earlier date is hazy: then each feature has a small range (largest
-        # minus smallest value in the window). Cross entropy alone would not keep the ranges in the embedding.
-        # Only the last look shows the last date, and no decision follows. A date not shown has range 0
+        # Range of each feature: its largest minus its smallest value in the window, which is small in haze.
+        # The policy gets it apart, because cross entropy alone would not keep it in the embedding. A date
+        # that is not shown has range 0. The last date is left out: no decision follows the look that shows it
         ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
         return corrections.flatten(1), ranges.flatten(1)
 
@@ -232,16 +240,16 @@ class Agent(nn.Module):
     def decide(self, embedding, seen):
         """Return the logits of a look and the values V, [B, h, w] each.
 
-        The step is no input: what the looks so far left in the embedding and in `seen`, the sum of the features
-        that they showed [B, E, h, w], must tell it.
+        The step is not an input. The heads infer it from the embedding [B, D, h, w] and from `seen`
+        [B, E, h, w], the sum of the features of all looks so far.
         """
         return self.heads(torch.cat((embedding, seen), 1)).unbind(1)
 
     def look(self, images, step_indices, looks):
         """Read the windows of patches with `looks` [B, h, w] in pictures [B, J C, S, S] at steps [B].
 
-        Returns the means of the corrections in eq. 4 [B, G, h, w] and features [B, E, h, w], zeros for patches
-        that do not look.
+        Returns the means of the corrections in eq. 4 [B, G, h, w] and features [B, E, h, w], zeros for
+        patches that do not look.
         """
         windows = change_pairs.cut_windows(images, self.args)  # [B, h, w, J C, s, s]
         is_shown = change_pairs.show_dates(step_indices, self.args).expand(*looks.shape, -1)  # [B, h, w, J]
@@ -250,7 +258,7 @@ class Agent(nn.Module):
             found = torch.cat(self.detector.read(windows.flatten(0, 2), is_shown.flatten(0, 2)), 1)
             grid = found.view(*looks.shape, -1) * looks.unsqueeze(-1)  # [B, h, w, G + E]
         else:
-            # Leave out what does not look, which saves most of the time
+            # Leave out what does not look, so that a CPU spends time on looks only
             found = torch.cat(self.detector.read(windows[looks], is_shown[looks]), 1)
             grid = found.new_zeros(*looks.shape, found.shape[1])  # [B, h, w, G + E]
             grid[looks] = found
@@ -308,14 +316,17 @@ def get_minibatches(rollout, images, labels, args):
 
 # ---- Detector ----------------------------------------------------------------------------------------------
 def cross_entropy(logits, labels):
-    """Compute this process's share of the mean cross entropy over all cells that count."""
+    """Compute this process's part of the mean cross entropy over all cells that count.
+
+    `total`, in the part Run, is the sum over all processes.
+    """
     is_counted = (labels != change_pairs.UNCOUNTED).float()
     loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
     return loss / total(is_counted.sum()).clamp(min=1)
 
 
 def detector_loss(agent, images, labels, args):
-    """Compute the mean cross entropy of the T + 1 maps before the first and after each of T random looks."""
+    """Compute the mean cross entropy of T + 1 maps: the coarse one, and one after each of T random looks."""
     # Each pair has its own rate, the probability that an active patch looks: maps must be right with few
     # looks and with many
     rate = torch.rand(len(images), 1, 1, device=images.device)
@@ -332,7 +343,7 @@ def detector_loss(agent, images, labels, args):
 
 
 def take_step(agent, optimizer, loss, args):
-    """Take one gradient step; each process has its share of the mean loss."""
+    """Take one gradient step; each process has its part of the mean loss."""
     optimizer.zero_grad()
     loss.backward()
     sum_gradients(agent)
@@ -342,7 +353,10 @@ def take_step(agent, optimizer, loss, args):
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
 def compute_worth(logits, labels, f1, beta):
-    """Compute w [B, h, w] of eq. 2 from logits and labels [B, G, h, w]; cells with the label 255 do not count."""
+    """Compute w [B, h, w] of eq. 2 from logits and labels [B, G, h, w]; cells with label 255 do not count.
+
+    With another w, another price fits: change it in `play` and in `train`, and eval/net and SCORE too.
+    """
     log_likelihood = F.logsigmoid(logits * (2 * labels - 1)).clamp(min=-7)
     worth = beta * log_likelihood + (logits.sigmoid() > f1 / 2) * (2 * labels - f1)
     is_counted = labels != change_pairs.UNCOUNTED
@@ -453,8 +467,8 @@ def collect_rollout(agent, images, labels, args):
         "charts/looks": looks.float().sum(0).mean().item(),
         "charts/episodic_return": rollout["rewards"].sum(0).mean().item(),
     }
-    # Accuracy at p > 0.5 of the patches that chose to stop, without those that looked T times; cells that do
-    # not count are taken for unchanged
+    # Accuracy (p > 0.5) of patches that stopped before T looks; cells that do not count are taken for
+    # unchanged
     is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
     accuracy = is_right.float().mean(1)[~looks[-1]]
     if len(accuracy):
@@ -465,13 +479,13 @@ def collect_rollout(agent, images, labels, args):
 def ppo_loss(agent, batch, args):
     """Compute eq. 5 for a minibatch of a rollout, and what to log.
 
-    All are this process's shares of means over active patches.
+    Loss and metrics are this process's parts of means over active patches.
     """
     is_active = batch["is_active"]  # [n, h, w]
     looks = batch["looks"]
     count = total(is_active.sum().float()).clamp(min=1)
 
-    def mean(x):  # this process's share of a mean; `total` sums the shares of all processes
+    def mean(x):  # this process's part of a mean; `total` sums the parts of all processes
         return (x * is_active).sum() / count
 
     # The ratios of the decision and of the correction. They are masked before exp, as inf * 0 is not a number
@@ -492,10 +506,10 @@ def ppo_loss(agent, batch, args):
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()  # of the decision
-    # next_embedding holds up(correction) as it was sampled, without gradient. Replace it by the mean that the
-    # network gives now, whose gradient trains the detector's `read`. PPO does not train `embed`. It moves
-    # `up.weight` a little, but hardly trains it: that gradient is a product with means - correction, the
-    # noise of the rollout, so its mean is zero in the first minibatch. The detector's iterations train `up`
+    # next_embedding contains up(correction) as it was sampled, a constant. Adding up(means - correction) puts
+    # the network's present mean in its place, so that this loss trains `read`. It hardly trains `up`: that
+    # gradient is proportional to the noise of the rollout, whose mean is zero in the first minibatch. `embed`
+    # gets no gradient
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -521,7 +535,8 @@ def ppo_loss(agent, batch, args):
 def predict(agent, args, pairs, rule=prefer):
     """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, J C + 1, H, W].
 
-    Parts have as many pairs as MAX_PIXELS of change_pairs.py allows. A larger pair is a part of its own, whole.
+    To save memory, only so many pairs are played at once as have MAX_PIXELS (change_pairs.py), but at least
+    one, whole.
     """
     found = []
     for images, labels in change_pairs.split_parts(pairs, args):
@@ -533,7 +548,7 @@ def predict(agent, args, pairs, rule=prefer):
 
 
 def evaluate(agent, args, pairs, threshold=None, rule=prefer):
-    """Score maps of pairs by pixel; without a probability threshold, use the one with the largest F1."""
+    """Score maps of pairs by pixel; without a threshold, take the one with the largest F1 on these pairs."""
     probability, looks, returns = predict(agent, args, pairs, rule)
     scores = change_pairs.score_maps(probability, pairs[:, -1], threshold)
     num_looks = looks.mean().item()
@@ -547,7 +562,7 @@ def score_policy(agent, args, val, run):
     """Score the policy on val, and keep it in best.pt if no earlier one was better.
 
     The score is F1 less the price of the looks. The return would not do: it contains the running F1 of eq. 2,
-    which moves during the run, so that equal maps have other returns later.
+    which moves during the run, so that the same maps would get different returns later.
     """
     scores = evaluate(agent, args, val)
     run.threshold = scores["eval/threshold"]
@@ -556,7 +571,7 @@ def score_policy(agent, args, val, run):
 
 def look_above(level, row):
     """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
-    # All pairs are at the same step. After the first, who is still active has looked; `play` asks only those
+    # All pairs are at the same step. After step 0, each patch that is still active has looked, and goes on
     has_looked = row["step_indices"][0] > 0
     return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
 
@@ -573,6 +588,7 @@ def compare_rules(agent, args, val, test, best_path):
         "best.pt": [prefer],
         "everywhere": [partial(look_above, 0)],
         "nowhere": [partial(look_above, 1)],
+        # Closer together near 0, where most mean probabilities are
         "threshold": [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3],
     }
     nets = {}
@@ -619,7 +635,7 @@ def write_predictions(agent, args, threshold, device):
 def train(args, run):
     """Train the agent of a run; with --evaluate score it, or use it for --predict.
 
-    Numbers that seed_everything gets:
+    Arguments of seed_everything:
         (seed, 0)                      for the weights, which are the same in every process
         (seed, 1, iteration, process)  for an iteration of training
     """
@@ -629,7 +645,7 @@ def train(args, run):
     agent = Agent(args).to(device)
     agent.eval()
     if args.pretrained and not run.checkpoint:
-        # A run of no name loads the agent's weights and running F1, not the optimizer or counters
+        # A run that is thrown away loads the agent (weights, running F1), but no optimizer and no counters
         Run(args, "", load_checkpoint(args.pretrained)).load(agent=agent)
     run.load(agent=agent)
     if args.predict:
@@ -642,8 +658,10 @@ def train(args, run):
     train_pairs, val, test = load_pairs(args, device)
     val = val[: args.eval_episodes]
     agent.share.copy_(change_pairs.compute_share(train_pairs))
-    # The heads learn faster: the policy must tell haze apart before it stops looking altogether
-    others = [x for name, x in agent.named_parameters() if not name.startswith("heads")]
+    if not agent.share > 0:
+        fail("no pixel of the train pairs is changed, or all that are have the value of --ignore-index")
+    # The heads learn faster: the policy must learn to recognize haze before the price makes it stop looking
+    others = [x for name, x in agent.named_parameters() if not name.startswith("heads.")]
     optimizer = torch.optim.Adam([{"params": others}, {"params": agent.heads.parameters()}], fused=True)
     run.load(optimizer=optimizer)
     num_iterations = args.detector_iterations + args.ppo_iterations
@@ -658,8 +676,8 @@ def train(args, run):
         seed_everything(args.seed, 1, run.iteration + 1, RANK)
         is_ppo = run.iteration >= args.detector_iterations
 
-        # Learning rate: it falls linearly to zero over the whole run. So the detector's ends at 0.79 of its
-        # first value (24 of 108 iterations), and PPO's begins there
+        # Learning rate: it falls linearly to zero over the whole run. So with the defaults (24 of 108
+        # iterations for the detector), PPO begins at 0.78 of --learning-rate
         learning_rate = args.learning_rate if is_ppo else args.detector_lr
         if args.anneal_lr:
             learning_rate *= 1 - run.iteration / num_iterations
@@ -674,15 +692,13 @@ def train(args, run):
             images, labels = change_pairs.draw_batch(train_pairs, num_pairs // WORLD_SIZE, args)
             rollout, scalars = collect_rollout(agent, images, labels, args)
 
-            # Update: update_epochs passes over the rollout. train() and eval() matter only to layers such as
-            # dropout
-            agent.train()
+            # Update: update_epochs passes over the rollout, in evaluation mode like the rollout itself
             for minibatch in get_minibatches(rollout, images, labels, args):
                 loss, metric = ppo_loss(agent, minibatch, args)
                 take_step(agent, optimizer, loss, args)
                 metrics.append(metric)
         else:
-            # Train the detector
+            # Train the detector. Training mode matters only to layers such as dropout
             num_pairs = DETECTOR_STEPS * args.batch_size
             agent.train()
             for _ in range(DETECTOR_STEPS):
@@ -692,22 +708,22 @@ def train(args, run):
                 metrics.append({"cross_entropy": loss.detach()})
         agent.eval()
 
-        # Log means over the gradient steps, of which each process has its share
+        # Log means over the gradient steps, summed over processes, each of which has its part
         for name in metrics[0]:
             mean = torch.stack([metric[name] for metric in metrics]).mean()
             scalars[f"losses/{name}"] = total(mean).item()
         scalars["charts/learning_rate"] = learning_rate
         run.log(num_pairs, scalars, run.iteration + 1)
 
-        # Evaluate
+        # Evaluate, if it is time and all evaluations take at most a fifth of the pairs trained on
         if run.should_evaluate(len(val)):
             score_policy(agent, args, val, run)
 
-    # Evaluate the last policy, if that was not done in the loop, and compare it and best.pt with other rules
+    # Evaluate the last policy, if a run was killed before that, and compare it and best.pt with other rules
     if run.should_evaluate():
         score_policy(agent, args, val, run)
     text = ""
-    if args.eval_episodes and not run.bar.disable:  # in process 0: the others have no bar
+    if args.eval_episodes and RANK == 0:
         text = f"; {compare_rules(agent, args, val, test, run.path / 'best.pt')} earned most on test"
     run.close(text)
 

@@ -15,7 +15,8 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
     (1)  h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, the value rescaling
     (2)  y_t  = h( r_t + ... + gamma^(k-t-1) r_{k-1} + gamma^(k-t) h^-1( Q'(s_k, argmax_a Q(s_k, a)) ) ) with
          k = min(t + n, end of the episode) and target network Q'; the term with Q' is 0 if s_k is terminal
-    (3)  L    = E[ w (y_t - Q(s_t, a_t))^2 / 2 ] over the trained steps, w = P^-beta / max P^-beta in a batch
+    (3)  L    = E[ w (y_t - Q(s_t, a_t))^2 / 2 ] over the trained steps, with importance-sampling weights
+         w = P^-beta / max P^-beta, the maximum over the batch
     (4)  P    = p^alpha / sum p^alpha, where p = eta max_t |y_t - Q_t| + (1 - eta) mean_t |y_t - Q_t|
     (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)), the probability of a random action in environment i
 
@@ -23,10 +24,12 @@ A window has burn_in steps that only update the LSTM's state, learn_length train
 that only provide targets. The main differences to the paper: windows begin learn_length steps apart, so
 that each step is trained in exactly one window (the paper's overlap by half); new windows get the largest
 priority (the paper's actors compute it); n is 1 by default (5 in the paper); rewards in targets are divided
-by their root mean square; gradients are clipped; Adam has its usual eps of 1e-8.
+by the root mean square of those that were not zero; gradients are clipped; Adam has its usual eps of 1e-8;
+images are not stacked (four are in the paper); on average, a step is trained on 8 times.
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
-D observation (one or more dimensions), A actions, H hidden units, R windows in the replay.
+D observation (one or more dimensions), A actions, H hidden units, R windows in the replay. With several
+processes, B, N and R are those of one of them.
 """
 
 # /// script
@@ -56,19 +59,20 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, and in that of this file or its
-# parent
+# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, in this file's or in its parent
 HERE = Path(__file__).resolve().parent
 sys.path += [os.getcwd(), str(HERE), str(HERE.parent)]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits
-# that need the host in between, such as print, .item() or `if` on a tensor
+# On one GPU, record acting and the update once; replaying them saves CPU overhead. Numbers and `if` of Python
+# stay as they were when recorded: what shall change (such as beta) must be a tensor, changed in place. Set it
+# to False for edits that need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
 # What the part `Run` must know of this script
-TASK_SETTINGS = ("env_id",)  # if --resume changes one, the next evaluation counts as the best
-NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"  # named if one does not fit
+TASK_SETTINGS = ("env_id",)  # if --resume changes one, the score of best.pt no longer counts
+# Flags that the message names if a checkpoint does not fit the network
+NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"
 SCORE = "return"  # what decides which policy best.pt holds; higher is better
 
 
@@ -87,7 +91,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
+    eval_interval: int = 0  # iterations between evaluations (0: each tenth of the run, unless too costly)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task and acting
     env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
@@ -102,23 +106,23 @@ class Args:
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
     memory_span: float = 50.0  # time constant of the LSTM's slowest units at initialization, in steps
     # Windows and the replay
-    burn_in: int = 8  # steps at the start of a window that only update the LSTM's state
+    burn_in: int = 8  # steps before the trained ones that only update the LSTM's state; see SequenceReplay
     learn_length: int = 26  # trained steps m of a window; the next one begins that many steps later
     state_init: Literal["stored", "zero"] = "stored"  # LSTM's state at a window's start: as when acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
     alpha: float = 0.9  # exponent of priorities in eq. 4; 0 draws all windows equally often
-    beta: float = 0.6  # exponent of the weights that correct for the draws, eq. 3
+    beta: float = 0.6  # exponent of the importance-sampling weights, eq. 3
     eta: float = 0.9  # eq. 4: weight of the largest error of a window in its priority; the mean has the rest
     checkpoint_replay: bool = True  # save the replay of process 0 in checkpoints (gigabytes for images)
     # Targets
     n_step: int = 1  # steps n of the return before the bootstrap, eq. 2
     gamma: float = 0.98  # discount gamma
     rescale_epsilon: float = 1e-3  # eps of the value rescaling, eq. 1
-    norm_reward: bool = True  # divide rewards in targets by the root mean square of all nonzero ones so far
+    norm_reward: bool = True  # divide rewards in targets (not the network's input) by the RMS of nonzero ones
     target_interval: int = 50  # updates between copies of the network to the target network
     # Updates
-    learning_starts: int = 2_000  # trained steps (windows times m) in all replays before the first update
-    replay_ratio: float = 8.0  # updates that train on each step after learning_starts, on average
+    learning_starts: int = 2_000  # steps in stored windows, m each, of all processes before the first update
+    replay_ratio: float = 8.0  # how often a step is trained on, on average, if stored after learning_starts
     batch_size: int = 1024  # trained steps per update, in total across processes; rounded down to windows
     learning_rate: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
@@ -134,8 +138,9 @@ class QNetwork(nn.Module):
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
 
-        # Byte images have channels last [..., H, W, C], first [..., C, H, W], or none [H, W]; there are fewer
-        # channels than pixels in a row. Images of floats are flattened: let your environment return bytes
+        # Byte images are [..., height, width, channels], [..., channels, height, width] or [height, width].
+        # We assume fewer channels than pixels in a row. Images of floats are flattened: let your environment
+        # return bytes. The line that a run begins with says which is the case
         space = envs.single_observation_space
         *_, first, middle, last = [1, 1, *space.shape]  # the last three dimensions, 1 for those that lack
         self.is_channels_last = last < first
@@ -162,10 +167,10 @@ class QNetwork(nn.Module):
             num_inputs += self.num_actions + 1
         if args.recurrent:
             self.core = nn.LSTM(num_inputs, width, batch_first=True)
-            # A bias of log(tau) lets a forget gate begin at sigmoid(log tau) = tau / (1 + tau), with tau from 1
-            # to memory_span. As Tallec & Ollivier 2018, but for the other gates, which keep torch's biases.
-            # torch adds two bias vectors. Each holds those of the input, forget, cell and output gates, in
-            # this order
+            # A bias of log(tau) lets a forget gate begin at sigmoid(log tau) = tau / (1 + tau), with tau from
+            # 1 to memory_span. After Tallec & Ollivier 2018, who draw tau at random, and give the input gate
+            # the negative bias. torch adds two bias vectors: one becomes zero. Each holds those of the input,
+            # forget, cell and output gates, in this order
             nn.init.zeros_(self.core.bias_hh_l0)
             log_tau = torch.linspace(0, np.log(args.memory_span), width)
             self.core.bias_ih_l0.data[width : 2 * width] = log_tau
@@ -182,7 +187,8 @@ class QNetwork(nn.Module):
         if self.is_image:
             if self.is_channels_last:
                 x = x.movedim(-1, -3)
-            # [N, H, W], [N, C, H, W] or [N, frames, C, H, W] to [N, all channels, H, W]
+            # [N, height, width], perhaps with channels, or frames and channels, before the height, to
+            # [N, all channels, height, width]
             x = x.unsqueeze(1).flatten(1, -3)
         return self.encoder(x)
 
@@ -210,27 +216,29 @@ class QNetwork(nn.Module):
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
-# What a step leads to in B environments. `next_obs` [B, *D] follows the action within its episode. Where
-# `is_over`, it is the last observation, and terminal if `is_terminated`. `obs` [B, *D] is what the policy
-# sees next; where `is_first`, it begins another episode. The two differ only under SAME_STEP, where
-# `is_over`. Only under NEXT_STEP are there steps that are not `is_step`: the environment ignored the action
-# and only reset itself
+# What a step leads to in B environments. Under SAME_STEP autoreset, the step that ends an episode returns the
+# first observation of the next one, and its last one apart. Under NEXT_STEP, it returns the last observation;
+# one more step, which takes no action, returns the first.
+#     next_obs       [B, *D] observation after the action; where is_over, the last one of the episode
+#     rewards        [B] rewards of the actions
+#     is_terminated  [B] next_obs is terminal: nothing is earned after it
+#     is_over        [B] the episode ended, terminated or truncated
+#     is_step        [B] false where the environment only reset itself, under NEXT_STEP; then next_obs is the
+#                    first observation of a new episode
+#     obs            [B, *D] what the policy sees next: next_obs, but for SAME_STEP where is_over
+#     is_first       [B] obs is the first observation of a new episode
 Outcome = namedtuple("Outcome", "next_obs rewards is_terminated is_over is_step obs is_first")
 
 
 class Environments(gym.vector.VectorWrapper):
-    """B environments whose steps look the same whatever their autoreset mode, observations and types are.
-
-    Under SAME_STEP autoreset, the step that ends an episode returns the first observation of the next one.
-    Under NEXT_STEP, it returns the last observation; one more step, which takes no action, returns the first.
-    """
+    """B environments that return an Outcome whatever their autoreset mode, observations and types are."""
 
     def __init__(self, args, num_envs):
         super().__init__(make_envs(args, num_envs))
         self.name = f"--env-id {args.env_id}"
         space = self.env.single_observation_space
         mode = self.metadata.get("autoreset_mode")
-        mode = getattr(mode, "value", mode)  # of a member of AutoresetMode
+        mode = getattr(mode, "value", mode)  # a member of AutoresetMode becomes its string
         # Exit now if training would fail, or run wrong, later
         if self.num_envs != num_envs:
             fail(
@@ -244,7 +252,7 @@ class Environments(gym.vector.VectorWrapper):
         if not space.is_np_flattenable:
             fail(f"{self.name}: observations must be a fixed number of numbers, not {space}")
 
-        # Observations that are no arrays are flattened, and discrete ones become one-hot
+        # Observations of spaces other than Box are flattened, where discrete ones become one-hot
         self.is_same_step = mode == "SameStep"
         self.to_row = np.asarray
         if not isinstance(space, Box) or not space.shape:
@@ -294,7 +302,7 @@ class Environments(gym.vector.VectorWrapper):
         return Outcome(next_obs, rewards, terminated, is_over, is_step, obs, is_first)
 
     def to_array(self, obs):
-        """Return the observations of all environments as an array [B, *D] of its own: some reuse theirs."""
+        """Return observations as a new array [B, *D], since some environments reuse their buffers."""
         # The space says how to take a batch of dictionaries or tuples apart
         rows = gym.vector.utils.iterate(self.observation_space, obs)
         array = np.array([self.to_row(x) for x in rows], self.dtype)
@@ -303,7 +311,7 @@ class Environments(gym.vector.VectorWrapper):
 
     def check(self, name, x):
         """Exit with one line that names the first observation or reward that cannot be trained on."""
-        is_good = np.abs(x) < 1e18  # not NaN, and its square is a float32
+        is_good = np.abs(x) < 1e18  # not NaN, and the square fits into float32
         if not is_good.all():
             i = np.argwhere(~is_good)[0, 0]
             fail(
@@ -315,9 +323,10 @@ class Environments(gym.vector.VectorWrapper):
 def make_envs(args, num_envs):
     """Make a vector environment; exits if it is not supported.
 
-    Training and each evaluation have their own; a wrapper's statistics begin from scratch in each.
+    Training and each evaluation have their own, with the same wrappers. So scores are returns of wrapped
+    rewards, and a wrapper that learns statistics begins from scratch in each evaluation: use none of those.
     """
-    wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]; evaluations make new ones
+    wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]
     options = {}
     try:
         if "MiniGrid-" in args.env_id:
@@ -330,8 +339,8 @@ def make_envs(args, num_envs):
             space = Box(0, 1, (4 + 7 * 7 * 20,), np.uint8)
             add_bits = partial(gym.wrappers.TransformObservation, func=to_bits, observation_space=space)
             wrappers += [OneHotPartialObsWrapper, add_bits]
-        # None is the task's own vector environment, which takes no wrappers; if it has none, it is "sync".
-        # Try "async" if single steps of your task take milliseconds
+        # Mode None is the task's own vector environment, or "sync" if the task has none. With wrappers it is
+        # "sync", as a task's own takes none. Try "async" if single steps of your task take milliseconds
         mode = "sync" if wrappers else None
         if "ALE/" in args.env_id:
             import ale_py  # noqa: F401, which registers the tasks
@@ -345,8 +354,8 @@ def make_envs(args, num_envs):
         fail(f"--env-id {args.env_id}: {error}")
 
 
-# A step of an environment: the observation, the action and the reward before it (-1 and 0 at the start of an
-# episode), those after it, and the LSTM's state [2, H] before it
+# A step of an environment: an observation; the action and the reward that led to it, -1 and 0 at the start
+# of an episode; the action and the reward that follow it; the LSTM's state [2, H] before the observation
 Step = namedtuple("Step", "obs last_action last_reward action reward state")
 
 
@@ -382,7 +391,8 @@ class Player:
         actions, state = self.act(*self.get_inputs())
         actions = actions.cpu().numpy()
         outcome = self.envs.step(actions)
-        # An iterator, because an evaluation needs no Steps; it keeps the arrays of now, which change below
+        # An iterator, because an evaluation needs no Steps. It holds the present arrays: new ones replace
+        # them below
         steps = map(Step, *self.arrays, actions, outcome.rewards, self.state)
 
         # Where an episode begins, there is no last action and no last reward, and the memory is empty
@@ -405,7 +415,10 @@ class SequenceReplay(nn.Module):
         window 3                          b  b  m  m  t      begin 0, end 4: the episode is over
 
     A window's trained steps begin at index burn_in. Its real steps are at the indices `begin` to `end`;
-    copies of the first and the last one fill the places before and after them, and are not used.
+    copies of the first and the last one fill the places before and after them. The network reads them, but
+    its outputs there are not used. A window has the whole burn-in, or none if its trained steps begin
+    earlier in the episode. Where no action follows, the reward is 0: an edit of `update_network` may
+    scale rewards, but not shift them.
 
     The replay is a module because its state_dict then holds all windows. Steps that form none yet are left
     out.
@@ -469,15 +482,16 @@ class SequenceReplay(nn.Module):
             if is_over:
                 episode.clear()
                 start = 0
-            # Of the steps that were trained, keep those that the next window burns in. From now on its start
-            # is counted from the first one kept
+            # Keep the burn_in steps before the next window's trained ones, and drop those before them. The
+            # start is an index, and moves with them
             self.starts[i] = min(start, self.args.burn_in)
             del episode[: start - self.starts[i]]
 
     def store(self, episode, start, stop, is_terminated):
         """Store the window that trains episode[start] and the steps after it, with the largest priority."""
         burn_in = self.args.burn_in
-        # All steps of the burn-in are there or, near the beginning of an episode, none of them is used
+        # With the whole burn-in, steps begin burn_in before `start`; near the beginning of an episode, at
+        # `start` itself
         begin = 0 if start >= burn_in else burn_in
         steps = episode[start - burn_in + begin : stop]
         padded = [steps[0]] * begin + steps
@@ -509,8 +523,9 @@ class SequenceReplay(nn.Module):
         powers = priority.pow(self.args.alpha) * (priority > 0)
         cumulative = powers.double().cumsum(0)
         parts = torch.arange(self.batch_windows, device=priority.device)  # [N]
-        # In float64, like the cumulated sum. A point finds the first window at which the sum reaches it, so
-        # that even one that is rounded up to the whole sum finds a stored window
+        # Points are float64, like the cumulated sum. searchsorted returns the first window whose sum is at
+        # least the point. Places without a window add nothing to the sum, so it never returns them, even if
+        # a point is rounded up to the whole sum
         points = (parts + torch.rand_like(parts, dtype=torch.float64)) / len(parts)
         index = torch.searchsorted(cumulative, points * cumulative[-1])
         weights = priority[index].pow(-self.args.alpha * self.args.beta)  # the sum in P cancels
@@ -540,9 +555,10 @@ def epsilon_ladder(args):
 def collect_steps(player, replay, args):
     """Take `num_steps` steps in each environment, and add them to the replay.
 
-    Returns (return, length) of episodes that ended in the half of the environments that explores less, the
-    steps taken, and the new windows that updates are due for, both in total across processes. Windows from
-    before learning_starts are never due for updates, but they are drawn like the others.
+    Returns a list with (return, length) of each episode that ended in the half of the environments that
+    explores less (epsilon falls with i), the number of steps taken, and the number of new windows, 0 before
+    learning_starts; both in total across processes. Windows from before learning_starts bring no updates,
+    but they are drawn like the others.
     """
     envs = player.envs
     half = envs.num_envs // 2
@@ -591,8 +607,8 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     """Return y_t of eq. 2 with double Q-learning (van Hasselt et al. 2016), and is_trained, both [N, m].
 
     q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
-    Step `last` [N], from 1 to m + n - 1, is the last one of a full window or, in a shorter one, the last
-    observation of the episode: from there on rewards are zero, y_t means nothing, and is_trained is false.
+    `last` [N], from 1 to m + n - 1, is a window's last real step. Steps from there on are not trained. In a
+    window that ends with its episode, it is the last observation: all rewards from there on must be zero.
     """
     n_step = args.n_step
     t = torch.arange(args.learn_length, device=q.device)  # [m]
@@ -620,7 +636,7 @@ def sequence_priority(errors, is_trained, eta):
 
 
 def r2d2_loss(agent, target, windows, weights, args):
-    """Return three tensors [N, m]: w (y - Q)^2 / 2 of eq. 3 and |y - Q|, 0 at untrained steps, and is_trained."""
+    """Return tensors [N, m]: w (y - Q)^2 / 2 of eq. 3; |y - Q|; is_trained, without which both are 0."""
     # Slices of the steps after burn_in: m are trained, and n more provide targets
     last = windows["end"] - args.burn_in  # [N]
     actions = windows["action"][:, args.burn_in : -args.n_step]  # [N, m]
@@ -648,8 +664,9 @@ def update_network(agent, target, optimizer, replay, args):
         num_rewards, sum_of_squares = replay.reward_sums
         windows["reward"] /= (sum_of_squares / num_rewards).sqrt()
 
-    # The loss is this process's share of the mean over the trained steps of all processes
-    agent.train()  # for layers such as dropout and batch norm
+    # The loss is this process's share of the mean over the trained steps of all processes. A term of your own
+    # needs the same: mask it with is_trained, sum it, divide it by num_trained
+    agent.train()  # for dropout; batch norm would also count padded steps and the burn-in
     losses, errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
     num_trained = total(is_trained.sum())
     loss = losses.sum() / num_trained
@@ -706,9 +723,10 @@ def score_policy(agent, args, device, run):
 def train(args, run):
     """Train the agent of a run; with --evaluate, only score it.
 
-    Numbers that seed_everything gets:
+    Arguments of seed_everything:
         (seed, 0)                      for the weights, which are the same in every process
-        (seed, 1, iteration, process)  for an iteration; iteration 0 for the first observations
+        (seed, 1, iteration, process)  for an iteration, from 1 on
+        (seed, 1, done, process)       for the first observations; `done` iterations are before them
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
@@ -734,8 +752,8 @@ def train(args, run):
     # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
     optimizer.param_groups[0] |= options
 
-    # The replay: that of the checkpoint, unless it is of another task or its windows have another form. (The
-    # network's flags fit, or run.load would have failed.) Each process gets the saved replay of process 0
+    # The replay: that of the checkpoint, unless the task, its size or the form of its windows is another one.
+    # (The network's flags fit, or run.load would have failed.) Each process gets that of process 0
     replay = SequenceReplay(envs, args, device)
     names = "env_id burn_in learn_length n_step buffer_size".split()
     saved = run.checkpoint
@@ -752,6 +770,7 @@ def train(args, run):
     windows_per_update = replay.batch_windows * WORLD_SIZE
     run.open(
         f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}, "
+        f"observations {envs.single_observation_space.shape} as {'images' if agent.is_image else 'vectors'}, "
         f"batches of {windows_per_update * args.learn_length} trained steps",
         args.total_timesteps,
     )
@@ -793,12 +812,12 @@ def train(args, run):
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, 0)
         run.log(num_steps, scalars)
 
-        # Evaluate. The longest episode so far predicts how many steps that takes; the evaluations before the
-        # last one may take a fifth of the steps trained on
+        # Evaluate, unless evaluations would then take more than a fifth of the steps trained on; the last
+        # one is always made. The longest episode so far predicts how many steps it takes
         if run.should_evaluate(args.eval_episodes * envs.longest):
             score_policy(agent, args, device, run)
 
-    # A finished run that was resumed may lack a score of the last policy
+    # A run that was killed in its last evaluation lacks a score of the last policy when it is resumed
     if run.should_evaluate():
         score_policy(agent, args, device, run)
     run.close(f", {run.num_updates} updates")
@@ -1136,9 +1155,7 @@ def main(argv=None):
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
     least = args.learn_length * WORLD_SIZE
     if args.batch_size < least:
-        fail(
-            f"--batch-size ({args.batch_size}) must be at least {least}, a window's trained steps in each process"
-        )
+        fail(f"--batch-size ({args.batch_size}) must be at least {least}, a window in each process")
     if args.evaluate and RANK > 0:
         return  # process 0 does it
     run = Run(args, args.env_id, checkpoint)

@@ -27,9 +27,10 @@ def find_interval(values, others=(0, 0)):
 
 
 def choose_center(*samples: list):
-    """Return the function that finds the center of samples: the geometric mean, or the median if that cannot be found.
+    """Return the function that finds the center of samples: the geometric mean, or else the median.
 
-    It cannot if a value is not positive, unknown or infinite, such as the time to a threshold that was never reached.
+    There is none if a value is not positive, unknown or infinite, such as the time to a threshold that was
+    never reached.
     """
     values = np.concatenate(samples)
     return stats.gmean if np.isfinite(values).all() and (values > 0).all() else np.median
@@ -38,8 +39,8 @@ def choose_center(*samples: list):
 def find_ratio(ours: list, peer: list):
     """Return the ratio of the centers (`choose_center`) of both samples, and its 95 % interval.
 
-    The interval is Welch's on the logarithms, so it is one of the ratio of the geometric means. What cannot be computed
-    is nan or None.
+    The interval is Welch's on the logarithms, so it is one of the ratio of the geometric means. What cannot
+    be computed is nan or None.
     """
     if not min(*ours, *peer) > 0:
         return math.nan, None

@@ -9,9 +9,9 @@ benchmark/suites are added to benchmark/results, and all results there go into t
 --> and <!-- /NAME -->, and into docs/figures. Committed runs that RUNS lacks are kept. Runs that were made
 with uncommitted changes are refused.
 
-With --check, nothing is written. All that is published of a run, its thinned curve too, is computed again from the
-events in RUNS and compared with benchmark/results, and the pages with what those results make of them. What differs is
-named, and the exit code is then 1.
+With --check, nothing is written. All that is published of a run, its thinned curve too, is computed again
+from the events in RUNS and compared with benchmark/results, and the pages with what those results make of
+them. What differs is named, and the exit code is then 1.
 """
 
 import json
@@ -42,8 +42,8 @@ SUMMARY_NUMBER = re.compile(r"{([^\s}]+) ([^\s}]+) ([^\s}]+)}")  # {CELL QUANTIT
 MAX_SINGLE = 5  # with up to so many seeds, tables show the single values
 LEGEND = (
     "Values are means. Brackets hold the value of each seed, or with six or more seeds Student's 95 % "
-    "interval.\nA match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, which "
-    "may differ between\nprograms."
+    "interval.\nA match has Wilson's interval. CPU-s is the median of whole runs with their evaluations, "
+    "which may differ between\nprograms."
 )
 
 
@@ -133,7 +133,7 @@ def make_ratio_table(results: dict):
 
 
 def make_difference_table(results: dict, metric: str):
-    """Write a line for each pair of ours and others: the difference of their means, with Welch's 95 % interval."""
+    """Write a line for each pair of ours and others: the difference of their means, with Welch's interval."""
     rows = []
     for ours, peer in dict.fromkeys((ratio["ours"], ratio["peer"]) for ratio in results["ratios"]):
         our_cell = results["cells"][ours]
@@ -358,7 +358,7 @@ def add_runs(suite: dict):
 
 
 def check_runs(suite: dict, published: dict):
-    """Name what the published runs of a suite do not have from these runs, and print how many are the same."""
+    """Name what these runs lack of the published ones of a suite, and print how many are the same."""
     different = []
     num_same = 0
     for name, cell in suite["cells"].items():
@@ -390,7 +390,7 @@ def check(suites: list):
 
 
 def main(args: Args):
-    """Write the pages, their figures and the results and say what has changed, or check them; returns the exit code."""
+    """Write pages, figures and results and say what has changed, or check them; returns the exit code."""
     suites = [records.collect(path.parent) for path in sorted(args.runs.glob("*/suite.json"))]
     require(suites or args == Args(), f"--runs {args.runs}: no runs to report")
     require(not (args.check and args.out), "--check writes nothing: leave out --out")

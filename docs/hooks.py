@@ -52,7 +52,7 @@ def parse(source: str) -> ast.Module:
 
 
 def find_source(path: str, name: str) -> tuple[int, str]:
-    """First line and text, with decorators, of the function, class or `Class.method` in a file; LookupError if none."""
+    """First line and text of a function, class or `Class.method` in a file; LookupError if there is none."""
     if not (ROOT / path).is_file():
         raise LookupError(f"{path}: no such file")
     text = (ROOT / path).read_text()
@@ -67,7 +67,7 @@ def find_source(path: str, name: str) -> tuple[int, str]:
 
 
 def show_source(path: str, name: str) -> str:
-    """Markdown of a closed box with the source of a function, indented as in the file less what all lines share."""
+    """Markdown of a closed box with the source of a function, less the indentation that all lines share."""
     start, text = find_source(path, name)
     lines = text.splitlines()
     shared = len(lines[0]) - len(lines[0].lstrip())
@@ -79,7 +79,7 @@ def show_source(path: str, name: str) -> str:
 
 
 def add_sources(markdown: str) -> str:
-    """`markdown` with each function's source beneath the first paragraph whose marker names it, and its formulas."""
+    """`markdown` with its formulas, and each function's source beneath the first paragraph that names it."""
     shown, blocks, boxes = set(), [], []
     for block in re.split(r"\n{2,}(?=\S)", markdown):
         if not block.startswith("```math"):
@@ -153,7 +153,7 @@ def make_formula(latex: str) -> str:
 
 
 def on_page_content(content, **_):
-    """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search passes over sources."""
+    """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search skips sources."""
     content = content.replace('<details class="source">', '<details class="source" data-search-exclude>')
     content = BLOCK.sub(lambda m: make_formula(html.unescape(m[1])), content)
     return INLINE.sub(lambda m: to_mathml(html.unescape(m[1]), "inline"), content)

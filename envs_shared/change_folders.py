@@ -1,4 +1,4 @@
-"""Read pairs of pictures from files, and write maps: what --data-dir and --predict need beside change_pairs.py.
+"""Read pairs of pictures from files and write maps, for --data-dir and --predict.
 
     train/A/x.png  train/B/x.png  train/label/x.png            and the same in val and test
     train/time1/x.png  train/time2/x.jpg  train/mask/x.tif     other names, and suffixes that differ in a pair
@@ -41,7 +41,7 @@ def is_transparent(image):
 
 
 def decode_picture(image):
-    """Return the bands of a picture, uint8 [H, W, C]; raises ValueError if a band or transparency would be lost."""
+    """Return the bands of a picture, uint8 [H, W, C]; ValueError if a band or transparency would be lost."""
     num_bands = len(image.getbands())
     needed = change_pairs.NUM_BANDS
     if getattr(image, "tag_v2", {}).get(277, 0) > num_bands:  # of TIFF files; Pillow leaves out unknown bands
@@ -56,8 +56,8 @@ def decode_picture(image):
 def decode_label(image):
     """Return the values of a label, uint8 [H, W]; raises ValueError for colour and transparency.
 
-    In a JPEG, values below 128 are 0 and all others are 255. If all colours of a palette are grey, the greys are
-    the values; for any other palette, the indices are.
+    In a JPEG, values below 128 are 0 and all others are 255. If all colours of a palette are grey, the greys
+    are the values; for any other palette, the indices are.
     """
     if is_transparent(image):
         raise ValueError("a label with transparency, which would be lost; save it with one channel")
@@ -96,7 +96,7 @@ def read_picture(path, decode=decode_picture):
 
 
 def read_pair(files, label=None):
-    """Read a pair uint8 [2 C + 1, H, W]; without a label, no pixel counts. Raises ValueError if sizes differ."""
+    """Read a pair uint8 [2 C + 1, H, W]; without a label, no pixel counts. ValueError if sizes differ."""
     images = [read_picture(path) for path in files[:2]]
     if label is None:
         label = np.full(images[0].shape[:2], UNCOUNTED, np.uint8)
@@ -109,7 +109,7 @@ def read_pair(files, label=None):
 
 
 def write_maps(path, maps, height, width):
-    """Write maps {kind: [1, H, W]} from 0 (black) to 1 (white) as PNG files of a picture's height and width."""
+    """Write maps {kind: [1, H, W]} from 0 (black) to 1 (white) as PNG files of height H and width W."""
     for kind, x in maps.items():
         x = x[0, :height, :width].cpu().numpy()
         Image.fromarray(np.uint8(255 * x)).save(f"{path}_{kind}.png")
@@ -214,7 +214,7 @@ def find_files(root, splits, val_share):
 
 
 def read_splits(args, splits=SPLITS):
-    """Read the splits of --data-dir as pairs uint8 [M, 2 C + 1, H, W], large enough for crops of --image-size."""
+    """Read the splits of --data-dir as pairs uint8 [M, 2 C + 1, H, W], at least as large as --image-size."""
     sizes = args.patch_size, args.image_size
     return read_folder(args.data_dir, *sizes, splits, args.val_share, args.ignore_index)
 
@@ -232,7 +232,7 @@ def read_folder(path, multiple, least, splits=SPLITS, val_share=0.0, ignore_inde
 
 
 def read_pairs(args):
-    """Read two pictures, or two folders with equal names, of --predict: {name: (stacked pair, height, width)}.
+    """Read the pictures or folders of --predict: {name: (stacked pair, height, width)}.
 
     A third one has labels. Suffixes may differ, and files that are no pictures are left out.
     """

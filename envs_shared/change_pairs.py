@@ -1,17 +1,17 @@
 """Pairs of pictures for change detection: the task haze, batches of pairs, and scores of maps.
 
-Pairs are uint8 [M, J C + 1, H, W]: C bands of each of J dates, then the label of each pixel. The label is 0 for
-unchanged, 1 for changed, and 255 where it does not count. There are two dates, except in haze-3 and haze-4.
-change_folders.py reads pairs from files.
+Pairs are uint8 [M, J C + 1, H, W]: C bands of each of J dates, then the label of each pixel. The label is 0
+for unchanged, 1 for changed, and 255 where it does not count. There are two dates, except in haze-3 and
+haze-4. change_folders.py reads pairs from files.
 """
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-ENV_IDS = {"haze": 2, "haze-3": 3, "haze-4": 4}  # number of dates J
+ENV_IDS = {"haze": 2, "haze-3": 3, "haze-4": 4}  # number of dates J of each form of the task haze
 SPLITS = ("train", "val", "test")
-NUM_BANDS = 3  # C: bands of a picture
+NUM_BANDS = 3  # C: bands of a picture, bytes that `split_labels` scales to -2 to 2
 UNCOUNTED = 255  # label of pixels that do not count
 MAX_PIXELS = 2**17  # pixels of pairs that are evaluated at once, unless one pair has more
 PATCH = 8  # side of a roof in pixels, whatever --patch-size is
@@ -36,8 +36,9 @@ def draw_haze(num_pairs, size, num_dates, *seed):
     Four patches in ten are roofs, whose stripes run along or across. A roof's stripes at the first and the
     last date are the same, except on the quarter of the roofs that has changed. Haze hides the stripes of a
     roof at each date but the last, with a probability that leaves half of the roofs without haze, changed or
-    not. Haze after the first date hides the last date too. So earlier dates alone say nothing about a change,
-    but they say whether the next date is worth a look. The mean colour of a roof is always the same.
+    not. With more than two dates, haze after the first date hides the last date too. So earlier dates alone
+    say nothing about a change, but they say whether the next date is worth a look. The mean colour of a roof
+    is always the same, and squares of 4 x 4 pixels hide its stripes; a smaller --coarse-size shows them.
     """
     rng = np.random.default_rng(seed)
     num_patches = -(-size // PATCH)
@@ -78,9 +79,9 @@ def draw_splits(args, splits=SPLITS):
 
 
 def unify_labels(labels, ignore_index):
-    """Make labels {file: uint8 [H, W]} have 0, 1 and, where pixels do not count, 255.
+    """Map labels {file: uint8 [H, W]} to 0, 1 and, where pixels do not count, 255.
 
-    All files must have either 0 and 1 or 0 and 255, beside `ignore_index` where pixels do not count; raises
+    All files must have either 0 and 1 or 0 and 255, besides `ignore_index` where pixels do not count; raises
     ValueError if not.
     """
     examples = {value: path for path, label in labels.items() for value in np.unique(label).tolist()}
@@ -95,10 +96,11 @@ def unify_labels(labels, ignore_index):
 
 
 def stack_pairs(pairs, multiple, least):
-    """Stack pairs [2 C + 1, H, W], with sides that are multiples of `multiple` and at least `least`.
+    """Pad pairs [2 C + 1, H, W] to one size: sides are multiples of `multiple` and at least `least`.
 
-    Pictures are mirrored beyond their borders, and pixels there do not count. Patches of this margin are patches
-    like all others: the policy cannot know them, and a look at one costs as much and earns nothing.
+    Pictures are mirrored beyond their borders, and pixels there do not count. Patches of this margin are
+    patches like all others: the policy is not told which they are, and a look at one costs as much and earns
+    nothing.
     """
     sides = [max(least, *(pair.shape[axis] for pair in pairs)) for axis in (1, 2)]
     stacked = []
@@ -155,13 +157,13 @@ def split_labels(pairs, args):
 
 
 def split_parts(pairs, args):
-    """Split pairs into parts of at most MAX_PIXELS, or of one pair, which bounds the memory; split the labels off."""
+    """Split pairs into parts of at most MAX_PIXELS, or of one pair, to save memory; split the labels off."""
     for part in pairs.split(max(1, MAX_PIXELS // pairs[0, 0].numel())):
         yield split_labels(part, args)
 
 
 def show_dates(step_indices, args):
-    """Return which dates [B, 1, 1, J] a look at steps [B] shows: all at the last step, one less at each step before.
+    """Return the dates [B, 1, 1, J] that a look at steps [B] shows: all at the last step, fewer before it.
 
     It shows at least the first date. For T = 3 steps:
                         step 0   step 1   step 2
@@ -175,7 +177,7 @@ def show_dates(step_indices, args):
 
 
 def cut_windows(images, args):
-    """Cut pictures [B, J C, S, S] into windows [B, h, w, J C, s, s]: a patch and a border of one cell around it."""
+    """Cut pictures [B, J C, S, S] into windows [B, h, w, J C, s, s]: a patch with a border of one cell."""
     border = args.cell_size
     size = args.patch_size + 2 * border
     padded = F.pad(images, (border,) * 4, mode="reflect")
@@ -185,7 +187,7 @@ def cut_windows(images, args):
 
 
 def join_cells(cells, args):
-    """Make a map of pixels [B, S, S] from values of cells [B, G, h, w]: the reverse of `split_labels`, smoothed."""
+    """Make a map of pixels [B, S, S] from values of cells [B, G, h, w]: `split_labels` back, smoothed."""
     cells = F.pixel_shuffle(cells, args.patch_size // args.cell_size)  # [B, 1, S / c, S / c]
     return F.interpolate(cells, scale_factor=args.cell_size, mode="bilinear").squeeze(1)
 
@@ -194,9 +196,9 @@ def join_cells(cells, args):
 
 
 def count_pixels(probability, labels, threshold):
-    """Count the pixels (or cells) that are hits, are called changed, are changed, and count; returns a tensor of four.
+    """Count pixels (or cells) that are hits, are called changed, are changed, and count: a tensor of four.
 
-    A pixel is called changed if its probability of change is at least the threshold. Arguments are of equal shape.
+    A pixel is called changed if its probability is at least the threshold. Arguments are of equal shape.
     """
     is_counted = labels != UNCOUNTED
     is_changed = labels == 1
@@ -205,7 +207,7 @@ def count_pixels(probability, labels, threshold):
 
 
 def compute_scores(counts):
-    """Compute scores of the class "changed", and overall accuracy, from `count_pixels`; 0 if there are no pixels."""
+    """Compute scores of the class "changed", and overall accuracy, from `count_pixels`; 0 without pixels."""
     hits, called, changed, counted = counts.tolist()
     return {
         "eval/f1": 2 * hits / max(called + changed, 1),
@@ -222,7 +224,9 @@ def find_threshold(probability, labels):
         return 0.5
     thresholds = torch.arange(101, dtype=probability.dtype, device=probability.device) / 100
     num_reached = torch.bucketize(probability, thresholds, right=True)  # thresholds that a pixel reaches
-    counts = []  # of changed pixels and of all, those that reach 0, 1, ..., 101 thresholds or more
+    # Of changed pixels, and of all that count: how many reach at least k thresholds, k = 0 to 101. These are
+    # the pixels that threshold number k - 1 calls changed
+    counts = []
     for group in (labels == 1, labels != UNCOUNTED):
         counts.append(torch.bincount(num_reached[group], minlength=102).flip(0).cumsum(0).flip(0))
     hits, called = counts

@@ -18,14 +18,19 @@ What alphazero_go.py asks of a game, so that another file can take the place of 
 - make_game(env_id, device="cpu", fixed_shapes=False) returns the rules; for another name, it raises a
   ValueError that says which names there are.
 - Boards are a NamedTuple of tensors [B, ...] with `is_over`, `pick` and `put`. Two of its fields are to_play,
-  1 for black and -1 for white, and num_moves, an integer.
-- The rules say `device`, `fixed_shapes`; the board: `shape` (rows, columns), `num_points`; the network's
-  input: `num_planes`; the moves: `num_actions` A, and the largest number of legal ones, `max_legal`; the
-  longest game: `max_moves`; and K symmetries: `point_images` [K, num_points] and `move_images` [K, A]. If x
-  [num_points] are the points of a position, x[point_images[k]] are those of its image k; the same holds for
-  moves. Image 0 is the position itself. A game without symmetries has that one alone.
-- new(B), legal_moves(boards), play(boards, moves), planes(boards, legal), and score(boards), an integer from
-  -num_points to num_points, positive if black is ahead. They take and return what they do here.
+  int8, 1 for black and -1 for white, and num_moves, int64.
+- Attributes of the rules:
+      device, fixed_shapes       as given to make_game
+      shape, num_points          (rows, columns) of the board, and their product
+      num_planes                 planes of the network's input
+      num_actions, max_legal     the number of moves A, and the largest number of legal ones
+      max_moves                  moves of the longest game
+      point_images, move_images  K symmetries, [K, num_points] and [K, A]: if x [num_points] are the points of
+                                 a position, x[point_images[k]] are those of its image k, and so for moves.
+                                 Image 0 is the position itself, which a game without symmetries has alone.
+- new(B), legal_moves(boards), play(boards, moves), planes(boards, legal), which are bool, and score(boards),
+  an integer from -num_points to num_points, positive if black is ahead. They take and return what they do
+  here.
 - random_moves(boards, legal) draws moves for random games, which are the first lessons and plain MCTS.
 - With fixed_shapes, legal_moves, play, score, planes and is_over never wait for a GPU. They take any boards:
   of games that are over, of games that are not (score too), and boards of zeros alone. play takes any move.
@@ -63,7 +68,7 @@ class Boards(NamedTuple):
         return (self.num_passes >= 2) | (self.num_moves >= self.history.shape[-1] - 1)
 
     def pick(self, index) -> "Boards":
-        """Return copies of the boards at an index."""
+        """Return the boards at an index."""
         return Boards(*(x[index] for x in self))
 
     def put(self, index, boards: "Boards"):

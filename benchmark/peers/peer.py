@@ -86,7 +86,7 @@ def score_tours(points, tours, references=None) -> dict[str, float]:
 
 
 def make_mlp(num_inputs: int, num_outputs: int, last_gain: float):
-    """Make the network of CleanRL's ppo.py: two hidden tanh layers of 64, orthogonal weights, biases of zero."""
+    """Make the network of CleanRL's ppo.py: two tanh layers of 64, orthogonal weights, biases of zero."""
     from torch import nn
 
     sizes = ((num_inputs, 64, 2**0.5), (64, 64, 2**0.5), (64, num_outputs, last_gain))
@@ -130,7 +130,7 @@ class Run:
         return time.process_time() - self.cpu_start
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Write TensorBoard scalars of a step, and the CPU-seconds of training up to it, unless they are among them."""
+        """Write TensorBoard scalars of a step, and the CPU-seconds of training if they are not among them."""
         seconds = {"charts/cpu_seconds": self.cpu_seconds - self.evaluation_seconds}
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter

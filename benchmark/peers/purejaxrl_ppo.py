@@ -1,13 +1,14 @@
 """PureJaxRL's PPO (https://github.com/luchris429/purejaxrl) on CartPole-v1 of gymnax, in JAX on one core.
 
-Its `ppo.py` is imported, unchanged, from the folder purejaxrl/ of a checkout, which --checkout or the environment
-variable PUREJAXRL names. Another version of that file than the one of COMMIT is refused. Its `wrappers.py` imports brax
-and navix, whose tasks are not used here: empty modules stand in their place.
+Its `ppo.py` is imported, unchanged, from the folder purejaxrl/ of a checkout, which --checkout or the
+environment variable PUREJAXRL names. Another version of that file than the one of COMMIT is refused. Its
+`wrappers.py` imports brax and navix, whose tasks are not used here: empty modules stand in their place.
 
-The whole training, environments included, is one compiled program. The last charts/cpu_seconds count the compilation
-too. While the program runs, nothing can be read from it, so seconds in between are spread evenly over its steps. The
-final metrics give the seconds of the compilation, and the steps per CPU-second without it. CPU-seconds are those of all
-threads of the process after its imports; reading and logging the returns, after the end, is left out.
+The whole training, environments included, is one compiled program. The last charts/cpu_seconds count the
+compilation too. While the program runs, nothing can be read from it, so seconds in between are spread evenly
+over its steps. The final metrics give the seconds of the compilation, and the steps per CPU-second without
+it. CPU-seconds are those of all threads of the process after its imports; reading and logging the returns,
+after the end, is left out.
 
 --settings cleanrl: the defaults of CleanRL's ppo.py, which are those of this file too.
 --settings ours: the defaults of algos/ppo.py, with --clip-vloss and --no-norm-reward.
@@ -49,7 +50,8 @@ def import_ppo(checkout: str | None):
     path = Path(checkout or "", "purejaxrl", "ppo.py")
     if not checkout or not path.is_file():
         peer.fail(
-            f"--checkout {checkout}: no purejaxrl/ppo.py in it; git clone https://github.com/luchris429/purejaxrl"
+            f"--checkout {checkout}: no purejaxrl/ppo.py in it; "
+            "git clone https://github.com/luchris429/purejaxrl"
         )
     if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
         peer.fail(f"--checkout {checkout}: its ppo.py is not that of commit {COMMIT}; git checkout {COMMIT}")

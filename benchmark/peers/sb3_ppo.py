@@ -113,7 +113,8 @@ def train(
 
     def make_env():  # without a render mode, LunarLander moves no particles, which saves half of a step
         env = gymnasium.make(args.env_id)
-        # Of tasks for the LSTM. VecNormalize takes no Discrete ones, which become one-hot, as SB3 makes them anyway
+        # Of tasks for the LSTM. VecNormalize takes no Discrete ones, which become one-hot, as SB3 makes them
+        # anyway
         kinds = (spaces.Tuple, spaces.MultiDiscrete, *((spaces.Discrete,) if settings.is_normalized else ()))
         needs_flattening = isinstance(env.observation_space, kinds)
         return gymnasium.wrappers.FlattenObservation(env) if needs_flattening else env

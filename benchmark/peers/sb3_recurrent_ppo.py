@@ -1,13 +1,13 @@
 """RecurrentPPO of sb3-contrib, which is PPO with an LSTM, on a memory task of popgym or ours, on one thread.
 
---settings ours: LSTM and hidden layers of 64 and the discount are those of algos/r2d2_lstm.py. The rest was chosen
-among three settings on one seed (101) of RepeatPreviousEasy, by the return after 60,000 steps: 0.61 with those below,
-0.04 with a learning rate of 1e-3, and 0.56 with 1e-3, 32 steps, 10 epochs and lambda 0.8.
---settings zoo: those that RL Baselines3 Zoo has tuned for CartPole without velocities, its smallest task with Discrete
-actions that takes memory (CartPoleNoVel-v1 in
+--settings ours: LSTM and hidden layers of 64 and the discount are those of algos/r2d2_lstm.py. The rest was
+chosen among three settings on one seed (101) of RepeatPreviousEasy, by the return after 60,000 steps: 0.61
+with those below, 0.04 with a learning rate of 1e-3, and 0.56 with 1e-3, 32 steps, 10 epochs and lambda 0.8.
+--settings zoo: those that RL Baselines3 Zoo has tuned for CartPole without velocities, its smallest task with
+Discrete actions that takes memory (CartPoleNoVel-v1 in
 https://github.com/DLR-RM/rl-baselines3-zoo/blob/22e3ff2450fd92033f7f032915e1f64894a09584/hyperparams/ppo_lstm.yml):
-normalized observations and rewards, and for policy and value an LSTM and a ReLU layer of 64 each, without orthogonal
-weights. The entry is for 100,000 steps.
+normalized observations and rewards, and for policy and value an LSTM and a ReLU layer of 64 each, without
+orthogonal weights. The entry is for 100,000 steps.
 --settings zoo-untuned: the same entry before it was tuned
 (https://github.com/DLR-RM/rl-baselines3-zoo/blob/038ab1617a486b7d918be8056697bf34caeefbcd/hyperparams/ppo_lstm.yml),
 with the network as it is in sb3-contrib: LSTMs of 256 for policy and value, then two layers of 64 each.

@@ -1,8 +1,9 @@
 """skrl's PPO (its agent, memory and sequential trainer) on CartPole-v1, on one thread.
 
-The settings are the defaults of CleanRL's ppo.py, and these differences are left: skrl normalizes the advantages of a
-rollout and not of a minibatch, takes the clipped value loss alone, lowers the learning rate with each epoch, has Adam's
-eps at 1e-8, and trains on the steps in which gymnasium's vector environment resets an environment.
+The settings are the defaults of CleanRL's ppo.py, and these differences are left: skrl normalizes the
+advantages of a rollout and not of a minibatch, takes the clipped value loss alone, lowers the learning rate
+with each epoch, has Adam's eps at 1e-8, and trains on the steps in which gymnasium's vector environment
+resets an environment.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Tianshou's PPO (its algorithm, collector and replay buffer) on CartPole-v1, on one thread.
 
-The settings are the defaults of CleanRL's ppo.py. Four environments are stepped in one process (DummyVectorEnv). Its
-value loss takes the larger of the losses with and without clipping; time limits are not failures.
+The settings are the defaults of CleanRL's ppo.py. Four environments are stepped in one process
+(DummyVectorEnv). Its value loss takes the larger of the losses with and without clipping; time limits are not
+failures.
 """
 
 from pathlib import Path

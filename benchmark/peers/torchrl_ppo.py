@@ -1,8 +1,9 @@
 """TorchRL's PPO (ClipPPOLoss, GAE, its collector and replay buffer) on CartPole-v1, on one thread.
 
-The settings are the defaults of CleanRL's ppo.py. The parts are put together as in TorchRL's own examples, with four
-environments in one process (SerialEnv). Advantages are computed once for each rollout, as in the other programs. Its
-value loss takes the larger of the losses with and without clipping; time limits are not failures.
+The settings are the defaults of CleanRL's ppo.py. The parts are put together as in TorchRL's own examples,
+with four environments in one process (SerialEnv). Advantages are computed once for each rollout, as in the
+other programs. Its value loss takes the larger of the losses with and without clipping; time limits are not
+failures.
 """
 
 from pathlib import Path

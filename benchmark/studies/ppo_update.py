@@ -2,10 +2,10 @@
 
     python -m benchmark.studies.ppo_update      # two minutes on one free core
 
-Each case times two forms of the step in turn, in a process of its own with an empty cache. What grows with the rows is
-arithmetic; the rest is calls: Python, dispatch and small tensors. torch.compile makes C++ of `ppo_loss` with its
-gradient, or of what it can of `update_minibatch`. CPU-seconds are those of one thread, and for the compilation of the
-compiler too.
+Each case times two forms of the step in turn, in a process of its own with an empty cache. What grows with
+the rows is arithmetic; the rest is calls: Python, dispatch and small tensors. torch.compile makes C++ of
+`ppo_loss` with its gradient, or of what it can of `update_minibatch`. CPU-seconds are those of one thread,
+and for the compilation of the compiler too.
 """
 
 import argparse
@@ -99,8 +99,8 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     arithmetic = few * (time_many - time_few) / (many - few)
     text = (
         f"A step on {few} rows takes {markdown.show(time_few)} CPU-µs, and one on {many:,} rows "
-        f"{markdown.show(time_many)}. If what grows with the rows is arithmetic, {markdown.show(arithmetic)} of the "
-        f"{markdown.show(time_few)} are arithmetic, and the rest is calls."
+        f"{markdown.show(time_many)}. If what grows with the rows is arithmetic, "
+        f"{markdown.show(arithmetic)} of the {markdown.show(time_few)} are arithmetic, and the rest is calls."
     )
     line = machines.machine_line([row["machine"] for row in results["rows"]])
     return {("ppo", "ppo_update"): f"\n{markdown.make_table(head, lines)}\n\n{text}\n\n{line}\n"}
