@@ -207,7 +207,7 @@ def copy_script(script: str, folder: Path) -> Path:
 def run_copy(folder: Path, script: str, *flags) -> tuple[str, str]:
     """Run the copied script, where this repository is not on the path; return stdout and stderr."""
     out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
-    process = start_process(out, {}, "run_copy", folder / f"{script}.py", *flags, errors=err)
+    process = start_process(out, "run_copy", folder / f"{script}.py", *flags, errors=err)
     assert wait_for([process]) == [0], err.read_text()
     return out.read_text(), err.read_text()
 

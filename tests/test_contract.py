@@ -69,7 +69,7 @@ def resumed(script, tmp_path_factory):
     case, folder = CASES[script], tmp_path_factory.mktemp("alone") / "copy"
     log, file = folder.with_suffix(".log"), copy_script(script, folder) / f"{script}.py"
     # The fourth one is written between the log of an iteration and its evaluation
-    process = start_process(log, {}, "kill_at", file, 4, *case.quick.split())
+    process = start_process(log, "kill_at", file, 4, *case.quick.split())
     assert wait_for([process]) == [-signal.SIGKILL], log.read_text()
     path = find_run(folder / "runs")
     before, logged = read_progress(path), read_scalars(path)[case.tags[1]]
@@ -222,7 +222,7 @@ def test_bad_input_is_one_line_and_exit_code_2(script, whole, tmp_path):
     files = read_files(folder)
     bad = BAD_FILES | CASES[script].bad
     runs = [f"{2 if words == NOT_DIVISIBLE else 1} {flags}" for flags, words in bad.items()]
-    process = start_process(log, {}, "fail_each", folder / f"{script}.py", *runs)
+    process = start_process(log, "fail_each", folder / f"{script}.py", *runs)
     exit_codes, lines = wait_for([process]), log.read_text().splitlines()
     assert exit_codes == [0] and len(lines) == 2 * len(runs), lines
     for flags, words, line, exit_code in zip(bad, bad.values(), lines[::2], lines[1::2], strict=True):
@@ -396,7 +396,7 @@ def test_ctrl_c_ends_with_the_command_that_resumes(script, tmp_path):
     """As the last line, with exit code 130. The command works."""
     case, folder, log = CASES[script], copy_script(script, tmp_path / "copy"), tmp_path / "log"
     flags = [*case.quick.split(), case.length, "1000000"]
-    process = start_process(log, {}, "run_copy", folder / f"{script}.py", *flags)
+    process = start_process(log, "run_copy", folder / f"{script}.py", *flags)
     while process.is_alive() and not list(folder.glob("runs/*/best.pt")):
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)

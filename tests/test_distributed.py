@@ -30,7 +30,7 @@ def test_two_processes_train_as_one(script, tmp_path):
     case = CASES[script]
     flags = f"{case.quick} {case.length} {case.more} {case.statistics} --eval-episodes 0"
     words, logs = (script, tmp_path, flags, f"{case.length} {2 * case.more}"), [tmp_path / x for x in "01"]
-    exit_codes = wait_for([start_process(log, {}, "share", log.name, *words) for log in logs])
+    exit_codes = wait_for([start_process(log, "share", log.name, *words) for log in logs])
     output = "".join(log.read_text() for log in logs)
     assert exit_codes == [0, 0], output
     assert output.count("not evaluated") == 2  # one process talks, in both runs
