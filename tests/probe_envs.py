@@ -255,11 +255,8 @@ class OtherForm(gym.vector.VectorWrapper):
         return *(torch.as_tensor(x) for x in (obs, rewards, *flags)), infos
 
 
-MODES = {
-    "SameStep": "SameStep",
-    "Reused": "NextStep",
-    "NoReset": "Disabled",
-}  # of a vector environment's form
+# How vector environments of each form reset
+MODES = {"SameStep": "SameStep", "Reused": "NextStep", "NoReset": "Disabled"}
 OTHER_MODES = {"Other": "NextStep", "OtherSameStep": "SameStep", "Undeclared": None, "Eight": "NextStep"}
 
 
