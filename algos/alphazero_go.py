@@ -236,7 +236,7 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
     # turns in is_other
     has_turn = pool.turn == turn
     rows = torch.arange(len(has_turn), device=has_turn.device)
-    if not fixed_shapes:
+    if not fixed_shapes and has_turn.any():  # a small pool may lack a turn
         rows = rows[has_turn]
     loss = pool.loss[rows]
     is_other = ~has_turn[rows]
@@ -1085,6 +1085,12 @@ def train(args, run):
     )
 
     while run.iteration < args.num_epochs:
+        # Evaluate, unless evaluations could then take more than a fifth of the moves of self-play; the
+        # argument is the most that a match can take. It is done here, so that a run that was killed in an
+        # evaluation makes up for it
+        if run.should_evaluate(min(40, args.eval_episodes) * go.max_moves):
+            score_network(go, agent, best, args, run)
+
         epoch = run.iteration
         run.win_rate = None  # of the network that this epoch makes
         seed_everything(args.seed, 1, epoch + 1, RANK)
@@ -1147,11 +1153,7 @@ def train(args, run):
         run.bar.set_postfix_str(f"{stage.name}, loss {scalars['losses/loss']:.3f}", refresh=False)
         run.log(num_moves, scalars, (epoch + 1) * epoch_length)  # counts the epoch: run.iteration += 1
 
-        # Evaluate. The argument is the largest number of moves that a match can take
-        if run.should_evaluate(min(40, args.eval_episodes) * go.max_moves):
-            score_network(go, agent, best, args, run)
-
-    # Evaluate the last network, if it has no score yet
+    # Evaluate the last network, against plain MCTS too
     if run.should_evaluate():
         score_network(go, agent, best, args, run)
     text = ""
@@ -1176,6 +1178,7 @@ class Progress:
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # summed lead of best.pt, None before the first match
     last_score: float | None = None  # the same of the newest network, None if it was not evaluated
+    is_due: bool = False  # is it time to evaluate the newest network
     win_rate: float | None = None  # of the newest network against plain MCTS, None before the last epoch
 
 
@@ -1217,8 +1220,8 @@ class Run(Progress):
         position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
-            self.find_best()
             self.open_log()
+            self.find_best()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
@@ -1295,7 +1298,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += num_steps
+        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -1369,7 +1372,7 @@ class Run(Progress):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
         if RANK == 0 and self.bar is not None:
             self.bar.close()
-            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
@@ -1423,7 +1426,8 @@ def seed_everything(*stream):
 
 def set_up_device(args):
     """Set the thread count, select the device and, under torchrun, join the process group."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
@@ -1478,12 +1482,14 @@ def main(argv=None):
     shares = """score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef
         q_weight_start q_weight_end draw_moves resign_below""".split()
     for name, value in vars(args).items():
+        if value == "":
+            fail(f"--{name.replace('_', '-')} is empty, perhaps because a variable of the shell is not set")
         if type(value) not in (int, float):  # a bool is neither
             continue
         least = 1 if name in counts else 0
         if name == "komi":
-            least = -1e300
-        most = 1 if name in shares else 1e300
+            least = -1e30
+        most = 1 if name in shares else 1e30
         flag = f"--{name.replace('_', '-')} ({value})"
         if not least <= value <= most:  # also if it is NaN
             fail(f"{flag} must be from {least} to {most}")

@@ -104,7 +104,7 @@ class Args:
     clip_vloss: bool = False  # also clip how far the value moves, by clip_coef
     ent_coef: float = 0.0  # entropy coefficient c2, eq. 9
     vf_coef: float = 0.5  # value coefficient c1, eq. 9
-    max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm (1e9: never)
+    max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm (1e9: never; 0: no training)
     target_kl: float | None = None  # skip the remaining epochs if approx_kl exceeds this (None, 0: never)
 
 
@@ -222,10 +222,11 @@ class Agent(nn.Module):
         if not self.is_continuous:
             return actions + self.space.start
         low, high = self.space.low, self.space.high
-        if self.space.is_bounded():
-            # -1 and 1 become the bounds of the box. Only the environment sees the scaled and clipped action;
-            # log-probabilities are those of the action that was drawn
-            actions = low + (high - low) * (actions + 1) / 2
+        # -1 and 1 become the bounds of a component; one without two finite bounds stays as it is. Only the
+        # environment sees the scaled and clipped action; log-probabilities are those of the one drawn
+        with np.errstate(all="ignore"):
+            scaled = low + (high - low) * (actions + 1) / 2
+            actions = np.where(np.isfinite(high - low), scaled, actions)
         return actions.clip(low, high)
 
 
@@ -482,6 +483,8 @@ def evaluate(agent, args, device, seed_stream, video_folder):
     lengths = np.zeros(envs.num_envs)
     is_running = np.ones(envs.num_envs, bool)
     while is_running.any() and lengths.max() < 10_000:
+        if not (np.abs(obs) < 1e18).all():
+            fail(f"{args.env_id}: an evaluation has an observation that is not a number below 1e18 in size")
         obs = agent.normalize(torch.as_tensor(obs, dtype=torch.float32, device=device))
         actions = agent.get_distribution(agent.get_policy_params(obs)).mode
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
@@ -562,6 +565,12 @@ def train(args, run):
     run.open(f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}", args.total_timesteps)
 
     while run.step < args.total_timesteps:
+        # Evaluate, unless evaluations would then take more than a fifth of the steps trained on. The longest
+        # episode predicts how many steps it takes or, before one has ended, the length at which they are cut.
+        # It is done here, so that a run that was killed in an evaluation makes up for it
+        if run.should_evaluate(args.eval_episodes * (run.longest or 10_000)):
+            score_policy(agent, args, device, run)
+
         seed_everything(args.seed, 1, run.iteration + 1, RANK)
 
         # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
@@ -601,13 +610,11 @@ def train(args, run):
         scalars |= summarize(storage, batch)
         scalars["charts/learning_rate"] = learning_rate.item()
         num_steps = round(total(batch.weights.sum()).item())
+        lengths = storage.lengths * (storage.terminated | storage.truncated)  # of episodes that ended
+        run.longest = max(run.longest, int(lengths.max()))
         run.log(num_steps, scalars)
 
-        # Evaluate. The longest episode of the rollout predicts how many steps that takes
-        if run.should_evaluate(args.eval_episodes * storage.lengths.max()):
-            score_policy(agent, args, device, run)
-
-    # A finished run that was resumed may lack a score of the last policy. No number of steps keeps this back
+    # Evaluate the last policy, however many steps that takes
     if run.should_evaluate():
         score_policy(agent, args, device, run)
     envs.close()
@@ -630,6 +637,8 @@ class Progress:
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # mean return of best.pt, None if there is none of this task
     last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+    is_due: bool = False  # is it time to evaluate the newest policy
+    longest: int = 0  # length of the longest episode that has ended
 
 
 class Run(Progress):
@@ -670,8 +679,8 @@ class Run(Progress):
         position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
-            self.find_best()
             self.open_log()
+            self.find_best()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
@@ -748,7 +757,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += num_steps
+        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -822,7 +831,7 @@ class Run(Progress):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
         if RANK == 0 and self.bar is not None:
             self.bar.close()
-            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
@@ -876,7 +885,8 @@ def seed_everything(*stream):
 
 def set_up_device(args):
     """Set the thread count, select the device and, under torchrun, join the process group."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
@@ -933,10 +943,12 @@ def main(argv=None):
     counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
     shares = "gamma gae_lambda".split()
     for name, value in vars(args).items():
+        if value == "":
+            fail(f"--{name.replace('_', '-')} is empty, perhaps because a variable of the shell is not set")
         if type(value) not in (int, float):  # a bool is neither
             continue
         least = 1 if name in counts else 0
-        most = 1 if name in shares else 1e300
+        most = 1 if name in shares else 1e30
         if not least <= value <= most:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most}")
     if args.num_envs % WORLD_SIZE:

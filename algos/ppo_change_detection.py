@@ -152,7 +152,7 @@ class Args:
     ent_coef: float = 0.1  # entropy coefficient c2, eq. 5
     joint_coef: float = 50.0  # cross entropy coefficient c3, eq. 5; large, as this loss is small, about 0.02
     log_std: float = -3.0  # initial log of the standard deviation sigma of corrections, eq. 4
-    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never)
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never; 0: no training)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -673,6 +673,11 @@ def train(args, run):
     run.open(description, num_iterations, run.iteration)
 
     while run.iteration < num_iterations:
+        # Evaluate, unless evaluations would then have more than a fifth of the pairs trained on. It is done
+        # here, so that a run that was killed in an evaluation makes up for it
+        if run.should_evaluate(len(val)):
+            score_policy(agent, args, val, run)
+
         seed_everything(args.seed, 1, run.iteration + 1, RANK)
         is_ppo = run.iteration >= args.detector_iterations
 
@@ -715,11 +720,7 @@ def train(args, run):
         scalars["charts/learning_rate"] = learning_rate
         run.log(num_pairs, scalars, run.iteration + 1)
 
-        # Evaluate, if it is time and all evaluations take at most a fifth of the pairs trained on
-        if run.should_evaluate(len(val)):
-            score_policy(agent, args, val, run)
-
-    # Evaluate the last policy, if a run was killed before that, and compare it and best.pt with other rules
+    # Evaluate the last policy, and compare it and best.pt with other rules
     if run.should_evaluate():
         score_policy(agent, args, val, run)
     text = ""
@@ -744,6 +745,7 @@ class Progress:
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # eval/net of best.pt, None before the first evaluation
     last_score: float | None = None  # eval/net of the newest policy, None if it was not evaluated
+    is_due: bool = False  # is it time to evaluate the newest policy
     threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val
 
 
@@ -785,8 +787,8 @@ class Run(Progress):
         position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
-            self.find_best()
             self.open_log()
+            self.find_best()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
@@ -863,7 +865,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += num_steps
+        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -937,7 +939,7 @@ class Run(Progress):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
         if RANK == 0 and self.bar is not None:
             self.bar.close()
-            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
@@ -991,7 +993,8 @@ def seed_everything(*stream):
 
 def set_up_device(args):
     """Set the thread count, select the device and, under torchrun, join the process group."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
@@ -1027,14 +1030,18 @@ def main(argv=None):
         num_minibatches update_epochs""".split()
     shares = "gamma gae_lambda clip_coef val_share".split()
     for name, value in vars(args).items():
+        if value == "":
+            fail(f"--{name.replace('_', '-')} is empty, perhaps because a variable of the shell is not set")
         if type(value) not in (int, float):
             continue
-        most = 1 if name in shares else sys.float_info.max
+        most = 1 if name in shares else 1e30
+        if name == "ignore_index":
+            most = 255
         least = 1 if name in counts else 0
         if name in ("cost", "log_std"):
             least = -most
         if not least <= value <= most:  # also if it is NaN
-            fail(f"--{name.replace('_', '-')} ({value}) must be from {least:.3g} to {most:.3g}")
+            fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most}")
     if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-envs and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
     patch = args.patch_size

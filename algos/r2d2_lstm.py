@@ -126,7 +126,7 @@ class Args:
     batch_size: int = 1024  # trained steps per update, in total across processes; rounded down to windows
     learning_rate: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
-    max_grad_norm: float = 10.0  # larger gradients are scaled down to this norm (1e9: never)
+    max_grad_norm: float = 10.0  # larger gradients are scaled down to this norm (1e9: never; 0: no training)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -270,7 +270,6 @@ class Environments(gym.vector.VectorWrapper):
         # Return and length of each current episode, or of the one that the last step ended
         self.returns = np.zeros(self.num_envs)
         self.lengths = np.zeros(self.num_envs, int)
-        self.longest = 0  # length of the longest episode so far
         self.was_over = np.zeros(self.num_envs, bool)  # did the last step end an episode
         return self.to_array(obs)
 
@@ -286,7 +285,6 @@ class Environments(gym.vector.VectorWrapper):
         rewards = np.asarray(rewards, np.float64) * is_step
         self.returns = self.returns * was_running + rewards
         self.lengths = self.lengths * was_running + is_step
-        self.longest = max(self.longest, self.lengths.max())
         self.check("reward", rewards)
 
         obs = self.to_array(obs)
@@ -304,8 +302,9 @@ class Environments(gym.vector.VectorWrapper):
     def to_array(self, obs):
         """Return observations as a new array [B, *D], since some environments reuse their buffers."""
         # The space says how to take a batch of dictionaries or tuples apart
-        rows = gym.vector.utils.iterate(self.observation_space, obs)
-        array = np.array([self.to_row(x) for x in rows], self.dtype)
+        array = np.array(
+            [self.to_row(x) for x in gym.vector.utils.iterate(self.observation_space, obs)], self.dtype
+        )
         self.check("observation", array)
         return array
 
@@ -610,15 +609,14 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     `last` [N], from 1 to m + n - 1, is a window's last real step. Steps from there on are not trained. In a
     window that ends with its episode, it is the last observation: all rewards from there on must be zero.
     """
-    n_step = args.n_step
     t = torch.arange(args.learn_length, device=q.device)  # [m]
     last = last.unsqueeze(1)  # [N, 1]
     is_trained = t < last  # [N, m]
-    k = (t + n_step).minimum(last)  # [N, m]
+    k = (t + args.n_step).minimum(last)  # [N, m]
 
     # Rewards after steps t to k - 1: unfold lists the n rewards after each step t, [N, m, n]
-    discounts = args.gamma ** torch.arange(n_step, device=q.device)
-    returns = rewards.unfold(1, n_step, 1) @ discounts  # [N, m]
+    discounts = args.gamma ** torch.arange(args.n_step, device=q.device)
+    returns = rewards.unfold(1, args.n_step, 1) @ discounts  # [N, m]
 
     # The value of step k: its action is chosen by Q, and valued by Q'. A terminal step has none
     best_action = q.argmax(2, keepdim=True)  # [N, m + n, 1]
@@ -698,7 +696,7 @@ def evaluate(agent, args, device, seed_stream):
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros_like(returns)
     is_running = lengths == 0
-    while is_running.any() and envs.longest < 10_000:
+    while is_running.any() and lengths.max() < 10_000:
         _, outcome = player.step()
         returns += outcome.rewards * is_running
         lengths += is_running
@@ -776,6 +774,12 @@ def train(args, run):
     )
 
     while run.step < args.total_timesteps:
+        # Evaluate, unless evaluations would then take more than a fifth of the steps trained on. The episodes
+        # that ended last predict how many steps it takes or, before any has ended, the length at which they
+        # are cut. It is done here, so that a run that was killed in an evaluation makes up for it
+        if run.should_evaluate(args.eval_episodes * (run.episode_length or 10_000)):
+            score_policy(agent, args, device, run)
+
         seed_everything(args.seed, 1, run.iteration + 1, RANK)
 
         # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
@@ -809,17 +813,14 @@ def train(args, run):
         scalars["charts/num_updates"] = run.num_updates
         scalars["charts/learning_rate"] = learning_rate.item()
         if episodes:
-            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, 0)
+            scalars["charts/episodic_return"], run.episode_length = np.mean(episodes, 0).tolist()
+            scalars["charts/episodic_length"] = run.episode_length
         run.log(num_steps, scalars)
 
-        # Evaluate, unless evaluations would then take more than a fifth of the steps trained on; the last
-        # one is always made. The longest episode so far predicts how many steps it takes
-        if run.should_evaluate(args.eval_episodes * envs.longest):
-            score_policy(agent, args, device, run)
-
-    # A run that was killed in its last evaluation lacks a score of the last policy when it is resumed
+    # Evaluate the last policy, however many steps that takes
     if run.should_evaluate():
         score_policy(agent, args, device, run)
+    envs.close()
     run.close(f", {run.num_updates} updates")
 
 
@@ -839,6 +840,8 @@ class Progress:
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # mean return of best.pt, None before the first evaluation
     last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+    is_due: bool = False  # is it time to evaluate the newest policy
+    episode_length: float = 0.0  # mean of the episodes that ended last
     num_updates: int = 0
     updates_due: float = 0.0  # the fraction of an update that is left over
 
@@ -881,8 +884,8 @@ class Run(Progress):
         position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
-            self.find_best()
             self.open_log()
+            self.find_best()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
@@ -959,7 +962,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += num_steps
+        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -1033,7 +1036,7 @@ class Run(Progress):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
         if RANK == 0 and self.bar is not None:
             self.bar.close()
-            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
@@ -1087,7 +1090,8 @@ def seed_everything(*stream):
 
 def set_up_device(args):
     """Set the thread count, select the device and, under torchrun, join the process group."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
@@ -1145,12 +1149,14 @@ def main(argv=None):
         batch_size target_interval""".split()
     shares = "gamma alpha beta eta epsilon".split()
     for name, value in vars(args).items():
+        if value == "":
+            fail(f"--{name.replace('_', '-')} is empty, perhaps because a variable of the shell is not set")
         if type(value) not in (int, float):
             continue
         least = 1 if name in counts else 0
-        most = 1 if name in shares else sys.float_info.max
+        most = 1 if name in shares else 1e30
         if not least <= value <= most:  # also if it is NaN
-            fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most:.3g}")
+            fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most}")
     if args.num_envs % WORLD_SIZE:
         fail(f"--num-envs ({args.num_envs}) must be divisible by the number of processes ({WORLD_SIZE})")
     least = args.learn_length * WORLD_SIZE

@@ -123,7 +123,7 @@ class Args:
     learning_rate: float = 1e-3  # Adam learning rate; Muon's steps have a root mean square of 0.4 times it
     anneal_lr: bool = True  # lower the learning rate to zero along a half cosine
     weight_decay: float = 0.0  # decoupled weight decay (AdamW) of the parameters that Adam trains
-    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never)
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never; 0: no training)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -468,7 +468,10 @@ def use_files(name, *inputs):
 
 
 def read_instances(path):
-    """Read the instances of a file, all of one size; exits if there are none."""
+    """Read the instances of a file, all of one size; exits if there are none.
+
+    An edited `tour_length` measures them too, but for .tsp files: see `measure_tours` of tsplib.py.
+    """
     return Instances(*use_files("read_instances", path, POINT_DIM, tour_length))
 
 
@@ -576,6 +579,11 @@ def train(args, run):
     run.open(description, args.num_epochs * epoch_size, run.iteration * epoch_size)
 
     while run.iteration < args.num_epochs:
+        # Evaluate, unless evaluations would then have more than a fifth of the instances trained on. It is
+        # done here, so that a run that was killed in an evaluation makes up for it
+        if run.should_evaluate(len(instances.points)):
+            score_policy(agent, instances, args, device, run)
+
         seed_everything(args.seed, 1, run.iteration, RANK)
 
         # Learning rate: it falls to zero along a half cosine. The recorded update of a GPU sees new values of
@@ -615,11 +623,7 @@ def train(args, run):
         scalars["charts/baseline_updates"] = run.baseline_updates
         run.log(epoch_size, scalars, run.bar.n)
 
-        # Evaluate
-        if run.should_evaluate(len(instances.points)):
-            score_policy(agent, instances, args, device, run)
-
-    # Evaluate the last policy, if it has no score yet
+    # Evaluate the last policy, by all decodings
     if run.should_evaluate():
         score_policy(agent, instances, args, device, run)
     run.close()
@@ -641,6 +645,7 @@ class Progress:
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # minus the gap or length of best.pt, None before the first evaluation
     last_score: float | None = None  # the same of the newest policy, None if it was not evaluated
+    is_due: bool = False  # is it time to evaluate the newest policy
     baseline_updates: int = 0  # times that the policy became that of the rollout baseline
 
 
@@ -682,8 +687,8 @@ class Run(Progress):
         position = min(position, length)
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
-            self.find_best()
             self.open_log()
+            self.find_best()
             print_line(f"{self.path}: {description}, {position} of {length} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
@@ -760,7 +765,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += num_steps
+        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -834,7 +839,7 @@ class Run(Progress):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
         if RANK == 0 and self.bar is not None:
             self.bar.close()
-            command = f"python '{__file__}' --resume '{self.path}/checkpoint.pt'"
+            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
             print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
@@ -888,7 +893,8 @@ def seed_everything(*stream):
 
 def set_up_device(args):
     """Set the thread count, select the device and, under torchrun, join the process group."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more threads slow small networks down
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more threads slow small networks down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     use_cuda = args.cuda and torch.cuda.is_available()
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
@@ -945,10 +951,12 @@ def main(argv=None):
     counts = "num_epochs steps_per_epoch batch_size baseline_instances".split()
     shares = ["baseline_level"]
     for name, value in vars(args).items():
+        if value == "":
+            fail(f"--{name.replace('_', '-')} is empty, perhaps because a variable of the shell is not set")
         if type(value) not in (int, float):  # a bool is neither
             continue
         least = 1 if name in counts else 0
-        most = 1 if name in shares else 1e300
+        most = 1 if name in shares else 1e30
         if not least <= value <= most:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most}")
     if args.batch_size % WORLD_SIZE:

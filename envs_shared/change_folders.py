@@ -83,9 +83,10 @@ def read_picture(path, decode=decode_picture):
     """
     try:
         with Image.open(path) as image:
-            # Modes I, I;16 and F have more than 8 bits; 16-bit colours show only in the decoder's arguments
-            if image.mode[0] in "IF" or ";16" in str(image.tile):
-                raise ValueError("more than 8 bits a colour; convert it to 8")
+            # Modes I, I;16 and F have more than 8 bits. The decoder's arguments show 16-bit colours, colours
+            # that are multiplied by alpha (RGBa), which Pillow would divide, and CMYK
+            if image.mode[0] in "IF" or re.search(";16|RGBa|CMYK", str(image.tile)):
+                raise ValueError("more than 8 bits a colour, or CMYK, or premultiplied alpha; convert it")
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # photographs with a preview
                 raise ValueError(f"{image.n_frames} pages; save each as a file of its own")
             ImageOps.exif_transpose(image, in_place=True)

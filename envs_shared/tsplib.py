@@ -103,7 +103,12 @@ def read_tsplib(path: str):
         raise ValueError(f"{path}: must have nodes at different places; all of its nodes coincide")
     tour_path = Path(path).with_suffix(".opt.tour")
     tours = read_tour(tour_path, num_nodes).unsqueeze(0) if tour_path.exists() else None
-    return points.unsqueeze(0), tours, partial(measure_tours, DISTANCES[metric])
+    measure = partial(measure_tours, DISTANCES[metric])
+    if tours is not None and not measure(points.unsqueeze(0), tours.unsqueeze(1)).all():
+        raise ValueError(
+            f"{tour_path}: the tour has length 0 in {metric}, so that no gap to it can be computed"
+        )
+    return points.unsqueeze(0), tours, measure
 
 
 def read_tour(path: Path, num_nodes: int):
@@ -148,6 +153,8 @@ def read_instances(path: str, point_dim: int, tour_length):
     This is `tour_length`, but for a file of TSPLIB, whose only instance has its own distances.
     """
     if path.lower().endswith(".tsp"):
+        if point_dim != 2:
+            raise ValueError(f"{path}: nodes of a .tsp file have 2 coordinates, not {point_dim}")
         return read_tsplib(path)
     rows = []
     for number, line in enumerate(read_lines(Path(path)), 1):
@@ -184,5 +191,5 @@ def write_tours(folder: str, data: str, instances, tours) -> None:
         for coordinates, tour in zip(points.flatten(1).tolist(), (tours + 1).tolist(), strict=True):
             closed_tour = [*tour, tour[0]]
             text += f"{' '.join(map(str, coordinates))} output {' '.join(map(str, closed_tour))}\n"
-    path.write_text(text)
+    path.write_text(text, "utf-8", errors="surrogateescape")  # also a name that is not UTF-8
     np.savetxt(f"{path}.lengths", measure(points, tours.unsqueeze(1)), "%.10g")

@@ -224,7 +224,8 @@ def test_actions_are_in_units_of_their_space():
     half_bounded = gym.spaces.Box(np.float32([2, 0]), np.float32([50, np.inf]))
     for space, actions, expected in (
         (bounded, [[-1.0, 0.0], [0.5, 7.0]], [[[2.0], [-1.0]], [[38.0], [1.0]]]),
-        (half_bounded, [[3.0, -1.0], [60.0, 99.0]], [[3.0, 0.0], [50.0, 99.0]]),
+        # The component without an upper bound is not scaled, whatever the other one is
+        (half_bounded, [[0.5, -1.0], [60.0, 99.0]], [[38.0, 0.0], [50.0, 99.0]]),
     ):
         assert make_agent(space).to_env(torch.tensor(actions)).tolist() == expected
 

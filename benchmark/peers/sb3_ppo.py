@@ -114,10 +114,13 @@ def train(
     def make_env():  # without a render mode, LunarLander moves no particles, which saves half of a step
         env = gymnasium.make(args.env_id)
         # Of tasks for the LSTM. VecNormalize takes no Discrete ones, which become one-hot, as SB3 makes them
-        # anyway
+        # anyway, and as floats: SB3's buffer stores integers where the space has them, also of what
+        # VecNormalize has divided
         kinds = (spaces.Tuple, spaces.MultiDiscrete, *((spaces.Discrete,) if settings.is_normalized else ()))
-        needs_flattening = isinstance(env.observation_space, kinds)
-        return gymnasium.wrappers.FlattenObservation(env) if needs_flattening else env
+        if isinstance(env.observation_space, kinds):
+            env = gymnasium.wrappers.FlattenObservation(env)
+            env = gymnasium.wrappers.DtypeObservation(env, np.float32)
+        return env
 
     start = time.process_time()
     try:
