@@ -392,6 +392,20 @@ def test_a_frozen_layer_and_an_unused_parameter_train_on(script, tmp_path):
 
 
 @each_script
+def test_a_run_that_was_killed_in_an_evaluation_makes_up_for_it(script, tmp_path):
+    """The checkpoint before the evaluation is of the same iteration."""
+    module = get_module(script)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(module, "evaluate", lambda *args, **kwargs: 1 / 0)
+        run_quick(script, tmp_path)
+    path = find_run(tmp_path)
+    progress = read_progress(path)
+    assert progress["iteration"] == 2 and not (path / "best.pt").exists()
+    call_main(module, f"--resume {path / 'checkpoint.pt'}")
+    assert read_scalars(path)[CASES[script].tags[0]][0][0] == progress["step"]
+
+
+@each_script
 def test_ctrl_c_ends_with_the_command_that_resumes(script, tmp_path):
     """As the last line, with exit code 130. The command works."""
     case, folder, log = CASES[script], copy_script(script, tmp_path / "copy"), tmp_path / "log"
