@@ -154,7 +154,7 @@ CASES = {
             "--eval-episodes 0 --evaluate good.pt": "--evaluate needs --eval-episodes",
             "--num-epochs 2": "--num-epochs (2) must be greater than --pretrain-value-epochs (2)",
             "--gtp good.pt --resume good.pt": "--resume, --evaluate and --gtp exclude each other",
-            "--pool-size 1000": "--pool-size (1000) must be at least 8 times --batch-size (128)",
+            "--pool-size 1000": "--pool-size (1000) must be at least 8 x --batch-size (128)",
         },
         sibling="go.py",
         reader="go_gtp.py",
