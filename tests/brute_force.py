@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import torch
 
+from algos import ppo
 from envs_shared import tsplib
 
 
@@ -24,6 +25,41 @@ def brute_force_advantages(rewards, values, next_values, terminated, truncated, 
                 break
         advantages.append(total)
     return np.array(advantages)
+
+
+def compare_rollout(agent, storage, batch, b, steps, center=0.0, scale=1.0, reward_scale=1.0):
+    """Compare a rollout of PPO with all steps that environment b has made; return how many episodes ended.
+
+    A step is (obs, action, reward, next_obs, terminated, truncated). Gamma is 0.9 and lambda 0.8.
+    """
+    rows = torch.arange(b, len(batch.weights), storage.lengths.shape[1])
+    rows = rows[batch.weights[rows] == 1]
+    last_steps = zip(*steps[-len(rows) :], strict=True)
+    obs, actions, rewards, next_obs, terminated, truncated = map(np.array, last_steps)
+    obs, next_obs = ((x - center) / scale for x in (obs, next_obs))
+    inputs = (torch.tensor(x, dtype=torch.float32) for x in (obs, next_obs))
+    values, next_values = (agent.critic(x)[:, 0].detach().numpy() for x in inputs)
+    advantages = brute_force_advantages(
+        rewards / reward_scale, values, next_values, terminated, truncated, 0.9, 0.8
+    )
+    assert_close(batch.obs[rows], obs)
+    np.testing.assert_array_equal(ppo.Agent.to_env(agent, batch.actions[rows]), actions)
+    assert_close(batch.values[rows], values)
+    assert_close(batch.advantages[rows], advantages)
+    assert_close(batch.returns[rows], advantages + values)
+    # Sums over the episodes that ended in the rollout
+    episodes = [[]]
+    for _, _, reward, _, terminated, truncated in steps:
+        episodes[-1].append(reward)
+        if terminated or truncated:
+            episodes.append([])
+    ends = np.flatnonzero(storage.terminated[1:, b] | storage.truncated[1:, b])
+    ended = episodes[:-1][-len(ends) :]
+    assert storage.lengths[1:][ends, b].tolist() == [len(x) for x in ended]
+    assert_close(storage.episode_returns[1:][ends, b], [sum(x) for x in ended])
+    discounted = [sum(0.9**k * r for k, r in enumerate(reversed(x))) for x in ended]
+    assert_close(storage.discounted[1:][ends, b], discounted)
+    return len(ends)
 
 
 def solve_exactly(points, distance=tsplib.euclidean):

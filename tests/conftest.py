@@ -1,15 +1,12 @@
 """Hooks and fixtures of all tests."""
 
-import os
-
 import pytest
 import torch
 from helpers import SCRIPTS
 
 
 def pytest_cmdline_main(config):
-    """With `-n 2`, tests go to processes by their groups; without, one process runs them, as --pdb needs
-    it."""
+    """With `-n 2`, tests go to processes by their groups; --pdb needs one process."""
     if config.option.numprocesses and config.option.dist == "no":
         config.option.dist = "loadgroup"
 
@@ -28,13 +25,6 @@ def pytest_collection_modifyitems(items):
         name = params.get("script") or params.get("name")
         word = f"{name} ".split(" ")[0]  # "ppo" of the run "ppo cartpole"
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{word if word in SCRIPTS else ''}"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    """Tell pretend_cuda.py which test lacks the mark: one that gets to the simulated GPU by way of another
-    file."""
-    os.environ["WITHOUT_GPU_MARK"] = "" if item.get_closest_marker("simulated_gpu") else item.nodeid
 
 
 @pytest.fixture(autouse=True)

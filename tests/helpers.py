@@ -20,16 +20,14 @@ torch.set_num_threads(1)
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
-def start_process(log, env, name, *args, errors=None):
-    """A process that does what ranks.py calls `name`, and prints into `log`, or what it says of errors into
-    `errors`.
+def start_process(log, name, *args, errors=None):
+    """Start what ranks.py calls `name`; it prints into `log`, and errors into `errors` if that is given.
 
-    Its parent is a server that has imported torch and the scripts once, for all the processes that are
-    started so.
+    Its parent is a server that has imported torch and the scripts once, for all such processes.
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["ranks", *(f"algos.{script}" for script in SCRIPTS)])
-    words = str(log), str(errors or log), env, name, *map(str, args)
+    words = str(log), str(errors or log), name, *map(str, args)
     for path in {*words[:2]}:
         Path(path).unlink(missing_ok=True)
     process = server.Process(target=start_here, args=words, daemon=True)
@@ -38,8 +36,7 @@ def start_process(log, env, name, *args, errors=None):
     return process
 
 
-def start_here(log, errors, env, name, *args):
-    os.environ.update(env)
+def start_here(log, errors, name, *args):
     for stream, path in ((1, log), (2, errors)):
         with open(path, "a") as file:
             os.dup2(file.fileno(), stream)

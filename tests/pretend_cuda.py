@@ -2,13 +2,13 @@
 
     with pretend_cuda() as gpu:
         script.main([])  # `script` was imported before
-    print(gpu.replays, gpu.waits)
+    print(gpu.replays, gpu.num_waits)
 
 A `CudaTensor` says that it is on cuda:0 and keeps its numbers in a CPU tensor, `host`. Under `PretendCuda`:
 
 - An operation on tensors of both devices raises, and so does `numpy()` of a tensor on the device.
 - What makes the host wait for the device (`item`, `nonzero`, a mask as index, copies between the two) is
-  counted by name and line, and raises inside a capture.
+  counted, and raises inside a capture.
 - A capture computes nothing: results are NaN (integers 0), memory is unchanged, and no random number is
   drawn. A replay runs the operations on the memory and with the numbers of the capture. It raises if only
   graphs hold some of that memory, which torch would have freed by then.
@@ -20,11 +20,8 @@ compiled code, other threads and processes, and pinned memory. C++ code takes a 
 
 import contextlib
 import copy
-import os
-import traceback
 import weakref
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -42,7 +39,6 @@ COPY, TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "multinomial", "bincount"}
 WAITING |= {"_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-OWN_FILES = (str(Path(torch.__file__).parent), contextlib.__file__, __file__)
 
 
 class CudaTensor(torch.Tensor):
@@ -82,11 +78,11 @@ class CudaTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         return self.cpu().__reduce_ex__(protocol)
 
+    def __format__(self, spec):
+        return format(self.item(), spec)
+
     def __repr__(self, **_):  # in tests that fail too, when the device is gone
         return f"{self.host!r}"[:-1] + ", device='cuda:0')"
-
-    def __format__(self, spec):
-        return format(self.item() if self.dim() == 0 else repr(self), spec)
 
 
 def get_host(x: torch.Tensor) -> torch.Tensor:
@@ -97,12 +93,6 @@ def get_host(x: torch.Tensor) -> torch.Tensor:
 def is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors agree to the last bit, NaN or not."""
     return torch.equal(*(z.contiguous().flatten().view(torch.uint8) for z in (x, y)))
-
-
-def find_caller() -> str:
-    """Return the file and line that run now, outside torch and this module."""
-    stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    return next(f"{Path(name).name}:{line}" for name, line in stack if not name.startswith(OWN_FILES))
 
 
 class Graph:
@@ -147,7 +137,7 @@ class PretendCuda(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.replays = 0  # of graphs
-        self.waits: Counter[str] = Counter()  # of the host for the device: "what at file:line"
+        self.num_waits = 0  # of the host for the device
         self.graphs = weakref.WeakSet()
         self.graph: Graph | None = None  # the graph that is being recorded
         self.default_stream = self.stream = self.make_stream()
@@ -158,10 +148,9 @@ class PretendCuda(TorchDispatchMode):
 
     def wait(self, what: str) -> None:
         """Count that the host waits for the device; raise inside a capture."""
-        what += f" at {find_caller()}"
         if self.graph is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
-        self.waits[what] += 1
+        self.num_waits += 1
 
     @contextlib.contextmanager
     def capture(self, graph: Graph, stream=None):
@@ -215,7 +204,7 @@ class PretendCuda(TorchDispatchMode):
         for x in tensors:
             if not isinstance(x, CudaTensor) and (x.dim() > 0 or any(x is y for y in written)):
                 both = "Expected all tensors to be on the same device, but found at least two devices"
-                raise RuntimeError(f"{both}, cuda:0 and cpu: {name} at {find_caller()}")
+                raise RuntimeError(f"{both}, cuda:0 and cpu: {name}")
 
     def execute(self, func, args, kwargs, tensors: list[torch.Tensor]):
         """Run an operation with `tensors`, or record it in the graph."""
@@ -274,8 +263,7 @@ def make_and_send(make):
 
 
 def group_tensors(*args):
-    """How torch groups tensors by device and type for its fused operations; it takes them to be on the
-    CPU."""
+    """How torch groups tensors for its fused operations; it takes them to be on the CPU."""
     groups = GROUP_TENSORS(*args).items()
     return {(CUDA if isinstance(x[0][0][0], CudaTensor) else cpu, dtype): x for (cpu, dtype), x in groups}
 
@@ -283,8 +271,6 @@ def group_tensors(*args):
 @contextlib.contextmanager
 def pretend_cuda():
     """Give torch one CUDA device, a `PretendCuda`, until the end of the context."""
-    if test := os.environ.get("WITHOUT_GPU_MARK"):
-        raise RuntimeError(f"{test} uses the pretend GPU: mark it pytest.mark.simulated_gpu")
     gpu, autocast = PretendCuda(), torch.autocast
     cuda = {
         "_lazy_init": lambda: None,

@@ -10,8 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
 class Task(gym.Env):
-    """Observation 1, reward 1 and no end, unless a subclass sets the `length` of episodes or overrides a
-    method."""
+    """Observation 1, reward 1, and no end unless a subclass sets the `length` of episodes."""
 
     observation_space = Box(-1, 1, (1,))
     action_space = Discrete(2)
@@ -73,8 +72,7 @@ class OneStep(Task):
 
 
 class Shifted(OneStep):
-    """Discrete observations and actions that start at 3 and -1: 1 for answering 3, 4, 5 with -1, 0, 1;
-    optimum 1."""
+    """Discrete spaces that start at 3 and -1: 1 for answering 3, 4, 5 with -1, 0, 1; optimum 1."""
 
     observation_space = Discrete(3, start=3)
     action_space = Discrete(3, start=-1)
@@ -215,27 +213,18 @@ class Bad(Task):
 
 
 class Broken(Task):
-    """Raises an error when it is made, at its first reset, or at its first step."""
+    """Raises an error when it is made, or at its first step."""
 
     def __init__(self, where):
-        self.where = where
-        self.fail_if("init")
-
-    def fail_if(self, where):
-        if where == self.where:
-            raise ValueError("a fault of the user")
-
-    def reset(self, seed=None, options=None):
-        self.fail_if("reset")
-        return super().reset(seed=seed)
+        if where == "init":
+            self.step(0)
 
     def step(self, action):
-        self.fail_if("step")
+        raise ValueError("a fault of the user")
 
 
 class Recall(Task):
-    """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it and -1 if not; optimum
-    1."""
+    """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it, else -1; optimum 1."""
 
     observation_space = Box(-1, 1, (2,))
     length = 5
@@ -247,20 +236,6 @@ class Recall(Task):
 
     def score(self, action):
         return (1.0 if action == self.cue else -1.0) * (self.steps == 5)
-
-
-def register(name, entry_point, **kwargs):
-    """Register `name` as it is, and by two more modes of resets; as `Reused<name>` it has one array for all
-    steps."""
-    gym.register(f"{name}-v0", entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
-
-    def make_vec(num_envs, options, **_):
-        return SyncVectorEnv([lambda: gym.make(f"{name}-v0") for _ in range(num_envs)], **options)
-
-    forms = {"SameStep": {"autoreset_mode": AutoresetMode.SAME_STEP}, "Reused": {"copy": False}}
-    forms |= {"NoReset": {"autoreset_mode": AutoresetMode.DISABLED}}
-    for form, options in forms.items():
-        gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, options=options))
 
 
 class OtherForm(gym.vector.VectorWrapper):
@@ -280,26 +255,29 @@ class OtherForm(gym.vector.VectorWrapper):
         return *(torch.as_tensor(x) for x in (obs, rewards, *flags)), infos
 
 
-def register_other_form(prefix, mode, name, count=None):
-    """Register `<prefix><name>`, whose number of environments is `count`, if that is given."""
-
-    def make_vec(num_envs, **_):
-        made = [lambda: gym.make(f"{name}-v0")] * (count or num_envs)
-        return OtherForm(SyncVectorEnv(made, autoreset_mode=mode or "NextStep"), mode)
-
-    gym.register(f"{prefix}{name}-v0", vector_entry_point=make_vec)
+# How vector environments of each form reset
+MODES = {"SameStep": "SameStep", "Reused": "NextStep", "NoReset": "Disabled"}
+OTHER_MODES = {"Other": "NextStep", "OtherSameStep": "SameStep", "Undeclared": None, "Eight": "NextStep"}
 
 
-register_other_form("Other", "NextStep", "Ledger")
-register_other_form("Other", "NextStep", "Shifted")
-register_other_form("OtherSameStep", "SameStep", "Ledger")
-register_other_form("OtherSameStep", "SameStep", "Shifted")
-register_other_form("Undeclared", None, "Ledger")
-register_other_form("Eight", "NextStep", "Ledger", count=8)
+def make_vec(name, form, num_envs, **_):
+    """Make `<form><name>`. Reused has one array for all steps, and Eight always eight environments."""
+    made = [lambda: gym.make(f"{name}-v0")] * (8 if form == "Eight" else num_envs)
+    mode = (MODES | OTHER_MODES)[form]
+    envs = SyncVectorEnv(made, copy=form != "Reused", autoreset_mode=AutoresetMode(mode or "NextStep"))
+    return OtherForm(envs, mode) if form in OTHER_MODES else envs
+
+
+def register(name, entry_point, **kwargs):
+    """Register `name` as it is, and in other forms."""
+    gym.register(f"{name}-v0", entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
+    for form in MODES | OTHER_MODES:
+        gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, name, form))
+
+
 for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Pair, Quadrants, Quarters, Aim):
     register(env_class.__name__, env_class)
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
-register("NoLimit", Task)
 register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates
 register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
 flat, image = Box(-1, 1, (2,)), Box(0, 255, (84, 84, 3), np.uint8)
@@ -313,7 +291,7 @@ for name, obs, actions in (
     ("Empty", flat, Box(-1, 1, (0,))),
 ):
     register(f"Bad{name}", Bad, kwargs={"obs": obs, "actions": actions})
-for where in ("init", "reset", "step"):
+for where in ("init", "step"):
     register(f"Broken{where}", Broken, kwargs={"where": where})
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})

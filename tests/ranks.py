@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,8 +41,8 @@ def run_copy(path, *flags):
 
 
 def fail_each(path, *lines):
-    """Run the script at `path` with each line of flags, as one of two processes where it says so; print exit
-    codes."""
+    """Run the script at `path` with each line of flags after a number of processes; print exit codes."""
+    warnings.filterwarnings("ignore", ".*AutoresetMode")  # of gymnasium, which wants its own type
     for line in lines:
         num_processes, *flags = line.split()
         os.environ["WORLD_SIZE"] = num_processes
@@ -52,8 +53,7 @@ def fail_each(path, *lines):
 
 
 def kill_at(path, number, *flags):
-    """Run the script at `path`, and kill -9 this process when half of checkpoint.pt number `number` is on the
-    disk."""
+    """Run the script at `path`; kill -9 this process when half of checkpoint.pt `number` is on the disk."""
     replace, numbers = os.replace, itertools.count(1)
 
     def replace_or_die(source, target):
@@ -67,8 +67,7 @@ def kill_at(path, number, *flags):
 
 
 def share(rank, script, out, flags, resume_flags):
-    """As one of two, run the script, resume it in OUT/resumed, and keep what it holds; then make its
-    update."""
+    """As one of two, run the script, resume it in OUT/resumed, keep what it holds, and make its update."""
     rank, out, kept = int(rank), Path(out), {}
     module = importlib.import_module(f"algos.{script}")
     dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
@@ -149,8 +148,7 @@ def update_ppo(ppo, rows):
 
 
 def update_r2d2(r2d2, rows):
-    """Of windows of several lengths, so that two processes have unequally many trained steps; and of
-    rewards."""
+    """Of windows of several lengths, so that processes train on unequally many steps; and of rewards."""
     args = r2d2.Args(env_id="CartPole-v1", num_envs=4, hidden_size=8, num_steps=100, buffer_size=60)
     args.burn_in, args.learn_length, args.n_step, args.learning_starts = 2, 8, 2, 0
     envs, agents, numbers = r2d2.Environments(args, 4), [], []
@@ -189,8 +187,7 @@ def update_r2d2(r2d2, rows):
 
 
 def update_tsp(am, rows):
-    """With each baseline. With frozen batch norms, as in training each process normalizes by its own
-    instances."""
+    """With each baseline. Batch norms are frozen, as in training each process normalizes its own rows."""
     agents, numbers = [], []
     torch.set_float32_matmul_precision("highest")  # then a product does not depend on the number of rows
     for has_best_policy in (False, True):
@@ -208,8 +205,7 @@ def update_tsp(am, rows):
 
 
 def update_change_detection(cd, rows):
-    """Of PPO and of the detector, with cells that do not count, and other numbers of active patches; and of
-    F."""
+    """Of PPO and the detector, with cells that do not count and unequally many active patches; and of F."""
     args = cd.Args(num_steps=2, image_size=16, num_minibatches=1, max_grad_norm=0.1, num_envs=8)
     pairs = torch.from_numpy(cd.change_pairs.draw_haze(8, 16, 2, 1)[0])
     images, labels = cd.change_pairs.split_labels(pairs, args)
@@ -239,8 +235,7 @@ def update_change_detection(cd, rows):
 
 
 def update_alphazero(az, rows):
-    """With frozen batch norms, as in training each process normalizes by its own rows; with and without the
-    policy."""
+    """With frozen batch norms, as in training each process normalizes its own rows."""
     args, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), [], []
     go, stage = az.make_game(args.env_id), az.get_stage(0, 10, args)
     images, _ = az.collect_images(az.SelfPlay(go, 8), go, None, 5, stage, args, az.tqdm(disable=True))

@@ -2,27 +2,23 @@
 
 import importlib.util
 import re
-import sys
 import warnings
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from brute_force import assert_close, brute_force_advantages
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from helpers import read_scalars
 from probe_envs import OneStep, Quarters, Task
 from recipe_checks_ppo_device import DEVICE_CHECKS
-from scripts import import_file, load, run_edited
-
-
-def read_returns(run):
-    return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
+from scripts import import_file, load, read_returns, run_edited
+from torch.distributions import Categorical
 
 
 class Masked(Task):
-    """Three numbers and a mask of four actions, of which two are allowed: 1 for the one with the smaller
-    index."""
+    """Three numbers and a mask that allows two of four actions: 1 for the smaller index of these."""
 
     observation_space, action_space, length = Box(-np.inf, np.inf, (7,)), Discrete(4), 5
 
@@ -46,8 +42,7 @@ def check_cnn(path, folder):
 
 
 def check_atari(path, folder):
-    """Pong is played to its end, an evaluated return is a difference of points, and all weights are
-    trained."""
+    """Pong is played to its end, a return is a difference of points, and images become numbers of 0 to 1."""
     flags = "--env-id ALE/Pong-v5 --num-envs 2 --num-steps 8 --total-timesteps 16 --eval-episodes 1"
     flags += " --no-norm-reward"
     done, module = run_edited(path, flags)
@@ -61,8 +56,7 @@ def check_atari(path, folder):
 
 
 def check_masks(path, folder):
-    """No forbidden action is ever taken, and the best allowed one is learned, with normalized
-    observations."""
+    """No forbidden action is ever taken, and the best allowed one is learned, with --norm-obs."""
     gym.register("Masked-v0", Masked)
     done, _ = run_edited(path, "--env-id Masked-v0 --norm-obs --total-timesteps 12000 --eval-episodes 20")
     assert read_returns(done)[-1] >= 4.9  # of 5; at random 2.5
@@ -96,48 +90,27 @@ def make_agent(module, env_id, norm_obs=False):
     return agent.eval()
 
 
-def evaluate_params(module, agent, env_id, params):
-    """The actions of an evaluation's first step, [50, A], if the policy is the same for all observations."""
-    taken = []
-    to_env = agent.to_env
-    agent.to_env = lambda actions: taken.append(actions) or to_env(actions)
-    agent.get_policy_params = lambda obs: params.expand(len(obs), -1)
-    module.evaluate(agent, module.Args(env_id=env_id, eval_episodes=50), "cpu", 2, None)
-    return taken[0]
+class Components(OneStep):
+    """Several choices: the share of them that is as the observation says; optimum 1."""
 
-
-class Knobs(OneStep):
-    """Two components of 2 and 4 choices, from 1 and -3 on: the share that is as the observation says; optimum
-    1."""
-
-    observation_space, action_space = MultiDiscrete([2, 4]), MultiDiscrete([2, 4], start=[1, -3])
+    def __init__(self, observations, actions):
+        self.observation_space, self.action_space = observations, actions
 
     def draw(self):
-        return self.np_random.integers([2, 4])
+        sizes, space = getattr(self.action_space, "nvec", 2), self.observation_space
+        return self.np_random.integers(sizes, size=space.shape).astype(space.dtype)
 
     def score(self, action):
         assert action in self.action_space
-        return float(np.mean(action - [1, -3] == self.obs))
-
-
-class Switches(OneStep):
-    """2 x 2 switches: the share that is as the observation says; optimum 1."""
-
-    observation_space, action_space = MultiBinary((2, 2)), MultiBinary((2, 2))
-
-    def draw(self):
-        return self.np_random.integers(0, 2, (2, 2), np.int8)
-
-    def score(self, action):
-        assert action in self.action_space
-        return float(np.mean(action == self.obs))
+        return float(np.mean(action - getattr(self.action_space, "start", 0) == self.obs))
 
 
 def check_components(path, folder):
-    """Both spaces are learned, and probabilities, draws and modes are those of the softmax of each
-    component."""
-    for name, env_class, sizes in (("Knobs-v0", Knobs, [2, 4]), ("Switches-v0", Switches, [2] * 4)):
-        gym.register(name, env_class)
+    """Both spaces are learned; probabilities, draws and modes are those of each component's softmax."""
+    knobs = {"observations": MultiDiscrete([2, 4]), "actions": MultiDiscrete([2, 4], start=[1, -3])}
+    switches = dict.fromkeys(("observations", "actions"), MultiBinary((2, 2)))
+    for name, spaces, sizes in (("Knobs-v0", knobs, [2, 4]), ("Switches-v0", switches, [2] * 4)):
+        gym.register(name, Components, kwargs=spaces)
         (folder / name).mkdir()
         copy = folder / name / path.name
         copy.write_text(path.read_text())
@@ -147,19 +120,18 @@ def check_components(path, folder):
         # By hand, for one observation
         agent = make_agent(module, name)
         params = agent.get_policy_params(torch.full((1, agent.actor[1].in_features), 0.3)).detach() / 5
-        probs = [row[:n].softmax(0) for row, n in zip(params.reshape(len(sizes), -1), sizes)]
+        rows = params.reshape(len(sizes), -1)
+        components = [Categorical(logits=row[:n]) for row, n in zip(rows, sizes, strict=True)]
         pi = agent.get_distribution(params)
-        actions = torch.tensor([[n - 1 for n in sizes]])
-        expected = sum(p[-1].log() for p in probs)
-        assert torch.allclose(pi.log_prob(actions.float()).sum(-1), expected, atol=1e-5)
-        assert torch.allclose(pi.entropy().sum(), sum(-(p * p.log()).sum() for p in probs), atol=1e-5)
+        actions = torch.tensor(sizes) - 1
+        expected = sum(p.log_prob(action) for p, action in zip(components, actions, strict=True))
+        assert torch.allclose(pi.log_prob(actions[None].float()).sum(), expected, atol=1e-5)
+        assert torch.allclose(pi.entropy().sum(), sum(p.entropy() for p in components), atol=1e-5)
         draws = agent.sample(params.expand(20_000, -1))
-        for p, column in zip(probs, draws.T, strict=True):
-            shares = torch.bincount(column, minlength=len(p)) / 20_000
-            assert torch.allclose(shares, p, atol=0.02)  # also none beyond the choices that there are
-        # An evaluation takes the most likely choices, which draws do not
-        taken = evaluate_params(module, agent, name, params)
-        assert taken.tolist() == 50 * [[p.argmax().item() for p in probs]]
+        for p, column in zip(components, draws.T, strict=True):
+            shares = torch.bincount(column, minlength=len(p.probs)) / 20_000
+            assert torch.allclose(shares, p.probs, atol=0.02)  # also none beyond the choices that there are
+        assert pi.mode.tolist() == [[p.mode.item() for p in components]]  # which evaluations take
 
 
 class Car(Quarters):
@@ -278,8 +250,7 @@ class Corridor(Task):
 
 
 def check_rnd(path, folder):
-    """The end of the corridor is found, and not without the intrinsic reward; the target network never
-    changes."""
+    """The corridor's end is found, but not without the intrinsic reward; the target network never changes."""
     gym.register("Corridor-v0", Corridor, max_episode_steps=17)
     flags = "--env-id Corridor-v0 --norm-obs --learning-rate 1e-3 --num-steps 32 --seed 41"
     done, module = run_edited(path, f"{flags} --total-timesteps 50000 --eval-interval 10")
@@ -311,17 +282,16 @@ def check_rnd(path, folder):
     values = agent.get_values(torch.as_tensor(storage.obs[:, 0])).detach()
     novelty = agent.get_novelty(torch.as_tensor(storage.obs[1:, 0])).detach()
     assert values.shape == (5, 2) and (novelty > 0).all()
-    bonus = agent.int_stats.scale(novelty)
-    returns = torch.zeros(5, 2)
-    returns[4] = values[4]
-    for t in reversed(range(4)):
-        following = 0.05 * values[t + 1] + 0.95 * returns[t + 1]
-        returns[t, 0] = 0 if t == 1 else args.gamma * following[0]
-        returns[t, 1] = bonus[t] + 0.99 * following[1]
-    assert torch.allclose(batch.returns, returns[:4], rtol=1e-4)
-    assert torch.allclose(batch.values, values[:4], rtol=1e-4)
-    advantages = (returns - values)[:4]
-    assert torch.allclose(batch.advantages, advantages[:, 0] + 0.5 * advantages[:, 1], rtol=1e-4, atol=1e-5)
+    bonus, never = agent.int_stats.scale(novelty), np.zeros(4)
+    values = values.numpy()
+    heads = ((0.98, np.zeros(4), storage.terminated[1:, 0]), (0.99, bonus, never))
+    advantages = [
+        brute_force_advantages(rewards, values[:4, i], values[1:, i], ends, never, gamma, 0.95)
+        for i, (gamma, rewards, ends) in enumerate(heads)
+    ]
+    assert_close(batch.values, values[:4])
+    assert_close(batch.returns, np.stack(advantages, 1) + values[:4])
+    assert_close(batch.advantages, advantages[0] + 0.5 * advantages[1])
 
 
 def check_export(path, folder):
@@ -359,37 +329,19 @@ def check_export(path, folder):
 
 
 def check_acting(path, folder):
-    """The lines give the action that the policy of best.pt finds most likely; for Pendulum, within its
-    bounds."""
-    done, module = run_edited(path, "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2")
-    (done.path / "best.pt").rename(folder / "best.pt")
-    sys.modules["ppo"] = module
-    names = {}
-    exec((folder / "recipe.py").read_text(), names)
-    weights = load(folder / "best.pt")["agent"]
-    x = torch.tensor([0.0, 0.1, 0.02, -0.1])
-    for i in (1, 3, 5):
-        x = weights[f"actor.{i}.weight"] @ x + weights[f"actor.{i}.bias"]
-        x = x.tanh() if i < 5 else x
-    assert names["actions"].tolist() == [x.argmax().item()]
-    # The same lines with the spaces of Pendulum
-    agent = make_agent(module, "Pendulum-v1")
-    torch.save({"agent": agent.state_dict()}, folder / "best.pt")
-    lines = (folder / "recipe.py").read_text()
-    for old, new in (
-        ("(4,)", "(3,)"),
-        ("Discrete(2)", "Box(-2, 2, (1,))"),
-        ("0.0, 0.1, 0.02, -0.1", "1, 0, 0.5"),
-    ):
-        assert lines.count(old) == 1
-        lines = lines.replace(old, new)
-    exec(lines, names)
-    x = torch.tensor([1, 0, 0.5])
-    mean = agent.actor(x[None]).item()
-    assert names["actions"] == pytest.approx(np.clip([[2 * mean]], -2, 2)) and names["actions"].shape == (
-        1,
-        1,
-    )
+    """The lines give the most likely action, for Pendulum in its units."""
+    module, lines, names = import_file("ppo", path), (folder / "recipe.py").read_text(), {}
+    changes = {"(4,)": "(3,)", "Discrete(2)": "Box(-2, 2, (1,))", "0.0, 0.1, 0.02, -0.1": "1, 0, 0.5"}
+    for env_id, obs in (("CartPole-v1", [0.0, 0.1, 0.02, -0.1]), ("Pendulum-v1", [1.0, 0.0, 0.5])):
+        for old, new in changes.items() if env_id == "Pendulum-v1" else ():
+            assert lines.count(old) == 1
+            lines = lines.replace(old, new)
+        agent = make_agent(module, env_id)
+        torch.save({"agent": agent.state_dict()}, folder / "best.pt")
+        exec(lines, names)
+        out = agent.actor(torch.tensor([obs]))
+        expected = out.argmax(-1).tolist() if env_id == "CartPole-v1" else np.clip([[2 * out.item()]], -2, 2)
+        assert names["actions"] == pytest.approx(expected)
 
 
 CHECKS = {

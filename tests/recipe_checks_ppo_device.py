@@ -1,25 +1,23 @@
 """What the bare algorithm and the recipes for environments on the device must bring about."""
 
-import ast
 import contextlib
 import io
 import re
 import subprocess
 import sys
 from collections import namedtuple
-from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import torch
-from brute_force import assert_close, brute_force_advantages
-from device_runs import DeviceRun
+from brute_force import compare_rollout
+from device_runs import check_recorded, play
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
-from helpers import ROOT, read_scalars
+from helpers import ROOT
 from pretend_cuda import pretend_cuda
-from scripts import import_file, load, run_edited, run_main
+from scripts import import_file, load, read_losses, read_returns, run_edited, run_main
 
 from algos import ppo
 from docs import recipe
@@ -30,29 +28,7 @@ SAME_STEP = f"{ON_DEVICE} that resets in the same step"
 TEXTS = dict(recipe.read_recipes("ppo").values())
 
 
-def read_returns(run):
-    return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
-
-
 # The bare algorithm
-
-
-@contextlib.contextmanager
-def watch(module):
-    """Keep the metrics of each update of a module, in order, and the agents that it evaluates."""
-    seen = SimpleNamespace(updates=[], agents=[])
-    update, evaluate = module.update_minibatch, module.evaluate
-
-    def update_and_keep(*args):
-        seen.updates.append(update(*args))
-        return seen.updates[-1]
-
-    def evaluate_and_keep(agent, *args):
-        seen.agents.append(agent)
-        return evaluate(agent, *args)
-
-    with mock.patch.multiple(module, update_minibatch=update_and_keep, evaluate=evaluate_and_keep):
-        yield seen
 
 
 def train_bare(module, flags):
@@ -63,9 +39,11 @@ def train_bare(module, flags):
 
 
 def check_bare(path, folder):
-    """The copy has the losses, weights and scores of the whole script to the last bit, and nothing of its
-    run."""
-    check_nothing_is_left_of_the_run(path.read_text())
+    """Losses, weights and scores are those of the whole script to the last bit; its run is gone."""
+    names = r"\bRun\b|RANK|WORLD_SIZE|\btotal\(|\brun\.|gradients\(|fail\(|tqdm|wandb|SummaryWriter"
+    assert not re.search(names, path.read_text())
+    unused = "ruff check --isolated --select F".split()  # imports and variables
+    subprocess.run([sys.executable, "-m", *unused, path], check=True)
     bare = import_file("bare_copy", path)
     flags = vars(bare.Args()).keys()
     assert all(re.search(rf"\bargs\.{flag}\b", path.read_text()) for flag in flags) and len(flags) > 15
@@ -87,33 +65,21 @@ def check_bare(path, folder):
     assert outs[0] == outs[1]
 
 
-def check_nothing_is_left_of_the_run(text):
-    """And each import is used."""
-    names = r"\bRun\b|RANK|WORLD_SIZE|\btotal\(|\brun\.|gradients\(|fail\(|tqdm|wandb|SummaryWriter"
-    assert not re.search(names, text)
-    nodes = list(ast.walk(ast.parse(text)))
-    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
-    imported = {(x.asname or x.name).split(".")[0] for node in imports for x in node.names}
-    assert imported <= {node.id for node in nodes if isinstance(node, ast.Name)} and len(imported) > 10
-
-
 def check_bare_run(bare, flags, folder):
-    """Compare the updates, the weights and the printed score of both with the same flags."""
-    with watch(bare) as found:
-        lines = train_bare(bare, flags).splitlines()
-    with watch(ppo) as expected:
-        whole = run_main(ppo, folder, flags)
-    assert len(found.updates) == len(expected.updates) > 8 * 4
-    for x, y in zip(found.updates, expected.updates, strict=True):
-        assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
-    weights = load(whole.path / "checkpoint.pt")["agent"]
-    (agent,) = found.agents
-    assert weights.keys() == agent.state_dict().keys()
-    assert all(torch.equal(weights[name], x) for name, x in agent.state_dict().items())
-    steps = [int(re.match(r"step (\d+): losses/value_loss ", line)[1]) for line in lines[:-3]]
-    assert len(steps) == 8 and steps[-1] >= 2000
-    returns = float(lines[-3].removeprefix("eval/episodic_return: "))
-    assert np.isclose(returns, read_returns(whole)[-1], rtol=1e-4)
+    """Compare the weights, and the printed losses and score, of both with the same flags."""
+    with mock.patch.object(bare, "evaluate", wraps=bare.evaluate) as evaluate:
+        *lines, last, _, _ = train_bare(bare, flags).splitlines()
+    whole = run_main(ppo, folder, flags)
+    weights = evaluate.call_args.args[0].state_dict()
+    torch.testing.assert_close(dict(weights), load(whole.path / "checkpoint.pt")["agent"], rtol=0, atol=0)
+    losses = read_losses(whole.path)
+    for i, line in enumerate(lines):
+        printed = dict(re.findall(r"(losses/\w+) ([^,]+)", line))
+        assert printed.keys() == losses.keys() and line.startswith(f"step {losses['losses/entropy'][i][0]}: ")
+        for name, value in printed.items():
+            assert np.isclose(float(value), losses[name][i][1], rtol=1e-3)
+    assert len(lines) == len(losses["losses/entropy"]) == 8
+    assert np.isclose(float(last.removeprefix("eval/episodic_return: ")), read_returns(whole)[-1], rtol=1e-4)
 
 
 # Environments on the device
@@ -126,11 +92,10 @@ class TorchLedger(VectorEnv):
     """Random rewards and endings; keeps a ledger of its true transitions and of the steps that only reset."""
 
     single_observation_space = Box(-np.inf, np.inf, (3,))
-    single_action_space = Discrete(4, start=-1)
-    is_same_step = False
 
-    def __init__(self, num_envs, device="cpu"):
-        mode = AutoresetMode.SAME_STEP if self.is_same_step else AutoresetMode.NEXT_STEP
+    def __init__(self, num_envs, device="cpu", is_same_step=False, actions=None):
+        self.single_action_space, self.is_same_step = actions or Discrete(4, start=-1), is_same_step
+        mode = AutoresetMode.SAME_STEP if is_same_step else AutoresetMode.NEXT_STEP
         self.metadata = {"autoreset_mode": mode}
         self.num_envs, self.device = num_envs, torch.device(device)
         self.obs = torch.zeros(num_envs, 3, device=device)
@@ -163,37 +128,15 @@ class TorchLedger(VectorEnv):
         return self.obs.clone(), rewards, terminated, truncated, infos
 
 
-class TorchSameStepLedger(TorchLedger):
-    is_same_step = True
-
-
-class TorchBoxLedger(TorchLedger):
-    """Actions of two dimensions, each with bounds of its own."""
-
-    single_action_space = Box(np.float32([[-1], [0]]), np.float32([[1], [10]]))
-
-
-class TorchSameStepBoxLedger(TorchBoxLedger):
-    is_same_step = True
-
-
-class TorchForgetful(TorchLedger):
-    """Replaces its state in place of changing it: a recording begins each rollout from the same old state."""
-
-    def step(self, actions):
-        self.steps.append(self.obs)  # whose memory stays
-        self.obs = 0.5 * self.obs + torch.randn_like(self.obs)
-        flags = torch.zeros(2, self.num_envs, dtype=torch.bool, device=self.device)
-        return self.obs, self.obs[:, 0], *flags, {}
-
-
-for task in (TorchLedger, TorchSameStepLedger, TorchBoxLedger, TorchSameStepBoxLedger, TorchForgetful):
-    gym.register(f"{task.__name__}-v0", vector_entry_point=task)
+box = Box(np.float32([[-1], [0]]), np.float32([[1], [10]]))  # two dimensions, each with bounds of its own
+for form, actions in (("", None), ("Box", box)):
+    for mode, is_same_step in (("", False), ("SameStep", True)):
+        kwargs = {"is_same_step": is_same_step, "actions": actions}
+        gym.register(f"Torch{mode}{form}Ledger-v0", vector_entry_point=TorchLedger, kwargs=kwargs)
 
 
 def check_transitions(module, env_id):
-    """Rows, sums of episodes and advantages of rollouts are those that follow from what the environments
-    recorded."""
+    """Rows, sums of episodes and advantages of rollouts follow from what the environments recorded."""
     args = module.Args(env_id=env_id, num_envs=5, num_steps=40, gamma=0.9, gae_lambda=0.8, norm_reward=False)
     envs = module.make_envs(args, args.num_envs)
     module.seed_everything(0)
@@ -206,44 +149,19 @@ def check_transitions(module, env_id):
         seen.append(obs.clone())
         return module.sample_actions(agent, obs)
 
-    is_same_step = "SameStep" in env_id
-    num_ends = num_cuts = num_resets = 0
-    for i in range(2):
+    num_ends = num_resets = 0
+    for _ in range(2):
         module.collect_rollout(agent, act, envs, storage, args.gamma, CPU)
         module.check_rollout(storage, env_id)
         assert torch.equal(torch.stack(seen[-40:]), storage.obs[:-1])
         batch = module.compute_batch(agent, storage, args, CPU)
-        for b, steps in enumerate(x[40 * i :] for x in envs.unwrapped.steps):
-            assert len(steps) == 40
-            index = torch.arange(40) * 5 + b
-            assert (batch.weights[index] == 0).tolist() == [step is None for step in steps]
-            num_resets += steps.count(None)
-            rows = index[batch.weights[index] == 1]
-            steps = [step for step in steps if step]
-            obs, actions, rewards, next_obs, terminated, truncated = map(np.array, zip(*steps, strict=True))
-            np.testing.assert_array_equal(batch.obs[rows], obs)
-            np.testing.assert_array_equal(to_box(envs.single_action_space, batch.actions[rows]), actions)
-            values, next_values = (
-                agent.critic(torch.tensor(x))[:, 0].detach().numpy() for x in (obs, next_obs)
-            )
-            expected = brute_force_advantages(rewards, values, next_values, terminated, truncated, 0.9, 0.8)
-            assert_close(batch.advantages[rows], expected)
-            assert_close(batch.returns[rows], expected + values)
-            # Sums over episodes, from the first of them on
-            episodes = [[]]
-            for step in [step for step in envs.unwrapped.steps[b] if step]:
-                episodes[-1].append(float(step.reward))
-                if step.terminated or step.truncated:
-                    episodes.append([])
-            ends = (storage.terminated | storage.truncated)[1:, b].nonzero()[:, 0]
-            ended = episodes[:-1][-len(ends) :]
-            assert storage.lengths[1:][ends, b].tolist() == [len(x) for x in ended]
-            assert_close(storage.episode_returns[1:][ends, b], [sum(x) for x in ended])
-            sums = [sum(0.9 ** (len(x) - 1 - k) * r for k, r in enumerate(x)) for x in ended]
-            assert_close(storage.discounted[1:][ends, b], sums)
-            num_ends += len(ends)
-            num_cuts += (truncated & ~terminated).sum()
-    assert num_ends > 40 and num_cuts > 20 and (num_resets == 0 if is_same_step else num_resets > 40)
+        for b, steps in enumerate(envs.unwrapped.steps):
+            is_reset = [step is None for step in steps[-40:]]
+            assert (batch.weights[b::5] == 0).tolist() == is_reset
+            num_resets += sum(is_reset)
+            num_ends += compare_rollout(agent, storage, batch, b, [step for step in steps if step])
+    is_same_step = "SameStep" in env_id
+    assert num_ends > 40 and (num_resets == 0 if is_same_step else num_resets > 40)
     # The other autoreset mode is refused
     other, mode = ("TorchLedger-v0", "SAME_STEP") if is_same_step else ("TorchSameStepLedger-v0", "NEXT_STEP")
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
@@ -251,26 +169,9 @@ def check_transitions(module, env_id):
     assert f"autoreset_mode'] must be {mode}" in err.getvalue()
 
 
-def to_box(space, actions):
-    """Convert actions to what the environments of the unchanged script get."""
-    envs = SimpleNamespace(single_action_space=space, single_observation_space=Box(-1, 1, (3,)))
-    return ppo.Agent(envs, False).to_env(actions)
-
-
-def play(path, folder, flags, has_graphs):
-    """Run an edited copy on the simulated GPU; return the run, and the waits in each call of
-    collect_rollout."""
-    module, waits = import_file("edited_copy", path), []
-    collect_rollout = module.collect_rollout
-
-    def collect(*args):
-        before = gpu.waits.total()
-        collect_rollout(*args)
-        waits.append(gpu.waits.total() - before)
-
-    with mock.patch.multiple(module, CUDA_GRAPHS=has_graphs, collect_rollout=collect), pretend_cuda() as gpu:
-        done = run_main(module, folder, flags)
-    return DeviceRun(done.path, num_replays=gpu.replays), done.read_losses(), waits
+def play_copy(path, folder, flags, has_graphs):
+    module = import_file("edited_copy", path)
+    return play(module, flags, folder / f"{has_graphs}", ("collect_rollout",), CUDA_GRAPHS=has_graphs)
 
 
 DEVICE_FLAGS = "--num-envs 4 --num-steps 16 --update-epochs 2 --num-minibatches 2 --total-timesteps 384"
@@ -279,32 +180,26 @@ DEVICE_FLAGS += " --eval-episodes 2 --norm-obs --env-id "
 
 def check_recording(path, folder, env_id, is_whole=True):
     """Recorded and eager runs are equal to the last bit, and the host waits in no rollout."""
-    flags = f"{DEVICE_FLAGS}{env_id}"
-    name = f"{env_id.replace(':', '-')}_{is_whole}"
-    (graphs, losses, waits), (eager, eager_losses, eager_waits) = (
-        play(path, folder / f"{name}_{has_graphs}", flags, has_graphs) for has_graphs in (True, False)
-    )
+    folder = folder / f"{env_id.replace(':', '-')}_{is_whole}"
+    graphs, eager = (play_copy(path, folder, f"{DEVICE_FLAGS}{env_id}", x) for x in (True, False))
+    check_recorded(graphs, eager)
     num_iterations = eager.checkpoint["progress"]["iteration"]
-    assert num_iterations >= 6 and set(waits) == set(eager_waits) == {0}
+    waits = graphs.waits["collect_rollout"]
+    assert num_iterations >= 6 and {*waits, *eager.waits["collect_rollout"]} == {0}
     # If a graph holds a whole rollout, its function runs twice: once eagerly, once to be recorded
-    assert len(waits) == (2 if is_whole else num_iterations)
-    assert graphs.num_replays >= num_iterations and eager.num_replays == 0
-    assert graphs.find_differences(eager) == [] and len(graphs.tensors) > 20
-    assert losses == eager_losses != {}
-    return graphs
+    assert len(waits) == (2 if is_whole else num_iterations) and graphs.num_replays >= num_iterations
 
 
-def check_dynamics(module):
+def check_dynamics(env_id):
     """In float64, states, rewards and ends are those of gymnasium's CartPole, and starts are in its range."""
-    num_envs = 16
+    num_envs, is_same_step = 16, "SameStep" in env_id
     torch.manual_seed(66)
-    envs = gym.make_vec("torch_cartpole:TorchCartPole-v0", num_envs)
-    inner = envs.unwrapped
-    inner.state = inner.state.double()
+    envs = gym.make_vec(env_id, num_envs)
+    envs.unwrapped.state = envs.unwrapped.state.double()
     obs, _ = envs.reset()
     twins = [gym.make("CartPole-v1") for _ in range(num_envs)]
     starts, num_ends = [], np.zeros(2, int)
-    is_new, has_ended = np.ones(num_envs, bool), np.zeros(num_envs, bool)
+    is_new, must_reset = np.ones(num_envs, bool), np.zeros(num_envs, bool)
     for _ in range(1100):
         for b in np.flatnonzero(is_new):
             twins[b].reset()
@@ -313,17 +208,20 @@ def check_dynamics(module):
         # Half of the environments push against the pole's fall, half at random
         lean = (obs[:, 2] + obs[:, 3] > 0).long()
         actions = torch.where(torch.arange(num_envs) % 2 == 0, lean, torch.randint(2, (num_envs,)))
-        obs, rewards, terminated, truncated, _ = envs.step(actions)
+        obs, rewards, terminated, truncated, infos = envs.step(actions)
+        last_obs = infos["final_obs"] if is_same_step else obs
         for b, twin in enumerate(twins):
             found = [rewards[b].item(), terminated[b].item(), truncated[b].item()]
-            if has_ended[b]:  # this step only reset
+            if must_reset[b]:  # this step did nothing else
                 assert found == [0, False, False]
                 continue
             _, reward, *ends, _ = twin.step(actions[b].item())
-            np.testing.assert_allclose(obs[b], twin.unwrapped.state, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(last_obs[b], twin.unwrapped.state, rtol=1e-9, atol=1e-12)
             assert found == [reward, *ends]
             num_ends += ends
-        is_new, has_ended = has_ended, (terminated | truncated).numpy()
+        is_done = (terminated | truncated).numpy()
+        is_new = is_done if is_same_step else must_reset
+        must_reset = is_done & (not is_same_step)
     assert num_ends[0] > 200 and num_ends[1] >= 10
     starts = np.array(starts)
     assert np.abs(starts).max() < 0.05 and np.abs(starts.std(0) - 0.1 / 12**0.5).max() < 0.003
@@ -332,20 +230,13 @@ def check_dynamics(module):
 def check_device(path, folder):
     """CartPole is right and learned; rollouts hold the truth; a recorded rollout equals an eager one."""
     module = import_file("edited_copy", path)
-    for seed in (66001, 66002):
-        done = run_main(module, folder / f"{seed}", f"--env-id torch_cartpole:TorchCartPole-v0 --seed {seed}")
-        assert read_returns(done)[-1] >= 475
-    check_dynamics(module)
+    done = run_main(module, folder / "learned", "--env-id torch_cartpole:TorchCartPole-v0 --seed 66001")
+    assert read_returns(done)[-1] >= 475
+    check_dynamics("torch_cartpole:TorchCartPole-v0")
     for env_id in ("TorchLedger-v0", "TorchBoxLedger-v0"):
         check_transitions(module, env_id)
     for env_id in ("torch_cartpole:TorchCartPole-v0", "TorchLedger-v0", "TorchBoxLedger-v0"):
         check_recording(path, folder, env_id)
-    # A mistake that the page warns of
-    losses = [
-        play(path, folder / f"f{x}", f"{DEVICE_FLAGS}TorchForgetful-v0 --eval-episodes 0", x)[1]
-        for x in (True, False)
-    ]
-    assert losses[0] != losses[1]
     # A simulator that cannot be recorded
     places = recipe.find_block(TEXTS[ON_DEVICE], "diff").split("@@\n")
     path.write_text(recipe.apply_diff((ROOT / "algos" / "ppo.py").read_text(), "@@\n".join(places[:-3])))
@@ -368,33 +259,11 @@ def check_same_step(path, folder):
     env_id = "same_step_cartpole:SameStepCartPole-v0"
     done, module = run_edited(path, f"--env-id {env_id} --seed 66003")
     assert read_returns(done)[-1] >= 475
-    check_same_step_cartpole(env_id)
+    check_dynamics(env_id)
     for task in ("TorchSameStepLedger-v0", "TorchSameStepBoxLedger-v0"):
         check_transitions(module, task)
     for task in (env_id, "TorchSameStepLedger-v0"):
         check_recording(path, folder, task)
-
-
-def check_same_step_cartpole(env_id):
-    """It makes the same steps as the one that resets a step later, and begins an episode where one ended."""
-    torch.manual_seed(66)
-    envs = gym.make_vec(env_id, 8)
-    obs, _ = envs.reset()
-    other = gym.make_vec("torch_cartpole:TorchCartPole-v0", 8).unwrapped
-    num_ends = 0
-    for _ in range(100):
-        other.state.copy_(obs)
-        other.age.copy_(envs.unwrapped.age)
-        other.is_done.zero_()
-        actions = torch.randint(2, (8,))
-        *expected, _ = other.step(actions)
-        obs, *found, infos = envs.step(actions)
-        assert all(torch.equal(x, y) for x, y in zip((infos["final_obs"], *found), expected, strict=True))
-        is_done = found[1] | found[2]
-        assert torch.equal(obs[~is_done], infos["final_obs"][~is_done]) and (obs[is_done].abs() < 0.05).all()
-        assert (envs.unwrapped.age[is_done] == 0).all() and (found[0] == 1).all()
-        num_ends += is_done.sum()
-    assert num_ends > 20
 
 
 DEVICE_CHECKS = {

@@ -28,6 +28,7 @@ class Case:
     even: tuple[str, int]  # more flags, with which every evaluation takes this number of steps
     tags: tuple[str, str]  # of a score and a loss
     bad: dict[str, str]  # flags of bad input, and words of the one line that answers them
+    ranges: str  # counts and shares with numbers outside their range
     other_tasks: tuple[str, ...]  # flags of other tasks that a checkpoint fits, with worse scores
     max_tokens: int  # the most code tokens of its file
     statistics: str = ""  # flags of a run that keeps statistics, if a script has any
@@ -44,8 +45,6 @@ BAD_FILES = {
     "--resume other.pt": "other.pt: missing, or not a checkpoint of this version",
     "--evaluate pickle.pt": "pickle.pt: missing, or not a checkpoint of this version",
     "--run-dir garbage.pt": "cannot be written to (Not a directory)",
-    "--seed -1": "--seed (-1) must be",
-    "--eval-episodes -1": "--eval-episodes (-1) must be",
 }  # for all scripts
 BAD_TASKS = {
     "--env-id NoSuch-v0": "--env-id NoSuch-v0: Environment `NoSuch` doesn't exist",
@@ -59,6 +58,7 @@ CASES = {
         more=1024,
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/value_loss"),
+        ranges="num_envs=0 gamma=99 gae_lambda=1.2",
         max_tokens=6050,
         statistics="--env-id Pendulum-v1 --norm-obs",
         bad=BAD_TASKS
@@ -69,12 +69,12 @@ CASES = {
             "--env-id probe_envs:BadIntegers-v0": "must be Discrete or a Box of floats, not Box(0, 3",
             "--env-id probe_envs:BadEmpty-v0": "must be Discrete or a Box of floats, not Box(",
             "--env-id probe_envs:SameStepLedger-v0": "metadata['autoreset_mode'] must be NEXT_STEP",
+            "--env-id probe_envs:OtherSameStepLedger-v0": "must be NEXT_STEP, not SameStep",
+            "--env-id probe_envs:UndeclaredLedger-v0": "must be NEXT_STEP, not None",
+            "--env-id probe_envs:EightLedger-v0": "always has 8 environments; set --num-envs (per",
+            "--env-id probe_envs:EightLedger-v0 --num-envs 8": "always has 8 environments",
             "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id, --norm-obs",
             "--norm-obs --evaluate good.pt": "good.pt: not the network of --env-id, --norm-obs",
-            "--num-envs 0": "--num-envs (0) must be from 1 to",
-            "--learning-rate -0.1": "--learning-rate (-0.1) must be from 0 to",
-            "--gamma 99": "--gamma (99.0) must be from 0 to 1",
-            "--gae-lambda 1.2": "--gae-lambda (1.2) must be from 0 to 1",
             "--num-envs 1 --num-steps 32 --num-minibatches 32": "--norm-adv needs minibatches of at least 2",
             "--evaluate good.pt --resume good.pt": "--resume and --evaluate exclude each other",
             "--num-minibatches 100000": "--num-minibatches (100000) must divide the 2048 steps",
@@ -90,6 +90,7 @@ CASES = {
         more=1024,
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/q_loss"),
+        ranges="learn_length=0 memory_span=0.5 gamma=1.5 epsilon=40 eta=2 alpha=2",
         max_tokens=7100,
         statistics="--env-id probe_envs:Ledger-v0",
         bad=BAD_TASKS
@@ -101,14 +102,7 @@ CASES = {
             "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id",
             "--hidden-size 17 --evaluate good.pt": "good.pt: not the network of --env-id, --hidden-size",
             "--no-recurrent --resume good.pt": "not the network of --env-id, --hidden-size, --recurrent",
-            "--learn-length 0": "--learn-length (0) must be from 1 to",
             "--n-step 0 --resume good.pt": "--n-step (0) must be from 1 to",
-            "--burn-in -1": "--burn-in (-1) must be from 0 to",
-            "--memory-span 0.5": "--memory-span (0.5) must be from 1 to",
-            "--gamma 1.5": "--gamma (1.5) must be from 0 to 1",
-            "--epsilon 40": "--epsilon (40.0) must be from 0 to 1",
-            "--eta -0.1": "--eta (-0.1) must be from 0 to 1",
-            "--alpha 2": "--alpha (2.0) must be from 0 to 1",
             "--batch-size 25": "--batch-size (25) must be at least 26",
             "--buffer-size 1000000000000": "--buffer-size (1000000000000) must be smaller",
         },
@@ -122,6 +116,7 @@ CASES = {
         more=4,
         even=("--num-epochs 20 --eval-episodes 15", 15),
         tags=("eval/greedy_length", "losses/policy_loss"),
+        ranges="baseline_instances=0 baseline_level=5",
         max_tokens=5950,
         statistics="--baseline rollout --baseline-instances 20 --baseline-level 0.5",
         bad={
@@ -133,10 +128,7 @@ CASES = {
             "--train-path some.txt": "some.txt: needs envs_shared/tsplib.py; copy it",
             "--solve tours --evaluate good.pt": "--solve needs --evaluate and --data",
             "--data some.TSP": "some.TSP: needs envs_shared/tsplib.py; copy it",
-            "--baseline-instances 0": "--baseline-instances (0) must be from 1 to",
             "--baseline-instances 1": "--baseline-instances (1) must be at least 2 for each process",
-            "--baseline-level 5": "--baseline-level (5.0) must be from 0 to 1",
-            "--weight-decay -1": "--weight-decay (-1.0) must be from 0 to",
         },
         reader="tsplib.py",
         other_tasks=("--env-id tsp6-uniform", "--seed 8"),
@@ -149,6 +141,7 @@ CASES = {
         more=4,
         even=("--num-epochs 20 --eval-episodes 2", 4),
         tags=("eval/win_rate_best", "losses/value_loss"),
+        ranges="num_games=0 generate_fraction=0 q_weight_end=1.5 draw_moves=30",
         max_tokens=9550,
         statistics="--pretrain-value-epochs 1 --pretrain-search-epochs 1",
         bad={
@@ -159,14 +152,9 @@ CASES = {
             "--gtp good.pt": "--gtp needs envs_shared/go_gtp.py",
             "--batch-size 7": NOT_DIVISIBLE,
             "--eval-episodes 0 --evaluate good.pt": "--evaluate needs --eval-episodes",
-            "--num-games 0": "--num-games (0) must be from 1 to",
-            "--train-fraction -1": "--train-fraction (-1.0) must be from 0 to",
-            "--generate-fraction 0": "--generate-fraction (0.0) must be greater than 0",
-            "--q-weight-end 1.5": "--q-weight-end (1.5) must be from 0 to 1",
             "--num-epochs 2": "--num-epochs (2) must be greater than --pretrain-value-epochs (2)",
             "--gtp good.pt --resume good.pt": "--resume, --evaluate and --gtp exclude each other",
-            "--draw-moves 30": "--draw-moves (30.0) must be from 0 to 1",
-            "--pool-size 1000": "--pool-size (1000) must be at least 8 times --batch-size (128)",
+            "--pool-size 1000": "--pool-size (1000) must be at least 8 x --batch-size (128)",
         },
         sibling="go.py",
         reader="go_gtp.py",
@@ -179,6 +167,7 @@ CASES = {
         more=4,
         even=("--detector-iterations 10 --ppo-iterations 10 --eval-episodes 40", 40),
         tags=("eval/f1", "losses/cross_entropy"),
+        ranges="patch_size=0 gamma=1.5 val_share=2",
         max_tokens=6500,
         other_tasks=("--cost 9",),  # at which every score is lower
         bad={
@@ -187,15 +176,10 @@ CASES = {
             "--data-dir nothing": "--data-dir and --predict need envs_shared/change_folders.py",
             "--patch-size 6": "--image-size must be divisible by --patch-size",
             "--predict a.png b.png": "--predict needs --evaluate",
-            "--predict a.png b.png --evaluate good.pt": "need envs_shared/change_folders.py beside change_pairs.py",
+            "--predict a.png b.png --evaluate good.pt": "need envs_shared/change_folders.py beside change",
             "--pretrained missing.pt": "missing.pt: missing, or not a checkpoint",
             "--env-id haze-3 --resume good.pt": "good.pt: not the network of --env-id (",
-            "--patch-size 0": "--patch-size (0) must be from 1 to",
-            "--learning-rate -1": "--learning-rate (-1.0) must be from 0 to",
-            "--gamma 1.5": "--gamma (1.5) must be from 0 to 1",
-            "--val-share 2": "--val-share (2.0) must be from 0 to 1",
             "--cell-size 8 --image-size 8": "--cell-size",
-            "--num-steps -1": "--num-steps (-1) must be from 1 to",
             "--detector-iterations 0 --ppo-iterations 0": "are both 0",
             "--predict a.png --evaluate good.pt": "--predict needs two pictures or two folders",
             "--env-id haze-3 --pretrained good.pt": "good.pt: not the network of --env-id (",
@@ -223,7 +207,7 @@ def copy_script(script: str, folder: Path) -> Path:
 def run_copy(folder: Path, script: str, *flags) -> tuple[str, str]:
     """Run the copied script, where this repository is not on the path; return stdout and stderr."""
     out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
-    process = start_process(out, {}, "run_copy", folder / f"{script}.py", *flags, errors=err)
+    process = start_process(out, "run_copy", folder / f"{script}.py", *flags, errors=err)
     assert wait_for([process]) == [0], err.read_text()
     return out.read_text(), err.read_text()
 
@@ -261,6 +245,14 @@ def check_no_step_is_logged_twice(path: Path) -> dict:
     return scalars
 
 
+def read_returns(run: "Run") -> list[float]:
+    return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
+
+
+def read_losses(path: Path) -> dict:
+    return {tag: x for tag, x in read_scalars(path).items() if tag.startswith("losses/")}
+
+
 @dataclass
 class Run:
     """A run's folder, what it printed, the names of the files that it replaced, and its seeds in order."""
@@ -269,9 +261,6 @@ class Run:
     out: str
     written: list[str]
     seeds: list[int]
-
-    def read_losses(self) -> dict:
-        return {tag: x for tag, x in read_scalars(self.path).items() if tag.startswith("losses/")}
 
 
 def call_main(module: ModuleType, flags: str) -> tuple[str, list[str], list[int]]:

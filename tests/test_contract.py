@@ -36,6 +36,7 @@ from scripts import (
     load,
     longer,
     read_files,
+    read_losses,
     read_progress,
     read_scores,
     run_copy,
@@ -45,8 +46,9 @@ from scripts import (
 
 from benchmark.runs import read_text
 
-COMMON_FLAGS = """exp_name seed torch_deterministic cuda track wandb_project_name wandb_entity capture_video
-run_dir resume evaluate eval_interval eval_episodes""".split()
+COMMON_FLAGS = """exp_name: str, seed: int, torch_deterministic: bool, cuda: bool, track: bool,
+wandb_project_name: str, wandb_entity: str | None, capture_video: bool, run_dir: str, resume: str | None,
+evaluate: str | None, eval_interval: int, eval_episodes: int""".replace("\n", " ").split(", ")
 MAX_TOKENS = {f"algos/{script}.py": case.max_tokens for script, case in CASES.items()} | {
     "envs_shared/tsplib.py": 1600,
     "envs_shared/go.py": 2600,
@@ -54,6 +56,7 @@ MAX_TOKENS = {f"algos/{script}.py": case.max_tokens for script, case in CASES.it
     "envs_shared/change_pairs.py": 2100,
     "envs_shared/change_folders.py": 1800,
 }
+SIGNED = {"komi", "cost", "log_std"}  # numbers that may be negative
 OPTIONAL = {"ale_py", "minigrid"}  # packages that are imported for some tasks only
 
 
@@ -66,15 +69,14 @@ def resumed(script, tmp_path_factory):
     case, folder = CASES[script], tmp_path_factory.mktemp("alone") / "copy"
     log, file = folder.with_suffix(".log"), copy_script(script, folder) / f"{script}.py"
     # The fourth one is written between the log of an iteration and its evaluation
-    process = start_process(log, {}, "kill_at", file, 4, *case.quick.split())
+    process = start_process(log, "kill_at", file, 4, *case.quick.split())
     assert wait_for([process]) == [-signal.SIGKILL], log.read_text()
     path = find_run(folder / "runs")
     before, logged = read_progress(path), read_scalars(path)[case.tags[1]]
     time.sleep(1.1)  # TensorBoard orders event files by the second they were made in
-    counter = "step" if case.length == "--total-timesteps" else "iteration"
-    total = before[counter] + 2 * case.more
+    total = longer(path, case)
     out, err = run_copy(folder, script, "--resume", path / "checkpoint.pt", case.length, total)
-    assert read_progress(path)[counter] >= total
+    assert longer(path, case) >= total + case.more
     return SimpleNamespace(folder=folder, path=path, before=before, logged=logged, out=out, err=err)
 
 
@@ -156,7 +158,7 @@ def test_evaluations_change_nothing_that_is_trained(script, whole, never):
     """To the last bit. A run without evaluations writes checkpoints, but no best.pt."""
     first, second = (load(x.path / "checkpoint.pt")["agent"] for x in (whole, never))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert whole.read_losses() == never.read_losses() != {}
+    assert read_losses(whole.path) == read_losses(never.path) != {}
     assert len(read_scalars(whole.path)[CASES[script].tags[0]]) > 2
     assert not any(tag.startswith("eval/") for tag in read_scalars(never.path))
     assert {*never.written} == {"checkpoint.pt"} and len(never.written) > 3 and "best.pt" in whole.written
@@ -167,7 +169,7 @@ def test_evaluations_change_nothing_that_is_trained(script, whole, never):
 def test_each_iteration_has_random_numbers_of_its_own(script, whole, never, tmp_path):
     """No other iteration has them, and none of a run with another --seed, which learns something else."""
     other = run_quick(script, tmp_path / "other", "--eval-episodes", 0, "--seed", 2)
-    assert other.read_losses() != whole.read_losses()
+    assert read_losses(other.path) != read_losses(whole.path)
     num_iterations = read_progress(whole.path)["iteration"]
     seeds, earlier = never.seeds[-num_iterations:], never.seeds[:-num_iterations]
     assert len({*seeds}) == num_iterations > 4 and not {*seeds} & {*earlier, *other.seeds}
@@ -220,7 +222,7 @@ def test_bad_input_is_one_line_and_exit_code_2(script, whole, tmp_path):
     files = read_files(folder)
     bad = BAD_FILES | CASES[script].bad
     runs = [f"{2 if words == NOT_DIVISIBLE else 1} {flags}" for flags, words in bad.items()]
-    process = start_process(log, {}, "fail_each", folder / f"{script}.py", *runs)
+    process = start_process(log, "fail_each", folder / f"{script}.py", *runs)
     exit_codes, lines = wait_for([process]), log.read_text().splitlines()
     assert exit_codes == [0] and len(lines) == 2 * len(runs), lines
     for flags, words, line, exit_code in zip(bad, bad.values(), lines[::2], lines[1::2], strict=True):
@@ -230,42 +232,38 @@ def test_bad_input_is_one_line_and_exit_code_2(script, whole, tmp_path):
 
 
 @each_script
-def test_every_number_that_is_not_finite_is_refused(script, tmp_path, monkeypatch, capsys):
+def test_numbers_outside_their_range_are_refused(script, tmp_path, monkeypatch, capsys):
+    """All that are negative or not finite, and counts and shares."""
     module = get_module(script)
     monkeypatch.setattr(module, "train", lambda *_: pytest.fail("it trains"))
-    names = [field.name for field in fields(module.Args) if "float" in str(field.type)]
-    assert len(names) > 3
-    for name, value in itertools.product(names, ("nan", "inf", "-inf")):
+    numbers = [x for x in fields(module.Args) if re.search("float|int", str(x.type))]
+    settings = CASES[script].ranges.split()
+    settings += [f"{x.name}=-1" for x in numbers if x.name not in SIGNED]
+    settings += [f"{x.name}={y}" for x in numbers for y in ("nan", "inf", "-inf") if "float" in str(x.type)]
+    assert len(settings) > 20
+    for name, value in (x.split("=") for x in settings):
         flag = f"--{name.replace('_', '-')}"
         line = fail_with(capsys, module.main, [f"{flag}={value}", f"--run-dir={tmp_path / 'runs'}"])
-        assert f"{flag} ({value}) must be" in line
+        assert re.search(rf"{flag} \({value}(\.0)?\) must be", line)
     assert not (tmp_path / "runs").exists()
 
 
 @each_script
-def test_a_kill_while_a_checkpoint_is_written_leaves_one_that_loads(script, tmp_path, monkeypatch):
-    """The first is written before training. Later a best.pt is there as well, and it loads too.
-
-    The folder, before and after a written file takes its name, is what a kill leaves at that moment.
-    """
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(script, tmp_path, monkeypatch):
+    """The first is written before training. Later a best.pt is there as well, and it loads too."""
     replace, written, iterations = os.replace, [], []
 
-    def look(folder):
-        checkpoint = load(folder / "checkpoint.pt")
+    def replace_and_look(source, target):
+        replace(source, target)
+        written.append(target.name)
+        checkpoint = load(target.parent / "checkpoint.pt")
         progress, num_written = checkpoint["progress"], written.count("checkpoint.pt")
         iterations.append(progress["iteration"])
         if num_written < 8:  # before the end of the run, whose policy is evaluated later
             assert iterations[-1] == math.ceil((num_written - 1) / CASES[script].num_saves)
         assert (iterations[-1] == 0) == (progress["step"] == 0) == (checkpoint["optimizer"]["state"] == {})
-        for best in folder.glob("best.pt"):
-            assert load(best)["progress"]["iteration"] > 0
-
-    def replace_and_look(source, target):
-        if written:
-            look(target.parent)
-        replace(source, target)
-        written.append(target.name)
-        look(target.parent)
+        if "best.pt" in written:
+            assert load(target.parent / "best.pt")["progress"]["iteration"] > 0
 
     monkeypatch.setattr(os, "replace", replace_and_look)
     run_quick(script, tmp_path, "--eval-interval", 1)
@@ -284,14 +282,12 @@ EXACT = {
 @pytest.mark.parametrize("script", EXACT)
 def test_a_run_that_is_cut_and_resumed_is_the_uninterrupted_one(script, tmp_path, monkeypatch):
     """To the last bit, and in the log, from the checkpoints of several iterations."""
-    replace, numbers = os.replace, (1, 2, 3)
+    replace = os.replace
 
     def keep(source, target):
         replace(source, target)
-        if (
-            target.name == "checkpoint.pt"
-            and (number := read_progress(target.parent)["iteration"]) in numbers
-        ):
+        if target.name == "checkpoint.pt":
+            number = read_progress(target.parent)["iteration"]
             shutil.copytree(target.parent, tmp_path / str(number), dirs_exist_ok=True)
 
     with monkeypatch.context() as patch:
@@ -300,13 +296,12 @@ def test_a_run_that_is_cut_and_resumed_is_the_uninterrupted_one(script, tmp_path
     scalars = read_scalars(whole)
     if script == "reinforce_tsp_attention":
         assert [x for _, x in scalars["charts/baseline_updates"]][:2] == [1, 1]
-    for left in (tmp_path / str(number) for number in numbers):
+    for left in (tmp_path / number for number in "123"):
         call_main(get_module(script), f"--resume {left / 'checkpoint.pt'}")
         for name in ("checkpoint.pt", "best.pt"):
             ends = [load(path / name) for path in (whole, left)]
             for end in ends:
-                del end["args"]
-                del end["progress"]["cpu_seconds"]
+                del end["args"], end["progress"]["cpu_seconds"]
             torch.testing.assert_close(*ends, rtol=0, atol=0, equal_nan=True)
         for tag, values in read_scalars(left).items():
             if not tag.endswith(("seconds", "SPS")):
@@ -397,38 +392,17 @@ def test_a_frozen_layer_and_an_unused_parameter_train_on(script, tmp_path):
 
 
 @each_script
-def test_an_evaluation_that_fails_loses_nothing(script, tmp_path):
-    """The checkpoint before it is of the same iteration, and the run goes on from there."""
+def test_a_run_that_was_killed_in_an_evaluation_makes_up_for_it(script, tmp_path):
+    """The checkpoint before the evaluation is of the same iteration."""
     module = get_module(script)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(module, "evaluate", lambda *args, **kwargs: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run_quick(script, tmp_path)
+        run_quick(script, tmp_path)
     path = find_run(tmp_path)
-    assert read_progress(path)["iteration"] == 2 and not (path / "best.pt").exists()
-    module.main(["--resume", str(path / "checkpoint.pt")])
-    assert read_progress(path)["iteration"] > 4 and (path / "best.pt").exists()
-
-
-@each_script
-def test_checkpoints_are_at_most_ten_minutes_apart(script, tmp_path, monkeypatch):
-    """Here each call of the clock is a minute later."""
-    module = get_module(script)
-    monkeypatch.setattr(module.time, "time", itertools.count(1e9, 60.0).__next__)
-    written = run_quick(script, tmp_path, "--eval-episodes", 0, "--eval-interval", 10**6).written
-    assert written.count("checkpoint.pt") > 3
-
-
-@each_script
-def test_ctrl_c_of_an_evaluation_says_nothing_of_resuming(script, whole, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    module = get_module(script)
-    monkeypatch.setattr(module, "train", interrupt)
-    with pytest.raises(SystemExit, match="130"):
-        module.main(["--evaluate", str(whole.path / "best.pt")])
-    assert not capsys.readouterr().err
+    progress = read_progress(path)
+    assert progress["iteration"] == 2 and not (path / "best.pt").exists()
+    call_main(module, f"--resume {path / 'checkpoint.pt'}")
+    assert read_scalars(path)[CASES[script].tags[0]][0][0] == progress["step"]
 
 
 @each_script
@@ -436,22 +410,15 @@ def test_ctrl_c_ends_with_the_command_that_resumes(script, tmp_path):
     """As the last line, with exit code 130. The command works."""
     case, folder, log = CASES[script], copy_script(script, tmp_path / "copy"), tmp_path / "log"
     flags = [*case.quick.split(), case.length, "1000000"]
-    process = start_process(log, {}, "run_copy", folder / f"{script}.py", *flags)
+    process = start_process(log, "run_copy", folder / f"{script}.py", *flags)
     while process.is_alive() and not list(folder.glob("runs/*/best.pt")):
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     assert wait_for([process]) == [130], log.read_text()
     path = find_run(folder / "runs")
-    line = log.read_text().splitlines()[-1]
-    name = f"runs/{path.name}"
-    command = line.partition(": interrupted; to resume: ")[2].replace("'", "")
-    assert re.fullmatch(re.escape(f"python {folder}/{script}.py --resume {name}/checkpoint.pt"), command), (
-        line
-    )
-    step = read_progress(path)["iteration"] + 1
-    if case.length == "--total-timesteps":
-        step = read_progress(path)["step"] + 1
-    run_copy(folder, script, *command.split(".py ")[1].split(), case.length, str(step))
+    command = log.read_text().splitlines()[-1].partition(": interrupted; to resume: ")[2].replace("'", "")
+    assert command == f"python {folder}/{script}.py --resume runs/{path.name}/checkpoint.pt"
+    run_copy(folder, script, *command.split(".py ")[1].split(), case.length, longer(path, case))
 
 
 def resume_and_score(script: str, run: Path, *flags) -> str:
@@ -482,12 +449,12 @@ def test_the_first_score_of_another_task_is_the_best(script, whole, tmp_path):
     case = CASES[script]
     for i, flags in enumerate(case.other_tasks):
         other = shutil.copytree(whole.path, tmp_path / str(i))
-        before = load(other / "best.pt")["progress"]["iteration"]
+        before = (other / "best.pt").read_bytes()
         resume_and_score(script, other, flags, case.length, str(longer(whole.path, case)))
-        assert load(other / "best.pt")["progress"]["iteration"] > before
+        assert (other / "best.pt").read_bytes() != before
 
 
-@pytest.mark.parametrize("where", ["init", "reset", "step"])
+@pytest.mark.parametrize("where", ["init", "step"])
 @pytest.mark.parametrize("script", ["ppo", "r2d2_lstm"])
 def test_the_traceback_of_a_users_environment_is_whole(script, where, tmp_path):
     """The error leaves `main` as it is."""
@@ -504,19 +471,15 @@ def source(script: str) -> str:
     return (ROOT / "algos" / f"{script}.py").read_text()
 
 
-def count_tokens(text: str) -> int:
+@pytest.mark.parametrize("path", MAX_TOKENS)
+def test_a_file_is_within_its_budget_of_tokens(path):
     """Names, numbers, strings and operators; an f-string is one, also where Python's tokenizer splits it."""
-    count, open_strings = 0, 0
+    text, count, open_strings = (ROOT / path).read_text(), 0, 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         kind = tokenize.tok_name[token.type]
         count += open_strings == 0 and kind in ("NAME", "NUMBER", "STRING", "OP", "FSTRING_START")
         open_strings += {"FSTRING_START": 1, "FSTRING_END": -1}.get(kind, 0)
-    return count
-
-
-@pytest.mark.parametrize("path", MAX_TOKENS)
-def test_a_file_is_within_its_budget_of_tokens(path):
-    assert count_tokens((ROOT / path).read_text()) <= MAX_TOKENS[path]
+    assert count <= MAX_TOKENS[path]
 
 
 def find_imports(nodes) -> set[str]:
@@ -526,20 +489,15 @@ def find_imports(nodes) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def read_metadata(script: str) -> tuple[dict, dict]:
-    """Return the PEP 723 block of a script, and the ranges of versions in it by package."""
-    (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", source(script), re.M)
-    metadata = tomllib.loads(re.sub("^# ?", "", block, flags=re.M))
-    return metadata, {r.name: r.specifier for r in map(Requirement, metadata["dependencies"])}
-
-
 @each_script
 def test_pep723_block_has_the_packages_that_are_imported(script):
-    """Also by its files of envs_shared/. And the package of the default task.
+    """Also by its files of envs_shared/, and the package of the default task; requirements.txt pins them.
 
     Numpy, which gymnasium and torch depend on, may be left out.
     """
-    _, ranges = read_metadata(script)
+    (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", source(script), re.M)
+    metadata = tomllib.loads(re.sub("^# ?", "", block, flags=re.M))
+    ranges = {r.name: r.specifier for r in map(Requirement, metadata["dependencies"])}
     tree = ast.parse(source(script))
     files = [ROOT / "envs_shared" / x for x in (CASES[script].sibling, CASES[script].reader) if x]
     trees = [tree, *(ast.parse(path.read_text()) for path in files)]
@@ -550,11 +508,6 @@ def test_pep723_block_has_the_packages_that_are_imported(script):
     packages |= {task.split(":")[0]} if ":" in task else set()
     assert packages - OPTIONAL - {"numpy"} == ranges.keys() - {"numpy"}
     assert not find_imports(tree.body) & {"wandb", *OPTIONAL}  # imported only if a flag needs them
-
-
-@each_script
-def test_requirements_pin_versions_in_the_ranges_of_a_script(script):
-    metadata, ranges = read_metadata(script)
     pins = {r.name: r.specifier for r in map(Requirement, (ROOT / "requirements.txt").read_text().split())}
     for name, specifier in ranges.items():
         (pin,) = pins[name]
@@ -572,35 +525,19 @@ def test_a_script_imports_one_file_of_this_repository_at_most(script):
     assert not any(find_imports(ast.walk(ast.parse(path.read_text()))) & others for path in files)
 
 
-def read_fields(script: str) -> list[tuple[str, str, str]]:
-    """Return the fields of Args, each on one line with a comment: [(name, type, comment), ...]."""
-    (args,) = re.findall(r"^class Args:\n(.*?)\n\n\n", source(script), re.M | re.S)
-    lines = [
-        x for x in args.splitlines()[1:] if x and not x.startswith("    #")
-    ]  # without docstring and headings
-    return [re.fullmatch(r"    (\w+): (.+?) = .*  # (\S.*)", line).groups() for line in lines]
-
-
 @each_script
-def test_common_flags_come_first_and_are_spelled_alike(script, monkeypatch, capsys):
-    """And --help shows the comment of each field."""
-    fields = read_fields(script)
-    names = [name for name, *_ in fields]
-    common = [name for name in COMMON_FLAGS if name != "capture_video" or name in names]
-    assert names[: len(common)] == common
-    types = {name: kind for name, kind, _ in read_fields("ppo")}
-    assert all(types[name] == kind for name, kind, _ in fields[: len(common)])
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit, match="0"):
-        get_module(script).main(["--help"])
-    text = " ".join(re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    for name, _, comment in fields:
-        assert f"--{name.replace('_', '-')}" in text and " ".join(comment.split()) in text, name
+def test_common_flags_come_first_and_are_spelled_alike(script):
+    """Each field is on one line with a comment, which tyro shows as its help."""
+    (args,) = re.findall(r"^class Args:\n(.*?)\n\n\n", source(script), re.M | re.S)
+    # Without docstring and headings
+    lines = [x for x in args.splitlines()[1:] if x and not x.startswith("    #")]
+    found = [re.fullmatch(r"    (\w+: .+?) = .*  # \S.*", line)[1] for line in lines]
+    common = [x for x in COMMON_FLAGS if x != "capture_video: bool" or x in found]
+    assert found[: len(common)] == common
 
 
 def split_at_run(script: str) -> tuple[str, str]:
-    """The algorithm of a script, and its part Run without what may differ: Progress, main, and `capture` or
-    none."""
+    """The algorithm of a script, and its part Run without what may differ: Progress, main, and `capture`."""
     first, ruler, second = source(script).partition(f"# ---- Run {'-' * 99}\n")
     assert ruler
     for start in ("@dataclass\nclass Progress", "def capture", "def main"):
@@ -610,14 +547,11 @@ def split_at_run(script: str) -> tuple[str, str]:
 
 @each_script
 def test_the_part_run_is_that_of_all_scripts(script):
-    """Byte by byte; `capture` is equal where it is. The rest of a script writes no files and asks for no
-    process."""
+    """Byte by byte, and `capture` too if there is one. The rest writes no files and asks for no process."""
     first, second = split_at_run(script)
     assert second == split_at_run("ppo")[1] and second.count("\ndef ") > 6 and "class Run" in second
-    captures = {
-        x for name in SCRIPTS for x in re.findall(r"^def capture.*?\n\n\n", source(name), re.M | re.S)
-    }
-    assert len(captures) == 1
+    capture = re.compile(r"^def capture.*?\n\n\n", re.M | re.S)
+    assert capture.findall(source(script)) in ([], capture.findall(source("ppo")))
     assert not re.search(r"if .*RANK|torch\.save|os\.replace|SummaryWriter\(|wandb\.|lambda: run", first)
     train = first[first.index("\ndef train(") :]
     assert not re.search(r"^    +def ", train, re.M)  # no closures

@@ -30,7 +30,7 @@ def test_two_processes_train_as_one(script, tmp_path):
     case = CASES[script]
     flags = f"{case.quick} {case.length} {case.more} {case.statistics} --eval-episodes 0"
     words, logs = (script, tmp_path, flags, f"{case.length} {2 * case.more}"), [tmp_path / x for x in "01"]
-    exit_codes = wait_for([start_process(log, {}, "share", log.name, *words) for log in logs])
+    exit_codes = wait_for([start_process(log, "share", log.name, *words) for log in logs])
     output = "".join(log.read_text() for log in logs)
     assert exit_codes == [0, 0], output
     assert output.count("not evaluated") == 2  # one process talks, in both runs
@@ -55,8 +55,7 @@ def test_two_processes_train_as_one(script, tmp_path):
 
 
 def run_job(folder, flags, job_id, stand_ins, **env):
-    """Run docs/slurm/train.sbatch as Slurm does, with stand-ins for commands, and run folders in
-    `folder`/runs."""
+    """Run docs/slurm/train.sbatch as Slurm does, with stand-ins for commands; runs go to `folder`/runs."""
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in {"scontrol": "echo localhost; echo node2", **stand_ins}.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -70,8 +69,7 @@ def run_job(folder, flags, job_id, stand_ins, **env):
 
 
 def test_a_slurm_job_that_starts_again_resumes_its_run(tmp_path):
-    """A job looks for the checkpoint of its own id, in the only folder that has one, and ends with srun's
-    exit code."""
+    """A job looks in the one folder of its id that has a checkpoint, and ends with the exit code of srun."""
     folder = tmp_path / "runs" / "job-7"
     make = f"mkdir -p {folder}/killed-early {folder}/run; touch {folder}/run/checkpoint.pt; exit 3"
     stand_ins = {"srun": f'echo "$*" | sed "s/.*ppo.py //"; {make}'}
@@ -117,8 +115,7 @@ def test_two_nodes_under_slurm(tmp_path):
 
 
 def test_the_commands_of_the_page_are_real(monkeypatch):
-    """The scripts of docs/scaling.md take their flags, and totals are divisible by the number of
-    processes."""
+    """The scripts take their flags, and totals are divisible by the number of processes."""
     empty = {"args": {}, "progress": {}}
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: {**empty})  # what --resume names
     blocks, named = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.S), set()

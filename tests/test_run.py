@@ -1,12 +1,12 @@
 """The part Run, tried with ppo.py: test_contract.py shows that it is the same in all scripts."""
 
-import importlib
-import io
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,20 +14,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import ENVIRONMENT, ROOT, fail_with, read_scalars
-from scripts import CASES, copy_script, find_run, load, read_files, read_progress, run_main, run_quick
+from scripts import CASES, call_main, copy_script, find_run, load, read_progress, run_main, run_quick
 
 from algos import ppo
 
 SCORE = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
 SHORT = "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2"
-
-
-def call(*flags) -> str:
-    """Call `main` of ppo.py; return what it prints."""
-    out = io.StringIO()
-    with redirect_stdout(out), redirect_stderr(io.StringIO()):
-        ppo.main([*map(str, flags)])
-    return out.getvalue()
 
 
 def start(*command, **options) -> subprocess.CompletedProcess:
@@ -44,11 +36,12 @@ def done(tmp_path_factory) -> Path:
 @pytest.fixture
 def copied(done, tmp_path) -> Path:
     """A copy of that folder."""
-    folder = tmp_path / "runs" / done.name
-    folder.mkdir(parents=True)
-    for path in done.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    return Path(shutil.copytree(done, tmp_path / "runs" / done.name))
+
+
+def resume(path, *flags):
+    """Let the run of a checkpoint, of 2,048 steps, go on for 1,024 more."""
+    ppo.main(["--resume", str(path), "--total-timesteps", "3072", *flags])
 
 
 # Evaluations
@@ -68,43 +61,34 @@ def test_a_score_that_is_not_finite_ends_the_run_with_one_line(value, tmp_path, 
     assert best["iteration"] == 2 < last["iteration"] == 4 and last["best_score"] == 7.0
 
 
-@pytest.mark.parametrize("length", [1, 5])
-def test_a_run_is_evaluated_at_each_tenth_if_that_takes_a_fifth_of_the_steps(length, tmp_path):
+@pytest.mark.parametrize(
+    ("env_id", "length", "num_episodes"), [("Shifted", 1, 4), ("Fixed", 5, 4), ("Fixed", 5, 50)]
+)
+def test_a_run_is_evaluated_at_each_tenth_if_that_takes_a_fifth_of_the_steps(
+    env_id, length, num_episodes, tmp_path
+):
     """However long the iterations are; the last evaluation takes what it takes."""
-
-    class Task(importlib.import_module("probe_envs").Fixed):
-        pass
-
-    Task.length = length
-    ppo.gym.register(f"Length{length}-v0", Task)
-    flags = f"--env-id Length{length}-v0 --num-envs 2 --num-steps 8 --total-timesteps 2000 --eval-episodes 4"
+    flags = "--num-envs 2 --num-steps 8 --total-timesteps 2000 --update-epochs 1 --num-minibatches 1"
+    flags += f" --env-id probe_envs:{env_id}-v0 --eval-episodes {num_episodes}"
     scalars = read_scalars(run_main(ppo, tmp_path, flags).path)
-    steps = [step for step, _ in scalars["eval/episodic_length"]]
-    due = [min(s for s, _ in scalars["charts/SPS"] if s >= 200 * i) for i in range(1, 11)]
-    assert steps == due
-    assert all(4 * length * (i + 1) <= step / 5 for i, step in enumerate(steps[:-1]))
-
-
-def test_evaluations_that_would_take_more_are_left_out(tmp_path):
-    flags = (
-        "--env-id probe_envs:Fixed-v0 --num-envs 2 --num-steps 8 --total-timesteps 2000 --eval-episodes 50"
-    )
-    scalars = read_scalars(run_main(ppo, tmp_path, flags).path)
-    steps = [step for step, _ in scalars["eval/episodic_length"]]
-    assert len(steps) == 2 and steps[0] >= 5 * 50 * 5 > steps[0] - 200 and steps[1] >= 2000
-    always = run_main(ppo, tmp_path / "always", flags, "--eval-interval 20 --total-timesteps 900").path
-    assert len(read_scalars(always)["eval/episodic_length"]) > 2  # as the flag says
+    expected = []
+    for tenth in range(1, 11):
+        step = min(s for s, _ in scalars["charts/SPS"] if s >= 200 * tenth)
+        if num_episodes * length * (len(expected) + 1) <= step / 5 or tenth == 10:
+            expected.append(step)
+    assert [step for step, _ in scalars["eval/episodic_length"]] == expected
+    assert len(expected) == (10 if num_episodes == 4 else 2)
 
 
 # Resuming
 
 
-def test_a_resume_through_a_link_writes_where_the_file_is(copied, tmp_path):
+def test_a_resume_through_a_link_writes_where_the_file_is(copied, tmp_path, capsys):
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "latest.pt").symlink_to(copied / "checkpoint.pt")
-    out = call("--resume", tmp_path / "link" / "latest.pt", "--total-timesteps", 3072)
-    assert out.startswith(f"{copied}: ") and os.listdir(tmp_path / "link") == ["latest.pt"]
-    assert read_progress(copied)["step"] >= 3072
+    resume(tmp_path / "link" / "latest.pt")
+    assert capsys.readouterr().out.startswith(f"{copied}: ")
+    assert os.listdir(tmp_path / "link") == ["latest.pt"] and read_progress(copied)["step"] >= 3072
 
 
 def test_a_resume_in_the_runs_own_folder_has_its_name(copied, monkeypatch):
@@ -113,27 +97,26 @@ def test_a_resume_in_the_runs_own_folder_has_its_name(copied, monkeypatch):
     fake = SimpleNamespace(init=lambda **kwargs: found.append(kwargs), finish=lambda: None, Error=ValueError)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.chdir(copied)
-    call("--resume", "checkpoint.pt", "--track", "--total-timesteps", 3072)
+    resume("checkpoint.pt", "--track")
     assert found[0]["id"] == found[0]["name"] == copied.name and found[0]["resume"] == "allow"
 
 
-def test_a_resume_of_best_says_what_it_does_before_it_does_it(copied, monkeypatch):
+def test_a_resume_of_best_says_what_it_does_before_it_does_it(copied, monkeypatch, capsys):
     before = (copied / "checkpoint.pt").read_bytes()
     monkeypatch.setattr(ppo, "collect_rollout", lambda *_: 1 / 0)
-    out = io.StringIO()
-    with redirect_stdout(out), redirect_stderr(io.StringIO()), pytest.raises(ZeroDivisionError):
-        ppo.main(["--resume", str(copied / "best.pt"), "--total-timesteps", "9999"])
-    assert "Continues from best.pt; next states go to checkpoint.pt\n" in out.getvalue()
+    with pytest.raises(ZeroDivisionError):
+        resume(copied / "best.pt")
+    assert "Continues from best.pt; next states go to checkpoint.pt\n" in capsys.readouterr().out
     assert (copied / "checkpoint.pt").read_bytes() == before
 
 
-def test_a_newer_best_is_the_one_to_beat(copied, monkeypatch):
+def test_a_newer_best_is_the_one_to_beat(copied):
     """As after a kill between best.pt and checkpoint.pt: a worse policy does not replace it."""
     best = load(copied / "best.pt")
     best["progress"]["best_score"] = 10_000.0
     torch.save(best, copied / "best.pt")
-    before = read_files(copied)[copied / "best.pt"]
-    call("--resume", copied / "checkpoint.pt", "--total-timesteps", 3072)
+    before = (copied / "best.pt").read_bytes()
+    resume(copied / "checkpoint.pt")
     assert (copied / "best.pt").read_bytes() == before and read_progress(copied)["best_score"] == 10_000.0
 
 
@@ -151,7 +134,7 @@ def test_an_adapted_learning_rate_survives_unless_the_flag_is_given(flags, rate,
     with monkeypatch.context() as patch:
         patch.setattr(ppo.Run, "log", adapt)
         path = run_main(ppo, tmp_path, SHORT, "--no-anneal-lr").path
-    call("--resume", path / "checkpoint.pt", "--total-timesteps", 2048, *flags.split())
+    call_main(ppo, f"--resume {path / 'checkpoint.pt'} --total-timesteps 2048 {flags}")
     found = [x for step, x in read_scalars(path)["charts/learning_rate"] if step > 1024 + 256]
     if rate:
         assert found == pytest.approx([rate] * len(found), rel=1e-6)
@@ -192,9 +175,10 @@ def test_two_tracked_runs_in_one_process_are_two(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ppo.Run, "log", interrupt)
+    flags = f"{SHORT} --track --eval-episodes 0 --seed".split()
     with pytest.raises(SystemExit, match="130"):
-        call(*SHORT.split(), "--track", "--eval-episodes", 0, "--seed", 1)
-    call(*SHORT.split(), "--track", "--eval-episodes", 0, "--seed", 2)
+        ppo.main([*flags, "1"])
+    ppo.main([*flags, "2"])
     assert wandb.run is None
     assert [path == name for path, name, _ in names] == [True] * len(names)
     assert [seed for *_, seed in names] == [1] + [2] * (len(names) - 1) and len(names) > 3
@@ -204,13 +188,12 @@ def test_two_tracked_runs_in_one_process_are_two(tmp_path, monkeypatch):
 # The process
 
 
-def test_a_logger_without_isatty_and_a_closed_stderr_stop_nothing(tmp_path, monkeypatch):
-    stream = SimpleNamespace(write=lambda text: None, flush=lambda: None)
-    monkeypatch.setattr(sys, "stderr", stream)
-    with redirect_stdout(io.StringIO()) as out:
+def test_a_logger_without_isatty_and_a_closed_stderr_stop_nothing(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        stream = SimpleNamespace(write=lambda text: None, flush=lambda: None)
+        patch.setattr(sys, "stderr", stream)
         ppo.main([*SHORT.split(), "--run-dir", str(tmp_path / "logger")])
-    monkeypatch.undo()
-    assert "return of best.pt" in out.getvalue()
+    assert "return of best.pt" in capsys.readouterr().out
     command = f"{sys.executable} algos/ppo.py {SHORT} --run-dir {tmp_path / 'closed'} 2>&-"
     run = start("bash", "-c", command, cwd=ROOT, env=ENVIRONMENT)
     assert run.returncode == 0 and "return of best.pt" in run.stdout
@@ -247,25 +230,37 @@ def test_one_process_evaluates_under_torchrun(copied):
 
 
 def test_seconds_of_an_evaluation_do_not_count(tmp_path, monkeypatch):
-    """Neither in charts/SPS nor in charts/cpu_seconds. Here a rollout takes one second, an evaluation 1000."""
+    """In charts/SPS and charts/cpu_seconds. Here a rollout takes one second, an evaluation 1000."""
     clock = 0.0
 
-    def advance(function, seconds):
-        def call_later(*rest):
-            nonlocal clock
-            clock += seconds
-            return function(*rest)
-
-        return call_later
+    def advance(seconds, function, *rest):
+        nonlocal clock
+        clock += seconds
+        return function(*rest)
 
     fake = SimpleNamespace(time=lambda: clock, process_time=lambda: clock, time_ns=time.time_ns)
     monkeypatch.setattr(ppo, "time", fake)
-    monkeypatch.setattr(ppo, "collect_rollout", advance(ppo.collect_rollout, 1.0))
-    monkeypatch.setattr(ppo, "evaluate", advance(lambda *_: SCORE | {"eval/episodic_return": 0.0}, 1000.0))
+    for name, seconds in (("collect_rollout", 1.0), ("evaluate", 1000.0)):
+        monkeypatch.setattr(ppo, name, partial(advance, seconds, getattr(ppo, name)))
     path = run_main(ppo, tmp_path, SHORT, "--eval-interval 1").path
     scalars = read_scalars(path)
-    num_iterations = len(scalars["charts/SPS"])
-    assert [speed for _, speed in scalars["charts/SPS"]] == pytest.approx(
-        np.diff([step for step, _ in scalars["charts/SPS"]], prepend=0)
-    )
-    assert scalars["charts/cpu_seconds"][-1][1] == num_iterations > 1
+    steps, speeds = zip(*scalars["charts/SPS"], strict=True)
+    assert speeds == pytest.approx(np.diff(steps, prepend=0))
+    assert scalars["charts/cpu_seconds"][-1][1] == len(steps) == read_progress(path)["cpu_seconds"] > 1
+
+
+def test_checkpoints_are_at_most_ten_minutes_apart(tmp_path, monkeypatch):
+    """Here each call of the clock is a minute later."""
+    monkeypatch.setattr(ppo.time, "time", itertools.count(1e9, 60.0).__next__)
+    written = run_quick("ppo", tmp_path, "--eval-episodes", 0, "--eval-interval", 10**6).written
+    assert written.count("checkpoint.pt") > 3
+
+
+def test_ctrl_c_of_an_evaluation_says_nothing_of_resuming(done, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo, "evaluate", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        ppo.main(["--evaluate", str(done / "best.pt")])
+    assert not capsys.readouterr().err
