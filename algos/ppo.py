@@ -483,10 +483,10 @@ def evaluate(agent, args, device, seed_stream, video_folder):
     lengths = np.zeros(envs.num_envs)
     is_running = np.ones(envs.num_envs, bool)
     while is_running.any() and lengths.max() < 10_000:
-        if not (np.abs(obs) < 1e18).all():
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
+        if not (obs.abs() < 1e18).all():
             fail(f"{args.env_id}: an evaluation has an observation that is not a number below 1e18 in size")
-        obs = agent.normalize(torch.as_tensor(obs, dtype=torch.float32, device=device))
-        actions = agent.get_distribution(agent.get_policy_params(obs)).mode
+        actions = agent.get_distribution(agent.get_policy_params(agent.normalize(obs))).mode
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
         returns += np.where(is_running, rewards, 0)
         lengths += is_running

@@ -724,7 +724,7 @@ def train(args, run):
     if run.should_evaluate():
         score_policy(agent, args, val, run)
     text = ""
-    if args.eval_episodes and RANK == 0:
+    if run.last_score is not None:
         text = f"; {compare_rules(agent, args, val, test, run.path / 'best.pt')} earned most on test"
     run.close(text)
 

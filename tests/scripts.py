@@ -59,7 +59,7 @@ CASES = {
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/value_loss"),
         ranges="num_envs=0 gamma=99 gae_lambda=1.2",
-        max_tokens=6050,
+        max_tokens=6100,
         statistics="--env-id Pendulum-v1 --norm-obs",
         bad=BAD_TASKS
         | {
@@ -239,9 +239,15 @@ def read_scores(out: str) -> dict[str, float]:
 
 
 def check_no_step_is_logged_twice(path: Path) -> dict:
-    """Return the scalars of a run folder, in which the steps of each tag must increase."""
+    """Return the scalars of a run folder, in which the steps of each tag must increase.
+
+    R2D2 does not save its large replay after an evaluation: a resumed run repeats it, with the same scores.
+    """
     scalars = read_scalars(path)
-    assert all(a < b for values in scalars.values() for (a, _), (b, _) in itertools.pairwise(values))
+    for tag, values in scalars.items():
+        if "r2d2_lstm" in path.name and tag.startswith("eval/"):
+            values = list(dict.fromkeys(values))
+        assert all(a < b for (a, _), (b, _) in itertools.pairwise(values)), tag
     return scalars
 
 
