@@ -185,6 +185,10 @@ def check_curriculum(path, folder):
     flags = "--env-id tsp9-uniform --num-epochs 4 --steps-per-epoch 25 --batch-size 16 --eval-episodes 100"
     done = run_main(module, folder / "runs", flags)
     assert sizes == [5] * 25 + [6] * 25 + [7] * 25 + [9] * 25
+    drawn = []
+    module.draw_points = lambda env_id, *_: drawn.append(env_id) or torch.rand(16, int(env_id[3]), 2)
+    run_main(module, folder / "others", flags.replace("uniform", "gaussian"))
+    assert {"tsp5-gaussian", "tsp9-gaussian"} < set(drawn) and not any("uniform" in x for x in drawn)
     scores = read_scalars(done.path)
     assert scores["eval/multistart_x8_length"][-1][1] < 3.0 and scores["eval/greedy_length"][-1][1] < 3.3
 
@@ -204,6 +208,19 @@ def check_search(path, folder):
         assert module.decode_sampling(agent, points).shape == (60, 100, 6)
         before = module.decode_multistart(agent, points)
         improved = module.decode_two_opt(agent, points)
+        # It ends in map coordinates too, where products of matrices would lose digits
+        city = torch.rand(2, 40, 2, dtype=torch.float64)
+        tours = module.decode_two_opt(agent, city)
+        assert torch.equal(module.decode_two_opt(agent, 3000 * city + 5.8e6), tours)
+        # With a rule, here that node 0 comes first, what breaks it is not kept, and beams hold what is allowed
+        mask_nodes = module.mask_nodes
+        late = torch.tensor([0.0, *[-torch.inf] * 5])
+        module.mask_nodes = lambda points, visit_time, steps: (
+            mask_nodes(points, visit_time, steps) + late * (steps == 0).unsqueeze(-1)
+        ).nan_to_num(nan=0.0, neginf=-torch.inf)
+        for decode in (module.decode_two_opt, module.decode_beam):
+            assert (decode(agent, points)[..., 0] == 0).all()
+        module.mask_nodes = mask_nodes
     xy = points.numpy()
     for m, tour in itertools.product(range(60), range(6)):
         order = improved[m, tour].numpy()

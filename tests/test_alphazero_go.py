@@ -406,6 +406,7 @@ def test_minibatches_are_those_of_the_largest_loss_and_others_at_random():
     assert ((counts[10:] - 20000 / 90) ** 2 / (20000 / 90)).sum() < 140  # chi-squared, 89 degrees, 0.05 %
     few = az.sample_pool(pool.pick(slice(40)), 0, 20, 0.5)
     assert sorted(few.tolist()) == [0, 8, 16, 24, 32]  # all that there are
+    assert len(az.sample_pool(pool.pick([0, 8]), 1, 20, 0.5)) == 2  # none has the turn: any will do
 
 
 def test_images_are_what_the_turned_game_looks_like():

@@ -245,6 +245,9 @@ def test_numbers_outside_their_range_are_refused(script, tmp_path, monkeypatch, 
         flag = f"--{name.replace('_', '-')}"
         line = fail_with(capsys, module.main, [f"{flag}={value}", f"--run-dir={tmp_path / 'runs'}"])
         assert re.search(rf"{flag} \({value}(\.0)?\) must be", line)
+    for name in ("resume", "evaluate", "run_dir"):
+        line = fail_with(capsys, module.main, [f"--{name.replace('_', '-')}="])
+        assert "is empty, perhaps because a variable of the shell is not set" in line
     assert not (tmp_path / "runs").exists()
 
 

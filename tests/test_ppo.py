@@ -301,6 +301,23 @@ def test_an_evaluation_scores_the_first_episode_of_each_environment(monkeypatch,
     assert again == scores != other
 
 
+def test_an_evaluation_does_not_act_on_what_is_not_a_number(tmp_path, capsys):
+    args = Args(env_id="probe_envs:NotFiniteobs-v0", eval_episodes=2)
+    line = fail_with(capsys, ppo.evaluate, make_parts(args)[1], args, CPU, 2, tmp_path)
+    assert "an evaluation has an observation that is not a number" in line
+
+
+def test_an_evaluation_that_would_take_too_long_waits_for_the_last_policy(tmp_path):
+    """Before an episode has ended, it is taken to be as long as the cut of evaluations."""
+    flags = "--env-id Pendulum-v1 --num-envs 8 --num-steps 16 --num-minibatches 2 --total-timesteps"
+    for total, evaluations in ((1024, 1), (4096, 2)):  # episodes end after 1,600 steps; two take 400
+        done = run(tmp_path / str(total), f"{flags} {total} --eval-episodes 2 --update-epochs 1")
+        assert len(read_scalars(done.path)["eval/episodic_return"]) >= evaluations
+        progress = load(done.path / "checkpoint.pt")["progress"]
+        assert progress["eval_steps"] - 400 <= progress["step"] / 5
+        assert (progress["longest"] > 0) == (total > 1600)
+
+
 def test_an_episode_without_end_is_cut_with_a_line(tmp_path, capsys):
     """One of two consecutive seeds never ends, the other ends after four steps."""
     args = Args(env_id="probe_envs:HalfEndless-v0", eval_episodes=2)

@@ -93,6 +93,18 @@ def test_bad_files_are_named_with_their_line(tmp_path, name, text, message):
     assert line.startswith(f"{path}:") and message in line and "\n" not in line
 
 
+def test_a_tour_of_length_0_and_other_dimensions_are_refused(tmp_path):
+    """A gap to it would be 0 / 0, and nodes with more coordinates are in text files."""
+    path = tmp_path / "x.tsp"
+    path.write_text(HEADER + "1 0 0\n2 0.1 0.1\n3 0.2 0.2\n")
+    assert tsplib.read_instances(str(path), 2, None)[1] is None
+    with pytest.raises(ValueError, match="have 2 coordinates, not 3"):
+        tsplib.read_instances(str(path), 3, None)
+    (tmp_path / "x.opt.tour").write_text(tsplib.format_tour("x", torch.arange(3)))
+    with pytest.raises(ValueError, match="the tour has length 0 in EUC_2D"):
+        tsplib.read_instances(str(path), 2, None)
+
+
 def test_tours_that_are_written_are_read_back(tmp_path):
     tour = torch.tensor([2, 0, 3, 1])
     text = tsplib.format_tour("x", tour)
