@@ -63,7 +63,8 @@ def play_all(go, player, side):
 
 
 def check_tic_tac_toe(path, folder):
-    """All games are counted right, and a network that has learned never loses: not to minimax, nor to any other."""
+    """All games are counted right, and a network that has learned never loses: not to minimax, nor to any
+    other."""
     flags = "--env-id TicTacToe-3x3 --pool-size 40000 --num-epochs 15"
     game, go, players = train(path, folder, flags)
     check_game(game.make_game, "TicTacToe-3x3")
@@ -109,7 +110,8 @@ def find_wins(go, num_games):
 
 
 def check_connect_four(path, folder):
-    """Lines in all directions win, games are counted right, and a network that has learned sees wins at once."""
+    """Lines in all directions win, games are counted right, and a network that has learned sees wins at
+    once."""
     flags = "--env-id ConnectFour-4x5 --pool-size 10000 --num-epochs 8 --batch-size 64 --simulations-end 24"
     game, go, players = train(path, folder, flags, num_simulations=2)
     for env_id in ("ConnectFour-6x7", "ConnectFour-4x5"):
@@ -132,7 +134,8 @@ def check_connect_four(path, folder):
 
 
 def check_othello(path, folder):
-    """Known numbers of sequences. White, which wins 4x4 by perfect play, wins with the network whatever black does."""
+    """Known numbers of sequences. White, which wins 4x4 by perfect play, wins with the network whatever black
+    does."""
     flags = "--env-id Othello-4x4 --pool-size 40000 --num-epochs 12"
     game, go, players = train(path, folder, flags)
     check_game(game.make_game, "Othello-4x4")

@@ -20,7 +20,8 @@ class Backbone(torch.nn.Sequential):
 
 
 def check_backbone(path, folder):
-    """It is that of the file to the end, its statistics too. What joins its features is trained, and maps are made."""
+    """It is that of the file to the end, its statistics too. What joins its features is trained, and maps are
+    made."""
     (folder / "my_backbone.py").write_text(BACKBONE)
     backbone = importlib.import_module("my_backbone").Backbone()
     backbone[1].running_mean.fill_(0.3)
@@ -65,7 +66,8 @@ def check_bands(path, folder):
 
 def check_iou(path, folder):
     """The worth is the gain in IoU by brute force, the price that of `--cost` in IoU, and IoU decides."""
-    flags = f"{QUICK} --num-train-pairs 64 --detector-iterations 2 --ppo-iterations 2 --eval-episodes 20 --cost 0.2"
+    flags = f"{QUICK} --num-train-pairs 64 --detector-iterations 2 --ppo-iterations 2"
+    flags += " --eval-episodes 20 --cost 0.2"
     done, module = run_edited(path, flags)
     scalars = {tag: x[-1][1] for tag, x in read_scalars(done.path).items()}
     assert scalars["eval/net"] == pytest.approx(scalars["eval/iou"] - 0.2 * scalars["eval/looks"], abs=1e-6)

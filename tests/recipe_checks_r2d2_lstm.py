@@ -17,7 +17,8 @@ RECALL += " --learning-starts 500 --learn-length 3 --n-step 2"
 
 
 def check_memory(path, state_size, *flags):
-    """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Returns checkpoint and module.
+    """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Returns checkpoint and
+    module.
 
     The best of six evaluations counts, as a GRU may lose the cue again at this learning rate.
     """

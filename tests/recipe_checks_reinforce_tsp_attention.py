@@ -13,7 +13,8 @@ ORDERS = np.array(list(itertools.permutations(range(6))))  # [720, 6]
 
 def train(path, flags=""):
     """Train the edited copy in this process; returns its module and its network."""
-    flags = f"--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 25 --batch-size 16 --eval-episodes 10 {flags}"
+    base = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 25 --batch-size 16 --eval-episodes 10"
+    flags = f"{base} {flags}"
     done, module = run_edited(path, flags)
     agent = module.AttentionModel().eval()
     agent.load_state_dict(load(done.path / "checkpoint.pt")["agent"])
@@ -40,7 +41,8 @@ def find_log_p(module, agent, points, orders):
 
 
 def check_gaps(module, agent, points, optimum, limits):
-    """Mean gaps in percent of all decodings to the mean of the optima [M] are below the limits; returns them."""
+    """Mean gaps in percent of all decodings to the mean of the optima [M] are below the limits; returns
+    them."""
     instances = module.Instances(points, None, module.tour_length)
     scores, _ = module.evaluate(agent, instances, CPU)
     gaps = {x: 100 * (scores[f"eval/{x}_length"] / optimum.mean() - 1) for x in module.DECODINGS}
@@ -63,7 +65,8 @@ def check_open_path(path, folder):
 
 
 def check_prizes(path, folder):
-    """Also, the probabilities of all that a policy can do sum to 1, and the unit of maps and prizes does not matter."""
+    """Also, the probabilities of all that a policy can do sum to 1, and the unit of maps and prizes does not
+    matter."""
     module, agent = train(path)
     points = draw(module)
     assert (points[:, 0, 2] == -1).all() and (points[:, 1:, 2] > 0).all()
@@ -87,7 +90,8 @@ def check_prizes(path, folder):
 
 
 def solve_routes(points):
-    """The least length of routes that serve all customers of points [N, 3], by brute force over partitions."""
+    """The least length of routes that serve all customers of points [N, 3], by brute force over
+    partitions."""
     n = len(points) - 1
     xy, demand = points[:, :2], points[:, 2]
     route = {}  # the shortest route through a set of customers that one vehicle can serve
@@ -194,7 +198,8 @@ def check_curriculum(path, folder):
 
 
 def check_search(path, folder):
-    """Of all tours, beam search with room for all finds the most likely one; 2-opt leaves nothing to turn round."""
+    """Of all tours, beam search with room for all finds the most likely one; 2-opt leaves nothing to turn
+    round."""
     module, agent = train(path)
     points = draw(module)
     costs = measure_closed(points.numpy()[:, ORDERS])
@@ -212,7 +217,8 @@ def check_search(path, folder):
         city = torch.rand(2, 40, 2, dtype=torch.float64)
         tours = module.decode_two_opt(agent, city)
         assert torch.equal(module.decode_two_opt(agent, 3000 * city + 5.8e6), tours)
-        # With a rule, here that node 0 comes first, what breaks it is not kept, and beams hold what is allowed
+        # With a rule, here that node 0 comes first, what breaks it is not kept, and beams hold what is
+        # allowed
         mask_nodes = module.mask_nodes
         late = torch.tensor([0.0, *[-torch.inf] * 5])
         module.mask_nodes = lambda points, visit_time, steps: (

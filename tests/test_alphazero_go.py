@@ -1,4 +1,5 @@
-"""AlphaZero: the search against a plain one of one worker and of two, the pool, the losses, self-play, matches."""
+"""AlphaZero: the search against a plain one of one worker and of two, the pool, the losses, self-play,
+matches."""
 
 import functools
 import itertools
@@ -61,7 +62,8 @@ def stage(num_simulations=8, epsilon=0.0, value_coef=0.2, scores=az.puct_scores)
 
 
 def make_node(go, evaluate, boards, args):
-    """Make a node of a plain search in Python numbers; its edges are [visits, Q, prior, child, pseudo-visits]."""
+    """Make a node of a plain search in Python numbers; its edges are [visits, Q, prior, child,
+    pseudo-visits]."""
     if boards.is_over:
         z = az.compute_result(go.score(boards), args, go.num_points).item()  # see test_results
         return {"boards": boards, "v": z if int(boards.to_play) == 1 else 1 - z, "edges": {}}
@@ -102,7 +104,8 @@ def grow(go, evaluate, root, num_simulations, args):
         return 1 + sum(edge[index] for edge in root["edges"].values())
 
     def request():
-        """Find a leaf, which is pending, and then evaluated by its worker; returns its path and those that collided."""
+        """Find a leaf, which is pending, and then evaluated by its worker; returns its path and those that
+        collided."""
         nonlocal left
         collided = []
         for _ in range(8):
@@ -226,7 +229,8 @@ def test_scores_are_classic_ucb():
 
 
 def test_noise_is_of_a_dirichlet_distribution():
-    """One of three entries has mean 1/3 and variance (1/3)(2/3)/(3 alpha + 1). Added to P, it changes first moves."""
+    """One of three entries has mean 1/3 and variance (1/3)(2/3)/(3 alpha + 1). Added to P, it changes first
+    moves."""
     torch.manual_seed(0)
     prior = torch.tensor([0.0, 0.5, 0.3, 0.2]).expand(20_000, 4)
     noise = az.dirichlet_noise(prior, 0.3)
@@ -351,7 +355,8 @@ def test_losses_in_float64():
 
 
 def test_pretraining_on_values_freezes_the_last_layer_of_the_policy():
-    """The rows of head_conv that only the policy uses get no gradient: they decay by 1 - lr * weight_decay a step."""
+    """The rows of head_conv that only the policy uses get no gradient: they decay by 1 - lr * weight_decay a
+    step."""
     agent, _ = make_agent(2)
     optimizer = torch.optim.AdamW(agent.parameters(), lr=1e-2, fused=True)
     records, before = make_records(64), {name: x.clone() for name, x in agent.named_parameters()}
@@ -606,7 +611,8 @@ def test_matches_are_balanced():
     assert games.to_play.tolist() == [1] * 5 + [-1] * 5 and games.num_moves.tolist() == [4] * 5 + [3] * 5
     assert torch.equal(games.history[:5, :3], games.history[5:, :3])
     assert az.play_match(go, (always_pass, first_legal), 10, 0.5)[0] < 0.5
-    # White wins by komi: without it, black has the whole board but for white's move of the opening, or with it
+    # White wins by komi: without it, black has the whole board but for white's move of the opening, or with
+    # it
     win_rate, margin, _ = az.play_match(go, (first_legal, always_pass), 1, 100.0)
     assert win_rate == 0 and -100 < margin <= -75
     torch.manual_seed(0)
@@ -667,7 +673,8 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
 
 
 def test_a_run_says_whether_it_has_games_and_pool(tmp_path, capsys):
-    """best.pt holds none, and a resumed run without them must begin again with the first stage's kind of epoch."""
+    """best.pt holds none, and a resumed run without them must begin again with the first stage's kind of
+    epoch."""
     az.main([*TINY, "--run-dir", str(tmp_path)])
     (path,) = tmp_path.iterdir()
     for name, kind in (("checkpoint.pt", "saved"), ("best.pt", "new")):
@@ -678,7 +685,8 @@ def test_a_run_says_whether_it_has_games_and_pool(tmp_path, capsys):
 
 
 def test_the_line_with_the_sources_values():
-    """The line of the docstring has what the source documents say, and the defaults are within their ranges."""
+    """The line of the docstring has what the source documents say, and the defaults are within their
+    ranges."""
     (line,) = [x for x in az.__doc__.replace("\\\n", "").splitlines() if "--epsilon-start" in x]
     args = vars(az.tyro.cli(az.Args, args=line.split("#")[0].split()[2:]))
     values = {"noise_weight": 0.25, "dirichlet_alpha": 0.03, "score_weight": 0, "num_workers": 2}

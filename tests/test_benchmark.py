@@ -57,7 +57,8 @@ def test_every_file_of_results_is_shown():
 
 
 def test_ratios_are_those_of_geometric_means_with_an_interval_by_logarithms():
-    """The ratio is in the middle of its interval. Medians stand for samples with values that are not finite."""
+    """The ratio is in the middle of its interval. Medians stand for samples with values that are not
+    finite."""
     ours, peer = [2.0, 8.0, 2.0], [4.0, 4.0, 5.0]
     ratio, (low, high) = find_ratio(ours, peer)
     assert ratio == pytest.approx((32 / 80) ** (1 / 3)) and low < ratio < high
@@ -110,7 +111,8 @@ def test_threshold_is_the_first_point_at_it_in_the_right_direction():
 
 
 def test_tables_say_what_the_pages_do_not_show_now():
-    """Cells that have not run, six seeds, sides on two processors, two ratios of a pair, and unusual numbers."""
+    """Cells that have not run, six seeds, sides on two processors, two ratios of a pair, and unusual
+    numbers."""
     ours, peer = make_cell([400.0, 410.0, 420.0] * 2), make_cell([1.0], "sb3_ppo/CartPole-v1/zoo")
     peer["runs"][0]["machine"] = make_machine(cpu="B")
     lost = make_cell([], "gnugo/Go/match", missing=[{"seed": x, "error": "exit code 1"} for x in (1, 2)])

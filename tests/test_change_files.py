@@ -237,7 +237,8 @@ def test_split_folders_with_other_names_and_suffixes(tmp_path, dirs):
 
 
 def test_lists(tmp_path):
-    """A line is a name as a whole, or in its first word; with suffixes, folders, an encoding's mark, or spaces."""
+    """A line is a name as a whole, or in its first word; with suffixes, folders, an encoding's mark, or
+    spaces."""
     expected = save_set(tmp_path, "{kind}/p.{split}_{i}")
     save_pair(tmp_path, "{kind}/unlisted", 999)
     expected["test"].insert(0, save_pair(tmp_path, "{kind}/img (1)", 998))

@@ -26,7 +26,8 @@ def read_stripes(pairs, num_dates):
 
 @pytest.mark.parametrize("num_dates", [2, 3, 4])
 def test_haze_is_what_it_says(num_dates):
-    """A change is a last date that differs from the first; haze hides a date, and after the first date the last too.
+    """A change is a last date that differs from the first; haze hides a date, and after the first date the
+    last too.
 
     Neither the stripes of one date nor means of 4 x 4 pixels tell a change.
     """

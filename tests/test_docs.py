@@ -1,4 +1,5 @@
-"""What the docs say is there is there: command lines, flags, files, links, formulas, and the site that they make."""
+"""What the docs say is there is there: command lines, flags, files, links, formulas, and the site that they
+make."""
 
 import argparse
 import functools
@@ -105,7 +106,8 @@ def find_commands(text: str) -> list[list[str]]:
 
 
 def find_problems(text: str, script: str | None) -> list[str]:
-    """What is wrong with the commands, flags and files that a page names; `script` is the one whose page it is."""
+    """What is wrong with the commands, flags and files that a page names; `script` is the one whose page it
+    is."""
     problems = [problem for command in find_commands(text) if (problem := check_command(command))]
     paths = [ROOT / "algos" / f"{script}.py"] if script else PROGRAMS
     flags = OTHER_FLAGS.union(*(load_parser(path)[0] for path in paths))
@@ -149,7 +151,8 @@ def test_what_does_not_exist_is_a_problem():
 
 
 def test_the_readme_counts_the_lines_of_the_scripts():
-    """Of the algorithm and of the part Run, to within 5 %; each row names the script, its page and no other."""
+    """Of the algorithm and of the part Run, to within 5 %; each row names the script, its page and no
+    other."""
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| [")]
     rows = {re.search(r"\(algos/(\w+)\.py\)", row)[1]: row for row in rows}
     assert {*rows} == {*SCRIPTS}
@@ -192,7 +195,8 @@ def find_formulas(text: str) -> list[str]:
 
 
 def test_formulas_become_mathml():
-    """What latex2mathml does not know it passes on with its backslash; what GitHub does not know it refuses."""
+    """What latex2mathml does not know it passes on with its backslash; what GitHub does not know it
+    refuses."""
     formulas = [formula for page in PAGES for formula in find_formulas(page.read_text())]
     assert len(formulas) > 40
     for formula in formulas:
@@ -374,7 +378,8 @@ def check_ppo(run_page, module, monkeypatch):
 
 
 def check_r2d2_lstm(run_page, module, monkeypatch):
-    """The episode has the return and length of an evaluation in the same environment, and others have others."""
+    """The episode has the return and length of an evaluation in the same environment, and others have
+    others."""
     names, found = run_page(), []
     names["args"].eval_episodes = 1
     for seed in range(7, 12):
@@ -416,7 +421,8 @@ def check_alphazero_go(run_page, module, monkeypatch):
 
 @each_script
 def test_the_lines_that_use_a_saved_policy(script, tmp_path, monkeypatch):
-    """The lines under "In your own code", as they stand on the page, do what the script's own evaluation does."""
+    """The lines under "In your own code", as they stand on the page, do what the script's own evaluation
+    does."""
     page = (ROOT / "docs" / f"{script}.md").read_text()
     (code,) = re.findall(r"### In your own code\n\n```python\n(.*?)```", page, re.S)
     (named,) = re.findall(r'torch\.load\("(.+?)"', code)

@@ -51,7 +51,8 @@ def test_openspiel_games(size):
 
 @pytest.mark.parametrize("size", [2, 5, 6, 9, 19])
 def test_scores_in_fixed_time_reach_the_end_of_long_ways(size):
-    """Black's stone at the top sees all points of a way in serpentines, between white walls with a gap each."""
+    """Black's stone at the top sees all points of a way in serpentines, between white walls with a gap
+    each."""
     points = torch.zeros(size, size, dtype=torch.int64)
     points[1::2] = -1
     points[1::4, -1] = points[3::4, 0] = 0
@@ -91,7 +92,8 @@ def test_number_of_sequences(size, fixed_shapes):
 
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 57), (3, 12675)])
 def test_number_of_legal_positions(size, count):
-    """Tromp and Farneback 2007, "Combinatorics of Go": those that stones make which are put down one by one."""
+    """Tromp and Farneback 2007, "Combinatorics of Go": those that stones make which are put down one by
+    one."""
     go = Go(size)
     points = torch.tensor(list(itertools.product((-1, 0, 1), repeat=size * size)), dtype=torch.int8)
     boards, is_legal = go.new(len(points)), torch.ones(len(points), dtype=torch.bool)

@@ -99,7 +99,8 @@ def test_a_game_that_is_over_may_be_taken_up_again():
 
 
 def test_it_searches_what_is_on_the_board():
-    """Stones, side to move and komi at the root of the tree, whatever was played, searched and taken back before."""
+    """Stones, side to move and komi at the root of the tree, whatever was played, searched and taken back
+    before."""
     engine, rng, num_kept = make_engine(3), random.Random(1), 0
     for _ in range(80):
         move = f"{rng.choice('bw')} {rng.choice('ABC')}{rng.randint(1, 3)}"
@@ -171,7 +172,8 @@ def board(engine):
 
 
 def test_main_lines_of_files(tmp_path):
-    """As other programs write: variations, comments, moves set up, lower-case letters in names, tt for the pass."""
+    """As other programs write: variations, comments, moves set up, lower-case letters in names, tt for the
+    pass."""
     engine, path = make_engine(), tmp_path / "game.sgf"
     text = "(;GM[1]FF[3]AB[aa:ab][cc]SiZe[5]\n C[a [b\\] c]AW[dd];W[tt] ;B [ba](;W[ee];B[ed])(;W[eb]))"
     path.write_text(text)
@@ -212,8 +214,9 @@ def test_files_of_other_programs(tmp_path):
 
 
 BAD_FILES = """
-no sgf | (;SZ[5];B[zz]) | (;SZ[x]) | (;SZ[9];B[aa]) | (;SZ[5];B[aa];W[aa]) | (;SZ[99]) | (;SZ[5]AW[aa]AB[ab][ba])
-(;SZ[5]AW[aa:ee]) | (;SZ[5]AB[ff]) | (;GM[2]SZ[5];B[aa]) | (;SZ[5:7]) | (;SZ[5];B[aa:bb]) | (;SZ[5];B) | (;SZ[5];B[aa
+no sgf | (;SZ[5];B[zz]) | (;SZ[x]) | (;SZ[9];B[aa]) | (;SZ[5];B[aa];W[aa]) | (;SZ[99])
+(;SZ[5]AW[aa]AB[ab][ba]) | (;SZ[5]AW[aa:ee]) | (;SZ[5]AB[ff]) | (;GM[2]SZ[5];B[aa]) | (;SZ[5:7])
+(;SZ[5];B[aa:bb]) | (;SZ[5];B) | (;SZ[5];B[aa
 """
 
 

@@ -157,7 +157,8 @@ def test_bad_flags_are_one_line_and_exit_code_2():
 @pytest.mark.slow
 @pytest.mark.parametrize("line", RUNS.strip().splitlines())
 def test_a_short_run_leaves_events_with_its_metrics(line, tmp_path):
-    """Which end at the last step, and nothing else; its flags and version; and it prints a bar and a summary."""
+    """Which end at the last step, and nothing else; its flags and version; and it prints a bar and a
+    summary."""
     script, *flags = line.split()
     path, run = run_peer(tmp_path, script, *flags, "--seed", 3)
     scalars = read_scalars(path)

@@ -405,7 +405,8 @@ PROBE = "--total-timesteps 4096 --num-envs 16 --num-steps 32 --env-id probe_envs
 PENDULUM = "--env-id Pendulum-v1 --norm-obs --total-timesteps 300000"
 HALFCHEETAH = (  # a tenth of the full run
     "--env-id HalfCheetah-v5 --norm-obs --total-timesteps 100000 --num-envs 8 --num-steps 256"
-    " --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95 --eval-episodes 5"
+    " --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95"
+    " --eval-episodes 5"
 )
 slow, release = pytest.mark.slow, pytest.mark.release
 

@@ -1,4 +1,5 @@
-"""The change detector: its parts against brute force and closed forms, probes with a known optimum, files, resuming."""
+"""The change detector: its parts against brute force and closed forms, probes with a known optimum, files,
+resuming."""
 
 import copy
 import math
@@ -430,7 +431,8 @@ def test_a_pretrained_detector_is_taken(tmp_path):
 def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     """Pairs of a folder have two dates, whatever the task is called. The padding counts in no share.
 
-    Maps have the size of their pictures, and are those of the network; a folder that exists is not written to.
+    Maps have the size of their pictures, and are those of the network; a folder that exists is not written
+    to.
     """
     folder = tmp_path / "set"
     save_set(folder, size=(24, 20))
@@ -492,7 +494,8 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.release
 def test_the_default_run_finds_where_looks_pay(tmp_path):
-    """On a seed that settings were chosen with: F1 as with all looks, with a third of them; a threshold has less."""
+    """On a seed that settings were chosen with: F1 as with all looks, with a third of them; a threshold has
+    less."""
     agent, args = study.load_agent(run(tmp_path, "--seed 201").path / "best.pt")
     found = study.measure_methods(agent, args, ["ppo", "oracle", "threshold"])
     assert found["ppo_f1"] > max(found["oracle_f1"] - 0.03, found["threshold_f1"] + 0.03)

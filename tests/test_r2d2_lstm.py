@@ -61,7 +61,8 @@ class Recorder:
 
 
 def list_steps(episode):
-    """Columns of an episode of a ledger; its last observation has a step of its own, with action and reward 0."""
+    """Columns of an episode of a ledger; its last observation has a step of its own, with action and reward
+    0."""
     obs, actions, rewards, next_obs, *_ = zip(*episode, strict=True)
     return {
         "obs": [*obs, next_obs[-1]],
@@ -172,7 +173,8 @@ def float64(monkeypatch):
 
 
 def walk(network, windows, i, args):
-    """Q [m + n, A] of the steps of window i after its burn-in, which is without gradient, one step at a time."""
+    """Q [m + n, A] of the steps of window i after its burn-in, which is without gradient, one step at a
+    time."""
     state, q = windows["state"][i : i + 1] * (args.state_init == "stored"), []
     for t in range(windows["begin"][i], windows["obs"].shape[1]):
         if t == args.burn_in:
@@ -304,7 +306,8 @@ def test_each_environment_has_its_epsilon_of_equation_5(monkeypatch):
 
 
 class Coins(gym.vector.VectorWrapper):
-    """Rewards of 0 and 100 in a type of 8 bits, which their squares do not fit, also in steps that only reset."""
+    """Rewards of 0 and 100 in a type of 8 bits, which their squares do not fit, also in steps that only
+    reset."""
 
     def step(self, actions):
         obs, _, *rest = self.env.step(actions)
@@ -323,7 +326,8 @@ def test_rewards_of_a_small_type_are_squared_and_summed_as_floats():
 
 @pytest.mark.parametrize("env_id", LEDGERS)
 def test_a_player_is_shown_action_reward_and_state_of_its_own_episode(monkeypatch, env_id):
-    """At the beginning of an episode there is none of them. Scores are of each environment's first episode."""
+    """At the beginning of an episode there is none of them. Scores are of each environment's first
+    episode."""
     recorder, made, make = Recorder(), [], Environments
     monkeypatch.setattr(r2d2, "Environments", lambda *a: made.append(make(*a)) or made[-1])
     scores = r2d2.evaluate(recorder, make_args(env_id, eval_episodes=20), CPU, 4)

@@ -27,7 +27,8 @@ run = functools.partial(run_main, am)
 DATA = ROOT / "tests" / "data"
 GAUSSIAN = DATA / "tsp" / "tsp20-gaussian.txt"
 TSP20 = ROOT / "benchmark" / "checkpoints" / "tsp20.pt"
-SHORT = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4 --eval-interval 1"
+SHORT = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4"
+SHORT += " --eval-interval 1"
 
 
 def make_agent(seed=0, dtype=torch.float32):
@@ -53,7 +54,8 @@ def make_instances(points, tours=None):
 
 
 def measure(points, tours):
-    """Return the lengths [M, ...] of closed tours [M, ..., N] through points [M, N, 2] in float64, by numpy."""
+    """Return the lengths [M, ...] of closed tours [M, ..., N] through points [M, N, 2] in float64, by
+    numpy."""
     points, tours = np.asarray(points, np.float64), np.asarray(tours)
     stops = points[np.arange(len(points)).reshape(-1, *[1] * (tours.ndim - 1)), tours]
     return np.linalg.norm(stops - np.roll(stops, 1, -2), axis=-1).sum(-1)
@@ -181,7 +183,8 @@ def test_samples_follow_the_policy(multistart):
 @pytest.mark.parametrize("multistart", [False, True])
 @pytest.mark.parametrize("number", [0.0, 1e-45, 1.0, None])
 def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart, number):
-    """Even if a device draws 0 or 1, whose noise would be infinite, or a number so small that float32 has few bits."""
+    """Even if a device draws 0 or 1, whose noise would be infinite, or a number so small that float32 has few
+    bits."""
     points, rand_like = draw(200, 6), torch.rand_like
     encoded = make_agent().eval()(points)
 
@@ -235,7 +238,8 @@ def test_instances_are_uniform_or_gaussian():
 @pytest.mark.parametrize(("world_size", "num"), [(1, 2400), (4, 40)])
 @pytest.mark.parametrize("shift", [-3.0, -1.65, -1.0, 0.0, 0.5])
 def test_the_t_test_is_that_of_scipy_on_the_instances_of_all_processes(monkeypatch, shift, world_size, num):
-    """Levels a little above and below its statistic give different answers. All processes have the same pairs here."""
+    """Levels a little above and below its statistic give different answers. All processes have the same pairs
+    here."""
     agent, best = mock.Mock(return_value=0), mock.Mock(return_value=1)  # the column that lengths are in
     monkeypatch.setattr(am, "construct_tours", lambda points, column: (None, points[:, :1, column]))
     monkeypatch.setattr(am, "WORLD_SIZE", world_size)
@@ -340,7 +344,8 @@ def stored(tmp_path):
 
 
 def test_the_best_policy_follows_the_t_test(tmp_path, monkeypatch, updates, stored):
-    """It begins as the policy, and becomes a copy of it when the test says so. Both see all instances of the file.
+    """It begins as the policy, and becomes a copy of it when the test says so. Both see all instances of the
+    file.
 
     Two processes share batches and the instances of the test.
     """
@@ -466,7 +471,8 @@ def test_the_networks_of_the_repository_solve_files_of_another_program(tmp_path,
 
 @pytest.mark.parametrize("baseline", ["pomo", "rollout"])
 def test_training_goes_on_from_a_network_of_the_repository(tmp_path, updates, baseline):
-    """Its file has weights and settings, but no state of optimizers. The network is its own rollout baseline."""
+    """Its file has weights and settings, but no state of optimizers. The network is its own rollout
+    baseline."""
     path = shutil.copy(TSP20, tmp_path)
     flags = f"--resume {path} --num-epochs 351 --steps-per-epoch 2 --batch-size 16 --eval-episodes 0"
     am.main(f"{flags} --baseline {baseline} --baseline-instances 5 --optimizer muon".split())
@@ -600,7 +606,8 @@ def test_short_training_comes_close_to_the_optimum(tmp_path, num_nodes, size, se
 @pytest.mark.slow
 @pytest.mark.release
 def test_default_run(tmp_path):
-    """The default settings reach the gaps of docs/reinforce_tsp_attention.md on instances with optimal tours."""
+    """The default settings reach the gaps of docs/reinforce_tsp_attention.md on instances with optimal
+    tours."""
     data = DATA / "tsp" / "tsp20-uniform.txt"
     scores = {tag: x[-1][1] for tag, x in read_scalars(run(tmp_path, "", "--data", data).path).items()}
     assert scores["eval/greedy_gap"] < 2.2 and scores["eval/multistart_gap"] < 0.6
