@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import fail_with, read_scalars
 from PIL import Image
-from scripts import load, run_main
+from scripts import load, read_losses, run_main
 from test_change_files import save_set
 from torch.nn import functional as F
 
@@ -425,7 +425,7 @@ def test_a_pretrained_detector_is_taken(tmp_path):
     first, second = (load(x / "checkpoint.pt")["agent"] for x in (path, other.path))
     del first["running_f1"], second["running_f1"]
     torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert [len(other.read_losses()[f"losses/{name}"]) for name in ("cross_entropy", "entropy")] == [1, 1]
+    assert [len(read_losses(other.path)[f"losses/{name}"]) for name in ("cross_entropy", "entropy")] == [1, 1]
 
 
 def test_training_on_a_folder_and_predicting(tmp_path, capsys):
