@@ -1,5 +1,7 @@
 """envs_shared/change_folders.py: pictures, layouts of folders, labels, and input that is refused."""
 
+import struct
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -164,6 +166,7 @@ FOURTH, TRANSPARENT = "a fourth band, would be lost", "a label with transparency
         (decode_picture, "clear.png", Image.new("LA", (2, 2)), FOURTH),
         (decode_picture, "deep.png", np.zeros((4, 4), np.uint16), "more than 8 bits"),
         (decode_label, "deep.tif", np.float32([[0, 1]]), "more than 8 bits"),
+        (decode_picture, "print.jpg", Image.new("CMYK", (2, 2)), "CMYK"),
         (decode_label, "ones.jpg", np.ones((16, 16), np.uint8), "JPEG does not keep 0 and 1"),
         (decode_label, "red.png", np.uint8([[[0, 0, 0], [255, 0, 0]]]), "a label in colour"),
         (decode_label, "x.png", with_alpha([[255, 255, 254], [255, 255, 255]]), TRANSPARENT),
@@ -176,6 +179,16 @@ def test_pictures_and_labels_that_are_refused(tmp_path, decode, name, picture, m
     path = save(tmp_path / name, picture)
     error = read_error(read_picture, path, decode)
     assert error.startswith(f"{path}: cannot be read as a picture: ") and message in error
+
+
+def test_colours_that_are_multiplied_by_alpha_are_refused(tmp_path, monkeypatch):
+    """Pillow would divide them by the fourth band, which may be near infrared. Tag 338 of the file says so."""
+    monkeypatch.setattr(change_pairs, "NUM_BANDS", 4)
+    path = save(tmp_path / "x.tif", FOUR_BANDS)
+    assert (read_picture(path) == FOUR_BANDS).all()
+    tag = struct.pack("<HHI", 338, 3, 1)
+    path.write_bytes(path.read_bytes().replace(tag + b"\2", tag + b"\1"))
+    assert "premultiplied alpha" in read_error(read_picture, path)
 
 
 # Folders

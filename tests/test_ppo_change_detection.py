@@ -417,6 +417,20 @@ def test_the_heads_learn_faster_and_patches_look_at_first(tmp_path):
     assert (logits == 2).all() and (values == 0).all()
 
 
+def test_only_the_detector_is_trained_in_training_mode(tmp_path, monkeypatch):
+    """The ratios of PPO would compare a network with dropout with one without."""
+    modes, detector_loss, ppo_loss = [], cd.detector_loss, cd.ppo_loss
+    for name, loss in (("detector", detector_loss), ("ppo", ppo_loss)):
+
+        def record(agent, *inputs, name=name, loss=loss):
+            modes.append((name, agent.training))
+            return loss(agent, *inputs)
+
+        monkeypatch.setattr(cd, f"{name}_loss", record)
+    run(tmp_path, TINY, "--detector-iterations 1 --ppo-iterations 1")
+    assert set(modes) == {("detector", True), ("ppo", False)}
+
+
 def test_a_pretrained_detector_is_taken(tmp_path):
     """With all of its weights, sigma among them; no iteration trains it again."""
     path = run(tmp_path / "detector", TINY, "--detector-iterations 2 --ppo-iterations 0 --log-std -1").path
