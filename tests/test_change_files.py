@@ -182,7 +182,7 @@ def test_pictures_and_labels_that_are_refused(tmp_path, decode, name, picture, m
 
 
 def test_colours_that_are_multiplied_by_alpha_are_refused(tmp_path, monkeypatch):
-    """Pillow would divide them by the fourth band, which may be near infrared. Tag 338 of the file says so."""
+    """Pillow would divide them by the fourth band, which may be near infrared. Tag 338 of a file says so."""
     monkeypatch.setattr(change_pairs, "NUM_BANDS", 4)
     path = save(tmp_path / "x.tif", FOUR_BANDS)
     assert (read_picture(path) == FOUR_BANDS).all()
