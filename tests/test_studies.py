@@ -76,7 +76,8 @@ def test_the_study_of_change_detection_runs(tmp_path, monkeypatch):
     tiny = "--num-train-pairs 16 --batch-size 4 --num-envs 8 --num-minibatches 2 --detector-iterations 1"
     tiny += " --ppo-iterations 2 --eval-episodes 4"
     change_detection.measure(["haze-3"], [1], tiny, ["ppo", "control"])
-    (row,) = records.load_results("change_detection")["rows"]
+    row, other = records.load_results("change_detection")["rows"]
+    assert [row["cost"], other["cost"]] == [0.04, 0.06]
     assert {"ppo_f1", "oracle_f1", "threshold_own_f1", "all_seconds", "all_own_return"} <= row["best"].keys()
     assert {"all_f1", "oracle_f1"} <= row["control"].keys() and row["detector_seconds"] > 0
     assert change_detection.make_sections({"rows": [row]})
