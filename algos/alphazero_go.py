@@ -1086,8 +1086,8 @@ def train(args, run):
 
     while run.iteration < args.num_epochs:
         # Evaluate, unless evaluations could then take more than a fifth of the moves of self-play; the
-        # argument is the most that a match can take. It is done here, so that a run that was killed in an
-        # evaluation makes up for it
+        # argument is the most that a match can take. It is done at the top, so that --resume repeats an
+        # evaluation that was cut off
         if run.should_evaluate(min(40, args.eval_episodes) * go.max_moves):
             score_network(go, agent, best, args, run)
 

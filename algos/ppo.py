@@ -567,7 +567,7 @@ def train(args, run):
     while run.step < args.total_timesteps:
         # Evaluate, unless evaluations would then take more than a fifth of the steps trained on. The longest
         # episode predicts how many steps it takes or, before one has ended, the length at which they are cut.
-        # It is done here, so that a run that was killed in an evaluation makes up for it
+        # It is done at the top, so that --resume repeats an evaluation that was cut off
         if run.should_evaluate(args.eval_episodes * (run.longest or 10_000)):
             score_policy(agent, args, device, run)
 

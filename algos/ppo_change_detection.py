@@ -16,8 +16,8 @@ sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one. It
 patches of 8 x 8 pixels, a patch into 4 x 4 cells of 2 x 2 pixels, and classifies each cell as changed or not.
 A look reads one patch at full resolution and corrects its map: it gives a number for each cell, and `up`, a
 linear layer, turns these into a change of the patch's embedding, which is then classified again. Looks cost
-time or money in practice; here one look at each patch costs `--cost` of F1. The detector is trained first,
-with random looks. Then PPO learns which patches are worth a look. It also goes on training `read` and
+time or money in practice; here looking once at all patches costs `--cost` of F1. The detector is trained
+first, with random looks. Then PPO learns which patches are worth a look. It also goes on training `read` and
 `classify` of the detector, but not `embed`, which sees the coarse pictures.
 
 A patch may look T times (--num-steps). Look number t of 1 to T shows the first J - T + t of J dates, and at
@@ -35,7 +35,8 @@ that count are changed) and probabilities p:
     then draw a correction of G numbers. V(s) is the expected sum of rewards from s on. The advantage A says
     how much better than V(s) the action turned out:
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
-    (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma)
+    (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma); the window is read
+        after the decision to look
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
@@ -130,7 +131,7 @@ class Args:
     cell_size: int = 2  # side c of a cell in pixels
     coarse_size: int = 4  # side in pixels of the square averaged into one pixel of the coarse picture
     num_steps: int = 0  # looks T of a patch at most (0: 1 with --data-dir, else one for each date)
-    cost: float = 0.3  # F1 that one look at each patch costs; the price of eq. 1 is 2 share cost
+    cost: float = 0.3  # F1 that looking once at all patches costs; the price of eq. 1 is 2 share cost
     beta: float = 0.1  # weight beta of the log likelihood, eq. 2
     # The detector
     pretrained: str | None = None  # checkpoint of this script whose weights (policy too) a run starts from
@@ -168,8 +169,8 @@ class Detector(nn.Module):
     Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels. Four rules that no
     error reminds you of: `read` ignores dates that are not shown; their features are 0, as features are added
     up over looks. `classify` takes each patch alone, because a look is paid for the change of its own patch.
-    `embed` shares no weights with the other two, which PPO trains. Batch norm and dropout are in training
-    mode only while the detector is trained, not in PPO, whose ratios would compare two different networks.
+    `embed` shares no weights with the other two, which PPO trains. The network must be its own in evaluation
+    mode, in which PPO trains it, since its ratios would otherwise compare two different networks.
     """
 
     def __init__(self, args):
@@ -293,7 +294,7 @@ def load_pairs(args, device, splits=change_pairs.SPLITS):
 # ---- Storage -----------------------------------------------------------------------------------------------
 # A rollout is a dictionary of tensors [T, B, ...], row t of step t. What you add to a row in `play` is stored
 # and batched too; its first dimension must be B:
-#     embedding, seen, step_indices    state: [D, h, w], sum of the features shown [E, h, w], and t
+#     embedding, seen, step_indices    state: [D, h, w], sum of the features shown [E, h, w], step from 0
 #     cell_logits                      of the map before the step [G, h, w]
 #     is_active                        which patches had not stopped before the step [h, w]
 #     look_logits, values              of the policy that acted [h, w]
@@ -364,7 +365,10 @@ def compute_worth(logits, labels, f1, beta):
 
 
 def compute_gae(rewards, values, looks, gamma, gae_lambda):
-    """Compute advantages [T, ...] from rewards, values and looks [T, ...]; all patches stop at the end."""
+    """Compute advantages [T, ...] from rewards, values and looks [T, ...]; all patches stop at the end.
+
+    Rows after a stop mean nothing: mask them with is_active.
+    """
     advantages = torch.zeros_like(rewards)
     advantage = next_value = 0.0
     for t in reversed(range(len(rewards))):
@@ -506,10 +510,10 @@ def ppo_loss(agent, batch, args):
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()  # of the decision
-    # next_embedding contains up(correction) as it was sampled, a constant. Adding up(means - correction) puts
-    # the network's present mean in its place, so that this loss trains `read`. It hardly trains `up`: that
-    # gradient is proportional to the noise of the rollout, whose mean is zero in the first minibatch. `embed`
-    # gets no gradient
+    # next_embedding is a constant that contains up(correction) as it was sampled. Adding up(means -
+    # correction) puts the present mean in its place, so that this loss trains `read`. `up` gets a gradient
+    # through means - correction alone, in the first minibatch minus the noise, which is zero on average: its
+    # steps are small beside its weights. `embed` gets no gradient
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -645,7 +649,7 @@ def train(args, run):
     agent = Agent(args).to(device)
     agent.eval()
     if args.pretrained and not run.checkpoint:
-        # A run that is thrown away loads the agent (weights, running F1), but no optimizer and no counters
+        # A temporary Run object, only to load the agent (weights, running F1): no optimizer, no counters
         Run(args, "", load_checkpoint(args.pretrained)).load(agent=agent)
     run.load(agent=agent)
     if args.predict:
@@ -673,8 +677,8 @@ def train(args, run):
     run.open(description, num_iterations, run.iteration)
 
     while run.iteration < num_iterations:
-        # Evaluate, unless evaluations would then have more than a fifth of the pairs trained on. It is done
-        # here, so that a run that was killed in an evaluation makes up for it
+        # Evaluate, if it is time and all evaluations together have at most a fifth as many pairs as training
+        # so far. It is done at the top, so that --resume repeats an evaluation that was cut off
         if run.should_evaluate(len(val)):
             score_policy(agent, args, val, run)
 

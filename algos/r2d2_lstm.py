@@ -29,7 +29,7 @@ images are not stacked (four are in the paper); on average, a step is trained on
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay. With several
-processes, B, N and R are those of one of them.
+processes, N, R and, except in eq. 5, B are those of one of them.
 """
 
 # /// script
@@ -65,8 +65,8 @@ sys.path += [os.getcwd(), str(HERE), str(HERE.parent)]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 # On one GPU, record acting and the update once; replaying them saves CPU overhead. Numbers and `if` of Python
-# stay as they were when recorded: what shall change (such as beta) must be a tensor, changed in place. Set it
-# to False for edits that need the host in between, such as print, .item() or `if` on a tensor
+# stay as they were when recorded: what shall change (as an annealed beta) must be a tensor, changed in place.
+# Set it to False for edits that need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
 # What the part `Run` must know of this script
@@ -95,7 +95,7 @@ class Args:
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task and acting
     env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
-    num_envs: int = 32  # parallel environments B, in total across processes
+    num_envs: int = 32  # parallel environments, in total across processes
     num_steps: int = 16  # steps in each environment between rounds of updates
     total_timesteps: int = 100_000  # environment steps, in total across environments
     epsilon: float = 0.4  # environment 0's probability of a random action; others have smaller ones, eq. 5
@@ -122,7 +122,7 @@ class Args:
     target_interval: int = 50  # updates between copies of the network to the target network
     # Updates
     learning_starts: int = 2_000  # steps in stored windows, m each, of all processes before the first update
-    replay_ratio: float = 8.0  # how often a step is trained on, on average, if stored after learning_starts
+    replay_ratio: float = 8.0  # trained steps of updates for each step stored after learning_starts
     batch_size: int = 1024  # trained steps per update, in total across processes; rounded down to windows
     learning_rate: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
@@ -217,15 +217,16 @@ class QNetwork(nn.Module):
 
 # ---- Environments ------------------------------------------------------------------------------------------
 # What a step leads to in B environments. Under SAME_STEP autoreset, the step that ends an episode returns the
-# first observation of the next one, and its last one apart. Under NEXT_STEP, it returns the last observation;
-# one more step, which takes no action, returns the first.
+# first observation of the next one and, in `infos`, the last one of the episode that ended. Under NEXT_STEP,
+# it returns the last observation; one more step, which takes no action, returns the first.
 #     next_obs       [B, *D] observation after the action; where is_over, the last one of the episode
 #     rewards        [B] rewards of the actions
 #     is_terminated  [B] next_obs is terminal: nothing is earned after it
 #     is_over        [B] the episode ended, terminated or truncated
 #     is_step        [B] false where the environment only reset itself, under NEXT_STEP; then next_obs is the
 #                    first observation of a new episode
-#     obs            [B, *D] what the policy sees next: next_obs, but for SAME_STEP where is_over
+#     obs            [B, *D] what the policy sees next: next_obs or, under SAME_STEP where is_over, the
+#                    first observation of the next episode
 #     is_first       [B] obs is the first observation of a new episode
 Outcome = namedtuple("Outcome", "next_obs rewards is_terminated is_over is_step obs is_first")
 
@@ -415,8 +416,8 @@ class SequenceReplay(nn.Module):
 
     A window's trained steps begin at index burn_in. Its real steps are at the indices `begin` to `end`;
     copies of the first and the last one fill the places before and after them. The network reads them, but
-    its outputs there are not used. A window has the whole burn-in, or none if its trained steps begin
-    earlier in the episode. Where no action follows, the reward is 0: an edit of `update_network` may
+    its outputs there are not used. A window has the whole burn-in, or none if its trained steps begin before
+    step burn_in of the episode. Where no action follows, the reward is 0: an edit of `update_network` may
     scale rewards, but not shift them.
 
     The replay is a module because its state_dict then holds all windows. Steps that form none yet are left
@@ -539,7 +540,8 @@ def value_rescale(x, eps):
 
 def inverse_value_rescale(y, eps):
     """Return h^-1(y), rearranged in the same way, so that small values survive in float32."""
-    # w = sqrt(|x| + 1) - 1 is the positive root of eps w^2 + k w = |y|, and |x| = w (w + 2)
+    # With w = sqrt(|x| + 1) - 1, |x| = w (w + 2) and |y| = w + eps |x|: w is the positive root of
+    # eps w^2 + k w = |y|
     k = 1 + 2 * eps
     w = 2 * y.abs() / (k + (k * k + 4 * eps * y.abs()).sqrt())
     return y.sign() * w * (w + 2)
@@ -554,10 +556,12 @@ def epsilon_ladder(args):
 def collect_steps(player, replay, args):
     """Take `num_steps` steps in each environment, and add them to the replay.
 
-    Returns a list with (return, length) of each episode that ended in the half of the environments that
-    explores less (epsilon falls with i), the number of steps taken, and the number of new windows, 0 before
-    learning_starts; both in total across processes. Windows from before learning_starts bring no updates,
-    but they are drawn like the others.
+    Returns
+        episodes       (return, length) of each one that ended in the half of the environments that explores
+                       less (epsilon falls with i)
+        num_steps      steps taken, in total across processes
+        num_windows    new windows, in total across processes; 0 before learning_starts: those windows bring
+                       no updates, but they are drawn like the others
     """
     envs = player.envs
     half = envs.num_envs // 2
@@ -634,7 +638,7 @@ def sequence_priority(errors, is_trained, eta):
 
 
 def r2d2_loss(agent, target, windows, weights, args):
-    """Return tensors [N, m]: w (y - Q)^2 / 2 of eq. 3; |y - Q|; is_trained, without which both are 0."""
+    """Return tensors [N, m]: w (y - Q)^2 / 2 of eq. 3; |y - Q|; is_trained. Where it is false, both are 0."""
     # Slices of the steps after burn_in: m are trained, and n more provide targets
     last = windows["end"] - args.burn_in  # [N]
     actions = windows["action"][:, args.burn_in : -args.n_step]  # [N, m]
@@ -724,7 +728,7 @@ def train(args, run):
     Arguments of seed_everything:
         (seed, 0)                      for the weights, which are the same in every process
         (seed, 1, iteration, process)  for an iteration, from 1 on
-        (seed, 1, done, process)       for the first observations; `done` iterations are before them
+        (seed, 1, done, process)       for the first reset; `done` iterations are finished, 0 in a new run
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
@@ -750,7 +754,7 @@ def train(args, run):
     # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
     optimizer.param_groups[0] |= options
 
-    # The replay: that of the checkpoint, unless the task, its size or the form of its windows is another one.
+    # The replay: that of the checkpoint, unless --env-id, --buffer-size or a length of windows has changed.
     # (The network's flags fit, or run.load would have failed.) Each process gets that of process 0
     replay = SequenceReplay(envs, args, device)
     names = "env_id burn_in learn_length n_step buffer_size".split()
@@ -774,9 +778,10 @@ def train(args, run):
     )
 
     while run.step < args.total_timesteps:
-        # Evaluate, unless evaluations would then take more than a fifth of the steps trained on. The episodes
-        # that ended last predict how many steps it takes or, before any has ended, the length at which they
-        # are cut. It is done here, so that a run that was killed in an evaluation makes up for it
+        # Evaluate, if it is time and, without --eval-interval, if all evaluations together take at most a
+        # fifth as many environment steps as training so far. The cost of one is predicted from the length of
+        # the last episodes or, before any has ended, that at which they are cut. It is done at the top, so
+        # that --resume repeats an evaluation that was cut off
         if run.should_evaluate(args.eval_episodes * (run.episode_length or 10_000)):
             score_policy(agent, args, device, run)
 

@@ -24,7 +24,7 @@ all steps at once. Unlike in POMO, the policy learns which node is a good first 
 inputs are scaled, Muon trains most matrices, and the learning rate falls from the first epoch on; theirs
 are constant, in POMO up to its last epochs.
 
-Shapes: B instances (M in a file), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
+Shapes: B instances (M to evaluate), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
 nothing of it: run folder, log, checkpoints, processes and the command line.
@@ -140,7 +140,7 @@ def split_heads(x):
 
 def attend(q, k, v, log_mask=0.0):
     """Return attention [B, Q, D] of queries [B, Q, D] to keys and values [B, H, N, d], before W^O."""
-    q = split_heads(q) / k.shape[-1] ** 0.5  # sqrt(d) of eq. 6 divides q, which is smaller than u
+    q = split_heads(q) / k.shape[-1] ** 0.5  # sqrt(d) of eq. 6 divides q, which has fewer numbers than u
     u = (q @ k.mT).add_(log_mask)  # [B, H, Q, N]
     return (u.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
@@ -228,9 +228,10 @@ def tour_length(points, tours):
 def mask_nodes(points, visit_time, steps):
     """Return log_mask [B, P, T, N] for steps [T]: 0 if the node may come in that step, else -inf.
 
-    visit_time [B, P, N] has the step in which a tour visits each node, or N if it has not yet: that of the
-    tour 2, 0, 3, 1 is 1, 3, 0, 2. No other line says where a tour may begin or go. `points` is for rules of
-    your own that depend on the instance.
+    visit_time [B, P, N] has the step in which a tour visits each node: that of the tour 2, 0, 3, 1 is
+    1, 3, 0, 2. Nodes of later steps hold N while a tour is built, and their own step when it is scored: a
+    rule of yours may only ask whether visit_time < step. No other line says where a tour may begin or go.
+    `points` is for rules that depend on the instance.
     """
     is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: not visited before the step
     return torch.where(is_open, 0.0, -torch.inf)
@@ -287,10 +288,10 @@ def compute_loss(agent, baseline_policy, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
     With `baseline_policy`, the gradient estimates eq. 9. Without it, the baseline is POMO's, tour j begins at
-    node j, and the loss has two terms. The gradient of the first one estimates (N - 1) / N times the gradient
-    of the mean over j of E[L | first node j]; the factor is there because tour j is part of its own baseline.
-    The second one is sum_j p(j) A_j, with the advantages A_j held constant. It trains the choice of the first
-    node.
+    node j (if mask_nodes lets it), and the loss has two terms, which are not the gradient of one objective.
+    The first one is POMO's: it estimates the gradient of the mean over j of E[L | first node j], times
+    (N - 1) / N because tour j is part of its own baseline. The second one, sum_j p(j) A_j with the advantages
+    A_j held constant, trains only the choice of the first node.
     """
     is_pomo = baseline_policy is None
     encoded = agent(points)
@@ -347,7 +348,7 @@ def is_better(agent, baseline_policy, points, level):
     mean = total(d.sum()) / num
     variance = total((d - mean).square().sum()) / (num - 1)
     t = mean / (variance / num).sqrt()
-    return torch.special.ndtr(t) < level  # normal instead of t distribution, since n is in the thousands
+    return torch.special.ndtr(t) < level  # normal instead of t distribution, since num is large
 
 
 def orthogonalize(x):
@@ -470,7 +471,7 @@ def use_files(name, *inputs):
 def read_instances(path):
     """Read the instances of a file, all of one size; exits if there are none.
 
-    An edited `tour_length` measures them too, but for .tsp files: see `measure_tours` of tsplib.py.
+    An edited `tour_length` measures them too, except .tsp files, which `measure_tours` of tsplib.py measures.
     """
     return Instances(*use_files("read_instances", path, POINT_DIM, tour_length))
 
@@ -485,8 +486,8 @@ def make_optimizers(agent, args):
     for name, p in agent.named_parameters():
         is_map = args.optimizer == "muon" and p.ndim == 2 and ("project" in name or "ff" in name)
         (matrices if is_map else others).append(p)
-    # As a group, `matrices` may be empty, as with --optimizer adam; {} are the options, which Muon has none
-    # of
+    # torch takes no empty list of parameters, but a group with one, as with --optimizer adam. {}: no default
+    # options
     return torch.optim.AdamW(others, fused=True), Muon([{"params": matrices}], {})
 
 
@@ -553,8 +554,8 @@ def train(args, run):
         baseline_policy = deepcopy(agent).requires_grad_(False)
         parts["baseline_policy"] = baseline_policy
 
-    # What a checkpoint lacks starts from scratch: trained networks of the repository have no states of
-    # optimizers, and runs with POMO's baseline have no baseline policy
+    # A checkpoint may lack the states of optimizers, which then begin anew, and with POMO's baseline the
+    # baseline policy, which is then a copy of the agent
     run.parts |= parts  # beside the agent, which run.load has added
     saved = run.checkpoint or {}
     run.load(**{name: parts[name] for name in parts if name in saved})
@@ -579,8 +580,8 @@ def train(args, run):
     run.open(description, args.num_epochs * epoch_size, run.iteration * epoch_size)
 
     while run.iteration < args.num_epochs:
-        # Evaluate, unless evaluations would then have more than a fifth of the instances trained on. It is
-        # done here, so that a run that was killed in an evaluation makes up for it
+        # Evaluate, if it is time and all evaluations together have at most a fifth as many instances as
+        # training so far. It is done at the top, so that --resume repeats an evaluation that was cut off
         if run.should_evaluate(len(instances.points)):
             score_policy(agent, instances, args, device, run)
 
@@ -605,7 +606,7 @@ def train(args, run):
                 use_graphs = False
             run.bar.update(args.batch_size)
 
-        # Statistics of batch norms become means over processes; total sums in place
+        # Statistics of batch norms become means over processes; `total` is the sum over them, in place
         for buffer in agent.buffers():
             if buffer.is_floating_point():
                 total(buffer.div_(WORLD_SIZE))
@@ -617,7 +618,7 @@ def train(args, run):
                 baseline_policy.load_state_dict(agent.state_dict())
                 run.baseline_updates += 1
 
-        # Log, which also counts the epoch
+        # Log. run.log also adds 1 to run.iteration
         scalars = {f"losses/{name}": x.item() / args.steps_per_epoch for name, x in sums.items()}
         scalars["charts/learning_rate"] = learning_rate.item()
         scalars["charts/baseline_updates"] = run.baseline_updates
