@@ -303,9 +303,8 @@ class Environments(gym.vector.VectorWrapper):
     def to_array(self, obs):
         """Return observations as a new array [B, *D], since some environments reuse their buffers."""
         # The space says how to take a batch of dictionaries or tuples apart
-        array = np.array(
-            [self.to_row(x) for x in gym.vector.utils.iterate(self.observation_space, obs)], self.dtype
-        )
+        rows = gym.vector.utils.iterate(self.observation_space, obs)
+        array = np.array([self.to_row(x) for x in rows], self.dtype)
         self.check("observation", array)
         return array
 
