@@ -91,7 +91,7 @@ CASES = {
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/q_loss"),
         ranges="learn_length=0 memory_span=0.5 gamma=1.5 epsilon=40 eta=2 alpha=2",
-        max_tokens=7100,
+        max_tokens=7110,
         statistics="--env-id probe_envs:Ledger-v0",
         bad=BAD_TASKS
         | {
