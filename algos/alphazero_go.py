@@ -425,7 +425,7 @@ class Search:
         """
         path = torch.zeros_like(games).unsqueeze(1)  # [R, k], the roots
         jump = self.next[games]  # [R, M]
-        while path.shape[1] <= self.nowhere:  # no path has more nodes than the tree
+        while path.shape[1] <= self.nowhere:  # until k is enough for all nodes of a tree
             # Without fixed shapes, the longest path decides when to stop
             if not self.go.fixed_shapes and (path[:, -1] == self.nowhere).all():
                 break
@@ -664,7 +664,7 @@ def run_two_workers(search, num_simulations):
 #     name               what the progress bar shows
 #     start              first epoch of these settings, which begins with new games and an empty pool
 #     scores             how a search of self-play chooses: puct_scores (eq. 1) or ucb_scores; None for random
-#                        games. Evaluations and --gtp take the default of Search
+#                        games. With the network, evaluations and --gtp take the default of Search
 #     num_simulations    of each move
 #     epsilon            share of random moves
 #     q_weight           beta of eq. 5
@@ -898,7 +898,7 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
             update = capture(update, turn)
             use_graphs = False
         bar.update()
-    optimizer.zero_grad()  # so that copies of the network have no gradients
+    optimizer.zero_grad()  # frees the gradients, which games and matches do not need
     # Each process has its own statistics of batch norms, which become their means. total is the sum over
     # processes, in place as div_
     for statistics in agent.buffers():
@@ -1011,8 +1011,9 @@ def score_network(go, agent, best, args, run):
 
     Process 0 alone does this, as run.should_evaluate is False in the others.
 
-    `best` is the network as initialized until the first evaluation, whose network is kept in any case, also
-    after --resume changed one of TASK_SETTINGS. The score adds up (win rate - 1/2) over all networks that
+    Before the first evaluation, `best` is the network as initialized. If there is no score to beat, at the
+    first evaluation or after --resume changed one of TASK_SETTINGS, the new network is kept even if it loses
+    (run.best_score is None). The score adds up (win rate - 1/2) over all networks that
     were kept, so it never falls after the first. run.keep writes best.pt if the score is not below the old
     one, which is the case if lead >= 0. For another rule, change both the `if` below and the score that
     run.keep gets.
@@ -1029,7 +1030,8 @@ def score_network(go, agent, best, args, run):
         scores = evaluate(go, agent, args) | scores  # eval/moves stays that of the match against `best`
         run.win_rate = scores["eval/win_rate"]
     run.keep(scores, (best_score or 0.0) + lead, scores["eval/moves"])
-    # Save the best network. At the end of the run, run.keep has done so, as it then saves checkpoint.pt too
+    # run.keep has written best.pt. checkpoint.pt, too, needs the new `best` and the score, which run.keep
+    # saves there at the end of the run alone
     if not is_last:
         run.save()
 
@@ -1077,7 +1079,7 @@ def train(args, run):
     self_play = SelfPlay(go, args.num_games // WORLD_SIZE)
     if WORLD_SIZE == 1:
         # Games and pool are large: they are saved only if there is one process, and only in checkpoint.pt.
-        # It holds run.parts and run.resume_parts, and best.pt run.parts alone, to which run.load adds
+        # best.pt holds run.parts, to which run.load adds: move them from there to run.resume_parts
         if run.checkpoint and "games" in run.checkpoint:
             run.load(games=self_play)
         run.parts.pop("games", None)
