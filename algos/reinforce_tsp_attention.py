@@ -66,7 +66,8 @@ CUDA_GRAPHS = True
 CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
 # What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
 # written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
-# message about a checkpoint that does not fit. SCORE: name, in messages, of the score that run.keep gets
+# message about a checkpoint that does not fit; --optimizer moves parameters to the other optimizer. SCORE:
+# name, in messages, of the score that run.keep gets
 TASK_SETTINGS = ("env_id", "data", "eval_episodes", "seed")
 NETWORK_FLAGS = "--optimizer"
 SCORE = "minus greedy gap or length"
@@ -210,7 +211,7 @@ def pick_queries(table, nodes):
 
 
 def decode(encoded, first, last, log_mask):
-    """Return u [B, P, T, N] of eq. 7, given first and last nodes [B, P, 1 or T] and log_mask [B, P, T, N]."""
+    """Return u [B, P, T, N] of eq. 7: nodes `first` [B, P, 1] and `last` [B, P, T], log_mask [B, P, T, N]."""
     q = pick_queries(encoded.first_queries, first) + pick_queries(encoded.last_queries, last)  # eq. 4, 5
     log_mask = log_mask.flatten(1, 2)  # [B, Q, N]
     glimpse = attend(q.flatten(1, 2), encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, Q, D]
@@ -231,8 +232,9 @@ def mask_nodes(points, visit_time, steps):
     visit_time [B, P, N] has the step in which a tour visits each node: that of the tour 2, 0, 3, 1 is
     1, 3, 0, 2. If your tours must keep other rules, edit this function alone: no other line says where a tour
     may begin or go. It is used to build tours, where nodes not yet visited have the time N, and to score
-    them, where these nodes have their later step. So a rule may only ask whether visit_time is below the
-    step, or not. `points` is for rules that depend on the instance.
+    them, where these nodes have their later step. So a rule may use the times of visited nodes, which are
+    below the step, but of other nodes only that they are not visited. `points` is for rules that depend on
+    the instance.
     """
     is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: not visited before the step
     return torch.where(is_open, 0.0, -torch.inf)
@@ -289,11 +291,12 @@ def compute_loss(agent, baseline_policy, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
     With `baseline_policy`, the gradient of the loss estimates eq. 9. Without it, the baseline is POMO's, tour
-    j begins at node j (if mask_nodes lets it), and the loss has two terms. The gradient of the first one is
-    POMO's: it estimates that of the mean over j of E[L | first node j], times (N - 1) / N because tour j is
-    part of its own baseline. The second one, sum_j p(j) A_j with the advantages A_j held constant, trains
-    only the choice of the first node. No single objective has both gradients: the first one weights each
-    first node by 1 / N, not by p(j).
+    j begins at node j (if mask_nodes lets it), and the loss has two terms. Let f_j be E[L | first node j].
+    The gradient of the first term is POMO's: on average (N - 1) / N times that of the mean of all f_j, as
+    tour j is part of its own baseline. The second term is sum_j p(j) A_j with constant advantages A_j. On
+    average its gradient is sum_j f_j grad p(j), which trains only the choice of the first node. The sum of
+    both is not the gradient of sum_j p(j) f_j, since the first term weights each first node by 1 / N and not
+    by p(j).
     """
     is_pomo = baseline_policy is None
     encoded = agent(points)
@@ -314,8 +317,9 @@ def compute_loss(agent, baseline_policy, points):
 
 
 def update_weights(agent, baseline_policy, optimizers, args, points):
-    """Take one gradient step on points [B, N, 2] of each process, and return what is logged, tensors by name.
+    """Take one gradient step; returns what is logged, tensors by name.
 
+    `points` [B, N, 2] are this process's share of the batch.
     Shapes are fixed and the host never waits, so that a CUDA graph can record it.
     """
     losses, lengths, baselines = compute_loss(agent, baseline_policy, points)
@@ -416,7 +420,10 @@ DECODINGS = {
 
 
 def apply_symmetries(points):
-    """Return the eight images [B, N, 2] of points [B, N, 2] under the symmetries of the square."""
+    """Return the eight images [B, N, 2] of points [B, N, 2] under the symmetries of a square.
+
+    The square is centred at the origin. The network moves all points to the unit square.
+    """
     return [x * x.new_tensor((a, b)) for x in (points, points.flip(-1)) for a in (1, -1) for b in (1, -1)]
 
 
@@ -489,8 +496,8 @@ def make_optimizers(agent, args):
     for name, p in agent.named_parameters():
         is_map = args.optimizer == "muon" and p.ndim == 2 and ("project" in name or "ff" in name)
         (matrices if is_map else others).append(p)
-    # torch takes no empty list of parameters, but a group with one, as with --optimizer adam. {}: no default
-    # options
+    # In a group, since `matrices` is empty with --optimizer adam, and torch takes no empty list outside a
+    # group. {} means no default options
     return torch.optim.AdamW(others, fused=True), Muon([{"params": matrices}], {})
 
 
@@ -531,6 +538,7 @@ def train(args, run):
         instances = read_instances(args.data)
     seed_everything(args.seed, 0)
     agent = AttentionModel().to(device).eval()
+    # Checkpoints hold what run.load gets. If the run has begun with a checkpoint, this restores them
     run.load(agent=agent)
 
     # Evaluate only
@@ -559,9 +567,10 @@ def train(args, run):
         baseline_policy = deepcopy(agent).requires_grad_(False)
         parts["baseline_policy"] = baseline_policy
 
-    # From now on checkpoints hold all parts. The checkpoint of a resumed run may lack some: the baseline
-    # policy if that run had --baseline pomo, the optimizers if it is a published network. Those begin anew
-    run.parts |= parts  # beside the agent, which run.load has added
+    # Have all parts saved from now on, and restore those that the checkpoint of a resumed run has. It lacks
+    # the baseline policy if that run had --baseline pomo, and optimizers if someone has removed them from the
+    # file. These begin anew
+    run.parts |= parts
     saved = run.checkpoint or {}
     run.load(**{name: parts[name] for name in parts if name in saved})
 
@@ -577,7 +586,7 @@ def train(args, run):
         for decode_tours in DECODINGS.values():
             decode_tours(agent, instances.points[:2].to(device))
 
-    # Open the run
+    # Open the run. Its bar counts epochs, in instances: of the present size, if --resume changes --batch-size
     update = partial(update_weights, agent, baseline_policy, (adam, muon), args)
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     epoch_size = args.batch_size * args.steps_per_epoch
@@ -606,7 +615,8 @@ def train(args, run):
             points = draw_points(args.env_id, args.batch_size // WORLD_SIZE, stored).to(device)
             for name, value in update(points).items():
                 sums[name] = sums.get(name, 0) + value
-            # Record the update after one step, in which the optimizers create their states
+            # Record the update, which runs nothing, after one step, in which the optimizers create their
+            # states
             if use_graphs:
                 update = capture(update, points)
                 use_graphs = False
@@ -628,7 +638,7 @@ def train(args, run):
         scalars = {f"losses/{name}": x.item() / args.steps_per_epoch for name, x in sums.items()}
         scalars["charts/learning_rate"] = learning_rate.item()
         scalars["charts/baseline_updates"] = run.baseline_updates
-        run.log(epoch_size, scalars, run.bar.n)
+        run.log(epoch_size, scalars, (run.iteration + 1) * epoch_size)
 
     # Evaluate the last policy, by all decodings
     if run.should_evaluate():
