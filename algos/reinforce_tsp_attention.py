@@ -108,7 +108,7 @@ class Args:
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # epochs between evaluations (0: a tenth of the run, or more if costly)
-    eval_episodes: int = 1000  # random instances per evaluation (0: none, or 1,000 with --evaluate)
+    eval_episodes: int = 1000  # random instances per evaluation (0: never evaluate, or 1,000 with --evaluate)
     # Instances
     env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
     train_path: str | None = None  # train on this file instead; evaluations are still on --data or --env-id
@@ -292,12 +292,13 @@ def compute_loss(agent, baseline_policy, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
     With `baseline_policy`, the gradient of the loss estimates eq. 9. Without it, the baseline is POMO's, tour
-    j begins at node j (if mask_nodes lets it), and the loss has two terms. Let f_j be E[L | first node j].
-    The gradient of the first term is POMO's: on average (N - 1) / N times that of the mean of all f_j, as
-    tour j is part of its own baseline. The second term is sum_j p(j) A_j, where A_j, the length of tour j
-    less the mean length, is held constant. On average its gradient is sum_j f_j grad p(j), since the sum of
-    grad p(j) is 0; it says nothing about later nodes. The sum of both is not the gradient of sum_j p(j) f_j,
-    since the first term weights each first node by 1 / N and not by p(j).
+    j begins at node j (if mask_nodes lets it), and the loss is
+        mean_j A_j log p(tour j | first node j) + sum_j A_j p(first node j),
+    where A_j, the length of tour j less the mean length, is held constant. Let f_j be E[L | first node j].
+    The first term is POMO's. On average its gradient is (N - 1) / N times the gradient of mean_j f_j, as tour
+    j is part of its own baseline. The gradient of the second term is on average sum_j f_j grad p(j), since
+    the sum of grad p(j) is 0; it says nothing about later nodes. The sum of both is not the gradient of
+    sum_j p(j) f_j, since the first term weights each first node by 1 / N and not by p(j).
     """
     is_pomo = baseline_policy is None
     encoded = agent(points)
