@@ -82,11 +82,11 @@ def test_intervals_cover_what_they_say(num):
         (4, "higher", 1, 2),
         (2.5, "lower", 1, 3),
         (4, "higher", 2, 5),  # one alone is forgotten
-        (0.9, "lower", 1, 6),  # as TensorBoard keeps it: 0.8999999761581421
+        (6.1, "higher", 1, 6),  # as TensorBoard keeps it: 6.099999904632568
     ],
 )
 def test_threshold_is_the_first_point_at_it_in_the_right_direction(threshold, better, in_a_row, step):
-    values = map(float, np.float32([3.0, 5.0, 2.0, 4.0, 5.0, 0.9]))
+    values = map(float, np.float32([3.0, 5.0, 2.0, 4.0, 5.0, 6.1]))
     curve = [SimpleNamespace(step=i, value=x) for i, x in enumerate(values, 1)]
     cell = SimpleNamespace(threshold=threshold, better=better, in_a_row=in_a_row)
     assert getattr(find_threshold(curve, cell), "step", None) == step

@@ -25,7 +25,7 @@ def test_the_criterion_of_change_detection_counts_seeds():
 def test_returns_by_calculation_are_those_of_drawn_pairs(num_dates):
     """An ideal detector plays on haze as it is drawn; its first looks of a roof earn nothing."""
     cost, share = 0.02, 0.25
-    pairs, is_roof, is_hazy = change_pairs.draw_haze(20_000, 32, num_dates, 1)
+    pairs, is_roof, is_hazy = change_pairs.draw_haze(5_000, 32, num_dates, 1)
     is_changed = pairs[:, -1, ::8, ::8] == 1
     is_clear = is_roof & ~is_hazy.any(0)
     hits, total = (is_changed & is_clear).sum(), is_changed.sum()
