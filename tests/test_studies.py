@@ -21,7 +21,7 @@ def test_the_criterion_of_change_detection_counts_seeds():
     assert (found["best"], found["last"]) == (4, 2)
 
 
-@pytest.mark.parametrize("num_dates", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 4))])
+@pytest.mark.parametrize("num_dates", [2, 3])
 def test_returns_by_calculation_are_those_of_drawn_pairs(num_dates):
     """An ideal detector plays on haze as it is drawn; its first looks of a roof earn nothing."""
     cost, share = 0.02, 0.25
