@@ -1012,26 +1012,6 @@ def set_up_device(args):
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
 
 
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs, strict=True):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
-
-
 def load_checkpoint(path):
     """Read a checkpoint of this script without executing anything in it; exits if it is not a valid one."""
     try:

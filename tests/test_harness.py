@@ -20,7 +20,7 @@ from helpers import ENVIRONMENT, ROOT
 from results import define_cell, write_run, write_suite
 from torch.distributed.run import get_args_parser
 
-from benchmark import common, report, run, runs
+from benchmark import common, records, report, run, runs
 from benchmark import suite as suites
 from benchmark.common import ResultsError
 from benchmark.machines import describe_machine
@@ -347,3 +347,57 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     assert ("interrupted: what was finished is kept" in output) == (number != signal.SIGKILL)
     wait_until(lambda: not find_processes(tmp_path / "a" / "ppo"))
     assert "Traceback" not in output and not list(tmp_path.rglob("process.json"))
+
+
+@pytest.mark.slow
+def test_cells_run_on_a_ray_cluster(tmp_path, monkeypatch):
+    """Here one of this machine. A cell that fails is told as on one machine, and its processes end with
+    it."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise it writes a token into the home folder
+    monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_MODE", "disabled")
+    missing = SHORT.replace("algos/ppo.py", "algos/ppo.py --env-id NoSuch-v0")
+    suite = write_suite(tmp_path / "a.toml", good=SHORT, bad=missing)
+    context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        address = context.address_info["gcs_address"]
+        harness = start_harness(suite, "--runs", tmp_path / "runs", "--address", address)
+        output, _ = harness.communicate(timeout=240)
+    finally:
+        ray.shutdown()
+    assert harness.returncode == 1 and "1 of 2 cells done" in output, output
+    assert "bad, seed 1: exit code 2: ppo.py: error: --env-id NoSuch-v0" in output
+    (process,) = (tmp_path / "runs").rglob("good/**/process.json")
+    assert json.loads(process.read_text())["exit_code"] == 0 and not find_processes(tmp_path, "pytest")
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_published_figures_are_made_again_from_raw_data(
+    run_python, tmp_path, monkeypatch, capsys, is_changed
+):
+    """With their thinned curves. --check names what differs, and writes nothing."""
+    monkeypatch.setattr(common, "SUITES", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    path, _ = run_python("", num_points=500, curve="eval/x", seed=3)
+    cell = vars(define_cell(curve="eval/x", seed=3)) | {"folder": str(path.parent)}
+    folder = tmp_path / "runs" / "s"
+    folder.mkdir(parents=True)
+    (folder / "suite.json").write_text(json.dumps({"suite": "s", "cells": [cell], "levels": {}}))
+    results = records.collect(folder)
+    (run_,) = results["cells"][cell["name"]]["runs"]
+    if is_changed:
+        run_["curve"][7][2] += 0.1
+        run_["env_steps"] += 1
+    records.save_results(tmp_path / "s.json", results)
+    before = (tmp_path / "s.json").read_bytes()
+    page = tmp_path / "page.md"
+    page.write_text("a")
+    monkeypatch.setattr(report, "make_pages", lambda published: {page: "b" if is_changed else "a"})
+    code = report.main(report.Args(runs=tmp_path / "runs", check=True))
+    assert code == is_changed and (tmp_path / "s.json").read_bytes() == before
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"s: {0 if is_changed else 1} runs have what is published"
+    different = [f"s: {cell['name']}, seed 3 has another env_steps, curve", f"{page} is another page"]
+    assert lines[1:] == (different if is_changed else []) and page.read_text() == "a"
+    with pytest.raises(ResultsError, match="--check writes nothing"):
+        report.main(report.Args(runs=tmp_path / "runs", out=tmp_path / "out", check=True))
