@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -196,6 +197,8 @@ def test_a_search_is_the_plain_one(make_go, size, sharpness, options, request):
     assert (search.child[:, search.nowhere] == search.nowhere).all()
     assert torch.equal(search.num_nodes, 1 + (search.child != search.nowhere).sum((1, 2)))
     assert num_collided > 20 if "num_workers" in options else num_collided == 0
+    with pytest.raises(ValueError, match="more simulations than the trees have room for"):
+        search.run(1)
 
 
 def test_scores_are_classic_ucb():
@@ -203,6 +206,29 @@ def test_scores_are_classic_ucb():
     found = az.ucb_scores(q, n, p, torch.tensor([12.0]), 1.5).tolist()
     assert found[0] == pytest.approx(0.2 + 1.5 * (math.log(12) / 3) ** 0.5)
     assert found[2] > found[1] > 1e5  # unvisited moves come first, by their prior
+
+
+def test_two_workers_evaluate_at_the_same_time_in_threads_of_their_own():
+    """Each thread has the number of threads that the main one has; all threads are gone after the search."""
+    go, running, seen, have_met = Go(3), set(), [], threading.Event()
+    evaluate, main_thread, num_before = make_evaluator(go), threading.get_ident(), threading.active_count()
+
+    def watch(boards, legal):
+        thread = threading.get_ident()
+        running.add(thread)
+        if len(running) == 2:
+            have_met.set()
+        elif thread != main_thread:
+            have_met.wait(0.2)  # until they have met once; a worker that found no leaf does not come
+        seen.append((thread, torch.get_num_threads()))
+        running.remove(thread)
+        return evaluate(boards, legal)
+
+    az.Search(go, watch, go.new(4), 40, Args(pseudo_limit=0.5, num_workers=2)).run(40)
+    threads, num_threads = zip(*seen, strict=True)
+    assert threads[0] == main_thread and len({*threads[1:]} - {main_thread}) == len({*threads[1:]}) == 2
+    assert have_met.is_set() and {*num_threads} == {torch.get_num_threads()}
+    assert threading.active_count() == num_before
 
 
 def test_noise_is_of_a_dirichlet_distribution():
@@ -370,6 +396,17 @@ def test_what_an_epoch_trained_on_is_ranked_again(monkeypatch):
 
 
 # Self-play
+
+
+def test_more_moves_than_the_game_says_are_one_line(capsys):
+    go = Go(3)
+    go.new = Go(3).new  # boards with room for more
+    go.max_moves = 5
+    games = az.SelfPlay(go, 4)
+    with pytest.raises(SystemExit, match="2"):
+        for _ in range(9):
+            az.play_moves(games, go, None, stage(scores=None), Args())
+    assert "a game takes more than its max_moves (5)" in capsys.readouterr().err
 
 
 def test_records_are_the_games():
