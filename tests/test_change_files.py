@@ -11,6 +11,7 @@ from envs_shared.change_pairs import SPLITS, UNCOUNTED
 
 KINDS = ("A", "B", "label")
 IDS = np.array([[0, 1, 1], [1, 0, 0]], np.uint8)
+FOUR_BANDS = np.random.default_rng(0).integers(1, 250, (6, 5, 4), np.uint8)
 IN_COLOURS = np.repeat(IDS[..., None] * np.uint8(255), 3, 2)
 
 
@@ -68,6 +69,24 @@ def test_pictures_that_a_camera_held_upside_down_lie_on_their_label(tmp_path):
         save(tmp_path / kind / "x.jpg", Image.fromarray(x).transpose(Image.Transpose.ROTATE_180), exif=tag)
     pair = change_folders.read_pair([tmp_path / "A/x.jpg", tmp_path / "B/x.jpg"], bright[..., 0] // 255)
     assert ((pair[3] > 128) == (pair[6] == 1)).all() and pair[6].sum() == 128
+
+
+def test_bands_and_pages_that_would_be_lost(tmp_path):
+    """An opaque fourth band is left out, and so is the preview in a camera's JPEG."""
+    opaque = FOUR_BANDS.copy()
+    opaque[..., 3] = 255
+    assert (read_picture(save(tmp_path / "opaque.png", opaque)) == opaque[..., :3]).all()
+    # Red, green, blue and an unspecified band, as GDAL writes it: Pillow reads three of the four
+    path = save(tmp_path / "infrared.tif", FOUR_BANDS)
+    file = bytearray(path.read_bytes())
+    file[file.index(b"\x52\x01\x03\x00\x01\x00\x00\x00\x02") + 8] = 0  # tag 338, ExtraSamples
+    path.write_bytes(file)
+    assert "it has more bands than the 3 that Pillow reads" in read_error(read_picture, path)
+    red, blue = (Image.new("RGB", (4, 4), colour) for colour in ("red", "blue"))
+    pages = save(tmp_path / "x.tif", red, save_all=True, append_images=[blue])
+    assert "2 pages; save each as a file of its own" in read_error(read_picture, pages)
+    photo = save(tmp_path / "x.jpg", red, format="MPO", save_all=True, append_images=[blue])
+    assert read_picture(photo)[..., 0].min() > 200
 
 
 @pytest.mark.parametrize(
