@@ -5,7 +5,7 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Sequence, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Tuple
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
@@ -33,11 +33,7 @@ class Task(gym.Env):
 
 
 class Ledger(gym.Env):
-    """Random rewards and endings (terminated, truncated, or both at once); keeps a ledger of its true
-    transitions.
-
-    Each of the two flags is up with probability `p_end` at a step.
-    """
+    """Random rewards and endings, each flag with probability `p_end`; it keeps its true transitions."""
 
     observation_space = Box(-np.inf, np.inf, (3,))
     action_space = Discrete(4)
@@ -212,17 +208,6 @@ class Bad(Task):
         self.observation_space, self.action_space = obs, actions
 
 
-class Broken(Task):
-    """Raises an error when it is made, or at its first step."""
-
-    def __init__(self, where):
-        if where == "init":
-            self.step(0)
-
-    def step(self, action):
-        raise ValueError("a fault of the user")
-
-
 class Recall(Task):
     """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it, else -1; optimum 1."""
 
@@ -285,14 +270,9 @@ for name, obs, actions in (
     ("Dict", Dict(a=flat), Discrete(2)),
     ("Bytes", Dict(a=flat, b=image), Discrete(2)),
     ("Image", image, Discrete(2)),
-    ("Sequence", Sequence(flat), Discrete(2)),
     ("MultiDiscrete", flat, MultiDiscrete([2, 3])),
-    ("Integers", flat, Box(0, 3, (2,), int)),
-    ("Empty", flat, Box(-1, 1, (0,))),
 ):
     register(f"Bad{name}", Bad, kwargs={"obs": obs, "actions": actions})
-for where in ("init", "step"):
-    register(f"Broken{where}", Broken, kwargs={"where": where})
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
 for layout in ("CHW", "HWC", "HW"):
