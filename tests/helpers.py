@@ -40,7 +40,7 @@ def start_here(log, name, *args):
             os.dup2(file.fileno(), stream)
     import ranks
 
-    ranks.ACTIONS[name](*args)
+    getattr(ranks, name)(*args)
 
 
 def wait_for(processes):
