@@ -60,9 +60,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 # that need the host in between, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
 # What the part `Run` must know of this script
-TASK_SETTINGS = ("env_id",)  # if one changes, the score of best.pt cannot be compared, and counts no longer
+TASK_SETTINGS = ("env_id",)  # if one changes with --resume, the score of best.pt is forgotten
 NETWORK_FLAGS = "--env-id, --norm-obs"  # named in the message about a checkpoint that does not fit
-SCORE = "return"  # what decides which policy best.pt holds
+SCORE = "return"  # name, in messages, of the score that run.keep gets
 
 
 @dataclass
@@ -234,8 +234,9 @@ class Agent(nn.Module):
 def make_envs(args, num_envs, video_folder=None):
     """Make environments; exits if they are not supported.
 
-    With a folder and --capture-video, the first one is recorded. Each evaluation makes its own environments:
-    a wrapper that learns statistics, such as NormalizeObservation, would show the policy other numbers there.
+    With a folder and --capture-video, the first one is recorded. Each evaluation makes its own environments.
+    So add no wrapper that learns statistics, such as NormalizeObservation: it would begin anew there, and
+    show the policy other numbers.
     """
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]
     mode = args.vectorization
@@ -530,7 +531,8 @@ def train(args, run):
     Numbers that seed_everything gets:
         (seed, 0)                      for the weights, which are the same in every process
         (seed, 1, iteration, process)  for a rollout and its update, from iteration 1 on
-        (seed, 1, done, process)       for the first observations; `done` iterations are before them
+        (seed, 1, iteration, process)  for the first observations too, with the number of iterations so far: 0
+                                       in a new run
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
@@ -538,7 +540,9 @@ def train(args, run):
     device = set_up_device(args)
     is_cuda = device.type == "cuda"
     if is_cuda:
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+        # The first steps, recordings and replays use one stream; the default one cannot be recorded in a
+        # graph
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
     if args.eval_episodes or args.evaluate:
         check_evaluation(args, envs)
@@ -553,8 +557,9 @@ def train(args, run):
     options = {"lr": learning_rate, "capturable": is_cuda}
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
     run.load(optimizer=optimizer)
-    # In a resumed run, load_state_dict put saved options in place of these: put them back. If you add groups
-    # of parameters, give each one a tensor of its own, put it back here, and anneal it below
+    # In a resumed run, run.load put saved options in place of these: put them back. If you add a group of
+    # parameters, do so for it too. A group with another learning rate needs a tensor of its own, to be
+    # annealed below
     optimizer.param_groups[0] |= options
     storage = RolloutStorage(envs, args.num_steps)
     # The first observations go into the last row, which collect_rollout takes for the one before
@@ -565,9 +570,10 @@ def train(args, run):
     run.open(f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}", args.total_timesteps)
 
     while run.step < args.total_timesteps:
-        # Evaluate, unless evaluations would then take more than a fifth of the steps trained on. The longest
-        # episode predicts how many steps it takes or, before one has ended, the length at which they are cut.
-        # It is done at the top, so that --resume repeats an evaluation that was cut off
+        # Evaluate, if it is time. Without --eval-interval, all evaluations together, this one included, may
+        # take at most a fifth as many steps as training so far. Its episodes are predicted to be as long as
+        # the longest one so far or, if none has ended, as 10,000 steps, where `evaluate` cuts them. It is
+        # done at the top, so that --resume repeats an evaluation that was cut off
         if run.should_evaluate(args.eval_episodes * (run.longest or 10_000)):
             score_policy(agent, args, device, run)
 
@@ -605,7 +611,8 @@ def train(args, run):
             must_record = False
         agent.eval()
 
-        # Log. Steps that only reset an environment do not count
+        # Log. Steps that only reset an environment do not count. run.log also adds to run.step and
+        # run.iteration, and saves checkpoint.pt if it is time
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
         scalars |= summarize(storage, batch)
         scalars["charts/learning_rate"] = learning_rate.item()
@@ -736,7 +743,7 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -757,7 +764,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
+        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -784,7 +791,7 @@ class Run(Progress):
         """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
 
         The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth of the steps trained on.
+        fifth as many steps as training, if the estimates are right.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -806,7 +813,7 @@ class Run(Progress):
         if self.best_score is None or score >= self.best_score:
             self.best_score = self.last_score
             self.save("best.pt")
-        # Save the scores too. A large checkpoint is written again only at the end
+        # Save the scores too; in a script that saves a large replay with them, only at the end
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -864,8 +871,8 @@ def total(x):
 
 def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
-    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
         vector = total(nn.utils.parameters_to_vector(gradients))
         nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
@@ -873,8 +880,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
-    environment can be added where a C library takes less than 2^31.
+    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
+    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -937,7 +944,7 @@ def main(argv=None):
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         saved = checkpoint["args"]
         if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # Go on with the optimizer's rate, which is another one if you add a rule that adapts it
+            # If you add a rule that adapts the learning rate, go on with its last rate
             saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
         args = tyro.cli(Args, args=argv, default=saved)
     counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()

@@ -14,11 +14,12 @@ In: two pictures of one place, of equal size. Out: for each pixel the probabilit
 of the changed pixels, and where the policy looked. The detector is a small network that is trained here. It
 sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one. It divides a picture into
 patches of 8 x 8 pixels, a patch into 4 x 4 cells of 2 x 2 pixels, and classifies each cell as changed or not.
-A look reads one patch at full resolution and corrects its map: it gives a number for each cell, and `up`, a
-linear layer, turns these into a change of the patch's embedding, which is then classified again. Looks cost
-time or money in practice; here looking once at all patches costs `--cost` of F1. The detector is trained
-first, with random looks. Then PPO learns which patches are worth a look. It also goes on training `read` and
-`classify` of the detector, but not `embed`, which sees the coarse pictures.
+A look reads one window, which is a patch with a border of one cell, at full resolution. It corrects the
+patch's map: it gives a number for each cell, and `up`, a linear layer, turns these into a change of the
+patch's embedding, which is then classified again. Looks cost time or money in practice; here looking once at
+all patches costs `--cost` of F1. The detector is trained first, with random looks. Then PPO learns which
+patches are worth a look. It also goes on training `read` and `classify` of the detector, but not `embed`,
+which sees the coarse pictures.
 
 A patch may look T times (--num-steps). Look number t of 1 to T shows the first J - T + t of J dates, and at
 least one, so that look T shows all. The task haze needs this order: haze at the first date tells that the
@@ -35,8 +36,8 @@ that count are changed) and probabilities p:
     then draw a correction of G numbers. V(s) is the expected sum of rewards from s on. The advantage A says
     how much better than V(s) the action turned out:
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
-    (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean(window), sigma); the window is read
-        after the decision to look
+    (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean, sigma); `read` gives the mean from the
+        window, after the decision to look
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
@@ -97,7 +98,7 @@ TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_epi
 NETWORK_FLAGS = (
     "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size, --coarse-size"
 )
-SCORE = "F1 less price on val"  # what decides which policy best.pt holds; higher is better
+SCORE = "F1 less price on val"  # name, in messages, of the score that run.keep gets
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on the test pairs, without training
-    eval_interval: int = 0  # iterations between evaluations and checkpoints (0: at each tenth of the run)
+    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if costly)
     eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
     predict: tuple[str, ...] | None = None  # with --evaluate: two pictures or folders, and labels if any
     output: str = "change_maps"  # new folder for the maps of --predict
@@ -169,8 +170,9 @@ class Detector(nn.Module):
     Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels. Four rules that no
     error reminds you of: `read` ignores dates that are not shown; their features are 0, as features are added
     up over looks. `classify` takes each patch alone, because a look is paid for the change of its own patch.
-    `embed` shares no weights with the other two, which PPO trains. The network must be its own in evaluation
-    mode, in which PPO trains it, since its ratios would otherwise compare two different networks.
+    `embed` shares no weights with the other two, which PPO trains. PPO plays and updates in evaluation mode.
+    In that mode a window must always give the same output, whatever else is in the batch, since PPO's ratios
+    would otherwise compare two different networks.
     """
 
     def __init__(self, args):
@@ -511,9 +513,9 @@ def ppo_loss(agent, batch, args):
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = F.softplus(logits) - logits * logits.sigmoid()  # of the decision
     # next_embedding is a constant that contains up(correction) as it was sampled. Adding up(means -
-    # correction) puts the present mean in its place, so that this loss trains `read`. `up` gets a gradient
-    # through means - correction alone, in the first minibatch minus the noise, which is zero on average: its
-    # steps are small beside its weights. `embed` gets no gradient
+    # correction) puts the present mean in its place, so that this loss trains `read`. The gradient of `up` is
+    # proportional to means - correction. In the first minibatch this is the noise with its sign changed, and
+    # its mean is zero, so the steps of `up` mostly cancel. `embed` gets no gradient
     embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -677,8 +679,9 @@ def train(args, run):
     run.open(description, num_iterations, run.iteration)
 
     while run.iteration < num_iterations:
-        # Evaluate, if it is time and all evaluations together have at most a fifth as many pairs as training
-        # so far. It is done at the top, so that --resume repeats an evaluation that was cut off
+        # Evaluate, if it is time. Without --eval-interval, all evaluations together, this one included, may
+        # have at most a fifth as many pairs as training so far. It is done at the top, so that --resume
+        # repeats an evaluation that was cut off
         if run.should_evaluate(len(val)):
             score_policy(agent, args, val, run)
 
@@ -717,14 +720,16 @@ def train(args, run):
                 metrics.append({"cross_entropy": loss.detach()})
         agent.eval()
 
-        # Log means over the gradient steps, summed over processes, each of which has its part
+        # Log means over the gradient steps, summed over processes, each of which has its part. run.log also
+        # adds to run.step and run.iteration, and saves checkpoint.pt if it is time
         for name in metrics[0]:
             mean = torch.stack([metric[name] for metric in metrics]).mean()
             scalars[f"losses/{name}"] = total(mean).item()
         scalars["charts/learning_rate"] = learning_rate
         run.log(num_pairs, scalars, run.iteration + 1)
 
-    # Evaluate the last policy, and compare it and best.pt with other rules
+    # Evaluate the last policy, however many pairs that takes; last_score is None only if --eval-episodes is
+    # 0. Then compare it and best.pt with other rules
     if run.should_evaluate():
         score_policy(agent, args, val, run)
     text = ""
@@ -848,7 +853,7 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -869,7 +874,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
+        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -896,7 +901,7 @@ class Run(Progress):
         """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
 
         The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth of the steps trained on.
+        fifth as many steps as training, if the estimates are right.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -918,7 +923,7 @@ class Run(Progress):
         if self.best_score is None or score >= self.best_score:
             self.best_score = self.last_score
             self.save("best.pt")
-        # Save the scores too. A large checkpoint is written again only at the end
+        # Save the scores too; in a script that saves a large replay with them, only at the end
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -976,8 +981,8 @@ def total(x):
 
 def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
-    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
         vector = total(nn.utils.parameters_to_vector(gradients))
         nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
@@ -985,8 +990,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
-    environment can be added where a C library takes less than 2^31.
+    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
+    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -1005,6 +1010,26 @@ def set_up_device(args):
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
+
+
+def capture(function, *inputs):
+    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
+
+    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
+    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
+    """
+    memory = [x.clone() for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        output = function(*memory)
+
+    def replay(*new_inputs):
+        for old, new in zip(memory, new_inputs, strict=True):
+            old.copy_(new)
+        graph.replay()
+        return output
+
+    return replay
 
 
 def load_checkpoint(path):

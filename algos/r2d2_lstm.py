@@ -70,10 +70,10 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 CUDA_GRAPHS = True
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
 # What the part `Run` must know of this script
-TASK_SETTINGS = ("env_id",)  # if --resume changes one, the score of best.pt no longer counts
+TASK_SETTINGS = ("env_id",)  # if one changes with --resume, the score of best.pt is forgotten
 # Flags that the message names if a checkpoint does not fit the network
 NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"
-SCORE = "return"  # what decides which policy best.pt holds; higher is better
+SCORE = "return"  # name, in messages, of the score that run.keep gets
 
 
 @dataclass
@@ -139,8 +139,8 @@ class QNetwork(nn.Module):
         self.num_actions = int(envs.single_action_space.n)
 
         # Byte images are [..., height, width, channels], [..., channels, height, width] or [height, width].
-        # We assume fewer channels than pixels in a row. Images of floats are flattened: let your environment
-        # return bytes. The line that a run begins with says which is the case
+        # The channels are taken to be fewer than the pixels of a row or column. Images of floats are
+        # flattened: let your environment return bytes. The line that a run begins with says which is the case
         space = envs.single_observation_space
         *_, first, middle, last = [1, 1, *space.shape]  # the last three dimensions, 1 for those that lack
         self.is_channels_last = last < first
@@ -667,7 +667,9 @@ def update_network(agent, target, optimizer, replay, args):
 
     # The loss is this process's share of the mean over the trained steps of all processes. A term of your own
     # needs the same: mask it with is_trained, sum it, divide it by num_trained
-    agent.train()  # for dropout; batch norm would also count padded steps and the burn-in
+    # cuDNN trains an LSTM in training mode alone. Dropout, if you add it, needs it too; batch norm would also
+    # count padded steps and the burn-in
+    agent.train()
     losses, errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
     num_trained = total(is_trained.sum())
     loss = losses.sum() / num_trained
@@ -678,8 +680,8 @@ def update_network(agent, target, optimizer, replay, args):
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
 
-    # A priority of zero would never be drawn again. NaN would break the draws, before the training loop can
-    # say that the losses are not finite
+    # A priority of zero would never be drawn again. NaN would break the draws, before run.log can say that
+    # the losses are not finite
     priorities = sequence_priority(errors, is_trained, args.eta)
     replay.data["priority"][index] = priorities.nan_to_num().clamp(min=1e-8)
     return {
@@ -717,6 +719,7 @@ def evaluate(agent, args, device, seed_stream):
 def score_policy(agent, args, device, run):
     """Evaluate during training, and keep the policy in best.pt if it is the best so far."""
     scores = evaluate(agent, args, device, 2)
+    # The score that decides, and the number of environment steps that the evaluation took
     run.keep(scores, scores["eval/episodic_return"], args.eval_episodes * scores["eval/episodic_length"])
 
 
@@ -727,7 +730,8 @@ def train(args, run):
     Arguments of seed_everything:
         (seed, 0)                      for the weights, which are the same in every process
         (seed, 1, iteration, process)  for an iteration, from 1 on
-        (seed, 1, done, process)       for the first reset; `done` iterations are finished, 0 in a new run
+        (seed, 1, iteration, process)  for the first reset too, with the number of iterations so far: 0 in a
+                                       new run
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
@@ -735,12 +739,15 @@ def train(args, run):
     device = set_up_device(args)
     is_cuda = device.type == "cuda"
     if is_cuda:
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+        # The first steps, recordings and replays use one stream; the default one cannot be recorded in a
+        # graph
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     envs = Environments(args, args.num_envs // WORLD_SIZE)
     if args.eval_episodes:
         Environments(args, args.eval_episodes).close()  # fails now if an evaluation would fail later
     seed_everything(args.seed, 0)
     agent = QNetwork(envs, args).to(device)
+    # Checkpoints hold what run.load gets. If the run has begun with a checkpoint, this restores them
     run.load(agent=agent)
     if args.evaluate:
         print_scores(evaluate(agent, args, device, 3))
@@ -812,7 +819,7 @@ def train(args, run):
             update = capture(update)
             use_graphs = False
 
-        # Log
+        # Log. run.log also adds to run.step and run.iteration, and saves checkpoint.pt if it is time
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
         scalars["charts/num_updates"] = run.num_updates
         scalars["charts/learning_rate"] = learning_rate.item()
@@ -945,7 +952,7 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -966,7 +973,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
+        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -993,7 +1000,7 @@ class Run(Progress):
         """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
 
         The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth of the steps trained on.
+        fifth as many steps as training, if the estimates are right.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -1015,7 +1022,7 @@ class Run(Progress):
         if self.best_score is None or score >= self.best_score:
             self.best_score = self.last_score
             self.save("best.pt")
-        # Save the scores too. A large checkpoint is written again only at the end
+        # Save the scores too; in a script that saves a large replay with them, only at the end
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1073,8 +1080,8 @@ def total(x):
 
 def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
-    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
         vector = total(nn.utils.parameters_to_vector(gradients))
         nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
@@ -1082,8 +1089,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
-    environment can be added where a C library takes less than 2^31.
+    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
+    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -1146,7 +1153,7 @@ def main(argv=None):
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         saved = checkpoint["args"]
         if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # The learning rate at the end, which an edited copy may have adapted
+            # If you add a rule that adapts the learning rate, go on with its last rate
             saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
         args = tyro.cli(Args, args=argv, default=saved)
     counts = """num_envs hidden_size memory_span total_timesteps num_steps learn_length n_step buffer_size

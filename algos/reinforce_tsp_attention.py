@@ -66,7 +66,8 @@ CUDA_GRAPHS = True
 CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
 # What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
 # written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
-# message about a checkpoint that does not fit. SCORE: what decides which policy best.pt holds
+# message about a checkpoint that does not fit; --optimizer moves parameters to the other optimizer. SCORE:
+# name, in messages, of the score that run.keep gets
 TASK_SETTINGS = ("env_id", "data", "eval_episodes", "seed")
 NETWORK_FLAGS = "--optimizer"
 SCORE = "minus greedy gap or length"
@@ -105,13 +106,13 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between evaluations and checkpoints (0: at each tenth of the run)
+    eval_interval: int = 0  # epochs between evaluations (0: a tenth of the run, or more if costly)
     eval_episodes: int = 1000  # random instances per evaluation (0: none, or 1,000 with --evaluate)
     # Instances
     env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
     train_path: str | None = None  # train on this file instead; evaluations are still on --data or --env-id
     data: str | None = None  # evaluate on this file: ML4CO text or .tsp; needs envs_shared/tsplib.py
-    solve: str | None = None  # with --evaluate and --data: new folder for the tours of the last decoding
+    solve: str | None = None  # with --evaluate and --data: new folder for the tours of the last of DECODINGS
     # The algorithm
     num_epochs: int = 35  # epochs; after each one, --baseline rollout may replace its baseline policy
     steps_per_epoch: int = 100  # gradient steps per epoch
@@ -210,7 +211,7 @@ def pick_queries(table, nodes):
 
 
 def decode(encoded, first, last, log_mask):
-    """Return u [B, P, T, N] of eq. 7, given first and last nodes [B, P, 1 or T] and log_mask [B, P, T, N]."""
+    """Return u [B, P, T, N] of eq. 7: nodes `first` [B, P, 1] and `last` [B, P, T], log_mask [B, P, T, N]."""
     q = pick_queries(encoded.first_queries, first) + pick_queries(encoded.last_queries, last)  # eq. 4, 5
     log_mask = log_mask.flatten(1, 2)  # [B, Q, N]
     glimpse = attend(q.flatten(1, 2), encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, Q, D]
@@ -229,9 +230,11 @@ def mask_nodes(points, visit_time, steps):
     """Return log_mask [B, P, T, N] for steps [T]: 0 if the node may come in that step, else -inf.
 
     visit_time [B, P, N] has the step in which a tour visits each node: that of the tour 2, 0, 3, 1 is
-    1, 3, 0, 2. Nodes of later steps hold N while a tour is built, and their own step when it is scored: a
-    rule of yours may only ask whether visit_time < step. No other line says where a tour may begin or go.
-    `points` is for rules that depend on the instance.
+    1, 3, 0, 2. If your tours must keep other rules, edit this function alone: no other line says where a tour
+    may begin or go. It is used to build tours, where nodes not yet visited have the time N, and to score
+    them, where these nodes have their later step. So a rule may use the times of visited nodes, which are
+    below the step, but of other nodes only that they are not visited. `points` is for rules that depend on
+    the instance.
     """
     is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: not visited before the step
     return torch.where(is_open, 0.0, -torch.inf)
@@ -247,7 +250,7 @@ def construct_tours(points, encoded, multistart=False, sample=False):
     nodes = torch.arange(num_nodes, device=points.device)  # 0 ... N - 1, also the numbers of steps
     # The empty tour has visited no node, and its first and last node are N, the row of the placeholders
     visit_time = nodes.new_full((len(points), 1, num_nodes), num_nodes)  # [B, 1, N]
-    first = last = visit_time[:, :, :1]  # [B, 1, 1]
+    first = last = visit_time[:, :, :1]  # [B, 1, 1], all N
     for t in range(num_nodes):
         # [B, P, 1, N], where P = 1 in the first step
         logits = decode(encoded, first, last, mask_nodes(points, visit_time, nodes[t : t + 1]))
@@ -279,7 +282,7 @@ def score_tours(points, encoded, tours):
     log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1, [B, P]
     # One empty tour of each instance: no node is visited, and its first and last node are the placeholders
     unvisited = torch.full_like(visit_time[:, :1], num_nodes)  # [B, 1, N]
-    nowhere = unvisited[:, :, :1]  # [B, 1, 1]
+    nowhere = unvisited[:, :, :1]  # [B, 1, 1], all N
     start_logits = decode(encoded, nowhere, nowhere, mask_nodes(points, unvisited, steps[:1]))  # [B, 1, 1, N]
     return log_likelihood, start_logits.flatten(1).log_softmax(-1)
 
@@ -287,11 +290,13 @@ def score_tours(points, encoded, tours):
 def compute_loss(agent, baseline_policy, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
-    With `baseline_policy`, the gradient estimates eq. 9. Without it, the baseline is POMO's, tour j begins at
-    node j (if mask_nodes lets it), and the loss has two terms, which are not the gradient of one objective.
-    The first one is POMO's: it estimates the gradient of the mean over j of E[L | first node j], times
-    (N - 1) / N because tour j is part of its own baseline. The second one, sum_j p(j) A_j with the advantages
-    A_j held constant, trains only the choice of the first node.
+    With `baseline_policy`, the gradient of the loss estimates eq. 9. Without it, the baseline is POMO's, tour
+    j begins at node j (if mask_nodes lets it), and the loss has two terms. Let f_j be E[L | first node j].
+    The gradient of the first term is POMO's: on average (N - 1) / N times that of the mean of all f_j, as
+    tour j is part of its own baseline. The second term is sum_j p(j) A_j with constant advantages A_j. On
+    average its gradient is sum_j f_j grad p(j), which trains only the choice of the first node. The sum of
+    both is not the gradient of sum_j p(j) f_j, since the first term weights each first node by 1 / N and not
+    by p(j).
     """
     is_pomo = baseline_policy is None
     encoded = agent(points)
@@ -300,7 +305,8 @@ def compute_loss(agent, baseline_policy, points):
     if is_pomo:
         baseline = lengths.mean(1, keepdim=True)  # Kwon et al., eq. 3
     else:
-        _, baseline = construct_tours(points, baseline_policy(points))  # greedy
+        # Greedy tours of a policy that `train` keeps in evaluation mode and without gradients
+        _, baseline = construct_tours(points, baseline_policy(points))
         log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
     advantages = lengths - baseline
     loss = (log_likelihood * advantages).mean(1)
@@ -311,8 +317,9 @@ def compute_loss(agent, baseline_policy, points):
 
 
 def update_weights(agent, baseline_policy, optimizers, args, points):
-    """Take one gradient step on points [B, N, 2] of each process, and return what is logged, tensors by name.
+    """Take one gradient step; returns what is logged, tensors by name.
 
+    `points` [B, N, 2] are this process's share of the batch.
     Shapes are fixed and the host never waits, so that a CUDA graph can record it.
     """
     losses, lengths, baselines = compute_loss(agent, baseline_policy, points)
@@ -413,7 +420,10 @@ DECODINGS = {
 
 
 def apply_symmetries(points):
-    """Return the eight images [B, N, 2] of points [B, N, 2] under the symmetries of the square."""
+    """Return the eight images [B, N, 2] of points [B, N, 2] under the symmetries of a square.
+
+    The square is centred at the origin. The network moves all points to the unit square.
+    """
     return [x * x.new_tensor((a, b)) for x in (points, points.flip(-1)) for a in (1, -1) for b in (1, -1)]
 
 
@@ -486,8 +496,8 @@ def make_optimizers(agent, args):
     for name, p in agent.named_parameters():
         is_map = args.optimizer == "muon" and p.ndim == 2 and ("project" in name or "ff" in name)
         (matrices if is_map else others).append(p)
-    # torch takes no empty list of parameters, but a group with one, as with --optimizer adam. {}: no default
-    # options
+    # In a group, since `matrices` is empty with --optimizer adam, and torch takes no empty list outside a
+    # group. {} means no default options
     return torch.optim.AdamW(others, fused=True), Muon([{"params": matrices}], {})
 
 
@@ -514,10 +524,12 @@ def train(args, run):
     device = set_up_device(args)
     is_cuda = device.type == "cuda"
     if is_cuda:
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+        # The first steps, recordings and replays use one stream; the default one cannot be recorded in a
+        # graph
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; bfloat16 on CPUs that multiply it fast
     # Freeing 32 MB raises a threshold of Linux's C library (glibc): smaller blocks that are freed later stay
-    # with the process, instead of being asked from the system again. A step takes a fifth less
+    # with the process, instead of being requested from the system again. A step takes a fifth less
     torch.empty(8_000_000)
     # Instances to evaluate on, in float64 for their lengths
     seed_everything(args.seed, 3 if args.evaluate else 2)
@@ -526,6 +538,7 @@ def train(args, run):
         instances = read_instances(args.data)
     seed_everything(args.seed, 0)
     agent = AttentionModel().to(device).eval()
+    # Checkpoints hold what run.load gets. If the run has begun with a checkpoint, this restores them
     run.load(agent=agent)
 
     # Evaluate only
@@ -548,15 +561,16 @@ def train(args, run):
     adam, muon = make_optimizers(agent, args)
     parts = {"optimizer": adam, "muon": muon}
 
-    # Baseline policy: it starts as the policy
+    # Baseline policy: it starts as a copy of the agent, in evaluation mode, and stays in that mode
     baseline_policy = None
     if args.baseline == "rollout":
         baseline_policy = deepcopy(agent).requires_grad_(False)
         parts["baseline_policy"] = baseline_policy
 
-    # A checkpoint may lack the states of optimizers, which then begin anew, and with POMO's baseline the
-    # baseline policy, which is then a copy of the agent
-    run.parts |= parts  # beside the agent, which run.load has added
+    # Have all parts saved from now on, and restore those that the checkpoint of a resumed run has. It lacks
+    # the baseline policy if that run had --baseline pomo, and optimizers if someone has removed them from the
+    # file. These begin anew
+    run.parts |= parts
     saved = run.checkpoint or {}
     run.load(**{name: parts[name] for name in parts if name in saved})
 
@@ -572,7 +586,7 @@ def train(args, run):
         for decode_tours in DECODINGS.values():
             decode_tours(agent, instances.points[:2].to(device))
 
-    # Open the run
+    # Open the run. Its bar counts epochs, in instances: of the present size, if --resume changes --batch-size
     update = partial(update_weights, agent, baseline_policy, (adam, muon), args)
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     epoch_size = args.batch_size * args.steps_per_epoch
@@ -580,8 +594,9 @@ def train(args, run):
     run.open(description, args.num_epochs * epoch_size, run.iteration * epoch_size)
 
     while run.iteration < args.num_epochs:
-        # Evaluate, if it is time and all evaluations together have at most a fifth as many instances as
-        # training so far. It is done at the top, so that --resume repeats an evaluation that was cut off
+        # Evaluate, if it is time. Without --eval-interval, all evaluations together, this one included, may
+        # have at most a fifth as many instances as training so far. It is done at the top, so that --resume
+        # repeats an evaluation that was cut off
         if run.should_evaluate(len(instances.points)):
             score_policy(agent, instances, args, device, run)
 
@@ -600,7 +615,8 @@ def train(args, run):
             points = draw_points(args.env_id, args.batch_size // WORLD_SIZE, stored).to(device)
             for name, value in update(points).items():
                 sums[name] = sums.get(name, 0) + value
-            # Record the update after one step, in which the optimizers create their states
+            # Record the update, which runs nothing, after one step, in which the optimizers create their
+            # states
             if use_graphs:
                 update = capture(update, points)
                 use_graphs = False
@@ -618,11 +634,11 @@ def train(args, run):
                 baseline_policy.load_state_dict(agent.state_dict())
                 run.baseline_updates += 1
 
-        # Log. run.log also adds 1 to run.iteration
+        # Log. run.log also adds to run.step and run.iteration, and saves checkpoint.pt if it is time
         scalars = {f"losses/{name}": x.item() / args.steps_per_epoch for name, x in sums.items()}
         scalars["charts/learning_rate"] = learning_rate.item()
         scalars["charts/baseline_updates"] = run.baseline_updates
-        run.log(epoch_size, scalars, run.bar.n)
+        run.log(epoch_size, scalars, (run.iteration + 1) * epoch_size)
 
     # Evaluate the last policy, by all decodings
     if run.should_evaluate():
@@ -745,7 +761,7 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}
+        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -766,7 +782,7 @@ class Run(Progress):
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
         self.iteration += 1
-        self.step += round(num_steps)  # a number of Python, as checkpoints hold no others
+        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
         self.cpu_seconds += time.process_time() - self.cpu_start
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
@@ -793,7 +809,7 @@ class Run(Progress):
         """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
 
         The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth of the steps trained on.
+        fifth as many steps as training, if the estimates are right.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -815,7 +831,7 @@ class Run(Progress):
         if self.best_score is None or score >= self.best_score:
             self.best_score = self.last_score
             self.save("best.pt")
-        # Save the scores too. A large checkpoint is written again only at the end
+        # Save the scores too; in a script that saves a large replay with them, only at the end
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -873,8 +889,8 @@ def total(x):
 
 def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
-    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     if WORLD_SIZE > 1:
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
         vector = total(nn.utils.parameters_to_vector(gradients))
         nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
 
@@ -882,8 +898,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at the end of `stream` do not count. Returns the seed; it is below 2^30, so that the number of an
-    environment can be added where a C library takes less than 2^31.
+    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
+    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -946,7 +962,7 @@ def main(argv=None):
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         saved = checkpoint["args"]
         if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # Go on with the optimizer's rate, which is another one if you add a rule that adapts it
+            # If you add a rule that adapts the learning rate, go on with its last rate
             saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
         args = tyro.cli(Args, args=argv, default=saved)
     counts = "num_epochs steps_per_epoch batch_size baseline_instances".split()
