@@ -53,8 +53,7 @@ CASES = {
         bad=NO_TASK
         | {
             "--num-envs 7": NOT_DIVISIBLE,
-            "--env-id probe_envs:BadImage-v0": "must flatten to at most 10,000 numbers, not Box(0, 255",
-            "--env-id probe_envs:BadMultiDiscrete-v0": "must be Discrete or a Box of floats, not Multi",
+            "--env-id probe_envs:TwoActions-v0": "must be Discrete or a Box of floats, not Multi",
             "--env-id probe_envs:SameStepLedger-v0": "metadata['autoreset_mode'] must be NEXT_STEP",
             "--env-id probe_envs:UndeclaredLedger-v0": "must be NEXT_STEP, not None",
             "--env-id probe_envs:EightLedger-v0 --num-envs 8": "always has 8 environments",
@@ -76,9 +75,8 @@ CASES = {
         bad=NO_TASK
         | {
             "--num-envs 7": NOT_DIVISIBLE,
-            "--env-id probe_envs:BadMultiDiscrete-v0": "actions must be Discrete, not MultiDiscrete([2 3])",
+            "--env-id probe_envs:TwoActions-v0": "actions must be Discrete, not MultiDiscrete([2 3])",
             "--env-id probe_envs:NoResetLedger-v0": "must be NEXT_STEP or SAME_STEP, not Disabled",
-            "--env-id probe_envs:BadBytes-v0": "a wrapper must scale bytes that stand beside other numbers",
             "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id",
             "--n-step 0 --resume good.pt": "--n-step (0) must be from 1 to",
             "--batch-size 25": "--batch-size (25) must be at least 26",
