@@ -10,7 +10,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -201,21 +201,12 @@ def check_no_step_is_logged_twice(path: Path) -> dict:
     return scalars
 
 
-def read_returns(run: "Run") -> list[float]:
+def read_returns(run: SimpleNamespace) -> list[float]:
     return [value for _, value in read_scalars(run.path)["eval/episodic_return"]]
 
 
 def read_losses(path: Path) -> dict:
     return {tag: x for tag, x in read_scalars(path).items() if tag.startswith("losses/")}
-
-
-@dataclass
-class Run:
-    """A run's folder, what it printed, and its seeds in order."""
-
-    path: Path
-    out: str
-    seeds: list[int]
 
 
 def call_main(module: ModuleType, flags: str) -> tuple[str, list[int]]:
@@ -233,21 +224,21 @@ def call_main(module: ModuleType, flags: str) -> tuple[str, list[int]]:
     return out.getvalue(), seeds
 
 
-def run_main(module: ModuleType, folder: Path, *flags) -> Run:
-    """Call a script's `main` for a run in `folder`; flags are words or lines."""
-    found = call_main(module, " ".join(map(str, (*flags, "--run-dir", folder))))
-    return Run(find_run(folder), *found)
+def run_main(module: ModuleType, folder: Path, *flags) -> SimpleNamespace:
+    """Call a script's `main` for a run in `folder`, with words or lines of flags; return what it leaves."""
+    out, seeds = call_main(module, " ".join(map(str, (*flags, "--run-dir", folder))))
+    return SimpleNamespace(path=find_run(folder), out=out, seeds=seeds)
 
 
 def get_module(script: str) -> ModuleType:
     return importlib.import_module(f"algos.{script}")
 
 
-def run_quick(script: str, folder: Path, *flags) -> Run:
+def run_quick(script: str, folder: Path, *flags) -> SimpleNamespace:
     return run_main(get_module(script), folder, CASES[script].quick, *flags)
 
 
-def run_edited(path: Path, *flags) -> tuple[Run, ModuleType]:
+def run_edited(path: Path, *flags) -> tuple[SimpleNamespace, ModuleType]:
     """Run a script that a user has edited, as a module of its own; return that too."""
     module = import_file("edited_copy", path)
     return run_main(module, path.parent / "runs", *flags), module
