@@ -69,7 +69,7 @@ def test_a_killed_run_of_a_copy_is_resumed_where_it_was(script, resumed):
     assert folder == {f"{script}.py", "runs"} and re.fullmatch(rf"\S+__{script}__1__\d+", path.name)
     names = {"events" if "events" in x.name else x.name.removesuffix(".tmp") for x in path.iterdir()}
     assert names == {"events", "checkpoint.pt", "best.pt"}
-    assert len(resumed.out.splitlines()) < 13  # few lines of the bar in a file
+    assert 1 <= resumed.out.count("%|") < 10  # few lines of the bar in a file
 
 
 @each_script
