@@ -28,7 +28,7 @@ class Case:
     tags: tuple[str, str]  # of a score and a loss
     bad: dict[str, str]  # flags of bad input, and words of the one line that answers them
     ranges: str  # counts and shares with numbers outside their range
-    other_tasks: tuple[str, ...]  # flags of other tasks that a checkpoint fits, with worse scores
+    other_tasks: tuple[str, ...]  # flags of other tasks that a checkpoint fits
     statistics: str = ""  # flags of a run that keeps statistics, if a script has any
     sibling: str | None = None  # the file of envs_shared/ that a copy takes along
 
@@ -128,7 +128,7 @@ CASES = {
         even=("--detector-iterations 10 --ppo-iterations 10 --eval-episodes 40", 40),
         tags=("eval/f1", "losses/cross_entropy"),
         ranges="patch_size=0 gamma=1.5 val_share=2",
-        other_tasks=("--cost 9",),  # at which every score is lower
+        other_tasks=("--cost 9",),
         bad={
             "--num-envs 7": NOT_DIVISIBLE,
             "--env-id fog": "--env-id fog: must be one of haze, haze-3, haze-4",
