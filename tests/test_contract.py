@@ -163,8 +163,8 @@ def test_bad_input_is_one_line_and_exit_code_2(script, whole, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("garbage.pt").write_bytes(b"not a checkpoint")
     torch.save({"weights": torch.zeros(2)}, "weights.pt")
-    torch.save({"args": {}, "code": Path("a class that is not a tensor's")}, "pickle.pt")
     shutil.copy(whole.path / "best.pt", "good.pt")
+    torch.save(load("good.pt") | {"code": Path("a class that is not a tensor's")}, "pickle.pt")
     files = read_files(tmp_path)
     for flags, words in (BAD_FILES | CASES[script].bad).items():
         monkeypatch.setattr(module, "WORLD_SIZE", 2 if words == NOT_DIVISIBLE else 1)
