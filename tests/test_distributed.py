@@ -1,14 +1,9 @@
 """Several processes: each script's run, with what each rank holds, and its update, shared by two."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, start_process, wait_for
-from scripts import CASES, check_no_step_is_logged_twice, each_script, load, read_progress
+from helpers import start_process, wait_for
+from scripts import CASES, check_no_step_is_logged_twice, each_script, load
 
 
 @each_script
@@ -43,38 +38,3 @@ def test_two_processes_train_as_one(script, tmp_path):
         for i, (x, y) in enumerate(zip(alone, together, strict=True)):
             atol = 1e-6 * max(1.0, x.abs().max().item())
             torch.testing.assert_close(y, x, rtol=1e-4, atol=atol, msg=f"{kind} {i}: {x} {y}")
-
-
-def run_job(folder, flags, srun, **env):
-    """Run docs/slurm/train.sbatch as Slurm does, with stand-ins for commands; runs go to `folder`/runs."""
-    (folder / "bin").mkdir(exist_ok=True)
-    for name, text in {"scontrol": "echo localhost; echo node2", "srun": srun}.items():
-        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / "bin" / name).chmod(0o755)
-    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    job = {"SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": str(os.getpid())}
-    job |= {"SLURM_JOB_NODELIST": "node[1-2]", "RUNS": str(folder / "runs"), "PATH": path, **env}
-    command = ["bash", "docs/slurm/train.sbatch", "algos/ppo.py", "--no-cuda", *flags.split()]
-    options = {"cwd": ROOT, "env": ENVIRONMENT | job, "capture_output": True, "text": True}
-    return subprocess.run(command, timeout=240, **options)
-
-
-@pytest.mark.slow
-def test_two_nodes_under_slurm(tmp_path):
-    """`srun` starts two launchers here, which meet: one of their two processes talks.
-
-    SIGTERM ends the first start after its first evaluation, and the second start resumes its run.
-    """
-    preempt = "until ls $RUNS/*/*/best.pt > /dev/null 2>&1; do sleep 0.1; done; kill $first $second"
-    srun = '"$@" & first=$!; "$@" & second=$!; eval "$PREEMPT"; '
-    srun += "wait $first; code=$?; wait $second; exit $((code | $?))"
-    flags = f"{CASES['ppo'].quick} --total-timesteps"
-    run = run_job(tmp_path, f"{flags} 9000000", srun, PREEMPT=preempt)
-    (path,) = tmp_path.glob("runs/job-*/*")
-    steps = read_progress(path)["step"]
-    assert run.returncode == 1 and run.stdout.count(f"{path}: ") == 1 and steps > 0, run.stderr
-    run = run_job(tmp_path, f"{flags} {steps + 1024}", srun)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count(f"{path}: ") == 2 and [*tmp_path.glob("runs/job-*/*")] == [path]
-    assert read_progress(path)["step"] >= steps + 1024
-    check_no_step_is_logged_twice(path)
