@@ -1,6 +1,5 @@
 """Several processes: each script's run, with what each rank holds, and its update, shared by two."""
 
-
 import torch
 from helpers import start_process, wait_for
 from scripts import CASES, check_no_step_is_logged_twice, each_script, load
