@@ -131,7 +131,7 @@ class Args:
     epsilon_start: float = 0.0  # share of random moves in the first epoch
     epsilon_end: float = 0.0  # share of random moves in the last epoch
     draw_moves: float = 0.33  # a game's first draw_moves * points moves are drawn from pi, later ones best
-    num_epochs: int = 30  # epochs, including pretraining
+    num_epochs: int = 26  # epochs, including pretraining
     pretrain_value_epochs: int = 2  # first epochs, which learn V from random games and no policy
     pretrain_search_epochs: int = 2  # epochs after those, which search by classic UCB
 
@@ -233,8 +233,8 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
     If fewer than B records have this turn, the batch is smaller; fixed shapes need B of them. If none has it,
     as may happen in a pool of a few dozen records, any records are taken.
     """
-    # Rows to choose from: those of this turn. With fixed shapes, keep every row, and mark those of other
-    # turns in is_other
+    # Rows to choose from: those of this turn. With fixed shapes, or if none has it, keep every row, and mark
+    # those of other turns in is_other
     has_turn = pool.turn == turn
     rows = torch.arange(len(has_turn), device=has_turn.device)
     if not fixed_shapes and has_turn.any():
@@ -245,7 +245,7 @@ def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
     ranked = loss.masked_fill(is_other, -torch.inf).topk(num_ranked).indices
     # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those of
-    # another turn, which only fixed shapes leave among the rows
+    # another turn, if they are among the rows
     keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
@@ -413,6 +413,7 @@ class Search:
     def select(self, games):
         """Follow `next` from the roots of games [R]; returns edges [3, E], and the nodes where paths end [G].
 
+        In other games than these, the paths end at 0, the root.
         An edge is a game, a node and a move. The last edge of a path leads to a child that does not exist
         yet. If the path ends where the game is over, or at a pending node, its last edge leads there.
 
@@ -664,7 +665,8 @@ def run_two_workers(search, num_simulations):
 #     name               what the progress bar shows
 #     start              first epoch of these settings, which begins with new games and an empty pool
 #     scores             how a search of self-play chooses: puct_scores (eq. 1) or ucb_scores; None for random
-#                        games. With the network, evaluations and --gtp take the default of Search
+#                        games. The network's matches take the default of make_player,
+#                        and --gtp that of Search
 #     num_simulations    of each move
 #     epsilon            share of random moves
 #     q_weight           beta of eq. 5
@@ -1030,8 +1032,8 @@ def score_network(go, agent, best, args, run):
         scores = evaluate(go, agent, args) | scores  # eval/moves stays that of the match against `best`
         run.win_rate = scores["eval/win_rate"]
     run.keep(scores, (best_score or 0.0) + lead, scores["eval/moves"])
-    # run.keep has written best.pt. checkpoint.pt, too, needs the new `best` and the score, which run.keep
-    # saves there at the end of the run alone
+    # checkpoint.pt needs the score, and `best` if it is new, so that --resume does not repeat this match.
+    # With one process, run.keep saves it only at the end of the run, as it holds the pool
     if not is_last:
         run.save()
 

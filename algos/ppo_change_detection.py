@@ -21,10 +21,10 @@ all patches costs `--cost` of F1. The detector is trained first, with random loo
 patches are worth a look. It also goes on training `read` and `classify` of the detector, but not `embed`,
 which sees the coarse pictures.
 
-A patch may look T times (--num-steps). Look number t of 1 to T shows the first J - T + t of J dates, and at
-least one, so that look T shows all. The task haze needs this order: haze at the first date tells that the
-second date is not worth its price. Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise:
-the only look shows both dates.
+A patch may look T times (--num-steps). Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise:
+the only look shows both dates. In the synthetic task haze, T is the number J of dates, and look number t
+shows the first t dates: haze at the first date tells that the second date is not worth its price. In
+general, look t shows the first J - T + t dates, and at least one, so that look T shows all.
 
 Equations of this file. Each patch is an episode. Its cells have labels y (1 if at least half of the pixels
 that count are changed) and probabilities p:
@@ -1010,26 +1010,6 @@ def set_up_device(args):
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-
-
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs, strict=True):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
 
 
 def load_checkpoint(path):

@@ -65,24 +65,25 @@ CUDA_GRAPHS = True
 # Whether this CPU multiplies bfloat16 fast, as GPUs do
 CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
 # What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
-# written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: named in the
-# message about a checkpoint that does not fit; --optimizer moves parameters to the other optimizer. SCORE:
-# name, in messages, of the score that run.keep gets
+# written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: flags that a
+# checkpoint must fit, named in a message; with another --optimizer, the saved states of optimizers are of
+# other parameters. SCORE: name, in messages, of the score that run.keep gets
 TASK_SETTINGS = ("env_id", "data", "eval_episodes", "seed")
 NETWORK_FLAGS = "--optimizer"
 SCORE = "minus greedy gap or length"
 
-# to_unit_square and tour_length treat all numbers of a node as coordinates; apply_symmetries needs two
+# If your nodes have more numbers, edit to_unit_square and tour_length, which take all numbers of a node as
+# coordinates, and apply_symmetries, which needs two
 POINT_DIM = 2  # x and y of a node
 EMBED_DIM = 128  # D
 NUM_HEADS = 8  # H
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 
-# What the decoder needs of instances. h_c has three parts, and so q = W^Q h_c of eq. 5 is a sum of three
-# products: q = first_queries[first node] + last_queries[last node], where
-#     first_queries  [B, N + 1, D]  products of each node as the first one, plus that of the mean of h
-#     last_queries   [B, N + 1, D]  products of each node as the last one; row N of both is for the empty
-#                                   tour, which has v^f and v^l in place of nodes
+# What the decoder needs of instances. h_c has three parts, and so W^Q has three: q of eq. 5 is
+# (W^mean mean(h) + W^first h_first) + W^last h_last. Both summands are computed here for each node:
+#     first_queries  [B, N + 1, D]  the first one, if the node is the tour's first
+#     last_queries   [B, N + 1, D]  the second one, if the node is its last so far. Row N of both is for the
+#                                   empty tour, which has v^f and v^l in place of nodes
 #     k, v           [B, H, N, d]   of eq. 6
 #     logit_k        [B, N, D]      k of eq. 7 times W^O / sqrt(D)
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
@@ -107,16 +108,16 @@ class Args:
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # epochs between evaluations (0: a tenth of the run, or more if costly)
-    eval_episodes: int = 1000  # random instances per evaluation (0: none, or 1,000 with --evaluate)
+    eval_episodes: int = 1000  # random instances per evaluation (0: never evaluate, or 1,000 with --evaluate)
     # Instances
     env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
     train_path: str | None = None  # train on this file instead; evaluations are still on --data or --env-id
-    data: str | None = None  # evaluate on this file: ML4CO text or .tsp; needs envs_shared/tsplib.py
+    data: str | None = None  # evaluate on this file, see read_instances; needs envs_shared/tsplib.py
     solve: str | None = None  # with --evaluate and --data: new folder for the tours of the last of DECODINGS
     # The algorithm
     num_epochs: int = 35  # epochs; after each one, --baseline rollout may replace its baseline policy
     steps_per_epoch: int = 100  # gradient steps per epoch
-    batch_size: int = 32  # instances B of a gradient step, in total across processes
+    batch_size: int = 32  # instances of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or a baseline policy's greedy tour
     baseline_instances: int = 10_000  # rollout: instances of the t-test below; use 1,000 or more
     baseline_level: float = 0.05  # rollout: t-test's level for a new baseline policy (0.5: if any better)
@@ -141,7 +142,7 @@ def split_heads(x):
 
 def attend(q, k, v, log_mask=0.0):
     """Return attention [B, Q, D] of queries [B, Q, D] to keys and values [B, H, N, d], before W^O."""
-    q = split_heads(q) / k.shape[-1] ** 0.5  # sqrt(d) of eq. 6 divides q, which has fewer numbers than u
+    q = split_heads(q) / k.shape[-1] ** 0.5  # sqrt(d) of eq. 6 divides q, which is smaller than u if N > d
     u = (q @ k.mT).add_(log_mask)  # [B, H, Q, N]
     return (u.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
@@ -291,12 +292,13 @@ def compute_loss(agent, baseline_policy, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
     With `baseline_policy`, the gradient of the loss estimates eq. 9. Without it, the baseline is POMO's, tour
-    j begins at node j (if mask_nodes lets it), and the loss has two terms. Let f_j be E[L | first node j].
-    The gradient of the first term is POMO's: on average (N - 1) / N times that of the mean of all f_j, as
-    tour j is part of its own baseline. The second term is sum_j p(j) A_j with constant advantages A_j. On
-    average its gradient is sum_j f_j grad p(j), which trains only the choice of the first node. The sum of
-    both is not the gradient of sum_j p(j) f_j, since the first term weights each first node by 1 / N and not
-    by p(j).
+    j begins at node j (if mask_nodes lets it), and the loss is
+        mean_j A_j log p(tour j | first node j) + sum_j A_j p(first node j),
+    where A_j, the length of tour j less the mean length, is held constant. Let f_j be E[L | first node j].
+    The first term is POMO's. On average its gradient is (N - 1) / N times the gradient of mean_j f_j, as tour
+    j is part of its own baseline. The gradient of the second term is on average sum_j f_j grad p(j), since
+    the sum of grad p(j) is 0; it says nothing about later nodes. The sum of both is not the gradient of
+    sum_j p(j) f_j, since the first term weights each first node by 1 / N and not by p(j).
     """
     is_pomo = baseline_policy is None
     encoded = agent(points)
@@ -446,7 +448,7 @@ def evaluate(agent, instances, device, decodings=DECODINGS):
         scores[f"eval/{name}_length"] = lengths.mean().item()
         if references is not None:
             best = measure(points, references.unsqueeze(1))
-            gaps = 100 * (lengths - best) / best.abs()  # in percent; a cost may be negative
+            gaps = 100 * (lengths - best) / best.abs()  # in percent; a measure of yours may be negative
             scores[f"eval/{name}_gap"] = gaps.mean().item()
             scores[f"eval/{name}_gap_std"] = gaps.std(correction=0).item()
     return scores, tours
@@ -481,7 +483,9 @@ def use_files(name, *inputs):
 def read_instances(path):
     """Read the instances of a file, all of one size; exits if there are none.
 
-    An edited `tour_length` measures them too, except .tsp files, which `measure_tours` of tsplib.py measures.
+    It is a .tsp file of TSPLIB, or text of ML4CO with an instance on each line: `x y x y x y output 1 3 2 1`,
+    where the tour after `output` may be left out. Evaluations measure text by `tour_length`, with your edits,
+    and .tsp files by `measure_tours` of tsplib.py.
     """
     return Instances(*use_files("read_instances", path, POINT_DIM, tour_length))
 
@@ -551,8 +555,9 @@ def train(args, run):
             use_files("write_tours", args.solve, args.data, instances, tours)
         return
 
-    # Instances to train on. Scaled to the unit square, so that gradients do not depend on the file's unit; in
-    # float64, as a large offset would cost float32 its digits
+    # Instances to train on: points alone, as training minimizes tour_length, also if the file is a .tsp one.
+    # They are scaled to the unit square, so that gradients do not depend on the file's unit, and before they
+    # become float32, which would lose digits to a large offset
     stored = None
     if args.train_path:
         stored = to_unit_square(read_instances(args.train_path).points).float()
@@ -574,8 +579,8 @@ def train(args, run):
     saved = run.checkpoint or {}
     run.load(**{name: parts[name] for name in parts if name in saved})
 
-    # Options of both optimizers, which loading has replaced; Muon reads `lr` alone. If you add groups of
-    # parameters, set theirs too
+    # Set the options of both optimizers here, as loading replaces them; Muon reads `lr` alone. If you add
+    # groups of parameters, set theirs too
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
     options = {"lr": learning_rate, "weight_decay": args.weight_decay, "capturable": is_cuda}
     for optimizer in (adam, muon):
@@ -586,7 +591,8 @@ def train(args, run):
         for decode_tours in DECODINGS.values():
             decode_tours(agent, instances.points[:2].to(device))
 
-    # Open the run. Its bar counts epochs, in instances: of the present size, if --resume changes --batch-size
+    # Open the run. Its bar shows the finished epochs times epoch_size, which is not run.step if --resume has
+    # changed --batch-size or --steps-per-epoch
     update = partial(update_weights, agent, baseline_policy, (adam, muon), args)
     use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     epoch_size = args.batch_size * args.steps_per_epoch
@@ -615,8 +621,8 @@ def train(args, run):
             points = draw_points(args.env_id, args.batch_size // WORLD_SIZE, stored).to(device)
             for name, value in update(points).items():
                 sums[name] = sums.get(name, 0) + value
-            # Record the update, which runs nothing, after one step, in which the optimizers create their
-            # states
+            # After one step, in which the optimizers create their states, record the update, which runs
+            # nothing
             if use_graphs:
                 update = capture(update, points)
                 use_graphs = False

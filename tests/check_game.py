@@ -41,25 +41,22 @@ def check_constants(go):
 
 def check_boards(go, boards, legal):
     """Check types, ranges and legal moves of boards [B]."""
-    num_boards = len(boards.to_play)
-    require_tensor(boards.is_over, "is_over", (num_boards,), torch.bool)
+    num_boards, is_over = len(boards.to_play), boards.is_over
+    require_tensor(is_over, "is_over", (num_boards,), torch.bool)
     require_tensor(boards.num_moves, "num_moves", (num_boards,), torch.int64)
     require(boards.to_play.abs() == 1, "to_play is not 1 or -1")
     require_tensor(legal, "legal_moves", (num_boards, go.num_actions), torch.bool)
-    require(
-        legal.any(1) != boards.is_over, "there must be a legal move until the game is over, and none then"
-    )
+    require(legal.any(1) != is_over, "there must be a legal move until the game is over, and none then")
     require(legal.sum(1) <= go.max_legal, "there are more legal moves than max_legal")
-    require(~boards.is_over | (boards.num_moves >= 2), "a game takes less than two moves")
-    require(boards.is_over | (boards.num_moves < go.max_moves), "a game takes more than max_moves")
+    require(~is_over | (boards.num_moves >= 2), "a game takes less than two moves")
+    require(is_over | (boards.num_moves < go.max_moves), "a game takes more than max_moves")
     require_tensor(go.planes(boards, legal), "planes", (num_boards, go.num_planes, *go.shape), torch.bool)
     score = go.score(boards)
     require(not score.is_floating_point() and score.abs().max() <= go.num_points, "score is out of range")
 
 
 def check_images(go, boards, images):
-    """Compare the images of boards [B], played from the beginning, with what symmetries make of the
-    boards."""
+    """Compare images of boards [B], played from the beginning, with what symmetries make of the boards."""
     planes = go.planes(boards, legal := go.legal_moves(boards)).flatten(2)
     for k, image in enumerate(images):
         image_legal = go.legal_moves(image)
@@ -73,13 +70,10 @@ def check_images(go, boards, images):
 
 def check_after_the_end(go, boards):
     """With fixed shapes, nothing raises: after the end, with any moves, and on boards of zeros alone."""
-    for start in (boards, type(boards)(*map(torch.zeros_like, boards))):
-        again = start
+    for again in (boards, type(boards)(*map(torch.zeros_like, boards))):
         for _ in range(3):
-            moves = torch.randint(go.num_actions, boards.to_play.shape)
-            again = go.play(again, moves)
-            legal = go.legal_moves(again)
-            go.planes(again, legal), go.score(again), again.is_over
+            again = go.play(again, torch.randint(go.num_actions, boards.to_play.shape))
+            go.planes(again, go.legal_moves(again)), go.score(again), again.is_over
             for x, y in zip(again, boards):
                 require(x.shape == y.shape and x.dtype == y.dtype, "play has another type")
 
@@ -103,9 +97,8 @@ def check_game(make_game, env_id: str, num_games: int = 32):
         check_boards(go, boards, legal)
         check_images(go, boards, images)
         require(are_equal(boards, others), "fixed shapes give other boards")
-        for name in ("legal_moves", "planes", "score"):
-            given = (boards, legal) if name == "planes" else (boards,)
-            results = [getattr(x, name)(*given) for x in (go, fixed)]
+        for name, given in (("legal_moves", []), ("planes", [legal]), ("score", [])):
+            results = [getattr(x, name)(boards, *given) for x in (go, fixed)]
             require(torch.equal(*results), f"fixed shapes give another {name}")
         rows = (~boards.is_over).nonzero().squeeze(1)
         if not len(rows):
@@ -119,7 +112,7 @@ def check_game(make_game, env_id: str, num_games: int = 32):
         after = go.play(moving, moves)
         require(are_equal(moving, before), "play changes the boards that it is given")
         require(after.num_moves == moving.num_moves + 1, "num_moves does not count")
-        first = torch.zeros(1, dtype=torch.int64)
+        first = torch.tensor([0])
         alone = go.play(moving.pick(first), moves[first])
         require(are_equal(alone, after.pick(first)), "a board depends on the others beside it")
         boards.put(rows, after)
@@ -131,9 +124,7 @@ def check_game(make_game, env_id: str, num_games: int = 32):
 
 def make_parser():
     """Make the parser of the command line's flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", help="the file with make_game")
     parser.add_argument("env_id", help="a name that it takes")
     return parser

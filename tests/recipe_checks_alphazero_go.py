@@ -1,6 +1,7 @@
 """What the recipes for AlphaZero must bring about."""
 
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -34,62 +35,38 @@ def train(path, folder, flags, num_simulations=48):
     return game, go, players
 
 
-def count_games(go):
-    """Games of all possible moves, by their winner: black, white, nobody."""
-    boards, counts = go.new(1), torch.zeros(3).long()
-    while len(boards.to_play):
-        games, moves = go.legal_moves(boards).nonzero().T
-        boards = go.play(boards.pick(games), moves)
-        winner = go.score(boards).sign()[boards.is_over]
-        counts += torch.stack([(winner == x).sum() for x in (1, -1, 0)])
-        boards = boards.pick(~boards.is_over)
-    return counts.tolist()
+def play_all(go, side=0, player=None, num_moves=None):
+    """Play all games in which `side` moves by `player`; without it, both sides make any moves.
 
-
-def play_all(go, player, side):
-    """Results for a side that moves by `player`, in all games by the moves of the other side."""
-    boards, results = go.new(1), []
+    Returns the winners, and the numbers of those first, second, ... moves, up to `num_moves`.
+    """
+    boards, winners, counts = go.new(1), [], []
     while len(boards.to_play):
         own = boards.pick(boards.to_play == side)
         other = boards.pick(boards.to_play != side)
         games, moves = go.legal_moves(other).nonzero().T
+        counts.append(len(moves))
+        if len(counts) == num_moves:
+            break
         parts = [go.play(other.pick(games), moves)]
         if len(own.to_play):
             parts.append(go.play(own, player(own)))
         boards = type(boards)(*map(torch.cat, zip(*parts)))
-        results += (side * go.score(boards).sign())[boards.is_over].tolist()
+        winners += go.score(boards).sign()[boards.is_over].tolist()
         boards = boards.pick(~boards.is_over)
-    return results
+    return winners, counts
 
 
 def check_tic_tac_toe(path, folder):
-    """All games are counted right, and a network that has learned never loses: not to minimax, nor to any
-    other."""
+    """All games are counted right, and a network that has learned loses to no moves whatever."""
     flags = "--env-id TicTacToe-3x3 --pool-size 40000 --num-epochs 15"
     game, go, players = train(path, folder, flags)
     check_game(game.make_game, "TicTacToe-3x3")
     check_game(game.make_game, "Gomoku-6x6", 8)
-    assert count_games(go) == [131184, 77904, 46080]
+    assert Counter(play_all(go)[0]) == {1: 131184, -1: 77904, 0: 46080}
     assert len(game.make_game("Gomoku-15x15").lines) == 2 * 15 * 11 + 2 * 11 * 11
-    results = [[x for side in (1, -1) for x in play_all(go, player, side)] for player in players]
-    assert results[0].count(-1) >= 10 and results[1].count(-1) == 0  # without and with training
-
-
-def count_sequences(go, num_moves):
-    """The numbers of sequences of 1, 2, ... moves; no game may end before the last of them."""
-    boards, counts = go.new(1), []
-    for _ in range(num_moves):
-        games, moves = go.legal_moves(boards).nonzero().T
-        boards = go.play(boards.pick(games), moves)
-        counts.append(len(moves))
-    return counts
-
-
-def score_columns(go, columns):
-    boards = go.new(1)
-    for column in columns:
-        boards = go.play(boards, torch.tensor([column]))
-    return go.score(boards).item()
+    lost = [play_all(go, side, player)[0].count(-side) for player in players for side in (1, -1)]
+    assert sum(lost[:2]) >= 10 and sum(lost[2:]) == 0  # without and with training
 
 
 def find_wins(go, num_games):
@@ -97,11 +74,10 @@ def find_wins(go, num_games):
     boards, found, wins = go.new(num_games), [], []
     while len(boards.to_play):
         legal = go.legal_moves(boards)
+        games, moves = legal.nonzero().T
+        after = go.play(boards.pick(games), moves)
         is_win = torch.zeros_like(legal)
-        for move in range(go.num_actions):
-            rows = legal[:, move].nonzero().squeeze(1)
-            after = go.play(boards.pick(rows), torch.full_like(rows, move))
-            is_win[rows, move] = go.score(after) == boards.to_play[rows]
+        is_win[games, moves] = go.score(after) == boards.to_play[games]
         found.append(boards.pick(is_win.any(1)))
         wins.append(is_win[is_win.any(1)])
         boards = go.play(boards, go.random_moves(boards, legal))
@@ -110,23 +86,26 @@ def find_wins(go, num_games):
 
 
 def check_connect_four(path, folder):
-    """Lines in all directions win, games are counted right, and a network that has learned sees wins at
-    once."""
+    """Lines in all directions win, games are counted right, and a trained network sees wins at once."""
     flags = "--env-id ConnectFour-4x5 --pool-size 10000 --num-epochs 8 --batch-size 64 --simulations-end 24"
     game, go, players = train(path, folder, flags, num_simulations=2)
     for env_id in ("ConnectFour-6x7", "ConnectFour-4x5"):
         check_game(game.make_game, env_id, 16)
     whole = game.make_game("ConnectFour-6x7")
     assert len(whole.lines) == 69
-    games = {
-        "across": ([0, 0, 1, 1, 2, 2, 3], 1),
-        "up": ([6, 0, 5, 0, 5, 0, 5, 0], -1),
-        "diagonal": ([0, 1, 1, 2, 2, 3, 2, 3, 3, 6, 3], 1),
-        "other diagonal": ([6, 5, 5, 4, 4, 3, 4, 3, 3, 0, 3], 1),
-    }
-    for name, (columns, winner) in games.items():
-        assert score_columns(whole, columns) == winner and score_columns(whole, columns[:-1]) == 0, name
-    assert count_sequences(whole, 7) == [7, 49, 343, 2401, 16807, 117649, 823536]
+    games = [
+        ([0, 0, 1, 1, 2, 2, 3], 1),  # across
+        ([6, 0, 5, 0, 5, 0, 5, 0], -1),  # up
+        ([0, 1, 1, 2, 2, 3, 2, 3, 3, 6, 3], 1),  # diagonal
+        ([6, 5, 5, 4, 4, 3, 4, 3, 3, 0, 3], 1),  # the other one
+    ]
+    for columns, winner in games:
+        boards = whole.new(1)
+        for column in columns:
+            assert whole.score(boards) == 0
+            boards = whole.play(boards, torch.tensor([column]))
+        assert whole.score(boards) == winner
+    assert play_all(whole, num_moves=7)[1] == [7, 49, 343, 2401, 16807, 117649, 823536]
     torch.manual_seed(1)
     boards, wins = find_wins(go, 60)
     shares = [wins.gather(1, player(boards).unsqueeze(1)).float().mean().item() for player in players]
@@ -134,31 +113,29 @@ def check_connect_four(path, folder):
 
 
 def check_othello(path, folder):
-    """Known numbers of sequences. White, which wins 4x4 by perfect play, wins with the network whatever black
-    does."""
+    """Games are counted right. White, which wins 4x4, wins with the network whatever black does."""
     flags = "--env-id Othello-4x4 --pool-size 40000 --num-epochs 12"
     game, go, players = train(path, folder, flags)
     check_game(game.make_game, "Othello-4x4")
     check_game(game.make_game, "Othello-6x6", 8)
-    assert count_sequences(game.make_game("Othello-8x8"), 5) == [4, 12, 56, 244, 1396]
-    assert count_games(go) == [24632, 30116, 5312]
-    results = [play_all(go, player, -1) for player in players]
-    assert results[0].count(1) < len(results[0]) and results[1].count(1) == len(results[1])
+    assert play_all(game.make_game("Othello-8x8"), num_moves=5)[1] == [4, 12, 56, 244, 1396]
+    assert Counter(play_all(go)[0]) == {1: 24632, -1: 30116, 0: 5312}
+    untrained, trained = (play_all(go, -1, player)[0] for player in players)
+    assert {*untrained} > {*trained} == {-1}
 
 
 def check_transformer(path, folder):
-    """The network has no convolution but that of the heads, it gets all moves right, and it learns."""
+    """The network has no convolution but that of the heads, and it learns."""
     flags = "--env-id Go-3x3 --num-games 32 --pool-size 8000 --batch-size 64 --num-epochs 8 --eval-episodes 0"
     done, module = run_edited(path, flags)
     checkpoint = load(done.path / "checkpoint.pt")
-    agent = module.Agent(module.make_game("Go-3x3"), module.Args(**checkpoint["args"]))
-    agent.load_state_dict(checkpoint["agent"])
-    assert sum(isinstance(x, torch.nn.Conv2d) for x in agent.modules()) == 1
-    assert sum(isinstance(x, torch.nn.MultiheadAttention) for x in agent.modules()) == 3
+    go, args, losses = module.make_game("Go-3x3"), module.Args(**checkpoint["args"]), []
     pool = module.Records(*checkpoint["games"]["pool"].values())
-    stage = module.get_stage(7, 10, module.Args())
-    untrained = module.Agent(module.make_game("Go-3x3"), module.Args(**checkpoint["args"]))
-    losses = [module.compute_losses(x, pool, stage).mean() for x in (untrained, agent)]
+    for state in (None, checkpoint["agent"]):
+        agent = module.Agent(go, args)
+        agent.load_state_dict(state or agent.state_dict())
+        losses.append(module.compute_losses(agent, pool, module.get_stage(7, 10, args)).mean())
+    assert sum(isinstance(x, torch.nn.Conv2d) for x in agent.modules()) == 1
     assert losses[1] < 0.8 * losses[0], losses
 
 

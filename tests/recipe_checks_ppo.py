@@ -1,19 +1,17 @@
 """What the recipes for PPO must bring about."""
 
-import importlib.util
 import re
 import warnings
 
 import gymnasium as gym
 import numpy as np
-import pytest
 import torch
 from brute_force import assert_close, brute_force_advantages
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from helpers import read_scalars
 from probe_envs import OneStep, Quarters, Task
-from recipe_checks_ppo_device import DEVICE_CHECKS
-from scripts import import_file, load, read_returns, run_edited
+from recipe_checks_ppo_device import check_bare, check_device, check_same_step
+from scripts import import_file, load, read_returns, run_edited, run_main
 from torch.distributions import Categorical
 
 
@@ -36,20 +34,16 @@ class Masked(Task):
 def check_cnn(path, folder):
     """The brighter quarter of an image is named: 1 at best, 0.25 at random."""
     flags = "--env-id probe_envs:Quarters-v0 --learning-rate 1e-3 --num-steps 32 --total-timesteps 1500"
-    done, module = run_edited(path, flags)
+    done, _ = run_edited(path, flags)
     assert read_returns(done)[-1] >= 0.9
-    assert load(done.path / "best.pt")["agent"]["actor.0.weight"].shape == (16, 1, 3, 3)
 
 
 def check_atari(path, folder):
-    """Pong is played to its end, a return is a difference of points, and images become numbers of 0 to 1."""
+    """Four frames are one image of numbers of 0 to 1, and a return is a difference of points."""
     flags = "--env-id ALE/Pong-v5 --num-envs 2 --num-steps 8 --total-timesteps 16 --eval-episodes 1"
-    flags += " --no-norm-reward"
     done, module = run_edited(path, flags)
     (returns,) = read_returns(done)
     assert -21 <= returns <= 21 and returns == int(returns)
-    agent = load(done.path / "best.pt")["agent"]
-    assert agent["actor.0.weight"].shape == (32, 4, 8, 8) and agent["critic.9.weight"].shape == (1, 512)
     images = torch.full((1, 4, 84, 84), 255.0)
     envs = module.make_envs(module.Args(env_id="ALE/Pong-v5"), 1)
     assert module.Agent(envs, False).normalize(images).max() == 1
@@ -106,17 +100,14 @@ class Components(OneStep):
 
 
 def check_components(path, folder):
-    """Both spaces are learned; probabilities, draws and modes are those of each component's softmax."""
+    """Both spaces are learned; probabilities and entropy are those of each component's softmax."""
+    module = import_file("edited_copy", path)
     knobs = {"observations": MultiDiscrete([2, 4]), "actions": MultiDiscrete([2, 4], start=[1, -3])}
     switches = dict.fromkeys(("observations", "actions"), MultiBinary((2, 2)))
     for name, spaces, sizes in (("Knobs-v0", knobs, [2, 4]), ("Switches-v0", switches, [2] * 4)):
         gym.register(name, Components, kwargs=spaces)
-        (folder / name).mkdir()
-        copy = folder / name / path.name
-        copy.write_text(path.read_text())
         flags = f"--env-id {name} --num-envs 8 --num-steps 32 --total-timesteps 8000 --eval-episodes 50"
-        done, module = run_edited(copy, flags)
-        assert read_returns(done)[-1] >= 0.99  # at random 0.375 and 0.5
+        assert read_returns(run_main(module, folder / name, flags))[-1] >= 0.99  # at random 0.375 and 0.5
         # By hand, for one observation
         agent = make_agent(module, name)
         params = agent.get_policy_params(torch.full((1, agent.actor[1].in_features), 0.3)).detach() / 5
@@ -127,19 +118,12 @@ def check_components(path, folder):
         expected = sum(p.log_prob(action) for p, action in zip(components, actions, strict=True))
         assert torch.allclose(pi.log_prob(actions[None].float()).sum(), expected, atol=1e-5)
         assert torch.allclose(pi.entropy().sum(), sum(p.entropy() for p in components), atol=1e-5)
-        draws = agent.sample(params.expand(20_000, -1))
-        for p, column in zip(components, draws.T, strict=True):
-            shares = torch.bincount(column, minlength=len(p.probs)) / 20_000
-            assert torch.allclose(shares, p.probs, atol=0.02)  # also none beyond the choices that there are
-        assert pi.mode.tolist() == [[p.mode.item() for p in components]]  # which evaluations take
 
 
 class Car(Quarters):
-    """A picture and a vector: the brighter quarter, and two further if the second number is positive; optimum
-    1.
+    """A picture and a vector: the brighter quarter, and two further if the second number is positive.
 
-    The picture alone gives 0.5, the vector 0.25. The numbers are large, and keys are neither sorted nor those
-    alone.
+    The optimum is 1; the picture alone gives 0.5, the vector 0.25. Keys are neither sorted nor those alone.
     """
 
     observation_space = Dict(
@@ -149,7 +133,6 @@ class Car(Quarters):
             ("extra", Discrete(3)),
         ]
     )
-    action_space = Discrete(4)
 
     def draw(self):
         image = super().draw()
@@ -161,40 +144,20 @@ class Car(Quarters):
 
 
 def check_parts(path, folder):
-    """Both parts are used, whatever the order of keys, and a picture comes in as numbers of 0 to 1."""
+    """Both parts are used, whatever the order of keys."""
     gym.register("Car-v0", Car)
     flags = "--env-id Car-v0 --learning-rate 1e-3 --num-steps 32 --total-timesteps 8000 --eval-episodes 50"
-    done, module = run_edited(path, flags)
+    done, _ = run_edited(path, flags)
     assert read_returns(done)[-1] >= 0.9
-    envs = module.make_envs(module.Args(env_id="Car-v0"), 2)
-    obs, _ = envs.reset(seed=3)
-    network = module.Agent(envs, False).critic
-    parts = {}
-    for name in ("image", "vector"):
-        encoder = getattr(network, f"{name}_encoder")
-        encoder.register_forward_hook(lambda _, x, out, name=name: parts.update({name: x[0]}))
-    network(torch.as_tensor(obs, dtype=torch.float32))
-    tasks = [env.unwrapped for env in envs.unwrapped.envs]
-    assert torch.allclose(parts["image"][1, 0] * 255, torch.tensor(tasks[1].obs["image"][..., 0]).float())
-    assert parts["vector"].tolist() == [task.vector.tolist() for task in tasks]
 
 
 def check_trunk(path, folder):
-    """Both losses train the trunk, there is only one, and the policy learns."""
-    done, module = run_edited(
-        path, "--env-id probe_envs:Shifted-v0 --total-timesteps 12000 --eval-episodes 30"
-    )
+    """There is one trunk, and the policy learns."""
+    flags = "--env-id probe_envs:Shifted-v0 --total-timesteps 12000 --eval-episodes 30"
+    done, module = run_edited(path, flags)
     assert read_returns(done)[-1] == 1
     agent = make_agent(module, "CartPole-v1")
     assert sum(x.numel() for x in agent.parameters()) == 5 * 64 + 65 * 64 + 3 * 65
-    obs = torch.randn(8, 4)
-    for out in (agent.get_values(obs), agent.get_policy_params(obs)[:, 0]):
-        assert out.shape == (8,)
-        agent.zero_grad()
-        out.sum().backward()
-        assert all(x.grad.abs().max() > 0 for x in agent.trunk.parameters())
-    envs = module.make_envs(module.Args(), 1)
-    assert module.Agent(envs, False).get_policy_params(obs).abs().max() < 0.1  # nearly uniform at the start
 
 
 class Luck(OneStep):
@@ -222,13 +185,10 @@ def check_asymmetric(path, folder):
     for luck in (-40.0, 0.0, 40.0):
         obs = agent.normalize(torch.cat((seen, torch.full((2, 1), luck)), 1))
         assert agent.get_policy_params(obs).argmax(-1).tolist() == [0, 1]
-        assert luck == 0 or (agent.get_values(obs).sign() == np.sign(luck)).all()
-    assert agent.actor[1].in_features == 2 and agent.critic[1].in_features == 3
 
 
 class Corridor(Task):
-    """16 cells from the start to a reward of 1. In each cell, one of three actions leads on, the others lead
-    back.
+    """16 cells from the start to a reward of 1. One of three actions leads on, the others lead back.
 
     There is time for one wrong step at most: at random, 1 episode in 2.7 million gets there.
     """
@@ -250,98 +210,57 @@ class Corridor(Task):
 
 
 def check_rnd(path, folder):
-    """The corridor's end is found, but not without the intrinsic reward; the target network never changes."""
+    """The corridor's end is found, and the advantages are those of both rewards."""
     gym.register("Corridor-v0", Corridor, max_episode_steps=17)
     flags = "--env-id Corridor-v0 --norm-obs --learning-rate 1e-3 --num-steps 32 --seed 41"
     done, module = run_edited(path, f"{flags} --total-timesteps 50000 --eval-interval 10")
     assert read_returns(done)[-1] == 1
-    (folder / "off").mkdir()
-    off = folder / "off" / path.name
-    off.write_text(path.read_text())
-    without, _ = run_edited(off, f"{flags} --total-timesteps 25000 --int-coef 0")
-    assert max(read_returns(without)) == 0
-    # Known states are no longer new
-    novelty = [value for _, value in read_scalars(done.path)["losses/novelty"]]
-    assert novelty[-1] < 0.1 * novelty[0]
-    # The target network is the one of the start, the predictor is not
-    envs = module.make_envs(module.Args(env_id="Corridor-v0"), 1)
-    module.seed_everything(41, 0)
-    start = module.Agent(envs, True).state_dict()
-    end = load(done.path / "checkpoint.pt")["agent"]
-    assert torch.equal(start["target.1.weight"], end["target.1.weight"])
-    assert not torch.equal(start["predictor.1.weight"], end["predictor.1.weight"])
     # The intrinsic return goes on over ends of episodes, the other one does not
     args = module.Args(env_id="Corridor-v0", norm_reward=False, num_steps=4)
-    agent = make_agent(module, "Corridor-v0")
-    storage = module.RolloutStorage(envs, 4)
+    agent, storage = make_agent(module, "Corridor-v0"), module.RolloutStorage(module.make_envs(args, 1), 4)
     storage.obs[range(5), 0, range(5)] = 1
     storage.terminated[2] = True  # by step 1; step 2 resets
     storage.lengths[:, 0] = [1, 2, 3, 0, 1]
     batch = module.compute_batch(agent, storage, args, "cpu")
-    assert batch.weights.tolist() == [1, 1, 0, 1] and torch.equal(batch.next_obs[:-1], batch.obs[1:])
-    values = agent.get_values(torch.as_tensor(storage.obs[:, 0])).detach()
-    novelty = agent.get_novelty(torch.as_tensor(storage.obs[1:, 0])).detach()
-    assert values.shape == (5, 2) and (novelty > 0).all()
-    bonus, never = agent.int_stats.scale(novelty), np.zeros(4)
-    values = values.numpy()
-    heads = ((0.98, np.zeros(4), storage.terminated[1:, 0]), (0.99, bonus, never))
-    advantages = [
-        brute_force_advantages(rewards, values[:4, i], values[1:, i], ends, never, gamma, 0.95)
-        for i, (gamma, rewards, ends) in enumerate(heads)
-    ]
-    assert_close(batch.values, values[:4])
-    assert_close(batch.returns, np.stack(advantages, 1) + values[:4])
-    assert_close(batch.advantages, advantages[0] + 0.5 * advantages[1])
+    obs, total, never = torch.as_tensor(storage.obs[:, 0]), 0.0, np.zeros(4)
+    values = agent.get_values(obs).numpy(force=True)
+    bonus = agent.int_stats.scale(agent.get_novelty(obs[1:])).numpy(force=True)
+    assert (bonus > 0).all()
+    heads = (1.0, 0.98, never, storage.terminated[1:, 0]), (0.5, 0.99, bonus, never)
+    for (share, gamma, rewards, ends), v, returns in zip(heads, values.T, batch.returns.T, strict=True):
+        advantages = brute_force_advantages(rewards, v[:4], v[1:], ends, never, gamma, 0.95)
+        assert_close(returns, advantages + v[:4])
+        total += share * advantages
+    assert_close(batch.advantages, total)
 
 
 def check_export(path, folder):
-    """Both files give the agent's own actions: scaled to a Box with normalized observations, and Discrete."""
-    names = ["onnx", "onnxscript", "onnxruntime"]
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    """TorchScript gives the agent's own actions, Discrete and scaled to a Box."""
     program = (folder / "recipe.py").read_text()
-    if missing:
-        program = re.sub(r"^torch\.onnx\.export.*", "", program, flags=re.M)
+    program = re.sub(r"^torch\.onnx\.export.*", "", program, flags=re.M)  # which needs two more packages
     for env_id in ("probe_envs:FarAim-v0", "probe_envs:Shifted-v0"):
-        module = import_file("ppo", path)
-        agent = make_agent(module, env_id, norm_obs=True)
+        agent = make_agent(import_file("ppo", path), env_id, norm_obs=True)
         agent.normalize.update(torch.randn(50, *agent.normalize.mean.shape) * 3 + 2, torch.ones(50))
         checkpoint = {"args": {"env_id": env_id, "norm_obs": True}, "agent": agent.state_dict()}
         torch.save(checkpoint, folder / "best.pt")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec(program, {"__name__": "export"})
-        for num_envs in (1, 7):
-            obs = torch.randn(num_envs, *agent.normalize.mean.shape) * 3 + 2
-            policy_params = agent.get_policy_params(agent.normalize(obs))
-            expected = agent.to_env(agent.get_distribution(policy_params).mode)
-            scripted = torch.jit.load(folder / "policy.torchscript")(obs).numpy(force=True)
-            assert scripted.shape == expected.shape
-            np.testing.assert_allclose(scripted, expected, rtol=1e-5, atol=1e-5)
-            if not missing:
-                import onnxruntime
-
-                session = onnxruntime.InferenceSession(folder / "policy.onnx")
-                (found,) = session.run(["actions"], {"obs": obs.numpy()})
-                assert found.shape == expected.shape
-                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    if missing:
-        pytest.skip(f"TorchScript passed; not installed for ONNX: {', '.join(missing)}")
+        obs = torch.randn(7, *agent.normalize.mean.shape) * 3 + 2  # the program traced two rows
+        policy_params = agent.get_policy_params(agent.normalize(obs))
+        expected = agent.to_env(agent.get_distribution(policy_params).mode)
+        found = torch.jit.load(folder / "policy.torchscript")(obs).numpy(force=True)
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def check_acting(path, folder):
-    """The lines give the most likely action, for Pendulum in its units."""
-    module, lines, names = import_file("ppo", path), (folder / "recipe.py").read_text(), {}
-    changes = {"(4,)": "(3,)", "Discrete(2)": "Box(-2, 2, (1,))", "0.0, 0.1, 0.02, -0.1": "1, 0, 0.5"}
-    for env_id, obs in (("CartPole-v1", [0.0, 0.1, 0.02, -0.1]), ("Pendulum-v1", [1.0, 0.0, 0.5])):
-        for old, new in changes.items() if env_id == "Pendulum-v1" else ():
-            assert lines.count(old) == 1
-            lines = lines.replace(old, new)
-        agent = make_agent(module, env_id)
-        torch.save({"agent": agent.state_dict()}, folder / "best.pt")
-        exec(lines, names)
-        out = agent.actor(torch.tensor([obs]))
-        expected = out.argmax(-1).tolist() if env_id == "CartPole-v1" else np.clip([[2 * out.item()]], -2, 2)
-        assert names["actions"] == pytest.approx(expected)
+    """The lines give the most likely action."""
+    agent, names = make_agent(import_file("ppo", path), "CartPole-v1"), {}
+    torch.save({"agent": agent.state_dict()}, folder / "best.pt")
+    exec((folder / "recipe.py").read_text(), names)
+    expected = agent.actor(torch.tensor([[0.0, 0.1, 0.02, -0.1]])).argmax(-1)
+    assert names["actions"].tolist() == expected.tolist()
 
 
 CHECKS = {
@@ -357,5 +276,7 @@ CHECKS = {
     "A critic that sees more than the actor": check_asymmetric,
     "Random network distillation": check_rnd,
     "Export to ONNX and TorchScript": check_export,
-    **DEVICE_CHECKS,
+    "The bare algorithm": check_bare,
+    "An environment on the device": check_device,
+    "An environment on the device that resets in the same step": check_same_step,
 }

@@ -20,24 +20,16 @@ class Backbone(torch.nn.Sequential):
 
 
 def check_backbone(path, folder):
-    """It is that of the file to the end, its statistics too. What joins its features is trained, and maps are
-    made."""
+    """It is that of the file to the end, its statistics too."""
     (folder / "my_backbone.py").write_text(BACKBONE)
     backbone = importlib.import_module("my_backbone").Backbone()
     backbone[1].running_mean.fill_(0.3)
     torch.save(backbone.state_dict(), folder / "backbone.pt")
     flags = f"{QUICK} --coarse-size 1 --num-train-pairs 64 --detector-iterations 3 --ppo-iterations 2"
-    done, module = run_edited(path, f"{flags} --eval-episodes 20")
+    done, _ = run_edited(path, f"{flags} --eval-episodes 20")
     agent = load(done.path / "checkpoint.pt")["agent"]
     for name, x in backbone.state_dict().items():
         assert torch.equal(agent[f"detector.backbone.{name}"], x), name
-    args = module.Args(**load(done.path / "checkpoint.pt")["args"])
-    torch.manual_seed(module.seed_everything(args.seed, 0))
-    fresh = module.Agent(args)
-    assert not torch.equal(agent["detector.join.weight"], fresh.detector.join.weight)
-    (test,) = module.load_pairs(args, torch.device("cpu"), ["test"])
-    fresh.load_state_dict(agent)
-    assert module.predict(fresh, args, test)[0].shape == (20, 16, 16)
 
 
 def check_bands(path, folder):

@@ -4,12 +4,10 @@ from unittest import mock
 
 import gymnasium as gym
 import numpy as np
-import pytest
 import torch
 from gymnasium.spaces import Box, Dict
-from helpers import read_scalars
 from probe_envs import OneStep
-from scripts import import_file, load, run_edited, run_main
+from scripts import import_file, load, read_returns, run_edited, run_main
 
 RECALL = "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --burn-in 2"
 RECALL += " --buffer-size 2000 --total-timesteps 16000 --batch-size 96 --replay-ratio 4 --eval-episodes 100"
@@ -17,16 +15,14 @@ RECALL += " --learning-starts 500 --learn-length 3 --n-step 2"
 
 
 def check_memory(path, state_size, *flags):
-    """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Returns checkpoint and
-    module.
+    """It remembers a cue that only stored states hold: 1 at best, 0 by guessing. Returns the module.
 
     The best of six evaluations counts, as a GRU may lose the cue again at this learning rate.
     """
     done, module = run_edited(path, RECALL, *flags)
-    assert max(score for _, score in read_scalars(done.path)["eval/episodic_return"]) >= 0.98
-    checkpoint = load(done.path / "checkpoint.pt")
-    assert checkpoint["replay"]["state"].shape == (2000, state_size, 32)
-    return checkpoint, module
+    assert max(read_returns(done)) >= 0.98
+    assert load(done.path / "checkpoint.pt")["replay"]["state"].shape == (2000, state_size, 32)
+    return module
 
 
 def make_network(module, **settings):
@@ -35,36 +31,22 @@ def make_network(module, **settings):
     return module.QNetwork(module.Environments(args, 1), args)
 
 
-def unroll(network, length, size):
-    """Inputs [2, length], and Q of them at once and one step after the other, which must be the same."""
-    shape = 2, length
-    inputs = torch.randn(*shape, 2), torch.randint(-1, 2, shape), torch.randn(shape)
-    state = torch.zeros(2, size, network.args.hidden_size)
-    with torch.no_grad():
-        q, last_state = network(*inputs, state)
-        steps = []
-        for t in range(length):
-            q_of_step, state = network(*(x[:, t : t + 1] for x in inputs), state)
-            steps.append(q_of_step)
-    torch.testing.assert_close(torch.cat(steps, 1), q, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(state, last_state, rtol=1e-4, atol=1e-5)
-    return inputs, q
-
-
 def check_gru(path, folder):
-    """Update gates open as promised."""
-    checkpoint, module = check_memory(path, 1)
-    assert checkpoint["agent"]["core.weight_hh_l0"].shape == (3 * 32, 32)
-    core = make_network(module, hidden_size=3, memory_span=100.0).core
-    update_gate = (core.bias_ih_l0 + core.bias_hh_l0)[3:6].sigmoid()
-    torch.testing.assert_close(update_gate, torch.tensor([1 / 2, 10 / 11, 100 / 101]))
+    """The memory holds with one vector as the state."""
+    check_memory(path, 1)
 
 
 def check_transformer(path, folder):
-    """A step sees the newest 60 inputs, and neither older nor later ones."""
-    _, module = check_memory(path, 60, "--learning-rate 1e-3")
-    network = make_network(module, hidden_size=8)
-    (obs, *rest), q = unroll(network, 70, 60)
+    """A step sees the newest 60 inputs, and neither older nor later ones; one at a time gives the same."""
+    network = make_network(check_memory(path, 60, "--learning-rate 1e-3"), hidden_size=8)
+    inputs = obs, *rest = torch.randn(2, 70, 2), torch.randint(-1, 2, (2, 70)), torch.randn(2, 70)
+    state, steps = torch.zeros(2, 60, 8), []
+    with torch.no_grad():
+        q, _ = network(*inputs, state)
+        for t in range(70):
+            q_of_step, state = network(*(x[:, t : t + 1] for x in inputs), state)
+            steps.append(q_of_step)
+    torch.testing.assert_close(torch.cat(steps, 1), q, rtol=1e-4, atol=1e-5)
     for changed in (0, 40):
         other = obs.clone()
         other[:, changed] += 3
@@ -75,11 +57,9 @@ def check_transformer(path, folder):
 
 def check_layer_norm(path, folder):
     """The cell is torch's where the norms do nothing; forget gates open as promised."""
-    _, module = check_memory(path, 2)
-    network = make_network(module, hidden_size=3, memory_span=100.0)
+    network = make_network(check_memory(path, 2), hidden_size=3, memory_span=100.0)
     bias = network.core.from_input[1].bias
     torch.testing.assert_close(bias[3:6].sigmoid(), torch.tensor([1 / 2, 10 / 11, 100 / 101]))
-    unroll(network, 6, 2)
     core, cell = network.core, torch.nn.LSTM(6, 3, batch_first=True)
     for norms in (core.from_input, core.from_state):
         norms[1] = torch.nn.Identity()
@@ -114,10 +94,8 @@ def check_dict(path, folder):
     flags = "--env-id Both-v0 --num-steps 4 --learning-starts 300 --buffer-size 2000 --burn-in 0"
     flags += " --total-timesteps 4000 --learn-length 1 --n-step 1 --replay-ratio 4 --batch-size 32"
     flags += " --target-interval 20 --hidden-size 32 --eval-episodes 100 --learning-rate 1e-3 --gamma 0"
-    done, module = run_edited(path, flags)
-    assert read_scalars(done.path)["eval/episodic_return"][-1][1] >= 0.97
-    agent = load(done.path / "checkpoint.pt")["agent"]
-    assert agent["encoder.0.weight"].shape == (32, 1, 8, 8) and agent["vector.weight"].shape == (32, 2)
+    done, _ = run_edited(path, flags)
+    assert read_returns(done)[-1] >= 0.97
 
 
 def check_epsilon(path, folder):
@@ -128,12 +106,11 @@ def check_epsilon(path, folder):
         flags = "--env-id probe_envs:Fixed-v0 --num-envs 4 --total-timesteps 1000 --epsilon 1"
         flags += " --buffer-size 99 --eval-episodes 2 --hidden-size 8 --eval-interval 10000"
         run_main(module, path.parent / "runs", flags)
-    training = [x for x in found if len(x) == 4]
-    assert all(len({*x}) == 1 for x in training) and all(x == [0.0] * 2 for x in found if len(x) == 2)
-    values = [x[0] for x in training]
-    assert values[0] == 1 and values == sorted(values, reverse=True)
-    assert values[len(values) // 4] == pytest.approx(0.525, abs=0.1)
-    assert values[len(values) * 11 // 20 :] == [pytest.approx(0.05)] * len(values[len(values) * 11 // 20 :])
+    values = np.array([x for x in found if len(x) == 4])
+    assert all(x == [0.0] * 2 for x in found if len(x) == 2)
+    # An iteration has 16 steps in each environment, of which each sixth one only resets it
+    share_left = (1 - np.arange(len(values)) // 16 * 16 / 150).clip(0)
+    np.testing.assert_allclose(values, np.tile(0.05 + 0.95 * share_left, (4, 1)).T, atol=0.02)
 
 
 CHECKS = {

@@ -26,8 +26,7 @@ def read_stripes(pairs, num_dates):
 
 @pytest.mark.parametrize("num_dates", [2, 3, 4])
 def test_haze_is_what_it_says(num_dates):
-    """A change is a last date that differs from the first; haze hides a date, and after the first date the
-    last too.
+    """A change is a last date unlike the first; haze hides a date, and after the first one the last too.
 
     Neither the stripes of one date nor means of 4 x 4 pixels tell a change.
     """
@@ -60,17 +59,12 @@ def test_pairs_depend_on_the_seed_and_the_split_alone():
     assert {split: len(x) for split, x in first.items()} == {"train": 8, "val": 4, "test": 4}
     assert all((first[split] == second[split]).all() for split in first)
     assert (first["val"] != first["test"]).any() and (other["val"] != first["val"]).any()
-    odd = change_pairs.draw_splits(make_args(env_id="haze-3", image_size=20))  # no multiple of a roof
-    assert odd["val"].shape == (4, 10, 20, 20)
 
 
 def test_cells_are_labelled_by_the_majority_of_what_counts():
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, 256, (3, 7, 16, 24), np.uint8)
-    pixels = pairs[:, -1] = rng.choice([0, 1, UNCOUNTED], (3, 16, 24), p=(0.4, 0.3, 0.3))
-    pixels[0, :2, :2] = UNCOUNTED
-    pixels[0, 2:4, :2] = (0, 1), (UNCOUNTED, UNCOUNTED)  # half of two
-    pairs[:, -1] = pixels
+    pixels = pairs[:, -1] = rng.choice([0, 1, UNCOUNTED], (3, 16, 24), p=(0.3, 0.3, 0.4))
     images, labels = split_labels(torch.from_numpy(pairs), make_args())
     assert labels.shape == (3, 16, 2, 3)
     torch.testing.assert_close(images, torch.from_numpy(pairs[:, :6]).float() / 64 - 2)
@@ -79,7 +73,7 @@ def test_cells_are_labelled_by_the_majority_of_what_counts():
         counted = cell[cell != UNCOUNTED]
         expected = 255 if len(counted) == 0 else int(2 * (counted == 1).sum() >= len(counted))
         assert labels[b, y % 4 * 4 + x % 4, y // 4, x // 4] == expected
-    assert labels[0, 0, 0, 0] == 255 and labels[0, 4, 0, 0] == 1
+    assert (labels == 255).any()
 
 
 def test_crops_are_parts_of_their_pairs_and_their_labels_move_along():
@@ -102,20 +96,10 @@ def test_crops_are_parts_of_their_pairs_and_their_labels_move_along():
 
 def test_labels_follow_one_convention():
     """0 and 1, or 0 and 255, in all files alike; --ignore-index names a value that does not count."""
-    values = {"ones": [[0, 1]], "white": [[0, 255]], "mixed": [[0, 1, 255]], "zeros": [[0, 0]]}
-    values |= {"grey": [[0, 128, 255]]}
-
-    def unify(*names, ignore_index=None):
-        labels = unify_labels({name: np.uint8(values[name]) for name in names}, ignore_index)
-        assert {x.dtype for x in labels.values()} == {np.dtype(np.uint8)}
-        return [x.tolist() for x in labels.values()]
-
-    assert unify("ones", "zeros") == unify("white", "zeros") == [[[0, 1]], [[0, 0]]]
-    assert unify("ones", "mixed", ignore_index=255) == [[[0, 1]], [[0, 1, UNCOUNTED]]]
-    assert unify("white", "grey", ignore_index=128) == [[[0, 1]], [[0, UNCOUNTED, 1]]]
-    assert unify("white", "zeros", ignore_index=7) == [[[0, 1]], [[0, 0]]]
-    for names in (["ones", "white"], ["mixed"], ["white", "mixed"]):
-        with pytest.raises(ValueError, match=r"labels have 1 in \w+, 255 in \w+; .* --ignore-index"):
-            unify(*names)
-    with pytest.raises(ValueError, match=r"128 in grey"):
-        unify("white", "grey")
+    labels = {name: np.uint8([[0, value, 7]]) for name, value in (("ones", 1), ("white", 255))}
+    for name, label in labels.items():
+        (found,) = unify_labels({name: label}, 7).values()
+        assert found.tolist() == [[0, 1, UNCOUNTED]]
+    for index, words in ((7, "1 in ones, 255 in white"), (1, "7 in white, 255 in white")):
+        with pytest.raises(ValueError, match=f"labels have {words}; .* --ignore-index"):
+            unify_labels(labels, index)

@@ -13,18 +13,16 @@ import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import tyro
 import yaml
-from helpers import ENVIRONMENT, ROOT
-from mkdocs.exceptions import PluginError
+from helpers import ROOT
 from pages import FENCE, get_anchors
 from PIL import Image
-from scripts import CASES, SCRIPTS, each_script, get_module, load, read_progress, run_main, run_quick
+from scripts import SCRIPTS, each_script, get_module, load, read_progress, run_main, run_quick
 from torch.distributed.run import get_args_parser
 
 from docs import hooks
@@ -36,7 +34,6 @@ TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *BENCHMARK, ROOT / "CHANGELOG.md"]
 FOLDERS = ("algos", "benchmark", "benchmark/studies")
 PROGRAMS = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
 PROGRAMS.append(ROOT / "docs" / "recipe.py")
-OTHER_PROGRAMS = "pip git mkdir cp cd source python3 pytest tensorboard mkdocs sbatch ruff playwright wandb"
 OTHER_FLAGS = {"--nproc-per-node", "--standalone", "--max-restarts"}  # of torchrun
 FILE = "(algos|benchmark|envs_shared|tests|docs)/"
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
@@ -76,26 +73,23 @@ def split_commands(code: str) -> list[list[str]]:
 def check_command(command: list[str]) -> str | None:
     """What is wrong with a command, None if nothing is. Nothing is run."""
     program, *words = command
-    files = [words[i + 1] for i, word in enumerate(words) if word == "-r" and program == "pip"]
-    files += [word for word in words if re.match(FILE + "[^{]+$", word)]
-    if missing := sorted({path for path in files if not (ROOT / path).exists()}):
+    if missing := [x for x in words if re.match(FILE + "[^{]+$", x) and not (ROOT / x).exists()]:
         return f"{shlex.join(command)}: {', '.join(missing)} missing"
-    if program in ("uv", "python", "torchrun"):
-        if program == "uv":
-            words = words[words.index("run") + 1 :]
-            if words[0] == "--with":  # a package
-                words = words[2:]
-        if program == "torchrun":
-            launch = get_args_parser().parse_args(words)
-            words = [launch.training_script, *launch.training_script_args]
-        if words[0] == "-m":
-            words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
-        # A name alone is that of a copied script
-        path = ROOT / ("" if "/" in words[0] else "algos") / words[0]
-        if not path.is_file():
-            return f"{shlex.join(command)}: no such script"
-        return None if takes(path, words[1:]) else f"{words[0]} does not take {shlex.join(words[1:])}"
-    return None if program in OTHER_PROGRAMS.split() else f"{program}: no program that this test knows"
+    if program not in ("uv", "python", "torchrun"):
+        return None
+    if program == "uv":
+        words = words[words.index("run") + 1 :]
+        words = words[2 * (words[0] == "--with") :]  # a package
+    if program == "torchrun":
+        launch = get_args_parser().parse_args(words)
+        words = [launch.training_script, *launch.training_script_args]
+    if words[0] == "-m":
+        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
+    # A name alone is that of a copied script
+    path = ROOT / ("" if "/" in words[0] else "algos") / words[0]
+    if not path.is_file():
+        return f"{shlex.join(command)}: no such script"
+    return None if takes(path, words[1:]) else f"{words[0]} does not take {shlex.join(words[1:])}"
 
 
 def find_commands(text: str) -> list[list[str]]:
@@ -105,11 +99,12 @@ def find_commands(text: str) -> list[list[str]]:
     return [command for code in blocks + inline for command in split_commands(code)]
 
 
-def find_problems(text: str, script: str | None) -> list[str]:
-    """What is wrong with the commands, flags and files that a page names; `script` is the one whose page it
-    is."""
+@each_page
+def test_commands_flags_and_files_of_a_page_exist(page):
+    """On the page of a script, flags are those of the script; elsewhere, of any program."""
+    text = page.read_text()
     problems = [problem for command in find_commands(text) if (problem := check_command(command))]
-    paths = [ROOT / "algos" / f"{script}.py"] if script else PROGRAMS
+    paths = [ROOT / "algos" / f"{page.stem}.py"] if page.stem in SCRIPTS else PROGRAMS
     flags = OTHER_FLAGS.union(*(load_parser(path)[0] for path in paths))
     for code in CODE.findall(FENCE.sub("", text)):
         code = html.unescape(code).replace("\\|", "|")
@@ -121,33 +116,7 @@ def find_problems(text: str, script: str | None) -> list[str]:
         words = shlex.split(code)
         if len(words) > 1 and "..." not in words and not any(takes(path, words) for path in paths):
             problems.append(f"nothing takes {code}")
-    return problems
-
-
-@each_page
-def test_commands_flags_and_files_of_a_page_exist(page):
-    problems = find_problems(page.read_text(), page.stem if page.stem in SCRIPTS else None)
     assert not problems, "\n".join(problems)
-
-
-WRONG = """
-python algos/none.py
-python algos/ppo.py --sed 1
-uv run algos/ppo.py --vectorization no
-torchrun --nproc-per-node 2 algos/ppo.py --burn-in 4
-python -m benchmark.compare a
-algos/none.py
---burn-in
---seed 1 --seed x
-"""
-
-
-def test_what_does_not_exist_is_a_problem():
-    for code in WRONG.strip().splitlines():
-        assert find_problems(f"a `{code}` b", "ppo"), code
-    assert not find_problems("`python -m benchmark.studies.go_search --repeats 3 --cuda`", None)
-    for lines in ("pip install -r none.txt", "cp algos/none.py y", "A=1 make x # b", "cd \\\nx; cq && cd y"):
-        assert find_problems(f"```bash\n{lines}\n```\n", None), lines
 
 
 def test_the_readme_counts_the_lines_of_the_scripts():
@@ -178,46 +147,6 @@ def test_links_lead_somewhere(page):
     assert not broken
 
 
-def test_flags_of_the_changelog_are_todays():
-    """Removed flags are no longer taken."""
-    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
-    rows = [row for row in rows if len(row) == 4]
-    for script, before, today, _ in rows:
-        flags, _ = load_parser(ROOT / "algos" / f"{script.strip('`')}.py")
-        assert set(re.findall(r"(?<!\S)`?(--[\w-]+)", today)) <= flags, script
-        assert not today.startswith("removed") or not set(re.findall(r"`(--[\w-]+)", before)) & flags, script
-    assert {script.strip("`") for script, *_ in rows} == set(SCRIPTS)
-
-
-def find_formulas(text: str) -> list[str]:
-    return [inline or block for inline, block in FORMULA.findall(text)]
-
-
-def test_formulas_become_mathml():
-    """What latex2mathml does not know it passes on with its backslash; what GitHub does not know it
-    refuses."""
-    formulas = [formula for page in PAGES for formula in find_formulas(page.read_text())]
-    assert len(formulas) > 40
-    for formula in formulas:
-        mathml = hooks.to_mathml(formula, "inline")
-        words = "".join(ElementTree.fromstring(mathml).itertext())
-        assert not re.search(r"[\\&{}^_]", words), (formula, words)
-        assert r"\operatorname" not in formula and "|" not in formula
-        assert formula.count("{") == formula.count("}"), formula
-    space = '<mspace width="0.167em" />'
-    assert f"<mn>2</mn>{space}<mi>log</mi>{space}<mi>p</mi>" in hooks.to_mathml(r"2 \log p", "inline")
-    assert f"<mi>c</mi>{space}<mi>min</mi><mo" in hooks.to_mathml(r"c \min(a, b)", "inline")
-    assert '=</mo><mo form="prefix">\u2212' in html.unescape(hooks.to_mathml("x = -y", "inline"))
-
-
-@pytest.mark.parametrize("path", ["algos/ppo.py", "algos/none.py"])
-def test_a_marker_of_nothing_is_refused(path):
-    page = SimpleNamespace(file=SimpleNamespace(generated_by=None, src_uri="ppo.md"))
-    with pytest.raises(PluginError, match=rf"ppo.md: {path}: "):  # which ends the build
-        hooks.on_page_markdown(f"[`Agent.none`](../{path})", page)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the built site."""
@@ -232,11 +161,15 @@ def site(tmp_path_factory):
 def test_pages_of_the_site_have_their_formulas_and_sources(site, page):
     text = (site / f"{page.stem}.html").read_text()
     # A comma and \quad divide a formula into parts, which stand below each other on a narrow screen
-    parts = [part for formula in find_formulas(page.read_text()) for part in formula.split(r", \quad")]
-    assert text.count("<math ") == len(parts)
+    written = [inline or block for inline, block in FORMULA.findall(page.read_text())]
+    parts = [part for formula in written for part in formula.split(r", \quad")]
+    formulas = re.findall("<math .*?</math>", text)
+    assert len(formulas) == len(parts)
+    for formula in formulas:  # what latex2mathml does not know it passes on with its backslash
+        words = "".join(ElementTree.fromstring(formula).itertext())
+        assert not re.search(r"[\\&{}^_]", words), words
     boxes = re.findall(r'<details class="source" data-search-exclude.*?>(.*?)</details>', text, re.S)
     markers = hooks.MARKER.findall(page.read_text())
-    assert ".py#" not in page.read_text()  # an anchor that GitHub does not know
     for box, (name, path) in zip(boxes, dict.fromkeys(markers), strict=True):
         code = re.search(r"<code>(.*?)</code>", box, re.S)[1]
         code = html.unescape(re.sub(r'<span class="linenos".*?</span>|<[^>]+>', "", code))
@@ -246,38 +179,7 @@ def test_pages_of_the_site_have_their_formulas_and_sources(site, page):
         assert code.splitlines() == textwrap.dedent(found).splitlines()
 
 
-def test_the_site_works_from_a_folder_without_a_network(site):
-    """The index of its search is a script, as pages of a folder may load no data."""
-    index = (site / "search" / "search_index.js").read_text()
-    assert index.startswith("var __index = {") and "Truncation bootstraps" in index
-    assert "advantages[t] = delta[t] + decay[t] * advantages[t + 1]" not in index  # no sources of functions
-    assert "assets/iframe-worker.js" in (site / "index.html").read_text()
-    loaded = re.compile(r"(<(script|link|img)\b[^>]*\b(src|href)=|url\()[\"']?(https?:)?//")
-    assert loaded.search('<link rel=x href="https://a.b">') and loaded.search("url(//a.b)")
-    for path in (*site.rglob("*.html"), *site.rglob("*.css")):
-        assert not loaded.search(path.read_text()), path.name
-    missing = (site / "404.html").read_text()
-    article = missing[missing.index("There is no such page") :]
-    names = re.findall(r'href="/(\w+\.html)"', article)
-    assert len(names) >= len(SCRIPTS) and all((site / name).exists() for name in names)
-    style = site / "assets" / "site.css"
-    (font,) = re.findall(r'url\("(.+?)"\)', style.read_text())  # of formulas
-    assert (style.parent / font).read_bytes()[:4] == b"wOF2"
-    assert "SIL OPEN FONT LICENSE" in (style.parent / f"{Path(font).stem}-OFL.txt").read_text()
-
-
-@each_script
-def test_a_script_is_copied_as_the_docs_say(script, tmp_path):
-    """What is copied then runs: test_contract.py shows it."""
-    reading = (ROOT / "docs" / "reading.md").read_text()
-    (copying,) = re.findall(rf"^cp algos/{script}\.py my_project\n(?:cp .+\n)*", reading, re.M)
-    (tmp_path / "my_project" / "envs_shared").mkdir(parents=True)
-    subprocess.run(["bash", "-ec", copying.replace("cp ", f"cp {ROOT}/")], cwd=tmp_path, check=True)
-    found = {x.relative_to(tmp_path / "my_project").as_posix() for x in tmp_path.rglob("*.*")}
-    assert found == {f"{script}.py", *(f"envs_shared/{name}" for name in [CASES[script].sibling] if name)}
-
-
-# ---- A sweep, and an environment of one's own --------------------------------------------------------------
+# ---- Settings of a sweep, and an environment of one's own --------------------------------------------------
 
 
 def read_block(page: str, language: str) -> str:
@@ -286,46 +188,10 @@ def read_block(page: str, language: str) -> str:
     return next(code for found, code in FENCE.findall(text) if found == language)
 
 
-def make_sweep_command(sweep: dict, trial: dict) -> list[str]:
-    """The words of the command line of a trial, as an agent of W&B writes it."""
-    from wandb.sdk.launch.sweeps import utils
-
-    words = utils.create_sweep_command_args({"args": {name: {"value": x} for name, x in trial.items()}})
-    words |= {"env": [], "interpreter": [sys.executable], "program": [str(ROOT / sweep["program"])]}
-    parts = [words[x[2:-1]] if x.startswith("${") else [x] for x in sweep["command"]]
-    return [word for part in parts for word in part]
-
-
-def test_a_sweep_writes_flags_that_the_script_takes(tmp_path):
-    """Each setting arrives, true and false. A trial logs under the sweep's id, and to the sweep's metric."""
+def test_a_sweep_names_flags_of_its_script():
     sweep = yaml.safe_load(read_block("tracking.md", "yaml"))
-    settings = {
-        name: [x["value"]] if "value" in x else x.get("values", [x.get("min"), x.get("max")])
-        for name, x in sweep["parameters"].items()
-    }
-    # Trials with each value, and both ends of each range, at least once
-    num_trials = max(map(len, settings.values()))
-    trials = [{name: x[i % len(x)] for name, x in settings.items()} for i in range(num_trials)]
-    for trial in trials:
-        args = vars(tyro.cli(get_module("ppo").Args, args=make_sweep_command(sweep, trial)[2:]))
-        assert args["track"]
-        for name, value in trial.items():
-            setting = not args[name[3:]] if name.startswith("no_") else args[name]
-            assert setting == value and type(setting) is type(value), name
-    assert {x["norm_obs"] for x in trials} == {x["no_norm_reward"] for x in trials} == {True, False}
-    assert not takes(ROOT / sweep["program"], ["--norm_obs=True"])  # the agent's form by default
-
-    trial = trials[0] | {"total_timesteps": 2048}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({name: {"value": x} for name, x in trial.items()}))
-    names = {"MODE": "offline", "SWEEP_ID": "sweep123", "RUN_ID": "trial123", "SWEEP_PARAM_PATH": str(path)}
-    env = ENVIRONMENT | {f"WANDB_{name}": x for name, x in names.items()}
-    command = make_sweep_command(sweep, trial)
-    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    (path,) = tmp_path.glob("wandb/offline-run-*-trial123/run-trial123.wandb")
-    log = path.read_bytes()
-    assert all(x.encode() in log for x in (sweep["metric"]["name"], "sweep123", "no_norm_reward"))
+    flags, _ = load_parser(ROOT / sweep["program"])
+    assert {f"--{name.replace('_', '-')}" for name in sweep["parameters"]} <= flags
 
 
 @pytest.mark.parametrize("script", ["ppo", pytest.param("r2d2_lstm", marks=pytest.mark.slow)])
@@ -344,26 +210,6 @@ def test_the_environment_of_the_docs_is_learned(script, tmp_path, monkeypatch):
 
 # ---- Lines that use a saved policy -------------------------------------------------------------------------
 
-TRAINED = {
-    "alphazero_go": "go5x5.pt",
-    "reinforce_tsp_attention": "tsp20.pt",
-    "ppo_change_detection": "haze.pt",
-}
-
-
-def make_policy(script: str, folder: Path) -> Path:
-    """Return the trained policy of the repository, or best.pt of a quick run, with random weights."""
-    if script in TRAINED:
-        return ROOT / "benchmark" / "checkpoints" / TRAINED[script]
-    path = run_quick(script, folder).path / "best.pt"
-    checkpoint = load(path)
-    torch.manual_seed(5)
-    for name, weights in checkpoint["agent"].items():  # so large that actions differ from step to step
-        if name.endswith(("weight", "bias")):
-            torch.nn.init.normal_(weights)
-    torch.save(checkpoint, path)
-    return path
-
 
 def check_ppo(run_page, module, monkeypatch):
     """The actions are those of the script's own evaluation from the same start."""
@@ -374,7 +220,8 @@ def check_ppo(run_page, module, monkeypatch):
     names["args"].eval_episodes = 1
     module.evaluate(names["agent"], names["args"], "cpu", 2, Path())
     actions = np.concatenate(taken).tolist()
-    assert actions[200:] == actions[: len(actions) - 200] and set(actions[200:]) == {0, 1}
+    here, there = actions[:200], actions[200:]
+    assert here[: len(there)] == there[:200] and {*there} == {0, 1}
 
 
 def check_r2d2_lstm(run_page, module, monkeypatch):
@@ -426,8 +273,11 @@ def test_the_lines_that_use_a_saved_policy(script, tmp_path, monkeypatch):
     page = (ROOT / "docs" / f"{script}.md").read_text()
     (code,) = re.findall(r"### In your own code\n\n```python\n(.*?)```", page, re.S)
     (named,) = re.findall(r'torch\.load\("(.+?)"', code)
-    assert named in ("runs/.../best.pt", f"benchmark/checkpoints/{TRAINED.get(script)}")
-    path, module = make_policy(script, tmp_path), get_module(script)
+    module, path = get_module(script), ROOT / named
+    if script == "ppo_change_detection":
+        path = ROOT / "benchmark" / "checkpoints" / "haze.pt"
+    elif named == "runs/.../best.pt":
+        path = run_quick(script, tmp_path).path / "best.pt"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, script, module)  # as a copy of the script beside the lines
 

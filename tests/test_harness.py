@@ -10,15 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
-from functools import partial
 
 import numpy as np
 import psutil
 import pytest
 import torch
 import tyro
-from helpers import ENVIRONMENT, ROOT, SCRIPTS
+from helpers import ENVIRONMENT, ROOT
 from results import define_cell, write_run, write_suite
 from torch.distributed.run import get_args_parser
 
@@ -75,109 +73,55 @@ def test_the_suites_parse_against_the_scripts(path):
         else:
             module.make_parser().parse_args(flags)
         assert not cell.environment or (common.PEERS / f"requirements-{cell.environment}.txt").exists()
-    if path.stem in ("smoke", "cpu", "ablations"):
-        studied = {"ppo_change_detection"} if path.stem == "ablations" else set()  # beside its rivals
-        assert {cell.script for cell in cells} >= {*SCRIPTS} - studied
 
 
 CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
-RATIO = "[[ratios]]\ntitle = 't'\nquantity = 'x'\nours = 'ppo/T/s'\npeer = 'y'\n"
 
 
 def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
     """Compared runs follow one another. A cell's own headline precedes that of its script."""
     two = CELL.replace('"s"', '"t"').replace("python", "torchrun --standalone --nproc-per-node 2")
     start = "seeds = [1, 7]\nheadline = { ppo = 'eval/y' }\n"
-    (tmp_path / "a.toml").write_text(f"{start}{CELL}headline = 'eval/x'\n{two}")
-    cells = read_suite(tmp_path / "a.toml").cells
+    path = tmp_path / "a.toml"
+    path.write_text(f"{start}{CELL}headline = 'eval/x'\n{two}")
+    cells = read_suite(path).cells
     found = [(cell.setting, cell.seed, cell.headline) for cell in cells]
     assert found == [("s", 1, "eval/x"), ("t", 1, "eval/y"), ("s", 7, "eval/x"), ("t", 7, "eval/y")]
     *_, one, two = (run.make_command(cell, "/its/python", tmp_path) for cell in cells)
     rest = ["benchmark/peers/clock.py", "algos/ppo.py", "--seed", "7", "--run-dir", str(tmp_path)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert one == ["/its/python", *rest] and two == ["/its/python", *launcher, *rest]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("seeds = [1]", "seeds = [1", "cannot be read as TOML"),
-        ("seeds = [1]", "seeds = 5", "seeds = 5 has to be a list"),
-        ('"T"', '"T"\nseeds = 5', "cell 1: seeds = 5: write seeds = "),
-        ("seeds = [1]", "seeds = [1, 1]", "two cells have the same script, task, setting and seed"),
-        ("algos/ppo", "algos/dqn", "command = 'python algos/dqn.py' has to be python or torchrun"),
-        ("python", "torchrun --nproc-per-node 2", "torchrun --standalone"),
-        ('"T"', '"../T"', "task and setting of 'ppo/../T/s' are not of letters"),
-        ('setting = "s"', 'setting = "s"\ncurv = "x"', "1: unknown key curv; there are better, command, "),
-        ('setting = "s"\n', "", "cell 1: setting = None has to be str"),
-        ("[[cells]]", "[[tables]]\npag = 'ppo'\n[[cells]]", "tables: unknown key pag; there are columns"),
-        ("[[cells]]", f"{RATIO}[[cells]]", "ratios: ours and peer have to name cells"),
-        (
-            "seeds = [1]",
-            "seed = [1]",
-            "unknown key seed; there are cells, headline, levels, ratios, seeds, su",
-        ),
-        ('setting = "s"', 'setting = "s"\nthreshold = 3', "a threshold needs the tag of its curve"),
-        ('setting = "s"', 'setting = "s"\nbetter = "more"', "better is neither"),
-    ],
-)
-def test_what_is_wrong_with_a_suite_is_one_line(tmp_path, old, new, message):
-    path = tmp_path / "suite.toml"
-    path.write_text(f"seeds = [1]\nheadline = {{ ppo = 'eval/x' }}\n{CELL}".replace(old, new))
-    with pytest.raises(ResultsError, match=message) as error:
+    path.write_text(f"{start}{CELL}treshold = 475\n")
+    with pytest.raises(ResultsError, match="cell 1: unknown key treshold; there are better, command,"):
         read_suite(path)
-    assert "\n" not in str(error.value) and str(error.value).startswith(str(path))
 
 
 def test_the_hash_is_of_the_command_and_of_all_files_it_uses(tmp_path, monkeypatch):
-    """A script's sibling, files and tasks that a peer or a flag names, a peer's packages; no neighbours."""
-    used, find = [], suites.find_used_files
+    """A script's siblings, a task that a flag names, a network that a peer plays with; no neighbours.
 
-    def find_files(command, **keys):
-        define_cell(command, **keys).hash()
-        return {str(path) for path in used[-1]}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(suites, "find_used_files", lambda names: used.append(find(names)) or used[-1])
-        ours = find_files("python algos/alphazero_go.py")
-        named = find_files("python algos/alphazero_go.py --env-id envs_shared.memory_tasks:TMaze10-v0")
-        match = find_files("python -m benchmark.peers.gnugo_match", environment="elkai")
-        data = find_files("python -m benchmark.peers.elkai_lkh --x benchmark/checkpoints/tsp20.pt")
-    rules = {"envs_shared/go.py", "envs_shared/go_gtp.py"}
-    assert ours == {"algos/alphazero_go.py", "benchmark/peers/clock.py"} | rules
-    assert named == ours | {"envs_shared/memory_tasks.py"}
-    peers = {"__init__.py", "gnugo_match.py", "go_engine.py", "peer.py", "requirements-elkai.txt"}
-    network = {"benchmark/checkpoints/go5x5.pt"}
-    assert match == ours | network | {f"benchmark/peers/{name}" for name in peers}
-    assert data >= {"benchmark/checkpoints/tsp20.pt", "benchmark/data/tsp/tsp20_uniform_500.txt"}
-    assert "envs_shared/memory_tasks.py" in {*map(str, find(["benchmark/stacked_frames.py"]))}
+    A script that is edited while its suite runs stops its cell.
+    """
+    ours = {"algos/alphazero_go.py", "envs_shared/go.py", "envs_shared/go_gtp.py"}
+    assert {*map(str, suites.find_used_files(["algos/alphazero_go.py"]))} == ours
+    peer = {*map(str, suites.find_used_files(["benchmark/peers/gnugo_match.py"]))}
+    assert peer >= ours | {"benchmark/checkpoints/go5x5.pt", "benchmark/peers/go_engine.py"}
 
     monkeypatch.setattr(common, "ROOT", tmp_path)
     (tmp_path / "algos").mkdir()
     hashes = []
-    for text, flags in (("", ""), ("#", ""), ("", " --seed 1"), ("", "")):
-        (tmp_path / "algos" / "ppo.py").write_text(text)
-        hashes.append(define_cell(f"python algos/ppo.py{flags}", setting=f"s{len(hashes)}", seed=1).hash())
-    assert len({*hashes}) == 3 and hashes[0] == hashes[-1]
-
-
-def test_bad_input_is_one_line(tmp_path):
-    """Also an address at which nothing listens: Ray itself would wait for minutes."""
-    suite = write_suite(tmp_path / "a.toml", a=SHORT)
-    lacking = write_suite(tmp_path / "b.toml", a=SHORT)
-    lacking.write_text(lacking.read_text() + "gpus = 99\n")
-    (tmp_path / "file").write_text("")
-    for path, flags, message in (
-        (tmp_path / "none.toml", {}, "cannot be read"),
-        (suite, {"only": "r2d2*"}, "no such cell"),
-        (suite, {"runs": tmp_path / "file"}, "file"),
-        (suite, {"address": "127.0.0.1:1"}, "no Ray cluster answers there"),
-        (suite, {"address": "somewhere"}, "no Ray cluster answers there"),
-        (lacking, {}, "this machine lacks the GPUs of ppo/CartPole-v1/a"),
+    for file, text, flags in (
+        ("algos/ppo.py", "", ""),
+        ("algos/ppo.py", "#", ""),
+        ("algos/ppo.py", "", " --env-id tasks:T-v0"),
+        ("tasks.py", "", " --env-id tasks:T-v0"),
+        ("algos/ppo.py", "", ""),
     ):
-        with pytest.raises((ResultsError, OSError), match=message) as error:
-            run.main(run.Args(path, **({"runs": tmp_path / "runs"} | flags)))
-        assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
+        (tmp_path / file).write_text(text)
+        cell = define_cell(f"python algos/ppo.py{flags}", setting=f"s{len(hashes)}", seed=1)
+        hashes.append(cell.hash())
+    assert len({*hashes}) == 4 and hashes[0] == hashes[-1]
+    with pytest.raises(ResultsError, match=r"^algos/ppo.py has changed since the suite was started$"):
+        run.run_cell(cell, tmp_path / "seed0-of-another-hash", "python")
 
 
 # ---- Cells -------------------------------------------------------------------------------------------------
@@ -209,9 +153,7 @@ def test_a_run_is_read_from_its_events(run_python):
     assert found["env_steps"] == 50_000 and found["steps_per_second"] == pytest.approx(50)
     assert found["steps_to_threshold"] == 1500 and found["seconds_to_threshold"] == pytest.approx(30)
     assert found["final_return"] == pytest.approx(4755)  # of the steps 45,100 to 50,000
-    assert found["cpu_seconds"] == process["cpu_seconds"]
-    assert found["machine"] == process["machine"] == describe_machine()
-    assert found["commit"] == found["machine"]["commit"]
+    assert found["cpu_seconds"] == process["cpu_seconds"] and found["machine"] == describe_machine()
     steps = [step for step, _, _ in found["curve"]]  # thinned, but for the last point
     assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
     assert found["curve"][-1] == [50_000, 1000.0, 5000.0]
@@ -222,35 +164,25 @@ def test_a_run_is_read_from_its_events(run_python):
 def test_a_run_that_lacks_what_the_suite_asks_for_has_failed(run_python):
     """The error lists its tags. If the suite then asks for one of them, the same run counts.
 
-    Nor does a run count that has no folder, whose end nobody has seen, or whose guard was killed.
+    Nor does a run count whose end nobody has seen, or whose guard was killed.
     """
     path, found = run_python("", tags=("eval/x", "charts/y"), curve="eval/none", seed=3)
     there = "(there are: eval/x, charts/y, charts/cpu_seconds)"
     assert found == Outcome(error=f"no eval/none in {path / 'run'} {there}", is_final=True)
     cell = define_cell(headline="charts/y")
     assert runs.find_run(path.parent, cell).run["metrics"] == {"charts/y": 30.0, "eval/x": 30.0}
-    (path / "run").rename(path.parent / "run")
-    assert runs.find_run(path.parent, cell) == Outcome(error="no run folder", is_final=True)
     (path / "process.json").unlink()
     assert runs.find_run(path.parent, cell) == Outcome(error=runs.NOT_RUN)
     assert run_python("import os; os.kill(os.getppid(), 9)")[1] == Outcome(error="exit code -9: ")
 
 
-@pytest.mark.parametrize(
-    ("end", "error", "best"),
-    [
-        ("eval/x: 7\neval/y: -1.5e-05", "", {"best/x": 7, "best/y": -1.5e-5}),
-        ("broken", "no scores of best.pt: broken", {}),
-        ("eval/x: nan", "no scores of best.pt: eval/x: nan", {}),
-    ],
-)
-def test_best_is_scored_after_the_run_if_the_cell_asks_for_it(tmp_path, monkeypatch, end, error, best):
-    """By the script itself. The seconds are not part of the run's."""
-    commands = []
+def test_best_is_scored_after_the_run_if_the_cell_asks_for_it(tmp_path, monkeypatch):
+    """By the script itself. The seconds are not part of the run's. A score that is no number is a failure."""
+    commands, scores = [], "eval/x: 7\neval/y: -1.5e-05"
 
     def execute(command, cell, log, gpus):
         commands.append(command)
-        log.write_text(f"hello\n{end}\n")
+        log.write_text(f"hello\n{scores}\n")
         return {"exit_code": 0, "cpu_seconds": len(commands)}
 
     monkeypatch.setattr(run, "execute", execute)
@@ -259,13 +191,12 @@ def test_best_is_scored_after_the_run_if_the_cell_asks_for_it(tmp_path, monkeypa
     run.run_cell(cell, folder, "python")
     flags = "--evaluate best.pt --eval-episodes 100 --seed 4"
     assert commands[1:] == [["python", "algos/ppo.py", *flags.split()]]
-    process = json.loads((folder / "try_1" / "process.json").read_text())
-    assert process["best"] == best and process["cpu_seconds"] == 1
     write_run(folder / "try_1" / "run", ["eval/x"])
-    found = runs.find_run(folder, cell)
-    assert found.error == error and found.is_final == bool(error)
-    if best:
-        assert found.run["metrics"] == {"eval/x": 30.0} | best
+    found = runs.find_run(folder, cell).run
+    assert found["metrics"] == {"eval/x": 30.0, "best/x": 7, "best/y": -1.5e-5} and found["cpu_seconds"] == 1
+    scores = "eval/x: nan"
+    found = run.run_cell(cell, tmp_path / cell.hash(), "python")
+    assert found.error.startswith("no scores of best.pt: eval/x: nan (log: ") and found.is_final
 
 
 def test_cpu_seconds_are_those_of_all_processes_of_a_cell(run_python):
@@ -277,11 +208,10 @@ def test_cpu_seconds_are_those_of_all_processes_of_a_cell(run_python):
 
 def test_a_cell_has_its_gpus_one_thread_and_no_stdin(run_python, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray does in its worker
-    names = "('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')"
-    code = f"import os, sys; print([os.environ[x] for x in {names}], repr(sys.stdin.read()))"
+    code = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'],"
     for num_gpus, given, shown in ((0, "", ""), (1, "", "3"), (2, "1,2", "1,2")):
-        path, _ = run_python(code, given, gpus=num_gpus)
-        assert (path / "log.txt").read_text() == f"['{shown}', '1'] ''\n"
+        path, _ = run_python(f"{code} repr(sys.stdin.read()))", given, gpus=num_gpus)
+        assert (path / "log.txt").read_text() == f"{shown} 1 ''\n"
 
 
 # Starts a daemon in a session of its own that ignores signals, and has the folder of the attempt, the last
@@ -292,13 +222,11 @@ from pathlib import Path
 
 deaf = "import signal, sys, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; print('up'); "
 deaf += "time.sleep(600)"
-start = "import subprocess as s, sys; s.Popen([sys.executable, '-uc', *sys.argv[1:]], start_new_session=True)"
-subprocess.run([sys.executable, "-c", start, deaf, sys.argv[1]])
+subprocess.Popen([sys.executable, "-uc", deaf, sys.argv[1]], start_new_session=True)
 while "up" not in Path(sys.argv[1], "log.txt").read_text():
     time.sleep(0.05)
 print("ready")
 """
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="guards kill the process group alone")
 
 
@@ -306,17 +234,12 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="guards kill the p
 @pytest.mark.parametrize(
     ("end", "hours", "error"),
     [
-        ("", 1, ""),
         ("os.kill(os.getpid(), 9)", 1, "exit code -9: ready"),
-        ("time.sleep(90)", 20 / 3600, "not done after 0.00555556 hours"),
+        ("time.sleep(90)", 10 / 3600, "not done after 0.00277778 hours"),
     ],
 )
-def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, hours, error):
-    """However the cell ends. What crashed has failed, whatever it has logged.
-
-    The reason is the last line written, whatever the environment says of buffers.
-    """
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+def test_what_a_cell_leaves_running_ends_with_it(run_python, end, hours, error):
+    """What crashed has failed, whatever it has logged. The reason is the last line written."""
     path, found = run_python(DAEMON + end, hours=hours)
     assert not find_processes(path)
     assert found.error == error and "ready" in (path / "log.txt").read_text()
@@ -327,40 +250,27 @@ def test_what_a_cell_leaves_running_ends_with_it(run_python, monkeypatch, end, h
 
 def test_cells_take_the_cores_and_gpus_that_they_ask_for(monkeypatch):
     """On a machine with three cores and two GPUs."""
-    given, ends = {}, {name: threading.Event() for name in "abcdefghi"}
+    given, end = {}, threading.Event()
 
     def run_cell(cell, gpus):
         given[cell.setting] = gpus
-        assert ends[cell.setting].wait(60)
+        assert end.wait(60)
 
     monkeypatch.setattr(run, "run_cell", run_cell)
-    for names in ("NoDevFiles", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
-        with pytest.raises(ResultsError, match="lacks the GPUs"):
-            run.start_here([define_cell(gpus=1)])
     monkeypatch.setattr(run.os, "sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    sizes = {"a": (2, 0), "b": (2, 0), "c": (1, 0), "d": (9, 0)}  # cores and GPUs
-    sizes |= {"e": (1, 1), "f": (1, 1), "g": (1, 1), "h": (1, 2), "i": (1, 0)}
-    cells = {name: define_cell(setting=name, cpus=x, gpus=y) for name, (x, y) in sizes.items()}
-    start_cell, futures = run.start_here([*cells.values()]), {}
-
-    def start(names, ended=""):
-        """Return which of the cells start when those of `ended` have ended."""
-        for name in ended:
-            ends[name].set()
-            futures[name].result(60)
-        futures.update({name: start_cell(cells[name]) for name in names})
-        return "".join(name for name in names if futures[name])
-
-    assert start("abdc") == "ac"
-    assert start("db", ended="a") == "b"
-    assert start("da", ended="bc") == "d"  # more cores than there are: alone
-    assert start("efghi", ended="d") == "efi"
-    assert start("h", ended="efi") == "h"
-    start("", ended="h")
-    assert given == dict.fromkeys("abcdi", "") | {"e": "4", "f": "7", "h": "4,7"}
+    # Cores and GPUs; what needs more cores than there are runs alone
+    sizes = {"a": (1, 1), "b": (1, 2), "c": (3, 0), "d": (2, 1), "alone": (9, 0)}
+    cells = [define_cell(setting=name, cpus=x, gpus=y) for name, (x, y) in sizes.items()]
+    start = run.start_here(cells)
+    futures = [start(cell) for cell in cells]
+    assert [future is not None for future in futures] == [True, False, False, True, False]
+    end.set()
+    assert not futures[0].result(60) and not futures[3].result(60) and not start(cells[-1]).result(60)
+    assert given == {"a": "4", "d": "7", "alone": ""}
+    with pytest.raises(ResultsError, match="lacks the GPUs of ppo/T/s"):
+        run.start_here([define_cell(gpus=3)])
 
 
 BY_TORCHRUN = """why it ended
@@ -373,13 +283,8 @@ more"""
     ("exit_code", "log", "error", "num_tries"),
     [
         (25, "|##| 1/1\r|###| 2/2\nwhy it ended", "exit code 25: why it ended", 3),
-        (1, "|##| 1/1\r|###| 2/2", "exit code 1: |###| 2/2", 3),
         (2, "╭─ Bad ─╮\n│ --x: no  │\n│ ─── │\n╰─────╯", "exit code 2: --x: no", 1),
-        (1, BY_TORCHRUN.format(1), "exit code 1: why it ended", 3),
-        (2, "hello\nppo.py: error: x\nmore", "exit code 2: ppo.py: error: x", 1),
         (1, BY_TORCHRUN.format(2), "exit code 2: why it ended", 1),
-        (None, "", "not done after 24 hours", 1),
-        (0, "", "no run folder", 1),
     ],
 )
 def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, exit_code, log, error, num_tries):
@@ -398,31 +303,11 @@ def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, exit_code,
     assert found.error == f"{error} (log: {folder / tries[-1] / 'log.txt'})"
 
 
-def test_what_a_worker_raises_fails_its_cell_in_one_line(tmp_path):
-    """Such as an error of Ray when a machine is gone, a full disk, or a script that was edited during the
-    suite."""
-
-    def submit(cell, *_):
-        future = Future()
-        future.set_exception(error)
-        return future
-
-    cell = define_cell()
-    error = RuntimeError("a node died\nsomewhere")
-    assert run.run_cells({cell: tmp_path}, submit) == {cell: "a node died"}
-    error.cause = OSError("a full disk")  # what Ray's error was raised for
-    assert run.run_cells({cell: tmp_path}, submit) == {cell: "a full disk"}
-    with pytest.raises(ResultsError, match=r"^algos/ppo.py has changed since the suite was started$"):
-        run.run_cell(cell, tmp_path / "seed0-of-another-hash", "python")
-
-
 def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     """One cell always fails, one is killed once, one lacks its curve. The next call repeats nothing that is
     done."""
     runs = tmp_path / "runs"
-    bad = SHORT.replace("python", "torchrun --standalone --nproc-per-node 2").replace("8", "3")
-    commands = {"good": SHORT, "bad": f"{bad} --no-cuda"}
-    commands |= {"killed": SHORT.replace("2560", "5120"), "other": f"{SHORT} --gamma 0.9"}
+    commands = {"bad": f"{SHORT} --num-envs 0", "killed": SHORT.replace("2560", "5120"), "other": SHORT}
     suite = write_suite(tmp_path / "a.toml", **commands)
     text = suite.read_text()
     suite.write_text(f'{text}curve = "charts/nothing"\n')  # of the last cell
@@ -430,31 +315,25 @@ def test_a_failing_cell_and_a_killed_one_take_no_other_down(tmp_path):
     (victim,) = wait_until(lambda: find_processes(runs / "a" / "ppo" / "CartPole-v1" / "killed", "guard.py"))
     victim.kill()
     output, _ = harness.communicate(timeout=240)
-    assert harness.returncode == 1 and "2 of 4 cells done" in output, output
-    reason = "exit code 2: ppo.py: error: --num-envs (3) must be divisible by the number of processes (2)"
-    assert f"failed: ppo/CartPole-v1/bad, seed 1: {reason} (log: {runs}/a/ppo/CartPole-v1/bad/seed1" in output
+    assert harness.returncode == 1 and "1 of 3 cells done" in output, output
+    assert "failed: ppo/CartPole-v1/bad, seed 1: exit code 2: ppo.py: error: --num-envs (0)" in output
     assert "failed: ppo/CartPole-v1/other, seed 1: no charts/nothing in " in output
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")}
-    assert len(before) == 5  # two of the cell that was killed
+    assert len(before) == 4  # two of the cell that was killed
     text += 'curve = "charts/episodic_return"\nthreshold = 5\n'  # which all have logged
-    text += '[levels.CartPole-v1]\nmaximum = 500\n[[ratios]]\ntitle = "good / killed"\n'
-    text += 'quantity = "env_steps"\nours = "ppo/CartPole-v1/good"\npeer = "ppo/CartPole-v1/killed"\n'
     suite.write_text(text)
-    harness = start_harness(suite, "--runs", runs, "--only", "*/[gko]*")
-    assert "3 of 3 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
+    harness = start_harness(suite, "--runs", runs, "--only", "*/[ko]*")
+    assert "2 of 2 cells done" in harness.communicate(timeout=240)[0] and harness.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("process.json")} == before
     report.main(report.Args(runs, tmp_path / "out"))  # it forgets nothing of the others
     page = (tmp_path / "out" / "results.md").read_text()
-    assert all(f"| CartPole-v1, {name} |" in page for name in ("good", "killed", "other"))
-    assert f"- CartPole-v1, bad, seed 1: {reason}\n" in page and report.LEGEND in page
-    assert re.search(r"^\| good / killed \| 0\.5\d+ \| [23],\d+ \| 5,\d+ \| 1 / 1 \|", page, re.M), page
+    assert "- CartPole-v1, bad, seed 1: exit code 2" in page and "| CartPole-v1, killed |" in page
     # Steps and seconds to the threshold
     assert re.search(r"^\| CartPole-v1, other \| .* \| \d+ \| 0\.\d+ \| [\d.]+ \| 1 \|$", page, re.M), page
-    assert records.collect(runs / "a")["levels"] == {"CartPole-v1": {"maximum": 500}}  # of the picture
 
 
 @on_linux
-@pytest.mark.parametrize("number", [signal.SIGINT, *map(SLOW, (signal.SIGTERM, signal.SIGKILL))])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     """The cell has two processes under torchrun, and does not count as ended."""
     command = "torchrun --standalone --nproc-per-node 2 algos/ppo.py --total-timesteps 5000000"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from brute_force import assert_close, compare_rollout
-from helpers import ROOT, fail_with, read_scalars
-from scripts import load, run_edited, run_main
+from helpers import read_scalars
+from scripts import load, run_main
 from torch.distributions import Categorical, Normal
 from torch.nn.utils import parameters_to_vector
 
@@ -45,10 +45,6 @@ def collect(args, parts):
     envs, agent, storage = parts
     ppo.collect_rollout(agent, partial(ppo.sample_actions, agent), envs, storage, args.gamma, CPU)
     return ppo.compute_batch(agent, storage, args, CPU)
-
-
-def pick(batch, rows):
-    return Batch(*(x[rows] for x in batch))
 
 
 @torch.no_grad()
@@ -100,7 +96,7 @@ def test_rollouts_hold_the_environments_own_transitions(is_normalized):
 
 @pytest.mark.parametrize(
     ("shape", "center", "deviation"),
-    [((3,), 50, 3), ((2, 3), 50, 3), ((), 5.4e6, 3), ((), -1e12, 3), ((), 1.7e9, 0)],
+    [((2, 3), 50, 3), ((), -1e12, 3), ((), 1.7e9, 0)],
 )
 def test_running_statistics_equal_numpys_on_all_rows(shape, center, deviation):
     """On those of weight 1, also if no row or one is added, and if the numbers are large.
@@ -152,7 +148,7 @@ def test_loss_equals_a_float64_loop(space, clip_vloss):
     losses, metrics = ppo_loss(agent, batch, args)
     num_clipped, num_clipped_values = 0, 0
     for i in range(len(losses)):
-        row = pick(batch, slice(i, i + 1))
+        row = Batch(*(x[i : i + 1] for x in batch))
         pi = Categorical(logits=agent.actor(row.obs))
         if space is BOX:
             pi = Normal(agent.actor(row.obs), agent.actor_logstd.exp())
@@ -198,25 +194,18 @@ def test_a_step_is_the_policy_gradient_at_the_old_policy(norm_adv, max_grad_norm
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, check_dtype=False)
 
 
-# Action and observation spaces
+# Actions and evaluations
 
 
 def test_actions_are_drawn_from_the_policy():
     """Compare frequencies with a softmax, then means and standard deviations with those of a Gaussian."""
-    found, biases = [], (torch.tensor([1.0, -1.0, 0.5]), torch.tensor([0.3, -2.0]))
-    for env_id, bias in zip(("Shifted-v0", "Aim-v0"), biases, strict=True):
-        args = Args(env_id=f"probe_envs:{env_id}", num_envs=50, num_steps=400)
-        envs, agent, storage = make_parts(args)
-        agent.actor[-1].weight.data.zero_()  # so that its biases alone set the policy
-        agent.actor[-1].bias.data.copy_(bias)
-        if agent.is_continuous:
-            agent.actor_logstd.data.copy_(torch.tensor([-1.0, 0.5]))
-        ppo.collect_rollout(agent, partial(ppo.sample_actions, agent), envs, storage, 0.9, CPU)
-        found.append(storage.actions[:-1].reshape(20_000, -1))
-    frequency = np.bincount(found[0][:, 0].astype(int)) / 20_000
-    np.testing.assert_allclose(frequency, biases[0].softmax(-1), atol=0.014)
-    np.testing.assert_allclose(found[1].mean(0), biases[1], atol=0.05)
-    np.testing.assert_allclose(found[1].std(0), np.exp([-1.0, 0.5]), rtol=0.03)
+    logits, mean, deviation = torch.tensor([[1.0, -1.0, 0.5], [0.3, -2.0, 0.0], [0.4, 1.6, 1.0]])
+    draws = make_agent(DISCRETE).sample(logits.expand(20_000, -1))
+    np.testing.assert_allclose(draws[:, 0].bincount() / 20_000, logits.softmax(-1), atol=0.014)
+    params = torch.cat((mean[:2], deviation[:2].log()))
+    draws = make_agent(BOX).sample(params.expand(20_000, -1))
+    np.testing.assert_allclose(draws.mean(0), mean[:2], atol=0.05)
+    np.testing.assert_allclose(draws.std(0), deviation[:2], rtol=0.03)
 
 
 def test_actions_are_in_units_of_their_space():
@@ -228,54 +217,6 @@ def test_actions_are_in_units_of_their_space():
         (half_bounded, [[0.5, -1.0], [60.0, 99.0]], [[38.0, 0.0], [50.0, 99.0]]),
     ):
         assert make_agent(space).to_env(torch.tensor(actions)).tolist() == expected
-
-
-# Environments
-
-
-@pytest.mark.parametrize("vectorization", ["auto", "sync", "async"])
-def test_wrappers_of_a_user_count_in_training_evaluation_and_films(tmp_path, vectorization):
-    """In a copy of the script that a user has edited."""
-    text, path = (ROOT / "algos" / "ppo.py").read_text(), tmp_path / "ppo.py"
-    path.write_text(text.replace("wrappers = []", "wrappers = [lambda env: gym.wrappers.TimeLimit(env, 7)]"))
-    film = ["--capture-video"] if vectorization == "auto" else []
-    flags = "--num-envs 2 --num-steps 16 --total-timesteps 64 --eval-episodes 2 --vectorization"
-    done, _ = run_edited(path, flags, vectorization, *film)
-    assert f": {'Async' if vectorization == 'async' else 'Sync'}VectorEnv, 2 environments" in done.out
-    scalars = read_scalars(done.path)
-    for tag in ("eval/episodic_length", "charts/episodic_length"):
-        assert {length for _, length in scalars[tag]} == {7.0}
-    films = {x.parent.name for x in done.path.glob("videos_*/*.mp4") if x.stat().st_size > 1000}
-    assert films == {f"videos_{step}" for step, _ in scalars["eval/episodic_length"] if film}
-
-
-def test_without_wrappers_the_tasks_own_vector_form_is_used_and_filmed(tmp_path):
-    """Else the environments are in one process; observations of several parts become flat."""
-    for flags, name, size in (
-        ({}, "CartPoleVectorEnv", 4),
-        ({"vectorization": "sync"}, "SyncVectorEnv", 4),
-        ({"env_id": "probe_envs:BadDict-v0"}, "SyncVectorEnv", 2),
-    ):
-        envs = ppo.make_envs(Args(**flags), 3)
-        assert type(envs.unwrapped).__name__ == name and envs.render_mode is None
-        assert envs.observation_space.shape == (3, size)
-    args = Args(capture_video=True, eval_episodes=2)
-    ppo.evaluate(make_parts(args)[1], args, CPU, 2, tmp_path / "films")
-    (film,) = tmp_path.glob("films/*.mp4")
-    assert film.stat().st_size > 1000
-
-
-@pytest.mark.parametrize("name", ["Ledger", "Shifted"])
-def test_vector_environments_of_other_forms_give_the_same_run(name, tmp_path):
-    """Tensors of torch, numbers as flags of an end, and a mode given by its name."""
-    flags = "--num-envs 8 --num-steps 16 --total-timesteps 512 --eval-episodes 8 --env-id probe_envs:"
-    runs = [run(tmp_path / form, f"{flags}{form}{name}-v0") for form in ("", "Other")]
-    first, second = (load(x.path / "checkpoint.pt") for x in runs)
-    torch.testing.assert_close(first["agent"], second["agent"], rtol=0, atol=0)
-    assert first["progress"]["last_score"] == second["progress"]["last_score"] is not None
-
-
-# Evaluation
 
 
 def test_an_evaluation_scores_the_first_episode_of_each_environment(monkeypatch, tmp_path):
@@ -297,40 +238,13 @@ def test_an_evaluation_scores_the_first_episode_of_each_environment(monkeypatch,
     obs, actions = (np.array([step[i] for e in episodes for step in e]) for i in (0, 1))
     params = agent.get_policy_params(agent.normalize(torch.tensor(obs)))
     assert params.argmax(-1).tolist() == actions.tolist()
-    again, other = (ppo.evaluate(agent, args, CPU, stream, tmp_path) for stream in (2, 3))
-    assert again == scores != other
-
-
-def test_an_evaluation_does_not_act_on_what_is_not_a_number(tmp_path, capsys):
-    args = Args(env_id="probe_envs:NotFiniteobs-v0", eval_episodes=2)
-    line = fail_with(capsys, ppo.evaluate, make_parts(args)[1], args, CPU, 2, tmp_path)
-    assert "an evaluation has an observation that is not a number" in line
-
-
-def test_an_evaluation_that_would_take_too_long_waits_for_the_last_policy(tmp_path):
-    """Before an episode has ended, it is taken to be as long as the cut of evaluations."""
-    flags = "--env-id Pendulum-v1 --num-envs 8 --num-steps 16 --num-minibatches 2 --total-timesteps"
-    for total, evaluations in ((1024, 1), (4096, 2)):  # episodes end after 1,600 steps; two take 400
-        done = run(tmp_path / str(total), f"{flags} {total} --eval-episodes 2 --update-epochs 1")
-        assert len(read_scalars(done.path)["eval/episodic_return"]) >= evaluations
-        progress = load(done.path / "checkpoint.pt")["progress"]
-        assert progress["eval_steps"] - 400 <= progress["step"] / 5
-        assert (progress["longest"] > 0) == (total > 1600)
-
-
-def test_an_episode_without_end_is_cut_with_a_line(tmp_path, capsys):
-    """One of two consecutive seeds never ends, the other ends after four steps."""
-    args = Args(env_id="probe_envs:HalfEndless-v0", eval_episodes=2)
-    scores = ppo.evaluate(make_parts(args)[1], args, CPU, 2, tmp_path)
-    assert scores["eval/episodic_length"] == scores["eval/episodic_return"] == (10_000 + 4) / 2
-    assert "1 evaluated episodes were cut at 10,000 steps" in capsys.readouterr().err
 
 
 # Logging
 
 
 def test_the_log_of_a_run(tmp_path, monkeypatch):
-    """It has CleanRL's tags, the falling rate, and means of minibatches. Weights are nearly frozen."""
+    """The rate falls, and losses are means over the rollout, here of nearly frozen weights."""
     batches, compute_batch, rates, update = [], ppo.compute_batch, [], ppo.update_minibatch
 
     def update_minibatch(agent, optimizer, *rest):
@@ -339,17 +253,11 @@ def test_the_log_of_a_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ppo, "update_minibatch", update_minibatch)
     monkeypatch.setattr(ppo, "compute_batch", lambda *a: batches.append(compute_batch(*a)) or batches[-1])
-    flags = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-episodes 2 --eval-interval 2"
+    flags = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-episodes 0"
     scalars = read_scalars(run(tmp_path, flags, "--learning-rate", 1e-9).path)
-    charts = "episodic_return episodic_length learning_rate SPS cpu_seconds".split()
-    losses = "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance".split()
-    evals = "episodic_return episodic_return_std episodic_length".split()
-    names = [("charts", charts), ("losses", losses), ("eval", evals)]
-    assert scalars.keys() == {f"{group}/{name}" for group, names in names for name in names}
     steps, logged = zip(*scalars["charts/learning_rate"], strict=True)
     expected = pytest.approx([1e-9 * (1 - step / 512) for step in (0, *steps[:-1])], rel=1e-6, abs=0)
     assert rates[::20] == rates[19::20] == expected and logged == expected
-    assert len(scalars["eval/episodic_return"]) == math.ceil(len(steps) / 2)
     for i, batch in enumerate(batches):
         values, returns = (x[batch.weights == 1] for x in (batch.values, batch.returns))
         explained = 1 - (returns - values).var().item() / returns.var().item()
@@ -359,21 +267,18 @@ def test_the_log_of_a_run(tmp_path, monkeypatch):
 
 
 def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
-    """The learning rate need not fall."""
     found, update = [], ppo.update_minibatch
     monkeypatch.setattr(ppo, "update_minibatch", lambda *a: found.append(update(*a)) or found[-1])
     flags = "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 0"
-    flags += " --no-anneal-lr"
     for target_kl, num_epochs in (("0", 5), ("1e-9", 1)):
         found.clear()
-        scalars = read_scalars(run(tmp_path / target_kl, flags, "--target-kl", target_kl).path)
+        run(tmp_path / target_kl, flags, "--target-kl", target_kl)
         assert len(found) == 2 * 4 * num_epochs
-        assert {x for _, x in scalars["charts/learning_rate"]} == {float(np.float32(4e-3))}
 
 
-def test_scalars_are_means_of_episodes_that_ended_since_the_last_one(tmp_path):
+def test_returns_are_means_of_episodes_that_ended_and_rows_of_weight_0_count_for_nothing(tmp_path):
     """With episodes of 5 steps and a reset, and rollouts of 4: nothing is logged where none ended."""
-    flags = "--env-id probe_envs:Fixed-v0 --num-envs 2 --num-steps 4 --total-timesteps 46 --eval-episodes 1"
+    flags = "--env-id probe_envs:Fixed-v0 --num-envs 2 --num-steps 4 --total-timesteps 46 --eval-episodes 0"
     path = run(tmp_path, flags, "--num-minibatches 8 --no-norm-adv").path  # of one row, some of weight 0
     assert all(x.isfinite().all() for x in load(path / "checkpoint.pt")["agent"].values())
     scalars = read_scalars(path)
@@ -383,32 +288,13 @@ def test_scalars_are_means_of_episodes_that_ended_since_the_last_one(tmp_path):
     assert scalars["charts/episodic_length"] == [(step, 5.0) for step in ended]
     (value,) = {x for _, x in scalars["charts/episodic_return"]}
     assert value % 5 == 2.5  # of two ranks that follow each other
-    assert [step for step, _ in scalars["charts/episodic_return"]] == ended
-
-
-@pytest.mark.parametrize("name", ["obs", "rewards"])
-@pytest.mark.parametrize("value", [1e18, -3e38, np.inf, np.nan])
-def test_a_number_that_cannot_be_trained_on_is_named(name, value, capsys):
-    storage = ppo.RolloutStorage(ppo.make_envs(Args(), 3), 4)
-    for array in (storage.obs, storage.rewards):
-        array[:] = -9e17
-    ppo.check_rollout(storage, "Task-v0")
-    storage.lengths[2] = 7
-    getattr(storage, name)[2, 1] = value
-    words = f"Task-v0: {name} of environment 1 in step 7 of an episode: not a number below 1e18 in size"
-    assert words in fail_with(capsys, ppo.check_rollout, storage, "Task-v0")
 
 
 # Learning
 
 PROBE = "--total-timesteps 4096 --num-envs 16 --num-steps 32 --env-id probe_envs:"
 PENDULUM = "--env-id Pendulum-v1 --norm-obs --total-timesteps 300000"
-HALFCHEETAH = (  # a tenth of the full run
-    "--env-id HalfCheetah-v5 --norm-obs --total-timesteps 100000 --num-envs 8 --num-steps 256"
-    " --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95"
-    " --eval-episodes 5"
-)
-slow, release = pytest.mark.slow, pytest.mark.release
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -420,7 +306,6 @@ slow, release = pytest.mark.slow, pytest.mark.release
         (f"{PROBE}FarAim-v0 --norm-obs", [11], -0.15),  # in a box [2, 50], distances in half-widths
         pytest.param("", [501, 502, 503, 504], 475, marks=slow),  # CartPole is solved
         pytest.param(PENDULUM, [1, 2], -300, marks=slow),  # at random -1200
-        pytest.param(HALFCHEETAH, [1, 2], 300, marks=[slow, release]),  # at random -280
     ],
 )
 def test_tasks_are_learned_by_the_end(tmp_path, flags, seeds, least):

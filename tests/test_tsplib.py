@@ -1,4 +1,4 @@
-"""Check the reader of TSPLIB: distances by known optima, odd and bad files, tours."""
+"""Check the reader of TSPLIB: distances by known optima, odd and bad files."""
 
 import numpy as np
 import pytest
@@ -35,9 +35,8 @@ def test_geo_gives_the_known_optimum():
 def test_instances_have_their_known_optimum(name, optimum):
     points, tours, measure = tsplib.read_tsplib(str(FOLDER / f"{name}.tsp"))
     assert points.shape == (1, int(name[-2:]), 2) and tours.shape == points.shape[:2]
-    assert points.dtype == torch.float64 and tours.dtype == torch.int64
     lengths = measure(points, torch.stack((tours, tours.roll(3, 1), tours.flip(1)), 1))
-    assert lengths.dtype == torch.float64 and lengths.tolist() == [[optimum] * 3]
+    assert lengths.tolist() == [[optimum] * 3]
 
 
 def test_nodes_in_any_order_and_spaced_headers(tmp_path):
@@ -52,34 +51,14 @@ def test_nodes_in_any_order_and_spaced_headers(tmp_path):
 
 
 TEXT = "0 0 1 0 1 1 output 1 2 3 1\n"
-NOT_FINITE = "must have 3 or more nodes with finite coordinates"
 BAD_FILES = [
-    ("x.tsp", HEADER + "1 0 0\n2 1 1\n", ": nodes must be numbered 1 to DIMENSION (3)"),
     ("x.tsp", HEADER + "1 0 0\n2 1 1\n4 2 2\n", ": nodes must be numbered 1 to DIMENSION (3)"),
-    ("x.tsp", HEADER + "1 0 0\n2 1 1\n2 2 2\n3 2 2\n", ":8: must be a new node number and two finite"),
-    ("x.tsp", HEADER.replace("DIMENSION: 3\n", "") + "1 0 0\n2 1 1\n3 2 2\n", "DIMENSION (missing)"),
-    ("x.tsp", HEADER.replace("3", "2") + "1 0 0\n2 1 1\n", "DIMENSION (2), at least 3"),
-    ("x.tsp", HEADER + "1 0 0\n2 1 1e100\n3 2 2\n", ":7: must"),
-    ("x.tsp", HEADER + "1 0 0\n2.5 1 1\n3 2 2\n", ":7: must"),
     ("x.tsp", HEADER.replace("EUC_2D", "EXPLICIT") + "1 0 0\n", "EUC_2D, CEIL_2D, ATT, GEO, not EXPLICIT"),
-    ("x.tsp", HEADER.replace("TYPE: TSP", "TYPE: CVRP") + "1 0 0\n", "without fixed edges, not CVRP"),
-    ("x.tsp", HEADER + "1 0 0\n2 1 1\n3 2 2\nFIXED_EDGES_SECTION\n1 2\n-1\n", "without fixed edges"),
-    ("x.tsp", "garbage\n", ":1: must be `KEY : value` or part of a section"),
-    ("x.tsp", HEADER.split("NODE")[0] + "1 0 0\n", ":5: must be `KEY : value`"),
-    ("x.txt", "\n\n", ": is empty; each line must be an instance"),
-    ("x.txt", f"\n{TEXT}0 0 1 0 1\n", ":3: must be `x y x y x y`"),
-    ("x.txt", "0 0 1 1\n", f":1: {NOT_FINITE}"),
-    (
-        "x.txt",
-        f"{TEXT}0 0 1 0 1 1\n",
-        ":2: all lines must have as many nodes, and all or none of them a tour",
-    ),
-    ("x.txt", f"{TEXT}{TEXT}0 0 1 0 1 nan output 1 2 3 1\n", f":3: {NOT_FINITE}"),
-    ("x.txt", f"{TEXT}0 0 1 0 1 1e100 output 1 2 3 1\n", f":2: {NOT_FINITE}"),
-    ("x.txt", f"{TEXT}0 0 1 0 1 1 output 1 2 2 1\n", ":2: the tour must visit each node once"),
+    ("x.txt", f"\n{TEXT}0.5,0.25\n", ":3: must be `x y x y x y`"),
+    ("x.txt", "0.5 0.25\n1 2\n", ":1: must have 3 or more nodes with finite coordinates"),
+    ("x.txt", f"{TEXT}0 0 1 0 1 1\n", ":2: all lines must have as many nodes, and all or none of them a"),
+    ("x.txt", f"{TEXT}0 0 1 0 1 nan output 1 2 3 1\n", ":2: must have 3 or more nodes with finite"),
     ("x.txt", "0 0 1 0 1 1 output 2 1 2 3\n", ":1: the tour must visit each node once and return to its"),
-    ("x.txt", "0 0 1 0 1 1 output 1 2 3.5 1\n", ":1: must be `x y x y x y`"),
-    ("x.txt", f"{TEXT}7 8 7 8 7 8\n", ":2: must have nodes at different places"),
 ]
 
 
@@ -91,24 +70,3 @@ def test_bad_files_are_named_with_their_line(tmp_path, name, text, message):
         tsplib.read_instances(str(path), 2, None)
     line = str(error.value)
     assert line.startswith(f"{path}:") and message in line and "\n" not in line
-
-
-def test_a_tour_of_length_0_and_other_dimensions_are_refused(tmp_path):
-    """A gap to it would be 0 / 0, and nodes with more coordinates are in text files."""
-    path = tmp_path / "x.tsp"
-    path.write_text(HEADER + "1 0 0\n2 0.1 0.1\n3 0.2 0.2\n")
-    assert tsplib.read_instances(str(path), 2, None)[1] is None
-    with pytest.raises(ValueError, match="have 2 coordinates, not 3"):
-        tsplib.read_instances(str(path), 3, None)
-    (tmp_path / "x.opt.tour").write_text(tsplib.format_tour("x", torch.arange(3)))
-    with pytest.raises(ValueError, match="the tour has length 0 in EUC_2D"):
-        tsplib.read_instances(str(path), 2, None)
-
-
-def test_tours_that_are_written_are_read_back(tmp_path):
-    tour = torch.tensor([2, 0, 3, 1])
-    text = tsplib.format_tour("x", tour)
-    header = ["NAME : x.tour", "TYPE : TOUR", "DIMENSION : 4", "TOUR_SECTION"]
-    assert text.splitlines() == [*header, *"3 1 4 2 -1 EOF".split()]
-    (tmp_path / "x.tour").write_text(text)
-    assert torch.equal(tsplib.read_tour(tmp_path / "x.tour", 4), tour)
