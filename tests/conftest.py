@@ -12,11 +12,9 @@ def pytest_cmdline_main(config):
 
 
 def pytest_collection_modifyitems(items):
-    """One process runs all tests of a file, or those of it that are about one script, as they share what is
-    made.
+    """One process runs all tests of a file, or those of it about one script, as they share what is made.
 
-    Files that name the simulated GPU get its mark, by which .ci/run finds what runs on a second build of
-    torch too.
+    Files that name the simulated GPU get its mark: .ci/run runs them on a second build of torch too.
     """
     for item in items:
         if "pretend_cuda" in item.path.read_text():

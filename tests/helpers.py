@@ -20,29 +20,27 @@ torch.set_num_threads(1)
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
-def start_process(log, name, *args, errors=None):
-    """Start what ranks.py calls `name`; it prints into `log`, and errors into `errors` if that is given.
+def start_process(log, name, *args):
+    """Start what ranks.py calls `name`; it prints into `log`.
 
     Its parent is a server that has imported torch and the scripts once, for all such processes.
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["ranks", *(f"algos.{script}" for script in SCRIPTS)])
-    words = str(log), str(errors or log), name, *map(str, args)
-    for path in {*words[:2]}:
-        Path(path).unlink(missing_ok=True)
-    process = server.Process(target=start_here, args=words, daemon=True)
+    Path(log).unlink(missing_ok=True)
+    process = server.Process(target=start_here, args=(log, name, *map(str, args)), daemon=True)
     with mock.patch.dict(os.environ, ENVIRONMENT):
         process.start()
     return process
 
 
-def start_here(log, errors, name, *args):
-    for stream, path in ((1, log), (2, errors)):
-        with open(path, "a") as file:
+def start_here(log, name, *args):
+    with open(log, "a") as file:
+        for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     import ranks
 
-    ranks.ACTIONS[name](*args)
+    getattr(ranks, name)(*args)
 
 
 def wait_for(processes):

@@ -1,9 +1,5 @@
 """A pretend GPU that computes on the CPU under the rules of a CUDA device and its graphs.
 
-    with pretend_cuda() as gpu:
-        script.main([])  # `script` was imported before
-    print(gpu.replays, gpu.num_waits)
-
 A `CudaTensor` says that it is on cuda:0 and keeps its numbers in a CPU tensor, `host`. Under `PretendCuda`:
 
 - An operation on tensors of both devices raises, and so does `numpy()` of a tensor on the device.

@@ -5,7 +5,7 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Sequence, Tuple
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
@@ -33,11 +33,7 @@ class Task(gym.Env):
 
 
 class Ledger(gym.Env):
-    """Random rewards and endings (terminated, truncated, or both at once); keeps a ledger of its true
-    transitions.
-
-    Each of the two flags is up with probability `p_end` at a step.
-    """
+    """Random rewards and endings, each flag with probability `p_end`; it keeps its true transitions."""
 
     observation_space = Box(-np.inf, np.inf, (3,))
     action_space = Discrete(4)
@@ -95,15 +91,6 @@ class Sums(OneStep):
 
     def score(self, action):
         return float(action == self.obs.sum())
-
-
-class Pair(OneStep):
-    """A number of 0 to 3 and a vector: observations of several parts, in a Tuple."""
-
-    observation_space = Tuple((Discrete(4), Box(-9, 9, (2,))))
-
-    def draw(self):
-        return self.np_random.integers(4), self.np_random.normal(size=2).astype(np.float32)
 
 
 class Quadrants(OneStep):
@@ -205,24 +192,6 @@ class Picture(Task):
         return {"CHW": x, "HW": x[0], "HWC": x.transpose(1, 2, 0)}[self.layout]
 
 
-class Bad(Task):
-    """Only its spaces are looked at."""
-
-    def __init__(self, obs, actions):
-        self.observation_space, self.action_space = obs, actions
-
-
-class Broken(Task):
-    """Raises an error when it is made, or at its first step."""
-
-    def __init__(self, where):
-        if where == "init":
-            self.step(0)
-
-    def step(self, action):
-        raise ValueError("a fault of the user")
-
-
 class Recall(Task):
     """A cue of +1 or -1 is shown at the start; the fifth action gets 1 for naming it, else -1; optimum 1."""
 
@@ -275,24 +244,12 @@ def register(name, entry_point, **kwargs):
         gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, name, form))
 
 
-for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Pair, Quadrants, Quarters, Aim):
+for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Quadrants, Quarters, Aim):
     register(env_class.__name__, env_class)
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
 register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates
 register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
-flat, image = Box(-1, 1, (2,)), Box(0, 255, (84, 84, 3), np.uint8)
-for name, obs, actions in (
-    ("Dict", Dict(a=flat), Discrete(2)),
-    ("Bytes", Dict(a=flat, b=image), Discrete(2)),
-    ("Image", image, Discrete(2)),
-    ("Sequence", Sequence(flat), Discrete(2)),
-    ("MultiDiscrete", flat, MultiDiscrete([2, 3])),
-    ("Integers", flat, Box(0, 3, (2,), int)),
-    ("Empty", flat, Box(-1, 1, (0,))),
-):
-    register(f"Bad{name}", Bad, kwargs={"obs": obs, "actions": actions})
-for where in ("init", "step"):
-    register(f"Broken{where}", Broken, kwargs={"where": where})
+register("TwoActions", type("TwoActions", (Task,), {"action_space": MultiDiscrete([2, 3])}))
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
 for layout in ("CHW", "HWC", "HW"):

@@ -1,6 +1,6 @@
 """The programs of other processes in the tests of the contract and of several processes.
 
-`start_process` of helpers.py calls one function of ACTIONS by its name.
+`start_process` of helpers.py calls one of them by its name.
 """
 
 import importlib
@@ -11,13 +11,11 @@ import shlex
 import shutil
 import signal
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
-import numpy as np
 import torch
 
 # Which optimizers import, in two seconds; their processes are forked from one that has it
@@ -29,7 +27,6 @@ from helpers import ROOT
 def run_copy(path, *flags):
     """Run the script at `path` in its folder, where no module of this repository is found."""
     path = Path(path)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(path.parent)
     os.environ.pop("PYTHONPATH", None)
     sys.path[:] = [str(path.parent), *(x for x in sys.path if x not in ("", str(ROOT), str(ROOT / "tests")))]
@@ -38,18 +35,6 @@ def run_copy(path, *flags):
     sys.modules["matplotlib"] = None  # scripts start sooner without it
     sys.argv = [path.name, *flags]
     runpy.run_path(str(path), run_name="__main__")
-
-
-def fail_each(path, *lines):
-    """Run the script at `path` with each line of flags after a number of processes; print exit codes."""
-    warnings.filterwarnings("ignore", ".*AutoresetMode")  # of gymnasium, which wants its own type
-    for line in lines:
-        num_processes, *flags = line.split()
-        os.environ["WORLD_SIZE"] = num_processes
-        try:
-            run_copy(path, *flags)
-        except SystemExit as stop:
-            print("exit code", stop.code, file=sys.stderr)
 
 
 def kill_at(path, number, *flags):
@@ -92,20 +77,21 @@ def share(rank, script, out, flags, resume_flags):
             shutil.copytree(path, out / "resumed")
         dist.barrier()
         run_main("resumed", "--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags))
-    kept["update"] = [update(module, 0, 1), update(module, rank, 2)]
+    kept["update"] = [update(script, 0, 1), update(script, rank, 2)]
     torch.save(kept, out / f"kept_{rank}.pt")
     dist.destroy_process_group()
 
 
-def update(module, rank, size):
+def update(script, rank, size):
     """Let the script make and apply its update of all rows, as process `rank` of `size` from the same state.
 
-    One of CASES gets the script's module and the rows of this process, and gives the networks after the
+    `update_NAME` gets the script's module and the rows of this process, and gives the networks after the
     update and numbers that must not depend on how many processes there are.
     """
+    module = importlib.import_module(f"algos.{script}")
     torch.manual_seed(0)
     with patch.multiple(module, RANK=rank, WORLD_SIZE=size):
-        agents, numbers = CASES[module.__name__](module, slice(rank, None, size))
+        agents, numbers = globals()[f"update_{script}"](module, slice(rank, None, size))
     parameters = [p for agent in agents for p in agent.parameters()]
     gradients = [p * 0 if p.grad is None else p.grad for p in parameters]  # not every update trains all
     weights = [x.detach() for agent in agents for x in agent.state_dict().values()]
@@ -147,7 +133,7 @@ def update_ppo(ppo, rows):
     return agents, [*metrics, stats.mean, stats.var]
 
 
-def update_r2d2(r2d2, rows):
+def update_r2d2_lstm(r2d2, rows):
     """Of windows of several lengths, so that processes train on unequally many steps; and of rewards."""
     args = r2d2.Args(env_id="CartPole-v1", num_envs=4, hidden_size=8, num_steps=100, buffer_size=60)
     args.burn_in, args.learn_length, args.n_step, args.learning_starts = 2, 8, 2, 0
@@ -166,27 +152,18 @@ def update_r2d2(r2d2, rows):
         shake(agent)
         numbers += r2d2.update_network(agent, target, descend(agent), replay, args).values()
         agents.append(agent)
-    rewards = torch.randn(args.num_steps, 4, dtype=torch.float64).numpy()
+    rewards = torch.randn(args.num_steps, 4, dtype=torch.float64)
     rewards[:, 0] = 0.0  # the processes differ in rewards that are not zero
-    rewards = iter(rewards[:, rows])
-    size = 4 // r2d2.WORLD_SIZE
-    nothing, everything = np.zeros(size, bool), np.ones(size, bool)  # no episode ends, and all are steps
-    replay = SimpleNamespace(num_added=0, reward_sums=torch.zeros(2, dtype=torch.float64))
-
-    def step():
-        return None, SimpleNamespace(rewards=next(rewards), is_over=nothing, is_step=everything)
-
-    def add(steps, outcome):
-        replay.num_added += size
-
-    envs, replay.add = SimpleNamespace(num_envs=size), add
-    player = SimpleNamespace(envs=envs, state=torch.zeros(1), step=step)
-    _, num_steps, num_windows = r2d2.collect_steps(player, replay, args)
-    numbers += [replay.reward_sums, torch.tensor([num_steps, num_windows])]
-    return agents, numbers
+    rewards = rewards[:, rows].numpy()
+    outcomes = iter([SimpleNamespace(rewards=x, is_over=x > 9, is_step=x < 1) for x in rewards])
+    player = Mock(envs=SimpleNamespace(num_envs=rewards.shape[1]), state=torch.zeros(1))
+    player.step = lambda: (None, next(outcomes))
+    replay = Mock(num_added=0, reward_sums=torch.zeros(2, dtype=torch.float64))
+    _, num_steps, _ = r2d2.collect_steps(player, replay, args)
+    return agents, [*numbers, replay.reward_sums, torch.tensor(num_steps)]
 
 
-def update_tsp(am, rows):
+def update_reinforce_tsp_attention(am, rows):
     """With each baseline. Batch norms are frozen, as in training each process normalizes its own rows."""
     agents, numbers = [], []
     torch.set_float32_matmul_precision("highest")  # then a product does not depend on the number of rows
@@ -204,7 +181,7 @@ def update_tsp(am, rows):
     return agents, [x.float() for x in numbers]
 
 
-def update_change_detection(cd, rows):
+def update_ppo_change_detection(cd, rows):
     """Of PPO and the detector, with cells that do not count and unequally many active patches; and of F."""
     args = cd.Args(num_steps=2, image_size=16, num_minibatches=1, max_grad_norm=0.1, num_envs=8)
     pairs = torch.from_numpy(cd.change_pairs.draw_haze(8, 16, 2, 1)[0])
@@ -234,7 +211,7 @@ def update_change_detection(cd, rows):
     return agents, [*numbers, agent.running_f1]
 
 
-def update_alphazero(az, rows):
+def update_alphazero_go(az, rows):
     """With frozen batch norms, as in training each process normalizes its own rows."""
     args, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), [], []
     go, stage = az.make_game(args.env_id), az.get_stage(0, 10, args)
@@ -247,14 +224,3 @@ def update_alphazero(az, rows):
         numbers.append(torch.stack([*metrics.values()]))
         agents.append(agent)
     return agents, numbers
-
-
-CASES = {
-    "algos.alphazero_go": update_alphazero,
-    "algos.ppo": update_ppo,
-    "algos.ppo_change_detection": update_change_detection,
-    "algos.r2d2_lstm": update_r2d2,
-    "algos.reinforce_tsp_attention": update_tsp,
-}
-
-ACTIONS = {x.__name__: x for x in (run_copy, fail_each, kill_at, share)}

@@ -1,4 +1,4 @@
-"""The CUDA paths of the scripts on a pretend GPU, end to end, and the pretend GPU itself.
+"""The CUDA paths of the scripts on a pretend GPU, end to end.
 
 The constant CUDA_GRAPHS of a script switches its graphs.
 """
@@ -11,9 +11,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from device_runs import DeviceRun, check_recorded, named_tensors, play
+from device_runs import DeviceRun, check_recorded, play
 from helpers import read_scalars
-from pretend_cuda import is_same, pretend_cuda
+from pretend_cuda import pretend_cuda
 from scripts import find_run, get_module, read_scores
 
 from algos import alphazero_go as az
@@ -37,11 +37,8 @@ GO_GRAPHS += " --train-fraction 0.1"
 RUNS = {
     "ppo cartpole": PPO,
     "ppo pendulum": f"{PPO} --env-id Pendulum-v1 --norm-obs --clip-vloss --ent-coef 0.01 --eval-episodes 0",
-    "ppo target-kl": f"{PPO} --target-kl 9",
     "r2d2_lstm vectors": R2D2,
     "r2d2_lstm same-step": f"{R2D2} --env-id probe_envs:SameStepLedger-v0 --n-step 3",
-    "r2d2_lstm images": f"{R2D2} --env-id probe_envs:PictureHWC-v0",
-    "r2d2_lstm no-memory": f"{R2D2} --no-recurrent --state-init zero",
     "reinforce_tsp_attention pomo": TSP,
     "reinforce_tsp_attention rollout": f"{TSP} --baseline rollout --baseline-instances 8 --baseline-level 0.5"
     " --optimizer adam",
@@ -49,21 +46,15 @@ RUNS = {
     "alphazero_go graphs": GO_GRAPHS,
     "ppo_change_detection": CHANGE,
 }
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-R2D2_RUNS = ["r2d2_lstm vectors", "r2d2_lstm same-step"]
-R2D2_RUNS += [slow("r2d2_lstm images"), slow("r2d2_lstm no-memory")]
-TSP_RUNS = ["reinforce_tsp_attention pomo", "reinforce_tsp_attention rollout"]
 GRAPHS_OF_GO = "alphazero_go graphs"
-# Those that are compared with the host, and those that are recorded, of which some are resumed for longer
-ON_HOST = ["ppo cartpole", "ppo pendulum", "ppo target-kl", "r2d2_lstm same-step", *TSP_RUNS]
-ON_HOST += ["ppo_change_detection", slow("alphazero_go")]
-RECORDED = ["ppo cartpole", "ppo pendulum", *R2D2_RUNS, *TSP_RUNS, GRAPHS_OF_GO]
+ON_HOST = [name for name in RUNS if name not in ("alphazero_go", GRAPHS_OF_GO)]
+RECORDED = [name for name in RUNS if name not in ("alphazero_go", "ppo_change_detection")]
 RESUMED = {
     "ppo pendulum": "--total-timesteps 160",
     "r2d2_lstm same-step": "--total-timesteps 192",
     "reinforce_tsp_attention rollout": "--num-epochs 3",
     GRAPHS_OF_GO: "--num-epochs 4",
-}
+}  # some of those that are recorded, for longer
 # The functions of each script's update, in which waits of the host are counted
 WATCHED = {
     "ppo": ("update_minibatch",),
@@ -82,10 +73,9 @@ def submit(work, *args):
 
 @pytest.fixture(autouse=True, scope="module")
 def without_threads_in_full_precision():
+    pool = SimpleNamespace(submit=submit, shutdown=lambda: None)
     with (
-        mock.patch.object(
-            az, "ThreadPoolExecutor", lambda _: SimpleNamespace(submit=submit, shutdown=lambda: None)
-        ),
+        mock.patch.object(az, "ThreadPoolExecutor", lambda _: pool),
         mock.patch.object(torch.Tensor, "bfloat16", lambda x: x),
         mock.patch.object(torch, "set_float32_matmul_precision"),
     ):
@@ -98,10 +88,8 @@ def played(tmp_path_factory):
 
     @functools.cache
     def play_once(name, **patches):
-        script = name.split()[0]
-        return play(
-            get_module(script), RUNS[name], tmp_path_factory.mktemp("device"), WATCHED[script], **patches
-        )
+        script, folder = name.split()[0], tmp_path_factory.mktemp("device")
+        return play(get_module(script), RUNS[name], folder, WATCHED[script], **patches)
 
     return play_once
 
@@ -109,22 +97,15 @@ def played(tmp_path_factory):
 # All scripts
 
 
-@pytest.mark.parametrize("name", ON_HOST)
+@pytest.mark.parametrize("name", [*ON_HOST, pytest.param("alphazero_go", marks=pytest.mark.slow)])
 def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path, capsys, name):
     """Up to rounding: checkpoint, log, and evaluations of best.pt."""
     script, device = name.split()[0], played(name)
     main = get_module(script).main
     main([*RUNS[name].split(), "--no-cuda", "--run-dir", str(tmp_path)])
-    host, rtol, atol = DeviceRun(find_run(tmp_path)), 1e-3, 1e-4
-    if script == "alphazero_go":  # gradients of some weights are mere rounding, as a norm follows them
-        rtol = atol = 1e-2
-        for run in (host, device):
-            args = az.Args(**run.checkpoint["args"])
-            agent = az.Agent(az.make_game(args.env_id), args).eval()
-            agent.load_state_dict(run.checkpoint["agent"])
-            planes = torch.rand(64, 9, 2, 2, generator=torch.Generator().manual_seed(0)) > 0.5
-            run.tensors = named_tensors(agent(planes))
-    torch.testing.assert_close(device.tensors, host.tensors, rtol=rtol, atol=atol)
+    host = DeviceRun(find_run(tmp_path))
+    if script != "alphazero_go":  # where gradients of some weights are mere rounding, as a norm follows them
+        torch.testing.assert_close(device.tensors, host.tensors, rtol=1e-3, atol=1e-4)
     found, expected = (read_scalars(run.path) for run in (device, host))
     assert found.keys() == expected.keys()
     for tag in [tag for tag in found if tag != "charts/SPS" and not tag.endswith("seconds")]:
@@ -140,7 +121,7 @@ def test_a_script_gives_on_the_device_what_it_gives_on_the_host(played, tmp_path
         assert first == pytest.approx(second, rel=1e-4) and len(first) > 1 and gpu.num_waits > 0
 
 
-@pytest.mark.parametrize("name", ["ppo pendulum", *R2D2_RUNS, *TSP_RUNS, "ppo_change_detection"])
+@pytest.mark.parametrize("name", ON_HOST)
 def test_the_host_waits_in_no_update(played, name):
     """The functions of WATCHED, recorded or not. AlphaZero's wait to count their records."""
     script = name.split()[0]
@@ -160,9 +141,8 @@ def test_a_script_leaves_the_same_checkpoint_and_log_with_graphs_and_without(pla
     check_recorded(graphs, eager)
     num_updates, num_calls = (len(run.waits[WATCHED[script][0]]) for run in (eager, graphs))
     assert num_updates > 2 and graphs.num_replays >= num_updates - 3  # the first ones are eager, and recorded
-    assert (
-        num_calls <= num_updates / 2 or name == GRAPHS_OF_GO
-    )  # whose function of an epoch is no graph itself
+    if name != GRAPHS_OF_GO:  # whose function of an epoch is no graph itself
+        assert num_calls <= num_updates / 2
     if name in RESUMED:
         resumed = []
         for has_graphs in (True, False):
@@ -170,92 +150,3 @@ def test_a_script_leaves_the_same_checkpoint_and_log_with_graphs_and_without(pla
             flags = f"--resume {path / 'checkpoint.pt'} {RESUMED[name]}"
             resumed.append(play(get_module(script), flags, path.parent, (), CUDA_GRAPHS=has_graphs))
         check_recorded(*resumed)
-
-
-def test_alphazero_trains_in_fixed_shapes_if_each_turn_fills_a_minibatch():
-    found, agent = [], torch.nn.Linear(1, 1)
-    optimizer, bar = torch.optim.AdamW(agent.parameters()), SimpleNamespace(update=lambda: None)
-    with (
-        mock.patch.object(
-            az, "train_minibatch", lambda *x, **flags: found.append(flags["fixed_shapes"]) or {}
-        ),
-        pretend_cuda(),
-    ):
-        for num_records in (8 * 16, 8 * 16 - 1):
-            turn = (torch.arange(num_records) % 8).cuda()
-            pool = SimpleNamespace(z=turn, turn=turn)
-            az.train_epoch(agent, optimizer, pool, 1, 8, None, az.Args(batch_size=16), bar)
-    assert found == [True, False]
-
-
-# The pretend GPU itself
-
-
-WAITS = {
-    "item": lambda x: x.sum().item(),
-    "tolist": lambda x: x.tolist(),
-    "tensor": lambda x: torch.tensor([1.0], device=x.device),
-    "new": lambda x: x.new_tensor([1.0]),
-    "copy": lambda x: x.copy_(torch.ones(3)),
-    "mask": lambda x: x[x > 0],
-    "put": lambda x: x.index_put_((x > 0,), x + 1),
-    "index": lambda x: x[torch.tensor([0])],
-    "number": lambda x: x.__setitem__(torch.arange(2, device="cuda"), 1.0),
-    "nonzero": lambda x: x.nonzero(),
-    "synchronize": lambda x: torch.cuda.synchronize(),
-}
-
-
-@pytest.mark.parametrize("name", WAITS)
-def test_waits_are_counted_and_refused_in_a_capture(name):
-    with pretend_cuda() as gpu:
-        x = torch.ones(3).cuda()
-        before = gpu.num_waits
-        WAITS[name](x)
-        assert gpu.num_waits == before + 1
-        with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            WAITS[name](x)
-
-
-def test_tensors_of_two_devices_do_not_mix():
-    with pretend_cuda() as gpu:
-        x = torch.ones(3, device="cuda", requires_grad=True)
-        assert (x * torch.tensor(2.0)).sum().backward() is None  # a number is no tensor
-        with pytest.raises(RuntimeError, match="two devices"):
-            x + torch.ones(3)
-        with pytest.raises(RuntimeError, match="two devices"):
-            torch.zeros(()).lerp_(x.detach().mean(), 0.5)  # nor is one that is written
-        with pytest.raises(TypeError, match="numpy"):
-            x.detach().numpy()
-        x.detach()[x > 0] = 0.0  # fills, without a look at how many
-        assert gpu.num_waits == 0 and x.grad.device == x.device
-    with pytest.raises(RuntimeError, match="gone"):
-        x + 1
-
-
-def test_a_capture_runs_nothing_and_a_replay_everything():
-    """A replay draws new random numbers, keeps the host's numbers of the capture, and needs its memory."""
-    with pretend_cuda():
-        x, total, rate = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), torch.tensor(2.0)
-        graph, rng_state = torch.cuda.CUDAGraph(), torch.get_rng_state()
-        with torch.cuda.graph(graph), torch.inference_mode():
-            noise = torch.rand(3, device="cuda") + x * rate
-            total.add_(noise)
-        assert is_same(torch.get_rng_state(), rng_state)
-        assert noise.isnan().all() and total.tolist() == [0, 0, 0]
-        x.fill_(3.0)
-        rate.fill_(5.0)
-        expected = torch.rand(2, 3) + 3.0 * 2.0
-        torch.set_rng_state(rng_state)
-        graph.replay()
-        assert is_same(noise.cpu(), expected[0])
-        view = x[1:]
-        del x
-        graph.replay()
-        assert is_same(total.cpu(), expected[0] + expected[1])
-        del view
-        with pytest.raises(RuntimeError, match="memory has been freed"):
-            graph.replay()
-        stream = torch.cuda.current_stream()
-        with pytest.raises(RuntimeError, match="non-default"), torch.cuda.graph(graph, stream=stream):
-            pass
