@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -12,13 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import fail_with, read_scalars
-from scripts import CASES, find_run, load, read_progress, run_main, run_quick
+from helpers import ENVIRONMENT, ROOT, fail_with, read_scalars
+from scripts import CASES, copy_script, find_run, load, read_progress, run_main, run_quick
 
 from algos import ppo
 
 SCORE = {"eval/episodic_length": 1.0, "eval/episodic_return_std": 0.0}
 SHORT = "--num-envs 8 --num-steps 32 --total-timesteps 1024 --eval-episodes 2"
+
+
+def start(*command, **options) -> subprocess.CompletedProcess:
+    """Run a program as from a shell."""
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200, **options)
 
 
 @pytest.fixture
@@ -103,3 +109,86 @@ def test_ctrl_c_ends_with_the_command_that_resumes(tmp_path, monkeypatch, capsys
         ppo.main([*SHORT.split(), "--run-dir", str(tmp_path)])
     command = f"python {ppo.__file__!r} --resume '{find_run(tmp_path)}/checkpoint.pt'"
     assert capsys.readouterr().err.endswith(f": interrupted; to resume: {command}\n")
+
+
+def test_a_resume_of_best_says_what_it_does_before_it_does_it(done, monkeypatch, capsys):
+    before = (done / "checkpoint.pt").read_bytes()
+    monkeypatch.setattr(ppo, "collect_rollout", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        resume(done / "best.pt")
+    assert "Continues from best.pt; next states go to checkpoint.pt\n" in capsys.readouterr().out
+    assert (done / "checkpoint.pt").read_bytes() == before
+
+
+def test_an_adapted_learning_rate_survives_a_resume(tmp_path, monkeypatch):
+    """A copy that adapts the rate sets the tensor. The flag, if given, comes first."""
+    log = ppo.Run.log
+
+    def adapt(run, *rest):
+        run.parts["optimizer"].param_groups[0]["lr"].fill_(1e-5)
+        log(run, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo.Run, "log", adapt)
+        path = run_main(ppo, tmp_path, SHORT, "--no-anneal-lr").path
+    for num_steps, flags, rate in ((2048, [], 1e-5), (3072, ["--learning-rate", "4e-3"], 4e-3)):
+        ppo.main(["--resume", str(path / "checkpoint.pt"), "--total-timesteps", str(num_steps), *flags])
+        assert read_scalars(path)["charts/learning_rate"][-1][1] == pytest.approx(rate)
+
+
+def test_names_with_slashes_make_one_folder(tmp_path):
+    path = run_main(ppo, tmp_path, SHORT, "--exp-name a/b\\c --env-id probe_envs:Fixed-v0").path
+    assert path.name.startswith("probe_envs-Fixed-v0__a-b-c__1__")
+
+
+def test_weights_and_biases_without_a_login_is_one_line(tmp_path, monkeypatch, capsys):
+    def init(**_):
+        raise fake.Error("api_key not configured (no-tty).\nMore lines")
+
+    fake = SimpleNamespace(init=init, Error=type("Error", (Exception,), {}))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    line = fail_with(capsys, ppo.main, ["--track", "--run-dir", str(tmp_path / "runs")])
+    assert "--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_two_tracked_runs_in_one_process_are_two(tmp_path, monkeypatch):
+    """With the library itself, also if the first one is interrupted: each has its own curves and settings."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    log, names = ppo.Run.log, []
+
+    def interrupt(run, *rest):
+        log(run, *rest)
+        names.append((run.path.name, wandb.run.id, wandb.run.config["seed"]))
+        if run.args.seed == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo.Run, "log", interrupt)
+    flags = f"{SHORT} --track --eval-episodes 0 --seed".split()
+    with pytest.raises(SystemExit, match="130"):
+        ppo.main([*flags, "1"])
+    ppo.main([*flags, "2"])
+    assert wandb.run is None
+    assert [path == name for path, name, _ in names] == [True] * len(names)
+    assert [seed for *_, seed in names] == [1] + [2] * (len(names) - 1) and len(names) > 3
+    assert len([*tmp_path.glob("wandb/offline-run-*")]) == 2
+
+
+def test_modules_beside_the_script_are_found_with_safe_path(tmp_path):
+    """`python -P` leaves the folder of the script out; the task is found there, and in the current folder."""
+    folder = copy_script("ppo", tmp_path / "copy")
+    (folder / "beside.py").write_text((ROOT / "tests" / "probe_envs.py").read_text())
+    (tmp_path / "current.py").write_text("import beside")
+    env = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    flags = [*SHORT.split(), "--env-id", "current:Fixed-v0"]
+    run = start(sys.executable, "-P", folder / "ppo.py", *flags, cwd=tmp_path, env=env)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_closed_stderr_and_a_reader_that_is_gone_stop_nothing(tmp_path):
+    command = f"set -o pipefail; {sys.executable} algos/ppo.py {SHORT} --run-dir {tmp_path} 2>&- | head -n 1"
+    run = start("bash", "-c", command, cwd=ROOT, env=ENVIRONMENT)
+    assert run.returncode == 0 and "environments, cpu" in run.stdout
+    assert read_progress(find_run(tmp_path))["last_score"] is not None
