@@ -67,7 +67,7 @@ SCORE = "return"  # name, in messages, of the score that run.keep gets
 
 @dataclass
 class Args:
-    """PPO on any gymnasium environment with flat observations."""
+    """PPO on any gymnasium environment whose observations can be flattened."""
 
     # The run
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
@@ -360,8 +360,8 @@ def check_rollout(storage, env_id):
         is_good = np.abs(getattr(storage, name)) < 1e18  # not NaN, and its square is a float32
         if not is_good.all():
             t, b = np.argwhere(~is_good)[0, :2]
-            step = f"step {storage.lengths[t, b]:.0f} of an episode"
-            fail(f"{env_id}: {name} of environment {b} in {step}: not a number below 1e18 in size")
+            when = f"after {storage.lengths[t, b]:.0f} steps of an episode"
+            fail(f"{env_id}: {name} of environment {b} {when}: not a number below 1e18 in size")
 
 
 def compute_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
@@ -530,9 +530,8 @@ def train(args, run):
 
     Numbers that seed_everything gets:
         (seed, 0)                      for the weights, which are the same in every process
-        (seed, 1, iteration, process)  for a rollout and its update, from iteration 1 on
-        (seed, 1, iteration, process)  for the first observations too, with the number of iterations so far: 0
-                                       in a new run
+        (seed, 1, iteration, process)  for a rollout and its update, from iteration 1 on. The first
+                                       observations get the last iteration done: 0 in a new run
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
@@ -562,7 +561,7 @@ def train(args, run):
     # annealed below
     optimizer.param_groups[0] |= options
     storage = RolloutStorage(envs, args.num_steps)
-    # The first observations go into the last row, which collect_rollout takes for the one before
+    # The first observations go into the last row, which collect_rollout copies to the first one
     storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, run.iteration, RANK))
     act = partial(sample_actions, agent)
     update = partial(update_minibatch, agent, optimizer, args)
@@ -602,8 +601,8 @@ def train(args, run):
             if args.target_kl and metrics["approx_kl"] > args.target_kl:
                 break
 
-        # Record both, which runs neither, after the first iteration, as Adam creates its state in the first
-        # step. The update is recorded in training mode, acting in evaluation mode
+        # Record acting and the update, which runs neither, after the first iteration, as Adam creates its
+        # state in the first step. The update is recorded in training mode, acting in evaluation mode
         if must_record:
             update = capture(update, *minibatch)
             agent.eval()

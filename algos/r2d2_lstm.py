@@ -729,9 +729,8 @@ def train(args, run):
 
     Arguments of seed_everything:
         (seed, 0)                      for the weights, which are the same in every process
-        (seed, 1, iteration, process)  for an iteration, from 1 on
-        (seed, 1, iteration, process)  for the first reset too, with the number of iterations so far: 0 in a
-                                       new run
+        (seed, 1, iteration, process)  for an iteration, from 1 on. The first reset gets the last iteration
+                                       done: 0 in a new run
         (seed, 2)                      for evaluations during training: always the same episodes
         (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
     """
