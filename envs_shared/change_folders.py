@@ -82,13 +82,13 @@ def read_picture(path, decode=decode_picture):
     Cameras may store a picture turned or mirrored and note that in EXIF; it is read as viewers show it.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats="PNG JPEG TIFF BMP".split()) as image:
             # Modes I, I;16 and F have more than 8 bits. The decoder's arguments show 16-bit colours, colours
             # that are multiplied by alpha (RGBa), which Pillow would divide, and CMYK
             if image.mode[0] in "IF" or re.search(";16|RGBa|CMYK", str(image.tile)):
                 raise ValueError("more than 8 bits a colour, or CMYK, or premultiplied alpha; convert it")
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # photographs with a preview
-                raise ValueError(f"{image.n_frames} pages; save each as a file of its own")
+                raise ValueError(f"{image.n_frames} pages or masks; save each as a file of its own")
             ImageOps.exif_transpose(image, in_place=True)
             return decode(image)
     except Exception as error:  # decoders raise errors of many types on broken files
@@ -192,7 +192,7 @@ def find_files(root, splits, val_share):
     is_split = any((root / split).is_dir() for split in splits)
     lists = root / "list"
     if val_share and (is_split or lists.is_dir()):
-        raise ValueError(f"{root}: is split already; leave out --val-share")
+        raise ValueError(f"{root}: is split already; leave out --val-share, or set it to 0")
     if is_split:
         pictures = {split: list_folders(root / split) for split in splits}
         names = {split: set().union(*pictures[split]) for split in splits}
@@ -216,8 +216,9 @@ def find_files(root, splits, val_share):
 
 def read_splits(args, splits=SPLITS):
     """Read the splits of --data-dir as pairs uint8 [M, 2 C + 1, H, W], at least as large as --image-size."""
-    sizes = args.patch_size, args.image_size
-    return read_folder(args.data_dir, *sizes, splits, args.val_share, args.ignore_index)
+    return read_folder(
+        args.data_dir, args.patch_size, args.image_size, splits, args.val_share, args.ignore_index
+    )
 
 
 def read_folder(path, multiple, least, splits=SPLITS, val_share=0.0, ignore_index=None):

@@ -5,6 +5,8 @@ for unchanged, 1 for changed, and 255 where it does not count. There are two dat
 haze-4. change_folders.py reads pairs from files.
 """
 
+import sys
+
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -82,7 +84,7 @@ def unify_labels(labels, ignore_index):
     """Map labels {file: uint8 [H, W]} to 0, 1 and, where pixels do not count, 255.
 
     All files must have either 0 and 1 or 0 and 255, besides `ignore_index` where pixels do not count; raises
-    ValueError if not.
+    ValueError if not. If no pixel is changed, a line says so.
     """
     examples = {value: path for path, label in labels.items() for value in np.unique(label).tolist()}
     examples = {value: path for value, path in examples.items() if value not in (0, ignore_index)}
@@ -92,6 +94,8 @@ def unify_labels(labels, ignore_index):
             f"labels have {found}; needed are 0 and 1 in all files, or 0 and 255 in all, "
             "and --ignore-index for a value that does not count"
         )
+    if labels and not examples:
+        print(f"no pixel of the labels is changed (--ignore-index is {ignore_index})", file=sys.stderr)
     return {path: np.uint8(np.where(x == ignore_index, UNCOUNTED, x > 0)) for path, x in labels.items()}
 
 

@@ -84,7 +84,7 @@ def test_bands_and_pages_that_would_be_lost(tmp_path):
     assert "it has more bands than the 3 that Pillow reads" in read_error(read_picture, path)
     red, blue = (Image.new("RGB", (4, 4), colour) for colour in ("red", "blue"))
     pages = save(tmp_path / "x.tif", red, save_all=True, append_images=[blue])
-    assert "2 pages; save each as a file of its own" in read_error(read_picture, pages)
+    assert "2 pages or masks; save each as a file of its own" in read_error(read_picture, pages)
     photo = save(tmp_path / "x.jpg", red, format="MPO", save_all=True, append_images=[blue])
     assert read_picture(photo)[..., 0].min() > 200
 
