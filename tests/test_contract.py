@@ -308,19 +308,23 @@ def test_a_run_that_was_killed_in_an_evaluation_makes_up_for_it(script, tmp_path
     assert read_scalars(path)[CASES[script].tags[0]][0][0] == progress["step"]
 
 
-def resume_and_score(script: str, run: Path, *flags) -> None:
-    """Resume a run, after which best.pt has to hold the best score."""
+def resume_and_score(script: str, run: Path, *flags) -> tuple:
+    """Resume a run; returns the best score of best.pt, and the best and last ones of checkpoint.pt."""
     call_main(get_module(script), " ".join(("--resume", str(run / "checkpoint.pt"), *flags)))
-    assert load(run / "best.pt")["progress"]["best_score"] == read_progress(run)["best_score"] is not None
+    progress = read_progress(run)
+    return load(run / "best.pt")["progress"]["best_score"], progress["best_score"], progress["last_score"]
 
 
 @each_script
 def test_a_finished_run_that_was_not_evaluated_is_evaluated(script, whole, never, tmp_path):
     """Or whose best.pt is missing."""
-    resume_and_score(script, shutil.copytree(never.path, tmp_path / "never"), "--eval-episodes", "4")
+    unscored = shutil.copytree(never.path, tmp_path / "never")
+    assert read_progress(unscored)["best_score"] is None and not (unscored / "best.pt").exists()
     missing = shutil.copytree(whole.path, tmp_path / "missing")
     (missing / "best.pt").unlink()
-    resume_and_score(script, missing)
+    for run, flags in ((unscored, ["--eval-episodes", "4"]), (missing, [])):
+        kept, best, last = resume_and_score(script, run, *flags)
+        assert kept == best == last and last is not None
 
 
 @each_script
@@ -331,11 +335,8 @@ def test_the_first_score_of_another_task_is_the_best(script, whole, tmp_path):
         best = load(other / "best.pt")
         best["progress"]["best_score"] = 10_000.0  # which no policy has
         torch.save(best, other / "best.pt")
-        resume_and_score(script, other, flags, case.length, str(longer(whole.path, case)))
-        assert read_progress(other)["best_score"] < 10_000
-
-
-# The form of a script
+        kept, best, _ = resume_and_score(script, other, flags, case.length, str(longer(whole.path, case)))
+        assert kept == best < 10_000
 
 
 def source(script: str) -> str:
