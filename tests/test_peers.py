@@ -1,5 +1,4 @@
-"""Other people's programs, side by side with ours: their flags, what they log, and a short real run of
-each."""
+"""Other people's programs beside ours: their flags, what they log, and a short real run of each."""
 
 import os
 import re
@@ -27,6 +26,7 @@ SCRIPTS = {  # the environment of each (None: the main one), flags of a short ru
     "cleanrl_ppo": ("cleanrl", "--total-timesteps 4096 --settings ours", f"{LEARNING} losses/value_loss"),
     "sb3_recurrent_ppo": ("sb3", "--total-timesteps 512 --settings zoo", RETURNS),
     "purejaxrl_ppo": ("purejaxrl", "--total-timesteps 4096 --settings ours", LEARNING),
+    "leanrl_ppo": ("leanrl", "--total-timesteps 6144", f"{LEARNING} eval/steps_per_second_compiled"),
     "torchrl_ppo": ("torchrl", "--total-timesteps 1024", f"{LEARNING} charts/num_updates"),
     "tianshou_ppo": ("tianshou", "--total-timesteps 1024", f"{LEARNING} charts/num_updates"),
     "skrl_ppo": ("skrl", "--total-timesteps 1024", f"{LEARNING} charts/num_updates"),
@@ -44,8 +44,9 @@ def find_python(script):
     environment, *_ = SCRIPTS[script]
     if script == "gnugo_match" and gnugo_match.find_gnugo() is None:
         pytest.skip("GNU Go is not installed: apt-get install gnugo")
-    if script == "purejaxrl_ppo" and "PUREJAXRL" not in os.environ:
-        pytest.skip("PUREJAXRL does not name a checkout of github.com/luchris429/purejaxrl")
+    checkout = script.removesuffix("_ppo").upper()  # the environment variable
+    if checkout in ("PUREJAXRL", "LEANRL") and checkout not in os.environ:
+        pytest.skip(f"{checkout} does not name a checkout: benchmark/peers/README.md says how")
     if environment is None:
         return sys.executable
     folder = PEERS / f".venv-{environment}"
@@ -98,7 +99,6 @@ def test_a_short_run_leaves_events_with_its_metrics(script, tmp_path):
         programs = re.findall(r"([\w-]+) ([\w.]+)", read_text(path, "program"))
         requirements = (PEERS / f"requirements-{environment}.txt").read_text().split()
         assert any(f"{package}=={number}" in requirements for package, number in programs)
-
     if script == "elkai_lkh":
         ((step, gap),) = scalars["eval/gap"]
         assert step == 500 and abs(gap) < 1e-4  # LKH finds what Concorde found
