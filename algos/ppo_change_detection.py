@@ -98,7 +98,7 @@ TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_epi
 NETWORK_FLAGS = (
     "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size, --coarse-size"
 )
-SCORE = "F1 less price on val"  # name, in messages, of the score that run.keep gets
+SCORE = "F1 less price on val"  # the name of the score that run.keep gets
 
 
 @dataclass

@@ -40,11 +40,7 @@ def machine_line(machines: list):
     return f"Measured on {'; '.join(sorted(hardware))}; commit {', '.join(sorted(commits))}; {days}."
 
 
-def shorten(processors: str):
-    """Leave out of the names of processors what says nothing."""
-    return re.sub(r"\((?:R|TM)\)| Processor", "", processors)
-
-
 def list_processors(rows: list):
-    """Name the processors of rows or runs of results."""
-    return ", ".join(sorted({row["machine"]["cpu"] for row in rows}))
+    """Name the processors of rows or runs of results, without the words that say nothing."""
+    names = {row["machine"]["cpu"] for row in rows}
+    return ", ".join(sorted(re.sub(r"\((?:R|TM)\)| Processor", "", name) for name in names))

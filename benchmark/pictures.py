@@ -123,6 +123,7 @@ def draw(results, path):
     styles = {}
     with rc_context({"font.size": 11 + 2 * width}):  # to be read on a phone
         figure = Figure(figsize=(9, 3.3 * height + 0.5), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.12)  # inches: a title is nearer to its own panel
         for i, (cells, column) in enumerate(panels):
             axes = figure.add_subplot(height, width, i + 1)
             is_logarithmic = column == 1 and results["suite"] in LOGARITHMIC

@@ -234,10 +234,10 @@ def fill_summary(results: dict):
         name, quantity, form = match.groups()
         cells[name] = results["cells"][name]
         average = np.median if quantity == "cpu_seconds" else np.mean
-        return format(average(get_values(cells[name], quantity)), form)
+        return format(average(get_values(cells[name], quantity)), form).replace("%", " %")
 
     text = SUMMARY_NUMBER.sub(fill, results["summary"])
-    processors = machines.shorten(list_processors(*cells.values()))
+    processors = list_processors(*cells.values())
     return f"{text[:-1]}; {processors})" if text.endswith(")") else f"{text} ({processors})"
 
 

@@ -25,10 +25,14 @@ INLINE = re.compile(r"\$<code>(.+?)</code>\$", re.S)
 BLOCK = re.compile(r'<pre class="math"><code>(.+?)</code></pre>', re.S)
 SPACE = '<mspace width="0.167em" />'
 AFTER = re.compile(r"(<mi>(?:log|exp|tanh)</mi>)(?=<m[isr])")
-BEFORE = re.compile(r"(</m[in]>|&#x02207;</mo>)(?=<mi>(?:log|exp|tanh)</mi>|<mo>(?:min|max)</mo>)")
+BEFORE = re.compile(
+    r"(</m[in]>|&#x(?:02207|00029);</mo>)(?=<mi>(?:log|exp|tanh)</mi>|<mo>(?:min|max)</mo>)"
+)
 LIMIT = re.compile(r"<mo>(min|max)</mo>(?=<mo)")
-SIGN = re.compile(r"(&#x0003D;</mo>|&#x00028;</mo>|&#x0002C;</mo>)<mo>(?=&#x02212;)")
+SIGN = re.compile(r"(&#x0003D;</mo>|&#x00028;</mo>|&#x0002C;</mo>|<math[^>]*><mrow>)<mo>(?=&#x02212;)")
 PRIME = re.compile(r"<msup>(<mi>\w</mi>)<mi>(&#x02032;)</mi></msup>")
+FLAG = re.compile(r"(?<![\w-])-[\w-]+")
+CODE = re.compile(r"(?<!</span>)<code>([^<\n]+)</code>")  # in running text
 RECIPES = re.compile(r"recipes_(\w+)\.md")
 PATCH = (
     "\n[`{name}.diff`]({path}) is this diff as a file: beside `{script}.py`, run `git apply {name}.diff`.\n"
@@ -156,4 +160,5 @@ def on_page_content(content, **_):
     """Replace $`inline`$ and ```math formulas, which GitHub renders itself; the search skips sources."""
     content = content.replace('<details class="source">', '<details class="source" data-search-exclude>')
     content = BLOCK.sub(lambda m: make_formula(html.unescape(m[1])), content)
-    return INLINE.sub(lambda m: to_mathml(html.unescape(m[1]), "inline"), content)
+    content = INLINE.sub(lambda m: to_mathml(html.unescape(m[1]), "inline"), content)
+    return CODE.sub(lambda m: FLAG.sub(r'<span class="flag">\g<0></span>', m[0]), content)

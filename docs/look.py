@@ -32,6 +32,7 @@ SEARCHES = {
     "sweep": "tracking",
     "burn-in": "r2d2_lstm",
     "license": "index",
+    "cite": "index",
 }
 # What reaches beyond the right side of the screen, of what does not scroll in a box of its own
 WIDE = """width => {

@@ -581,11 +581,10 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
         page = f"{tables}\n\n{machines.machine_line([row['machine'] for row in results['rows']])}"
     if rows:
-        summary = (
-            f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {get_mean(rows, 'ppo_looks'):.2f} looks per patch, and"
-        )
-        summary += f" {get_mean(rows, 'everywhere_f1'):.2f} with all {get_mean(rows, 'everywhere_looks'):.0f}"
-        summary += f" ({len(rows)} runs; {machines.shorten(machines.list_processors(rows))})"
+        looks = f"{get_mean(rows, 'ppo_looks'):.2f} of {get_mean(rows, 'everywhere_looks'):.0f}"
+        summary = f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {looks} looks per patch, and"
+        summary += f" {get_mean(rows, 'everywhere_f1'):.2f} with all looks"
+        summary += f" ({len(rows)} runs; {machines.list_processors(rows)})"
     return {
         (PAGE, "change_detection"): f"\n{page}\n",
         (PAGE, "change_prices"): f"\n{make_price_table(results)}\n",

@@ -35,7 +35,7 @@ PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-
     --gamma 0.997 --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560
     --no-checkpoint-replay --eval-episodes 0 --total-timesteps 24000"""
 TSP = "reinforce_tsp_attention --eval-episodes 0 --num-epochs 4"
-GO5 = "alphazero_go --num-epochs 8 --eval-episodes 0"
+GO5 = "alphazero_go --num-games 128 --num-epochs 8 --eval-episodes 0"
 GO9 = """alphazero_go --env-id Go-9x9 --komi 7.5 --blocks 6 --channels 64 --pool-size 100000 --eval-episodes 0
     --pretrain-value-epochs 1 --pretrain-search-epochs 0 --num-epochs 4 --dirichlet-alpha 0.12
     --num-games 1024"""
@@ -64,7 +64,7 @@ SPEED = (
         f"{TSP} --env-id tsp100-uniform --batch-size 512 --steps-per-epoch 20",
         "",
     ),
-    ("Go 5x5, default: 128 games, 32 to 48 simulations", GO5, "cpu"),
+    ("Go 5x5, 128 games, 32 to 48 simulations", GO5, "cpu"),
     ("Go 5x5, 128 games, 32 to 48 simulations, two workers", f"{GO5} --num-workers 2", ""),
     ("Go 5x5, 1,024 games, 32 to 48 simulations", f"{GO5} --num-games 1024 --pool-size 800000", ""),
     ("Go 9x9, 1,024 games, 16 simulations", GO9_16, ""),
@@ -86,7 +86,7 @@ SCORES = {
     "eval/multistart_gap": "multi-start",
     "eval/win_rate": "win rate",
     "eval/f1": "F1",
-    "eval/looks": "looks a query",
+    "eval/looks": "looks per patch",
 }
 SPLIT = ("charts/moves", "charts/collect_seconds", "charts/train_seconds")  # of an epoch, which Go alone logs
 

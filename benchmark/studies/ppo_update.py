@@ -99,8 +99,8 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     arithmetic = few * (time_many - time_few) / (many - few)
     text = (
         f"A step on {few} rows takes {markdown.show(time_few)} CPU-µs, and one on {many:,} rows "
-        f"{markdown.show(time_many)}. If what grows with the rows is arithmetic, "
-        f"{markdown.show(arithmetic)} of the {markdown.show(time_few)} are arithmetic, and the rest is calls."
+        f"{markdown.show(time_many)}. So about {markdown.show(arithmetic)} of the {markdown.show(time_few)} "
+        "grow with the rows, which is the arithmetic; the rest is the cost of calls."
     )
     line = machines.machine_line([row["machine"] for row in results["rows"]])
     return {("ppo", "ppo_update"): f"\n{markdown.make_table(head, lines)}\n\n{text}\n\n{line}\n"}
