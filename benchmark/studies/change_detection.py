@@ -564,8 +564,8 @@ def draw_task(path: Path, num_pairs: int = 2) -> None:
     figure = Figure(figsize=(6.4, 4.6 * num_pairs + 0.8), layout="constrained")
     grid = figure.subplots(2 * num_pairs, 3).reshape(num_pairs, len(panels))
     for column, (title, (pictures, options)) in zip(grid.T, panels.items(), strict=True):
-        for axes, picture in zip(column, pictures, strict=True):
-            axes.set_title(title, fontsize=13)
+        for number, (axes, picture) in enumerate(zip(column, pictures, strict=True), 1):
+            axes.set_title(f"pair {number}: {title}" if title == "first date" else title, fontsize=13)
             axes.imshow(picture, vmin=0, **options)
             axes.set(xticks=[], yticks=[])
     keys = zip([*colors, *blues], [*colors.values(), *blues.values()], strict=True)
