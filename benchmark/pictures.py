@@ -94,7 +94,8 @@ def draw_task(axes, cells, column, styles, levels, is_logarithmic):
         shown = None if label in styles else label
         num_curves = sum("marker" in style for style in styles.values())
         style = styles.setdefault(label, STYLES[num_curves % len(STYLES)])
-        axes.fill_between(x, mean - half, mean + half, color=style["color"], alpha=0.2, lw=0)
+        if len(curves) > 2:  # the interval of two values fills the panel
+            axes.fill_between(x, mean - half, mean + half, color=style["color"], alpha=0.2, lw=0)
         axes.plot(x, mean, **style, lw=2.5, ms=9, mfc="none", mew=2.5, markevery=[-1], label=shown)
     title = re.sub("popgym-|-v[0-9]|-1M", "", task).replace("-", " ")
     axes.set_title(textwrap.fill(title, 22), fontsize="medium" if len(title) < 18 else "small")

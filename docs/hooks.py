@@ -25,9 +25,7 @@ INLINE = re.compile(r"\$<code>(.+?)</code>\$", re.S)
 BLOCK = re.compile(r'<pre class="math"><code>(.+?)</code></pre>', re.S)
 SPACE = '<mspace width="0.167em" />'
 AFTER = re.compile(r"(<mi>(?:log|exp|tanh)</mi>)(?=<m[isr])")
-BEFORE = re.compile(
-    r"(</m[in]>|&#x(?:02207|00029);</mo>)(?=<mi>(?:log|exp|tanh)</mi>|<mo>(?:min|max)</mo>)"
-)
+BEFORE = re.compile(r"(</m[in]>|&#x(?:02207|00029);</mo>)(?=<mi>(?:log|exp|tanh)</mi>|<mo>(?:min|max)</mo>)")
 LIMIT = re.compile(r"<mo>(min|max)</mo>(?=<mo)")
 SIGN = re.compile(r"(&#x0003D;</mo>|&#x00028;</mo>|&#x0002C;</mo>|<math[^>]*><mrow>)<mo>(?=&#x02212;)")
 PRIME = re.compile(r"<msup>(<mi>\w</mi>)<mi>(&#x02032;)</mi></msup>")
