@@ -14,7 +14,6 @@ compilation out.
 """
 
 import contextlib
-import hashlib
 import io
 import os
 import runpy
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from benchmark.peers import cleanrl_ppo, peer
 
+FILE = "leanrl/ppo_continuous_action_torchcompile.py"
 COMMIT = "760837e0844e32bb5e1b06afb612ac694f7240ca"
 SHA256 = "05959dff3490356aca30b3fbc5b5a4a5940da092cf1e4bd4f73bc936702eaa1b"
 NUM_BURN_IN = 2  # rollouts until everything is compiled
@@ -39,19 +39,6 @@ def make_parser():
     return parser
 
 
-def find_script(checkout: str | None) -> Path:
-    """Return the path of the script in a checkout of LeanRL."""
-    path = Path(checkout or "", "leanrl", "ppo_continuous_action_torchcompile.py")
-    url = "https://github.com/meta-pytorch/LeanRL"
-    if not checkout or not path.is_file():
-        peer.fail(f"--checkout {checkout}: no leanrl/{path.name} in it; git clone {url}")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
-        peer.fail(
-            f"--checkout {checkout}: its {path.name} is not that of commit {COMMIT}; git checkout {COMMIT}"
-        )
-    return path.resolve()
-
-
 def find_seconds() -> float:
     """Return the CPU-seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
@@ -60,7 +47,7 @@ def find_seconds() -> float:
 def main() -> None:
     """Run from the command line."""
     args = make_parser().parse_args()
-    path = find_script(args.checkout)
+    path = peer.find_file(args.checkout, FILE, "meta-pytorch/LeanRL", COMMIT, SHA256)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # otherwise in processes that do not end before the run
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     import gymnasium
@@ -99,7 +86,7 @@ def main() -> None:
     tqdm.tqdm, rollout = Bar, 2048
     flags = ["--env-id", args.env_id, "--seed", args.seed, "--total-timesteps", args.total_timesteps]
     sys.argv = [str(path), *map(str, flags), "--no-cuda", *["--compile"] * args.compile]
-    args.run_dir, run.path = str(Path(args.run_dir).resolve()), run.path.resolve()
+    run.path = run.path.resolve()  # the script runs in a folder of its own
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),

@@ -4,6 +4,7 @@ Imports the standard library alone, so that a peer's flags can be read where the
 """
 
 import argparse
+import hashlib
 import sys
 import time
 from importlib.metadata import version
@@ -48,6 +49,17 @@ def make_ppo_parser(description: str) -> Parser:
     parser = make_parser(description, "CartPole-v1")
     parser.add_argument("--total-timesteps", type=count, default=100_000)
     return parser
+
+
+def find_file(checkout: str | None, name: str, repository: str, commit: str, sha256: str) -> Path:
+    """Return the path of a file in a checkout of a repository on GitHub, whose version has to be that of the
+    commit."""
+    path = Path(checkout or "", name)
+    if not checkout or not path.is_file():
+        fail(f"--checkout {checkout}: no {name} in it; git clone https://github.com/{repository}")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        fail(f"--checkout {checkout}: its {path.name} is not that of commit {commit}; git checkout {commit}")
+    return path.resolve()
 
 
 def read_ml4co(path: str, num_nodes: int):

@@ -15,7 +15,6 @@ after the end, is left out.
 Time limits are failures, as in CleanRL. Training ends with the last whole rollout.
 """
 
-import hashlib
 import os
 import sys
 import types
@@ -47,14 +46,7 @@ def make_parser():
 
 def import_ppo(checkout: str | None):
     """Import ppo.py of a checkout of PureJaxRL."""
-    path = Path(checkout or "", "purejaxrl", "ppo.py")
-    if not checkout or not path.is_file():
-        peer.fail(
-            f"--checkout {checkout}: no purejaxrl/ppo.py in it; "
-            "git clone https://github.com/luchris429/purejaxrl"
-        )
-    if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
-        peer.fail(f"--checkout {checkout}: its ppo.py is not that of commit {COMMIT}; git checkout {COMMIT}")
+    path = peer.find_file(checkout, "purejaxrl/ppo.py", "luchris429/purejaxrl", COMMIT, SHA256)
     unused = {name: types.ModuleType(name) for name in ("brax", "brax.envs", "brax.envs.wrappers", "navix")}
     unused["brax"].envs = unused["brax.envs"]
     training = types.ModuleType("brax.envs.wrappers.training")

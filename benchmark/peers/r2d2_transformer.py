@@ -34,6 +34,7 @@ def main() -> None:
     if args.evaluate:
         args.state_size = len(torch.load(args.evaluate, weights_only=True)["agent"]["age_bias"])
         flags += ["--evaluate", args.evaluate]
+    assert text.count("STATE_SIZE = 60") == 1
     text = text.replace("STATE_SIZE = 60", f"STATE_SIZE = {args.state_size}")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, f"{Path(__file__).stem}_copy.py")
