@@ -7,15 +7,15 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO), and 2016, arXiv:1506.02438
     torchrun --nproc-per-node 2 ppo.py               # two GPUs, or with --no-cuda two CPU processes
 
 Equations, numbered after the first paper:
-    (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t), the ratio in that equation
+    (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t), where pi_old is the policy that acted
     (7)   L^CLIP  = min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t)
     (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ], R_t = A_t + V_old(s_t);
           here the squared error is halved
     (11)  A_t     = delta_t + gamma lambda A_{t+1}, without A_{t+1} at the end of an episode or of the rollout
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) = 0 if s_{t+1} is terminal
 
-Shapes: T steps, B environments of one process, N = T B training rows, observations of shape D, A components
-of an action, P numbers that define pi(. | s) for one s: the logits, or A means and A log standard deviations.
+Shapes: T steps, B environments of one process, N rows of a rollout or minibatch, observations of shape D,
+A components of an action.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
 about the run folder, the log, checkpoints, processes and the command line.
@@ -24,10 +24,11 @@ about the run folder, the log, checkpoints, processes and the command line.
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.11", "numpy", "gymnasium[classic-control]>=1.4", "tyro", "tensorboard", "wandb", "tqdm"
+#     "torch>=2.4", "numpy", "gymnasium[classic-control]>=1.1", "tyro", "tensorboard", "wandb", "tqdm"
 # ]
 # ///
 import math
+import operator
 import os
 import random
 import re
@@ -46,9 +47,11 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, flatdim
-from gymnasium.wrappers.vector import FlattenObservation, RecordVideo
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import FlattenObservation
 from torch import nn
 from torch.distributions import Categorical, Normal
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -56,13 +59,22 @@ from tqdm import tqdm
 sys.path += [os.getcwd(), *map(str, Path(__file__).resolve().parents[:2])]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record acting and the update once; replaying them saves CPU overhead. Set it to False for edits
-# that need the host in between, such as print, .item() or `if` on a tensor
+# On one GPU, acting and the update are recorded as CUDA graphs, which saves CPU overhead. Set this to False
+# for edits that a graph cannot record, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
+# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
 # What the part `Run` must know of this script
-TASK_SETTINGS = ("env_id",)  # if one changes with --resume, the score of best.pt is forgotten
+TASK_SETTINGS = ("env_id", "seed", "eval_episodes")  # if one changes with --resume, best.pt begins again
 NETWORK_FLAGS = "--env-id, --norm-obs"  # named in the message about a checkpoint that does not fit
-SCORE = "return"  # name, in messages, of the score that run.keep gets
+
+# Defined in the part `Run` at the end, but used before it:
+#   total(x)            sums a tensor over all processes; with one process it changes nothing
+#   seed_everything     seeds all random generators from a few integers, and returns a seed for environments
+#   Recorded(f, ...)    calls the function f; on one GPU, it records f as a CUDA graph and replays that
+#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
+#   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
+#   fail(message)       prints one line and exits with code 2
 
 
 @dataclass
@@ -81,7 +93,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if costly)
+    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if they are slow)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
@@ -135,22 +147,20 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("var", torch.ones(shape).double())
         self.register_buffer("count", torch.zeros(()).double())
 
-    def update(self, x, weights):
-        """Add the rows x [N, *shape] whose weight [N] is 1; rows of weight 0 do not count."""
+    def update(self, x):
+        """Add the rows x [N, *shape]."""
         x = x.double()
-        weights = weights.double()
-        # Mean and variance of the new rows. `total` sums a tensor over all processes, and
-        # tensordot(weights, x, 1) is the sum of weight times row, [*shape]
-        num_rows = total(weights.sum())
+        # Mean and variance of the new rows. `total` sums a tensor over all processes
+        num_rows = total(self.count.new_tensor(len(x)))
         divisor = num_rows.clamp(min=1)
-        new_mean = total(torch.tensordot(weights, x, 1)) / divisor
-        new_var = total(torch.tensordot(weights, (x - new_mean).square(), 1)) / divisor
+        new_mean = total(x.sum(0)) / divisor
+        new_var = total((x - new_mean).square().sum(0)) / divisor
         # Join them with those of all rows before (Chan et al. 1979). If s is the share of the new rows,
         #   mean = (1 - s) old mean + s new mean
         #   var  = (1 - s) old var  + s new var  + s (1 - s) (new mean - old mean)^2
         # The tensors change in place, because CUDA graphs read them where they are
         self.count += num_rows
-        share = num_rows / self.count
+        share = num_rows / self.count.clamp(min=1)
         shift = new_mean - self.mean
         self.mean += share * shift
         self.var += share * (new_var - self.var + (1 - share) * shift.square())
@@ -179,42 +189,33 @@ class Agent(nn.Module):
         if self.is_continuous:
             self.actor_logstd = nn.Parameter(torch.zeros(num_outputs))
         self.normalize = RunningMeanStd(obs_shape) if norm_obs else nn.Identity()
-        self.return_stats = RunningMeanStd(())  # of RolloutStorage.discounted; its deviation scales rewards
+        self.return_stats = RunningMeanStd(())  # of discounted sums of rewards; scales rewards
 
     def get_values(self, obs):
         """Return V(s) [N] for normalized observations [N, *D]."""
         return self.critic(obs).squeeze(-1)
 
-    def get_policy_params(self, obs):
-        """Return logits, or means and log standard deviations, [N, P] for normalized observations [N, *D]."""
-        out = self.actor(obs)
-        if self.is_continuous:
-            out = torch.cat((out, self.actor_logstd.expand_as(out)), -1)
-        return out
-
-    def get_distribution(self, policy_params):
-        """Return pi(. | s) for parameters [N, P] as N x A independent distributions.
+    def get_distribution(self, obs):
+        """Return pi(. | s), N x A independent distributions, for normalized observations [N, *D].
 
         The log-probability of an action is the sum over its A components.
         """
+        out = self.actor(obs)
         if self.is_continuous:
-            mean, logstd = policy_params.chunk(2, -1)
-            return Normal(mean, logstd.exp(), validate_args=False)
-        # A = 1: logits [N, 1, P] make N x 1 distributions, so that log_prob takes actions [N, 1]
-        return Categorical(logits=policy_params.unsqueeze(-2), validate_args=False)
+            return Normal(out, self.actor_logstd.exp().expand_as(out), validate_args=False)
+        # One component: logits [N, 1, number of actions] make N x 1 distributions
+        return Categorical(logits=out.unsqueeze(-2), validate_args=False)
 
-    def sample(self, policy_params):
-        """Draw actions [N, A] from the distribution that get_distribution returns: change both together.
+    def sample(self, pi):
+        """Draw actions [N, A] from a distribution of get_distribution.
 
-        The distributions' own `sample` is slower and makes the host wait, which a CUDA graph cannot record.
+        This is pi.sample() without waiting for the GPU, so that a CUDA graph can record it.
         """
         if self.is_continuous:
-            mean, logstd = policy_params.chunk(2, -1)
-            return mean + logstd.exp() * torch.randn_like(mean)
-        # With exponential noise E, -log(E) is Gumbel noise, and argmax(logits - log(E)) is distributed as
-        # softmax(logits)
-        log_noise = torch.empty_like(policy_params).exponential_().log()
-        return (policy_params - log_noise).argmax(-1, keepdim=True)
+            return pi.mean + pi.stddev * torch.randn_like(pi.mean)
+        # With exponential noise E, argmax(logits - log(E)) is distributed as softmax(logits) (Gumbel-max)
+        noise = torch.empty_like(pi.logits).exponential_()
+        return (pi.logits - noise.log()).argmax(-1)
 
     def to_env(self, actions):
         """Convert actions [B, A] to an array of what the environments take."""
@@ -222,8 +223,8 @@ class Agent(nn.Module):
         if not self.is_continuous:
             return actions + self.space.start
         low, high = self.space.low, self.space.high
-        # -1 and 1 become the bounds of a component; one without two finite bounds stays as it is. Only the
-        # environment sees the scaled and clipped action; log-probabilities are those of the one drawn
+        # In a component with two finite bounds, -1 and 1 become the bounds; other components are not scaled.
+        # Only the environment sees the scaled and clipped action; log-probabilities are of the one drawn
         with np.errstate(all="ignore"):
             scaled = low + (high - low) * (actions + 1) / 2
             actions = np.where(np.isfinite(high - low), scaled, actions)
@@ -234,22 +235,22 @@ class Agent(nn.Module):
 def make_envs(args, num_envs, video_folder=None):
     """Make environments; exits if they are not supported.
 
-    With a folder and --capture-video, the first one is recorded. Each evaluation makes its own environments.
-    So add no wrapper that learns statistics, such as NormalizeObservation: it would begin anew there, and
-    show the policy other numbers.
+    With a folder and --capture-video, the first one is recorded. Each evaluation makes its own environments,
+    so do not add a wrapper that learns statistics, such as NormalizeObservation: it would start again there,
+    and the policy would see differently scaled observations. Use --norm-obs.
     """
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]
     mode = args.vectorization
     if mode == "auto":
-        # Wrappers need single environments. Otherwise None lets gymnasium take the task's own vector
-        # environment if it has one
+        # Wrappers need single environments. Without wrappers, gymnasium chooses the task's own vector
+        # environment, if it has one, when mode is None
         mode = "sync" if wrappers else None
     is_filmed = video_folder and args.capture_video
     render = {"render_mode": "rgb_array"} if is_filmed else {}
     try:
         envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **render)
         if is_filmed:
-            envs = RecordVideo(envs, video_folder, record_first_only=True)
+            envs = gym.wrappers.vector.RecordVideo(envs, video_folder, record_first_only=True)
     except (gym.error.Error, ModuleNotFoundError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.num_envs != num_envs:
@@ -265,13 +266,13 @@ def make_envs(args, num_envs, video_folder=None):
     is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f" and flatdim(action_space) > 0
     if not is_box and not isinstance(action_space, Discrete):
         fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {action_space}")
-    # RolloutStorage is made for one autoreset mode, in which the step after an episode's end only resets. The
-    # metadata name it by a member of gymnasium's AutoresetMode, or by its value
+    # RolloutStorage is made for this autoreset mode: the step after an episode's end only resets the
+    # environment. The mode may also be given by its value, a string
     autoreset = envs.metadata.get("autoreset_mode")
-    if getattr(autoreset, "value", autoreset) != "NextStep":
+    if autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.NEXT_STEP.value):
         fail(f"--env-id {args.env_id}: metadata['autoreset_mode'] must be NEXT_STEP, not {autoreset}")
     if not isinstance(obs_space, Box) or not obs_space.shape:
-        envs.metadata["autoreset_mode"] = gym.vector.AutoresetMode.NEXT_STEP  # the wrapper takes no text
+        envs.metadata["autoreset_mode"] = AutoresetMode.NEXT_STEP  # FlattenObservation takes no string
         envs = FlattenObservation(envs)  # discrete observations become one-hot
     return envs
 
@@ -288,10 +289,8 @@ def check_evaluation(args, training_envs):
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 # Training data of a rollout or minibatch, one row for each of N steps: normalized obs [N, *D], actions
-# [N, A], and log_probs, values, advantages and returns [N] from before the update. The weight [N] of a row is
-# 1, or 0 if the step only reset its environment. Rows of weight 0 are computed like the others and count for
-# nothing. They stay because CUDA graphs need fixed shapes.
-Batch = namedtuple("Batch", "obs actions log_probs values advantages returns weights")
+# [N, A], and log_probs, values, advantages and returns [N] from before the update
+Batch = namedtuple("Batch", "obs actions log_probs values advantages returns")
 
 
 class RolloutStorage:
@@ -307,37 +306,43 @@ class RolloutStorage:
         rewards                  r_6   r_7   r_8              0        r_0
         terminated or truncated  no    no    yes              no       no
         lengths                  7     8     9                0        1
-        weight of the step       1     1     0                1        1
+        the step is trained on   yes   yes   no               yes      yes
 
-    So a step has weight 0 if lengths is 0 in the next row. Row T begins the next rollout. All attributes must
-    be such arrays, because collect_rollout and compute_batch loop over them.
+    So step t only reset its environment if lengths is 0 in row t + 1. Row T begins the next rollout. An array
+    that you add must have these T + 1 rows, too.
     """
 
     def __init__(self, envs, num_steps):
         shape = (num_steps + 1, envs.num_envs)
+        num_components = math.prod(envs.single_action_space.shape)
         self.obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)  # [T + 1, B, *D]
-        self.actions = np.zeros(
-            (*shape, math.prod(envs.single_action_space.shape)), np.float32
-        )  # [T + 1, B, A]
+        self.actions = np.zeros((*shape, num_components), np.float32)  # [T + 1, B, A]
         self.rewards = np.zeros(shape, np.float32)  # [T + 1, B], as all below
         self.terminated, self.truncated = np.zeros((2, *shape), bool)
         # Of the episode so far: its length, its return, and r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ..., by
         # whose running standard deviation --norm-reward divides rewards
         self.lengths, self.episode_returns, self.discounted = np.zeros((3, *shape), np.float32)
 
+    def start_rollout(self):
+        """Copy the last row of each array, the end of the previous rollout, to the first row."""
+        for array in vars(self).values():
+            array[0] = array[-1]
+
+    def to_tensors(self, device):
+        """Return each array as a tensor, by its name."""
+        return {name: torch.as_tensor(array, device=device) for name, array in vars(self).items()}
+
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def sample_actions(agent, obs):
     """Draw actions [B, A] for observations [B, *D] as they come from the environments."""
-    return agent.sample(agent.get_policy_params(agent.normalize(obs)))
+    return agent.sample(agent.get_distribution(agent.normalize(obs)))
 
 
 def collect_rollout(agent, act, envs, storage, gamma, device):
-    """Fill the storage with T steps; `act` is `sample_actions` of the agent, or its CUDA graph."""
-    # The last row of the previous rollout is the first one of this rollout
-    for array in vars(storage).values():
-        array[0] = array[-1]
+    """Fill the storage with T steps; `act` is `sample_actions` of the agent."""
+    storage.start_rollout()
     for t in range(len(storage.obs) - 1):
         actions = act(torch.as_tensor(storage.obs[t], device=device)).cpu()
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
@@ -347,29 +352,28 @@ def collect_rollout(agent, act, envs, storage, gamma, device):
         # If step t - 1 ended an episode, step t only reset the environment: its length and sums are 0
         continues = ~(storage.terminated[t] | storage.truncated[t])
         storage.lengths[t + 1] = continues * (storage.lengths[t] + 1)
-        with np.errstate(all="ignore"):  # what does not fit into float32 is found by check_rollout
+        with np.errstate(all="ignore"):  # check_finite reports what does not fit into float32
             storage.obs[t + 1] = obs
             storage.rewards[t + 1] = rewards
             storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + storage.rewards[t + 1])
             storage.discounted[t + 1] = continues * (gamma * storage.discounted[t] + storage.rewards[t + 1])
 
 
-def check_rollout(storage, env_id):
-    """Exit with one line that names the first observation or reward that cannot be trained on."""
-    for name in ("obs", "rewards"):
-        is_good = np.abs(getattr(storage, name)) < 1e18  # not NaN, and its square is a float32
-        if not is_good.all():
-            t, b = np.argwhere(~is_good)[0, :2]
-            when = f"after {storage.lengths[t, b]:.0f} steps of an episode"
-            fail(f"{env_id}: {name} of environment {b} {when}: not a number below 1e18 in size")
+def check_finite(env_id, obs, rewards):
+    """Exit if an observation [T, B, *D] or a reward [T, B] is not finite in float32."""
+    for name, array in (("an observation", obs), ("a reward", rewards)):
+        is_finite = np.isfinite(array).reshape(*rewards.shape, -1).all(-1)  # [T, B]
+        if not is_finite.all():
+            fail(f"{env_id}: {name} of environment {np.argwhere(~is_finite)[0, 1]} is not finite in float32")
 
 
 def compute_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
     """Compute advantages and returns [T, B] from rewards and episode ends [T, B] and values [T + 1, B].
 
-    What a step that only resets gets here means nothing. It reaches no other step, as decay is 0 in the step
-    before.
+    The numbers of a step that only resets have no meaning, and do not reach other steps: in the step before
+    it, which ended the episode, decay is 0.
     """
+    values = values.float()  # a network in bfloat16 must not make these sums inexact
     delta = rewards + gamma * values[1:] * ~terminated - values[:-1]  # eq. 12; truncation bootstraps
     decay = gamma * gae_lambda * ~(terminated | truncated)
     advantages = torch.zeros_like(values)  # [T + 1, B]
@@ -380,96 +384,97 @@ def compute_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
 
 @torch.no_grad()
 def compute_batch(agent, storage, args, device):
-    """Compute the training data of a rollout, and update the running statistics.
+    """Return the training data of a rollout as a Batch, and update the running statistics.
 
-    The network and the observation statistics have not changed since the rollout, so one large pass gives the
-    rollout's values and log-probabilities (up to rounding), and is cheaper than storing them in each step.
+    The network and the statistics of observations have not changed since the rollout. So one large pass gives
+    the values and log-probabilities of acting, up to rounding, and is cheaper than storing them in each step.
     """
-    data = {name: torch.as_tensor(array, device=device) for name, array in vars(storage).items()}
-    weights = (data["lengths"][1:] > 0).float().flatten()  # [N], N = T B
+    data = storage.to_tensors(device)
+    # Steps that only reset an environment are left out of the batch and of all statistics
+    is_trained = data["lengths"][1:] > 0  # [T, B]
     # Rewards, scaled by statistics that include this rollout
     rewards = data["rewards"][1:]  # [T, B]
     if args.norm_reward:
-        agent.return_stats.update(data["discounted"][1:].flatten(), weights)
+        agent.return_stats.update(data["discounted"][1:][is_trained])
         rewards = agent.return_stats.scale(rewards)
     # Values of all T + 1 observations, and advantages of T steps
-    raw_obs = data["obs"].flatten(0, 1)  # [(T + 1) B, *D]
-    obs = agent.normalize(raw_obs)
-    values = agent.get_values(obs).unflatten(0, storage.rewards.shape)  # [T + 1, B]
+    raw_obs = data["obs"]  # [T + 1, B, *D]
+    obs = agent.normalize(raw_obs.flatten(0, 1))  # [(T + 1) B, *D]
+    values = agent.get_values(obs).unflatten(0, raw_obs.shape[:2])  # [T + 1, B]
     advantages, returns = compute_gae(
         rewards, values, data["terminated"][1:], data["truncated"][1:], args.gamma, args.gae_lambda
     )
     # Log-probabilities of the actions. The last B observations, of row T, have no action yet
-    obs = obs[: len(weights)]
-    actions = data["actions"][:-1].flatten(0, 1)
-    pi = agent.get_distribution(agent.get_policy_params(obs))
-    log_probs = pi.log_prob(actions).sum(-1)
+    obs = obs.unflatten(0, raw_obs.shape[:2])[:-1][is_trained]  # [N, *D]
+    actions = data["actions"][:-1][is_trained]  # [N, A]
+    log_probs = agent.get_distribution(obs).log_prob(actions).sum(-1)
     # The statistics of observations change last: everything above used those of the rollout
     if args.norm_obs:
-        agent.normalize.update(raw_obs[: len(weights)], weights)
+        agent.normalize.update(raw_obs[:-1][is_trained])
     return Batch(
         obs=obs,
         actions=actions,
         log_probs=log_probs,
-        values=values[:-1].flatten(),
-        advantages=advantages.flatten(),
-        returns=returns.flatten(),
-        weights=weights,
+        values=values[:-1][is_trained],
+        advantages=advantages[is_trained],
+        returns=returns[is_trained],
     )
 
 
-def ppo_loss(agent, batch, args):
-    """Compute the loss [N] of each row, and what is logged about it: a dictionary of names and tensors [N].
+def shuffle_rows(num_rows, length, device):
+    """Return `length` row numbers: a random order of all rows, then the first ones of it again.
 
-    Keep terms that you add in the shape [N], without means: rows of weight 0 must not count.
+    All minibatches have one size then, as a CUDA graph needs, also if some steps only reset an environment.
     """
-    pi = agent.get_distribution(agent.get_policy_params(batch.obs))
+    order = torch.randperm(num_rows, device=device)
+    return order[torch.arange(length, device=device) % num_rows]
+
+
+def ppo_loss(agent, batch, args):
+    """Compute the loss of a minibatch, and metrics: a dictionary of names and tensors."""
+    pi = agent.get_distribution(batch.obs)
     log_ratio = pi.log_prob(batch.actions).sum(-1) - batch.log_probs
     ratio = log_ratio.exp()  # eq. 6
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    policy_loss = -torch.min(ratio * batch.advantages, clipped_ratio * batch.advantages)  # eq. 7
+    policy_loss = -torch.min(ratio * batch.advantages, clipped_ratio * batch.advantages).mean()  # eq. 7
     values = agent.get_values(batch.obs)
     value_loss = 0.5 * (values - batch.returns).square()
     if args.clip_vloss:
         # The larger of this loss and the loss of a value that stays within clip_coef of the old one
         near_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (near_values - batch.returns).square())
-    entropy = pi.entropy().sum(-1)
+    value_loss = value_loss.mean()
+    entropy = pi.entropy().sum(-1).mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # the negative of eq. 9
     return loss, {
         "value_loss": value_loss,
         "policy_loss": policy_loss,
         "entropy": entropy,
-        # The plain estimate of the KL divergence below, by CleanRL's name
-        "old_approx_kl": -log_ratio,
-        # The low-variance estimate of KL(pi_old, pi) (Schulman 2020, joschu.net/blog/kl-approx.html)
-        "approx_kl": ratio - 1 - log_ratio,
-        "clipfrac": ((ratio - 1).abs() > args.clip_coef).float(),
+        # Two estimates of KL(pi_old, pi), k1 and k3 in Schulman 2020, joschu.net/blog/kl-approx.html. The
+        # second one is never negative and varies less. Both names are CleanRL's
+        "old_approx_kl": -log_ratio.mean(),
+        "approx_kl": (ratio - 1 - log_ratio).mean(),
+        "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
     }
 
 
-def update_minibatch(agent, optimizer, args, *fields):
-    """Take one gradient step on a minibatch, the fields of a Batch; returns the mean of each metric.
+def update_minibatch(agent, optimizer, args, batch):
+    """Take one gradient step on a minibatch, and return its metrics.
 
-    Means are over the rows of weight 1 of all processes. Shapes are fixed and the host never waits, so that
-    a CUDA graph can record it; `capture` needs tensors as inputs, and so the fields come one by one.
+    Means are over the minibatches of all processes, which have equally many rows. Shapes are fixed and
+    nothing waits for the GPU, so that a CUDA graph can record it.
     """
-    batch = Batch(*fields)
-    count = total(batch.weights.sum()).clamp(min=1)
     if args.norm_adv:  # to mean 0 and standard deviation 1
-        mean = total((batch.weights * batch.advantages).sum()) / count
-        deviation = batch.advantages - mean
-        variance = total((batch.weights * deviation.square()).sum()) / count
-        batch = batch._replace(advantages=deviation / (variance.sqrt() + 1e-8))
+        advantages = batch.advantages - total(batch.advantages.mean()) / WORLD_SIZE
+        variance = total(advantages.square().mean()) / WORLD_SIZE
+        batch = batch._replace(advantages=advantages / (variance.sqrt() + 1e-8))
     loss, metrics = ppo_loss(agent, batch, args)
     optimizer.zero_grad()
-    # As `count` is that of all processes, the sum of their gradients is the gradient of the mean loss
-    ((batch.weights * loss).sum() / count).backward()
-    sum_gradients(agent)
+    (loss / WORLD_SIZE).backward()
+    sum_gradients(agent)  # over processes
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
-    stacked = torch.stack(list(metrics.values())).detach()  # [metrics, N]
-    means = total((batch.weights * stacked).sum(1)) / count
+    means = total(torch.stack(list(metrics.values())).detach()) / WORLD_SIZE
     return dict(zip(metrics, means))
 
 
@@ -483,15 +488,17 @@ def evaluate(agent, args, device, seed_stream, video_folder):
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros(envs.num_envs)
     is_running = np.ones(envs.num_envs, bool)
+    bar = make_bar("steps", leave=False, delay=2)
     while is_running.any() and lengths.max() < 10_000:
         obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
-        if not (obs.abs() < 1e18).all():
-            fail(f"{args.env_id}: an evaluation has an observation that is not a number below 1e18 in size")
-        actions = agent.get_distribution(agent.get_policy_params(agent.normalize(obs))).mode
+        actions = agent.get_distribution(agent.normalize(obs)).mode
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
+        check_finite(args.env_id, np.asarray(obs)[None], np.asarray(rewards)[None])
         returns += np.where(is_running, rewards, 0)
         lengths += is_running
+        bar.update(is_running.sum())
         is_running &= ~(np.asarray(terminated, bool) | np.asarray(truncated, bool))
+    bar.close()
     envs.close()
     if is_running.any():
         tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
@@ -502,90 +509,76 @@ def evaluate(agent, args, device, seed_stream, video_folder):
     }
 
 
-def score_policy(agent, args, device, run):
-    """Evaluate during training (see `train` for seeds), and keep the policy if it is the best so far."""
-    scores = evaluate(agent, args, device, 2, run.path / f"videos_{run.step}")
-    run.keep(scores, scores["eval/episodic_return"], args.eval_episodes * scores["eval/episodic_length"])
-
-
 # ---- Training ----------------------------------------------------------------------------------------------
-def summarize(storage, batch):
-    """Return what is logged about this process's rollout: ended episodes, and how the critic predicted."""
+def summarize(agent, storage, batch, args):
+    """Return what is logged about this process's rollout, beside the losses."""
     scalars = {}
     is_done = (storage.terminated | storage.truncated)[1:]
     if is_done.any():
         scalars["charts/episodic_return"] = storage.episode_returns[1:][is_done].mean()
         scalars["charts/episodic_length"] = storage.lengths[1:][is_done].mean()
-    is_valid = batch.weights > 0
-    returns = batch.returns[is_valid]
-    variance = returns.var()
+    variance = batch.returns.var()
     if variance > 0:
-        unexplained = (returns - batch.values[is_valid]).var() / variance
+        unexplained = (batch.returns - batch.values).var() / variance
         scalars["losses/explained_variance"] = 1 - unexplained.item()
+    if args.norm_reward:
+        # If this is not small, rewards of different size look the same to the agent: see --norm-reward
+        rewards = storage.rewards[1:][storage.lengths[1:] > 0]
+        limit = 10 * (agent.return_stats.var + 1e-8).sqrt().item()
+        scalars["charts/clipped_rewards"] = np.mean(np.abs(rewards) >= limit)
     return scalars
 
 
 def train(args, run):
-    """Train the agent of a run; with --evaluate, only score it.
-
-    Numbers that seed_everything gets:
-        (seed, 0)                      for the weights, which are the same in every process
-        (seed, 1, iteration, process)  for a rollout and its update, from iteration 1 on. The first
-                                       observations get the last iteration done: 0 in a new run
-        (seed, 2)                      for evaluations during training: always the same episodes
-        (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
-    """
+    """Train the agent of a run; with --evaluate, only score it."""
     # Set up
     device = set_up_device(args)
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        # The first steps, recordings and replays use one stream; the default one cannot be recorded in a
-        # graph
-        torch.cuda.set_stream(torch.cuda.Stream(device))
     envs = make_envs(args, args.num_envs // WORLD_SIZE)
     if args.eval_episodes or args.evaluate:
         check_evaluation(args, envs)
-    seed_everything(args.seed, 0)
+    seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = Agent(envs, args.norm_obs).to(device)
     agent.eval()
     run.load(agent=agent)
-    if args.evaluate:
-        print_scores(evaluate(agent, args, device, 3, run.path / f"videos_{Path(args.evaluate).stem}"))
+    scored_agent = agent  # evaluations score this network; it may be a moving average of the agent
+    if args.evaluate:  # in other episodes than those that selected best.pt
+        num_episodes = args.eval_episodes or 10
+        print_line(f"{args.evaluate}: {num_episodes} episodes of {args.env_id} with the most likely actions")
+        videos = run.path / f"videos_{Path(args.evaluate).stem}"
+        print_scores(evaluate(scored_agent, args, device, FINAL_EVALUATION, videos))
         return
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
-    options = {"lr": learning_rate, "capturable": is_cuda}
-    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True, **options)
+    optimizer = torch.optim.Adam(
+        agent.parameters(), learning_rate, eps=1e-5, fused=True, capturable=device.type == "cuda"
+    )
     run.load(optimizer=optimizer)
-    # In a resumed run, run.load put saved options in place of these: put them back. If you add a group of
-    # parameters, do so for it too. A group with another learning rate needs a tensor of its own, to be
-    # annealed below
-    optimizer.param_groups[0] |= options
+    act = Recorded(partial(sample_actions, agent), device)
+    update = Recorded(partial(update_minibatch, agent, optimizer, args), device, args)
     storage = RolloutStorage(envs, args.num_steps)
-    # The first observations go into the last row, which collect_rollout copies to the first one
-    storage.obs[-1], infos = envs.reset(seed=seed_everything(args.seed, 1, run.iteration, RANK))
-    act = partial(sample_actions, agent)
-    update = partial(update_minibatch, agent, optimizer, args)
-    must_record = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
+    # The first observations go to the last row, where the next rollout begins. A resumed run begins with new
+    # episodes; as run.iteration is part of their seed, they differ from those at the start of the run
+    seed = seed_everything(args.seed, TRAINING, run.iteration, RANK)
+    storage.obs[-1], infos = envs.reset(seed=seed)
     run.open(f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}", args.total_timesteps)
 
-    while run.step < args.total_timesteps:
-        # Evaluate, if it is time. Without --eval-interval, all evaluations together, this one included, may
-        # take at most a fifth as many steps as training so far. Its episodes are predicted to be as long as
-        # the longest one so far or, if none has ended, as 10,000 steps, where `evaluate` cuts them. It is
-        # done at the top, so that --resume repeats an evaluation that was cut off
-        if run.should_evaluate(args.eval_episodes * (run.longest or 10_000)):
-            score_policy(agent, args, device, run)
+    while True:
+        # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off
+        if run.should_evaluate():
+            scores = evaluate(scored_agent, args, device, EVALUATION, run.path / f"videos_{run.step}")
+            run.keep(scores, "eval/episodic_return", args.eval_episodes * scores["eval/episodic_length"])
+        if run.step >= args.total_timesteps:
+            break
+        seed_everything(args.seed, TRAINING, run.iteration + 1, RANK)
 
-        seed_everything(args.seed, 1, run.iteration + 1, RANK)
-
-        # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
-        # not of numbers such as those in `args`
+        # Learning rate: it falls linearly to zero
+        rate = args.learning_rate
         if args.anneal_lr:
-            learning_rate.fill_(args.learning_rate * (1 - run.step / args.total_timesteps))
+            rate *= 1 - run.step / args.total_timesteps
+        learning_rate.fill_(rate)
 
         # Collect T steps in each environment
         collect_rollout(agent, act, envs, storage, args.gamma, device)
-        check_rollout(storage, args.env_id)
+        check_finite(args.env_id, storage.obs, storage.rewards)
         batch = compute_batch(agent, storage, args, device)
 
         # Update: K epochs over the rollout, in minibatches of equal size. Training mode matters only to
@@ -593,43 +586,31 @@ def train(args, run):
         agent.train()
         for _ in range(args.update_epochs):
             sums = {}
-            for index in torch.randperm(len(batch.weights), device=device).chunk(args.num_minibatches):
-                minibatch = Batch(*(x[index] for x in batch))
-                for name, value in update(*minibatch).items():
+            order = shuffle_rows(len(batch.obs), args.num_steps * envs.num_envs, device)
+            for rows in order.chunk(args.num_minibatches):
+                minibatch = Batch(*(x[rows] for x in batch))
+                for name, value in update(minibatch).items():
                     sums[name] = sums.get(name, 0) + value
             metrics = {name: x / args.num_minibatches for name, x in sums.items()}  # means over the epoch
             if args.target_kl and metrics["approx_kl"] > args.target_kl:
                 break
-
-        # Record acting and the update, which runs neither, after the first iteration, as Adam creates its
-        # state in the first step. The update is recorded in training mode, acting in evaluation mode
-        if must_record:
-            update = capture(update, *minibatch)
-            agent.eval()
-            act = capture(act, torch.as_tensor(storage.obs[0], device=device))
-            must_record = False
         agent.eval()
 
-        # Log. Steps that only reset an environment do not count. run.log also adds to run.step and
-        # run.iteration, and saves checkpoint.pt if it is time
+        # Log, and save checkpoint.pt if it is time. Steps that only reset an environment do not count
+        run.iteration += 1
+        run.step += int(total(torch.tensor(len(batch.obs), device=device)))
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
-        scalars |= summarize(storage, batch)
-        scalars["charts/learning_rate"] = learning_rate.item()
-        num_steps = round(total(batch.weights.sum()).item())
-        lengths = storage.lengths * (storage.terminated | storage.truncated)  # of episodes that ended
-        run.longest = max(run.longest, int(lengths.max()))
-        run.log(num_steps, scalars)
+        scalars |= summarize(agent, storage, batch, args)
+        scalars["charts/learning_rate"] = rate
+        run.log(scalars)
 
-    # Evaluate the last policy, however many steps that takes
-    if run.should_evaluate():
-        score_policy(agent, args, device, run)
     envs.close()
     run.close()
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
 # What follows is the same in all scripts of this family, but for `Progress` and `main`
-if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
+if sys.stderr is None:  # if a shell has closed it, as by 2>&-; the progress bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -643,19 +624,20 @@ class Progress:
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # mean return of best.pt, None if there is none of this task
     last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+    score_name: str = ""  # name of these scores, empty before the first evaluation
     is_due: bool = False  # is it time to evaluate the newest policy
-    longest: int = 0  # length of the longest episode that has ended
 
 
 class Run(Progress):
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
-        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        """Begin a run of `task`, or resume that of a checkpoint from load_checkpoint."""
         self.args = args
+        self.settings = asdict(args)  # as they were given, even if a loop changes one in `args`
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
+        self.resume_parts = {}  # what checkpoint.pt alone holds
         self.bar = None
         if checkpoint:
             super().__init__(**checkpoint["progress"])
@@ -665,47 +647,74 @@ class Run(Progress):
             name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
             self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
 
-    def load(self, **parts):
-        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
-        self.parts |= parts
-        try:
-            for name, part in parts.items():
-                if self.checkpoint:
-                    part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+    def load(self, in_best=True, **parts):
+        """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-    def open(self, description, length, position=None):
+        With in_best=False, for what is large, only checkpoint.pt holds them. The checkpoint of a resumed run
+        must have the network `agent`; another part that it lacks stays as it is, and a line says so. An
+        optimizer keeps the options that it was made with, such as weight decay. Only its learning rates
+        become those of the checkpoint, in the same tensors.
+        """
+        (self.parts if in_best else self.resume_parts).update(parts)
+        if not self.checkpoint:
+            return
+        for name, part in parts.items():
+            if name not in self.checkpoint and name != "agent":
+                print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
+                continue
+            groups = getattr(part, "param_groups", None)  # the options of an optimizer
+            try:
+                part.load_state_dict(self.checkpoint[name])
+            except (KeyError, RuntimeError, TypeError, ValueError):
+                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+            if groups:
+                part.param_groups = groups
+        # The learning rates of all optimizers so far, once more: a scheduler changes them when it is made
+        for name, part in self.parts.items():
+            saved = self.checkpoint.get(name, {})
+            for group, saved_group in zip(getattr(part, "param_groups", []), saved.get("param_groups", [])):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(saved_group["lr"])
+                else:
+                    group["lr"] = float(saved_group["lr"])
+
+    def open(self, description, length, unit="steps", counter="step"):
         """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
 
-        The bar counts steps. In scripts with another unit, `position` says where the bar is.
+        The bar shows `counter`, a field of Progress in that unit.
         """
-        if position is None:
-            position = self.step
-        position = min(position, length)
+        self.length = length
+        self.counter = counter
+        position = self.get_position()
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.open_log()
             self.find_best()
-            print_line(f"{self.path}: {description}, {position} of {length} done")
+            print_line(f"{self.path}: {description}, {position} of {length} {unit} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # Where the bar is written to a file, every 30 seconds are enough
-        seconds = 0.1 if os.isatty(2) else 30
-        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        # The bar may count fractions, which n:.0f rounds
+        bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
+        self.bar = make_bar(unit, total=length, **options)
         self.saved_at = time.time()
         self.start_clocks()
+
+    def get_position(self):
+        """Return how much of the run's length is done."""
+        return min(getattr(self, self.counter), self.length)
 
     def find_best(self):
         """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+        if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
             self.best_score = best["progress"]["best_score"]
         else:
-            self.best_score = self.last_score = None
+            self.best_score = None
+            self.last_score = None
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -720,7 +729,7 @@ class Run(Progress):
                     entity=args.wandb_entity,
                     name=name,
                     id=name,
-                    config=asdict(args),
+                    config=self.settings,
                     sync_tensorboard=True,
                     resume="allow",
                     reinit="finish_previous",
@@ -732,17 +741,20 @@ class Run(Progress):
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        rows = "".join(f"|{name}|{value}|\n" for name, value in self.settings.items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.step)
 
     def start_clocks(self):
-        """Begin to measure the time of an iteration, without the evaluation before it."""
+        """Begin to measure an iteration, without the evaluation before it."""
         self.start = time.time()
         self.cpu_start = time.process_time()
+        self.start_step = self.step
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
+        # Numbers become those of Python, as load_checkpoint takes no others
+        progress = {key: x.item() if hasattr(x, "item") else x for key, x in asdict(self).items()}
+        checkpoint = {"args": self.settings, "progress": progress}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -757,62 +769,74 @@ class Run(Progress):
             if not math.isfinite(value):
                 fail(f"{name} is {value} at step {self.step}")
 
-    def log(self, num_steps, scalars, position=None):
-        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
+    def average_statistics(self):
+        """Average running statistics, such as those of batch norms, over processes, in trained networks."""
+        if WORLD_SIZE == 1:
+            return
+        networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        for network in networks:
+            if any(parameter.requires_grad for parameter in network.parameters()):
+                for buffer in network.buffers():
+                    if buffer.is_floating_point():
+                        total(buffer.div_(WORLD_SIZE))
+
+    def log(self, scalars):
+        """Log the scalars of an iteration, which the loop has counted, and move the bar.
 
         Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
         """
-        self.iteration += 1
-        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
-        self.cpu_seconds += time.process_time() - self.cpu_start
+        self.average_statistics()
         self.last_score = None  # the policy that this iteration made has no score yet
         if RANK > 0:
             return
-        speed = num_steps / (time.time() - self.start)
+        self.cpu_seconds += time.process_time() - self.cpu_start
+        speed = (self.step - self.start_step) / (time.time() - self.start)
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
-        if position is None:
-            position = self.step
-        self.bar.update(min(position, self.bar.total) - self.bar.n)
+        position = self.get_position()
+        self.bar.update(position - self.bar.n)
         # Evaluation points: each tenth of the run, or as --eval-interval says
-        tenths = 10 * self.bar.n // self.bar.total
+        tenths = 10 * position // self.length
         if self.args.eval_interval:
-            self.is_due = self.iteration % self.args.eval_interval == 0
+            is_point = self.iteration % self.args.eval_interval == 0
         else:
-            self.is_due = tenths > self.tenths
+            is_point = tenths > self.tenths
         self.tenths = tenths
-        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+        self.is_due = self.is_due or is_point
+        if is_point or tenths == 10 or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def should_evaluate(self, num_steps=0):
-        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
+    def should_evaluate(self):
+        """Return whether to evaluate the newest policy now: at evaluation points, and at the end of the run.
 
-        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth as many steps as training, if the estimates are right.
+        Without --eval-interval, an evaluation waits while those so far have taken more than a fifth as many
+        steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
-        if self.tenths == 10:
-            return True
-        if self.args.eval_interval:
-            return self.is_due
-        return self.is_due and self.eval_steps + num_steps <= self.step / 5
+        is_affordable = self.args.eval_interval > 0 or self.eval_steps <= self.step / 5
+        return self.tenths == 10 or (self.is_due and is_affordable)
 
-    def keep(self, scores, score, num_steps):
+    def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `score` is the one that decides: the higher, the better.
+        `name` is that of the score which decides: the higher the better, or with operator.le the lower. A
+        score of another name than the one before counts as the first.
         """
+        score = float(scores[name])
         self.write(scores)
-        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        self.bar.set_postfix_str(f"{show_name(name)} {show_number(score)}")
         self.eval_steps += round(num_steps)
-        self.last_score = float(score)
-        if self.best_score is None or score >= self.best_score:
-            self.best_score = self.last_score
+        self.is_due = False
+        self.last_score = score
+        is_first = self.best_score is None or name != self.score_name
+        self.score_name = name
+        if is_first or is_better(score, self.best_score):
+            self.best_score = score
             self.save("best.pt")
-        # Save the scores too; in a script that saves a large replay with them, only at the end
+        # Save the scores too. If large parts would be saved with them, this waits for the next checkpoint
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -829,20 +853,80 @@ class Run(Progress):
             wandb.finish()
         scores = "not evaluated"
         if self.last_score is not None:
-            best = f"{SCORE} of best.pt {self.best_score:.5g}"
-            scores = f"{best}, of the last policy {self.last_score:.5g}"
+            name = show_name(self.score_name)
+            best = show_number(self.best_score)
+            scores = f"{name} of best.pt {best}, of the last policy {show_number(self.last_score)}"
         print_line(f"{self.path}: {scores}{text}")
 
     def say_how_to_resume(self):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
-        if RANK == 0 and self.bar is not None:
-            self.bar.close()
-            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
-            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+        if RANK > 0:
+            return
+        if self.bar is None:
+            print(f"{Path(__file__).name}: interrupted", file=sys.stderr)
+            return
+        self.bar.close()
+        command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
+        print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+class Recorded:
+    """A function of tensors that, on one GPU, runs as a CUDA graph, which saves CPU overhead.
+
+    Its first call is an ordinary one, in which optimizers create their states. The second call records the
+    function, which computes nothing, and each call from then on replays the recording. Elsewhere, or if
+    CUDA_GRAPHS is False, all calls are ordinary ones.
+
+    A recording freezes numbers of Python and reads tensors again in each replay. If one of the settings in
+    `args` changes, the function is recorded again. Inputs are tensors, or named tuples of tensors, of shapes
+    that never change. A replay overwrites the output of the one before: clone what you keep.
+    """
+
+    def __init__(self, function, device, args=None):
+        self.function = function
+        self.args = args
+        self.is_on = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+        self.num_calls = 0
+        self.settings = None  # those of the recording
+
+    def __call__(self, *inputs):
+        """Call the function, or replay it for these inputs."""
+        self.num_calls += 1
+        if not self.is_on or self.num_calls == 1:
+            return self.function(*inputs)
+        settings = asdict(self.args) if self.args else {}
+        if settings != self.settings:
+            self.settings = settings
+            self.inputs = tree_map(torch.clone, inputs)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.output = self.function(*self.inputs)
+        for old, new in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
+            assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
+            old.copy_(new)
+        self.graph.replay()
+        return self.output
+
+
+def make_bar(unit, **options):
+    """Make a progress bar. If stderr is no terminal, such as a file, it writes a line every 30 seconds."""
+    return tqdm(unit=f" {unit}", mininterval=0.1 if os.isatty(2) else 30, **options)
+
+
+def show_name(score_name):
+    """Return the name of a score as words: eval/episodic_return becomes episodic return."""
+    return score_name.removeprefix("eval/").replace("_", " ")
+
+
+def show_number(x):
+    """Return a number with five digits, or with all digits before the point if these are more."""
+    return f"{x:.0f}" if 1e5 <= abs(x) < 1e15 else f"{x:.5g}"
 
 
 def print_line(line):
-    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    """Print a line in process 0. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    if RANK > 0:
+        return
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -852,7 +936,7 @@ def print_line(line):
 def print_scores(scores):
     """Print the scores of --evaluate, a line each."""
     for name, value in scores.items():
-        print_line(f"{name}: {value:.5g}")
+        print_line(f"{name}: {show_number(value)}")
 
 
 def fail(message):
@@ -879,8 +963,9 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
-    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
+    Zeros at the end of `stream` change nothing: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed.
+    It is below 2^30, so that the number of an environment can be added where a C library takes less than
+    2^31.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -898,27 +983,11 @@ def set_up_device(args):
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-
-
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs, strict=True):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
+    if not use_cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+    return device
 
 
 def load_checkpoint(path):
@@ -934,20 +1003,20 @@ def load_checkpoint(path):
 
 
 def main(argv=None):
-    """Read the command line and train; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint.
+
+    Returns the best score, or None if there is none, as with --evaluate.
+    """
     args = tyro.cli(Args, args=argv)
     checkpoint = None
     if args.resume and args.evaluate:
         fail("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
+        # Read the flags once more: those that are not given become the checkpoint's, not the defaults
         checkpoint = load_checkpoint(args.evaluate or args.resume)
-        saved = checkpoint["args"]
-        if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # If you add a rule that adapts the learning rate, go on with its last rate
-            saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
-        args = tyro.cli(Args, args=argv, default=saved)
-    counts = "num_envs num_steps total_timesteps num_minibatches update_epochs".split()
-    shares = "gamma gae_lambda".split()
+        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    counts = ("num_envs", "total_timesteps", "num_minibatches", "update_epochs")  # from 1
+    shares = ("gamma", "gae_lambda")  # up to 1
     for name, value in vars(args).items():
         if value == "":
             fail(f"--{name.replace('_', '-')} is empty, perhaps because a variable of the shell is not set")
@@ -955,6 +1024,8 @@ def main(argv=None):
             continue
         least = 1 if name in counts else 0
         most = 1 if name in shares else 1e30
+        if name == "num_steps":
+            least = 2  # an only step might be one that just resets, and there would be nothing to train on
         if not least <= value <= most:  # also if it is NaN
             fail(f"--{name.replace('_', '-')} ({value}) must be from {least} to {most}")
     if args.num_envs % WORLD_SIZE:
@@ -965,13 +1036,14 @@ def main(argv=None):
     if args.norm_adv and num_rows == args.num_minibatches:
         fail(f"--norm-adv needs minibatches of at least 2 steps, not {num_rows} minibatches of 1")
     if args.evaluate and RANK > 0:
-        return  # process 0 does it
+        return None  # process 0 does it
     run = Run(args, args.env_id, checkpoint)
     try:
         train(args, run)
     except KeyboardInterrupt:
         run.say_how_to_resume()
         sys.exit(130)
+    return None if args.evaluate else run.best_score
 
 
 if __name__ == "__main__":
