@@ -111,7 +111,10 @@ def descend(agent):
 
 
 def update_ppo(ppo, rows):
-    """Of a rollout with rows of weight 0; advantages are normalized over the rows of all processes."""
+    """Of a rollout; advantages are normalized over the rows of all processes, which have equally many.
+
+    The rows that statistics get differ in number.
+    """
     args, device = ppo.Args(num_envs=4, norm_obs=True, ent_coef=0.1), torch.device("cpu")
     envs, agents, metrics = ppo.make_envs(args, 4), [], []
     for args.max_grad_norm in (0.1, 1e9):  # which clips everything and nothing
@@ -120,16 +123,16 @@ def update_ppo(ppo, rows):
         ppo.collect_rollout(agent, partial(ppo.sample_actions, agent), envs, storage, args.gamma, device)
         with patch.multiple(ppo, total=lambda x: x):  # the same in every process
             batch = ppo.compute_batch(agent, storage, args, device)
-        assert 200 < batch.weights.sum() < 256
-        assert batch.weights[::2].sum() != batch.weights[1::2].sum()
+        num_rows = len(batch.obs)
+        assert 200 < num_rows < 256
         shake(agent)
         agent.unused = torch.nn.Parameter(torch.zeros(2))
-        batch = [x[rows] for x in batch]
-        metrics += ppo.update_minibatch(agent, descend(agent), args, *batch).values()
+        minibatch = ppo.Batch(*(x[: num_rows // 2 * 2][rows] for x in batch))
+        metrics += ppo.update_minibatch(agent, descend(agent), args, minibatch).values()
         agents.append(agent)
-    stats, obs = ppo.RunningMeanStd(4), batch[0]
+    stats = ppo.RunningMeanStd(4)
     for shift in (5.0, 0.0):
-        stats.update(obs + shift, batch[-1])
+        stats.update(batch.obs[:201][rows] + shift)
     return agents, [*metrics, stats.mean, stats.var]
 
 

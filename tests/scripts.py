@@ -183,8 +183,10 @@ def read_files(folder: Path) -> dict[Path, bytes]:
 
 
 def read_scores(out: str) -> dict[str, float]:
-    """What --evaluate prints: a name and a number in each line."""
-    rows = [re.fullmatch(r"(eval/\w+): (-?[\d.]+(?:e[+-]\d+)?)", line).groups() for line in out.splitlines()]
+    """What --evaluate prints after a line that says what it plays: a name and a number in each line."""
+    first, *lines = out.splitlines()
+    assert re.match(r"\S+\.pt: .*\d", first)
+    rows = [re.fullmatch(r"(eval/\w+): (-?[\d.]+(?:e[+-]\d+)?)", line).groups() for line in lines]
     return {name: float(number) for name, number in rows}
 
 

@@ -146,14 +146,38 @@ def test_evaluate_draws_other_numbers_than_those_that_chose_the_policy(script, w
 
 
 @each_script
-def test_evaluation_takes_at_most_a_fifth_of_the_steps(script, tmp_path):
-    """By default, and the one at the end aside."""
+def test_evaluations_come_at_tenths_and_wait_while_they_took_more_than_a_fifth(script, tmp_path):
+    """At each tenth of the run, unless those so far had more than a fifth of the steps; and at the end."""
     case = CASES[script]
     flags, size = case.even
-    scalars = read_scalars(run_quick(script, tmp_path, "--eval-interval 0", flags).path)
-    steps = [step for step, _ in scalars[case.tags[0]]]
-    assert 3 <= len(steps) <= 10 and steps[-1] == scalars[case.tags[1]][-1][0]
-    assert all(size * (i + 1) <= step / 5 for i, step in enumerate(steps[:-1])), steps
+    path = run_quick(script, tmp_path, "--eval-interval 0", flags).path
+    scalars, args = read_scalars(path), load(path / "checkpoint.pt")["args"]
+    steps = [step for step, _ in scalars["charts/SPS"]]
+    expected, num_waits, tenth, is_due = [], 0, 0, False
+    for i, step in enumerate(steps):
+        position, length = i + 1, len(steps)
+        if case.length == "--total-timesteps":
+            position, length = step, args["total_timesteps"]
+        before, tenth = tenth, min(10 * position // length, 10)
+        is_due = is_due or tenth > before
+        is_affordable = size * len(expected) <= step / 5
+        num_waits += is_due and not is_affordable
+        if tenth == 10 or (is_due and is_affordable):
+            expected.append(step)
+            is_due = False
+    assert [step for step, _ in scalars[case.tags[0]]] == expected
+    assert num_waits > 0 and len(expected) > 2
+
+
+@each_script
+def test_an_interval_sets_the_iterations_of_evaluations(script, tmp_path):
+    """Whatever they take, and at the end."""
+    case = CASES[script]
+    flags, _ = case.even
+    scalars = read_scalars(run_quick(script, tmp_path, flags, "--eval-interval 3").path)
+    steps = [step for step, _ in scalars["charts/SPS"]]
+    expected = [step for i, step in enumerate(steps) if (i + 1) % 3 == 0 or i + 1 == len(steps)]
+    assert [step for step, _ in scalars[case.tags[0]]] == expected and len(expected) > 2
 
 
 @each_script
@@ -252,7 +276,8 @@ def test_the_best_of_all_evaluations_is_kept(script, make_scores, tmp_path, monk
 
 
 NOT_FINITE = [
-    ("ppo", "--env-id probe_envs:NotFiniteobs-v0", "obs of environment 1 after 3 steps of an episode"),
+    ("ppo", "--env-id probe_envs:NotFiniteobs-v0", "v0: an observation of environment 1 is not finite"),
+    ("ppo", "--env-id probe_envs:NotFinitereward-v0", "v0: a reward of environment 1 is not finite"),
     ("ppo", "--learning-rate 1e30", "is (nan|inf) at step"),
     ("r2d2_lstm", "--env-id probe_envs:SameStepNotFiniteobs-v0", "observation of environment 1 in step 3"),
     ("r2d2_lstm", "--env-id probe_envs:NotFinitereward-v0", "reward of environment 1 in step 3"),
@@ -352,9 +377,9 @@ def test_common_flags_come_first_and_are_spelled_alike(script):
 
 
 def read_run(script: str) -> str:
-    """The part Run of a script without what may differ: Progress, main, and `capture`."""
+    """The part Run of a script without what may differ: Progress and main."""
     _, ruler, text = source(script).partition(f"# ---- Run {'-' * 99}\n")
-    for start in ("@dataclass\nclass Progress", "def capture", "def main"):
+    for start in ("@dataclass\nclass Progress", "def main"):
         text = re.sub(rf"^{start}.*?\n\n\n(?=\S)", "", text, flags=re.M | re.S)
     assert ruler and text.count("\ndef ") > 6 and "class Run" in text
     return text
@@ -362,7 +387,5 @@ def read_run(script: str) -> str:
 
 @each_script
 def test_the_part_run_is_that_of_all_scripts(script):
-    """Byte by byte, and `capture` too if there is one."""
+    """Byte by byte."""
     assert read_run(script) == read_run("ppo")
-    capture = re.compile(r"^def capture.*?\n\n\n", re.M | re.S)
-    assert capture.findall(source(script)) in ([], capture.findall(source("ppo")))

@@ -51,12 +51,11 @@ def collect(args, parts):
 def make_batch(agent, num_rows=12):
     """Make random rows, on-policy for `agent`."""
     obs = torch.randn(num_rows, 4, dtype=torch.float64)
-    pi = agent.get_distribution(agent.get_policy_params(obs))
+    pi = agent.get_distribution(obs)
     actions = pi.sample().double()
     values = agent.critic(obs).squeeze(-1)
     advantages, noise = torch.randn(2, num_rows, dtype=torch.float64)
-    weights = torch.ones_like(values)
-    return Batch(obs, actions, pi.log_prob(actions).sum(-1), values, advantages, values + noise, weights)
+    return Batch(obs, actions, pi.log_prob(actions).sum(-1), values, advantages, values + noise)
 
 
 # Rollouts and running statistics
@@ -76,7 +75,8 @@ def test_rollouts_hold_the_environments_own_transitions(is_normalized):
     for _ in range(2):
         batch = collect(args, parts)
         _, metrics = ppo_loss(agent, batch, args)
-        assert metrics["approx_kl"][batch.weights == 1].abs().max() < 1e-5
+        assert abs(metrics["approx_kl"]) < 1e-6 and metrics["clipfrac"] == 0
+        assert len(batch.obs) == (storage.lengths[1:] > 0).sum() < storage.lengths[1:].size
         episodes = [[e for e in env.unwrapped.episodes if e] for env in envs.unwrapped.envs]
         ledgers = [list(itertools.chain(*x)) for x in episodes]
         if is_normalized:
@@ -99,20 +99,18 @@ def test_rollouts_hold_the_environments_own_transitions(is_normalized):
     [((2, 3), 50, 3), ((), -1e12, 3), ((), 1.7e9, 0)],
 )
 def test_running_statistics_equal_numpys_on_all_rows(shape, center, deviation):
-    """On those of weight 1, also if no row or one is added, and if the numbers are large.
+    """Also if no row or one is added, at first too, and if the numbers are large.
 
     Such as a Unix time or a northing in metres. What the statistics normalize is cut at ten.
     """
     rng = np.random.default_rng(1)
     stats, rows = RunningMeanStd(shape), rng.normal(center, deviation, (40, *shape))
-    weights = rng.integers(0, 2, 40)
-    for x, w in zip(np.split(rows, [10, 10, 11, 25]), np.split(weights, [10, 10, 11, 25]), strict=True):
-        stats.update(torch.tensor(x), torch.tensor(w))
-    rows = rows[weights == 1]
+    for x in np.split(rows, [0, 10, 10, 11, 25]):
+        stats.update(torch.tensor(x))
     scale = np.sqrt(rows.var(0) + 1e-8)
     np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-14)
     np.testing.assert_allclose(stats.var, rows.var(0), rtol=1e-5, atol=1e-9)
-    assert stats.count == len(rows) < 40
+    assert stats.count == 40
     others = rng.normal(center, 20, (20, *shape))
     assert_close(stats(torch.tensor(others)), ((others - rows.mean(0)) / scale).clip(-10, 10))
     assert_close(stats.scale(torch.tensor(others)), (others / scale).clip(-10, 10))
@@ -145,9 +143,9 @@ def test_loss_equals_a_float64_loop(space, clip_vloss):
         for x in agent.parameters():  # so that ratios differ from one
             x += 0.05 * torch.randn_like(x)
     args = Args(clip_coef=0.05, clip_vloss=clip_vloss, ent_coef=0.3, vf_coef=0.7)
-    losses, metrics = ppo_loss(agent, batch, args)
-    num_clipped, num_clipped_values = 0, 0
-    for i in range(len(losses)):
+    loss, metrics = ppo_loss(agent, batch, args)
+    num_clipped_values, losses, expected = 0, [], []
+    for i in range(len(batch.obs)):
         row = Batch(*(x[i : i + 1] for x in batch))
         pi = Categorical(logits=agent.actor(row.obs))
         if space is BOX:
@@ -164,11 +162,11 @@ def test_loss_equals_a_float64_loop(space, clip_vloss):
             value_loss = max(value_loss, near_loss)
         entropy = pi.entropy().sum().item()
         is_clipped = float(abs(ratio - 1) > 0.05)
-        num_clipped += is_clipped
-        assert losses[i].item() == pytest.approx(policy_loss + 0.7 * value_loss - 0.3 * entropy, rel=1e-9)
-        expected = [value_loss, policy_loss, entropy, -log_ratio, ratio - 1 - log_ratio, is_clipped]
-        assert [x[i].item() for x in metrics.values()] == pytest.approx(expected, rel=1e-8, abs=1e-12)
-    assert 0 < num_clipped < 12 and (not clip_vloss or 0 < num_clipped_values < 12)
+        losses.append(policy_loss + 0.7 * value_loss - 0.3 * entropy)
+        expected.append([value_loss, policy_loss, entropy, -log_ratio, ratio - 1 - log_ratio, is_clipped])
+    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-9)
+    assert [x.item() for x in metrics.values()] == pytest.approx(np.mean(expected, 0), rel=1e-8, abs=1e-12)
+    assert 0 < metrics["clipfrac"] < 1 and (not clip_vloss or 0 < num_clipped_values < 12)
 
 
 @pytest.mark.parametrize(("norm_adv", "max_grad_norm"), [(True, 1e9), (False, 1e9), (True, 0.01)])
@@ -176,22 +174,18 @@ def test_a_step_is_the_policy_gradient_at_the_old_policy(norm_adv, max_grad_norm
     """With normalized advantages if they are asked for, and not further than the largest norm."""
     args, agent = Args(norm_adv=norm_adv, max_grad_norm=max_grad_norm), make_agent(BOX)
     batch = make_batch(agent)
-    junk = make_batch(agent)._replace(weights=batch.weights * 0, advantages=batch.advantages * 50)
-    order = torch.randperm(24)  # rows of weight 0 among the others change nothing
-    mixed = Batch(*(torch.cat(pair)[order] for pair in zip(batch, junk, strict=True)))
     advantages, values = batch.advantages, agent.critic(batch.obs).squeeze(-1)
     if norm_adv:
         advantages = (advantages - advantages.mean()) / advantages.std(correction=0)
-    log_probs = agent.get_distribution(agent.get_policy_params(batch.obs)).log_prob(batch.actions).sum(-1)
+    log_probs = agent.get_distribution(batch.obs).log_prob(batch.actions).sum(-1)
     loss = -log_probs * advantages + args.vf_coef * (values - batch.returns).square() / 2
     gradients = torch.autograd.grad(loss.mean(), [*agent.parameters()])
     gradient, before = parameters_to_vector(gradients), parameters_to_vector(agent.parameters())
     _, metrics = ppo_loss(agent, batch._replace(advantages=advantages), args)
-    found = ppo.update_minibatch(agent, torch.optim.SGD(agent.parameters(), 1.0), args, *mixed)
+    found = ppo.update_minibatch(agent, torch.optim.SGD(agent.parameters(), 1.0), args, batch)
     step = before - parameters_to_vector(agent.parameters())
     torch.testing.assert_close(step, gradient * min(1, max_grad_norm / gradient.norm()), rtol=1e-4, atol=1e-8)
-    expected = {name: x.mean() for name, x in metrics.items()}
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, check_dtype=False)
+    torch.testing.assert_close(found, metrics, rtol=1e-6, atol=1e-9, check_dtype=False)
 
 
 # Actions and evaluations
@@ -200,10 +194,12 @@ def test_a_step_is_the_policy_gradient_at_the_old_policy(norm_adv, max_grad_norm
 def test_actions_are_drawn_from_the_policy():
     """Compare frequencies with a softmax, then means and standard deviations with those of a Gaussian."""
     logits, mean, deviation = torch.tensor([[1.0, -1.0, 0.5], [0.3, -2.0, 0.0], [0.4, 1.6, 1.0]])
-    draws = make_agent(DISCRETE).sample(logits.expand(20_000, -1))
+    pi = Categorical(logits=logits.expand(20_000, 1, -1))
+    draws = make_agent(DISCRETE).sample(pi)
+    assert draws.shape == (20_000, 1)
     np.testing.assert_allclose(draws[:, 0].bincount() / 20_000, logits.softmax(-1), atol=0.014)
-    params = torch.cat((mean[:2], deviation[:2].log()))
-    draws = make_agent(BOX).sample(params.expand(20_000, -1))
+    pi = Normal(mean[:2].expand(20_000, -1), deviation[:2].expand(20_000, -1))
+    draws = make_agent(BOX).sample(pi)
     np.testing.assert_allclose(draws.mean(0), mean[:2], atol=0.05)
     np.testing.assert_allclose(draws.std(0), deviation[:2], rtol=0.03)
 
@@ -236,8 +232,8 @@ def test_an_evaluation_scores_the_first_episode_of_each_environment(monkeypatch,
     expected = {"return": np.mean(returns), "return_std": np.std(returns), "length": np.mean(lengths)}
     assert scores == pytest.approx({f"eval/episodic_{name}": x for name, x in expected.items()}, rel=1e-5)
     obs, actions = (np.array([step[i] for e in episodes for step in e]) for i in (0, 1))
-    params = agent.get_policy_params(agent.normalize(torch.tensor(obs)))
-    assert params.argmax(-1).tolist() == actions.tolist()
+    logits = agent.actor(agent.normalize(torch.tensor(obs)))
+    assert logits.argmax(-1).tolist() == actions.tolist()
 
 
 # Logging
@@ -259,7 +255,7 @@ def test_the_log_of_a_run(tmp_path, monkeypatch):
     expected = pytest.approx([1e-9 * (1 - step / 512) for step in (0, *steps[:-1])], rel=1e-6, abs=0)
     assert rates[::20] == rates[19::20] == expected and logged == expected
     for i, batch in enumerate(batches):
-        values, returns = (x[batch.weights == 1] for x in (batch.values, batch.returns))
+        values, returns = batch.values, batch.returns
         explained = 1 - (returns - values).var().item() / returns.var().item()
         value_loss = (returns - values).square().mean().item() / 2
         assert scalars["losses/value_loss"][i][1] == pytest.approx(value_loss, rel=0.03)
@@ -276,10 +272,10 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
         assert len(found) == 2 * 4 * num_epochs
 
 
-def test_returns_are_means_of_episodes_that_ended_and_rows_of_weight_0_count_for_nothing(tmp_path):
+def test_logged_returns_are_means_of_the_episodes_that_ended(tmp_path):
     """With episodes of 5 steps and a reset, and rollouts of 4: nothing is logged where none ended."""
     flags = "--env-id probe_envs:Fixed-v0 --num-envs 2 --num-steps 4 --total-timesteps 46 --eval-episodes 0"
-    path = run(tmp_path, flags, "--num-minibatches 8 --no-norm-adv").path  # of one row, some of weight 0
+    path = run(tmp_path, flags, "--num-minibatches 8 --no-norm-adv").path  # of one row
     assert all(x.isfinite().all() for x in load(path / "checkpoint.pt")["agent"].values())
     scalars = read_scalars(path)
     steps = [step for step, _ in scalars["charts/learning_rate"]]

@@ -120,22 +120,6 @@ def test_a_resume_of_best_says_what_it_does_before_it_does_it(done, monkeypatch,
     assert (done / "checkpoint.pt").read_bytes() == before
 
 
-def test_an_adapted_learning_rate_survives_a_resume(tmp_path, monkeypatch):
-    """A copy that adapts the rate sets the tensor. The flag, if given, comes first."""
-    log = ppo.Run.log
-
-    def adapt(run, *rest):
-        run.parts["optimizer"].param_groups[0]["lr"].fill_(1e-5)
-        log(run, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ppo.Run, "log", adapt)
-        path = run_main(ppo, tmp_path, SHORT, "--no-anneal-lr").path
-    for num_steps, flags, rate in ((2048, [], 1e-5), (3072, ["--learning-rate", "4e-3"], 4e-3)):
-        ppo.main(["--resume", str(path / "checkpoint.pt"), "--total-timesteps", str(num_steps), *flags])
-        assert read_scalars(path)["charts/learning_rate"][-1][1] == pytest.approx(rate)
-
-
 def test_names_with_slashes_make_one_folder(tmp_path):
     path = run_main(ppo, tmp_path, SHORT, "--exp-name a/b\\c --env-id probe_envs:Fixed-v0").path
     assert path.name.startswith("probe_envs-Fixed-v0__a-b-c__1__")
