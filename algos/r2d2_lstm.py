@@ -934,7 +934,7 @@ class Run(Progress):
         return min(getattr(self, self.counter), self.length)
 
     def find_best(self):
-        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        """Take the score to beat from best.pt; without one for the same task, the next score is the best."""
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
@@ -979,7 +979,7 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        # Numbers become those of Python, as load_checkpoint takes no others
+        # item() makes a number of Python from one of NumPy or torch, which load_checkpoint would refuse
         progress = {key: x.item() if hasattr(x, "item") else x for key, x in asdict(self).items()}
         checkpoint = {"args": self.settings, "progress": progress}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
@@ -1121,14 +1121,15 @@ class Recorded:
         self.num_calls += 1
         if not self.is_on or self.num_calls == 1:
             return self.function(*inputs)
-        settings = asdict(self.args) if self.args else {}
+        settings = dict(vars(self.args)) if self.args else {}
         if settings != self.settings:
             self.settings = settings
-            self.inputs = tree_map(torch.clone, inputs)
+            memory = tree_map(torch.clone, inputs)  # each replay reads its inputs here
+            self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-                self.output = self.function(*self.inputs)
-        for old, new in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
+                self.output = self.function(*memory)
+        for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
             assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
             old.copy_(new)
         self.graph.replay()
