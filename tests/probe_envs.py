@@ -118,6 +118,18 @@ class Quarters(Quadrants):
         return super().draw()[..., None]
 
 
+class Noise(OneStep):
+    """A normal number as the reward of one action, and 0.1 more for action 1: luck alone."""
+
+    observation_space = Box(0, 1, (1,))
+
+    def draw(self):
+        return np.ones(1, np.float32)
+
+    def score(self, action):
+        return float(self.np_random.normal() + 0.1 * action)
+
+
 class Aim(OneStep):
     """Box [2, 1]: minus the squared distance to the target shown, in half-widths of the box; optimum 0."""
 
@@ -244,7 +256,7 @@ def register(name, entry_point, **kwargs):
         gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, name, form))
 
 
-for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Quadrants, Quarters, Aim):
+for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Quadrants, Quarters, Noise, Aim):
     register(env_class.__name__, env_class)
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
 register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates
