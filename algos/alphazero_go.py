@@ -50,6 +50,7 @@ import operator
 import os
 import random
 import re
+import shlex
 import sys
 import time
 import weakref

@@ -67,6 +67,7 @@ import operator
 import os
 import random
 import re
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass

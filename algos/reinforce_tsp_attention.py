@@ -39,6 +39,7 @@ import operator
 import os
 import random
 import re
+import shlex
 import sys
 import time
 from collections import namedtuple
