@@ -292,6 +292,8 @@ def check_evaluation(args, training_envs):
     """Make and film the environments of an evaluation once, so that an error ends the run now, not later."""
     if args.capture_video and "rgb_array" not in training_envs.metadata.get("render_modes", []):
         fail(f"--capture-video: {args.env_id} has no render mode rgb_array")
+    if args.capture_video and not hasattr(gym.wrappers.vector, "RecordVideo"):
+        fail(f"--capture-video needs gymnasium 1.2, not {gym.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         envs = make_envs(args, args.eval_episodes or 10, f"{folder}/videos")
         envs.reset()  # records the first picture
