@@ -44,6 +44,7 @@ import operator
 import os
 import random
 import re
+import shlex
 import sys
 import time
 from collections import namedtuple
@@ -835,7 +836,7 @@ def train(args, run):
 
 # ---- Run ---------------------------------------------------------------------------------------------------
 # What follows is the same in all scripts of this family, but for `Progress` and `main`
-if sys.stderr is None:  # if a shell has closed it, as by 2>&-; the progress bar needs a stream
+if sys.stderr is None:  # closed by a shell, as by 2>&-, but the progress bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -861,7 +862,7 @@ class Run(Progress):
     def __init__(self, args, task, checkpoint=None):
         """Begin a run of `task`, or resume that of a checkpoint from load_checkpoint."""
         self.args = args
-        self.settings = asdict(args)  # as they were given, even if a loop changes one in `args`
+        self.settings = asdict(args)  # as they were given: a loop may change settings in `args`
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
         self.resume_parts = {}  # what checkpoint.pt alone holds
@@ -877,10 +878,10 @@ class Run(Progress):
     def load(self, in_best=True, **parts):
         """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-        With in_best=False, for what is large, only checkpoint.pt holds them. The checkpoint of a resumed run
-        must have the network `agent`; another part that it lacks stays as it is, and a line says so. An
-        optimizer keeps the options that it was made with, such as weight decay. Only its learning rates
-        become those of the checkpoint, in the same tensors.
+        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
+        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
+        optimizer's options, only learning rates are restored; the others stay as they were given, so that
+        flags such as --learning-rate or one of your own for weight decay act in a resumed run.
         """
         (self.parts if in_best else self.resume_parts).update(parts)
         if not self.checkpoint:
@@ -889,26 +890,33 @@ class Run(Progress):
             if name not in self.checkpoint and name != "agent":
                 print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
                 continue
-            groups = getattr(part, "param_groups", None)  # the options of an optimizer
+            options = getattr(part, "param_groups", None)  # only optimizers have them
             try:
                 part.load_state_dict(self.checkpoint[name])
             except (KeyError, RuntimeError, TypeError, ValueError):
                 fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
-            if groups:
-                part.param_groups = groups
-        # The learning rates of all optimizers so far, once more: a scheduler changes them when it is made
+            if options:
+                part.param_groups = options
+        self.restore_learning_rates()
+
+    def restore_learning_rates(self):
+        """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
+
+        Each call of `load` does this, as a scheduler that is made after its optimizer was loaded may have
+        changed them.
+        """
         for name, part in self.parts.items():
-            saved = self.checkpoint.get(name, {})
-            for group, saved_group in zip(getattr(part, "param_groups", []), saved.get("param_groups", [])):
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(saved_group["lr"])
-                else:
-                    group["lr"] = float(saved_group["lr"])
+            if hasattr(part, "param_groups") and name in self.checkpoint:
+                for group, saved in zip(part.param_groups, self.checkpoint[name]["param_groups"]):
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(saved["lr"])
+                    else:
+                        group["lr"] = float(saved["lr"])
 
     def open(self, description, length, unit="steps", counter="step"):
-        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
+        """Open folder and log, and show a bar; exits if the folder cannot be written to.
 
-        The bar shows `counter`, a field of Progress in that unit.
+        The run ends when `counter`, a field of Progress, is `length`; `unit` is what it counts.
         """
         self.length = length
         self.counter = counter
@@ -922,7 +930,7 @@ class Run(Progress):
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # The bar may count fractions, which n:.0f rounds
+        # Between two calls of `log`, a loop may move the bar by fractions, which n:.0f rounds
         bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
         options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
         self.bar = make_bar(unit, total=length, **options)
@@ -934,7 +942,10 @@ class Run(Progress):
         return min(getattr(self, self.counter), self.length)
 
     def find_best(self):
-        """Take the score to beat from best.pt; without one for the same task, the next score is the best."""
+        """Take the score to beat from best.pt, which may be newer than the checkpoint.
+
+        If it is missing or of another task, the next evaluation counts as the best.
+        """
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
@@ -964,7 +975,7 @@ class Run(Progress):
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # Hide what was logged after the checkpoint of a resumed run
+            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
@@ -979,8 +990,10 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        # item() makes a number of Python from one of NumPy or torch, which load_checkpoint would refuse
-        progress = {key: x.item() if hasattr(x, "item") else x for key, x in asdict(self).items()}
+        progress = asdict(self)  # the fields of Progress
+        for key, x in progress.items():
+            if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
+                progress[key] = x.item()
         checkpoint = {"args": self.settings, "progress": progress}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
@@ -994,6 +1007,7 @@ class Run(Progress):
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.step)
             if not math.isfinite(value):
+                self.writer.flush()
                 fail(f"{name} is {value} at step {self.step}")
 
     def average_statistics(self):
@@ -1010,36 +1024,39 @@ class Run(Progress):
     def log(self, scalars):
         """Log the scalars of an iteration, which the loop has counted, and move the bar.
 
-        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
         """
         self.average_statistics()
-        self.last_score = None  # the policy that this iteration made has no score yet
+        self.last_score = None  # the new policy has no score yet
         if RANK > 0:
             return
         self.cpu_seconds += time.process_time() - self.cpu_start
         speed = (self.step - self.start_step) / (time.time() - self.start)
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
-        position = self.get_position()
-        self.bar.update(position - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says
-        tenths = 10 * position // self.length
-        if self.args.eval_interval:
-            is_point = self.iteration % self.args.eval_interval == 0
-        else:
-            is_point = tenths > self.tenths
-        self.tenths = tenths
+        self.bar.update(self.get_position() - self.bar.n)
+        is_point = self.is_evaluation_point()
         self.is_due = self.is_due or is_point
-        if is_point or tenths == 10 or time.time() - self.saved_at > 600:
+        if is_point or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def should_evaluate(self):
-        """Return whether to evaluate the newest policy now: at evaluation points, and at the end of the run.
+    def is_evaluation_point(self):
+        """Return whether this iteration ends the run or a tenth of it, or an interval of --eval-interval."""
+        tenths_before = self.tenths
+        self.tenths = 10 * self.get_position() // self.length
+        if self.tenths == 10:
+            return True
+        if self.args.eval_interval:
+            return self.iteration % self.args.eval_interval == 0
+        return self.tenths > tenths_before
 
-        Without --eval-interval, an evaluation waits while those so far have taken more than a fifth as many
-        steps as training.
+    def should_evaluate(self):
+        """Return whether to evaluate the newest policy now.
+
+        The last policy is always evaluated. Others are at evaluation points; without --eval-interval, they
+        wait while the evaluations so far have taken more than a fifth as many steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -1049,8 +1066,8 @@ class Run(Progress):
     def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `name` is that of the score which decides: the higher the better, or with operator.le the lower. A
-        score of another name than the one before counts as the first.
+        `name` is that of the score which decides: the higher, the better, or with operator.le the lower. The
+        first score of a name is the best.
         """
         score = float(scores[name])
         self.write(scores)
@@ -1063,7 +1080,7 @@ class Run(Progress):
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the scores too. If large parts would be saved with them, this waits for the next checkpoint
+        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1093,20 +1110,21 @@ class Run(Progress):
             print(f"{Path(__file__).name}: interrupted", file=sys.stderr)
             return
         self.bar.close()
-        command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
+        self.writer.flush()
+        command = shlex.join(["python", __file__, "--resume", f"{self.path}/checkpoint.pt"])
         print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
 class Recorded:
     """A function of tensors that, on one GPU, runs as a CUDA graph, which saves CPU overhead.
 
-    Its first call is an ordinary one, in which optimizers create their states. The second call records the
-    function, which computes nothing, and each call from then on replays the recording. Elsewhere, or if
+    The first call is an ordinary one, in which optimizers create their states. The second call records the
+    function and replays the recording, and later calls replay it. On a CPU, with several processes, or if
     CUDA_GRAPHS is False, all calls are ordinary ones.
 
-    A recording freezes numbers of Python and reads tensors again in each replay. If one of the settings in
-    `args` changes, the function is recorded again. Inputs are tensors, or named tuples of tensors, of shapes
-    that never change. A replay overwrites the output of the one before: clone what you keep.
+    A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
+    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
+    the same. A replay overwrites the output of the replay before: clone what you keep.
     """
 
     def __init__(self, function, device, args=None):
@@ -1124,10 +1142,10 @@ class Recorded:
         settings = dict(vars(self.args)) if self.args else {}
         if settings != self.settings:
             self.settings = settings
-            memory = tree_map(torch.clone, inputs)  # each replay reads its inputs here
+            memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):  # runs nothing
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
             assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
@@ -1152,7 +1170,7 @@ def show_number(x):
 
 
 def print_line(line):
-    """Print a line in process 0. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    """Print a line in process 0. If its reader has left, as `head -n 1` does, the run goes on."""
     if RANK > 0:
         return
     try:
@@ -1184,16 +1202,16 @@ def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
     if WORLD_SIZE > 1:
         gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        # These two functions of torch join and split any tensors, not only parameters
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
+        nn.utils.vector_to_parameters(vector, gradients)
 
 
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at the end of `stream` change nothing: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed.
-    It is below 2^30, so that the number of an environment can be added where a C library takes less than
-    2^31.
+    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
+    take less than 2^31. Zeros at the end of `stream` do not count.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -1213,8 +1231,12 @@ def set_up_device(args):
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     if not use_cuda:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+    index = int(os.environ.get("LOCAL_RANK", 0))  # number of this process on this machine
+    if index >= torch.cuda.device_count():
+        fail(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --no-cuda")
+    device = torch.device("cuda", index)
+    # The default stream cannot be recorded in a graph. This also makes `device` the current one
+    torch.cuda.set_stream(torch.cuda.Stream(device))
     return device
 
 
