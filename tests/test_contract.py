@@ -352,18 +352,6 @@ def test_a_finished_run_that_was_not_evaluated_is_evaluated(script, whole, never
         assert kept == best == last and last is not None
 
 
-@each_script
-def test_the_first_score_of_another_task_is_the_best(script, whole, tmp_path):
-    case = CASES[script]
-    for i, flags in enumerate(case.other_tasks):
-        other = shutil.copytree(whole.path, tmp_path / str(i))
-        best = load(other / "best.pt")
-        best["progress"]["best_score"] = 10_000.0  # which no policy has
-        torch.save(best, other / "best.pt")
-        kept, best, _ = resume_and_score(script, other, flags, case.length, str(longer(whole.path, case)))
-        assert kept == best < 10_000
-
-
 def source(script: str) -> str:
     return (ROOT / "algos" / f"{script}.py").read_text()
 
