@@ -177,6 +177,31 @@ class NotFinite(Fixed):
         return obs, np.nan if is_due and self.where == "reward" else reward, *rest
 
 
+class Broken(Fixed):
+    """An environment with a fault of its own: KeyError when it is made, reset, or in its seventh step."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.num_steps = 0
+        if where == "making":
+            self.look_up()
+
+    def reset(self, **options):
+        if self.where == "reset":
+            self.look_up()
+        return super().reset(**options)
+
+    def step(self, action):
+        self.num_steps += 1
+        if self.where == "step" and self.num_steps == 7:
+            self.look_up()
+        return super().step(action)
+
+    def look_up(self):
+        return {}["a key that is missing"]
+
+
 class HalfEndless(Task):
     """Every second environment, by its seed, never ends; the others end after 4 steps."""
 
@@ -264,6 +289,8 @@ register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
 register("TwoActions", type("TwoActions", (Task,), {"action_space": MultiDiscrete([2, 3])}))
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
+for where in ("making", "reset", "step"):
+    register(f"Broken{where}", Broken, kwargs={"where": where})
 for layout in ("CHW", "HWC", "HW"):
     register(f"Picture{layout}", Picture, kwargs={"layout": layout})
     register(f"SmallPicture{layout}", Picture, kwargs={"layout": layout, "height": 35})

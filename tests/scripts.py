@@ -1,5 +1,6 @@
 """How the tests run each script: its flags, copies of it, and whole runs in this process."""
 
+import contextlib
 import importlib
 import importlib.util
 import io
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import ROOT, SCRIPTS, read_scalars, start_process, wait_for
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 @dataclass
@@ -279,6 +281,22 @@ def start_and_kill(module: ModuleType, iteration: int, folder: Path, *flags) -> 
     with mock.patch.object(module.Run, "log", log_and_die), pytest.raises(Killed):
         run_main(module, folder, *flags)
     return find_run(folder)
+
+
+@contextlib.contextmanager
+def watch_optimizers():
+    """Record the options of all parameter groups, without their parameters, in each step of an optimizer."""
+    steps = []
+
+    def record(optimizer, *_):
+        groups = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
+        for group in groups:
+            group["lr"] = float(group["lr"])
+        steps.append(groups)
+
+    handle = register_optimizer_step_pre_hook(record)
+    yield steps
+    handle.remove()
 
 
 def import_file(name: str, path: Path) -> ModuleType:

@@ -1,6 +1,5 @@
 """Learning rates and options of optimizers, in whole and resumed runs, and with what users add to a copy."""
 
-import contextlib
 import math
 from types import SimpleNamespace
 
@@ -19,8 +18,8 @@ from scripts import (
     load,
     run_main,
     start_and_kill,
+    watch_optimizers,
 )
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # Eight iterations of 16 steps in which no episode of Pendulum ends, so that each iteration has as many steps
 SHORT = "--env-id Pendulum-v1 --num-envs 4 --num-steps 4 --num-minibatches 1 --update-epochs 2"
@@ -37,22 +36,6 @@ RATE = """        rate = args.learning_rate
         learning_rate.fill_(rate)
 """
 EPOCHS = "        agent.train()\n        for _ in range(args.update_epochs):"
-
-
-@contextlib.contextmanager
-def watch_optimizers():
-    """Record the options of all parameter groups, without their parameters, in each step of an optimizer."""
-    steps = []
-
-    def record(optimizer, *_):
-        groups = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
-        for group in groups:
-            group["lr"] = float(group["lr"])
-        steps.append(groups)
-
-    handle = register_optimizer_step_pre_hook(record)
-    yield steps
-    handle.remove()
 
 
 def train(module, folder, flags=SHORT):
