@@ -67,7 +67,8 @@ CUDA_GRAPHS = True
 # Independent streams of random numbers, as in seed_everything(args.seed, WEIGHTS)
 WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
 MAX_EPISODE_STEPS = 10_000  # evaluations cut longer episodes
-# For the part `Run`: if one of these settings changes with --resume, the score of best.pt no longer counts
+# For the part `Run`: if one of these settings changes with --resume, the score of best.pt no longer counts.
+# The seed is one of them, as it chooses the episodes of evaluations
 TASK_SETTINGS = ("env_id", "seed", "eval_episodes")
 NETWORK_FLAGS = "--env-id, --norm-obs"  # named in the message about a checkpoint that does not fit
 
@@ -177,7 +178,7 @@ class RunningMeanStd(nn.Module):
         return (x / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def forward(self, x):
-        """Normalize rows x [N, *shape] to mean 0 and standard deviation 1, clipped to [-10, 10]."""
+        """Normalize x [..., *shape] to mean 0 and standard deviation 1, clipped to [-10, 10]."""
         return self.scale(x - self.mean)
 
 
@@ -313,15 +314,17 @@ class RolloutStorage:
     whether it ended the episode, the next observation, and the sums over the episode so far. An example, in
     which step 8 ends an episode, and step 9 only resets the environment and ignores its action:
 
-        row                      7     8     9                10       11
-        obs                      s_7   s_8   the last one     s_0      s_1      of the next episode
-        actions                  a_7   a_8   ignored          a_0      a_1
-        rewards                  r_6   r_7   r_8              0        r_0
-        terminated or truncated  no    no    yes              no       no
-        lengths                  7     8     9                0        1
-        the step is trained on   yes   yes   no               yes      yes
+        row                          7     8     9                10       11
+        of the step with this number:
+          obs                        s_7   s_8   the last one     s_0      s_1      of the next episode
+          actions                    a_7   a_8   ignored          a_0      a_1
+          is it trained on           yes   yes   no               yes      yes
+        outcome of the step before:
+          rewards                    r_6   r_7   r_8              0        r_0
+          terminated or truncated    no    no    yes              no       no
+          lengths                    7     8     9                0        1
 
-    lengths[t + 1] is 0 if step t only reset its environment. Row T begins the next rollout. All attributes
+    So lengths[t + 1] is 0 if step t only reset its environment. Row T begins the next rollout. All attributes
     are such arrays, as start_rollout and to_tensors go through all of them.
     """
 
@@ -376,9 +379,11 @@ def collect_rollout(agent, act, envs, storage, gamma, device):
 
 
 def check_finite(env_id, obs, rewards):
-    """Exit if a reward [..., B] or an observation [..., B, *D] is not finite."""
+    """Exit if an observation [..., B, *D] or a reward [..., B] is not finite in float32."""
     for name, array in (("an observation", obs), ("a reward", rewards)):
-        is_finite = np.isfinite(array).reshape(*rewards.shape, -1).all(-1)  # [..., B]
+        with np.errstate(over="ignore"):
+            array = np.asarray(array, np.float32)
+        is_finite = np.isfinite(array).reshape(*rewards.shape, -1).all(-1)  # of the shape of rewards
         if not is_finite.all():
             index = np.argwhere(~is_finite)[0, -1]
             fail(f"{env_id}: {name} of environment {index} is not finite, or too large for float32")
@@ -416,13 +421,13 @@ def compute_batch(agent, storage, args, device):
         rewards = agent.return_stats.scale(rewards)
     # Values of all T + 1 observations, and advantages of T steps
     raw_obs = data["obs"]  # [T + 1, B, *D]
-    obs = agent.normalize(raw_obs.flatten(0, 1))  # [(T + 1) B, *D]
-    values = agent.get_values(obs).unflatten(0, raw_obs.shape[:2])  # [T + 1, B]
+    obs = agent.normalize(raw_obs)  # [T + 1, B, *D]
+    values = agent.get_values(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])  # [T + 1, B]
     advantages, returns = compute_gae(
         rewards, values, data["terminated"][1:], data["truncated"][1:], args.gamma, args.gae_lambda
     )
     # Log-probabilities of the actions. The last B observations, of row T, have no action yet
-    obs = obs.unflatten(0, raw_obs.shape[:2])[:-1][is_trained]  # [N, *D]
+    obs = obs[:-1][is_trained]  # [N, *D]
     actions = data["actions"][:-1][is_trained]  # [N, A]
     log_probs = agent.get_distribution(obs).log_prob(actions).sum(-1)
     # The statistics of observations change last, as log_probs above need those that acted
@@ -511,7 +516,7 @@ def evaluate(agent, args, device, seed_stream, video_folder):
         obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
         actions = agent.get_distribution(agent.normalize(obs)).mode
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
-        check_finite(args.env_id, np.asarray(obs), np.asarray(rewards))
+        check_finite(args.env_id, obs, rewards)
         returns += np.where(is_running, rewards, 0)
         lengths += is_running
         bar.update(is_running.sum())
@@ -584,16 +589,17 @@ def train(args, run):
     run.open(f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}", args.total_timesteps)
 
     while True:
-        # Evaluate, if it is time. A checkpoint was written just before, so that --resume repeats an
-        # evaluation that was cut off
+        # Evaluate, if it is time. Checkpoints say whether an evaluation is due, so that --resume repeats one
+        # that was cut off
         if run.should_evaluate():
             scores = evaluate(scored_agent, args, device, EVALUATION, run.path / f"videos_{run.step}")
-            num_steps = args.eval_episodes * scores["eval/episodic_length"]
-            run.keep(scores, "eval/episodic_return", num_steps)
+            eval_steps = args.eval_episodes * scores["eval/episodic_length"]  # should_evaluate limits them
+            run.keep(scores, "eval/episodic_return", eval_steps)
         if run.step >= args.total_timesteps:
             break
 
-        # New random numbers in each iteration: so neither evaluations nor a resume change what training draws
+        # New random numbers in each iteration: so neither evaluations nor a resume change what training
+        # draws. + 1, as the reset above has used the first number
         seed_everything(args.seed, TRAINING, run.iteration + 1, RANK)
 
         # Learning rate: it falls linearly to zero
@@ -606,12 +612,13 @@ def train(args, run):
         collect_rollout(agent, act, envs, storage, args.gamma, device)
         check_finite(args.env_id, storage.obs, storage.rewards)
         batch = compute_batch(agent, storage, args, device)
+        num_rows = len(batch.returns)  # without steps that only reset an environment
 
         # Update: K epochs over the rollout, in minibatches of equal size
         agent.train()
         for _ in range(args.update_epochs):
             sums = {}  # of the metrics of this epoch; those of the last epoch are logged
-            order = shuffle_rows(len(batch.obs), args.num_steps * envs.num_envs, device)
+            order = shuffle_rows(num_rows, args.num_steps * envs.num_envs, device)
             for rows in order.chunk(args.num_minibatches):
                 minibatch = Batch(*(x[rows] for x in batch))
                 for name, value in update(minibatch).items():
@@ -621,9 +628,9 @@ def train(args, run):
                 break
         agent.eval()
 
-        # Log, and save checkpoint.pt if it is time. Steps that only reset an environment do not count
+        # Log, and save checkpoint.pt if it is time
         run.iteration += 1
-        run.step += int(total(torch.tensor(len(batch.obs), device=device)))
+        run.step += int(total(torch.tensor(num_rows, device=device)))
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
         scalars |= summarize(agent, storage, batch, args)
         scalars["charts/learning_rate"] = rate
@@ -653,7 +660,7 @@ class Progress:
     is_due: bool = False  # is it time to evaluate the newest policy
 
 
-class Run(Progress):
+class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -677,8 +684,8 @@ class Run(Progress):
 
         With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
         have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
-        optimizer's options, only learning rates are restored; the others stay as they were given, so that
-        flags such as --learning-rate or one of your own for weight decay act in a resumed run.
+        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
+        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
         """
         (self.parts if in_best else self.resume_parts).update(parts)
         if not self.checkpoint:
@@ -699,10 +706,10 @@ class Run(Progress):
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        Each call of `load` does this, as a scheduler that is made after its optimizer was loaded may have
-        changed them.
+        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
+        the rates of the optimizers that are loaded so far back.
         """
-        for name, part in self.parts.items():
+        for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
                 for group, saved in zip(part.param_groups, self.checkpoint[name]["param_groups"]):
                     if isinstance(group["lr"], torch.Tensor):
@@ -727,7 +734,7 @@ class Run(Progress):
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # Between two calls of `log`, a loop may move the bar by fractions, which n:.0f rounds
+        # Some scripts move the bar by fractions between two calls of `log`: n:.0f rounds them
         bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
         options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
         self.bar = make_bar(unit, total=length, **options)
@@ -747,9 +754,10 @@ class Run(Progress):
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
             self.best_score = best["progress"]["best_score"]
+            self.score_name = best["progress"]["score_name"]
         else:
             self.best_score = None
-            self.last_score = None
+            self.last_score = None  # the newest policy was not evaluated on this task
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -787,7 +795,8 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        progress = asdict(self)  # the fields of Progress
+        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
+        progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
                 progress[key] = x.item()
@@ -808,7 +817,11 @@ class Run(Progress):
                 fail(f"{name} is {value} at step {self.step}")
 
     def average_statistics(self):
-        """Average running statistics, such as those of batch norms, over processes, in trained networks."""
+        """Average running statistics, such as those of batch norms, over all processes.
+
+        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
+        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
+        """
         if WORLD_SIZE == 1:
             return
         networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
@@ -830,30 +843,26 @@ class Run(Progress):
         self.cpu_seconds += time.process_time() - self.cpu_start
         speed = (self.step - self.start_step) / (time.time() - self.start)
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
-        self.bar.update(self.get_position() - self.bar.n)
-        is_point = self.is_evaluation_point()
+        position = self.get_position()
+        self.bar.update(position - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        tenths_before = self.tenths
+        self.tenths = 10 * position // self.length
+        is_point = self.tenths > tenths_before
+        if self.args.eval_interval:
+            is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
         self.is_due = self.is_due or is_point
         if is_point or time.time() - self.saved_at > 600:
-            self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def is_evaluation_point(self):
-        """Return whether this iteration ends the run or a tenth of it, or an interval of --eval-interval."""
-        tenths_before = self.tenths
-        self.tenths = 10 * self.get_position() // self.length
-        if self.tenths == 10:
-            return True
-        if self.args.eval_interval:
-            return self.iteration % self.args.eval_interval == 0
-        return self.tenths > tenths_before
-
     def should_evaluate(self):
         """Return whether to evaluate the newest policy now.
 
-        The last policy is always evaluated. Others are at evaluation points; without --eval-interval, they
-        wait while the evaluations so far have taken more than a fifth as many steps as training.
+        The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
+        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
+        steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -863,8 +872,8 @@ class Run(Progress):
     def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `name` is that of the score which decides: the higher, the better, or with operator.le the lower. The
-        first score of a name is the best.
+        `name` is that of the score which decides: the higher, the better, or with operator.le the lower.
+        Scores of two names cannot be compared, so that the first one of another name counts as the best.
         """
         score = float(scores[name])
         self.write(scores)
@@ -908,7 +917,8 @@ class Run(Progress):
             return
         self.bar.close()
         self.writer.flush()
-        command = shlex.join(["python", __file__, "--resume", f"{self.path}/checkpoint.pt"])
+        program = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(WORLD_SIZE)]
+        command = shlex.join([*program, __file__, "--resume", f"{self.path}/checkpoint.pt"])
         print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
@@ -942,7 +952,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):  # runs nothing
+            # On the stream of set_up_device, which the first call used too. This runs nothing
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
             assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"

@@ -658,7 +658,7 @@ class Progress:
     baseline_updates: int = 0  # times that the policy became that of the rollout baseline
 
 
-class Run(Progress):
+class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -682,8 +682,8 @@ class Run(Progress):
 
         With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
         have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
-        optimizer's options, only learning rates are restored; the others stay as they were given, so that
-        flags such as --learning-rate or one of your own for weight decay act in a resumed run.
+        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
+        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
         """
         (self.parts if in_best else self.resume_parts).update(parts)
         if not self.checkpoint:
@@ -704,10 +704,10 @@ class Run(Progress):
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        Each call of `load` does this, as a scheduler that is made after its optimizer was loaded may have
-        changed them.
+        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
+        the rates of the optimizers that are loaded so far back.
         """
-        for name, part in self.parts.items():
+        for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
                 for group, saved in zip(part.param_groups, self.checkpoint[name]["param_groups"]):
                     if isinstance(group["lr"], torch.Tensor):
@@ -732,7 +732,7 @@ class Run(Progress):
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # Between two calls of `log`, a loop may move the bar by fractions, which n:.0f rounds
+        # Some scripts move the bar by fractions between two calls of `log`: n:.0f rounds them
         bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
         options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
         self.bar = make_bar(unit, total=length, **options)
@@ -752,9 +752,10 @@ class Run(Progress):
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
             self.best_score = best["progress"]["best_score"]
+            self.score_name = best["progress"]["score_name"]
         else:
             self.best_score = None
-            self.last_score = None
+            self.last_score = None  # the newest policy was not evaluated on this task
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -792,7 +793,8 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        progress = asdict(self)  # the fields of Progress
+        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
+        progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
                 progress[key] = x.item()
@@ -813,7 +815,11 @@ class Run(Progress):
                 fail(f"{name} is {value} at step {self.step}")
 
     def average_statistics(self):
-        """Average running statistics, such as those of batch norms, over processes, in trained networks."""
+        """Average running statistics, such as those of batch norms, over all processes.
+
+        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
+        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
+        """
         if WORLD_SIZE == 1:
             return
         networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
@@ -835,30 +841,26 @@ class Run(Progress):
         self.cpu_seconds += time.process_time() - self.cpu_start
         speed = (self.step - self.start_step) / (time.time() - self.start)
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
-        self.bar.update(self.get_position() - self.bar.n)
-        is_point = self.is_evaluation_point()
+        position = self.get_position()
+        self.bar.update(position - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        tenths_before = self.tenths
+        self.tenths = 10 * position // self.length
+        is_point = self.tenths > tenths_before
+        if self.args.eval_interval:
+            is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
         self.is_due = self.is_due or is_point
         if is_point or time.time() - self.saved_at > 600:
-            self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def is_evaluation_point(self):
-        """Return whether this iteration ends the run or a tenth of it, or an interval of --eval-interval."""
-        tenths_before = self.tenths
-        self.tenths = 10 * self.get_position() // self.length
-        if self.tenths == 10:
-            return True
-        if self.args.eval_interval:
-            return self.iteration % self.args.eval_interval == 0
-        return self.tenths > tenths_before
-
     def should_evaluate(self):
         """Return whether to evaluate the newest policy now.
 
-        The last policy is always evaluated. Others are at evaluation points; without --eval-interval, they
-        wait while the evaluations so far have taken more than a fifth as many steps as training.
+        The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
+        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
+        steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -868,8 +870,8 @@ class Run(Progress):
     def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `name` is that of the score which decides: the higher, the better, or with operator.le the lower. The
-        first score of a name is the best.
+        `name` is that of the score which decides: the higher, the better, or with operator.le the lower.
+        Scores of two names cannot be compared, so that the first one of another name counts as the best.
         """
         score = float(scores[name])
         self.write(scores)
@@ -913,7 +915,8 @@ class Run(Progress):
             return
         self.bar.close()
         self.writer.flush()
-        command = shlex.join(["python", __file__, "--resume", f"{self.path}/checkpoint.pt"])
+        program = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(WORLD_SIZE)]
+        command = shlex.join([*program, __file__, "--resume", f"{self.path}/checkpoint.pt"])
         print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
@@ -947,7 +950,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):  # runs nothing
+            # On the stream of set_up_device, which the first call used too. This runs nothing
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
             assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
