@@ -35,7 +35,6 @@ RATE = """        rate = args.learning_rate
             rate *= 1 - run.step / args.total_timesteps
         learning_rate.fill_(rate)
 """
-EPOCHS = "        agent.train()\n        for _ in range(args.update_epochs):"
 
 
 def train(module, folder, flags=SHORT):

@@ -182,9 +182,9 @@ def test_a_setting_is_frozen_in_a_recording_that_does_not_get_the_settings(gpu):
 
 SHORT = "--env-id Pendulum-v1 --num-envs 4 --num-steps 4 --update-epochs 2 --num-minibatches 2"
 SHORT += " --total-timesteps 128 --eval-episodes 0 --norm-obs"
-RATE = "        # Learning rate: it falls linearly to zero\n"
+RATE = "        rate = args.learning_rate\n"
 ANNEALED = "        args.ent_coef = start * (1 - run.step / args.total_timesteps)\n"
-LOOP = "    while True:\n        # Evaluate"
+LOOP = "    while True:\n"
 
 
 @pytest.fixture
