@@ -30,6 +30,8 @@ OPTIMIZER = """    optimizer = torch.optim.Adam(
     )
 """
 LOAD = "    run.load(optimizer=optimizer)\n"
+STEP = "        run.iteration += 1\n"
+SCHEDULER_STEP = f"        scheduler.step()\n{STEP}"
 RATE = """        rate = args.learning_rate
         if args.anneal_lr:
             rate *= 1 - run.step / args.total_timesteps
@@ -149,23 +151,42 @@ def test_each_option_of_adam_is_that_of_the_flags_after_a_resume(option, tmp_pat
     assert found == [before] * 6 + [after] * 14
 
 
-def test_a_second_group_keeps_its_own_rate_and_options(tmp_path):
-    """Whether the rate is a tensor or a number of Python. The first group's rate falls in the meantime."""
-    critic_groups = {
-        "tensor": '{"params": agent.critic.parameters(), "lr": torch.tensor(3e-4), "weight_decay": 0.25}',
-        "number": '{"params": agent.critic.parameters(), "lr": 3e-4, "weight_decay": 0.25}',
-    }
+GROUPS = {
+    "tensor": '{"params": agent.critic.parameters(), "lr": torch.tensor(3e-4), "weight_decay": 0.25}',
+    "number": '{"params": agent.critic.parameters(), "lr": 3e-4, "weight_decay": 0.25}',
+}  # of the critic, beside the group of all others
+
+
+def make_groups(kind):
+    """An optimizer of two groups, the second with a rate that is a tensor or a number of Python."""
     others = '{"params": [*agent.actor.parameters(), agent.actor_logstd]}'
-    for name, critic in critic_groups.items():
-        optimizer = OPTIMIZER.replace("agent.parameters()", f"[{others}, {critic}]")
-        path = edit_script("ppo", tmp_path / name, (OPTIMIZER, optimizer))
-        done = train(import_file("edited_copy", path), path.parent)
-        falling = [4e-3 * (1 - i / 8) for i in range(8) for _ in range(2)]
-        assert get_rates(done.whole) == pytest.approx(falling, rel=1e-6)
-        assert get_rates(done.whole, 1) == pytest.approx([3e-4] * 16)
-        assert done.resumed == done.rest and len(done.rest) == 10
-        assert [groups[1]["weight_decay"] for groups in done.resumed] == [0.25] * 10
-        assert [groups[0]["weight_decay"] for groups in done.resumed] == [0] * 10
+    return OPTIMIZER, OPTIMIZER.replace("agent.parameters()", f"[{others}, {GROUPS[kind]}]")
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_second_group_keeps_its_own_rate_and_options(kind, tmp_path):
+    """The first group's rate falls in the meantime."""
+    path = edit_script("ppo", tmp_path / "copy", make_groups(kind))
+    done = train(import_file("edited_copy", path), tmp_path)
+    falling = [4e-3 * (1 - i / 8) for i in range(8) for _ in range(2)]
+    assert get_rates(done.whole) == pytest.approx(falling, rel=1e-6)
+    assert get_rates(done.whole, 1) == pytest.approx([3e-4] * 16)
+    assert done.resumed == done.rest and len(done.rest) == 10
+    assert [groups[1]["weight_decay"] for groups in done.resumed] == [0.25] * 10
+    assert [groups[0]["weight_decay"] for groups in done.resumed] == [0] * 10
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_scheduler_of_two_groups_goes_on_at_the_rates_of_both(kind, tmp_path):
+    made = f"{LOAD}    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)\n"
+    made += "    run.load(scheduler=scheduler)\n"
+    changes = [(LOAD, made), (RATE, "        rate = learning_rate.item()\n"), (STEP, SCHEDULER_STEP)]
+    path = edit_script("ppo", tmp_path / "copy", make_groups(kind), *changes)
+    done = train(import_file("edited_copy", path), tmp_path)
+    for i, rate in enumerate((4e-3, 3e-4)):
+        expected = [rate * 0.8**i for i in range(8) for _ in range(2)]
+        assert get_rates(done.whole, i) == pytest.approx(expected, rel=1e-5)
+        assert get_rates(done.resumed, i) == get_rates(done.rest, i) and len(done.rest) == 10
 
 
 # Warm-ups and schedulers
@@ -197,7 +218,6 @@ SCHEDULERS = {
         1e-4 + 9.9e-3 * (1 - abs(5 - i) / 5)
     ),
 }
-STEP = "        run.iteration += 1\n"
 ORDERS = {
     "after the optimizer's load": LOAD + "    scheduler = SCHEDULER\n    run.load(scheduler=scheduler)\n",
     "before it": "    scheduler = SCHEDULER\n    run.load(optimizer=optimizer, scheduler=scheduler)\n",
@@ -210,7 +230,7 @@ def test_a_scheduler_goes_on_at_its_rate_after_a_resume(scheduler, order, tmp_pa
     """As in the run that was not killed, also if the scheduler changes the rate when it is made."""
     made = ORDERS[order].replace("SCHEDULER", f"torch.optim.lr_scheduler.{scheduler}")
     changes = [(LOAD, made), (RATE, "        rate = learning_rate.item()\n")]
-    path = edit_script("ppo", tmp_path / "copy", *changes, (STEP, f"        scheduler.step()\n{STEP}"))
+    path = edit_script("ppo", tmp_path / "copy", *changes, (STEP, SCHEDULER_STEP))
     done = train(import_file("edited_copy", path), tmp_path)
     assert get_rates(done.resumed) == get_rates(done.rest) and len(done.rest) == 10
     assert len({*get_rates(done.whole)}) > 2

@@ -272,6 +272,20 @@ def test_a_slurm_job_that_would_begin_anew_at_each_start_is_refused(submit):
     assert submit("--resume a/checkpoint.pt") == "--resume a/checkpoint.pt --run-dir runs/job-7"
 
 
+def test_a_copy_of_best_pt_is_resumed_in_a_folder_of_its_own(tmp_path):
+    """As the page on Slurm says. The run that it comes from stays, and the first score counts as the best."""
+    path = start_and_kill(ppo, 4, tmp_path / "runs", SHORT, "--eval-interval 2")
+    iteration = load(path / "best.pt")["progress"]["iteration"]
+    (tmp_path / "new").mkdir()
+    shutil.copy(path / "best.pt", tmp_path / "new" / "checkpoint.pt")
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    resume(ppo, tmp_path / "new")
+    assert {file: file.read_bytes() for file in path.iterdir()} == before
+    assert len(read_scalars(tmp_path / "new")["losses/value_loss"]) == 8 - iteration
+    best, last = (load(tmp_path / "new" / name)["progress"] for name in ("best.pt", "checkpoint.pt"))
+    assert best["iteration"] > iteration and last["iteration"] == 8
+
+
 # best.pt
 
 
