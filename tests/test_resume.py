@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,40 @@ def test_a_part_that_a_checkpoint_lacks_begins_anew_and_one_line_names_it(script
     torch.save({key: x for key, x in whole.items() if key != "agent"}, path / "checkpoint.pt")
     line = fail_with(capsys, module.main, ["--resume", str(path / "checkpoint.pt")])
     assert "checkpoint.pt: not the network of --" in line
+
+
+def test_a_checkpoint_of_a_gpu_is_read_on_a_machine_without_one(tmp_path):
+    """Its tensors say that they were on cuda:0."""
+    path = start_and_kill(ppo, 3, tmp_path, SHORT)
+    checkpoint = load(path / "checkpoint.pt")
+    with mock.patch.object(torch.serialization, "location_tag", lambda storage: "cuda:0"):
+        torch.save(checkpoint, path / "checkpoint.pt")
+    with pytest.raises(RuntimeError, match="on a CUDA device"):
+        load(path / "checkpoint.pt")
+    resume(ppo, path)
+    assert read_progress(path)["iteration"] == 8
+
+
+# Random numbers
+
+
+@pytest.mark.parametrize("script", ["ppo", "r2d2_lstm"])
+def test_a_resumed_run_draws_the_numbers_of_its_iterations(script, tmp_path):
+    """Those that the uninterrupted run draws, but begins with episodes that no other one began with.
+
+    The other scripts resume exactly, which test_contract.py shows.
+    """
+    module, flags = get_module(script), f"{CASES[script].quick} --eval-episodes 0"
+    whole = run_main(module, tmp_path / "whole", flags)
+    path = start_and_kill(module, 3, tmp_path / "killed", flags)
+    _, seeds = call_main(module, f"--resume {path / 'checkpoint.pt'}")
+    # First those of weights and episodes, then one for each iteration; a seed may be read twice
+    whole_seeds, seeds = ([*dict.fromkeys(x)] for x in (whole.seeds, seeds))
+    assert len(whole_seeds) == 2 + read_progress(whole.path)["iteration"]
+    assert len(seeds) == 2 + read_progress(path)["iteration"] - 3
+    assert seeds[0] == whole_seeds[0] and seeds[1] != whole_seeds[1]
+    num_iterations = min(len(seeds), len(whole_seeds) - 3) - 2
+    assert seeds[2:][:num_iterations] == whole_seeds[5:][:num_iterations] and num_iterations > 3
 
 
 # Kills

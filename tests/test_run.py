@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from helpers import ENVIRONMENT, ROOT, fail_with, read_scalars
 from scripts import CASES, copy_script, find_run, load, read_progress, run_main, run_quick
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from algos import ppo
 
@@ -118,6 +120,26 @@ def test_a_resume_of_best_says_what_it_does_before_it_does_it(done, monkeypatch,
         resume(done / "best.pt")
     assert "Continues from best.pt; next states go to checkpoint.pt\n" in capsys.readouterr().out
     assert (done / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_seed_seeds_all_generators_and_each_stream_is_another():
+    """The seed has room for the number of an environment below 2 ** 31."""
+    draw = {}
+    for stream in ((1,), (1, 1), (1, 2), (2, 1), (1, 1, 3), (2**40, 1)):
+        seed = ppo.seed_everything(*stream)
+        draw[stream] = seed, random.random(), np.random.rand(), torch.rand(1).item()
+        assert ppo.seed_everything(*stream) == seed < 2**30
+        assert draw[stream][1:] == (random.random(), np.random.rand(), torch.rand(1).item())
+    assert all(len({*column}) == len(draw) for column in zip(*draw.values(), strict=True))
+
+
+def test_the_log_holds_all_settings_as_they_were_given(tmp_path):
+    path = run_main(ppo, tmp_path, SHORT, "--gamma 0.97 --norm-obs").path
+    events = EventAccumulator(str(path)).Reload()
+    (text,) = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val
+    rows = dict(line.strip("|").split("|") for line in text.decode().splitlines()[2:])
+    assert rows == {name: str(value) for name, value in load(path / "checkpoint.pt")["args"].items()}
+    assert (rows["gamma"], rows["norm_obs"], rows["run_dir"]) == ("0.97", "True", str(tmp_path))
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
