@@ -173,7 +173,6 @@ def test_ctrl_c_in_evaluate_ends_with_exit_code_130(script, done, monkeypatch, c
     assert f"{script}.py: interrupted\n" in err and "Traceback" not in err
 
 
-@pytest.mark.xfail(strict=True, reason="the message is printed into the line of the bar of the evaluation")
 @each_script
 def test_ctrl_c_in_evaluate_leaves_one_line_on_a_terminal(script, done, monkeypatch, capsys):
     module = get_module(script)

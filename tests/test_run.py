@@ -169,7 +169,6 @@ def test_numbers_are_printed_with_five_digits_or_all_before_the_point(capsys):
     assert capsys.readouterr().out.splitlines() == [f"eval/{i}: {x}" for i, x in enumerate(shown)]
 
 
-@pytest.mark.xfail(strict=True, reason="the five digits are counted before the number is rounded")
 def test_a_number_that_is_rounded_to_a_hundred_thousand_has_all_its_digits():
     assert [ppo.show_number(x) for x in (99999.6, -99999.6)] == ["100000", "-100000"]
 
