@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -124,6 +125,32 @@ def test_a_checkpoint_of_a_gpu_is_read_on_a_machine_without_one(tmp_path):
         load(path / "checkpoint.pt")
     resume(ppo, path)
     assert read_progress(path)["iteration"] == 8
+
+
+# Evaluations and the bar
+
+
+@pytest.mark.parametrize("killed_in", [6, 12])
+def test_evaluations_of_a_resumed_run_come_where_those_of_a_whole_run_come(killed_in, tmp_path, monkeypatch):
+    """At tenths, of 64 steps; one with 20 steps of its own is due at the second kill, but has to wait."""
+    scores = {"eval/episodic_return": 1.0, "eval/episodic_return_std": 0.0, "eval/episodic_length": 10.0}
+    monkeypatch.setattr(ppo, "evaluate", lambda *_: scores)
+    flags = f"{SHORT} --num-steps 4 --total-timesteps 640"
+    whole = run_main(ppo, tmp_path / "whole", flags).path
+    path = start_and_kill(ppo, killed_in, tmp_path / "killed", flags)
+    assert read_progress(path)["is_due"] == (killed_in == 12)
+    resume(ppo, path)
+    found = [[step for step, _ in read_scalars(x)["eval/episodic_return"]] for x in (path, whole)]
+    assert found[0] == found[1] == [64, 128, 208, 304, 400, 512, 608, 640]
+
+
+def test_the_bar_of_a_resumed_run_begins_where_the_run_was(tmp_path, capsys):
+    path = start_and_kill(ppo, 3, tmp_path, SHORT)
+    capsys.readouterr()
+    ppo.main(["--resume", str(path / "checkpoint.pt")])
+    out, err = capsys.readouterr()
+    assert "4 environments, cpu, 96 of 256 steps done\nContinues from checkpoint.pt; next" in out
+    assert re.findall(r"(\d+)/256 steps", err)[0] == "96"
 
 
 # Random numbers
