@@ -75,6 +75,6 @@ def test_a_recipe_does_what_it_says(script, title, edited):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "title"), SLOW_CHECKS, ids=": ".join)
+@pytest.mark.parametrize(("script", "title"), [pytest.param(*x, id=": ".join(x)) for x in SLOW_CHECKS])
 def test_a_recipe_does_what_it_says_in_a_long_run(script, title, edited):
     SLOW_CHECKS[script, title](edited, edited.parent)
