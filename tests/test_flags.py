@@ -73,21 +73,25 @@ FLAGS = {
         --baseline rollout --optimizer adam --learning-rate 1e-4 --no-anneal-lr --weight-decay 1
         --max-grad-norm 0.01"""
     )
-    | change_weights("--baseline-instances 200 --baseline-level 0", given="--baseline rollout")
+    | change_weights("--baseline-level 1", given="--baseline rollout")
+    | change_weights("--baseline-instances 200", given="--baseline rollout --baseline-level 0.5")
     | {
         "data": ("log", "--data tsp.txt", EVALUATED),
         "solve": ("files", "--solve tours", "--evaluate made/best.pt --data tsp.txt"),
     },
     "alphazero_go": change_weights(
         """--env-id Go-3x3 --komi 2.5 --score-weight 0 --blocks 2 --channels 8 --bf16 --simulations-start 3
-        --simulations-end 9 --num-workers 2 --c-puct 3 --first-q zero --noise-weight 0.9 --dirichlet-alpha 9
+        --simulations-end 9 --c-puct 3 --first-q zero --noise-weight 0.9 --dirichlet-alpha 9
         --num-games 4 --epsilon-start 0.9 --epsilon-end 0.9 --draw-moves 0 --num-epochs 5
         --pretrain-value-epochs 0 --pretrain-search-epochs 0 --pool-size 128 --generate-fraction 0.9
-        --train-fraction 0.5 --random-fraction 0.25 --max-age 1 --batch-size 8 --learning-rate 1e-3
+        --train-fraction 0.5 --random-fraction 0.25 --batch-size 8 --learning-rate 1e-3
         --no-anneal-lr --weight-decay 1 --value-coef 0.9 --q-weight-start 1 --q-weight-end 1"""
     )
+    | change_weights("--num-workers 2", given="--pseudo-limit 0.9")
     | change_weights("--pseudo-limit 0.9", given="--num-workers 2")
+    | change_weights("--max-age 1", given="--pretrain-value-epochs 0 --pretrain-search-epochs 0")
     | {
+        "evaluate": ("said", "--evaluate made/best.pt --eval-episodes 2"),
         "gtp": ("said", "--gtp made/best.pt"),
         "resign_below": ("said", "--resign-below 1", "--gtp made/best.pt"),
     },
@@ -97,7 +101,7 @@ FLAGS = {
         --detector-iterations 2 --batch-size 4 --detector-lr 1e-3 --ppo-iterations 2 --num-envs 8
         --learning-rate 1e-3 --head-lr-scale 1 --no-anneal-lr --gamma 0.5 --gae-lambda 0.2
         --num-minibatches 1 --update-epochs 2 --clip-coef 0.001 --vf-coef 0.1 --ent-coef 1 --joint-coef 1
-        --log-std -1 --max-grad-norm 0.01"""
+        --log-std=-1 --max-grad-norm 0.01"""
     )
     | change_weights("--ignore-index 0", given="--data-dir pictures")
     | change_weights("--val-share 0.4", given="--data-dir whole --val-share 0.2")
@@ -166,7 +170,7 @@ def record_run(script, folder, flags):
     for path in folder.glob("*/*__*/"):  # the run's folder, if there is one
         checkpoint = load(path / "checkpoint.pt")
         found["parts"] = sorted(checkpoint)
-        found["weights"] = {name: x.numpy().tobytes() for name, x in checkpoint["agent"].items()}
+        found["weights"] = {name: hash(x.numpy().tobytes()) for name, x in checkpoint["agent"].items()}
         scalars = read_scalars(path)
         found["log"] = {tag: x for tag, x in scalars.items() if not tag.endswith(("seconds", "SPS"))}
     return found
