@@ -43,14 +43,17 @@ game.
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.4", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import math
+import operator
 import os
 import random
 import re
+import shlex
 import sys
 import time
+import weakref
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -66,6 +69,7 @@ import numpy as np
 import torch
 import tyro
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -75,17 +79,24 @@ from envs_shared.go import make_game
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record the search and the minibatch as CUDA graphs; replaying them saves CPU overhead. Numbers
-# and `if` of Python stay as they were when recorded: what shall change must be a tensor, changed in place.
-# Set it to False for edits that need the host in between, such as print, .item() or `if` on a tensor
+# On one GPU, a simulation and a minibatch are recorded as CUDA graphs, which saves CPU overhead. Set this to
+# False for edits that a graph cannot record, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-# What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
-# written, its score cannot be compared, and the next evaluation replaces it; add your game's own options.
-# NETWORK_FLAGS: named in the message about a checkpoint that does not fit (--num-games decides the size of
-# the saved games). SCORE: name of the score of best.pt; see score_network
-TASK_SETTINGS = ("env_id", "komi")
+# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION, PLAIN_EVALUATION = range(5)
+# What the part `Run` must know of this script: if one of these settings changes with --resume, best.pt begins
+# again; these flags are named if the network or the games of a checkpoint do not fit
+TASK_SETTINGS = ("env_id", "komi", "seed", "eval_episodes")
 NETWORK_FLAGS = "--env-id, --blocks, --channels, --num-games"
-SCORE = "summed lead"
+
+# Defined in the part `Run` at the end, but used before it:
+#   total(x)            sums a tensor over all processes; with one process it changes nothing
+#   sum_gradients       sums the gradients of a network over all processes
+#   seed_everything     seeds all random generators from a few integers
+#   Recorded(f, ...)    calls the function f; on one GPU, it records f as a CUDA graph and replays that
+#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
+#   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
+#   fail(message)       prints one line and exits with code 2
 
 
 @dataclass
@@ -103,7 +114,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between matches and checkpoints (0: ten a run, fewer if costly)
+    eval_interval: int = 0  # epochs between matches and checkpoints (0: ten a run, or fewer if they are slow)
     eval_episodes: int = 100  # games against plain MCTS at the end; other matches have at most 40
     gtp: str | None = None  # checkpoint.pt or best.pt to play with by the Go Text Protocol
     resign_below: float = 0.0  # with --gtp, resign if the value is lower
@@ -341,7 +352,7 @@ class Search:
     nothing to compute reads and writes `nowhere`.
     """
 
-    def __init__(self, go, evaluator, boards, num_simulations, args, scores=puct_scores, use_graphs=False):
+    def __init__(self, go, evaluator, boards, num_simulations, args, scores=puct_scores):
         self.go = go
         self.evaluator = evaluator
         self.args = args
@@ -364,12 +375,9 @@ class Search:
             self.num_nodes = self.roots.clone()
         self.pseudo = None  # pseudo-visits of each edge [G, M, A], if two workers search
         self.start(boards)
-        if use_graphs and go.fixed_shapes:
-            # Two simulations first: plans of convolutions and first allocations cannot be recorded
-            self.simulate()
-            self.simulate()
-            self.simulate = capture(self.simulate)
-            self.start(boards)
+        if go.fixed_shapes:
+            # The proxy keeps the recording from holding the trees, so that these are freed after their use
+            self.simulate = Recorded(partial(Search.simulate, weakref.proxy(self)), go.device)
 
     def start(self, boards):
         """Begin new trees, in the same memory, with boards [G] at the roots."""
@@ -797,7 +805,7 @@ def make_images(records, go):
 def collect_images(self_play, go, search, num_positions, stage, args, bar):
     """Play until finished games have enough positions; returns their images, and the number of all moves.
 
-    The bar counts the positions up to `num_positions`.
+    This moves the bar by half an epoch.
     """
     records = []
     num_found = 0
@@ -808,7 +816,7 @@ def collect_images(self_play, go, search, num_positions, stage, args, bar):
         ended, new = play_moves(self_play, go, search, stage, args)
         is_awaited[ended] = False
         records.append(new)
-        bar.update(min(len(new.z), max(0, num_positions - num_found)))
+        bar.update(0.5 * min(len(new.z), max(0, num_positions - num_found)) / num_positions)
         num_found += len(new.z)
     num_moves = len(records) * len(is_awaited)  # each call of play_moves made one in each game
     return make_images(concatenate(records), go), num_moves
@@ -874,13 +882,15 @@ def train_minibatch(agent, optimizer, pool, turn, batch_size, fixed_shapes, stag
     return metrics
 
 
-def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args, bar, use_graphs=False):
-    """Train on minibatches of the pool, which the bar counts; returns the means of what they log."""
+def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args, bar):
+    """Train on minibatches of the pool; returns the means of what they log.
+
+    This moves the bar by half an epoch.
+    """
     batch_size = args.batch_size // WORLD_SIZE
     # Fixed shapes need a full minibatch for each turn
     num_least = pool.turn.bincount(minlength=num_turns).min().item()
     fixed_shapes = pool.z.is_cuda and num_least >= batch_size
-    # A function of `turn` alone, which a graph can record
     update = partial(
         train_minibatch,
         agent,
@@ -891,21 +901,14 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
         stage=stage,
         args=args,
     )
+    if fixed_shapes:
+        update = Recorded(update, pool.z.device)
     sums = {}
     for turn in torch.arange(num_minibatches, device=pool.z.device) % num_turns:
         for name, value in update(turn).items():
             sums[name] = sums.get(name, 0) + value
-        # Record a graph after the first minibatch, in which AdamW creates its state
-        if use_graphs and fixed_shapes:
-            update = capture(update, turn)
-            use_graphs = False
-        bar.update()
+        bar.update(0.5 / num_minibatches)
     optimizer.zero_grad()  # frees the gradients, which games and matches do not need
-    # Each process has its own statistics of batch norms, which become their means. total is the sum over
-    # processes, in place as div_
-    for statistics in agent.buffers():
-        if statistics.is_floating_point():
-            total(statistics).div_(WORLD_SIZE)
     return {name: x / num_minibatches for name, x in sums.items()}
 
 
@@ -972,6 +975,7 @@ def play_match(go, players, num_games, komi):
     boards = boards.pick(number % num_openings)
     is_first_black = number < num_openings
 
+    bar = make_bar("moves", leave=False, delay=2)
     # Each player moves in all games where it is its turn
     while not boards.is_over.all():
         for player, is_black in zip(players, (is_first_black, ~is_first_black)):
@@ -979,6 +983,8 @@ def play_match(go, players, num_games, komi):
             if len(rows):
                 moving = boards.pick(rows)
                 boards.put(rows, go.play(moving, player(moving)))
+                bar.update(len(rows))
+    bar.close()
 
     # Margins of black become those of the first player
     margin = (go.score(boards) - komi) * (2 * is_first_black - 1)
@@ -1009,60 +1015,41 @@ def evaluate(go, agent, args, best=None):
 
 
 def score_network(go, agent, best, args, run):
-    """Play against the best network; a new one that wins at least half of the games replaces it in best.pt.
+    """Play a match against the best network, which is replaced if the new one wins at least half of it.
 
-    Process 0 alone does this, as run.should_evaluate is False in the others.
-
-    Before the first evaluation, `best` is the network as initialized. If there is no score to beat, at the
-    first evaluation or after --resume changed one of TASK_SETTINGS, the new network is kept even if it loses
-    (run.best_score is None). The score adds up (win rate - 1/2) over all networks that
-    were kept, so it never falls after the first. run.keep writes best.pt if the score is not below the old
-    one, which is the case if lead >= 0. For another rule, change both the `if` below and the score that
-    run.keep gets.
+    At the end of the run, also play against plain MCTS.
     """
-    seed_everything(args.seed, 2, run.iteration)
+    seed_everything(args.seed, EVALUATION, run.iteration)
     scores = evaluate(go, agent, args, best)
-    best_score = run.best_score
-    lead = scores["eval/win_rate_best"] - 0.5
-    if best_score is None or lead >= 0:
+    # The first network that is evaluated, or evaluated after --resume changed one of TASK_SETTINGS, becomes
+    # the best one in any case
+    is_best = run.best_score is None or scores["eval/win_rate_best"] >= 0.5
+    if is_best:
         best.load_state_dict(agent.state_dict())
     is_last = run.iteration >= args.num_epochs
     if is_last:
-        seed_everything(args.seed, 4)
+        seed_everything(args.seed, PLAIN_EVALUATION)
         scores = evaluate(go, agent, args) | scores  # eval/moves stays that of the match against `best`
         run.win_rate = scores["eval/win_rate"]
-    run.keep(scores, (best_score or 0.0) + lead, scores["eval/moves"])
-    # checkpoint.pt needs the score, and `best` if it is new, so that --resume does not repeat this match.
-    # With one process, run.keep saves it only at the end of the run, as it holds the pool
+    run.keep(scores, "eval/win_rate_best", scores["eval/moves"], is_better=lambda *_: is_best)
+    # Save `best` too, so that --resume does not repeat this match. With one process, run.keep saves
+    # checkpoint.pt only at the end of the run, as it holds the pool
     if not is_last:
         run.save()
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
 def train(args, run):
-    """Train the agent of a run; with --evaluate, only score it, and with --gtp, only play.
-
-    Arguments of seed_everything:
-        (seed, 0)                  for the weights, which are the same in every process
-        (seed, 1, epoch, process)  for the games and minibatches of an epoch, from 1 on
-        (seed, 2, epoch)           for a match against the best network
-        (seed, 3)                  for --evaluate
-        (seed, 4)                  for the match against plain MCTS at the end
-    """
+    """Train the agent of a run; with --evaluate, only score it, and with --gtp, only play."""
     # Set up
     device = set_up_device(args)
     is_cuda = device.type == "cuda"
-    if is_cuda:
-        # The first steps, recordings and replays use one stream; the default one cannot be recorded in a
-        # graph
-        torch.cuda.set_stream(torch.cuda.Stream(device))
-    use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
     go = make_game(args.env_id, device)
-    # On a GPU, one worker searches in fixed shapes, recorded or not
+    # On a GPU, one worker searches in fixed shapes, so that a CUDA graph can record a simulation
     search_go = make_game(args.env_id, device, is_cuda and args.num_workers == 1)
-    seed_everything(args.seed, 0)
+    seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = Agent(go, args).to(device)
-    best = deepcopy(agent)
+    best = deepcopy(agent).requires_grad_(False)  # the network that matches are played against
     run.load(agent=agent)
     if args.gtp:
         from envs_shared.go_gtp import Engine
@@ -1070,44 +1057,35 @@ def train(args, run):
         Engine(go, partial(Search, go, make_evaluator(go, agent)), args).serve(sys.stdin)
         return
     if args.evaluate:
-        seed_everything(args.seed, 3)
+        print_line(f"{args.evaluate}: {args.eval_episodes} games of {args.env_id} against plain MCTS")
+        seed_everything(args.seed, FINAL_EVALUATION)
         print_scores(evaluate(go, agent, args))
         return
-    options = {"weight_decay": args.weight_decay, "capturable": is_cuda}
-    optimizer = torch.optim.AdamW(agent.parameters(), fused=True, **options)
+    optimizer = torch.optim.AdamW(
+        agent.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True, capturable=is_cuda
+    )
     run.load(best=best, optimizer=optimizer)
-    # Loading put saved options here: put those of this run back. Do so for each group that you add
-    optimizer.param_groups[0] |= options
     self_play = SelfPlay(go, args.num_games // WORLD_SIZE)
     if WORLD_SIZE == 1:
-        # Games and pool are large: they are saved only if there is one process, and only in checkpoint.pt.
-        # best.pt holds run.parts, to which run.load adds: move them from there to run.resume_parts
-        if run.checkpoint and "games" in run.checkpoint:
-            run.load(games=self_play)
-        run.parts.pop("games", None)
-        run.resume_parts["games"] = self_play
+        # Games and pool are large: only checkpoint.pt holds them, and only if there is one process
+        run.load(in_best=False, games=self_play)
     # Per epoch: positions that this process needs, of K images each, and minibatches
     num_turns = len(go.move_images)
     capacity = args.pool_size // WORLD_SIZE
     num_positions = math.ceil(args.generate_fraction * capacity / num_turns)
     num_minibatches = math.ceil(args.train_fraction * args.pool_size / args.batch_size)
-    epoch_length = num_positions + num_minibatches  # of the bar
-    run.open(
-        f"{args.num_games} {'saved' if self_play.pool else 'new'} games and pool on {device}",
-        args.num_epochs * epoch_length,
-        run.iteration * epoch_length,
-    )
+    games = f"{args.num_games} {'saved' if self_play.pool else 'new'} games and pool"
+    run.open(f"{games} on {device}", args.num_epochs, "epochs", "iteration")
 
-    while run.iteration < args.num_epochs:
-        # Evaluate, if it is time. Without --eval-interval, all evaluations together, this one included, may
-        # have at most a fifth as many moves as self-play so far; the argument is the most that a match can
-        # have. It is done at the top, so that --resume repeats an evaluation that was cut off
-        if run.should_evaluate(min(40, args.eval_episodes) * go.max_moves):
+    while True:
+        # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off
+        if run.should_evaluate():
             score_network(go, agent, best, args, run)
-
+        if run.iteration >= args.num_epochs:
+            break
         epoch = run.iteration
         run.win_rate = None  # of the network that this epoch makes
-        seed_everything(args.seed, 1, epoch + 1, RANK)
+        seed_everything(args.seed, TRAINING, epoch + 1, RANK)
 
         # Stage: another kind of games begins with new games and an empty pool
         stage = get_stage(epoch, go.max_legal, args)
@@ -1128,7 +1106,6 @@ def train(args, run):
                 stage.num_simulations,
                 args,
                 scores=stage.scores,
-                use_graphs=use_graphs,
             )
         images, num_moves = collect_images(self_play, go, search, num_positions, stage, args, run.bar)
         images = images._replace(
@@ -1140,20 +1117,14 @@ def train(args, run):
 
         # Update: minibatches of the pool
         metrics = train_epoch(
-            agent,
-            optimizer,
-            self_play.pool,
-            num_minibatches,
-            num_turns,
-            stage,
-            args,
-            bar=run.bar,
-            use_graphs=use_graphs,
+            agent, optimizer, self_play.pool, num_minibatches, num_turns, stage, args, run.bar
         )
 
-        # Log. run.log also adds to run.step and run.iteration, and saves checkpoint.pt if it is time
-        pool = self_play.pool
+        # Log, and save checkpoint.pt if it is time
+        run.iteration += 1
         num_moves = int(total(torch.tensor(num_moves, device=device)))
+        run.step += num_moves
+        pool = self_play.pool
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
         scalars |= {
             "pool/size": len(pool.z),
@@ -1165,11 +1136,8 @@ def train(args, run):
             "charts/train_seconds": time.time() - collected,
         }
         run.bar.set_postfix_str(f"{stage.name}, loss {scalars['losses/loss']:.3f}", refresh=False)
-        run.log(num_moves, scalars, (epoch + 1) * epoch_length)
+        run.log(scalars)
 
-    # Evaluate the last network, whatever that costs, against plain MCTS too
-    if run.should_evaluate():
-        score_network(go, agent, best, args, run)
     text = ""
     if run.win_rate is not None:
         text = f", which wins {run.win_rate:.0%} of its games against plain MCTS"
@@ -1178,7 +1146,7 @@ def train(args, run):
 
 # ---- Run ---------------------------------------------------------------------------------------------------
 # What follows is the same in all scripts of this family, but for `Progress` and `main`
-if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
+if sys.stderr is None:  # closed by a shell, as by 2>&-, but the progress bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -1190,21 +1158,23 @@ class Progress:
     step: int = 0  # moves of self-play, in total across processes
     eval_steps: int = 0  # moves of the matches against the best network
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # summed lead of best.pt, None before the first match
-    last_score: float | None = None  # the same of the newest network, None if it was not evaluated
+    best_score: float | None = None  # win rate of best.pt against the best one before, None if not played
+    last_score: float | None = None  # that of the newest network, None if not played
+    score_name: str = ""  # name of these scores, empty before the first evaluation
     is_due: bool = False  # is it time to evaluate the newest network
     win_rate: float | None = None  # of the newest network against plain MCTS, None before the last epoch
 
 
-class Run(Progress):
+class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
-        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        """Begin a run of `task`, or resume that of a checkpoint from load_checkpoint."""
         self.args = args
+        self.settings = asdict(args)  # as they were given: a loop may change settings in `args`
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
+        self.resume_parts = {}  # what checkpoint.pt alone holds
         self.bar = None
         if checkpoint:
             super().__init__(**checkpoint["progress"])
@@ -1214,47 +1184,85 @@ class Run(Progress):
             name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
             self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
 
-    def load(self, **parts):
-        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
-        self.parts |= parts
-        try:
-            for name, part in parts.items():
-                if self.checkpoint:
-                    part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+    def load(self, in_best=True, **parts):
+        """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-    def open(self, description, length, position=None):
-        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
-
-        The bar counts steps. In scripts with another unit, `position` says where the bar is.
+        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
+        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
+        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
+        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
         """
-        if position is None:
-            position = self.step
-        position = min(position, length)
+        (self.parts if in_best else self.resume_parts).update(parts)
+        if not self.checkpoint:
+            return
+        for name, part in parts.items():
+            if name not in self.checkpoint and name != "agent":
+                print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
+                continue
+            options = getattr(part, "param_groups", None)  # only optimizers have them
+            try:
+                part.load_state_dict(self.checkpoint[name])
+            except (KeyError, RuntimeError, TypeError, ValueError):
+                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+            if options:
+                part.param_groups = options
+        self.restore_learning_rates()
+
+    def restore_learning_rates(self):
+        """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
+
+        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
+        the rates of the optimizers that are loaded so far back.
+        """
+        for name, part in (self.parts | self.resume_parts).items():
+            if hasattr(part, "param_groups") and name in self.checkpoint:
+                for group, saved in zip(part.param_groups, self.checkpoint[name]["param_groups"]):
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(saved["lr"])
+                    else:
+                        group["lr"] = float(saved["lr"])
+
+    def open(self, description, length, unit="steps", counter="step"):
+        """Open folder and log, and show a bar; exits if the folder cannot be written to.
+
+        The run ends when `counter`, a field of Progress, is `length`; `unit` is what it counts.
+        """
+        self.length = length
+        self.counter = counter
+        position = self.get_position()
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.open_log()
             self.find_best()
-            print_line(f"{self.path}: {description}, {position} of {length} done")
+            print_line(f"{self.path}: {description}, {position} of {length} {unit} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # Where the bar is written to a file, every 30 seconds are enough
-        seconds = 0.1 if os.isatty(2) else 30
-        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        # Some scripts move the bar by fractions between two calls of `log`: n:.0f rounds them
+        bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
+        self.bar = make_bar(unit, total=length, **options)
         self.saved_at = time.time()
         self.start_clocks()
 
+    def get_position(self):
+        """Return how much of the run's length is done."""
+        return min(getattr(self, self.counter), self.length)
+
     def find_best(self):
-        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        """Take the score to beat from best.pt, which may be newer than the checkpoint.
+
+        If it is missing or of another task, the next evaluation counts as the best.
+        """
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+        if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
             self.best_score = best["progress"]["best_score"]
+            self.score_name = best["progress"]["score_name"]
         else:
-            self.best_score = self.last_score = None
+            self.best_score = None
+            self.last_score = None  # the newest policy was not evaluated on this task
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -1269,7 +1277,7 @@ class Run(Progress):
                     entity=args.wandb_entity,
                     name=name,
                     id=name,
-                    config=asdict(args),
+                    config=self.settings,
                     sync_tensorboard=True,
                     resume="allow",
                     reinit="finish_previous",
@@ -1277,21 +1285,26 @@ class Run(Progress):
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # Hide what was logged after the checkpoint of a resumed run
+            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        rows = "".join(f"|{name}|{value}|\n" for name, value in self.settings.items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.step)
 
     def start_clocks(self):
-        """Begin to measure the time of an iteration, without the evaluation before it."""
+        """Begin to measure an iteration, without the evaluation before it."""
         self.start = time.time()
         self.cpu_start = time.process_time()
+        self.start_step = self.step
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
+        progress = asdict(self)
+        for key, x in progress.items():
+            if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
+                progress[key] = x.item()
+        checkpoint = {"args": self.settings, "progress": progress}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -1304,64 +1317,81 @@ class Run(Progress):
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.step)
             if not math.isfinite(value):
+                self.writer.flush()
                 fail(f"{name} is {value} at step {self.step}")
 
-    def log(self, num_steps, scalars, position=None):
-        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
+    def average_statistics(self):
+        """Average running statistics, such as those of batch norms, over all processes.
 
-        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
+        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
         """
-        self.iteration += 1
-        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
-        self.cpu_seconds += time.process_time() - self.cpu_start
-        self.last_score = None  # the policy that this iteration made has no score yet
+        if WORLD_SIZE == 1:
+            return
+        networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        for network in networks:
+            if any(parameter.requires_grad for parameter in network.parameters()):
+                for buffer in network.buffers():
+                    if buffer.is_floating_point():
+                        total(buffer.div_(WORLD_SIZE))
+
+    def log(self, scalars):
+        """Log the scalars of an iteration, which the loop has counted, and move the bar.
+
+        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
+        """
+        self.average_statistics()
+        self.last_score = None  # the new policy has no score yet
         if RANK > 0:
             return
-        speed = num_steps / (time.time() - self.start)
+        self.cpu_seconds += time.process_time() - self.cpu_start
+        speed = (self.step - self.start_step) / (time.time() - self.start)
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
-        if position is None:
-            position = self.step
-        self.bar.update(min(position, self.bar.total) - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says
-        tenths = 10 * self.bar.n // self.bar.total
+        position = self.get_position()
+        self.bar.update(position - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        tenths_before = self.tenths
+        self.tenths = 10 * position // self.length
+        is_point = self.tenths > tenths_before
         if self.args.eval_interval:
-            self.is_due = self.iteration % self.args.eval_interval == 0
-        else:
-            self.is_due = tenths > self.tenths
-        self.tenths = tenths
-        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+            is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
+        self.is_due = self.is_due or is_point
+        if is_point or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def should_evaluate(self, num_steps=0):
-        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
+    def should_evaluate(self):
+        """Return whether to evaluate the newest policy now.
 
-        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth as many steps as training, if the estimates are right.
+        The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
+        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
+        steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
-        if self.tenths == 10:
-            return True
-        if self.args.eval_interval:
-            return self.is_due
-        return self.is_due and self.eval_steps + num_steps <= self.step / 5
+        is_affordable = self.args.eval_interval > 0 or self.eval_steps <= self.step / 5
+        return self.tenths == 10 or (self.is_due and is_affordable)
 
-    def keep(self, scores, score, num_steps):
+    def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `score` is the one that decides: the higher, the better.
+        `name` is that of the score which decides: the higher, the better, or with operator.le the lower.
+        Scores of two names cannot be compared, so that the first one of another name counts as the best.
         """
+        score = float(scores[name])
         self.write(scores)
-        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        self.bar.set_postfix_str(f"{show_name(name)} {show_number(score)}")
         self.eval_steps += round(num_steps)
-        self.last_score = float(score)
-        if self.best_score is None or score >= self.best_score:
-            self.best_score = self.last_score
+        self.is_due = False
+        self.last_score = score
+        is_first = self.best_score is None or name != self.score_name
+        self.score_name = name
+        if is_first or is_better(score, self.best_score):
+            self.best_score = score
             self.save("best.pt")
-        # Save the scores too; in a script that saves a large replay with them, only at the end
+        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1378,20 +1408,84 @@ class Run(Progress):
             wandb.finish()
         scores = "not evaluated"
         if self.last_score is not None:
-            best = f"{SCORE} of best.pt {self.best_score:.5g}"
-            scores = f"{best}, of the last policy {self.last_score:.5g}"
+            name = show_name(self.score_name)
+            best = show_number(self.best_score)
+            scores = f"{name} of best.pt {best}, of the last policy {show_number(self.last_score)}"
         print_line(f"{self.path}: {scores}{text}")
 
     def say_how_to_resume(self):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
-        if RANK == 0 and self.bar is not None:
-            self.bar.close()
-            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
-            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+        if RANK > 0:
+            return
+        if self.bar is None:
+            print(f"{Path(__file__).name}: interrupted", file=sys.stderr)
+            return
+        self.bar.close()
+        self.writer.flush()
+        program = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(WORLD_SIZE)]
+        command = shlex.join([*program, __file__, "--resume", f"{self.path}/checkpoint.pt"])
+        print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+class Recorded:
+    """A function of tensors that, on one GPU, runs as a CUDA graph, which saves CPU overhead.
+
+    The first call is an ordinary one, in which optimizers create their states. The second call records the
+    function and replays the recording, and later calls replay it. On a CPU, with several processes, or if
+    CUDA_GRAPHS is False, all calls are ordinary ones.
+
+    A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
+    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
+    the same. A replay overwrites the output of the replay before: clone what you keep.
+    """
+
+    def __init__(self, function, device, args=None):
+        self.function = function
+        self.args = args
+        self.is_on = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+        self.num_calls = 0
+        self.settings = None  # those of the recording
+
+    def __call__(self, *inputs):
+        """Call the function, or replay it for these inputs."""
+        self.num_calls += 1
+        if not self.is_on or self.num_calls == 1:
+            return self.function(*inputs)
+        settings = dict(vars(self.args)) if self.args else {}
+        if settings != self.settings:
+            self.settings = settings
+            memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
+            self.memory = tree_leaves(memory)
+            self.graph = torch.cuda.CUDAGraph()
+            # On the stream of set_up_device, which the first call used too. This runs nothing
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.output = self.function(*memory)
+        for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
+            assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
+            old.copy_(new)
+        self.graph.replay()
+        return self.output
+
+
+def make_bar(unit, **options):
+    """Make a progress bar. If stderr is no terminal, such as a file, it writes a line every 30 seconds."""
+    return tqdm(unit=f" {unit}", mininterval=0.1 if os.isatty(2) else 30, **options)
+
+
+def show_name(score_name):
+    """Return the name of a score as words: eval/episodic_return becomes episodic return."""
+    return score_name.removeprefix("eval/").replace("_", " ")
+
+
+def show_number(x):
+    """Return a number with five digits, or with all digits before the point if these are more."""
+    return f"{x:.0f}" if 1e5 <= abs(x) < 1e15 else f"{x:.5g}"
 
 
 def print_line(line):
-    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    """Print a line in process 0. If its reader has left, as `head -n 1` does, the run goes on."""
+    if RANK > 0:
+        return
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -1401,7 +1495,7 @@ def print_line(line):
 def print_scores(scores):
     """Print the scores of --evaluate, a line each."""
     for name, value in scores.items():
-        print_line(f"{name}: {value:.5g}")
+        print_line(f"{name}: {show_number(value)}")
 
 
 def fail(message):
@@ -1421,15 +1515,16 @@ def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
     if WORLD_SIZE > 1:
         gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        # These two functions of torch join and split any tensors, not only parameters
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
+        nn.utils.vector_to_parameters(vector, gradients)
 
 
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
-    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
+    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
+    take less than 2^31. Zeros at the end of `stream` do not count.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -1447,27 +1542,15 @@ def set_up_device(args):
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-
-
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs, strict=True):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
+    if not use_cuda:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", 0))  # number of this process on this machine
+    if index >= torch.cuda.device_count():
+        fail(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --no-cuda")
+    device = torch.device("cuda", index)
+    # The default stream cannot be recorded in a graph. This also makes `device` the current one
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    return device
 
 
 def load_checkpoint(path):
@@ -1483,7 +1566,10 @@ def load_checkpoint(path):
 
 
 def main(argv=None):
-    """Read the command line and train; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint.
+
+    Returns the best score, or None if there is none, as with --evaluate and --gtp.
+    """
     args = tyro.cli(Args, args=argv)
     checkpoint = None
     paths = [path for path in (args.resume, args.evaluate, args.gtp) if path]
@@ -1532,13 +1618,14 @@ def main(argv=None):
     if args.gtp and WORLD_SIZE > 1:
         fail("--gtp needs one process: start it without torchrun")
     if args.evaluate and RANK > 0:
-        return  # process 0 does it
+        return None  # process 0 does it
     run = Run(args, args.env_id, checkpoint)
     try:
         train(args, run)
     except KeyboardInterrupt:
         run.say_how_to_resume()
         sys.exit(130)
+    return None if args.evaluate or args.gtp else run.best_score
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO), and 2016, arXiv:1506.02438
 Equations, numbered after the first paper:
     (6)   ratio_t = pi(a_t | s_t) / pi_old(a_t | s_t), where pi_old is the policy that acted
     (7)   L^CLIP  = min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t)
-    (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ], R_t = A_t + V_old(s_t);
-          here the squared error is halved
+    (9)   L       = E[ L^CLIP - c1 (V(s_t) - R_t)^2 / 2 + c2 entropy(pi(. | s_t)) ], R_t = A_t + V_old(s_t)
+          (the paper does not halve the squared error)
     (11)  A_t     = delta_t + gamma lambda A_{t+1}, without A_{t+1} at the end of an episode or of the rollout
     (12)  delta_t = r_t + gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) = 0 if s_{t+1} is terminal
 
@@ -32,6 +32,7 @@ import operator
 import os
 import random
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -55,26 +56,32 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, that of this file, and its parent
+# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, in the folder of this file, or in the
+# folder above it
 sys.path += [os.getcwd(), *map(str, Path(__file__).resolve().parents[:2])]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 # On one GPU, acting and the update are recorded as CUDA graphs, which saves CPU overhead. Set this to False
 # for edits that a graph cannot record, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+# Independent streams of random numbers, as in seed_everything(args.seed, WEIGHTS)
 WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
-# What the part `Run` must know of this script
-TASK_SETTINGS = ("env_id", "seed", "eval_episodes")  # if one changes with --resume, best.pt begins again
+MAX_EPISODE_STEPS = 10_000  # evaluations cut longer episodes
+# For the part `Run`: if one of these settings changes with --resume, the score of best.pt no longer counts.
+# The seed is one of them, as it chooses the episodes of evaluations
+TASK_SETTINGS = ("env_id", "seed", "eval_episodes")
 NETWORK_FLAGS = "--env-id, --norm-obs"  # named in the message about a checkpoint that does not fit
 
-# Defined in the part `Run` at the end, but used before it:
-#   total(x)            sums a tensor over all processes; with one process it changes nothing
-#   seed_everything     seeds all random generators from a few integers, and returns a seed for environments
-#   Recorded(f, ...)    calls the function f; on one GPU, it records f as a CUDA graph and replays that
-#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
-#   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
-#   fail(message)       prints one line and exits with code 2
+# Used below, and defined in the part `Run` at the end:
+#   fail(message)          prints one line and exits with code 2
+#   total(x)               sums a tensor over all processes; with one process it changes nothing
+#   sum_gradients(agent)   does the same with all gradients
+#   seed_everything(...)   seeds all random generators, and returns a seed for environments
+#   Recorded(function)     calls the function; on one GPU, it records and replays it as a CUDA graph
+#   run.load(name=part)    saves a part in checkpoints, and restores it in a resumed run
+#   run.should_evaluate()  tells whether it is time to evaluate
+#   run.keep(scores, ...)  logs the scores of an evaluation, and writes best.pt if they are the best so far
+#   run.log(scalars)       logs numbers by name, and writes checkpoint.pt if it is time
 
 
 @dataclass
@@ -93,19 +100,20 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if they are slow)
+    eval_interval: int = 0  # iterations between evaluations (0: at tenths of the run, see should_evaluate)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task
     env_id: str = "CartPole-v1"  # gymnasium id; `module:Name-v0` imports the module first
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the task's own vector env, else sync
     num_envs: int = 32  # parallel environments in total; each process has its share B
     total_timesteps: int = 100_000  # environment steps, in total across environments
-    # The rollout and its advantages
+    # The rollout and its advantages. Gamma and the learning rate are tuned on CartPole-v1; elsewhere, begin
+    # with 0.99 and 3e-4
     num_steps: int = 64  # rollout length T: steps in each environment
     gamma: float = 0.98  # discount gamma
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation, eq. 11
     norm_obs: bool = False  # normalize observations by their running mean and standard deviation
-    norm_reward: bool = True  # divide rewards by the std of their discounted past sum, clip to [-10, 10]
+    norm_reward: bool = True  # divide rewards by the std of discounted returns so far, clip to [-10, 10]
     # The update
     learning_rate: float = 4e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
@@ -148,11 +156,11 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.zeros(()).double())
 
     def update(self, x):
-        """Add the rows x [N, *shape]."""
+        """Add the rows x [N, *shape]. No rows change nothing."""
         x = x.double()
-        # Mean and variance of the new rows. `total` sums a tensor over all processes
+        # Mean and variance of the new rows of all processes
         num_rows = total(self.count.new_tensor(len(x)))
-        divisor = num_rows.clamp(min=1)
+        divisor = num_rows.clamp(min=1)  # 0 / 0 would be NaN
         new_mean = total(x.sum(0)) / divisor
         new_var = total((x - new_mean).square().sum(0)) / divisor
         # Join them with those of all rows before (Chan et al. 1979). If s is the share of the new rows,
@@ -201,15 +209,16 @@ class Agent(nn.Module):
         The log-probability of an action is the sum over its A components.
         """
         out = self.actor(obs)
+        # Without validate_args=False, the distributions would wait for the GPU to check their numbers
         if self.is_continuous:
             return Normal(out, self.actor_logstd.exp().expand_as(out), validate_args=False)
-        # One component: logits [N, 1, number of actions] make N x 1 distributions
+        # One component: logits [N, 1, choices], so that log_prob takes actions [N, 1], as for a Box
         return Categorical(logits=out.unsqueeze(-2), validate_args=False)
 
     def sample(self, pi):
         """Draw actions [N, A] from a distribution of get_distribution.
 
-        This is pi.sample() without waiting for the GPU, so that a CUDA graph can record it.
+        As pi.sample(), which waits for the GPU and so cannot be recorded as a CUDA graph.
         """
         if self.is_continuous:
             return pi.mean + pi.stddev * torch.randn_like(pi.mean)
@@ -218,14 +227,17 @@ class Agent(nn.Module):
         return (pi.logits - noise.log()).argmax(-1)
 
     def to_env(self, actions):
-        """Convert actions [B, A] to an array of what the environments take."""
-        actions = actions.numpy(force=True).reshape(-1, *self.space.shape)
+        """Convert actions [B, A] to an array of what the environments take.
+
+        Log-probabilities are always those of the action that was drawn: only the environment sees the scaled
+        and clipped one.
+        """
+        actions = actions.numpy(force=True).reshape(-1, *self.space.shape)  # [B, *shape of the space]
         if not self.is_continuous:
-            return actions + self.space.start
+            return actions + self.space.start  # [B], as the shape of Discrete is ()
+        # In a component with two finite bounds, -1 and 1 become the bounds; other components are not scaled
         low, high = self.space.low, self.space.high
-        # In a component with two finite bounds, -1 and 1 become the bounds; other components are not scaled.
-        # Only the environment sees the scaled and clipped action; log-probabilities are of the one drawn
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # an infinite bound gives NaN, which np.where leaves out
             scaled = low + (high - low) * (actions + 1) / 2
             actions = np.where(np.isfinite(high - low), scaled, actions)
         return actions.clip(low, high)
@@ -242,8 +254,8 @@ def make_envs(args, num_envs, video_folder=None):
     wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]
     mode = args.vectorization
     if mode == "auto":
-        # Wrappers need single environments. Without wrappers, gymnasium chooses the task's own vector
-        # environment, if it has one, when mode is None
+        # None: gymnasium takes the task's own vector environment if it has one. That is fast, but it cannot
+        # have wrappers of single environments
         mode = "sync" if wrappers else None
     is_filmed = video_folder and args.capture_video
     render = {"render_mode": "rgb_array"} if is_filmed else {}
@@ -255,32 +267,34 @@ def make_envs(args, num_envs, video_folder=None):
         fail(f"--env-id {args.env_id}: {error}")
     if envs.num_envs != num_envs:
         fail(
-            f"--env-id {args.env_id}: always has {envs.num_envs} environments; set --num-envs (per process) "
-            "and --eval-episodes to that number"
+            f"--env-id {args.env_id}: always has {envs.num_envs} environments; use --num-envs "
+            f"{envs.num_envs * WORLD_SIZE} and --eval-episodes {envs.num_envs}"
         )
     obs_space = envs.single_observation_space
     action_space = envs.single_action_space
-    if not obs_space.is_np_flattenable or flatdim(obs_space) > 10_000:  # a large picture
+    if not obs_space.is_np_flattenable or flatdim(obs_space) > 10_000:
         fail(f"--env-id {args.env_id}: observations must flatten to at most 10,000 numbers, not {obs_space}")
     # A Box of floats that is not empty
     is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f" and flatdim(action_space) > 0
     if not is_box and not isinstance(action_space, Discrete):
         fail(f"--env-id {args.env_id}: actions must be Discrete or a Box of floats, not {action_space}")
-    # RolloutStorage is made for this autoreset mode: the step after an episode's end only resets the
-    # environment. The mode may also be given by its value, a string
+    # RolloutStorage is made for one autoreset mode: the step after an episode's end only resets the
+    # environment. Some environments declare their mode as a string
     autoreset = envs.metadata.get("autoreset_mode")
     if autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.NEXT_STEP.value):
         fail(f"--env-id {args.env_id}: metadata['autoreset_mode'] must be NEXT_STEP, not {autoreset}")
     if not isinstance(obs_space, Box) or not obs_space.shape:
-        envs.metadata["autoreset_mode"] = AutoresetMode.NEXT_STEP  # FlattenObservation takes no string
+        envs.metadata["autoreset_mode"] = AutoresetMode.NEXT_STEP  # FlattenObservation refuses strings
         envs = FlattenObservation(envs)  # discrete observations become one-hot
     return envs
 
 
 def check_evaluation(args, training_envs):
-    """Exit now if the environments of an evaluation cannot be made or, with --capture-video, be recorded."""
+    """Make and film the environments of an evaluation once, so that an error ends the run now, not later."""
     if args.capture_video and "rgb_array" not in training_envs.metadata.get("render_modes", []):
         fail(f"--capture-video: {args.env_id} has no render mode rgb_array")
+    if args.capture_video and not hasattr(gym.wrappers.vector, "RecordVideo"):
+        fail(f"--capture-video needs gymnasium 1.2, not {gym.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         envs = make_envs(args, args.eval_episodes or 10, f"{folder}/videos")
         envs.reset()  # records the first picture
@@ -300,28 +314,33 @@ class RolloutStorage:
     whether it ended the episode, the next observation, and the sums over the episode so far. An example, in
     which step 8 ends an episode, and step 9 only resets the environment and ignores its action:
 
-        row                      7     8     9                10       11
-        obs                      s_7   s_8   the last one     s_0      s_1      of the next episode
-        actions                  a_7   a_8   ignored          a_0      a_1
-        rewards                  r_6   r_7   r_8              0        r_0
-        terminated or truncated  no    no    yes              no       no
-        lengths                  7     8     9                0        1
-        the step is trained on   yes   yes   no               yes      yes
+        row                          7     8     9                10       11
+        of the step with this number:
+          obs                        s_7   s_8   the last one     s_0      s_1      of the next episode
+          actions                    a_7   a_8   ignored          a_0      a_1
+          is it trained on           yes   yes   no               yes      yes
+        outcome of the step before:
+          rewards                    r_6   r_7   r_8              0        r_0
+          terminated or truncated    no    no    yes              no       no
+          lengths                    7     8     9                0        1
 
-    So step t only reset its environment if lengths is 0 in row t + 1. Row T begins the next rollout. An array
-    that you add must have these T + 1 rows, too.
+    So lengths[t + 1] is 0 if step t only reset its environment. Row T begins the next rollout. All attributes
+    are such arrays, as start_rollout and to_tensors go through all of them.
     """
 
     def __init__(self, envs, num_steps):
         shape = (num_steps + 1, envs.num_envs)
         num_components = math.prod(envs.single_action_space.shape)
         self.obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)  # [T + 1, B, *D]
-        self.actions = np.zeros((*shape, num_components), np.float32)  # [T + 1, B, A]
+        self.actions = np.zeros((*shape, num_components), np.float32)  # [T + 1, B, A], floats if discrete too
         self.rewards = np.zeros(shape, np.float32)  # [T + 1, B], as all below
-        self.terminated, self.truncated = np.zeros((2, *shape), bool)
+        self.terminated = np.zeros(shape, bool)
+        self.truncated = np.zeros(shape, bool)
         # Of the episode so far: its length, its return, and r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ..., by
         # whose running standard deviation --norm-reward divides rewards
-        self.lengths, self.episode_returns, self.discounted = np.zeros((3, *shape), np.float32)
+        self.lengths = np.zeros(shape, np.float32)
+        self.episode_returns = np.zeros(shape, np.float32)
+        self.discounted = np.zeros(shape, np.float32)
 
     def start_rollout(self):
         """Copy the last row of each array, the end of the previous rollout, to the first row."""
@@ -352,7 +371,7 @@ def collect_rollout(agent, act, envs, storage, gamma, device):
         # If step t - 1 ended an episode, step t only reset the environment: its length and sums are 0
         continues = ~(storage.terminated[t] | storage.truncated[t])
         storage.lengths[t + 1] = continues * (storage.lengths[t] + 1)
-        with np.errstate(all="ignore"):  # check_finite reports what does not fit into float32
+        with np.errstate(over="ignore", invalid="ignore"):  # check_finite reports what float32 cannot hold
             storage.obs[t + 1] = obs
             storage.rewards[t + 1] = rewards
             storage.episode_returns[t + 1] = continues * (storage.episode_returns[t] + storage.rewards[t + 1])
@@ -360,20 +379,23 @@ def collect_rollout(agent, act, envs, storage, gamma, device):
 
 
 def check_finite(env_id, obs, rewards):
-    """Exit if an observation [T, B, *D] or a reward [T, B] is not finite in float32."""
+    """Exit if an observation [..., B, *D] or a reward [..., B] is not finite in float32."""
     for name, array in (("an observation", obs), ("a reward", rewards)):
-        is_finite = np.isfinite(array).reshape(*rewards.shape, -1).all(-1)  # [T, B]
+        with np.errstate(over="ignore"):
+            array = np.asarray(array, np.float32)
+        is_finite = np.isfinite(array).reshape(*rewards.shape, -1).all(-1)  # of the shape of rewards
         if not is_finite.all():
-            fail(f"{env_id}: {name} of environment {np.argwhere(~is_finite)[0, 1]} is not finite in float32")
+            index = np.argwhere(~is_finite)[0, -1]
+            fail(f"{env_id}: {name} of environment {index} is not finite, or too large for float32")
 
 
 def compute_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
     """Compute advantages and returns [T, B] from rewards and episode ends [T, B] and values [T + 1, B].
 
-    The numbers of a step that only resets have no meaning, and do not reach other steps: in the step before
-    it, which ended the episode, decay is 0.
+    Numbers of steps that only reset have no meaning, and the batch leaves them out. They do not leak into
+    earlier steps, as decay is 0 where an episode ends.
     """
-    values = values.float()  # a network in bfloat16 must not make these sums inexact
+    values = values.float()  # sums need float32, even if you run the network in bfloat16
     delta = rewards + gamma * values[1:] * ~terminated - values[:-1]  # eq. 12; truncation bootstraps
     decay = gamma * gae_lambda * ~(terminated | truncated)
     advantages = torch.zeros_like(values)  # [T + 1, B]
@@ -386,8 +408,8 @@ def compute_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
 def compute_batch(agent, storage, args, device):
     """Return the training data of a rollout as a Batch, and update the running statistics.
 
-    The network and the statistics of observations have not changed since the rollout. So one large pass gives
-    the values and log-probabilities of acting, up to rounding, and is cheaper than storing them in each step.
+    The network and the statistics of observations are still those that acted. So one large pass gives the
+    values and log-probabilities of the rollout, up to rounding. It is cheaper than storing them in each step.
     """
     data = storage.to_tensors(device)
     # Steps that only reset an environment are left out of the batch and of all statistics
@@ -408,7 +430,7 @@ def compute_batch(agent, storage, args, device):
     obs = obs.unflatten(0, raw_obs.shape[:2])[:-1][is_trained]  # [N, *D]
     actions = data["actions"][:-1][is_trained]  # [N, A]
     log_probs = agent.get_distribution(obs).log_prob(actions).sum(-1)
-    # The statistics of observations change last: everything above used those of the rollout
+    # The statistics of observations change last, as log_probs above need those that acted
     if args.norm_obs:
         agent.normalize.update(raw_obs[:-1][is_trained])
     return Batch(
@@ -422,9 +444,10 @@ def compute_batch(agent, storage, args, device):
 
 
 def shuffle_rows(num_rows, length, device):
-    """Return `length` row numbers: a random order of all rows, then the first ones of it again.
+    """Return `length` row numbers: all rows in random order, then some of them again.
 
-    All minibatches have one size then, as a CUDA graph needs, also if some steps only reset an environment.
+    Without the steps that only reset, a rollout has fewer than T B rows. A few repeated rows fill an epoch up
+    to T B, so that minibatches keep their size, as a CUDA graph needs.
     """
     order = torch.randperm(num_rows, device=device)
     return order[torch.arange(length, device=device) % num_rows]
@@ -474,7 +497,7 @@ def update_minibatch(agent, optimizer, args, batch):
     sum_gradients(agent)  # over processes
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
-    means = total(torch.stack(list(metrics.values())).detach()) / WORLD_SIZE
+    means = total(torch.stack(list(metrics.values())).detach()) / WORLD_SIZE  # all in one message
     return dict(zip(metrics, means))
 
 
@@ -489,11 +512,11 @@ def evaluate(agent, args, device, seed_stream, video_folder):
     lengths = np.zeros(envs.num_envs)
     is_running = np.ones(envs.num_envs, bool)
     bar = make_bar("steps", leave=False, delay=2)
-    while is_running.any() and lengths.max() < 10_000:
+    while is_running.any() and lengths.max() < MAX_EPISODE_STEPS:
         obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
         actions = agent.get_distribution(agent.normalize(obs)).mode
         obs, rewards, terminated, truncated, infos = envs.step(agent.to_env(actions))
-        check_finite(args.env_id, np.asarray(obs)[None], np.asarray(rewards)[None])
+        check_finite(args.env_id, obs, rewards)
         returns += np.where(is_running, rewards, 0)
         lengths += is_running
         bar.update(is_running.sum())
@@ -501,7 +524,8 @@ def evaluate(agent, args, device, seed_stream, video_folder):
     bar.close()
     envs.close()
     if is_running.any():
-        tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
+        line = f"{is_running.sum()} evaluated episodes were cut at {MAX_EPISODE_STEPS} steps"
+        tqdm.write(line, file=sys.stderr)
     return {
         "eval/episodic_return": returns.mean(),
         "eval/episodic_return_std": returns.std(),
@@ -522,7 +546,8 @@ def summarize(agent, storage, batch, args):
         unexplained = (batch.returns - batch.values).var() / variance
         scalars["losses/explained_variance"] = 1 - unexplained.item()
     if args.norm_reward:
-        # If this is not small, rewards of different size look the same to the agent: see --norm-reward
+        # The share of rewards that are clipped. Clipped rewards look equal to the agent, whatever their size:
+        # if there are many, use --no-norm-reward
         rewards = storage.rewards[1:][storage.lengths[1:] > 0]
         limit = 10 * (agent.return_stats.var + 1e-8).sqrt().item()
         scalars["charts/clipped_rewards"] = np.mean(np.abs(rewards) >= limit)
@@ -538,36 +563,43 @@ def train(args, run):
         check_evaluation(args, envs)
     seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = Agent(envs, args.norm_obs).to(device)
-    agent.eval()
+    agent.eval()  # except in updates, which matters to layers such as dropout and batch norm
     run.load(agent=agent)
-    scored_agent = agent  # evaluations score this network; it may be a moving average of the agent
+    scored_agent = agent  # what evaluations score: here you can put a moving average of the weights
     if args.evaluate:  # in other episodes than those that selected best.pt
         num_episodes = args.eval_episodes or 10
         print_line(f"{args.evaluate}: {num_episodes} episodes of {args.env_id} with the most likely actions")
         videos = run.path / f"videos_{Path(args.evaluate).stem}"
         print_scores(evaluate(scored_agent, args, device, FINAL_EVALUATION, videos))
         return
-    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
+    # Adam keeps this very tensor, and so does a CUDA graph: the loop puts the present rate into it
+    learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam(
         agent.parameters(), learning_rate, eps=1e-5, fused=True, capturable=device.type == "cuda"
     )
     run.load(optimizer=optimizer)
     act = Recorded(partial(sample_actions, agent), device)
+    # A recording freezes settings. With `args`, it is made again if the loop changes one
     update = Recorded(partial(update_minibatch, agent, optimizer, args), device, args)
     storage = RolloutStorage(envs, args.num_steps)
     # The first observations go to the last row, where the next rollout begins. A resumed run begins with new
-    # episodes; as run.iteration is part of their seed, they differ from those at the start of the run
+    # episodes: their seed depends on run.iteration, so that they are not those of the first iteration again
     seed = seed_everything(args.seed, TRAINING, run.iteration, RANK)
     storage.obs[-1], infos = envs.reset(seed=seed)
     run.open(f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}", args.total_timesteps)
 
     while True:
-        # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off
+        # Evaluate, if it is time. Checkpoints say whether an evaluation is due, so that --resume repeats one
+        # that was cut off
         if run.should_evaluate():
             scores = evaluate(scored_agent, args, device, EVALUATION, run.path / f"videos_{run.step}")
-            run.keep(scores, "eval/episodic_return", args.eval_episodes * scores["eval/episodic_length"])
+            eval_steps = args.eval_episodes * scores["eval/episodic_length"]  # should_evaluate limits them
+            run.keep(scores, "eval/episodic_return", eval_steps)
         if run.step >= args.total_timesteps:
             break
+
+        # New random numbers in each iteration: so neither evaluations nor a resume change what training
+        # draws. + 1, as the reset above has used the first number
         seed_everything(args.seed, TRAINING, run.iteration + 1, RANK)
 
         # Learning rate: it falls linearly to zero
@@ -581,17 +613,16 @@ def train(args, run):
         check_finite(args.env_id, storage.obs, storage.rewards)
         batch = compute_batch(agent, storage, args, device)
 
-        # Update: K epochs over the rollout, in minibatches of equal size. Training mode matters only to
-        # layers such as dropout and batch norm
+        # Update: K epochs over the rollout, in minibatches of equal size
         agent.train()
         for _ in range(args.update_epochs):
-            sums = {}
+            sums = {}  # of the metrics of this epoch; those of the last epoch are logged
             order = shuffle_rows(len(batch.obs), args.num_steps * envs.num_envs, device)
             for rows in order.chunk(args.num_minibatches):
                 minibatch = Batch(*(x[rows] for x in batch))
                 for name, value in update(minibatch).items():
                     sums[name] = sums.get(name, 0) + value
-            metrics = {name: x / args.num_minibatches for name, x in sums.items()}  # means over the epoch
+            metrics = {name: x / args.num_minibatches for name, x in sums.items()}
             if args.target_kl and metrics["approx_kl"] > args.target_kl:
                 break
         agent.eval()
@@ -610,7 +641,7 @@ def train(args, run):
 
 # ---- Run ---------------------------------------------------------------------------------------------------
 # What follows is the same in all scripts of this family, but for `Progress` and `main`
-if sys.stderr is None:  # if a shell has closed it, as by 2>&-; the progress bar needs a stream
+if sys.stderr is None:  # closed by a shell, as by 2>&-, but the progress bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -622,19 +653,19 @@ class Progress:
     step: int = 0  # environment steps trained on, in total across environments
     eval_steps: int = 0  # environment steps of evaluations
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # mean return of best.pt, None if there is none of this task
-    last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+    best_score: float | None = None  # mean return of best.pt, None before the first evaluation of the task
+    last_score: float | None = None  # mean return of the newest policy, None before its evaluation
     score_name: str = ""  # name of these scores, empty before the first evaluation
     is_due: bool = False  # is it time to evaluate the newest policy
 
 
-class Run(Progress):
+class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
         """Begin a run of `task`, or resume that of a checkpoint from load_checkpoint."""
         self.args = args
-        self.settings = asdict(args)  # as they were given, even if a loop changes one in `args`
+        self.settings = asdict(args)  # as they were given: a loop may change settings in `args`
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
         self.resume_parts = {}  # what checkpoint.pt alone holds
@@ -650,10 +681,10 @@ class Run(Progress):
     def load(self, in_best=True, **parts):
         """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-        With in_best=False, for what is large, only checkpoint.pt holds them. The checkpoint of a resumed run
-        must have the network `agent`; another part that it lacks stays as it is, and a line says so. An
-        optimizer keeps the options that it was made with, such as weight decay. Only its learning rates
-        become those of the checkpoint, in the same tensors.
+        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
+        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
+        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
+        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
         """
         (self.parts if in_best else self.resume_parts).update(parts)
         if not self.checkpoint:
@@ -662,26 +693,33 @@ class Run(Progress):
             if name not in self.checkpoint and name != "agent":
                 print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
                 continue
-            groups = getattr(part, "param_groups", None)  # the options of an optimizer
+            options = getattr(part, "param_groups", None)  # only optimizers have them
             try:
                 part.load_state_dict(self.checkpoint[name])
             except (KeyError, RuntimeError, TypeError, ValueError):
                 fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
-            if groups:
-                part.param_groups = groups
-        # The learning rates of all optimizers so far, once more: a scheduler changes them when it is made
-        for name, part in self.parts.items():
-            saved = self.checkpoint.get(name, {})
-            for group, saved_group in zip(getattr(part, "param_groups", []), saved.get("param_groups", [])):
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(saved_group["lr"])
-                else:
-                    group["lr"] = float(saved_group["lr"])
+            if options:
+                part.param_groups = options
+        self.restore_learning_rates()
+
+    def restore_learning_rates(self):
+        """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
+
+        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
+        the rates of the optimizers that are loaded so far back.
+        """
+        for name, part in (self.parts | self.resume_parts).items():
+            if hasattr(part, "param_groups") and name in self.checkpoint:
+                for group, saved in zip(part.param_groups, self.checkpoint[name]["param_groups"]):
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(saved["lr"])
+                    else:
+                        group["lr"] = float(saved["lr"])
 
     def open(self, description, length, unit="steps", counter="step"):
-        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
+        """Open folder and log, and show a bar; exits if the folder cannot be written to.
 
-        The bar shows `counter`, a field of Progress in that unit.
+        The run ends when `counter`, a field of Progress, is `length`; `unit` is what it counts.
         """
         self.length = length
         self.counter = counter
@@ -695,7 +733,7 @@ class Run(Progress):
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # The bar may count fractions, which n:.0f rounds
+        # Some scripts move the bar by fractions between two calls of `log`: n:.0f rounds them
         bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
         options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
         self.bar = make_bar(unit, total=length, **options)
@@ -707,14 +745,18 @@ class Run(Progress):
         return min(getattr(self, self.counter), self.length)
 
     def find_best(self):
-        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        """Take the score to beat from best.pt, which may be newer than the checkpoint.
+
+        If it is missing or of another task, the next evaluation counts as the best.
+        """
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
         if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
             self.best_score = best["progress"]["best_score"]
+            self.score_name = best["progress"]["score_name"]
         else:
             self.best_score = None
-            self.last_score = None
+            self.last_score = None  # the newest policy was not evaluated on this task
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -737,7 +779,7 @@ class Run(Progress):
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # Hide what was logged after the checkpoint of a resumed run
+            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
@@ -752,8 +794,10 @@ class Run(Progress):
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        # Numbers become those of Python, as load_checkpoint takes no others
-        progress = {key: x.item() if hasattr(x, "item") else x for key, x in asdict(self).items()}
+        progress = asdict(self)
+        for key, x in progress.items():
+            if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
+                progress[key] = x.item()
         checkpoint = {"args": self.settings, "progress": progress}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
@@ -767,10 +811,15 @@ class Run(Progress):
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.step)
             if not math.isfinite(value):
+                self.writer.flush()
                 fail(f"{name} is {value} at step {self.step}")
 
     def average_statistics(self):
-        """Average running statistics, such as those of batch norms, over processes, in trained networks."""
+        """Average running statistics, such as those of batch norms, over all processes.
+
+        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
+        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
+        """
         if WORLD_SIZE == 1:
             return
         networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
@@ -783,10 +832,10 @@ class Run(Progress):
     def log(self, scalars):
         """Log the scalars of an iteration, which the loop has counted, and move the bar.
 
-        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
         """
         self.average_statistics()
-        self.last_score = None  # the policy that this iteration made has no score yet
+        self.last_score = None  # the new policy has no score yet
         if RANK > 0:
             return
         self.cpu_seconds += time.process_time() - self.cpu_start
@@ -794,24 +843,24 @@ class Run(Progress):
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says
-        tenths = 10 * position // self.length
+        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        tenths_before = self.tenths
+        self.tenths = 10 * position // self.length
+        is_point = self.tenths > tenths_before
         if self.args.eval_interval:
-            is_point = self.iteration % self.args.eval_interval == 0
-        else:
-            is_point = tenths > self.tenths
-        self.tenths = tenths
+            is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
         self.is_due = self.is_due or is_point
-        if is_point or tenths == 10 or time.time() - self.saved_at > 600:
+        if is_point or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
     def should_evaluate(self):
-        """Return whether to evaluate the newest policy now: at evaluation points, and at the end of the run.
+        """Return whether to evaluate the newest policy now.
 
-        Without --eval-interval, an evaluation waits while those so far have taken more than a fifth as many
+        The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
+        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
         steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
@@ -822,8 +871,8 @@ class Run(Progress):
     def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `name` is that of the score which decides: the higher the better, or with operator.le the lower. A
-        score of another name than the one before counts as the first.
+        `name` is that of the score which decides: the higher, the better, or with operator.le the lower.
+        Scores of two names cannot be compared, so that the first one of another name counts as the best.
         """
         score = float(scores[name])
         self.write(scores)
@@ -836,7 +885,7 @@ class Run(Progress):
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the scores too. If large parts would be saved with them, this waits for the next checkpoint
+        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -866,20 +915,22 @@ class Run(Progress):
             print(f"{Path(__file__).name}: interrupted", file=sys.stderr)
             return
         self.bar.close()
-        command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
+        self.writer.flush()
+        program = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(WORLD_SIZE)]
+        command = shlex.join([*program, __file__, "--resume", f"{self.path}/checkpoint.pt"])
         print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
 class Recorded:
     """A function of tensors that, on one GPU, runs as a CUDA graph, which saves CPU overhead.
 
-    Its first call is an ordinary one, in which optimizers create their states. The second call records the
-    function, which computes nothing, and each call from then on replays the recording. Elsewhere, or if
+    The first call is an ordinary one, in which optimizers create their states. The second call records the
+    function and replays the recording, and later calls replay it. On a CPU, with several processes, or if
     CUDA_GRAPHS is False, all calls are ordinary ones.
 
-    A recording freezes numbers of Python and reads tensors again in each replay. If one of the settings in
-    `args` changes, the function is recorded again. Inputs are tensors, or named tuples of tensors, of shapes
-    that never change. A replay overwrites the output of the one before: clone what you keep.
+    A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
+    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
+    the same. A replay overwrites the output of the replay before: clone what you keep.
     """
 
     def __init__(self, function, device, args=None):
@@ -894,14 +945,16 @@ class Recorded:
         self.num_calls += 1
         if not self.is_on or self.num_calls == 1:
             return self.function(*inputs)
-        settings = asdict(self.args) if self.args else {}
+        settings = dict(vars(self.args)) if self.args else {}
         if settings != self.settings:
             self.settings = settings
-            self.inputs = tree_map(torch.clone, inputs)
+            memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
+            self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
+            # On the stream of set_up_device, which the first call used too. This runs nothing
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-                self.output = self.function(*self.inputs)
-        for old, new in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
+                self.output = self.function(*memory)
+        for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
             assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
             old.copy_(new)
         self.graph.replay()
@@ -924,7 +977,7 @@ def show_number(x):
 
 
 def print_line(line):
-    """Print a line in process 0. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    """Print a line in process 0. If its reader has left, as `head -n 1` does, the run goes on."""
     if RANK > 0:
         return
     try:
@@ -956,16 +1009,16 @@ def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
     if WORLD_SIZE > 1:
         gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        # These two functions of torch join and split any tensors, not only parameters
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
+        nn.utils.vector_to_parameters(vector, gradients)
 
 
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at the end of `stream` change nothing: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed.
-    It is below 2^30, so that the number of an environment can be added where a C library takes less than
-    2^31.
+    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
+    take less than 2^31. Zeros at the end of `stream` do not count.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -985,8 +1038,12 @@ def set_up_device(args):
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
     if not use_cuda:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_stream(torch.cuda.Stream(device))  # the default stream cannot be recorded in a graph
+    index = int(os.environ.get("LOCAL_RANK", 0))  # number of this process on this machine
+    if index >= torch.cuda.device_count():
+        fail(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --no-cuda")
+    device = torch.device("cuda", index)
+    # The default stream cannot be recorded in a graph. This also makes `device` the current one
+    torch.cuda.set_stream(torch.cuda.Stream(device))
     return device
 
 

@@ -59,13 +59,15 @@ nothing of change detection in it: run folder, log, checkpoints, processes and t
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.4", "numpy", "pillow", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import copy
 import math
+import operator
 import os
 import random
 import re
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -80,6 +82,7 @@ from torch import nn
 from torch.distributions import Normal
 from torch.nn import Conv2d
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -89,16 +92,27 @@ from envs_shared import change_pairs
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# Whether `Recorded`, in the part `Run`, may record CUDA graphs. This script records none
+CUDA_GRAPHS = True
 EMBED_DIM = 64  # D: size of a patch's embedding
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
-# What the part `Run` must know of this script. If --resume changes one of these settings, the score of
-# best.pt no longer counts. Add your own that change the task or its score
+# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+WEIGHTS, TRAINING = range(2)
+# What the part `Run` must know of this script. If --resume changes one of these settings, best.pt begins
+# again. Add your own that change the task or its score
 TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_episodes num_steps cost".split()
 # Named in the message about a checkpoint that does not fit
 NETWORK_FLAGS = (
     "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size, --coarse-size"
 )
-SCORE = "F1 less price on val"  # the name of the score that run.keep gets
+
+# Defined in the part `Run` at the end, but used before it:
+#   total(x)            sums a tensor over all processes; with one process it changes nothing
+#   sum_gradients       sums the gradients of a network over all processes
+#   seed_everything     seeds all random generators from a few integers
+#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
+#   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
+#   fail(message)       prints one line and exits with code 2
 
 
 @dataclass
@@ -116,7 +130,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate on the test pairs, without training
-    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if costly)
+    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if they are slow)
     eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
     predict: tuple[str, ...] | None = None  # with --evaluate: two pictures or folders, and labels if any
     output: str = "change_maps"  # new folder for the maps of --predict
@@ -319,10 +333,7 @@ def get_minibatches(rollout, images, labels, args):
 
 # ---- Detector ----------------------------------------------------------------------------------------------
 def cross_entropy(logits, labels):
-    """Compute this process's part of the mean cross entropy over all cells that count.
-
-    `total`, in the part Run, is the sum over all processes.
-    """
+    """Compute this process's part of the mean cross entropy over all cells that count."""
     is_counted = (labels != change_pairs.UNCOUNTED).float()
     loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
     return loss / total(is_counted.sum()).clamp(min=1)
@@ -545,11 +556,14 @@ def predict(agent, args, pairs, rule=prefer):
     one, whole.
     """
     found = []
+    bar = make_bar("pairs", total=len(pairs), leave=False, delay=2)
     for images, labels in change_pairs.split_parts(pairs, args):
         rollout, cell_logits = play(agent, images, labels, args, rule)
         probability = change_pairs.join_cells(cell_logits.sigmoid(), args)
         looks = rollout["looks"].float().sum(0)
         found.append((probability, looks, rollout["rewards"].sum(0)))
+        bar.update(len(images))
+    bar.close()
     return [torch.cat(parts) for parts in zip(*found)]
 
 
@@ -562,17 +576,6 @@ def evaluate(agent, args, pairs, threshold=None, rule=prefer):
     scores["eval/net"] = scores["eval/f1"] - args.cost * num_looks  # a look at each patch costs F1 of --cost
     scores["eval/episodic_return"] = returns.mean().item()
     return scores
-
-
-def score_policy(agent, args, val, run):
-    """Score the policy on val, and keep it in best.pt if no earlier one was better.
-
-    The score is F1 less the price of the looks. The return would not do: it contains the running F1 of eq. 2,
-    which moves during the run, so that the same maps would get different returns later.
-    """
-    scores = evaluate(agent, args, val)
-    run.threshold = scores["eval/threshold"]
-    run.keep(scores, scores["eval/net"], len(val))
 
 
 def look_above(level, row):
@@ -639,15 +642,10 @@ def write_predictions(agent, args, threshold, device):
 
 # ---- Training ----------------------------------------------------------------------------------------------
 def train(args, run):
-    """Train the agent of a run; with --evaluate score it, or use it for --predict.
-
-    Arguments of seed_everything:
-        (seed, 0)                      for the weights, which are the same in every process
-        (seed, 1, iteration, process)  for an iteration of training
-    """
+    """Train the agent of a run; with --evaluate score it, or use it for --predict."""
     # Set up
     device = set_up_device(args)
-    seed_everything(args.seed, 0)
+    seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = Agent(args).to(device)
     agent.eval()
     if args.pretrained and not run.checkpoint:
@@ -659,6 +657,7 @@ def train(args, run):
         return
     if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
         (test,) = load_pairs(args, device, ["test"])
+        print_line(f"{args.evaluate}: {len(test)} test pairs at the threshold {run.threshold} of probability")
         print_scores(evaluate(agent, args, test, run.threshold))
         return
     train_pairs, val, test = load_pairs(args, device)
@@ -676,16 +675,19 @@ def train(args, run):
         f"{change_pairs.describe(train_pairs, val, test, agent.share)}, {device}; a look costs {price:.4f}, "
         f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
     )
-    run.open(description, num_iterations, run.iteration)
+    run.open(description, num_iterations, "iterations", "iteration")
 
-    while run.iteration < num_iterations:
-        # Evaluate, if it is time. Without --eval-interval, all evaluations together, this one included, may
-        # have at most a fifth as many pairs as training so far. It is done at the top, so that --resume
-        # repeats an evaluation that was cut off
-        if run.should_evaluate(len(val)):
-            score_policy(agent, args, val, run)
-
-        seed_everything(args.seed, 1, run.iteration + 1, RANK)
+    while True:
+        # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off. The
+        # score is F1 less the price of the looks. The return would not do: it contains the running F1 of
+        # eq. 2, which moves during the run, so that the same maps would get different returns later
+        if run.should_evaluate():
+            scores = evaluate(agent, args, val)
+            run.threshold = scores["eval/threshold"]
+            run.keep(scores, "eval/net", len(val))
+        if run.iteration >= num_iterations:
+            break
+        seed_everything(args.seed, TRAINING, run.iteration + 1, RANK)
         is_ppo = run.iteration >= args.detector_iterations
 
         # Learning rate: it falls linearly to zero over the whole run. So with the defaults (24 of 108
@@ -720,18 +722,17 @@ def train(args, run):
                 metrics.append({"cross_entropy": loss.detach()})
         agent.eval()
 
-        # Log means over the gradient steps, summed over processes, each of which has its part. run.log also
-        # adds to run.step and run.iteration, and saves checkpoint.pt if it is time
+        # Log means over the gradient steps, summed over processes, each of which has its part, and save
+        # checkpoint.pt if it is time
+        run.iteration += 1
+        run.step += num_pairs
         for name in metrics[0]:
             mean = torch.stack([metric[name] for metric in metrics]).mean()
             scalars[f"losses/{name}"] = total(mean).item()
         scalars["charts/learning_rate"] = learning_rate
-        run.log(num_pairs, scalars, run.iteration + 1)
+        run.log(scalars)
 
-    # Evaluate the last policy, however many pairs that takes; last_score is None only if --eval-episodes is
-    # 0. Then compare it and best.pt with other rules
-    if run.should_evaluate():
-        score_policy(agent, args, val, run)
+    # Compare the last policy and best.pt with other rules, unless --eval-episodes is 0
     text = ""
     if run.last_score is not None:
         text = f"; {compare_rules(agent, args, val, test, run.path / 'best.pt')} earned most on test"
@@ -740,7 +741,7 @@ def train(args, run):
 
 # ---- Run ---------------------------------------------------------------------------------------------------
 # What follows is the same in all scripts of this family, but for `Progress` and `main`
-if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
+if sys.stderr is None:  # closed by a shell, as by 2>&-, but the progress bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -754,19 +755,21 @@ class Progress:
     cpu_seconds: float = 0.0  # of training in process 0
     best_score: float | None = None  # eval/net of best.pt, None before the first evaluation
     last_score: float | None = None  # eval/net of the newest policy, None if it was not evaluated
+    score_name: str = ""  # name of these scores, empty before the first evaluation
     is_due: bool = False  # is it time to evaluate the newest policy
     threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val
 
 
-class Run(Progress):
+class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
-        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        """Begin a run of `task`, or resume that of a checkpoint from load_checkpoint."""
         self.args = args
+        self.settings = asdict(args)  # as they were given: a loop may change settings in `args`
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
+        self.resume_parts = {}  # what checkpoint.pt alone holds
         self.bar = None
         if checkpoint:
             super().__init__(**checkpoint["progress"])
@@ -776,47 +779,85 @@ class Run(Progress):
             name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
             self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
 
-    def load(self, **parts):
-        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
-        self.parts |= parts
-        try:
-            for name, part in parts.items():
-                if self.checkpoint:
-                    part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+    def load(self, in_best=True, **parts):
+        """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-    def open(self, description, length, position=None):
-        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
-
-        The bar counts steps. In scripts with another unit, `position` says where the bar is.
+        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
+        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
+        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
+        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
         """
-        if position is None:
-            position = self.step
-        position = min(position, length)
+        (self.parts if in_best else self.resume_parts).update(parts)
+        if not self.checkpoint:
+            return
+        for name, part in parts.items():
+            if name not in self.checkpoint and name != "agent":
+                print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
+                continue
+            options = getattr(part, "param_groups", None)  # only optimizers have them
+            try:
+                part.load_state_dict(self.checkpoint[name])
+            except (KeyError, RuntimeError, TypeError, ValueError):
+                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+            if options:
+                part.param_groups = options
+        self.restore_learning_rates()
+
+    def restore_learning_rates(self):
+        """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
+
+        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
+        the rates of the optimizers that are loaded so far back.
+        """
+        for name, part in (self.parts | self.resume_parts).items():
+            if hasattr(part, "param_groups") and name in self.checkpoint:
+                for group, saved in zip(part.param_groups, self.checkpoint[name]["param_groups"]):
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(saved["lr"])
+                    else:
+                        group["lr"] = float(saved["lr"])
+
+    def open(self, description, length, unit="steps", counter="step"):
+        """Open folder and log, and show a bar; exits if the folder cannot be written to.
+
+        The run ends when `counter`, a field of Progress, is `length`; `unit` is what it counts.
+        """
+        self.length = length
+        self.counter = counter
+        position = self.get_position()
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.open_log()
             self.find_best()
-            print_line(f"{self.path}: {description}, {position} of {length} done")
+            print_line(f"{self.path}: {description}, {position} of {length} {unit} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # Where the bar is written to a file, every 30 seconds are enough
-        seconds = 0.1 if os.isatty(2) else 30
-        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        # Some scripts move the bar by fractions between two calls of `log`: n:.0f rounds them
+        bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
+        self.bar = make_bar(unit, total=length, **options)
         self.saved_at = time.time()
         self.start_clocks()
 
+    def get_position(self):
+        """Return how much of the run's length is done."""
+        return min(getattr(self, self.counter), self.length)
+
     def find_best(self):
-        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        """Take the score to beat from best.pt, which may be newer than the checkpoint.
+
+        If it is missing or of another task, the next evaluation counts as the best.
+        """
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+        if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
             self.best_score = best["progress"]["best_score"]
+            self.score_name = best["progress"]["score_name"]
         else:
-            self.best_score = self.last_score = None
+            self.best_score = None
+            self.last_score = None  # the newest policy was not evaluated on this task
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -831,7 +872,7 @@ class Run(Progress):
                     entity=args.wandb_entity,
                     name=name,
                     id=name,
-                    config=asdict(args),
+                    config=self.settings,
                     sync_tensorboard=True,
                     resume="allow",
                     reinit="finish_previous",
@@ -839,21 +880,26 @@ class Run(Progress):
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # Hide what was logged after the checkpoint of a resumed run
+            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        rows = "".join(f"|{name}|{value}|\n" for name, value in self.settings.items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.step)
 
     def start_clocks(self):
-        """Begin to measure the time of an iteration, without the evaluation before it."""
+        """Begin to measure an iteration, without the evaluation before it."""
         self.start = time.time()
         self.cpu_start = time.process_time()
+        self.start_step = self.step
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
+        progress = asdict(self)
+        for key, x in progress.items():
+            if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
+                progress[key] = x.item()
+        checkpoint = {"args": self.settings, "progress": progress}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -866,64 +912,81 @@ class Run(Progress):
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.step)
             if not math.isfinite(value):
+                self.writer.flush()
                 fail(f"{name} is {value} at step {self.step}")
 
-    def log(self, num_steps, scalars, position=None):
-        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
+    def average_statistics(self):
+        """Average running statistics, such as those of batch norms, over all processes.
 
-        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
+        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
         """
-        self.iteration += 1
-        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
-        self.cpu_seconds += time.process_time() - self.cpu_start
-        self.last_score = None  # the policy that this iteration made has no score yet
+        if WORLD_SIZE == 1:
+            return
+        networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        for network in networks:
+            if any(parameter.requires_grad for parameter in network.parameters()):
+                for buffer in network.buffers():
+                    if buffer.is_floating_point():
+                        total(buffer.div_(WORLD_SIZE))
+
+    def log(self, scalars):
+        """Log the scalars of an iteration, which the loop has counted, and move the bar.
+
+        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
+        """
+        self.average_statistics()
+        self.last_score = None  # the new policy has no score yet
         if RANK > 0:
             return
-        speed = num_steps / (time.time() - self.start)
+        self.cpu_seconds += time.process_time() - self.cpu_start
+        speed = (self.step - self.start_step) / (time.time() - self.start)
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
-        if position is None:
-            position = self.step
-        self.bar.update(min(position, self.bar.total) - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says
-        tenths = 10 * self.bar.n // self.bar.total
+        position = self.get_position()
+        self.bar.update(position - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        tenths_before = self.tenths
+        self.tenths = 10 * position // self.length
+        is_point = self.tenths > tenths_before
         if self.args.eval_interval:
-            self.is_due = self.iteration % self.args.eval_interval == 0
-        else:
-            self.is_due = tenths > self.tenths
-        self.tenths = tenths
-        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+            is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
+        self.is_due = self.is_due or is_point
+        if is_point or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def should_evaluate(self, num_steps=0):
-        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
+    def should_evaluate(self):
+        """Return whether to evaluate the newest policy now.
 
-        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth as many steps as training, if the estimates are right.
+        The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
+        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
+        steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
-        if self.tenths == 10:
-            return True
-        if self.args.eval_interval:
-            return self.is_due
-        return self.is_due and self.eval_steps + num_steps <= self.step / 5
+        is_affordable = self.args.eval_interval > 0 or self.eval_steps <= self.step / 5
+        return self.tenths == 10 or (self.is_due and is_affordable)
 
-    def keep(self, scores, score, num_steps):
+    def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `score` is the one that decides: the higher, the better.
+        `name` is that of the score which decides: the higher, the better, or with operator.le the lower.
+        Scores of two names cannot be compared, so that the first one of another name counts as the best.
         """
+        score = float(scores[name])
         self.write(scores)
-        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        self.bar.set_postfix_str(f"{show_name(name)} {show_number(score)}")
         self.eval_steps += round(num_steps)
-        self.last_score = float(score)
-        if self.best_score is None or score >= self.best_score:
-            self.best_score = self.last_score
+        self.is_due = False
+        self.last_score = score
+        is_first = self.best_score is None or name != self.score_name
+        self.score_name = name
+        if is_first or is_better(score, self.best_score):
+            self.best_score = score
             self.save("best.pt")
-        # Save the scores too; in a script that saves a large replay with them, only at the end
+        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -940,20 +1003,84 @@ class Run(Progress):
             wandb.finish()
         scores = "not evaluated"
         if self.last_score is not None:
-            best = f"{SCORE} of best.pt {self.best_score:.5g}"
-            scores = f"{best}, of the last policy {self.last_score:.5g}"
+            name = show_name(self.score_name)
+            best = show_number(self.best_score)
+            scores = f"{name} of best.pt {best}, of the last policy {show_number(self.last_score)}"
         print_line(f"{self.path}: {scores}{text}")
 
     def say_how_to_resume(self):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
-        if RANK == 0 and self.bar is not None:
-            self.bar.close()
-            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
-            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+        if RANK > 0:
+            return
+        if self.bar is None:
+            print(f"{Path(__file__).name}: interrupted", file=sys.stderr)
+            return
+        self.bar.close()
+        self.writer.flush()
+        program = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(WORLD_SIZE)]
+        command = shlex.join([*program, __file__, "--resume", f"{self.path}/checkpoint.pt"])
+        print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+class Recorded:
+    """A function of tensors that, on one GPU, runs as a CUDA graph, which saves CPU overhead.
+
+    The first call is an ordinary one, in which optimizers create their states. The second call records the
+    function and replays the recording, and later calls replay it. On a CPU, with several processes, or if
+    CUDA_GRAPHS is False, all calls are ordinary ones.
+
+    A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
+    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
+    the same. A replay overwrites the output of the replay before: clone what you keep.
+    """
+
+    def __init__(self, function, device, args=None):
+        self.function = function
+        self.args = args
+        self.is_on = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+        self.num_calls = 0
+        self.settings = None  # those of the recording
+
+    def __call__(self, *inputs):
+        """Call the function, or replay it for these inputs."""
+        self.num_calls += 1
+        if not self.is_on or self.num_calls == 1:
+            return self.function(*inputs)
+        settings = dict(vars(self.args)) if self.args else {}
+        if settings != self.settings:
+            self.settings = settings
+            memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
+            self.memory = tree_leaves(memory)
+            self.graph = torch.cuda.CUDAGraph()
+            # On the stream of set_up_device, which the first call used too. This runs nothing
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.output = self.function(*memory)
+        for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
+            assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
+            old.copy_(new)
+        self.graph.replay()
+        return self.output
+
+
+def make_bar(unit, **options):
+    """Make a progress bar. If stderr is no terminal, such as a file, it writes a line every 30 seconds."""
+    return tqdm(unit=f" {unit}", mininterval=0.1 if os.isatty(2) else 30, **options)
+
+
+def show_name(score_name):
+    """Return the name of a score as words: eval/episodic_return becomes episodic return."""
+    return score_name.removeprefix("eval/").replace("_", " ")
+
+
+def show_number(x):
+    """Return a number with five digits, or with all digits before the point if these are more."""
+    return f"{x:.0f}" if 1e5 <= abs(x) < 1e15 else f"{x:.5g}"
 
 
 def print_line(line):
-    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    """Print a line in process 0. If its reader has left, as `head -n 1` does, the run goes on."""
+    if RANK > 0:
+        return
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -963,7 +1090,7 @@ def print_line(line):
 def print_scores(scores):
     """Print the scores of --evaluate, a line each."""
     for name, value in scores.items():
-        print_line(f"{name}: {value:.5g}")
+        print_line(f"{name}: {show_number(value)}")
 
 
 def fail(message):
@@ -983,15 +1110,16 @@ def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
     if WORLD_SIZE > 1:
         gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        # These two functions of torch join and split any tensors, not only parameters
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
+        nn.utils.vector_to_parameters(vector, gradients)
 
 
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
-    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
+    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
+    take less than 2^31. Zeros at the end of `stream` do not count.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -1009,7 +1137,15 @@ def set_up_device(args):
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
+    if not use_cuda:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", 0))  # number of this process on this machine
+    if index >= torch.cuda.device_count():
+        fail(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --no-cuda")
+    device = torch.device("cuda", index)
+    # The default stream cannot be recorded in a graph. This also makes `device` the current one
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    return device
 
 
 def load_checkpoint(path):
@@ -1025,12 +1161,16 @@ def load_checkpoint(path):
 
 
 def main(argv=None):
-    """Read the command line and train; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint.
+
+    Returns the best score, or None if there is none, as with --evaluate.
+    """
     args = tyro.cli(Args, args=argv)
     checkpoint = None
     if args.resume and args.evaluate:
         fail("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
+        # Read the flags once more: those that are not given become the checkpoint's, not the defaults
         checkpoint = load_checkpoint(args.evaluate or args.resume)
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     if args.num_steps == 0:
@@ -1067,7 +1207,7 @@ def main(argv=None):
     if args.detector_iterations + args.ppo_iterations == 0:
         fail("--detector-iterations and --ppo-iterations are both 0")
     if args.evaluate and RANK > 0:
-        return  # process 0 does it
+        return None  # process 0 does it
     task = Path(args.data_dir).resolve().name if args.data_dir else args.env_id
     run = Run(args, task, checkpoint)
     try:
@@ -1075,6 +1215,7 @@ def main(argv=None):
     except KeyboardInterrupt:
         run.say_how_to_resume()
         sys.exit(130)
+    return None if args.evaluate else run.best_score
 
 
 if __name__ == "__main__":

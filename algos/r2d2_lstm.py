@@ -30,16 +30,21 @@ images are not stacked (four are in the paper); on average, a step is trained on
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay. With several
 processes, N, R and, except in eq. 5, B are those of one of them.
+
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
+about the run folder, the log, checkpoints, processes and the command line.
 """
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "numpy", "gymnasium>=1.4", "popgym", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.4", "numpy", "gymnasium>=1.1", "popgym", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import math
+import operator
 import os
 import random
 import re
+import shlex
 import sys
 import time
 from collections import namedtuple
@@ -56,24 +61,32 @@ import torch
 import tyro
 from gymnasium.spaces import Box, Discrete
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, in this file's or in its parent
-HERE = Path(__file__).resolve().parent
-sys.path += [os.getcwd(), str(HERE), str(HERE.parent)]
+# --env-id my_module:MyTask-v0 finds my_module.py in the current folder, that of this file, and its parent
+sys.path += [os.getcwd(), *map(str, Path(__file__).resolve().parents[:2])]
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record acting and the update once; replaying them saves CPU overhead. Numbers and `if` of Python
-# stay as they were when recorded: what shall change (as an annealed beta) must be a tensor, changed in place.
-# Set it to False for edits that need the host in between, such as print, .item() or `if` on a tensor
+# On one GPU, acting and the update are recorded as CUDA graphs, which saves CPU overhead. Set this to False
+# for edits that a graph cannot record, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
+# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
 # What the part `Run` must know of this script
-TASK_SETTINGS = ("env_id",)  # if one changes with --resume, the score of best.pt is forgotten
-# Flags that the message names if a checkpoint does not fit the network
+TASK_SETTINGS = ("env_id", "seed", "eval_episodes")  # if one changes with --resume, best.pt begins again
+# Named in the message about a checkpoint that does not fit
 NETWORK_FLAGS = "--env-id, --hidden-size, --recurrent, --last-action-reward"
-SCORE = "return"  # name, in messages, of the score that run.keep gets
+
+# Defined in the part `Run` at the end, but used before it:
+#   total(x)            sums a tensor over all processes; with one process it changes nothing
+#   seed_everything     seeds all random generators from a few integers, and returns a seed for environments
+#   Recorded(f, ...)    calls the function f; on one GPU, it records f as a CUDA graph and replays that
+#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
+#   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
+#   fail(message)       prints one line and exits with code 2
 
 
 @dataclass
@@ -83,7 +96,7 @@ class Args:
     # The run
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of every source of randomness
-    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels, which matters with convolutions
     cuda: bool = True  # train on a GPU if there is one
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "reference-rl"  # project at Weights & Biases
@@ -91,7 +104,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations (0: each tenth of the run, unless too costly)
+    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if they are slow)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task and acting
     env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
@@ -403,7 +416,7 @@ class Player:
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class SequenceReplay(nn.Module):
+class SequenceReplay:
     """Prioritized replay of windows of L steps, in `data` {name: [R, L, ...] or [R, ...]}.
 
     An episode of 12 steps and its windows with burn_in 2 (b), learn_length 5 (m) and n_step 1 (t):
@@ -418,13 +431,9 @@ class SequenceReplay(nn.Module):
     its outputs there are not used. A window has the whole burn-in, or none if its trained steps begin before
     step burn_in of the episode. Where no action follows, the reward is 0: an edit of `update_network` may
     scale rewards, but not shift them.
-
-    The replay is a module because its state_dict then holds all windows. Steps that form none yet are left
-    out.
     """
 
     def __init__(self, envs, args, device):
-        super().__init__()
         self.args = args
         self.length = args.burn_in + args.learn_length + args.n_step  # L
         self.batch_windows = args.batch_size // (args.learn_length * WORLD_SIZE)  # N
@@ -452,12 +461,31 @@ class SequenceReplay(nn.Module):
                 }
                 # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so
                 # that their quotient is 1 before the first reward. Soon the 1e-6 matter little
-                self.register_buffer("reward_sums", torch.full((2,), 1e-6).double())
+                self.reward_sums = torch.full((2,), 1e-6).double()
         except RuntimeError:
             fail(f"--buffer-size ({size}) must be smaller: the memory of {device} cannot hold the windows")
-        self.register_buffer("num_added", torch.tensor(0))  # on the CPU: reading it never waits for a GPU
+        self.num_added = 0  # windows stored so far, those that newer ones replaced among them
+
+    def state_dict(self):
+        """Return all windows, and the settings that they depend on, for a checkpoint.
+
+        Steps that form no window yet are left out.
+        """
+        names = ("env_id", "burn_in", "learn_length", "n_step", "buffer_size")
+        settings = {name: getattr(self.args, name) for name in names}
+        counts = {"num_added": self.num_added, "reward_sums": self.reward_sums}
+        return {"settings": settings} | counts | self.data
+
+    def load_state_dict(self, state):
+        """Restore a state_dict. If it is of other settings, the replay stays empty."""
+        own = self.state_dict()
+        if state["settings"] != own["settings"]:
+            print_line(f"The replay begins empty, as it was of {state['settings']}")
+            return
+        self.num_added = state["num_added"]
+        self.reward_sums.copy_(state["reward_sums"])
         for name, x in self.data.items():
-            self.register_buffer(name, x)
+            x.copy_(state[name])
 
     def add(self, steps, outcome):
         """Add a step of each environment, and cut the windows that are complete or end with the episode."""
@@ -504,7 +532,7 @@ class SequenceReplay(nn.Module):
         }
 
         # Write it in place of the oldest one
-        index = int(self.num_added) % self.args.buffer_size
+        index = self.num_added % self.args.buffer_size
         self.num_added += 1
         for name, x in window.items():
             self.data[name][index] = x if name == "state" else torch.as_tensor(np.array(x))
@@ -564,7 +592,7 @@ def collect_steps(player, replay, args):
     """
     envs = player.envs
     half = envs.num_envs // 2
-    num_old = int(replay.num_added)
+    num_old = replay.num_added
     num_steps = 0  # without those that only reset an environment
     reward_sums = np.zeros(2)
     episodes = []
@@ -693,19 +721,21 @@ def update_network(agent, target, optimizer, replay, args):
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def evaluate(agent, args, device, seed_stream):
-    """Score one episode with greedy actions in each of `eval_episodes` environments."""
+    """Score one episode with greedy actions in each of `eval_episodes` environments (0: ten)."""
+    seed = seed_everything(args.seed, seed_stream)
     envs = Environments(args, args.eval_episodes or 10)
-    epsilons = torch.zeros(envs.num_envs, device=device)
-    # seed_everything also returns the seed, here for the environments
-    player = Player(agent, envs, epsilons, seed_everything(args.seed, seed_stream))
+    player = Player(agent, envs, torch.zeros(envs.num_envs, device=device), seed)
     returns = np.zeros(envs.num_envs)
-    lengths = np.zeros_like(returns)
-    is_running = lengths == 0
+    lengths = np.zeros(envs.num_envs)
+    is_running = np.ones(envs.num_envs, bool)
+    bar = make_bar("steps", leave=False, delay=2)
     while is_running.any() and lengths.max() < 10_000:
         _, outcome = player.step()
-        returns += outcome.rewards * is_running
+        returns += np.where(is_running, outcome.rewards, 0)
         lengths += is_running
+        bar.update(is_running.sum())
         is_running &= ~outcome.is_over
+    bar.close()
     envs.close()
     if is_running.any():
         tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
@@ -716,65 +746,41 @@ def evaluate(agent, args, device, seed_stream):
     }
 
 
-def score_policy(agent, args, device, run):
-    """Evaluate during training, and keep the policy in best.pt if it is the best so far."""
-    scores = evaluate(agent, args, device, 2)
-    # The score that decides, and the number of environment steps that the evaluation took
-    run.keep(scores, scores["eval/episodic_return"], args.eval_episodes * scores["eval/episodic_length"])
-
-
 # ---- Training ----------------------------------------------------------------------------------------------
 def train(args, run):
-    """Train the agent of a run; with --evaluate, only score it.
-
-    Arguments of seed_everything:
-        (seed, 0)                      for the weights, which are the same in every process
-        (seed, 1, iteration, process)  for an iteration, from 1 on. The first reset gets the last iteration
-                                       done: 0 in a new run
-        (seed, 2)                      for evaluations during training: always the same episodes
-        (seed, 3)                      for --evaluate: other episodes than those that selected best.pt
-    """
-    # Set up the networks
+    """Train the agent of a run; with --evaluate, only score it."""
+    # Set up
     device = set_up_device(args)
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        # The first steps, recordings and replays use one stream; the default one cannot be recorded in a
-        # graph
-        torch.cuda.set_stream(torch.cuda.Stream(device))
     envs = Environments(args, args.num_envs // WORLD_SIZE)
-    if args.eval_episodes:
-        Environments(args, args.eval_episodes).close()  # fails now if an evaluation would fail later
-    seed_everything(args.seed, 0)
+    if args.eval_episodes or args.evaluate:
+        Environments(args, args.eval_episodes or 10).close()  # fails now if an evaluation would fail later
+    seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = QNetwork(envs, args).to(device)
-    # Checkpoints hold what run.load gets. If the run has begun with a checkpoint, this restores them
     run.load(agent=agent)
-    if args.evaluate:
-        print_scores(evaluate(agent, args, device, 3))
+    scored_agent = agent  # evaluations score this network; it may be a moving average of the agent
+    if args.evaluate:  # in other episodes than those that selected best.pt
+        num_episodes = args.eval_episodes or 10
+        print_line(f"{args.evaluate}: {num_episodes} episodes of {args.env_id} with greedy actions")
+        print_scores(evaluate(scored_agent, args, device, FINAL_EVALUATION))
         return
     target = deepcopy(agent)
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
-    options = {"lr": learning_rate, "capturable": is_cuda}
-    optimizer = torch.optim.Adam(agent.parameters(), fused=True, **options)
+    optimizer = torch.optim.Adam(
+        agent.parameters(), learning_rate, fused=True, capturable=device.type == "cuda"
+    )
     run.load(target=target, optimizer=optimizer)
-    # Loading put a saved learning rate here: put the tensor back. Do so for each group that you add
-    optimizer.param_groups[0] |= options
-
-    # The replay: that of the checkpoint, unless --env-id, --buffer-size or a length of windows has changed.
-    # (The network's flags fit, or run.load would have failed.) Each process gets that of process 0
+    # The replay, which is large: best.pt does not hold it. Each process resumes with that of process 0
     replay = SequenceReplay(envs, args, device)
-    names = "env_id burn_in learn_length n_step buffer_size".split()
-    saved = run.checkpoint
-    if saved and "replay" in saved and all(getattr(args, x) == getattr(saved["args"], x) for x in names):
-        replay.load_state_dict(saved["replay"])
-    if args.checkpoint_replay:
-        run.resume_parts["replay"] = replay
-
-    # The player. Each process gets large and small probabilities of random actions
-    epsilons = epsilon_ladder(args)[RANK::WORLD_SIZE].to(device)
-    player = Player(agent, envs, epsilons, seed_everything(args.seed, 1, run.iteration, RANK))
-    update = partial(update_network, agent, target, optimizer, replay, args)
-    use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
+    run.load(in_best=False, replay=replay)
+    if not args.checkpoint_replay:
+        del run.resume_parts["replay"]  # new checkpoints are without it
+    update = Recorded(partial(update_network, agent, target, optimizer, replay, args), device, args)
     windows_per_update = replay.batch_windows * WORLD_SIZE
+    # Each process gets large and small probabilities of random actions. A resumed run begins with new
+    # episodes; as run.iteration is part of their seed, they differ from those at the start of the run
+    epsilons = epsilon_ladder(args)[RANK::WORLD_SIZE].to(device)
+    player = Player(agent, envs, epsilons, seed_everything(args.seed, TRAINING, run.iteration, RANK))
+    player.act = Recorded(player.act, device)
     run.open(
         f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}, "
         f"observations {envs.single_observation_space.shape} as {'images' if agent.is_image else 'vectors'}, "
@@ -782,20 +788,20 @@ def train(args, run):
         args.total_timesteps,
     )
 
-    while run.step < args.total_timesteps:
-        # Evaluate, if it is time and, without --eval-interval, if all evaluations together take at most a
-        # fifth as many environment steps as training so far. The cost of one is predicted from the length of
-        # the last episodes or, before any has ended, that at which they are cut. It is done at the top, so
-        # that --resume repeats an evaluation that was cut off
-        if run.should_evaluate(args.eval_episodes * (run.episode_length or 10_000)):
-            score_policy(agent, args, device, run)
+    while True:
+        # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off
+        if run.should_evaluate():
+            scores = evaluate(scored_agent, args, device, EVALUATION)
+            run.keep(scores, "eval/episodic_return", args.eval_episodes * scores["eval/episodic_length"])
+        if run.step >= args.total_timesteps:
+            break
+        seed_everything(args.seed, TRAINING, run.iteration + 1, RANK)
 
-        seed_everything(args.seed, 1, run.iteration + 1, RANK)
-
-        # Learning rate: it falls linearly to zero. The recorded update of a GPU sees new values of tensors,
-        # not of numbers: to anneal another setting, make it a tensor too
+        # Learning rate: it falls linearly to zero
+        rate = args.learning_rate
         if args.anneal_lr:
-            learning_rate.fill_(args.learning_rate * (1 - run.step / args.total_timesteps))
+            rate *= 1 - run.step / args.total_timesteps
+        learning_rate.fill_(rate)
 
         # Collect steps in each environment, and store the windows that they complete
         episodes, num_steps, num_windows = collect_steps(player, replay, args)
@@ -810,33 +816,27 @@ def train(args, run):
                 metrics[name] = metrics.get(name, 0.0) + value / num_updates
             run.num_updates += 1
             if run.num_updates % args.target_interval == 0:
-                target.load_state_dict(agent.state_dict())  # in place, as the graph needs
+                target.load_state_dict(agent.state_dict())
 
-        # Record acting and the update, after the first updates: Adam creates its state in the first one
-        if use_graphs and num_updates:
-            player.act = capture(player.act, *player.get_inputs())
-            update = capture(update)
-            use_graphs = False
-
-        # Log. run.log also adds to run.step and run.iteration, and saves checkpoint.pt if it is time
+        # Log, and save checkpoint.pt if it is time. Steps that only reset an environment do not count
+        run.iteration += 1
+        run.step += num_steps
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
         scalars["charts/num_updates"] = run.num_updates
-        scalars["charts/learning_rate"] = learning_rate.item()
+        scalars["charts/learning_rate"] = rate
         if episodes:
-            scalars["charts/episodic_return"], run.episode_length = np.mean(episodes, 0).tolist()
-            scalars["charts/episodic_length"] = run.episode_length
-        run.log(num_steps, scalars)
+            mean_return, mean_length = np.mean(episodes, 0)
+            scalars["charts/episodic_return"] = mean_return
+            scalars["charts/episodic_length"] = mean_length
+        run.log(scalars)
 
-    # Evaluate the last policy, however many steps that takes
-    if run.should_evaluate():
-        score_policy(agent, args, device, run)
     envs.close()
     run.close(f", {run.num_updates} updates")
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
 # What follows is the same in all scripts of this family, but for `Progress` and `main`
-if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
+if sys.stderr is None:  # closed by a shell, as by 2>&-, but the progress bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -848,23 +848,24 @@ class Progress:
     step: int = 0  # environment steps trained on, in total across environments
     eval_steps: int = 0  # environment steps of evaluations
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # mean return of best.pt, None before the first evaluation
+    best_score: float | None = None  # mean return of best.pt, None if there is none of this task
     last_score: float | None = None  # mean return of the newest policy, None if it was not evaluated
+    score_name: str = ""  # name of these scores, empty before the first evaluation
     is_due: bool = False  # is it time to evaluate the newest policy
-    episode_length: float = 0.0  # mean of the episodes that ended last
     num_updates: int = 0
     updates_due: float = 0.0  # the fraction of an update that is left over
 
 
-class Run(Progress):
+class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
-        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        """Begin a run of `task`, or resume that of a checkpoint from load_checkpoint."""
         self.args = args
+        self.settings = asdict(args)  # as they were given: a loop may change settings in `args`
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
+        self.resume_parts = {}  # what checkpoint.pt alone holds
         self.bar = None
         if checkpoint:
             super().__init__(**checkpoint["progress"])
@@ -874,47 +875,85 @@ class Run(Progress):
             name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
             self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
 
-    def load(self, **parts):
-        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
-        self.parts |= parts
-        try:
-            for name, part in parts.items():
-                if self.checkpoint:
-                    part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+    def load(self, in_best=True, **parts):
+        """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-    def open(self, description, length, position=None):
-        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
-
-        The bar counts steps. In scripts with another unit, `position` says where the bar is.
+        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
+        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
+        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
+        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
         """
-        if position is None:
-            position = self.step
-        position = min(position, length)
+        (self.parts if in_best else self.resume_parts).update(parts)
+        if not self.checkpoint:
+            return
+        for name, part in parts.items():
+            if name not in self.checkpoint and name != "agent":
+                print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
+                continue
+            options = getattr(part, "param_groups", None)  # only optimizers have them
+            try:
+                part.load_state_dict(self.checkpoint[name])
+            except (KeyError, RuntimeError, TypeError, ValueError):
+                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+            if options:
+                part.param_groups = options
+        self.restore_learning_rates()
+
+    def restore_learning_rates(self):
+        """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
+
+        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
+        the rates of the optimizers that are loaded so far back.
+        """
+        for name, part in (self.parts | self.resume_parts).items():
+            if hasattr(part, "param_groups") and name in self.checkpoint:
+                for group, saved in zip(part.param_groups, self.checkpoint[name]["param_groups"]):
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(saved["lr"])
+                    else:
+                        group["lr"] = float(saved["lr"])
+
+    def open(self, description, length, unit="steps", counter="step"):
+        """Open folder and log, and show a bar; exits if the folder cannot be written to.
+
+        The run ends when `counter`, a field of Progress, is `length`; `unit` is what it counts.
+        """
+        self.length = length
+        self.counter = counter
+        position = self.get_position()
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.open_log()
             self.find_best()
-            print_line(f"{self.path}: {description}, {position} of {length} done")
+            print_line(f"{self.path}: {description}, {position} of {length} {unit} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # Where the bar is written to a file, every 30 seconds are enough
-        seconds = 0.1 if os.isatty(2) else 30
-        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        # Some scripts move the bar by fractions between two calls of `log`: n:.0f rounds them
+        bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
+        self.bar = make_bar(unit, total=length, **options)
         self.saved_at = time.time()
         self.start_clocks()
 
+    def get_position(self):
+        """Return how much of the run's length is done."""
+        return min(getattr(self, self.counter), self.length)
+
     def find_best(self):
-        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        """Take the score to beat from best.pt, which may be newer than the checkpoint.
+
+        If it is missing or of another task, the next evaluation counts as the best.
+        """
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+        if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
             self.best_score = best["progress"]["best_score"]
+            self.score_name = best["progress"]["score_name"]
         else:
-            self.best_score = self.last_score = None
+            self.best_score = None
+            self.last_score = None  # the newest policy was not evaluated on this task
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -929,7 +968,7 @@ class Run(Progress):
                     entity=args.wandb_entity,
                     name=name,
                     id=name,
-                    config=asdict(args),
+                    config=self.settings,
                     sync_tensorboard=True,
                     resume="allow",
                     reinit="finish_previous",
@@ -937,21 +976,26 @@ class Run(Progress):
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # Hide what was logged after the checkpoint of a resumed run
+            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        rows = "".join(f"|{name}|{value}|\n" for name, value in self.settings.items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.step)
 
     def start_clocks(self):
-        """Begin to measure the time of an iteration, without the evaluation before it."""
+        """Begin to measure an iteration, without the evaluation before it."""
         self.start = time.time()
         self.cpu_start = time.process_time()
+        self.start_step = self.step
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
+        progress = asdict(self)
+        for key, x in progress.items():
+            if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
+                progress[key] = x.item()
+        checkpoint = {"args": self.settings, "progress": progress}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -964,64 +1008,81 @@ class Run(Progress):
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.step)
             if not math.isfinite(value):
+                self.writer.flush()
                 fail(f"{name} is {value} at step {self.step}")
 
-    def log(self, num_steps, scalars, position=None):
-        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
+    def average_statistics(self):
+        """Average running statistics, such as those of batch norms, over all processes.
 
-        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
+        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
         """
-        self.iteration += 1
-        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
-        self.cpu_seconds += time.process_time() - self.cpu_start
-        self.last_score = None  # the policy that this iteration made has no score yet
+        if WORLD_SIZE == 1:
+            return
+        networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        for network in networks:
+            if any(parameter.requires_grad for parameter in network.parameters()):
+                for buffer in network.buffers():
+                    if buffer.is_floating_point():
+                        total(buffer.div_(WORLD_SIZE))
+
+    def log(self, scalars):
+        """Log the scalars of an iteration, which the loop has counted, and move the bar.
+
+        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
+        """
+        self.average_statistics()
+        self.last_score = None  # the new policy has no score yet
         if RANK > 0:
             return
-        speed = num_steps / (time.time() - self.start)
+        self.cpu_seconds += time.process_time() - self.cpu_start
+        speed = (self.step - self.start_step) / (time.time() - self.start)
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
-        if position is None:
-            position = self.step
-        self.bar.update(min(position, self.bar.total) - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says
-        tenths = 10 * self.bar.n // self.bar.total
+        position = self.get_position()
+        self.bar.update(position - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        tenths_before = self.tenths
+        self.tenths = 10 * position // self.length
+        is_point = self.tenths > tenths_before
         if self.args.eval_interval:
-            self.is_due = self.iteration % self.args.eval_interval == 0
-        else:
-            self.is_due = tenths > self.tenths
-        self.tenths = tenths
-        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+            is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
+        self.is_due = self.is_due or is_point
+        if is_point or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def should_evaluate(self, num_steps=0):
-        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
+    def should_evaluate(self):
+        """Return whether to evaluate the newest policy now.
 
-        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth as many steps as training, if the estimates are right.
+        The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
+        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
+        steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
-        if self.tenths == 10:
-            return True
-        if self.args.eval_interval:
-            return self.is_due
-        return self.is_due and self.eval_steps + num_steps <= self.step / 5
+        is_affordable = self.args.eval_interval > 0 or self.eval_steps <= self.step / 5
+        return self.tenths == 10 or (self.is_due and is_affordable)
 
-    def keep(self, scores, score, num_steps):
+    def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `score` is the one that decides: the higher, the better.
+        `name` is that of the score which decides: the higher, the better, or with operator.le the lower.
+        Scores of two names cannot be compared, so that the first one of another name counts as the best.
         """
+        score = float(scores[name])
         self.write(scores)
-        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        self.bar.set_postfix_str(f"{show_name(name)} {show_number(score)}")
         self.eval_steps += round(num_steps)
-        self.last_score = float(score)
-        if self.best_score is None or score >= self.best_score:
-            self.best_score = self.last_score
+        self.is_due = False
+        self.last_score = score
+        is_first = self.best_score is None or name != self.score_name
+        self.score_name = name
+        if is_first or is_better(score, self.best_score):
+            self.best_score = score
             self.save("best.pt")
-        # Save the scores too; in a script that saves a large replay with them, only at the end
+        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1038,20 +1099,84 @@ class Run(Progress):
             wandb.finish()
         scores = "not evaluated"
         if self.last_score is not None:
-            best = f"{SCORE} of best.pt {self.best_score:.5g}"
-            scores = f"{best}, of the last policy {self.last_score:.5g}"
+            name = show_name(self.score_name)
+            best = show_number(self.best_score)
+            scores = f"{name} of best.pt {best}, of the last policy {show_number(self.last_score)}"
         print_line(f"{self.path}: {scores}{text}")
 
     def say_how_to_resume(self):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
-        if RANK == 0 and self.bar is not None:
-            self.bar.close()
-            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
-            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+        if RANK > 0:
+            return
+        if self.bar is None:
+            print(f"{Path(__file__).name}: interrupted", file=sys.stderr)
+            return
+        self.bar.close()
+        self.writer.flush()
+        program = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(WORLD_SIZE)]
+        command = shlex.join([*program, __file__, "--resume", f"{self.path}/checkpoint.pt"])
+        print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+class Recorded:
+    """A function of tensors that, on one GPU, runs as a CUDA graph, which saves CPU overhead.
+
+    The first call is an ordinary one, in which optimizers create their states. The second call records the
+    function and replays the recording, and later calls replay it. On a CPU, with several processes, or if
+    CUDA_GRAPHS is False, all calls are ordinary ones.
+
+    A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
+    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
+    the same. A replay overwrites the output of the replay before: clone what you keep.
+    """
+
+    def __init__(self, function, device, args=None):
+        self.function = function
+        self.args = args
+        self.is_on = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+        self.num_calls = 0
+        self.settings = None  # those of the recording
+
+    def __call__(self, *inputs):
+        """Call the function, or replay it for these inputs."""
+        self.num_calls += 1
+        if not self.is_on or self.num_calls == 1:
+            return self.function(*inputs)
+        settings = dict(vars(self.args)) if self.args else {}
+        if settings != self.settings:
+            self.settings = settings
+            memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
+            self.memory = tree_leaves(memory)
+            self.graph = torch.cuda.CUDAGraph()
+            # On the stream of set_up_device, which the first call used too. This runs nothing
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.output = self.function(*memory)
+        for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
+            assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
+            old.copy_(new)
+        self.graph.replay()
+        return self.output
+
+
+def make_bar(unit, **options):
+    """Make a progress bar. If stderr is no terminal, such as a file, it writes a line every 30 seconds."""
+    return tqdm(unit=f" {unit}", mininterval=0.1 if os.isatty(2) else 30, **options)
+
+
+def show_name(score_name):
+    """Return the name of a score as words: eval/episodic_return becomes episodic return."""
+    return score_name.removeprefix("eval/").replace("_", " ")
+
+
+def show_number(x):
+    """Return a number with five digits, or with all digits before the point if these are more."""
+    return f"{x:.0f}" if 1e5 <= abs(x) < 1e15 else f"{x:.5g}"
 
 
 def print_line(line):
-    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    """Print a line in process 0. If its reader has left, as `head -n 1` does, the run goes on."""
+    if RANK > 0:
+        return
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -1061,7 +1186,7 @@ def print_line(line):
 def print_scores(scores):
     """Print the scores of --evaluate, a line each."""
     for name, value in scores.items():
-        print_line(f"{name}: {value:.5g}")
+        print_line(f"{name}: {show_number(value)}")
 
 
 def fail(message):
@@ -1081,15 +1206,16 @@ def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
     if WORLD_SIZE > 1:
         gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        # These two functions of torch join and split any tensors, not only parameters
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
+        nn.utils.vector_to_parameters(vector, gradients)
 
 
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
-    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
+    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
+    take less than 2^31. Zeros at the end of `stream` do not count.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -1107,27 +1233,15 @@ def set_up_device(args):
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-
-
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs, strict=True):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
+    if not use_cuda:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", 0))  # number of this process on this machine
+    if index >= torch.cuda.device_count():
+        fail(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --no-cuda")
+    device = torch.device("cuda", index)
+    # The default stream cannot be recorded in a graph. This also makes `device` the current one
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    return device
 
 
 def load_checkpoint(path):
@@ -1143,25 +1257,25 @@ def load_checkpoint(path):
 
 
 def main(argv=None):
-    """Read the command line and train; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint.
+
+    Returns the best score, or None if there is none, as with --evaluate.
+    """
     args = tyro.cli(Args, args=argv)
     checkpoint = None
     if args.resume and args.evaluate:
         fail("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
+        # Read the flags once more: those that are not given become the checkpoint's, not the defaults
         checkpoint = load_checkpoint(args.evaluate or args.resume)
-        saved = checkpoint["args"]
-        if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # If you add a rule that adapts the learning rate, go on with its last rate
-            saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
-        args = tyro.cli(Args, args=argv, default=saved)
+        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
     counts = """num_envs hidden_size memory_span total_timesteps num_steps learn_length n_step buffer_size
-        batch_size target_interval""".split()
-    shares = "gamma alpha beta eta epsilon".split()
+        batch_size target_interval""".split()  # from 1
+    shares = ("gamma", "alpha", "beta", "eta", "epsilon")  # up to 1
     for name, value in vars(args).items():
         if value == "":
             fail(f"--{name.replace('_', '-')} is empty, perhaps because a variable of the shell is not set")
-        if type(value) not in (int, float):
+        if type(value) not in (int, float):  # a bool is neither
             continue
         least = 1 if name in counts else 0
         most = 1 if name in shares else 1e30
@@ -1173,13 +1287,14 @@ def main(argv=None):
     if args.batch_size < least:
         fail(f"--batch-size ({args.batch_size}) must be at least {least}, a window in each process")
     if args.evaluate and RANK > 0:
-        return  # process 0 does it
+        return None  # process 0 does it
     run = Run(args, args.env_id, checkpoint)
     try:
         train(args, run)
     except KeyboardInterrupt:
         run.say_how_to_resume()
         sys.exit(130)
+    return None if args.evaluate else run.best_score
 
 
 if __name__ == "__main__":

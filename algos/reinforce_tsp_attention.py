@@ -26,18 +26,20 @@ are constant, in POMO up to its last epochs.
 
 Shapes: B instances (M to evaluate), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
 
-The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
-nothing of it: run folder, log, checkpoints, processes and the command line.
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
+about the run folder, the log, checkpoints, processes and the command line.
 """
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
+# dependencies = ["torch>=2.4", "numpy", "tyro", "tensorboard", "wandb", "tqdm"]
 # ///
 import math
+import operator
 import os
 import random
 import re
+import shlex
 import sys
 import time
 from collections import namedtuple
@@ -52,6 +54,7 @@ import numpy as np
 import torch
 import tyro
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -59,18 +62,30 @@ from tqdm import tqdm
 sys.path += map(str, Path(__file__).resolve().parents[:2])
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# On one GPU, record the update once; replaying it saves CPU overhead. Set it to False for edits that need the
-# host in between, such as print, .item() or `if` on a tensor
+# On one GPU, the update is recorded as a CUDA graph, which saves CPU overhead. Set this to False for edits
+# that a graph cannot record, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-# Whether this CPU multiplies bfloat16 fast, as GPUs do
-CPU_HAS_BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16")
-# What the part `Run` must know of this script. TASK_SETTINGS: if one of them has changed since best.pt was
-# written, its score cannot be compared, and the next evaluation replaces it. NETWORK_FLAGS: flags that a
-# checkpoint must fit, named in a message; with another --optimizer, the saved states of optimizers are of
-# other parameters. SCORE: name, in messages, of the score that run.keep gets
-TASK_SETTINGS = ("env_id", "data", "eval_episodes", "seed")
-NETWORK_FLAGS = "--optimizer"
-SCORE = "minus greedy gap or length"
+# Whether this CPU multiplies bfloat16 fast, as GPUs do; older versions of torch cannot tell
+CPU_HAS_BFLOAT16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False)
+# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
+# What the part `Run` must know of this script
+TASK_SETTINGS = (
+    "env_id",
+    "data",
+    "seed",
+    "eval_episodes",
+)  # if one changes with --resume, best.pt begins again
+NETWORK_FLAGS = "--optimizer"  # named in the message about a checkpoint that does not fit
+
+# Defined in the part `Run` at the end, but used before it:
+#   total(x)            sums a tensor over all processes; with one process it changes nothing
+#   sum_gradients(net)  does that with the gradients of a network
+#   seed_everything     seeds all random generators from a few integers
+#   Recorded(f, ...)    calls the function f; on one GPU, it records f as a CUDA graph and replays that
+#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
+#   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
+#   fail(message)       prints one line and exits with code 2
 
 # If your nodes have more numbers, edit to_unit_square and tour_length, which take all numbers of a node as
 # coordinates, and apply_symmetries, which needs two
@@ -437,12 +452,14 @@ def evaluate(agent, instances, device, decodings=DECODINGS):
     scores = {}
     # Parts of bounded memory: multi-start decoding masks N nodes in N tours of each instance
     parts = points.to(device).split(2**18 // points.shape[1] ** 2 + 1)
+    bar = make_bar("instances", total=len(points) * len(decodings), leave=False, delay=2)
     for name in decodings:
         found = []
-        for part in tqdm(parts, leave=False, delay=2):
+        for part in parts:
             tours = DECODINGS[name](agent, part)  # [B, P, N]
             shortest = measure(part, tours).argmin(1)  # [B], of P tours
             found.append(tours[range(len(part)), shortest].cpu())
+            bar.update(len(part))
         tours = torch.cat(found)  # [M, N]
         lengths = measure(points, tours.unsqueeze(1))  # [M, 1]
         scores[f"eval/{name}_length"] = lengths.mean().item()
@@ -451,6 +468,7 @@ def evaluate(agent, instances, device, decodings=DECODINGS):
             gaps = 100 * (lengths - best) / best.abs()  # in percent; a measure of yours may be negative
             scores[f"eval/{name}_gap"] = gaps.mean().item()
             scores[f"eval/{name}_gap_std"] = gaps.std(correction=0).item()
+    bar.close()
     return scores, tours
 
 
@@ -491,8 +509,8 @@ def read_instances(path):
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
-def make_optimizers(agent, args):
-    """Return Adam and Muon, each with one group of parameters, whose options `train` sets."""
+def make_optimizers(agent, learning_rate, args):
+    """Return Adam and Muon for the parameters of the agent; `learning_rate` is a tensor that both read."""
     # Muon is for the matrices that map embeddings to embeddings: those with `project` or `ff` anywhere in
     # their names, which counts for your own layers too. Adam trains the rest
     matrices = []
@@ -500,9 +518,12 @@ def make_optimizers(agent, args):
     for name, p in agent.named_parameters():
         is_map = args.optimizer == "muon" and p.ndim == 2 and ("project" in name or "ff" in name)
         (matrices if is_map else others).append(p)
-    # In a group, since `matrices` is empty with --optimizer adam, and torch takes no empty list outside a
-    # group. {} means no default options
-    return torch.optim.AdamW(others, fused=True), Muon([{"params": matrices}], {})
+    adam = torch.optim.AdamW(
+        others, learning_rate, weight_decay=args.weight_decay, fused=True, capturable=learning_rate.is_cuda
+    )
+    # As a group, because torch refuses a plain list that is empty, as `matrices` is with --optimizer adam
+    muon = Muon([{"params": matrices}], {"lr": learning_rate})
+    return adam, muon
 
 
 def score_policy(agent, instances, args, device, run):
@@ -512,43 +533,35 @@ def score_policy(agent, instances, args, device, run):
     """
     decodings = DECODINGS if run.iteration >= args.num_epochs else ["greedy"]
     scores, _ = evaluate(agent, instances, device, decodings)
-    run.keep(scores, -scores.get("eval/greedy_gap", scores["eval/greedy_length"]), len(instances.points))
+    name = "eval/greedy_length" if instances.tours is None else "eval/greedy_gap"
+    run.keep(scores, name, len(instances.points), operator.le)
 
 
 def train(args, run):
-    """Train the agent of a run; with --evaluate, only score it.
-
-    Numbers that seed_everything gets:
-        (seed, 0)                  for the weights, which are the same in every process
-        (seed, 1, epoch, process)  for the instances and tours of an epoch
-        (seed, 2)                  for the instances of evaluations during training
-        (seed, 3)                  for those of --evaluate: other ones than those that selected best.pt
-    """
+    """Train the agent of a run; with --evaluate, only score it."""
     # Set up
     device = set_up_device(args)
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        # The first steps, recordings and replays use one stream; the default one cannot be recorded in a
-        # graph
-        torch.cuda.set_stream(torch.cuda.Stream(device))
     torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; bfloat16 on CPUs that multiply it fast
     # Freeing 32 MB raises a threshold of Linux's C library (glibc): smaller blocks that are freed later stay
     # with the process, instead of being requested from the system again. A step takes a fifth less
     torch.empty(8_000_000)
-    # Instances to evaluate on, in float64 for their lengths
-    seed_everything(args.seed, 3 if args.evaluate else 2)
-    instances = Instances(draw_points(args.env_id, args.eval_episodes or 1000).double(), None, tour_length)
-    if args.data:
-        instances = read_instances(args.data)
-    seed_everything(args.seed, 0)
+    seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = AttentionModel().to(device).eval()
-    # Checkpoints hold what run.load gets. If the run has begun with a checkpoint, this restores them
     run.load(agent=agent)
 
-    # Evaluate only
+    # Instances to evaluate on, with --evaluate other ones than those that selected best.pt
+    if args.data:
+        instances = read_instances(args.data)
+    else:
+        seed_everything(args.seed, FINAL_EVALUATION if args.evaluate else EVALUATION)
+        points = draw_points(args.env_id, args.eval_episodes or 1000)
+        instances = Instances(points.double(), None, tour_length)  # float64, for exact lengths
     if args.evaluate:
         if args.solve:
             use_files("make_folder", args.solve)
+        num_instances = len(instances.points)
+        source = args.data or args.env_id
+        print_line(f"{args.evaluate}: {num_instances} instances of {source}, tours by {', '.join(DECODINGS)}")
         scores, tours = evaluate(agent, instances, device)
         print_scores(scores)
         if args.solve:
@@ -563,56 +576,37 @@ def train(args, run):
         stored = to_unit_square(read_instances(args.train_path).points).float()
 
     # Optimizers
-    adam, muon = make_optimizers(agent, args)
-    parts = {"optimizer": adam, "muon": muon}
+    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
+    adam, muon = make_optimizers(agent, learning_rate, args)
+    run.load(optimizer=adam, muon=muon)
 
     # Baseline policy: it starts as a copy of the agent, in evaluation mode, and stays in that mode
     baseline_policy = None
     if args.baseline == "rollout":
         baseline_policy = deepcopy(agent).requires_grad_(False)
-        parts["baseline_policy"] = baseline_policy
-
-    # Have all parts saved from now on, and restore those that the checkpoint of a resumed run has. It lacks
-    # the baseline policy if that run had --baseline pomo, and optimizers if someone has removed them from the
-    # file. These begin anew
-    run.parts |= parts
-    saved = run.checkpoint or {}
-    run.load(**{name: parts[name] for name in parts if name in saved})
-
-    # Set the options of both optimizers here, as loading replaces them; Muon reads `lr` alone. If you add
-    # groups of parameters, set theirs too
-    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, so that graphs see it change
-    options = {"lr": learning_rate, "weight_decay": args.weight_decay, "capturable": is_cuda}
-    for optimizer in (adam, muon):
-        optimizer.param_groups[0] |= options
+        run.load(baseline_policy=baseline_policy)
 
     # Try all decodings now, since most of them run only after the last epoch
     if args.eval_episodes:
         for decode_tours in DECODINGS.values():
             decode_tours(agent, instances.points[:2].to(device))
 
-    # Open the run. Its bar shows the finished epochs times epoch_size, which is not run.step if --resume has
-    # changed --batch-size or --steps-per-epoch
-    update = partial(update_weights, agent, baseline_policy, (adam, muon), args)
-    use_graphs = CUDA_GRAPHS and is_cuda and WORLD_SIZE == 1
-    epoch_size = args.batch_size * args.steps_per_epoch
-    description = f"{device}, scored on {args.data or args.env_id}"
-    run.open(description, args.num_epochs * epoch_size, run.iteration * epoch_size)
+    update = Recorded(partial(update_weights, agent, baseline_policy, (adam, muon), args), device, args)
+    run.open(f"{device}, scored on {args.data or args.env_id}", args.num_epochs, "epochs", "iteration")
 
-    while run.iteration < args.num_epochs:
-        # Evaluate, if it is time. Without --eval-interval, all evaluations together, this one included, may
-        # have at most a fifth as many instances as training so far. It is done at the top, so that --resume
-        # repeats an evaluation that was cut off
-        if run.should_evaluate(len(instances.points)):
+    while True:
+        # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off
+        if run.should_evaluate():
             score_policy(agent, instances, args, device, run)
+        if run.iteration >= args.num_epochs:
+            break
+        seed_everything(args.seed, TRAINING, run.iteration, RANK)
 
-        seed_everything(args.seed, 1, run.iteration, RANK)
-
-        # Learning rate: it falls to zero along a half cosine. The recorded update of a GPU sees new values of
-        # tensors, not of numbers: to anneal another setting, make it a tensor too
+        # Learning rate: it falls to zero along a half cosine
+        rate = args.learning_rate
         if args.anneal_lr:
-            share = run.iteration / args.num_epochs
-            learning_rate.fill_(args.learning_rate / 2 * (1 + math.cos(math.pi * share)))
+            rate *= (1 + math.cos(math.pi * run.iteration / args.num_epochs)) / 2
+        learning_rate.fill_(rate)
 
         # Gradient steps, each on new instances
         agent.train()
@@ -621,40 +615,31 @@ def train(args, run):
             points = draw_points(args.env_id, args.batch_size // WORLD_SIZE, stored).to(device)
             for name, value in update(points).items():
                 sums[name] = sums.get(name, 0) + value
-            # After one step, in which the optimizers create their states, record the update, which runs
-            # nothing
-            if use_graphs:
-                update = capture(update, points)
-                use_graphs = False
-            run.bar.update(args.batch_size)
+            run.bar.update(1 / args.steps_per_epoch)
 
-        # Statistics of batch norms become means over processes; `total` is the sum over them, in place
-        for buffer in agent.buffers():
-            if buffer.is_floating_point():
-                total(buffer.div_(WORLD_SIZE))
-
-        # Rollout baseline: the policy replaces the baseline policy if it is significantly better
+        # Rollout baseline: the policy replaces the baseline policy if it is significantly better. First, the
+        # statistics of its batch norms become means over all processes, so that all have the same policy
         if baseline_policy:
+            run.average_statistics()
             points = draw_points(args.env_id, args.baseline_instances // WORLD_SIZE, stored).to(device)
             if is_better(agent, baseline_policy, points, args.baseline_level):
                 baseline_policy.load_state_dict(agent.state_dict())
                 run.baseline_updates += 1
 
-        # Log. run.log also adds to run.step and run.iteration, and saves checkpoint.pt if it is time
+        # Log, and save checkpoint.pt if it is time
+        run.iteration += 1
+        run.step += args.steps_per_epoch * args.batch_size
         scalars = {f"losses/{name}": x.item() / args.steps_per_epoch for name, x in sums.items()}
-        scalars["charts/learning_rate"] = learning_rate.item()
+        scalars["charts/learning_rate"] = rate
         scalars["charts/baseline_updates"] = run.baseline_updates
-        run.log(epoch_size, scalars, (run.iteration + 1) * epoch_size)
+        run.log(scalars)
 
-    # Evaluate the last policy, by all decodings
-    if run.should_evaluate():
-        score_policy(agent, instances, args, device, run)
     run.close()
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
 # What follows is the same in all scripts of this family, but for `Progress` and `main`
-if sys.stderr is None:  # as after 2>&-, but the bar needs a stream
+if sys.stderr is None:  # closed by a shell, as by 2>&-, but the progress bar needs a stream
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -666,21 +651,23 @@ class Progress:
     step: int = 0  # instances trained on, in total across processes
     eval_steps: int = 0  # instances of evaluations
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # minus the gap or length of best.pt, None before the first evaluation
-    last_score: float | None = None  # the same of the newest policy, None if it was not evaluated
+    best_score: float | None = None  # gap or length of best.pt, None if there is none of this task
+    last_score: float | None = None  # gap or length of the newest policy, None if it was not evaluated
+    score_name: str = ""  # name of these scores, empty before the first evaluation
     is_due: bool = False  # is it time to evaluate the newest policy
     baseline_updates: int = 0  # times that the policy became that of the rollout baseline
 
 
-class Run(Progress):
+class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
-        """Begin a run of `task`, or continue that of a checkpoint from load_checkpoint."""
+        """Begin a run of `task`, or resume that of a checkpoint from load_checkpoint."""
         self.args = args
+        self.settings = asdict(args)  # as they were given: a loop may change settings in `args`
         self.checkpoint = checkpoint
         self.parts = {}  # what checkpoints hold, by name
-        self.resume_parts = {}  # what checkpoint.pt alone holds: a large replay, in scripts that have one
+        self.resume_parts = {}  # what checkpoint.pt alone holds
         self.bar = None
         if checkpoint:
             super().__init__(**checkpoint["progress"])
@@ -690,47 +677,85 @@ class Run(Progress):
             name = f"{task}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
             self.path = Path(args.run_dir, re.sub(r"[:/\\]", "-", name))
 
-    def load(self, **parts):
-        """Add parts to the checkpoints, and restore them if the run began with a checkpoint."""
-        self.parts |= parts
-        try:
-            for name, part in parts.items():
-                if self.checkpoint:
-                    part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+    def load(self, in_best=True, **parts):
+        """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-    def open(self, description, length, position=None):
-        """Open folder and log, and show a bar of `length` units; exits if the folder cannot be written to.
-
-        The bar counts steps. In scripts with another unit, `position` says where the bar is.
+        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
+        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
+        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
+        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
         """
-        if position is None:
-            position = self.step
-        position = min(position, length)
+        (self.parts if in_best else self.resume_parts).update(parts)
+        if not self.checkpoint:
+            return
+        for name, part in parts.items():
+            if name not in self.checkpoint and name != "agent":
+                print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
+                continue
+            options = getattr(part, "param_groups", None)  # only optimizers have them
+            try:
+                part.load_state_dict(self.checkpoint[name])
+            except (KeyError, RuntimeError, TypeError, ValueError):
+                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+            if options:
+                part.param_groups = options
+        self.restore_learning_rates()
+
+    def restore_learning_rates(self):
+        """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
+
+        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
+        the rates of the optimizers that are loaded so far back.
+        """
+        for name, part in (self.parts | self.resume_parts).items():
+            if hasattr(part, "param_groups") and name in self.checkpoint:
+                for group, saved in zip(part.param_groups, self.checkpoint[name]["param_groups"]):
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(saved["lr"])
+                    else:
+                        group["lr"] = float(saved["lr"])
+
+    def open(self, description, length, unit="steps", counter="step"):
+        """Open folder and log, and show a bar; exits if the folder cannot be written to.
+
+        The run ends when `counter`, a field of Progress, is `length`; `unit` is what it counts.
+        """
+        self.length = length
+        self.counter = counter
+        position = self.get_position()
         self.tenths = 10 * position // length  # how many tenths of the run are done
         if RANK == 0:
             self.open_log()
             self.find_best()
-            print_line(f"{self.path}: {description}, {position} of {length} done")
+            print_line(f"{self.path}: {description}, {position} of {length} {unit} done")
             if self.checkpoint:
                 print_line(f"Continues from {self.checkpoint['path'].name}; next states go to checkpoint.pt")
             else:
                 self.save()  # so that there is something to resume from now on
-        # Where the bar is written to a file, every 30 seconds are enough
-        seconds = 0.1 if os.isatty(2) else 30
-        self.bar = tqdm(total=length, initial=position, mininterval=seconds, disable=RANK > 0)
+        # Some scripts move the bar by fractions between two calls of `log`: n:.0f rounds them
+        bar_format = "{l_bar}{bar}| {n:.0f}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        options = {"initial": position, "bar_format": bar_format, "disable": RANK > 0}
+        self.bar = make_bar(unit, total=length, **options)
         self.saved_at = time.time()
         self.start_clocks()
 
+    def get_position(self):
+        """Return how much of the run's length is done."""
+        return min(getattr(self, self.counter), self.length)
+
     def find_best(self):
-        """Take the score to beat from best.pt; if it is missing or of another task, forget all scores."""
+        """Take the score to beat from best.pt, which may be newer than the checkpoint.
+
+        If it is missing or of another task, the next evaluation counts as the best.
+        """
         path = self.path / "best.pt"
         best = load_checkpoint(path) if path.exists() else None
-        if best and all(getattr(best["args"], x) == getattr(self.args, x) for x in TASK_SETTINGS):
+        if best and all(getattr(best["args"], x) == self.settings[x] for x in TASK_SETTINGS):
             self.best_score = best["progress"]["best_score"]
+            self.score_name = best["progress"]["score_name"]
         else:
-            self.best_score = self.last_score = None
+            self.best_score = None
+            self.last_score = None  # the newest policy was not evaluated on this task
 
     def open_log(self):
         """Open TensorBoard's log and, with --track, a run at Weights & Biases, which gets it too."""
@@ -745,7 +770,7 @@ class Run(Progress):
                     entity=args.wandb_entity,
                     name=name,
                     id=name,
-                    config=asdict(args),
+                    config=self.settings,
                     sync_tensorboard=True,
                     resume="allow",
                     reinit="finish_previous",
@@ -753,21 +778,26 @@ class Run(Progress):
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # Hide what was logged after the checkpoint of a resumed run
+            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
-        rows = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        rows = "".join(f"|{name}|{value}|\n" for name, value in self.settings.items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self.step)
 
     def start_clocks(self):
-        """Begin to measure the time of an iteration, without the evaluation before it."""
+        """Begin to measure an iteration, without the evaluation before it."""
         self.start = time.time()
         self.cpu_start = time.process_time()
+        self.start_step = self.step
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        checkpoint = {"args": asdict(self.args), "progress": asdict(self)}  # of self, the fields of Progress
+        progress = asdict(self)
+        for key, x in progress.items():
+            if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
+                progress[key] = x.item()
+        checkpoint = {"args": self.settings, "progress": progress}
         parts = self.parts if name == "best.pt" else self.parts | self.resume_parts
         for key, part in parts.items():
             checkpoint[key] = part.state_dict()
@@ -780,64 +810,81 @@ class Run(Progress):
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.step)
             if not math.isfinite(value):
+                self.writer.flush()
                 fail(f"{name} is {value} at step {self.step}")
 
-    def log(self, num_steps, scalars, position=None):
-        """Count an iteration of `num_steps` steps, log its scalars, move the bar (`position`: see `open`).
+    def average_statistics(self):
+        """Average running statistics, such as those of batch norms, over all processes.
 
-        Saves at each evaluation point, before an evaluation that might fail, and at least every ten minutes.
+        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
+        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
         """
-        self.iteration += 1
-        self.step += round(num_steps)  # round makes a number of Python; load_checkpoint takes none of NumPy
-        self.cpu_seconds += time.process_time() - self.cpu_start
-        self.last_score = None  # the policy that this iteration made has no score yet
+        if WORLD_SIZE == 1:
+            return
+        networks = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        for network in networks:
+            if any(parameter.requires_grad for parameter in network.parameters()):
+                for buffer in network.buffers():
+                    if buffer.is_floating_point():
+                        total(buffer.div_(WORLD_SIZE))
+
+    def log(self, scalars):
+        """Log the scalars of an iteration, which the loop has counted, and move the bar.
+
+        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
+        """
+        self.average_statistics()
+        self.last_score = None  # the new policy has no score yet
         if RANK > 0:
             return
-        speed = num_steps / (time.time() - self.start)
+        self.cpu_seconds += time.process_time() - self.cpu_start
+        speed = (self.step - self.start_step) / (time.time() - self.start)
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
-        if position is None:
-            position = self.step
-        self.bar.update(min(position, self.bar.total) - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says
-        tenths = 10 * self.bar.n // self.bar.total
+        position = self.get_position()
+        self.bar.update(position - self.bar.n)
+        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        tenths_before = self.tenths
+        self.tenths = 10 * position // self.length
+        is_point = self.tenths > tenths_before
         if self.args.eval_interval:
-            self.is_due = self.iteration % self.args.eval_interval == 0
-        else:
-            self.is_due = tenths > self.tenths
-        self.tenths = tenths
-        if self.is_due or tenths == 10 or time.time() - self.saved_at > 600:
+            is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
+        self.is_due = self.is_due or is_point
+        if is_point or time.time() - self.saved_at > 600:
             self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
 
-    def should_evaluate(self, num_steps=0):
-        """Whether an evaluation is due, which takes `num_steps` steps by an estimate.
+    def should_evaluate(self):
+        """Return whether to evaluate the newest policy now.
 
-        The last policy is always evaluated. Without --eval-interval, the evaluations before it take at most a
-        fifth as many steps as training, if the estimates are right.
+        The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
+        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
+        steps as training.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
-        if self.tenths == 10:
-            return True
-        if self.args.eval_interval:
-            return self.is_due
-        return self.is_due and self.eval_steps + num_steps <= self.step / 5
+        is_affordable = self.args.eval_interval > 0 or self.eval_steps <= self.step / 5
+        return self.tenths == 10 or (self.is_due and is_affordable)
 
-    def keep(self, scores, score, num_steps):
+    def keep(self, scores, name, num_steps, is_better=operator.ge):
         """Log the scores of an evaluation of `num_steps` steps; write best.pt unless an older one is better.
 
-        `score` is the one that decides: the higher, the better.
+        `name` is that of the score which decides: the higher, the better, or with operator.le the lower.
+        Scores of two names cannot be compared, so that the first one of another name counts as the best.
         """
+        score = float(scores[name])
         self.write(scores)
-        self.bar.set_postfix_str(f"{SCORE} {score:.4g}")
+        self.bar.set_postfix_str(f"{show_name(name)} {show_number(score)}")
         self.eval_steps += round(num_steps)
-        self.last_score = float(score)
-        if self.best_score is None or score >= self.best_score:
-            self.best_score = self.last_score
+        self.is_due = False
+        self.last_score = score
+        is_first = self.best_score is None or name != self.score_name
+        self.score_name = name
+        if is_first or is_better(score, self.best_score):
+            self.best_score = score
             self.save("best.pt")
-        # Save the scores too; in a script that saves a large replay with them, only at the end
+        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -854,20 +901,84 @@ class Run(Progress):
             wandb.finish()
         scores = "not evaluated"
         if self.last_score is not None:
-            best = f"{SCORE} of best.pt {self.best_score:.5g}"
-            scores = f"{best}, of the last policy {self.last_score:.5g}"
+            name = show_name(self.score_name)
+            best = show_number(self.best_score)
+            scores = f"{name} of best.pt {best}, of the last policy {show_number(self.last_score)}"
         print_line(f"{self.path}: {scores}{text}")
 
     def say_how_to_resume(self):
         """After Ctrl-C, print the command that resumes the run, if it has begun."""
-        if RANK == 0 and self.bar is not None:
-            self.bar.close()
-            command = f"python {__file__!r} --resume {f'{self.path}/checkpoint.pt'!r}"
-            print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+        if RANK > 0:
+            return
+        if self.bar is None:
+            print(f"{Path(__file__).name}: interrupted", file=sys.stderr)
+            return
+        self.bar.close()
+        self.writer.flush()
+        program = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(WORLD_SIZE)]
+        command = shlex.join([*program, __file__, "--resume", f"{self.path}/checkpoint.pt"])
+        print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+
+
+class Recorded:
+    """A function of tensors that, on one GPU, runs as a CUDA graph, which saves CPU overhead.
+
+    The first call is an ordinary one, in which optimizers create their states. The second call records the
+    function and replays the recording, and later calls replay it. On a CPU, with several processes, or if
+    CUDA_GRAPHS is False, all calls are ordinary ones.
+
+    A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
+    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
+    the same. A replay overwrites the output of the replay before: clone what you keep.
+    """
+
+    def __init__(self, function, device, args=None):
+        self.function = function
+        self.args = args
+        self.is_on = CUDA_GRAPHS and device.type == "cuda" and WORLD_SIZE == 1
+        self.num_calls = 0
+        self.settings = None  # those of the recording
+
+    def __call__(self, *inputs):
+        """Call the function, or replay it for these inputs."""
+        self.num_calls += 1
+        if not self.is_on or self.num_calls == 1:
+            return self.function(*inputs)
+        settings = dict(vars(self.args)) if self.args else {}
+        if settings != self.settings:
+            self.settings = settings
+            memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
+            self.memory = tree_leaves(memory)
+            self.graph = torch.cuda.CUDAGraph()
+            # On the stream of set_up_device, which the first call used too. This runs nothing
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.output = self.function(*memory)
+        for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
+            assert old.shape == new.shape, "inputs of a recorded function must keep their shapes"
+            old.copy_(new)
+        self.graph.replay()
+        return self.output
+
+
+def make_bar(unit, **options):
+    """Make a progress bar. If stderr is no terminal, such as a file, it writes a line every 30 seconds."""
+    return tqdm(unit=f" {unit}", mininterval=0.1 if os.isatty(2) else 30, **options)
+
+
+def show_name(score_name):
+    """Return the name of a score as words: eval/episodic_return becomes episodic return."""
+    return score_name.removeprefix("eval/").replace("_", " ")
+
+
+def show_number(x):
+    """Return a number with five digits, or with all digits before the point if these are more."""
+    return f"{x:.0f}" if 1e5 <= abs(x) < 1e15 else f"{x:.5g}"
 
 
 def print_line(line):
-    """Print a line. If its reader is gone, as after `| head -n 1`, the run goes on."""
+    """Print a line in process 0. If its reader has left, as `head -n 1` does, the run goes on."""
+    if RANK > 0:
+        return
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -877,7 +988,7 @@ def print_line(line):
 def print_scores(scores):
     """Print the scores of --evaluate, a line each."""
     for name, value in scores.items():
-        print_line(f"{name}: {value:.5g}")
+        print_line(f"{name}: {show_number(value)}")
 
 
 def fail(message):
@@ -897,15 +1008,16 @@ def sum_gradients(network):
     """Sum the gradients over all processes, in one message; parameters without one are left out."""
     if WORLD_SIZE > 1:
         gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        # These two functions of torch join and split any tensors, not only parameters
         vector = total(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(vector, gradients)  # back into each gradient
+        nn.utils.vector_to_parameters(vector, gradients)
 
 
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Zeros at its end do not count: (7, 1) and (7, 1, 0) give the same numbers. Returns the seed; it is below
-    2^30, so that the number of an environment can be added where a C library takes less than 2^31.
+    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
+    take less than 2^31. Zeros at the end of `stream` do not count.
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -923,27 +1035,15 @@ def set_up_device(args):
     if WORLD_SIZE > 1 and not args.evaluate:  # --evaluate is for process 0 alone
         # The other processes wait while process 0 evaluates, which may take hours
         torch.distributed.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=9))
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if use_cuda else "cpu")
-
-
-def capture(function, *inputs):
-    """Record `function` as a CUDA graph; return a function that replays it for inputs of the same shapes.
-
-    Recording computes nothing. Numbers of Python, such as settings, are frozen in the recording; tensors are
-    read again in each replay. A replay overwrites the output of the one before: clone what you keep.
-    """
-    memory = [x.clone() for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        output = function(*memory)
-
-    def replay(*new_inputs):
-        for old, new in zip(memory, new_inputs, strict=True):
-            old.copy_(new)
-        graph.replay()
-        return output
-
-    return replay
+    if not use_cuda:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", 0))  # number of this process on this machine
+    if index >= torch.cuda.device_count():
+        fail(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --no-cuda")
+    device = torch.device("cuda", index)
+    # The default stream cannot be recorded in a graph. This also makes `device` the current one
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    return device
 
 
 def load_checkpoint(path):
@@ -959,20 +1059,20 @@ def load_checkpoint(path):
 
 
 def main(argv=None):
-    """Read the command line and train; flags override the settings of a checkpoint."""
+    """Read the command line and train; flags override the settings of a checkpoint.
+
+    Returns the best score, or None if there is none, as with --evaluate.
+    """
     args = tyro.cli(Args, args=argv)
     checkpoint = None
     if args.resume and args.evaluate:
         fail("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
+        # Read the flags once more: those that are not given become the checkpoint's, not the defaults
         checkpoint = load_checkpoint(args.evaluate or args.resume)
-        saved = checkpoint["args"]
-        if args.resume and not saved.anneal_lr and "optimizer" in checkpoint:
-            # If you add a rule that adapts the learning rate, go on with its last rate
-            saved.learning_rate = float(checkpoint["optimizer"]["param_groups"][0]["lr"])
-        args = tyro.cli(Args, args=argv, default=saved)
-    counts = "num_epochs steps_per_epoch batch_size baseline_instances".split()
-    shares = ["baseline_level"]
+        args = tyro.cli(Args, args=argv, default=checkpoint["args"])
+    counts = ("num_epochs", "steps_per_epoch", "batch_size", "baseline_instances")  # from 1
+    shares = ("baseline_level",)  # up to 1
     for name, value in vars(args).items():
         if value == "":
             fail(f"--{name.replace('_', '-')} is empty, perhaps because a variable of the shell is not set")
@@ -989,13 +1089,14 @@ def main(argv=None):
     if args.solve and not (args.evaluate and args.data):
         fail("--solve needs --evaluate and --data")
     if args.evaluate and RANK > 0:
-        return  # process 0 does it
+        return None  # process 0 does it
     run = Run(args, Path(args.train_path or args.env_id).stem, checkpoint)
     try:
         train(args, run)
     except KeyboardInterrupt:
         run.say_how_to_resume()
         sys.exit(130)
+    return None if args.evaluate else run.best_score
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def test_muon_is_that_of_torch_at_twice_the_learning_rate(monkeypatch, has_bfloa
     shapes = (8, 8), (8, 8), (32, 8), (8, 32)
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
     frozen = torch.nn.Parameter(torch.ones(4, 4))  # no gradient, and no other matrix of this shape
-    muon = am.Muon([{"params": [*ours, frozen], "lr": 0.04, "weight_decay": 0.1}], {})  # reads no decay
+    muon = am.Muon([{"params": [*ours, frozen]}], {"lr": 0.04})
     reference = torch.optim.Muon(theirs, 0.08, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         for p, q, scale in zip(ours, theirs, (1e-3, 1e3, 1.0, 1.0), strict=True):
@@ -303,7 +303,7 @@ def updates(monkeypatch):
         call = SimpleNamespace(agent=agent, optimizers=optimizers, training=agent.training)
         call.weights, call.best = (x and flatten(x.state_dict()) for x in (agent, baseline_policy))
         call.points = points.clone()
-        call.decay = [x.param_groups[0]["weight_decay"] for x in optimizers]
+        call.decay = optimizers[0].param_groups[0]["weight_decay"]
         call.rates = [float(x.param_groups[0]["lr"]) for x in optimizers]
         call.metrics = update(agent, baseline_policy, optimizers, args, points)
         calls.append(call)
@@ -362,7 +362,7 @@ def test_every_update_has_its_rates_and_matrices(tmp_path, updates):
         assert isinstance(updates[-1].optimizers[0], torch.optim.AdamW)
         adam, muon = (x.param_groups[0]["params"] for x in updates[-1].optimizers)
         assert len(muon) == num_matrices and all(min(p.shape) >= 128 and p.dim() == 2 for p in muon)
-        assert updates[-1].decay == [decay] * 2
+        assert updates[-1].decay == decay
         assert {*map(id, adam + muon)} == {*map(id, updates[-1].agent.parameters())}
     points = torch.cat([x.points for x in updates[:8]])  # new ones for every update
     assert points.shape == (8 * 4, 6, 2) and len(points.unique(dim=0)) == len(points)

@@ -107,7 +107,7 @@ def test_ctrl_c_ends_with_the_command_that_resumes(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(ppo, "collect_rollout", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit, match="130"):
         ppo.main([*SHORT.split(), "--run-dir", str(tmp_path)])
-    command = f"python {ppo.__file__!r} --resume '{find_run(tmp_path)}/checkpoint.pt'"
+    command = f"python {ppo.__file__} --resume {find_run(tmp_path)}/checkpoint.pt"
     assert capsys.readouterr().err.endswith(f": interrupted; to resume: {command}\n")
 
 

@@ -49,13 +49,13 @@ def prepare(form: str, num_rows: int):
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-6, eps=1e-5)
     numbers = {name: torch.randn(num_rows) for name in ("log_probs", "values", "advantages", "returns")}
     actions = torch.as_tensor([envs.single_action_space.sample() for _ in range(num_rows)])[:, None]
-    batch = ppo.Batch(obs=torch.randn(num_rows, 4), actions=actions, weights=torch.ones(num_rows), **numbers)
+    batch = ppo.Batch(obs=torch.randn(num_rows, 4), actions=actions, **numbers)
     loss = torch.compile(EAGER_LOSS) if form == "loss" else EAGER_LOSS
     update = torch.compile(ppo.update_minibatch) if form == "update" else ppo.update_minibatch
 
     def step():
         ppo.ppo_loss = loss
-        update(agent, optimizer, args, *batch)
+        update(agent, optimizer, args, batch)
 
     return step
 
