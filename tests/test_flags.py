@@ -74,7 +74,7 @@ FLAGS = {
         --max-grad-norm 0.01"""
     )
     | change_weights("--baseline-level 1", given="--baseline rollout")
-    | change_weights("--baseline-instances 200", given="--baseline rollout --baseline-level 0.5")
+    | change_weights("--baseline-instances 2", given="--baseline rollout --baseline-level 0.5")
     | {
         "data": ("log", "--data tsp.txt", EVALUATED),
         "solve": ("files", "--solve tours", "--evaluate made/best.pt --data tsp.txt"),
