@@ -123,39 +123,57 @@ def take_notes(script, module, num_envs):
         yield notes
 
 
+def run_noted(script, module, flags):
+    """Run a script's `main` in this process of two; return its network and what it leaves."""
+    made = []
+    to = torch.nn.Module.to
+
+    def record(network, *args, **kwargs):
+        made.append(network)
+        return to(network, *args, **kwargs)
+
+    with (
+        patch.object(torch.nn.Module, "to", record),
+        patch.object(dist, "init_process_group"),
+        take_notes(script, module, 4) as notes,
+    ):
+        module.main([*flags, "--no-cuda"])
+    found = {"agent": made[0].state_dict(), "rng": torch.get_rng_state(), "notes": dict(notes)}
+    dist.barrier()
+    return made[0], found
+
+
 def share(rank, script, out, flags, resume_flags):
     """As one of two, run the script, resume it in OUT/resumed, keep what it holds, and make its update."""
     rank, out, kept = int(rank), Path(out), {}
     module = importlib.import_module(f"algos.{script}")
     dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
-
-    def run_main(name, *flags):
-        made = []
-        to = torch.nn.Module.to
-
-        def record(network, *args, **kwargs):
-            made.append(network)
-            return to(network, *args, **kwargs)
-
-        with (
-            patch.object(torch.nn.Module, "to", record),
-            patch.object(dist, "init_process_group"),
-            take_notes(script, module, 4) as notes,
-        ):
-            module.main([*flags, "--no-cuda"])
-        kept[name] = {"agent": made[0].state_dict(), "rng": torch.get_rng_state(), "notes": dict(notes)}
-        dist.barrier()
-
     with patch.multiple(module, RANK=rank, WORLD_SIZE=2):
-        run_main("whole", *shlex.split(flags), "--run-dir", str(out / "whole"))
+        flags = [*shlex.split(flags), "--run-dir", str(out / "whole")]
+        _, kept["whole"] = run_noted(script, module, flags)
         (path,) = (out / "whole").iterdir()
+        resumed = out / "resumed" / path.name
         if rank == 0:
-            shutil.copytree(path, out / "resumed" / path.name)
+            shutil.copytree(path, resumed)
         dist.barrier()
-        checkpoint = out / "resumed" / path.name / "checkpoint.pt"
-        run_main("resumed", "--resume", str(checkpoint), *shlex.split(resume_flags))
+        flags = ["--resume", str(resumed / "checkpoint.pt"), *shlex.split(resume_flags)]
+        _, kept["resumed"] = run_noted(script, module, flags)
     kept["update"] = [update(script, 0, 1), update(script, rank, 2)]
     torch.save(kept, out / f"kept_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def share_copy(rank, path, flags):
+    """As one of two, run an edited copy of ppo.py; keep what its network holds and says of random states."""
+    from scripts import import_file
+
+    rank, folder, module = int(rank), Path(path).parent, import_file("edited_copy", Path(path))
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    with patch.multiple(module, RANK=rank, WORLD_SIZE=2):
+        agent, kept = run_noted("ppo", module, shlex.split(flags))
+    states = torch.randn(500, 4, generator=torch.manual_seed(0))
+    kept["logits"] = agent.actor(states).log_softmax(-1).detach()
+    torch.save(kept, folder / f"kept_{rank}.pt")
     dist.destroy_process_group()
 
 
