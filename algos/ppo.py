@@ -178,7 +178,7 @@ class RunningMeanStd(nn.Module):
         return (x / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def forward(self, x):
-        """Normalize rows x [N, *shape] to mean 0 and standard deviation 1, clipped to [-10, 10]."""
+        """Normalize x [..., *shape] to mean 0 and standard deviation 1, clipped to [-10, 10]."""
         return self.scale(x - self.mean)
 
 
@@ -421,13 +421,13 @@ def compute_batch(agent, storage, args, device):
         rewards = agent.return_stats.scale(rewards)
     # Values of all T + 1 observations, and advantages of T steps
     raw_obs = data["obs"]  # [T + 1, B, *D]
-    obs = agent.normalize(raw_obs.flatten(0, 1))  # [(T + 1) B, *D]
-    values = agent.get_values(obs).unflatten(0, raw_obs.shape[:2])  # [T + 1, B]
+    obs = agent.normalize(raw_obs)  # [T + 1, B, *D]
+    values = agent.get_values(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])  # [T + 1, B]
     advantages, returns = compute_gae(
         rewards, values, data["terminated"][1:], data["truncated"][1:], args.gamma, args.gae_lambda
     )
     # Log-probabilities of the actions. The last B observations, of row T, have no action yet
-    obs = obs.unflatten(0, raw_obs.shape[:2])[:-1][is_trained]  # [N, *D]
+    obs = obs[:-1][is_trained]  # [N, *D]
     actions = data["actions"][:-1][is_trained]  # [N, A]
     log_probs = agent.get_distribution(obs).log_prob(actions).sum(-1)
     # The statistics of observations change last, as log_probs above need those that acted
@@ -612,12 +612,13 @@ def train(args, run):
         collect_rollout(agent, act, envs, storage, args.gamma, device)
         check_finite(args.env_id, storage.obs, storage.rewards)
         batch = compute_batch(agent, storage, args, device)
+        num_rows = len(batch.returns)  # without steps that only reset an environment
 
         # Update: K epochs over the rollout, in minibatches of equal size
         agent.train()
         for _ in range(args.update_epochs):
             sums = {}  # of the metrics of this epoch; those of the last epoch are logged
-            order = shuffle_rows(len(batch.obs), args.num_steps * envs.num_envs, device)
+            order = shuffle_rows(num_rows, args.num_steps * envs.num_envs, device)
             for rows in order.chunk(args.num_minibatches):
                 minibatch = Batch(*(x[rows] for x in batch))
                 for name, value in update(minibatch).items():
@@ -627,9 +628,9 @@ def train(args, run):
                 break
         agent.eval()
 
-        # Log, and save checkpoint.pt if it is time. Steps that only reset an environment do not count
+        # Log, and save checkpoint.pt if it is time
         run.iteration += 1
-        run.step += int(total(torch.tensor(len(batch.obs), device=device)))
+        run.step += int(total(torch.tensor(num_rows, device=device)))
         scalars = {f"losses/{name}": x.item() for name, x in metrics.items()}
         scalars |= summarize(agent, storage, batch, args)
         scalars["charts/learning_rate"] = rate
@@ -794,6 +795,7 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
+        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
         progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
@@ -851,7 +853,6 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
         self.is_due = self.is_due or is_point
         if is_point or time.time() - self.saved_at > 600:
-            self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()

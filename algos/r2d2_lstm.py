@@ -991,6 +991,7 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
+        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
         progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
@@ -1048,7 +1049,6 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             is_point = self.iteration % self.args.eval_interval == 0 or self.tenths == 10
         self.is_due = self.is_due or is_point
         if is_point or time.time() - self.saved_at > 600:
-            self.writer.flush()
             self.save()
             self.saved_at = time.time()
         self.start_clocks()
