@@ -17,8 +17,8 @@ from scripts import CASES, copy_script, find_run, load
 OLDEST = {"torch": "2.4.1", "numpy": "1.26.4", "gymnasium": "1.1.1"}
 # Flags of runs of two iterations
 SHORT = {
-    "ppo": "--total-timesteps 500",
-    "r2d2_lstm": "--env-id CartPole-v1 --total-timesteps 500",  # whose default task needs popgym
+    "ppo": "--total-timesteps 400",
+    "r2d2_lstm": "--env-id CartPole-v1 --total-timesteps 400",  # whose default task needs popgym
     "reinforce_tsp_attention": "--num-epochs 2",
     "alphazero_go": "--num-epochs 2 --pretrain-value-epochs 0 --pretrain-search-epochs 1",
     "ppo_change_detection": "--detector-iterations 1 --ppo-iterations 1",
