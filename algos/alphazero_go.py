@@ -1418,13 +1418,14 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         if RANK > 0:
             return
         if self.bar is None:
-            print(f"{Path(__file__).name}: interrupted", file=sys.stderr)
+            tqdm.write(f"{Path(__file__).name}: interrupted", file=sys.stderr)
             return
         self.bar.close()
         self.writer.flush()
         program = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(WORLD_SIZE)]
         command = shlex.join([*program, __file__, "--resume", f"{self.path}/checkpoint.pt"])
-        print(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
+        # Unlike print, this begins a new line if the bar of an evaluation is shown
+        tqdm.write(f"{self.path}: interrupted; to resume: {command}", file=sys.stderr)
 
 
 class Recorded:
@@ -1479,7 +1480,7 @@ def show_name(score_name):
 
 def show_number(x):
     """Return a number with five digits, or with all digits before the point if these are more."""
-    return f"{x:.0f}" if 1e5 <= abs(x) < 1e15 else f"{x:.5g}"
+    return f"{x:.0f}" if 99_999.5 <= abs(x) < 1e15 else f"{x:.5g}"
 
 
 def print_line(line):
