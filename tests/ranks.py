@@ -3,6 +3,7 @@
 `start_process` of helpers.py calls one of them by its name.
 """
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,34 +53,127 @@ def kill_at(path, number, *flags):
     run_copy(path, *flags)
 
 
+def run_rank(rank, path, *flags):
+    """Run the script at `path` as torchrun starts process `rank` of two."""
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+    store = {"init_method": f"file://{Path(path).parent / 'store'}", "rank": int(rank), "world_size": 2}
+    dist.init_process_group = partial(dist.init_process_group, **store)
+    run_copy(path, *flags)
+
+
+def copy_statistics(network):
+    return [x.clone() for x in network.buffers() if x.is_floating_point()]
+
+
+# What processes share: the function of a script that has it, and what is noted of its result and inputs, by
+# a name. `rows` of a gradient step, `data` it is made of, and `steps` of an iteration that the log counts
+NOTES = {
+    "ppo": [
+        ("compute_batch", {"steps": lambda batch, *_: len(batch.obs)}),
+        ("update_minibatch", {"rows": lambda _, *inputs: len(inputs[-1].obs)}),
+    ],
+    "r2d2_lstm": [("update_network", {"rows": lambda _, *inputs: inputs[3].batch_windows})],
+    "reinforce_tsp_attention": [
+        ("update_weights", {name: lambda _, *inputs: inputs[-1] for name in ("data", "rows")}),
+        ("is_better", {"tested": lambda _, agent, *rest: copy_statistics(agent)}),
+    ],
+    "alphazero_go": [
+        ("collect_images", {"steps": lambda found, *_: found[1], "data": lambda found, *_: found[0].planes}),
+        ("refill_pool", {"pool": lambda pool, *_: len(pool.z)}),
+        ("update_network", {"rows": lambda _, *inputs: len(inputs[2].z)}),
+    ],
+    "ppo_change_detection": [("draw_batch", {name: lambda found, *_: found[0] for name in ("data", "rows")})],
+}
+
+
+@contextlib.contextmanager
+def take_notes(script, module, num_envs):
+    """Yield a dictionary of lists, to which a run adds its NOTES; `num_envs` are those of this process."""
+    notes = defaultdict(list)
+
+    def watch(function, takers):
+        def call(*inputs, **options):
+            result = function(*inputs, **options)
+            for name, take in takers.items():
+                value = take(result, *inputs)
+                notes[name].append(len(value) if name == "rows" and not isinstance(value, int) else value)
+            return result
+
+        return call
+
+    def make_envs(args, size, *rest):
+        envs = make(args, size, *rest)
+        if size == num_envs:  # not those of an evaluation
+            envs.reset = watch(envs.reset, {"data": lambda found, *_: torch.as_tensor(found[0])})
+        return envs
+
+    def average(run):
+        notes["before"].append(copy_statistics(run.parts["agent"]))
+        average_statistics(run)
+        notes["after"].append(copy_statistics(run.parts["agent"]))
+
+    average_statistics, make = module.Run.average_statistics, getattr(module, "make_envs", None)
+    with contextlib.ExitStack() as stack:
+        for name, takers in NOTES[script]:
+            owner = module.change_pairs if name == "draw_batch" else module
+            stack.enter_context(patch.object(owner, name, watch(getattr(owner, name), takers)))
+        if make:
+            stack.enter_context(patch.object(module, "make_envs", make_envs))
+        stack.enter_context(patch.object(module.Run, "average_statistics", average))
+        yield notes
+
+
+def run_noted(script, module, flags):
+    """Run a script's `main` in this process of two; return its network and what it leaves."""
+    made = []
+    to = torch.nn.Module.to
+
+    def record(network, *args, **kwargs):
+        made.append(network)
+        return to(network, *args, **kwargs)
+
+    with (
+        patch.object(torch.nn.Module, "to", record),
+        patch.object(dist, "init_process_group"),
+        take_notes(script, module, 4) as notes,
+    ):
+        module.main([*flags, "--no-cuda"])
+    found = {"agent": made[0].state_dict(), "rng": torch.get_rng_state(), "notes": dict(notes)}
+    dist.barrier()
+    return made[0], found
+
+
 def share(rank, script, out, flags, resume_flags):
     """As one of two, run the script, resume it in OUT/resumed, keep what it holds, and make its update."""
     rank, out, kept = int(rank), Path(out), {}
     module = importlib.import_module(f"algos.{script}")
     dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
-
-    def run_main(name, *flags):
-        made = []
-        to = torch.nn.Module.to
-
-        def record(network, *args, **kwargs):
-            made.append(network)
-            return to(network, *args, **kwargs)
-
-        with patch.object(torch.nn.Module, "to", record), patch.object(dist, "init_process_group"):
-            module.main([*flags, "--no-cuda"])
-        kept[name] = {"agent": made[0].state_dict(), "rng": torch.get_rng_state()}
-        dist.barrier()
-
     with patch.multiple(module, RANK=rank, WORLD_SIZE=2):
-        run_main("whole", *shlex.split(flags), "--run-dir", str(out / "whole"))
+        flags = [*shlex.split(flags), "--run-dir", str(out / "whole")]
+        _, kept["whole"] = run_noted(script, module, flags)
         (path,) = (out / "whole").iterdir()
+        resumed = out / "resumed" / path.name
         if rank == 0:
-            shutil.copytree(path, out / "resumed")
+            shutil.copytree(path, resumed)
         dist.barrier()
-        run_main("resumed", "--resume", str(out / "resumed" / "checkpoint.pt"), *shlex.split(resume_flags))
+        flags = ["--resume", str(resumed / "checkpoint.pt"), *shlex.split(resume_flags)]
+        _, kept["resumed"] = run_noted(script, module, flags)
     kept["update"] = [update(script, 0, 1), update(script, rank, 2)]
     torch.save(kept, out / f"kept_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def share_copy(rank, path, flags):
+    """As one of two, run an edited copy of ppo.py; keep what its network holds and says of random states."""
+    from scripts import import_file
+
+    rank, folder, module = int(rank), Path(path).parent, import_file("edited_copy", Path(path))
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    with patch.multiple(module, RANK=rank, WORLD_SIZE=2):
+        agent, kept = run_noted("ppo", module, shlex.split(flags))
+    states = torch.randn(500, 4, generator=torch.manual_seed(0))
+    kept["logits"] = agent.actor(states).log_softmax(-1).detach()
+    torch.save(kept, folder / f"kept_{rank}.pt")
     dist.destroy_process_group()
 
 

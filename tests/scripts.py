@@ -33,7 +33,7 @@ class Case:
     bad: dict[str, str]  # flags of bad input, and words of the one line that answers them
     ranges: str  # counts and shares with numbers outside their range
     other_tasks: tuple[str, ...]  # flags of other tasks that a checkpoint fits
-    statistics: str = ""  # flags of a run that keeps statistics, if a script has any
+    shared: str = ""  # more flags of a run by two processes: of all that they share, if a script has any
     sibling: str | None = None  # the file of envs_shared/ that a copy takes along
 
 
@@ -53,7 +53,7 @@ CASES = {
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/value_loss"),
         ranges="num_envs=0 gamma=99 gae_lambda=1.2",
-        statistics="--env-id Pendulum-v1 --norm-obs",
+        shared="--env-id probe_envs:Fixed-v0 --norm-obs",
         bad=NO_TASK
         | {
             "--num-envs 7": NOT_DIVISIBLE,
@@ -75,7 +75,7 @@ CASES = {
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/q_loss"),
         ranges="learn_length=0 memory_span=0.5 gamma=1.5 epsilon=40 eta=2 alpha=2",
-        statistics="--env-id probe_envs:Ledger-v0",
+        shared="--env-id probe_envs:Fixed-v0",
         bad=NO_TASK
         | {
             "--num-envs 7": NOT_DIVISIBLE,
@@ -96,7 +96,7 @@ CASES = {
         even=("--num-epochs 20 --eval-episodes 15", 15),
         tags=("eval/greedy_length", "losses/policy_loss"),
         ranges="baseline_instances=0 baseline_level=5",
-        statistics="--baseline rollout --baseline-instances 20 --baseline-level 0.5",
+        shared="--baseline rollout --baseline-instances 20 --baseline-level 0.5",
         bad={
             "--batch-size 7": NOT_DIVISIBLE,
             "--env-id tsp20": "--env-id tsp20: must be tspN-uniform or tspN-gaussian, with N >= 3 nodes",
@@ -114,7 +114,7 @@ CASES = {
         even=("--num-epochs 20 --eval-episodes 2", 4),
         tags=("eval/win_rate_best", "losses/value_loss"),
         ranges="num_games=0 generate_fraction=0 q_weight_end=1.5 draw_moves=30",
-        statistics="--pretrain-value-epochs 1 --pretrain-search-epochs 1",
+        shared="--pretrain-value-epochs 1 --pretrain-search-epochs 1 --generate-fraction 0.6",
         bad={
             "--num-games 7": NOT_DIVISIBLE,
             "--env-id Go-9x8": "--env-id Go-9x8: must be Go-2x2 to Go-19x19",
