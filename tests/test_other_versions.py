@@ -115,7 +115,8 @@ BUDGETS = {
     "r2d2_lstm": ("--total-timesteps 4000", 2),
     "reinforce_tsp_attention": ("--num-epochs 1 --steps-per-epoch 20 --eval-episodes 50", 6),
     "alphazero_go": (
-        "--num-epochs 2 --pretrain-value-epochs 1 --pretrain-search-epochs 1 --pool-size 4000 --eval-episodes 4",
+        "--num-epochs 2 --pretrain-value-epochs 1 --pretrain-search-epochs 1 --pool-size 4000"
+        " --eval-episodes 4",
         40,
     ),
     "ppo_change_detection": ("--detector-iterations 2 --ppo-iterations 2 --eval-episodes 20", 6),
