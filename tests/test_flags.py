@@ -141,7 +141,8 @@ def record_run(script, folder, flags):
 
     def choose_device(args):
         """What it would be on a machine with a GPU; the run is on a CPU."""
-        cuda = {"is_available": lambda: True, "Stream": mock.Mock(), "set_stream": mock.Mock()}
+        cuda = {"is_available": lambda: True, "device_count": lambda: 1}
+        cuda |= {"Stream": mock.Mock(), "set_stream": mock.Mock()}
         before = torch.backends.cudnn.deterministic
         with mock.patch.multiple(torch.cuda, **cuda):
             found["device"] = str(set_up_device(args)), torch.backends.cudnn.deterministic

@@ -108,14 +108,18 @@ def test_videos_need_a_newer_gymnasium_and_say_so(oldest, tmp_path):
     assert len(run.stderr.splitlines()) == 1 and not (path.parent / "runs").exists()
 
 
-# Copies alone with the packages of the tests: flags of a short form of the default command, and the
-# CPU-seconds that it may take at most, three times as many as on two cores of a machine of 2024
+# Short forms of the default commands, and the CPU-seconds of training that they may take at most: about four
+# times as many as were measured on a busy machine of two cores
 BUDGETS = {
-    "ppo": ("--total-timesteps 20000", 20),
-    "r2d2_lstm": ("--total-timesteps 4000", 20),
-    "reinforce_tsp_attention": ("--num-epochs 1", 40),
-    "alphazero_go": ("--num-epochs 3", 120),
-    "ppo_change_detection": ("--detector-iterations 2 --ppo-iterations 2", 60),
+    "ppo": ("--total-timesteps 20000", 3),
+    "r2d2_lstm": ("--total-timesteps 4000", 2),
+    "reinforce_tsp_attention": ("--num-epochs 1 --steps-per-epoch 20 --eval-episodes 50", 6),
+    "alphazero_go": (
+        "--num-epochs 2 --pretrain-value-epochs 1 --pretrain-search-epochs 1 --pool-size 4000"
+        " --eval-episodes 4",
+        40,
+    ),
+    "ppo_change_detection": ("--detector-iterations 2 --ppo-iterations 2 --eval-episodes 20", 6),
 }
 
 
