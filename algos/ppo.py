@@ -548,11 +548,13 @@ def summarize(agent, storage, batch, args):
         unexplained = (batch.returns - batch.values).var() / variance
         scalars["losses/explained_variance"] = 1 - unexplained.item()
     if args.norm_reward:
-        # The share of rewards that are clipped. Clipped rewards look equal to the agent, whatever their size:
-        # if there are many, use --no-norm-reward
-        rewards = storage.rewards[1:][storage.lengths[1:] > 0]
+        # How many of the rewards that are not 0 are clipped. These look equal to the agent, whatever their
+        # size: if there are many, use --no-norm-reward
+        rewards = storage.rewards[1:]
+        rewards = rewards[rewards != 0]
         limit = 10 * (agent.return_stats.var + 1e-8).sqrt().item()
-        scalars["charts/clipped_rewards"] = np.mean(np.abs(rewards) >= limit)
+        if len(rewards):
+            scalars["charts/clipped_rewards"] = np.mean(np.abs(rewards) >= limit)
     return scalars
 
 

@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: formulas become MathML, functions show their source, files that pages link to are
 pages too.
 
-Recipes become files for `git apply`.
+Recipes become files for `git apply`, and the recipes of `WHOLE_FILES` pages with the changed script.
 """
 
 import ast
@@ -9,6 +9,7 @@ import functools
 import html
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -35,6 +36,16 @@ RECIPES = re.compile(r"recipes_(\w+)\.md")
 PATCH = (
     "\n[`{name}.diff`]({path}) is this diff as a file: beside `{script}.py`, run `git apply {name}.diff`.\n"
 )
+# Recipes whose result is a page of its own: its name, its title, and what it says above the code
+WHOLE_FILES = {
+    ("ppo", "the-bare-algorithm"): (
+        "bare_ppo.md",
+        "The bare PPO",
+        "This is [`algos/ppo.py`](source/algos/ppo.py.md) without its part `Run`, made by the recipe "
+        "[the bare algorithm](recipes_ppo.md#the-bare-algorithm). It learns the same to the last bit.",
+    )
+}
+WHOLE = '\n**[The changed file]({page})** is a page of its own.\n\n??? abstract "The diff"\n\n{diff}\n'
 PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n~~~~~~ {1}\n{2}\n~~~~~~\n"
 
 
@@ -110,19 +121,41 @@ def add_patches(markdown: str, script: str) -> str:
     """`markdown` of a page of recipes with a link to its file beneath each diff."""
     for path, (diff, _) in make_patches(script).items():
         block = f"```diff\n{diff}```\n"
-        link = PATCH.format(name=Path(path).stem, path=path, script=script)
-        markdown = markdown.replace(block, block + link)
+        name = Path(path).stem
+        shown = block
+        if (script, name) in WHOLE_FILES:
+            # The diff goes into a closed box
+            page = WHOLE_FILES[script, name][0]
+            shown = WHOLE.format(page=page, diff=textwrap.indent(block, "    ", lambda line: True))
+        link = PATCH.format(name=name, path=path, script=script)
+        markdown = markdown.replace(block, shown + link)
     return markdown
 
 
+def make_whole_files(script: str) -> dict[str, str]:
+    """The pages of `WHOLE_FILES` for a script: markdown, by the name of the page."""
+    recipes = recipe.read_recipes(script)
+    pages = {}
+    for (owner, name), (page, title, text) in WHOLE_FILES.items():
+        if owner == script:
+            diff = recipe.find_block(recipes[name][1], "diff")
+            code = recipe.apply_diff(recipe.read_script(script), diff)
+            pages[page] = PAGE.format(title, "python", code.rstrip()).replace(
+                "~~~~~~", f"{text}\n\n~~~~~~", 1
+            )
+    return pages
+
+
 def on_files(files, config):
-    """Add the patches of recipes, and pages with the texts of files, or names in folders, that pages link
-    to."""
+    """Add the patches and whole files of recipes, and pages with the texts of files, or names in folders,
+    that pages link to."""
     for page in files.documentation_pages():
         if found := RECIPES.fullmatch(page.src_uri):
             try:
                 for path, (_, patch) in make_patches(found[1]).items():
                     files.append(File.generated(config, path, content=patch))
+                for path, content in make_whole_files(found[1]).items():
+                    files.append(File.generated(config, path, content=content))
             except ValueError as error:
                 raise PluginError(f"{page.src_uri}: {error}") from error
     for path in sorted(

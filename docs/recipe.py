@@ -3,6 +3,7 @@
     python docs/recipe.py                                         # the names of all recipes
     python docs/recipe.py ppo action-masks --output masks.diff   # then, beside ppo.py: git apply masks.diff
     python docs/recipe.py ppo action-masks --copy my/ppo.py       # for a copy that other recipes have changed
+    python docs/recipe.py ppo the-bare-algorithm --whole --output bare_ppo.py   # the changed script itself
 
 A page shows a recipe as a diff without line numbers. Lines `@@` separate its places, of which each one fits
 exactly one place of the script. The line `-...` stands for all lines up to the next one that the diff shows.
@@ -56,10 +57,15 @@ def apply_diff(text: str, diff: str) -> str:
     return text
 
 
+def read_script(script: str, copy: Path | None = None) -> str:
+    """The text of the script, or of a copy of it."""
+    return (copy or ROOT / "algos" / f"{script}.py").read_text()
+
+
 def make_patch(script: str, diff: str, copy: Path | None = None) -> str:
     """The unified diff, from `a/<script>.py` to `b/<script>.py`, of a diff of a page for the script or its
     copy."""
-    old = (copy or ROOT / "algos" / f"{script}.py").read_text()
+    old = read_script(script, copy)
     names = f"a/{script}.py", f"b/{script}.py"
     lines = difflib.unified_diff(old.splitlines(True), apply_diff(old, diff).splitlines(True), *names)
     return "".join(lines)
@@ -71,7 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("script", nargs="?", help="such as ppo")
     parser.add_argument("name", nargs="?", help="the recipe's name, as in the address of its page")
     parser.add_argument("--copy", type=Path, help="the copy to change, if it is not equal to the script")
-    parser.add_argument("--output", type=Path, help="write the diff into this file")
+    parser.add_argument("--whole", action="store_true", help="the changed script, not the diff")
+    parser.add_argument("--output", type=Path, help="write it into this file")
     return parser
 
 
@@ -88,11 +95,15 @@ def main(argv=None):
         sys.exit(
             f"recipe.py: error: {args.script} {args.name} is not among the recipes; no argument lists them"
         )
-    patch = make_patch(args.script, diffs[args.script, args.name], args.copy)
-    if args.output:
-        args.output.write_text(patch)
+    diff = diffs[args.script, args.name]
+    if args.whole:
+        text = apply_diff(read_script(args.script, args.copy), diff)
     else:
-        print(patch, end="")
+        text = make_patch(args.script, diff, args.copy)
+    if args.output:
+        args.output.write_text(text)
+    else:
+        print(text, end="")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ def compare_rollout(agent, storage, batch, b, steps, center=0.0, scale=1.0, rewa
 
     A step is (obs, action, reward, next_obs, terminated, truncated). Gamma is 0.9 and lambda 0.8.
     """
-    envs_of_rows = np.nonzero(storage.lengths[1:])[1]  # in the order of the batch: step by step
-    rows = torch.from_numpy(np.flatnonzero(envs_of_rows == b))
+    # The batch has the rows of all steps that do not just reset, in the order of the storage
+    is_trained = np.asarray(storage.lengths)[1:] > 0
+    rows = torch.tensor((np.cumsum(is_trained) - 1).reshape(is_trained.shape)[is_trained[:, b], b])
     last_steps = zip(*steps[-len(rows) :], strict=True)
     obs, actions, rewards, next_obs, terminated, truncated = map(np.array, last_steps)
     obs, next_obs = ((x - center) / scale for x in (obs, next_obs))

@@ -118,6 +118,18 @@ class Quarters(Quadrants):
         return super().draw()[..., None]
 
 
+class Noise(OneStep):
+    """A normal number as the reward of one action, and 0.1 more for action 1: luck alone."""
+
+    observation_space = Box(0, 1, (1,))
+
+    def draw(self):
+        return np.ones(1, np.float32)
+
+    def score(self, action):
+        return float(self.np_random.normal() + 0.1 * action)
+
+
 class Aim(OneStep):
     """Box [2, 1]: minus the squared distance to the target shown, in half-widths of the box; optimum 0."""
 
@@ -163,6 +175,31 @@ class NotFinite(Fixed):
         is_due = self.steps == 3 and self.rank % 2 == 1
         obs[1] = np.nan if is_due and self.where == "obs" else obs[1]
         return obs, np.nan if is_due and self.where == "reward" else reward, *rest
+
+
+class Broken(Fixed):
+    """An environment with a fault of its own: KeyError when it is made, reset, or in its seventh step."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.num_steps = 0
+        if where == "making":
+            self.look_up()
+
+    def reset(self, **options):
+        if self.where == "reset":
+            self.look_up()
+        return super().reset(**options)
+
+    def step(self, action):
+        self.num_steps += 1
+        if self.where == "step" and self.num_steps == 7:
+            self.look_up()
+        return super().step(action)
+
+    def look_up(self):
+        return {}["a key that is missing"]
 
 
 class HalfEndless(Task):
@@ -244,7 +281,7 @@ def register(name, entry_point, **kwargs):
         gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, name, form))
 
 
-for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Quadrants, Quarters, Aim):
+for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Quadrants, Quarters, Noise, Aim):
     register(env_class.__name__, env_class)
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
 register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates
@@ -252,6 +289,8 @@ register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
 register("TwoActions", type("TwoActions", (Task,), {"action_space": MultiDiscrete([2, 3])}))
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
+for where in ("making", "reset", "step"):
+    register(f"Broken{where}", Broken, kwargs={"where": where})
 for layout in ("CHW", "HWC", "HW"):
     register(f"Picture{layout}", Picture, kwargs={"layout": layout})
     register(f"SmallPicture{layout}", Picture, kwargs={"layout": layout, "height": 35})

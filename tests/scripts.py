@@ -1,9 +1,11 @@
 """How the tests run each script: its flags, copies of it, and whole runs in this process."""
 
+import contextlib
 import importlib
 import importlib.util
 import io
 import itertools
+import math
 import re
 import shutil
 import sys
@@ -11,10 +13,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from helpers import ROOT, SCRIPTS, read_scalars, start_process, wait_for
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 @dataclass
@@ -244,6 +248,55 @@ def run_edited(path: Path, *flags) -> tuple[SimpleNamespace, ModuleType]:
     """Run a script that a user has edited, as a module of its own; return that too."""
     module = import_file("edited_copy", path)
     return run_main(module, path.parent / "runs", *flags), module
+
+
+def edit_script(script: str, folder: Path, *changes: tuple[str, str]) -> Path:
+    """Copy a script into `folder` and edit it as a user would: each change is a text and its replacement.
+
+    The text must occur once. Returns the path of the copy.
+    """
+    path = copy_script(script, folder) / f"{script}.py"
+    text = path.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, f"{text.count(old)} times in {script}.py: {old}"
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+class Killed(BaseException):
+    """What ends a run in the place of a kill. No script handles it."""
+
+
+def start_and_kill(module: ModuleType, iteration: int, folder: Path, *flags) -> Path:
+    """Start a run in `folder`, and end it right after the checkpoint of an iteration; return its path."""
+    log = module.Run.log
+
+    def log_and_die(run, scalars):
+        run.saved_at = -math.inf  # long ago, so that this iteration is saved
+        log(run, scalars)
+        if run.iteration == iteration:
+            raise Killed
+
+    with mock.patch.object(module.Run, "log", log_and_die), pytest.raises(Killed):
+        run_main(module, folder, *flags)
+    return find_run(folder)
+
+
+@contextlib.contextmanager
+def watch_optimizers():
+    """Record the options of all parameter groups, without their parameters, in each step of an optimizer."""
+    steps = []
+
+    def record(optimizer, *_):
+        groups = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
+        for group in groups:
+            group["lr"] = float(group["lr"])
+        steps.append(groups)
+
+    handle = register_optimizer_step_pre_hook(record)
+    yield steps
+    handle.remove()
 
 
 def import_file(name: str, path: Path) -> ModuleType:

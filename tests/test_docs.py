@@ -25,7 +25,7 @@ from PIL import Image
 from scripts import SCRIPTS, each_script, get_module, load, read_progress, run_main, run_quick
 from torch.distributed.run import get_args_parser
 
-from docs import hooks
+from docs import hooks, recipe
 from envs_shared import change_pairs
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # all but the first are the site's
@@ -177,6 +177,16 @@ def test_pages_of_the_site_have_their_formulas_and_sources(site, page):
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         found = inspect.getsource(functools.reduce(getattr, name.split("."), module))
         assert code.splitlines() == textwrap.dedent(found).splitlines()
+
+
+def test_the_site_shows_the_bare_file(site):
+    """As a page of its own, which the recipe links to; its code is what the recipe makes of the script."""
+    text = (site / "bare_ppo.html").read_text()
+    code = html.unescape(re.sub("<[^>]+>", "", re.search(r"<pre>.*?<code>(.*?)</code>", text, re.S)[1]))
+    (_, body) = recipe.read_recipes("ppo")["the-bare-algorithm"]
+    bare = recipe.apply_diff(recipe.read_script("ppo"), recipe.find_block(body, "diff"))
+    assert code.splitlines() == bare.splitlines()
+    assert 'href="bare_ppo.html"' in (site / "recipes_ppo.html").read_text().split("<article")[1]
 
 
 # ---- Settings of a sweep, and an environment of one's own --------------------------------------------------

@@ -7,11 +7,21 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
+import probe_envs
 import pytest
 import torch
 from brute_force import assert_close, compare_rollout
-from helpers import read_scalars
-from scripts import load, run_main
+from helpers import fail_with, read_scalars
+from scripts import (
+    call_main,
+    edit_script,
+    find_run,
+    import_file,
+    load,
+    read_scores,
+    run_main,
+    watch_optimizers,
+)
 from torch.distributions import Categorical, Normal
 from torch.nn.utils import parameters_to_vector
 
@@ -188,6 +198,35 @@ def test_a_step_is_the_policy_gradient_at_the_old_policy(norm_adv, max_grad_norm
     torch.testing.assert_close(found, metrics, rtol=1e-6, atol=1e-9, check_dtype=False)
 
 
+# The first weights, and Adam
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_first_weights_are_orthogonal_with_the_usual_gains(env_id):
+    """The square root of 2, and in the last layers 0.01 for the policy and 1 for the value; biases are 0."""
+    agent = Agent(ppo.make_envs(Args(env_id=env_id), 1), norm_obs=False)
+    for network, last_gain in ((agent.actor, 0.01), (agent.critic, 1.0)):
+        layers = [layer for layer in network if isinstance(layer, torch.nn.Linear)]
+        assert [len(layer.weight) for layer in layers[:2]] == [64, 64] and len(layers) == 3
+        for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
+            weight = layer.weight if layer.out_features <= layer.in_features else layer.weight.T
+            torch.testing.assert_close(
+                weight @ weight.T, gain**2 * torch.eye(len(weight)), rtol=1e-4, atol=2e-6
+            )
+            assert not layer.bias.any()
+    if env_id == "Pendulum-v1":
+        assert agent.actor_logstd.tolist() == [0]  # a standard deviation of 1
+
+
+def test_adam_has_an_epsilon_of_1e_5(tmp_path):
+    """And else the options of torch."""
+    with watch_optimizers() as steps:
+        run(tmp_path, "--num-envs 4 --num-steps 32 --total-timesteps 256 --eval-episodes 0")
+    options = torch.optim.Adam([torch.zeros(1)], eps=1e-5, fused=True).param_groups[0]
+    expected = {key: x for key, x in options.items() if key not in ("params", "lr")}
+    assert [{key: x for key, x in groups[0].items() if key != "lr"} for groups in steps] == [expected] * 60
+
+
 # Actions and evaluations
 
 
@@ -236,6 +275,97 @@ def test_an_evaluation_scores_the_first_episode_of_each_environment(monkeypatch,
     assert logits.argmax(-1).tolist() == actions.tolist()
 
 
+def test_an_evaluated_episode_without_end_is_cut_and_one_line_says_so(capsys, tmp_path):
+    """Every second seed never ends, the others end after four steps."""
+    args = Args(env_id="probe_envs:HalfEndless-v0", num_envs=2, eval_episodes=2)
+    _, agent, _ = make_parts(args)
+    scores = ppo.evaluate(agent, args, CPU, 2, tmp_path)
+    assert scores["eval/episodic_length"] == scores["eval/episodic_return"] == (10_000 + 4) / 2
+    assert capsys.readouterr().err == "1 evaluated episodes were cut at 10000 steps\n"
+
+
+@pytest.mark.parametrize("where", ["obs", "reward"])
+def test_what_is_not_finite_in_an_evaluation_ends_it_with_one_line(where, tmp_path, capsys):
+    """Which names the environment, the second of three. Nothing of this kind has happened in training."""
+    args = Args(env_id="probe_envs:Fixed-v0", num_envs=3, eval_episodes=3)
+    _, agent, _ = make_parts(args)
+    args.env_id, probe_envs.Fixed.made = f"probe_envs:NotFinite{where}-v0", 0
+    name = {"obs": "an observation", "reward": "a reward"}[where]
+    line = fail_with(capsys, ppo.evaluate, agent, args, CPU, 2, tmp_path)
+    assert line.endswith(f"{args.env_id}: {name} of environment 1 is not finite, or too large for float32")
+
+
+def test_a_run_does_not_log_a_score_that_is_not_finite(tmp_path, capsys):
+    """The environments of its evaluation are the first ones that are not finite."""
+    flags = "--env-id probe_envs:NotFinitereward-v0 --num-envs 1 --num-steps 8 --num-minibatches 1"
+    probe_envs.Fixed.made = 0
+    flags = f"{flags} --total-timesteps 64 --eval-episodes 2 --eval-interval 1 --run-dir {tmp_path}"
+    line = fail_with(capsys, ppo.main, flags.split())
+    assert "a reward of environment 0 is not finite" in line  # the fourth that is made
+    path = find_run(tmp_path)
+    assert load(path / "checkpoint.pt")["progress"]["iteration"] == 1 and not (path / "best.pt").exists()
+
+
+# Environments
+
+
+def test_vectorization_chooses_the_vector_environment(tmp_path):
+    """With auto the task's own, if it has one. The first line names it, and processes change no number."""
+    flags = "--num-envs 4 --num-steps 16 --total-timesteps 128 --eval-episodes 2 --vectorization"
+    kinds = {"auto": "CartPoleVectorEnv", "sync": "SyncVectorEnv", "async": "AsyncVectorEnv"}
+    agents = {}
+    for mode, kind in kinds.items():
+        done = run(tmp_path / mode, flags, mode)
+        assert done.out.splitlines()[0].endswith(f": {kind}, 4 environments, cpu, 0 of 128 steps done")
+        agents[mode] = load(done.path / "checkpoint.pt")["agent"]
+    torch.testing.assert_close(agents["sync"], agents["async"], rtol=0, atol=0)
+    done = run(tmp_path / "Pendulum", flags, "auto --env-id Pendulum-v1")
+    assert ": SyncVectorEnv, " in done.out
+
+
+def test_a_wrapper_has_an_effect_whatever_the_vectorization(tmp_path):
+    """Also if the task has a vector environment of its own, which takes no wrappers."""
+    change = "wrappers = []  #", "wrappers = [gym.wrappers.TimeAwareObservation]  #"
+    module = import_file("edited_copy", edit_script("ppo", tmp_path, change))
+    for mode in ("auto", "sync", "async"):
+        envs = module.make_envs(module.Args(vectorization=mode), 2)
+        assert envs.single_observation_space.shape == (5,), mode
+        envs.close()
+
+
+@pytest.mark.parametrize("where", ["making", "reset", "step"])
+def test_an_environment_that_raises_shows_its_own_traceback(where, tmp_path):
+    """Whole: from `main` to the line of the environment, with its own words, and not a line of ours."""
+    flags = "--num-envs 2 --num-steps 16 --total-timesteps 64 --eval-episodes 0 --env-id"
+    with pytest.raises(KeyError, match="a key that is missing") as raised:
+        run(tmp_path, flags, f"probe_envs:Broken{where}-v0")
+    frames = [entry.name for entry in raised.traceback]
+    assert frames[-1] == "look_up" and "main" in frames and "train" in frames
+    assert raised.value.__suppress_context__ is False
+
+
+def test_capture_video_films_the_first_environment_of_each_evaluation(tmp_path):
+    """The videos open, with a frame for each step; --evaluate makes one, too.
+
+    Frames have the size of one environment, and differ.
+    """
+    ffmpeg = pytest.importorskip("imageio_ffmpeg")
+    pytest.importorskip("moviepy")
+    flags = "--num-envs 4 --num-steps 16 --num-minibatches 1 --total-timesteps 60 --eval-episodes 1"
+    path = run(tmp_path / "filmed", flags, "--capture-video").path
+    ((step, length),) = read_scalars(path)["eval/episodic_length"]
+    out, _ = call_main(ppo, f"--evaluate {path / 'best.pt'} --eval-episodes 2")
+    num_frames = {}
+    for file in path.glob("videos_*/*-episode-0.mp4"):
+        meta, *frames = ffmpeg.read_frames(str(file))
+        assert meta["source_size"] == (600, 400) and len({*frames}) > 0.8 * len(frames)
+        num_frames[file.parent.name] = len(frames)
+    assert num_frames.pop(f"videos_{step}") in (length, length + 1)  # the writer may round one off
+    assert num_frames.keys() == {"videos_best"} and num_frames["videos_best"] > 8
+    assert read_scores(out)["eval/episodic_length"] > 8
+    assert not [*run(tmp_path / "unfilmed", flags).path.glob("videos_*")]
+
+
 # Logging
 
 
@@ -262,14 +392,50 @@ def test_the_log_of_a_run(tmp_path, monkeypatch):
         assert scalars["losses/explained_variance"][i][1] == pytest.approx(explained, rel=1e-4)
 
 
-def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
-    found, update = [], ppo.update_minibatch
-    monkeypatch.setattr(ppo, "update_minibatch", lambda *a: found.append(update(*a)) or found[-1])
-    flags = "--env-id Pendulum-v1 --num-envs 8 --num-steps 32 --total-timesteps 512 --eval-episodes 0"
-    for target_kl, num_epochs in (("0", 5), ("1e-9", 1)):
-        found.clear()
-        run(tmp_path / target_kl, flags, "--target-kl", target_kl)
-        assert len(found) == 2 * 4 * num_epochs
+@pytest.mark.parametrize(
+    ("target_kl", "num_epochs"),
+    [(None, 4), (0, 4), (1e-9, 1), (0.0249, 1), (0.0251, 2), (0.0449, 2), (0.0451, 3), (0.0651, 4)],
+)
+def test_target_kl_is_compared_with_the_mean_over_an_epoch(target_kl, num_epochs, tmp_path, monkeypatch):
+    """Not with the sum or the last minibatch, and not with means over the epochs before."""
+    update, num_updates = ppo.update_minibatch, itertools.count()
+
+    def update_minibatch(*args):
+        # 0.01, 0.02, 0.03, 0.04 in the minibatches of the first epoch, and 0.02 more in each later one
+        epoch, minibatch = divmod(next(num_updates) % (4 * num_epochs), 4)
+        return update(*args) | {"approx_kl": torch.tensor(0.01 * (minibatch + 1) + 0.02 * epoch)}
+
+    monkeypatch.setattr(ppo, "update_minibatch", update_minibatch)
+    flags = "--env-id Pendulum-v1 --num-envs 4 --num-steps 32 --total-timesteps 384 --eval-episodes 0"
+    flags += " --update-epochs 4" + (f" --target-kl {target_kl}" if target_kl is not None else "")
+    path = run(tmp_path, flags).path
+    assert next(num_updates) == 3 * 4 * num_epochs
+    logged = [x for _, x in read_scalars(path)["losses/approx_kl"]]  # of the last epoch
+    assert logged == pytest.approx([0.025 + 0.02 * (num_epochs - 1)] * 3)
+
+
+def test_each_epoch_trains_on_all_rows_in_an_order_of_its_own(tmp_path, monkeypatch):
+    """In minibatches of equal size. Rows that fill up the last one are those that came first."""
+    batches, compute_batch, minibatches, update = [], ppo.compute_batch, [], ppo.update_minibatch
+    monkeypatch.setattr(ppo, "compute_batch", lambda *a: batches.append(compute_batch(*a)) or batches[-1])
+    monkeypatch.setattr(ppo, "update_minibatch", lambda *a: minibatches.append(a[-1]) or update(*a))
+    flags = "--env-id probe_envs:Fixed-v0 --num-envs 4 --num-steps 32 --total-timesteps 300 --eval-episodes 0"
+    run(tmp_path, flags, "--update-epochs 5 --num-minibatches 4")
+    orders = []
+    for i, batch in enumerate(batches):
+        num_rows = len(batch.obs)
+        assert 100 < num_rows < 128 and len(batch.obs.unique(dim=0)) == num_rows
+        for epoch in range(5):
+            parts = minibatches[20 * i + 4 * epoch :][:4]
+            assert {len(x) for part in parts for x in part} == {32}
+            whole = Batch(*map(torch.cat, zip(*parts, strict=True)))
+            order = (whole.obs[:, None] == batch.obs).all(-1).nonzero()[:, 1]
+            for found, rows in zip(whole, batch, strict=True):
+                assert torch.equal(found, rows[order])
+            assert sorted(order[:num_rows].tolist()) == [*range(num_rows)]
+            assert torch.equal(order[num_rows:], order[: 128 - num_rows])
+            orders.append(tuple(order.tolist()))
+    assert len({*orders}) == len(orders) == 5 * len(batches) == 15
 
 
 def test_logged_returns_are_means_of_the_episodes_that_ended(tmp_path):

@@ -1,7 +1,7 @@
 """The recipes of docs/recipes_*.md: each diff is applied to a copy of its script, run, and checked.
 
 The checks of a script's recipes are in recipe_checks_<script>.py: {title: check(path of the edited copy, its
-folder)}.
+folder)}. Some recipes have a slow check too, in SLOW_CHECKS.
 """
 
 import importlib
@@ -18,11 +18,13 @@ from scripts import SCRIPTS, copy_script
 from docs import recipe
 
 RECIPES = {(x, title): body for x in SCRIPTS for title, body in recipe.read_recipes(x).values()}
-CHECKS = {}
+CHECKS, SLOW_CHECKS = {}, {}
 for script in SCRIPTS:
     if (Path(__file__).parent / f"recipe_checks_{script}.py").exists():
-        checks = importlib.import_module(f"recipe_checks_{script}").CHECKS
-        CHECKS |= {(script, title): check for title, check in checks.items()}
+        module = importlib.import_module(f"recipe_checks_{script}")
+        CHECKS |= {(script, title): check for title, check in module.CHECKS.items()}
+        slow_checks = getattr(module, "SLOW_CHECKS", {})
+        SLOW_CHECKS |= {(script, title): check for title, check in slow_checks.items()}
 
 
 def test_each_recipe_has_a_check_and_is_in_the_table_with_its_lines():
@@ -40,15 +42,16 @@ def test_each_recipe_has_a_check_and_is_in_the_table_with_its_lines():
 
 def find_marks(title):
     marks = [pytest.mark.slow] * (title == "Another game: tic-tac-toe")
-    return marks + [pytest.mark.simulated_gpu] * title.startswith("An environment on the device")
+    is_on_device = title.startswith("An environment on the device") or title == "A recurrent network"
+    return marks + [pytest.mark.simulated_gpu] * is_on_device
 
 
 PARAMS = [pytest.param(*x, marks=find_marks(x[1]), id=": ".join(x)) for x in RECIPES]
 
 
-@pytest.mark.parametrize(("script", "title"), PARAMS)
-def test_a_recipe_does_what_it_says(script, title, tmp_path, monkeypatch):
-    """In a folder of its own, as for a user. What it must bring about, the check of the recipe asserts."""
+@pytest.fixture
+def edited(script, title, tmp_path, monkeypatch):
+    """The path of a script that a recipe has changed, in a folder of its own, as for a user."""
     path = copy_script(script, tmp_path / "copy") / f"{script}.py"
     body = RECIPES[script, title]
     if diff := recipe.find_block(body, "diff"):
@@ -62,4 +65,16 @@ def test_a_recipe_does_what_it_says(script, title, tmp_path, monkeypatch):
     shutil.copy(ROOT / "tests" / "probe_envs.py", path.parent)
     monkeypatch.chdir(path.parent)
     monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
-    CHECKS[script, title](path, path.parent)
+    return path
+
+
+@pytest.mark.parametrize(("script", "title"), PARAMS)
+def test_a_recipe_does_what_it_says(script, title, edited):
+    """What it must bring about, the check of the recipe asserts."""
+    CHECKS[script, title](edited, edited.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "title"), [pytest.param(*x, id=": ".join(x)) for x in SLOW_CHECKS])
+def test_a_recipe_does_what_it_says_in_a_long_run(script, title, edited):
+    SLOW_CHECKS[script, title](edited, edited.parent)

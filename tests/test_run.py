@@ -1,7 +1,7 @@
 """The part Run, tried with ppo.py: test_contract.py shows that it is the same in all scripts."""
 
-import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import ENVIRONMENT, ROOT, fail_with, read_scalars
 from scripts import CASES, copy_script, find_run, load, read_progress, run_main, run_quick
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from algos import ppo
 
@@ -94,12 +95,20 @@ def test_seconds_of_an_evaluation_do_not_count(tmp_path, monkeypatch):
 
 
 def test_checkpoints_are_at_most_ten_minutes_apart(tmp_path, monkeypatch):
-    """Here each call of the clock is a minute later."""
-    saved, save = [], ppo.Run.save
-    monkeypatch.setattr(ppo.time, "time", itertools.count(1e9, 60.0).__next__)
+    """And not closer without an evaluation. Here a rollout takes four minutes, and nothing else takes any."""
+    saved, save, collect_rollout, clock = [], ppo.Run.save, ppo.collect_rollout, [1e9]
+
+    def collect(*rest):
+        clock[0] += 240
+        return collect_rollout(*rest)
+
+    fake = SimpleNamespace(time=lambda: clock[0], process_time=time.process_time, time_ns=time.time_ns)
+    monkeypatch.setattr(ppo, "time", fake)
+    monkeypatch.setattr(ppo, "collect_rollout", collect)
     monkeypatch.setattr(ppo.Run, "save", lambda run: saved.append(run.iteration) or save(run))
-    run_quick("ppo", tmp_path, "--eval-episodes", 0, "--eval-interval", 10**6)
-    assert len(saved) > 3 and saved[0] == 0
+    path = run_quick("ppo", tmp_path, "--eval-episodes", 0, "--eval-interval", 10**6).path
+    last = read_progress(path)["iteration"]
+    assert saved == sorted({*range(0, last + 1, 3), last}) and last > 6
 
 
 def test_ctrl_c_ends_with_the_command_that_resumes(tmp_path, monkeypatch, capsys):
@@ -118,6 +127,65 @@ def test_a_resume_of_best_says_what_it_does_before_it_does_it(done, monkeypatch,
         resume(done / "best.pt")
     assert "Continues from best.pt; next states go to checkpoint.pt\n" in capsys.readouterr().out
     assert (done / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_seed_seeds_all_generators_and_each_stream_is_another():
+    """The seed has room for the number of an environment below 2 ** 31."""
+    draw = {}
+    for stream in ((1,), (1, 1), (1, 2), (2, 1), (1, 1, 3), (2**40, 1)):
+        seed = ppo.seed_everything(*stream)
+        draw[stream] = seed, random.random(), np.random.rand(), torch.rand(1).item()
+        assert ppo.seed_everything(*stream) == seed < 2**30
+        assert draw[stream][1:] == (random.random(), np.random.rand(), torch.rand(1).item())
+    assert all(len({*column}) == len(draw) for column in zip(*draw.values(), strict=True))
+
+
+def test_the_log_holds_all_settings_as_they_were_given(tmp_path):
+    path = run_main(ppo, tmp_path, SHORT, "--gamma 0.97 --norm-obs").path
+    events = EventAccumulator(str(path)).Reload()
+    (text,) = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val
+    rows = dict(line.strip("|").split("|") for line in text.decode().splitlines()[2:])
+    assert rows == {name: str(value) for name, value in load(path / "checkpoint.pt")["args"].items()}
+    assert (rows["gamma"], rows["norm_obs"], rows["run_dir"]) == ("0.97", "True", str(tmp_path))
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_deterministic_kernels_are_those_of_the_flag(is_deterministic, tmp_path):
+    flag = "" if is_deterministic else "--no-torch-deterministic"
+    with torch.backends.cudnn.flags(deterministic=not is_deterministic):
+        run_main(ppo, tmp_path, SHORT, flag)
+        assert torch.backends.cudnn.deterministic is is_deterministic
+
+
+def test_one_thread_unless_the_shell_sets_their_number(tmp_path, monkeypatch):
+    """By OMP_NUM_THREADS, which torch has read itself."""
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run_main(ppo, tmp_path / "set", SHORT)
+    assert counts == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    run_main(ppo, tmp_path / "unset", SHORT)
+    assert counts == [1]
+
+
+def test_numbers_are_printed_with_five_digits_or_all_before_the_point(capsys):
+    numbers = [272121, 3.8512, 1e-7, -123456.7, 99999.4, 0.0, 0.123456, -1200.25, 3e20]
+    ppo.print_scores({f"eval/{i}": x for i, x in enumerate(numbers)})
+    shown = ["272121", "3.8512", "1e-07", "-123457", "99999", "0", "0.12346", "-1200.2", "3e+20"]
+    assert capsys.readouterr().out.splitlines() == [f"eval/{i}: {x}" for i, x in enumerate(shown)]
+
+
+def test_a_number_that_is_rounded_to_a_hundred_thousand_has_all_its_digits():
+    assert [ppo.show_number(x) for x in (99999.6, -99999.6)] == ["100000", "-100000"]
+
+
+def test_the_last_line_shows_large_scores_with_all_their_digits(tmp_path, monkeypatch):
+    """And so does the bar."""
+    scores = SCORE | {"eval/episodic_return": 272121.4}
+    monkeypatch.setattr(ppo, "evaluate", lambda *_: scores)
+    out = run_main(ppo, tmp_path, SHORT).out
+    assert out.endswith(": episodic return of best.pt 272121, of the last policy 272121\n")
 
 
 def test_names_with_slashes_make_one_folder(tmp_path):
