@@ -42,7 +42,7 @@ def change_weights(flags: str, given="") -> dict:
     """Return an entry for each of several flags that change the trained weights."""
     entries = {}
     for flag in re.findall(r"--\S+(?: [^-\s]\S*)?", flags):
-        name = re.match(r"--(?:no-)?(\S+)", flag)[1].replace("-", "_")
+        name = re.match(r"--(?:no-)?([\w-]+)", flag)[1].replace("-", "_")
         entries[name] = ("weights", flag, given)
     return entries
 
