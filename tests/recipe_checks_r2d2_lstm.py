@@ -28,7 +28,7 @@ def check_memory(path, state_size, *flags):
 def make_network(module, **settings):
     args = module.Args(env_id="probe_envs:Recall-v0", **settings)
     torch.manual_seed(1)
-    return module.QNetwork(module.Environments(args, 1), args)
+    return module.QNetwork(module.make_envs(args, 1), args)
 
 
 def check_gru(path, folder):

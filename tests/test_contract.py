@@ -254,7 +254,7 @@ def test_the_best_of_all_evaluations_is_kept(script, make_scores, tmp_path, monk
 NOT_FINITE = [
     ("ppo", "--env-id probe_envs:NotFiniteobs-v0", "obs of environment 1 after 3 steps of an episode"),
     ("ppo", "--learning-rate 1e30", "is (nan|inf) at step"),
-    ("r2d2_lstm", "--env-id probe_envs:SameStepNotFiniteobs-v0", "observation of environment 1 in step 3"),
+    ("r2d2_lstm", "--env-id probe_envs:NotFiniteobs-v0", "observation of environment 1 in step 3"),
     ("r2d2_lstm", "--env-id probe_envs:NotFinitereward-v0", "reward of environment 1 in step 3"),
     ("ppo_change_detection", "--learning-rate 1e30", "is (nan|inf) at step"),
 ]
