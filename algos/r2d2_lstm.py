@@ -16,20 +16,22 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
     (2)  y_t  = h( r_t + ... + gamma^(k-t-1) r_{k-1} + gamma^(k-t) h^-1( Q'(s_k, argmax_a Q(s_k, a)) ) ) with
          k = min(t + n, end of the episode) and target network Q'; the term with Q' is 0 if s_k is terminal
     (3)  L    = E[ w (y_t - Q(s_t, a_t))^2 / 2 ] over the trained steps, with importance-sampling weights
-         w = P^-beta / max P^-beta, the maximum over the batch
+         w = P^-beta / max P^-beta, the maximum over the batch of one process
     (4)  P    = p^alpha / sum p^alpha, where p = eta max_t |y_t - Q_t| + (1 - eta) mean_t |y_t - Q_t|
     (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)), the probability of a random action in environment i
 
 A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
-that only provide targets. The main differences to the paper: windows begin learn_length steps apart, so
-that each step is trained in exactly one window (the paper's overlap by half); new windows get the largest
-priority (the paper's actors compute it); n is 1 by default (5 in the paper); rewards in targets are divided
-by the root mean square of those that were not zero; gradients are clipped; Adam has its usual eps of 1e-8;
-images are not stacked (four are in the paper); on average, a step is trained on 8 times.
+that only provide targets. The main differences to the paper:
+    - one process steps a vector of environments, in place of 256 distributed actors;
+    - windows begin learn_length steps apart, so that each step is trained in exactly one window (the paper's
+      overlap by half), and a new window gets the largest priority (the paper's actors compute it);
+    - n is 1 by default (5 in the paper), and a step is trained on 8 times on average;
+    - rewards in targets are divided by the root mean square of those that were not zero;
+    - gradients are clipped, Adam has its usual eps of 1e-8, and images are not stacked (four in the paper).
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
-D observation (one or more dimensions), A actions, H hidden units, R windows in the replay. With several
-processes, N, R and, except in eq. 5, B are those of one of them.
+D observation (one or more dimensions), A actions, H hidden units, R windows in the replay. All are numbers
+of one process; only in eq. 5, B counts the environments of all processes.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
 about the run folder, the log, checkpoints, processes and the command line.
@@ -117,11 +119,13 @@ class Args:
     recurrent: bool = True  # use an LSTM; otherwise a feed-forward layer of equal width
     last_action_reward: bool = True  # also give the network the last action and reward: one-step memory
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
-    memory_span: float = 50.0  # time constant of the LSTM's slowest units at initialization, in steps
+    memory_span: float = 200.0  # time constant of the LSTM's slowest units at initialization, in steps
     # Windows and the replay
     burn_in: int = 8  # steps before the trained ones that only update the LSTM's state; see SequenceReplay
     learn_length: int = 26  # trained steps m of a window; the next one begins that many steps later
-    state_init: Literal["stored", "zero"] = "stored"  # LSTM's state at a window's start: as when acting, or 0
+    # LSTM's state at a window's start: as when acting, or 0. If learn_length is below burn_in, 0 is also the
+    # start of windows without burn-in that begin in mid-episode
+    state_init: Literal["stored", "zero"] = "stored"
     buffer_size: int = 20_000  # windows R in the replay of each process
     alpha: float = 0.9  # exponent of priorities in eq. 4; 0 draws all windows equally often
     beta: float = 0.6  # exponent of the importance-sampling weights, eq. 3
@@ -132,7 +136,7 @@ class Args:
     gamma: float = 0.98  # discount gamma
     rescale_epsilon: float = 1e-3  # eps of the value rescaling, eq. 1
     norm_reward: bool = True  # divide rewards in targets (not the network's input) by the RMS of nonzero ones
-    target_interval: int = 50  # updates between copies of the network to the target network
+    target_interval: int = 100  # updates between copies of the network to the target network
     # Updates
     learning_starts: int = 2_000  # steps in stored windows, m each, of all processes before the first update
     replay_ratio: float = 8.0  # trained steps of updates for each step stored after learning_starts
@@ -144,24 +148,24 @@ class Args:
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class QNetwork(nn.Module):
-    """Encoder, LSTM and dueling heads (Wang et al. 2016), in eval mode: an update switches to train mode."""
+    """Encoder, LSTM and dueling heads (Wang et al. 2016). It is in evaluation mode except in updates."""
 
     def __init__(self, envs, args):
         super().__init__()
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
 
-        # Byte images are [..., height, width, channels], [..., channels, height, width] or [height, width].
-        # The channels are taken to be fewer than the pixels of a row or column. Images of floats are
-        # flattened: let your environment return bytes. The line that a run begins with says which is the case
+        # Bytes are divided by their largest value. If both sides have at least 36 pixels, which the three
+        # convolutions turn into 8, then 3, then 1, they are an image; everything else is flattened. The
+        # channels of an image are last, [..., height, width, channels], if the last dimension is smaller than
+        # the third last; otherwise an image is [..., height, width]
         space = envs.single_observation_space
-        *_, first, middle, last = [1, 1, *space.shape]  # the last three dimensions, 1 for those that lack
-        self.is_channels_last = last < first
-        sides = (first, middle) if self.is_channels_last else (middle, last)
         is_bytes = space.dtype == np.uint8
         self.obs_scale = float(space.high.max()) if is_bytes else 1.0
-        # The three convolutions below turn 36 pixels into 8, then 3, then 1. Smaller images are flattened
-        self.is_image = is_bytes and min(sides) >= 36
+        *_, third_last, second_last, last = [1, 1, *space.shape]
+        self.is_channels_last = last < third_last
+        shortest = min(second_last, third_last if self.is_channels_last else last)
+        self.is_image = is_bytes and shortest >= 36
 
         # Encoder: for images, the convolutions of Mnih et al. 2015 (output channels, kernel, stride)
         width = args.hidden_size
@@ -180,13 +184,14 @@ class QNetwork(nn.Module):
             num_inputs += self.num_actions + 1
         if args.recurrent:
             self.core = nn.LSTM(num_inputs, width, batch_first=True)
-            # A bias of log(tau) lets a forget gate begin at sigmoid(log tau) = tau / (1 + tau), with tau from
-            # 1 to memory_span. After Tallec & Ollivier 2018, who draw tau at random, and give the input gate
-            # the negative bias. torch adds two bias vectors: one becomes zero. Each holds those of the input,
-            # forget, cell and output gates, in this order
-            nn.init.zeros_(self.core.bias_hh_l0)
+            # Forget gates begin at sigmoid(log tau) = tau / (1 + tau), with tau from 1 to memory_span (after
+            # Tallec & Ollivier 2018). torch adds two biases, each of four gates: forget gates are the second
             log_tau = torch.linspace(0, np.log(args.memory_span), width)
-            self.core.bias_ih_l0.data[width : 2 * width] = log_tau
+            for name, bias in self.core.named_parameters():
+                if name.startswith("bias_ih"):
+                    bias.data[width : 2 * width] = log_tau
+                elif name.startswith("bias_hh"):
+                    nn.init.zeros_(bias)
         else:
             self.core = nn.Linear(num_inputs, width)
         # Dueling heads
@@ -200,9 +205,8 @@ class QNetwork(nn.Module):
         if self.is_image:
             if self.is_channels_last:
                 x = x.movedim(-1, -3)
-            # [N, height, width], perhaps with channels, or frames and channels, before the height, to
-            # [N, all channels, height, width]
-            x = x.unsqueeze(1).flatten(1, -3)
+            # All dimensions before the height, such as frames and channels, become one
+            x = x.unsqueeze(1).flatten(1, -3)  # [N, C, height, width]
         return self.encoder(x)
 
     def forward(self, obs, last_action, last_reward, state):
@@ -216,10 +220,9 @@ class QNetwork(nn.Module):
             is_last_action = last_action.unsqueeze(-1) == actions  # one-hot [N, L, A], or zeros for -1
             x = torch.cat((x, is_last_action, last_reward.unsqueeze(-1)), -1)
         if self.args.recurrent:
-            # cuDNN needs contiguous h and c
-            h, c = state.transpose(0, 1).unsqueeze(1).contiguous()  # [1, N, H] each
-            x, (h, c) = self.core(x, (h, c))  # [N, L, H]
-            state = torch.cat((h, c)).transpose(0, 1)  # [N, 2, H]
+            h, c = state.unsqueeze(0).unbind(2)  # [1, N, H] each, as torch's LSTM takes them
+            x, (h, c) = self.core(x, (h.contiguous(), c.contiguous()))  # [N, L, H]
+            state = torch.stack((h[0], c[0]), 1)  # [N, 2, H]
         else:
             x = self.core(x).relu()
         # The mean of Q over all actions is the value
@@ -302,7 +305,7 @@ class Player:
     def to_array(self, obs):
         """Return observations as a new array [B, *D], since some environments reuse theirs."""
         is_bytes = self.envs.single_observation_space.dtype == np.uint8
-        array = np.array(obs, np.uint8 if is_bytes else np.float32, order="C")
+        array = np.asarray(obs, np.uint8 if is_bytes else np.float32).copy()
         self.check("observation", array)
         return array
 
@@ -350,7 +353,7 @@ class Player:
         self.rewards = np.where(is_step, np.asarray(rewards, np.float64), 0.0)
         self.returns = np.where(is_step, self.returns, 0.0) + self.rewards
         self.lengths = np.where(is_step, self.lengths + 1, 0)
-        self.is_terminated = np.array(terminated, bool)
+        self.is_terminated = np.asarray(terminated, bool)
         self.is_over = self.is_terminated | np.asarray(truncated, bool)
         self.state = state * torch.as_tensor(is_step, device=state.device)[:, None, None]
         self.check("reward", self.rewards)
@@ -413,9 +416,8 @@ class SequenceReplay:
                     "is_terminated": torch.zeros(size).bool(),  # is the last observation terminal
                     "priority": torch.zeros(size),  # p of eq. 4; 0 where no window is stored
                 }
-                # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so
-                # that their quotient is 1 before the first reward. Soon the 1e-6 matter little
-                self.reward_sums = torch.full((2,), 1e-6).double()
+                # Number of the rewards that are not zero, and sum of their squares
+                self.reward_sums = torch.zeros(2).double()
         except RuntimeError:
             fail(f"--buffer-size ({size}) must be smaller: the memory of {device} cannot hold the windows")
         self.num_added = 0  # windows stored so far, those that newer ones replaced among them
@@ -549,12 +551,13 @@ def collect_steps(player, replay, args):
         for i in half + np.flatnonzero(player.is_over[half:]):
             episodes.append((player.returns[i], player.lengths[i]))
 
-    # Training begins when each process has its share of learning_starts
-    is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
-    with replay.reward_sums.device:
-        replay.reward_sums += total(torch.tensor(reward_sums))
-        counts = total(torch.tensor([num_steps, replay.num_added - num_old, is_ready]))
-    num_steps, num_windows, num_ready = counts.tolist()
+    # Updates begin when all processes have their share of learning_starts
+    num_stored = replay.num_added * args.learn_length  # steps
+    is_ready = num_stored > args.learning_starts / WORLD_SIZE
+    device = replay.reward_sums.device
+    replay.reward_sums += total(torch.tensor(reward_sums, device=device))
+    counts = [num_steps, replay.num_added - num_old, is_ready]
+    num_steps, num_windows, num_ready = total(torch.tensor(counts, device=device)).tolist()
     if num_ready < WORLD_SIZE:
         num_windows = 0
     return episodes, num_steps, num_windows
@@ -616,7 +619,10 @@ def sequence_priority(errors, is_trained, eta):
 
 
 def r2d2_loss(agent, target, windows, weights, args):
-    """Return tensors [N, m]: w (y - Q)^2 / 2 of eq. 3; |y - Q|; is_trained. Where it is false, both are 0."""
+    """Return three tensors [N, m]: the losses w (y - Q)^2 / 2 of eq. 3, the errors |y - Q|, and is_trained.
+
+    Losses and errors of steps that are not trained are 0.
+    """
     # What follows the steps after burn_in, of which m are trained, stands one index later
     last = windows["end"] - args.burn_in  # [N]
     rewards = windows["reward"][:, args.burn_in + 1 :]  # [N, m + n - 1]
@@ -641,13 +647,14 @@ def update_network(agent, target, optimizer, replay, args):
     index, weights = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
     if args.norm_reward:
-        num_rewards, sum_of_squares = replay.reward_sums
+        # The quotient is 1 before the first reward that is not zero
+        num_rewards, sum_of_squares = replay.reward_sums.clamp(min=1e-99)
         windows["reward"] /= (sum_of_squares / num_rewards).sqrt()
 
     # The loss is this process's share of the mean over the trained steps of all processes. A term of your own
-    # needs the same: mask it with is_trained, sum it, divide it by num_trained
-    # cuDNN trains an LSTM in training mode alone. Dropout, if you add it, needs it too; batch norm would also
-    # count padded steps and the burn-in
+    # needs the same: mask it with is_trained, sum it, divide it by num_trained.
+    # An LSTM on a GPU has gradients in training mode only, and dropout needs that mode, too. Batch norm would
+    # also count the burn-in, and the copies that fill windows
     agent.train()
     losses, errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
     num_trained = total(is_trained.sum())

@@ -200,7 +200,6 @@ def test_an_update_equals_loops_and_writes_priorities(float64, lengths, more):
     more |= {"num_envs": 3, "num_steps": 48, "batch_size": 20 * lengths[1], "buffer_size": 90}
     args = make_args("Ledger", *lengths, **more)
     agent, player, replay = make_parts(args)
-    assert replay.reward_sums[0] == replay.reward_sums[1] > 0  # at first, rewards are divided by 1
     for p in agent.parameters():
         p.data *= 2.0
         p.grad = torch.ones_like(p)  # of the last update
@@ -448,7 +447,7 @@ def test_a_checkpoint_holds_all_that_a_resumed_run_starts_with(tmp_path):
         assert after["progress"]["step"] > before["progress"]["step"]
         assert after["progress"]["num_updates"] == before["progress"]["num_updates"]
         if flag:
-            assert after["replay"]["num_added"] == 0 and after["replay"]["reward_sums"].max() < 1e-5
+            assert after["replay"]["num_added"] == 0 and after["replay"]["reward_sums"].tolist() == [0, 0]
         else:
             assert after["replay"].pop("settings") == before["replay"]["settings"]
             data = {name: x for name, x in before["replay"].items() if name != "settings"}
