@@ -4,11 +4,12 @@ from copy import deepcopy
 from functools import partial
 from unittest import mock
 
+import gymnasium as gym
 import numpy as np
 import probe_envs
 import pytest
 import torch
-from helpers import read_scalars
+from helpers import fail_with, read_scalars
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scripts import load, run_main
@@ -266,6 +267,61 @@ def test_new_windows_get_the_largest_priority():
 # Acting
 
 
+def test_rewards_of_a_small_type_count_as_floats():
+    """The square of int8 100 would be 16."""
+    args = make_args("Ledger", num_envs=3, num_steps=5)
+
+    class Small(gym.vector.VectorWrapper):
+        def step(self, actions):
+            obs, rewards, *rest = self.env.step(actions)
+            return obs, np.full(len(rewards), 100, np.int8), *rest
+
+    agent = Recorder()
+    player = Player(agent, Small(make_envs(args, 3)), torch.zeros(3), 1)
+    replay = SequenceReplay(player.envs, args, CPU)
+    replay.add(player, player.rewards)
+    _, num_steps, _ = r2d2.collect_steps(player, replay, args)
+    assert replay.reward_sums.tolist() == [num_steps, 10_000 * num_steps]
+
+
+def test_rewards_are_not_scaled_before_the_first_one_that_is_not_zero():
+    args = make_args("Ledger", 0, 2, 1, num_envs=2, num_steps=40, batch_size=8, norm_reward=True)
+    agent, player, replay = make_parts(args)
+    r2d2.collect_steps(player, replay, args)
+    losses = []
+    for sums in ([0.0, 0.0], [7.0, 7.0]):
+        replay.reward_sums.copy_(torch.tensor(sums))
+        replay.data["priority"][: replay.num_added] = 1.0
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(agent.parameters(), 0.0)
+        losses.append(r2d2.update_network(agent, deepcopy(agent), optimizer, replay, args)["q_loss"])
+    assert losses[0] == losses[1] > 0
+
+
+@pytest.mark.parametrize("is_first_episode", [True, False])
+def test_a_last_observation_that_is_not_finite_ends_the_run(capsys, is_first_episode):
+    """It is observed when the episode is over, and stored as the step that the last action leads to."""
+
+    class NotFiniteAtTheEnd(probe_envs.Fixed):
+        episode = 0
+
+        def step(self, action):
+            obs, *rest = super().step(action)
+            if self.steps == 5:
+                self.episode += 1
+                obs[0] = np.nan if self.episode == 2 - is_first_episode else obs[0]
+            return obs, *rest
+
+    envs = gym.vector.SyncVectorEnv([NotFiniteAtTheEnd] * 2)
+    envs.metadata["autoreset_mode"] = gym.vector.AutoresetMode.NEXT_STEP
+    player = Player(Recorder(), envs, torch.zeros(2), 1)
+    with mock.patch.object(Player, "act", lambda self, *x: (torch.zeros(2).long(), x[-1])):
+        for _ in range(4 if is_first_episode else 10):
+            player.step()
+        line = fail_with(capsys, player.step)
+    assert "observation of environment 0 in step 5 of an episode: not a number below 1e18" in line
+
+
 def test_random_actions_are_as_frequent_as_epsilon_says():
     epsilons, q = torch.tensor([0.0, 0.2, 0.6, 1.0]), torch.eye(4)[1].expand(4, 1, 4)
     agent = mock.Mock(side_effect=lambda *x: (q, x[-1]), args=make_args("Ledger"))
@@ -323,6 +379,10 @@ def test_the_heads_are_dueling_and_forget_gates_open_for_one_step_to_the_memory_
     q, _ = agent(torch.randn(2, 3, 3), torch.zeros(2, 3).long(), torch.zeros(2, 3), torch.zeros(2, 2, 3))
     torch.testing.assert_close(q.mean(-1), value[0])
     forget = (agent.core.bias_ih_l0 + agent.core.bias_hh_l0)[3:6].sigmoid()
+    torch.testing.assert_close(forget, torch.tensor([1 / 2, 10 / 11, 100 / 101]))
+    with mock.patch.object(torch.nn, "LSTM", partial(torch.nn.LSTM, num_layers=2)):
+        agent, *_ = make_parts(make_args("Ledger", hidden_size=3, memory_span=100.0))
+    forget = (agent.core.bias_ih_l1 + agent.core.bias_hh_l1)[3:6].sigmoid()  # of a second layer, too
     torch.testing.assert_close(forget, torch.tensor([1 / 2, 10 / 11, 100 / 101]))
 
 
@@ -425,6 +485,61 @@ def test_updates_keep_to_the_replay_ratio_and_the_log_to_the_less_exploring_half
     assert {x for _, x in scalars["charts/episodic_length"]} == {5.0}
     steps, rates = zip(*scalars["charts/learning_rate"], strict=True)
     assert rates == pytest.approx([4e-3 * (1 - step / 1500) for step in (0, *steps[:-1])])
+
+
+@pytest.mark.parametrize("learning_starts", [0, 60, 150])
+def test_updates_begin_when_the_stored_windows_have_more_steps_than_learning_starts(learning_starts):
+    """A window counts its trained steps. Episodes have 5 steps, so 2 windows."""
+    args = make_args("Fixed", 2, 3, 1, num_envs=3, num_steps=2, learning_starts=learning_starts)
+    _, player, replay = make_parts(args, Recorder())
+    assert replay.num_added == 0
+    counts = []
+    for _ in range(80):
+        before = replay.num_added
+        *_, num_windows = r2d2.collect_steps(player, replay, args)
+        counts.append(num_windows)
+        assert num_windows == (replay.num_added - before if replay.num_added * 3 > learning_starts else 0)
+    assert sum(counts) > 100
+
+
+def test_two_processes_together_update_as_often_as_one(tmp_path, monkeypatch):
+    """Each has half of the environments and of a batch. The other one does the same, so sums are twice x."""
+    flags = f"--env-id probe_envs:Fixed-v0 {SMALL} --total-timesteps 1500 --learning-starts 200 --num-steps 6"
+    flags += " --eval-episodes 0 --learn-length 4 --batch-size 64"
+    alone = run(tmp_path / "alone", flags).path
+    monkeypatch.setattr(r2d2, "set_up_device", lambda args: CPU)
+    with mock.patch.multiple(
+        r2d2, WORLD_SIZE=2, total=lambda x: x.mul_(2) if x.is_floating_point() else x * 2
+    ):
+        together = run(tmp_path / "two", flags).path
+    first, second = (load(path / "checkpoint.pt")["progress"] for path in (alone, together))
+    assert first["num_updates"] > 30
+    for name in ("iteration", "step", "num_updates"):
+        assert first[name] == second[name], name
+
+
+def test_the_replay_is_in_checkpoint_pt_alone_and_can_be_left_out(tmp_path):
+    """A run whose checkpoints lack it resumes with an empty one."""
+    flags = f"--env-id probe_envs:Ledger-v0 {SMALL} --total-timesteps 600"
+    path = run(tmp_path, flags).path
+    assert "replay" in load(path / "checkpoint.pt") and "replay" not in load(path / "best.pt")
+    added = load(path / "checkpoint.pt")["replay"]["num_added"]
+    r2d2.main(["--resume", f"{path}/checkpoint.pt", "--total-timesteps", "700", "--no-checkpoint-replay"])
+    assert "replay" not in load(path / "checkpoint.pt")
+    r2d2.main(["--resume", f"{path}/checkpoint.pt", "--total-timesteps", "800", "--checkpoint-replay"])
+    assert 0 < load(path / "checkpoint.pt")["replay"]["num_added"] < added
+
+
+def test_the_learning_rate_of_a_resumed_run_goes_on_falling(tmp_path):
+    """It is that of an uninterrupted run at each step."""
+    flags = f"--env-id probe_envs:Fixed-v0 {SMALL} --num-steps 7 --learning-rate 4e-3 --eval-episodes 0"
+    path = run(tmp_path, f"{flags} --total-timesteps 600").path
+    done = load(path / "checkpoint.pt")["progress"]["step"]
+    r2d2.main(["--resume", f"{path}/checkpoint.pt", "--total-timesteps", "1500"])
+    steps, rates = zip(*read_scalars(path)["charts/learning_rate"], strict=True)
+    pairs = [(before, rate) for before, rate in zip(steps, rates[1:]) if before >= done]
+    assert len(pairs) > 10
+    assert [rate for _, rate in pairs] == pytest.approx([4e-3 * (1 - x / 1500) for x, _ in pairs])
 
 
 def test_a_checkpoint_holds_all_that_a_resumed_run_starts_with(tmp_path):
