@@ -257,4 +257,5 @@ for where in ("obs", "reward"):
 for layout in ("CHW", "HWC", "HW"):
     register(f"Picture{layout}", Picture, kwargs={"layout": layout})
     register(f"SmallPicture{layout}", Picture, kwargs={"layout": layout, "height": 35})
+    register(f"TallPicture{layout}", Picture, kwargs={"layout": layout, "height": 60})
 gym.register("Pole-v0", "gymnasium.envs.classic_control.cartpole:CartPoleEnv", max_episode_steps=20)

@@ -267,6 +267,17 @@ def test_new_windows_get_the_largest_priority():
 # Acting
 
 
+def test_observations_stay_what_they_were_if_the_environment_reuses_its_array():
+    _, player, _ = make_parts(make_args("ReusedLedger", num_envs=3), Recorder())
+    kept, copied = [player.obs], [player.obs.copy()]
+    for _ in range(3):
+        player.step()
+        kept.append(player.obs)
+        copied.append(player.obs.copy())
+    np.testing.assert_array_equal(kept, copied)
+    assert len(np.unique(copied)) == 4 * 3 * 3
+
+
 def test_rewards_of_a_small_type_count_as_floats():
     """The square of int8 100 would be 16."""
     args = make_args("Ledger", num_envs=3, num_steps=5)
@@ -399,7 +410,7 @@ def test_without_last_action_and_reward_a_feed_forward_network_has_no_memory(rec
 
 
 @pytest.mark.parametrize("layout", ["CHW", "HWC", "HW"])
-@pytest.mark.parametrize("size", ["Small", ""])
+@pytest.mark.parametrize("size", ["Small", "", "Tall"])
 def test_images_are_kept_as_bytes_and_read_in_units_of_255(layout, size):
     """If both sides have 36 pixels or more, as in Mnih et al. 2015; small ones become a vector."""
     agent, player, replay = make_parts(make_args(f"{size}Picture{layout}", num_envs=2, buffer_size=9))
@@ -407,9 +418,9 @@ def test_images_are_kept_as_bytes_and_read_in_units_of_255(layout, size):
     obs = player.get_inputs()[0][0]  # of one environment, after its first step
     assert obs.dtype == replay.data["obs"].dtype == torch.uint8
     sizes = [(x.out_channels, x.kernel_size[0], x.stride[0]) for x in agent.encoder if hasattr(x, "stride")]
-    assert sizes == ([] if size else [(32, 8, 4), (64, 4, 2), (64, 3, 1)])
+    assert sizes == ([] if size == "Small" else [(32, 8, 4), (64, 4, 2), (64, 3, 1)])
     env = get_ledgers(player.envs)[0]
-    pixels = env.observe().flatten() if size else env.pixels()
+    pixels = env.observe().flatten() if size == "Small" else env.pixels()
     found = agent.encode(obs)
     expected = agent.encoder(torch.tensor(pixels[None]) / 255.0)  # [1, channels, H, W], or [1, numbers]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
@@ -516,6 +527,15 @@ def test_two_processes_together_update_as_often_as_one(tmp_path, monkeypatch):
     assert first["num_updates"] > 30
     for name in ("iteration", "step", "num_updates"):
         assert first[name] == second[name], name
+
+
+def test_the_first_window_of_each_environment_begins_with_its_first_observation(tmp_path):
+    flags = f"--env-id probe_envs:Fixed-v0 {SMALL} --total-timesteps 100 --burn-in 2 --learn-length 3"
+    replay = load(run(tmp_path, flags).path / "checkpoint.pt")["replay"]
+    is_first = replay["begin"][: replay["num_added"]] == 2
+    assert 10 < is_first.sum() < replay["num_added"] < 60
+    assert (replay["last_action"][: replay["num_added"]][is_first][:, 2] == -1).all()
+    assert (replay["obs"][: replay["num_added"]][is_first][:, 2] != 0).all()
 
 
 def test_the_replay_is_in_checkpoint_pt_alone_and_can_be_left_out(tmp_path):
