@@ -16,20 +16,22 @@ Equations of the paper and of the papers it builds on; the numbering is ours:
     (2)  y_t  = h( r_t + ... + gamma^(k-t-1) r_{k-1} + gamma^(k-t) h^-1( Q'(s_k, argmax_a Q(s_k, a)) ) ) with
          k = min(t + n, end of the episode) and target network Q'; the term with Q' is 0 if s_k is terminal
     (3)  L    = E[ w (y_t - Q(s_t, a_t))^2 / 2 ] over the trained steps, with importance-sampling weights
-         w = P^-beta / max P^-beta, the maximum over the batch
+         w = P^-beta / max P^-beta, the maximum over the batch of one process
     (4)  P    = p^alpha / sum p^alpha, where p = eta max_t |y_t - Q_t| + (1 - eta) mean_t |y_t - Q_t|
     (5)  epsilon_i = epsilon^(1 + 7 i / (B - 1)), the probability of a random action in environment i
 
 A window has burn_in steps that only update the LSTM's state, learn_length trained steps, and n_step steps
-that only provide targets. The main differences to the paper: windows begin learn_length steps apart, so
-that each step is trained in exactly one window (the paper's overlap by half); new windows get the largest
-priority (the paper's actors compute it); n is 1 by default (5 in the paper); rewards in targets are divided
-by the root mean square of those that were not zero; gradients are clipped; Adam has its usual eps of 1e-8;
-images are not stacked (four are in the paper); on average, a step is trained on 8 times.
+that only provide targets. The main differences to the paper:
+    - one process steps a vector of environments, in place of 256 distributed actors;
+    - windows begin learn_length steps apart, so that each step is trained in exactly one window (the paper's
+      overlap by half), and a new window gets the largest priority (the paper's actors compute it);
+    - n is 1 by default (5 in the paper), and a step is trained on 8 times on average;
+    - rewards in targets are divided by the root mean square of those that were not zero;
+    - gradients are clipped, Adam has its usual eps of 1e-8, and images are not stacked (four in the paper).
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
-D observation (one or more dimensions), A actions, H hidden units, R windows in the replay. With several
-processes, N, R and, except in eq. 5, B are those of one of them.
+D observation (one or more dimensions), A actions, H hidden units, R windows in the replay. All are numbers
+of one process; only in eq. 5, B counts the environments of all processes.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
 about the run folder, the log, checkpoints, processes and the command line.
@@ -47,7 +49,6 @@ import re
 import shlex
 import sys
 import time
-from collections import namedtuple
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -60,6 +61,8 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import FlattenObservation
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
@@ -117,11 +120,13 @@ class Args:
     recurrent: bool = True  # use an LSTM; otherwise a feed-forward layer of equal width
     last_action_reward: bool = True  # also give the network the last action and reward: one-step memory
     hidden_size: int = 64  # width H of the encoder, the LSTM and the heads
-    memory_span: float = 50.0  # time constant of the LSTM's slowest units at initialization, in steps
+    memory_span: float = 200.0  # time constant of the LSTM's slowest units at initialization, in steps
     # Windows and the replay
     burn_in: int = 8  # steps before the trained ones that only update the LSTM's state; see SequenceReplay
     learn_length: int = 26  # trained steps m of a window; the next one begins that many steps later
-    state_init: Literal["stored", "zero"] = "stored"  # LSTM's state at a window's start: as when acting, or 0
+    # LSTM's state at a window's start: as when acting, or 0. If learn_length is below burn_in, 0 is also the
+    # start of windows without burn-in that begin in mid-episode
+    state_init: Literal["stored", "zero"] = "stored"
     buffer_size: int = 20_000  # windows R in the replay of each process
     alpha: float = 0.9  # exponent of priorities in eq. 4; 0 draws all windows equally often
     beta: float = 0.6  # exponent of the importance-sampling weights, eq. 3
@@ -132,7 +137,7 @@ class Args:
     gamma: float = 0.98  # discount gamma
     rescale_epsilon: float = 1e-3  # eps of the value rescaling, eq. 1
     norm_reward: bool = True  # divide rewards in targets (not the network's input) by the RMS of nonzero ones
-    target_interval: int = 50  # updates between copies of the network to the target network
+    target_interval: int = 100  # updates between copies of the network to the target network
     # Updates
     learning_starts: int = 2_000  # steps in stored windows, m each, of all processes before the first update
     replay_ratio: float = 8.0  # trained steps of updates for each step stored after learning_starts
@@ -144,24 +149,24 @@ class Args:
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class QNetwork(nn.Module):
-    """Encoder, LSTM and dueling heads (Wang et al. 2016), in eval mode: an update switches to train mode."""
+    """Encoder, LSTM and dueling heads (Wang et al. 2016). It is in evaluation mode except in updates."""
 
     def __init__(self, envs, args):
         super().__init__()
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
 
-        # Byte images are [..., height, width, channels], [..., channels, height, width] or [height, width].
-        # The channels are taken to be fewer than the pixels of a row or column. Images of floats are
-        # flattened: let your environment return bytes. The line that a run begins with says which is the case
+        # Bytes are divided by their largest value. If both sides have at least 36 pixels, which the three
+        # convolutions turn into 8, then 3, then 1, they are an image; everything else is flattened. The
+        # channels of an image are last, [..., height, width, channels], if the last dimension is smaller than
+        # the third last; otherwise an image is [..., height, width]
         space = envs.single_observation_space
-        *_, first, middle, last = [1, 1, *space.shape]  # the last three dimensions, 1 for those that lack
-        self.is_channels_last = last < first
-        sides = (first, middle) if self.is_channels_last else (middle, last)
         is_bytes = space.dtype == np.uint8
         self.obs_scale = float(space.high.max()) if is_bytes else 1.0
-        # The three convolutions below turn 36 pixels into 8, then 3, then 1. Smaller images are flattened
-        self.is_image = is_bytes and min(sides) >= 36
+        *_, third_last, second_last, last = [1, 1, *space.shape]
+        self.is_channels_last = last < third_last
+        shortest = min(second_last, third_last if self.is_channels_last else last)
+        self.is_image = is_bytes and shortest >= 36
 
         # Encoder: for images, the convolutions of Mnih et al. 2015 (output channels, kernel, stride)
         width = args.hidden_size
@@ -180,13 +185,14 @@ class QNetwork(nn.Module):
             num_inputs += self.num_actions + 1
         if args.recurrent:
             self.core = nn.LSTM(num_inputs, width, batch_first=True)
-            # A bias of log(tau) lets a forget gate begin at sigmoid(log tau) = tau / (1 + tau), with tau from
-            # 1 to memory_span. After Tallec & Ollivier 2018, who draw tau at random, and give the input gate
-            # the negative bias. torch adds two bias vectors: one becomes zero. Each holds those of the input,
-            # forget, cell and output gates, in this order
-            nn.init.zeros_(self.core.bias_hh_l0)
+            # Forget gates begin at sigmoid(log tau) = tau / (1 + tau), with tau from 1 to memory_span (after
+            # Tallec & Ollivier 2018). torch adds two biases, each of four gates: forget gates are the second
             log_tau = torch.linspace(0, np.log(args.memory_span), width)
-            self.core.bias_ih_l0.data[width : 2 * width] = log_tau
+            for name, bias in self.core.named_parameters():
+                if name.startswith("bias_ih"):
+                    bias.data[width : 2 * width] = log_tau
+                elif name.startswith("bias_hh"):
+                    nn.init.zeros_(bias)
         else:
             self.core = nn.Linear(num_inputs, width)
         # Dueling heads
@@ -200,9 +206,8 @@ class QNetwork(nn.Module):
         if self.is_image:
             if self.is_channels_last:
                 x = x.movedim(-1, -3)
-            # [N, height, width], perhaps with channels, or frames and channels, before the height, to
-            # [N, all channels, height, width]
-            x = x.unsqueeze(1).flatten(1, -3)
+            # All dimensions before the height, such as frames and channels, become one
+            x = x.unsqueeze(1).flatten(1, -3)  # [N, C, height, width]
         return self.encoder(x)
 
     def forward(self, obs, last_action, last_reward, state):
@@ -216,10 +221,9 @@ class QNetwork(nn.Module):
             is_last_action = last_action.unsqueeze(-1) == actions  # one-hot [N, L, A], or zeros for -1
             x = torch.cat((x, is_last_action, last_reward.unsqueeze(-1)), -1)
         if self.args.recurrent:
-            # cuDNN needs contiguous h and c
-            h, c = state.transpose(0, 1).unsqueeze(1).contiguous()  # [1, N, H] each
-            x, (h, c) = self.core(x, (h, c))  # [N, L, H]
-            state = torch.cat((h, c)).transpose(0, 1)  # [N, 2, H]
+            h, c = state.unsqueeze(0).unbind(2)  # [1, N, H] each, as torch's LSTM takes them
+            x, (h, c) = self.core(x, (h.contiguous(), c.contiguous()))  # [N, L, H]
+            state = torch.stack((h[0], c[0]), 1)  # [N, 2, H]
         else:
             x = self.core(x).relu()
         # The mean of Q over all actions is the value
@@ -229,95 +233,80 @@ class QNetwork(nn.Module):
 
 
 # ---- Environments ------------------------------------------------------------------------------------------
-# What a step leads to in B environments. Under SAME_STEP autoreset, the step that ends an episode returns the
-# first observation of the next one and, in `infos`, the last one of the episode that ended. Under NEXT_STEP,
-# it returns the last observation; one more step, which takes no action, returns the first.
-#     next_obs       [B, *D] observation after the action; where is_over, the last one of the episode
-#     rewards        [B] rewards of the actions
-#     is_terminated  [B] next_obs is terminal: nothing is earned after it
-#     is_over        [B] the episode ended, terminated or truncated
-#     is_step        [B] false where the environment only reset itself, under NEXT_STEP; then next_obs is the
-#                    first observation of a new episode
-#     obs            [B, *D] what the policy sees next: next_obs or, under SAME_STEP where is_over, the
-#                    first observation of the next episode
-#     is_first       [B] obs is the first observation of a new episode
-Outcome = namedtuple("Outcome", "next_obs rewards is_terminated is_over is_step obs is_first")
+def make_envs(args, num_envs):
+    """Make environments; exits if they are not supported.
+
+    Each evaluation makes its own environments, so do not add a wrapper that learns statistics, such as
+    NormalizeObservation: it would start again there, and the policy would see differently scaled
+    observations.
+    """
+    wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]
+    # Wrappers need single environments. Without wrappers, gymnasium chooses the task's own vector
+    # environment, if it has one, when mode is None. Try "async" if a step of your task takes milliseconds
+    mode = "sync" if wrappers else None
+    try:
+        envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers)
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    if envs.num_envs != num_envs:
+        fail(
+            f"--env-id {args.env_id}: always has {envs.num_envs} environments; set --num-envs (per process) "
+            "and --eval-episodes to that number"
+        )
+    if not isinstance(envs.single_action_space, Discrete):
+        fail(f"--env-id {args.env_id}: actions must be Discrete, not {envs.single_action_space}")
+    # Player is made for this autoreset mode: the step after an episode's end only resets the environment.
+    # The mode may also be given by its value, a string
+    autoreset = envs.metadata.get("autoreset_mode")
+    if autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.NEXT_STEP.value):
+        fail(f"--env-id {args.env_id}: metadata['autoreset_mode'] must be NEXT_STEP, not {autoreset}")
+    space = envs.single_observation_space
+    if not space.is_np_flattenable:
+        fail(f"--env-id {args.env_id}: observations must be a fixed number of numbers, not {space}")
+    dtypes = {np.asarray(part).dtype for part in tree_leaves(space.sample())}
+    if len(dtypes) > 1 and np.dtype(np.uint8) in dtypes:
+        fail(f"--env-id {args.env_id}: a wrapper must scale bytes that stand beside other numbers: {space}")
+    if not isinstance(space, Box) or not space.shape:
+        envs.metadata["autoreset_mode"] = AutoresetMode.NEXT_STEP  # FlattenObservation takes no string
+        envs = FlattenObservation(envs)  # discrete observations become one-hot
+    return envs
 
 
-class Environments(gym.vector.VectorWrapper):
-    """B environments that return an Outcome whatever their autoreset mode, observations and types are."""
+class Player:
+    """Plays in B environments. Its arrays [B, ...] hold what the newest step has led to.
 
-    def __init__(self, args, num_envs):
-        super().__init__(make_envs(args, num_envs))
-        self.name = f"--env-id {args.env_id}"
-        space = self.env.single_observation_space
-        mode = self.metadata.get("autoreset_mode")
-        mode = getattr(mode, "value", mode)  # a member of AutoresetMode becomes its string
-        # Exit now if training would fail, or run wrong, later
-        if self.num_envs != num_envs:
-            fail(
-                f"{self.name}: always has {self.num_envs} environments; set --num-envs (per process) and "
-                "--eval-episodes to that number"
-            )
-        if mode not in ("NextStep", "SameStep"):
-            fail(f"{self.name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, not {mode}")
-        if not isinstance(self.single_action_space, Discrete):
-            fail(f"{self.name}: actions must be Discrete, not {self.single_action_space}")
-        if not space.is_np_flattenable:
-            fail(f"{self.name}: observations must be a fixed number of numbers, not {space}")
+    An example of one environment, in which action a_9 ends an episode. The next step only resets the
+    environment, which ignores its action:
 
-        # Observations of spaces other than Box are flattened, where discrete ones become one-hot
-        self.is_same_step = mode == "SameStep"
-        self.to_row = np.asarray
-        if not isinstance(space, Box) or not space.shape:
-            self.to_row = partial(gym.spaces.flatten, space)
-            self.single_observation_space = gym.spaces.flatten_space(space)
-        self.dtype = np.float32
-        if self.single_observation_space.dtype == np.uint8:
-            self.dtype = np.uint8
-        elif "uint8" in str(space):
-            fail(f"{self.name}: a wrapper must scale bytes that stand beside other numbers, as in {space}")
+        obs           s_8   s_9   s_10   s_0   s_1   of the next episode
+        last_action   a_7   a_8   a_9    -1    a_0
+        rewards       r_7   r_8   r_9    0     r_0
+        lengths       8     9     10     0     1
+        is_over       no    no    yes    no    no    terminated or truncated
 
-    def reset(self, seed):
-        """Begin an episode in each environment; returns observations [B, *D]."""
-        obs, infos = self.env.reset(seed=seed)
-        # Return and length of each current episode, or of the one that the last step ended
-        self.returns = np.zeros(self.num_envs)
-        self.lengths = np.zeros(self.num_envs, int)
-        self.was_over = np.zeros(self.num_envs, bool)  # did the last step end an episode
-        return self.to_array(obs)
+    `returns` are the sums of the rewards of the episode so far. `state` [B, 2, H] is the LSTM's before it
+    reads the observation, 0 at the start of an episode.
+    """
 
-    def step(self, actions):
-        """Take actions [B], counted from 0; returns an Outcome."""
-        obs, rewards, terminated, truncated, infos = self.env.step(actions + self.single_action_space.start)
-        terminated = np.asarray(terminated, bool)
-        is_over = terminated | np.asarray(truncated, bool)
-        was_running = ~self.was_over
-        is_step = was_running | self.is_same_step
-        # As floats, since squares of rewards of a small type such as int8 overflow. Returns and lengths
-        # restart where an episode was over
-        rewards = np.asarray(rewards, np.float64) * is_step
-        self.returns = self.returns * was_running + rewards
-        self.lengths = self.lengths * was_running + is_step
-        self.check("reward", rewards)
-
-        obs = self.to_array(obs)
-        next_obs = obs
-        is_first = self.was_over
-        if self.is_same_step:
-            next_obs = obs.copy()
-            for i in np.flatnonzero(is_over):
-                next_obs[i] = self.to_row(infos["final_obs"][i])
-            self.check("observation", next_obs)
-            is_first = is_over
-        self.was_over = is_over
-        return Outcome(next_obs, rewards, terminated, is_over, is_step, obs, is_first)
+    def __init__(self, agent, envs, epsilons, seed):
+        self.agent = agent
+        self.envs = envs
+        self.epsilons = epsilons  # [B]
+        size = envs.num_envs
+        self.last_action = np.full(size, -1)
+        self.rewards = np.zeros(size)
+        self.returns = np.zeros(size)
+        self.lengths = np.zeros(size, int)
+        self.is_terminated = np.zeros(size, bool)
+        self.is_over = np.zeros(size, bool)
+        self.state = epsilons.new_zeros(size, STATE_SIZE, agent.args.hidden_size)
+        obs, infos = envs.reset(seed=seed)
+        self.obs = self.to_array(obs)
 
     def to_array(self, obs):
-        """Return observations as a new array [B, *D], since some environments reuse their buffers."""
-        # The space says how to take a batch of dictionaries or tuples apart
-        rows = gym.vector.utils.iterate(self.observation_space, obs)
-        array = np.array([self.to_row(x) for x in rows], self.dtype)
+        """Return observations as a new array [B, *D], since some environments reuse theirs."""
+        is_bytes = self.envs.single_observation_space.dtype == np.uint8
+        array = np.asarray(obs, np.uint8 if is_bytes else np.float32).copy()
         self.check("observation", array)
         return array
 
@@ -327,71 +316,24 @@ class Environments(gym.vector.VectorWrapper):
         if not is_good.all():
             i = np.argwhere(~is_good)[0, 0]
             fail(
-                f"{self.name}: {name} of environment {i} in step {self.lengths[i]} of an episode: "
-                "not a number below 1e18 in size"
+                f"--env-id {self.agent.args.env_id}: {name} of environment {i} in step {self.lengths[i]} "
+                "of an episode: not a number below 1e18 in size"
             )
 
-
-def make_envs(args, num_envs):
-    """Make a vector environment; exits if it is not supported.
-
-    Training and each evaluation have their own, with the same wrappers. So scores are returns of wrapped
-    rewards, and a wrapper that learns statistics begins from scratch in each evaluation: use none of those.
-    """
-    wrappers = []  # add your own, such as [gym.wrappers.TimeAwareObservation]
-    options = {}
-    try:
-        if "MiniGrid-" in args.env_id:
-            # One-hot cells and the direction, without the text of the mission, in bytes
-            from minigrid.wrappers import OneHotPartialObsWrapper
-
-            def to_bits(obs):
-                return np.append(np.eye(4)[obs["direction"]], obs["image"]).astype(np.uint8)
-
-            space = Box(0, 1, (4 + 7 * 7 * 20,), np.uint8)
-            add_bits = partial(gym.wrappers.TransformObservation, func=to_bits, observation_space=space)
-            wrappers += [OneHotPartialObsWrapper, add_bits]
-        # Mode None is the task's own vector environment, or "sync" if the task has none. With wrappers it is
-        # "sync", as a task's own takes none. Try "async" if single steps of your task take milliseconds
-        mode = "sync" if wrappers else None
-        if "ALE/" in args.env_id:
-            import ale_py  # noqa: F401, which registers the tasks
-
-            # ALE's vector environment skips frames and gives one grey image of 84 x 84. Single ones, used
-            # with a wrapper, give colour images of 210 x 160
-            if not wrappers:
-                options = {"stack_num": 1, "reward_clipping": False}
-        return gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **options)
-    except (gym.error.Error, ModuleNotFoundError) as error:
-        fail(f"--env-id {args.env_id}: {error}")
-
-
-# A step of an environment: an observation; the action and the reward that led to it, -1 and 0 at the start
-# of an episode; the action and the reward that follow it; the LSTM's state [2, H] before the observation
-Step = namedtuple("Step", "obs last_action last_reward action reward state")
-
-
-class Player:
-    """Plays in B environments, and holds the network's next inputs."""
-
-    def __init__(self, agent, envs, epsilons, seed):
-        self.agent = agent
-        self.envs = envs
-        self.epsilons = epsilons  # [B]
-        # The network's next inputs: arrays of observations [B, *D], last actions and last rewards; and the
-        # state [B, 2, H]
-        size = envs.num_envs
-        self.arrays = envs.reset(seed), np.full(size, -1), np.zeros(size, np.float32)
-        self.state = epsilons.new_zeros(size, STATE_SIZE, agent.args.hidden_size)
-
     def get_inputs(self):
-        """Return the network's next inputs as tensors: one step in each environment, L = 1."""
-        return [*(torch.as_tensor(x[:, None], device=self.state.device) for x in self.arrays), self.state]
+        """Return what the network reads next, as tensors: one step in each environment, L = 1."""
+        arrays = self.obs, self.last_action, np.float32(self.rewards)
+        obs, last_action, last_reward = (torch.as_tensor(x, device=self.state.device) for x in arrays)
+        return obs.unsqueeze(1), last_action.unsqueeze(1), last_reward.unsqueeze(1), self.state
 
     @torch.no_grad()
-    def act(self, *inputs):
-        """Choose actions [B], at random with probability epsilon; returns them and the next state."""
-        q, state = self.agent(*inputs)  # [B, 1, A], [B, 2, H]
+    def act(self, obs, last_action, last_reward, state):
+        """Choose actions [B], at random with probability epsilon; returns them and the next state.
+
+        The network is in evaluation mode. A network that explores by noise of its own must draw it in this
+        mode, too.
+        """
+        q, state = self.agent(obs, last_action, last_reward, state)  # [B, 1, A], [B, 2, H]
         # Draw a random action everywhere, and take it with probability epsilon: shapes are fixed
         best_action = q.squeeze(1).argmax(-1)
         is_random = torch.rand_like(self.epsilons) < self.epsilons
@@ -399,59 +341,75 @@ class Player:
         return torch.where(is_random, random_action, best_action), state
 
     def step(self):
-        """Take a step in each environment; returns an iterator over their Steps, and their Outcome."""
+        """Take a step in each environment."""
         actions, state = self.act(*self.get_inputs())
         actions = actions.cpu().numpy()
-        outcome = self.envs.step(actions)
-        # An iterator, because an evaluation needs no Steps. It holds the present arrays: new ones replace
-        # them below
-        steps = map(Step, *self.arrays, actions, outcome.rewards, self.state)
-
-        # Where an episode begins, there is no last action and no last reward, and the memory is empty
-        is_first = outcome.is_first
-        last_reward = np.float32(outcome.rewards * ~is_first)
-        self.arrays = outcome.obs, np.where(is_first, -1, actions), last_reward
-        self.state = state * torch.as_tensor(~is_first, device=state.device)[:, None, None]
-        return steps, outcome
+        first_action = self.envs.single_action_space.start  # the network counts from 0
+        obs, rewards, terminated, truncated, infos = self.envs.step(actions + first_action)
+        # Where an episode was over, this step has begun the next one: there is no last action, no reward and
+        # no memory
+        is_step = ~self.is_over
+        self.last_action = np.where(is_step, actions, -1)
+        # As floats, because the square of a reward of a small type such as int8 overflows
+        self.rewards = np.where(is_step, np.asarray(rewards, np.float64), 0.0)
+        self.returns = np.where(is_step, self.returns, 0.0) + self.rewards
+        self.lengths = np.where(is_step, self.lengths + 1, 0)
+        self.is_terminated = np.asarray(terminated, bool)
+        self.is_over = self.is_terminated | np.asarray(truncated, bool)
+        self.state = state * torch.as_tensor(is_step, device=state.device)[:, None, None]
+        self.check("reward", self.rewards)
+        self.obs = self.to_array(obs)
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
 class SequenceReplay:
     """Prioritized replay of windows of L steps, in `data` {name: [R, L, ...] or [R, ...]}.
 
-    An episode of 12 steps and its windows with burn_in 2 (b), learn_length 5 (m) and n_step 1 (t):
+    An episode of 12 steps and its windows with burn_in 4 (b), learn_length 5 (m) and n_step 2 (t). Numbers
+    are steps of the episode. Step 12 is the last observation, without an action:
 
-        step      0  1  2  3  4  5  6  7  8  9 10 11 12      12: the last observation, without an action
-        window 1  m  m  m  m  m  t                           begin 2, end 7: burn-in steps are lacking
-        window 2           b  b  m  m  m  m  m  t            begin 0, end 7
-        window 3                          b  b  m  m  t      begin 0, end 4: the episode is over
+        index      0  1  2  3  4  5  6  7  8  9 10
+                   b  b  b  b  m  m  m  m  m  t  t
+        window 1   0  0  0  0  0  1  2  3  4  5  6   begin 4, end 10: without burn-in
+        window 2   1  2  3  4  5  6  7  8  9 10 11   begin 0, end 10
+        window 3   6  7  8  9 10 11 12 12 12 12 12   begin 0, end 6: steps 10 and 11 are trained
 
-    A window's trained steps begin at index burn_in. Its real steps are at the indices `begin` to `end`;
-    copies of the first and the last one fill the places before and after them. The network reads them, but
-    its outputs there are not used. A window has the whole burn-in, or none if its trained steps begin before
-    step burn_in of the episode. Where no action follows, the reward is 0: an edit of `update_network` may
-    scale rewards, but not shift them.
+    The real steps of a window are at the indices `begin` to `end`. Copies of the first and the last one fill
+    the places before and after them. The network reads these, but its outputs there are not used. A window
+    has the whole burn-in, or none if its trained steps begin before step burn_in of the episode.
+
+    A step is stored with the action and reward that led to it. So those that follow it are at the next index.
     """
 
     def __init__(self, envs, args, device):
         self.args = args
         self.length = args.burn_in + args.learn_length + args.n_step  # L
         self.batch_windows = args.batch_size // (args.learn_length * WORLD_SIZE)  # N
-        # For each environment, the steps of its episode that the next window may need, and which of them is
-        # trained next
-        self.episodes = [[] for _ in range(envs.num_envs)]
+        space = envs.single_observation_space
+        is_bytes = space.dtype == np.uint8
+
+        # The newest L + 1 steps of each environment, in rings: `newest` is the row of the last one. `starts`
+        # says which step of an episode the next window trains first
+        shape = self.length + 1, envs.num_envs
+        self.recent = {
+            "obs": np.zeros((*shape, *space.shape), np.uint8 if is_bytes else np.float32),  # [L + 1, B, *D]
+            "last_action": np.zeros(shape, int),  # [L + 1, B], before the observation, as all below
+            "last_reward": np.zeros(shape, np.float32),  # what the network reads
+            "reward": np.zeros(shape, np.float32),  # what it is trained on
+        }
+        self.recent_state = torch.zeros(*shape, STATE_SIZE, args.hidden_size, device=device)
+        self.newest = 0
         self.starts = [0] * envs.num_envs
+
         size = args.buffer_size
         shape = size, self.length
-        space = envs.single_observation_space
-        dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         try:
             with device:
+                dtype = torch.uint8 if is_bytes else torch.float32
                 self.data = {
                     "obs": torch.zeros(*shape, *space.shape, dtype=dtype),  # [R, L, *D]
-                    "last_action": torch.zeros(shape).long(),  # [R, L], before the observation
+                    "last_action": torch.zeros(shape).long(),  # [R, L]
                     "last_reward": torch.zeros(shape),  # [R, L]
-                    "action": torch.zeros(shape).long(),  # [R, L], after the observation
                     "reward": torch.zeros(shape),  # [R, L]
                     "state": torch.zeros(size, STATE_SIZE, args.hidden_size),  # [R, 2, H], before `begin`
                     "begin": torch.zeros(size).long(),  # index of the first real step, 0 or burn_in
@@ -459,9 +417,8 @@ class SequenceReplay:
                     "is_terminated": torch.zeros(size).bool(),  # is the last observation terminal
                     "priority": torch.zeros(size),  # p of eq. 4; 0 where no window is stored
                 }
-                # Number of the rewards that are not zero, and sum of their squares. They begin at 1e-6, so
-                # that their quotient is 1 before the first reward. Soon the 1e-6 matter little
-                self.reward_sums = torch.full((2,), 1e-6).double()
+                # Number of the rewards that are not zero, and sum of their squares
+                self.reward_sums = torch.zeros(2).double()
         except RuntimeError:
             fail(f"--buffer-size ({size}) must be smaller: the memory of {device} cannot hold the windows")
         self.num_added = 0  # windows stored so far, those that newer ones replaced among them
@@ -487,55 +444,43 @@ class SequenceReplay:
         for name, x in self.data.items():
             x.copy_(state[name])
 
-    def add(self, steps, outcome):
-        """Add a step of each environment, and cut the windows that are complete or end with the episode."""
-        learn_length = self.args.learn_length
-        for i, step in enumerate(steps):
-            episode = self.episodes[i]
-            is_over = outcome.is_over[i]
-            if outcome.is_step[i]:
-                episode.append(step)
-            if is_over:
-                # One more step, without an action, holds the last observation
-                episode.append(Step(outcome.next_obs[i], step.action, step.reward, 0, 0, None))
-            # Cut full windows, and what is left of an episode if it has a step to train besides its last
-            # observation
-            start = self.starts[i]
-            stop = start + learn_length + self.args.n_step
-            while stop <= len(episode) or (is_over and start < len(episode) - 1):
-                self.store(episode, start, stop, outcome.is_terminated[i] and stop >= len(episode))
-                start += learn_length
-                stop += learn_length
-            if is_over:
-                episode.clear()
-                start = 0
-            # Keep the burn_in steps before the next window's trained ones, and drop those before them. The
-            # start is an index, and moves with them
-            self.starts[i] = min(start, self.args.burn_in)
-            del episode[: start - self.starts[i]]
+    def add(self, player, rewards):
+        """Add the player's newest step, which is trained on `rewards` [B], and store complete windows."""
+        self.newest = (self.newest + 1) % len(self.recent_state)
+        self.recent["obs"][self.newest] = player.obs
+        self.recent["last_action"][self.newest] = player.last_action
+        self.recent["last_reward"][self.newest] = player.rewards
+        self.recent["reward"][self.newest] = rewards
+        self.recent_state[self.newest] = player.state
+        for i, step in enumerate(player.lengths):
+            # A window is complete when the step after its last one is here. At the end of an episode, what
+            # is left is a window if it has a step to train before the last observation
+            lacking = 1 if player.is_over[i] else self.args.learn_length + self.args.n_step
+            while self.starts[i] + lacking <= step:
+                self.store(player, i)
+                self.starts[i] += self.args.learn_length
+            if player.is_over[i]:
+                self.starts[i] = 0
 
-    def store(self, episode, start, stop, is_terminated):
-        """Store the window that trains episode[start] and the steps after it, with the largest priority."""
-        burn_in = self.args.burn_in
-        # With the whole burn-in, steps begin burn_in before `start`; near the beginning of an episode, at
-        # `start` itself
-        begin = 0 if start >= burn_in else burn_in
-        steps = episode[start - burn_in + begin : stop]
-        padded = [steps[0]] * begin + steps
-        padded += [steps[-1]] * (self.length - len(padded))
-        window = Step(*zip(*padded))._asdict()  # each field is a tuple of L
-        window |= {
-            "state": steps[0].state,
-            "begin": begin,
-            "end": begin + len(steps) - 1,
-            "is_terminated": is_terminated,
-        }
+    def store(self, player, i):
+        """Store the window of environment i that trains from step starts[i] on, with the largest priority."""
+        newest_step = player.lengths[i]
+        first_step = self.starts[i] - self.args.burn_in
+        # Without burn-in, copies of the first trained step fill its places
+        begin = 0 if first_step >= 0 else self.args.burn_in
+        steps = np.arange(self.length) + first_step  # [L], steps of the episode
+        steps = steps.clip(steps[begin], newest_step)
+        rows = (self.newest - newest_step + steps) % len(self.recent_state)  # their places in the rings
 
         # Write it in place of the oldest one
         index = self.num_added % self.args.buffer_size
         self.num_added += 1
-        for name, x in window.items():
-            self.data[name][index] = x if name == "state" else torch.as_tensor(np.array(x))
+        for name, x in self.recent.items():
+            self.data[name][index] = torch.as_tensor(x[rows, i])
+        self.data["state"][index] = self.recent_state[rows[0], i]
+        self.data["begin"][index] = begin
+        self.data["end"][index] = begin + int(steps[-1] - steps[begin])
+        self.data["is_terminated"][index] = bool(player.is_terminated[i]) and bool(steps[-1] == newest_step)
         largest = self.data["priority"].max()
         self.data["priority"][index] = largest.where(largest > 0, 1.0)
 
@@ -587,29 +532,33 @@ def collect_steps(player, replay, args):
         episodes       (return, length) of each one that ended in the half of the environments that explores
                        less (epsilon falls with i)
         num_steps      steps taken, in total across processes
-        num_windows    new windows, in total across processes; 0 before learning_starts: those windows bring
-                       no updates, but they are drawn like the others
+        num_windows    new windows that updates are due for, in total across processes: none before
+                       learning_starts, though updates draw those windows too
     """
-    envs = player.envs
-    half = envs.num_envs // 2
+    half = player.envs.num_envs // 2
     num_old = replay.num_added
-    num_steps = 0  # without those that only reset an environment
+    num_steps = 0
     reward_sums = np.zeros(2)
     episodes = []
     for _ in range(args.num_steps):
-        steps, outcome = player.step()
-        replay.add(steps, outcome)
-        num_steps += outcome.is_step.sum()
-        reward_sums += np.count_nonzero(outcome.rewards), np.square(outcome.rewards).sum()
-        for i in half + np.flatnonzero(outcome.is_over[half:]):
-            episodes.append((envs.returns[i], envs.lengths[i]))
+        player.step()
+        is_step = player.lengths > 0  # a step to length 0 only reset its environment
+        # Training takes its rewards from here. Add a bonus of your own, such as one for rare observations:
+        # player.rewards stay as they are, so scores do not contain it, and evaluations do not earn it
+        rewards = player.rewards
+        replay.add(player, rewards)
+        num_steps += is_step.sum()
+        reward_sums += np.count_nonzero(rewards * is_step), np.square(rewards * is_step).sum()
+        for i in half + np.flatnonzero(player.is_over[half:]):
+            episodes.append((player.returns[i], player.lengths[i]))
 
-    # Training begins when each process has its share of learning_starts
-    is_ready = replay.num_added * args.learn_length * WORLD_SIZE > args.learning_starts
-    with player.state.device:
-        replay.reward_sums += total(torch.tensor(reward_sums))
-        counts = total(torch.tensor([num_steps, replay.num_added - num_old, is_ready]))
-    num_steps, num_windows, num_ready = counts.tolist()
+    # Updates begin when all processes have their share of learning_starts
+    num_stored = replay.num_added * args.learn_length  # steps
+    is_ready = num_stored > args.learning_starts / WORLD_SIZE
+    device = replay.reward_sums.device
+    replay.reward_sums += total(torch.tensor(reward_sums, device=device))
+    counts = [num_steps, replay.num_added - num_old, is_ready]
+    num_steps, num_windows, num_ready = total(torch.tensor(counts, device=device)).tolist()
     if num_ready < WORLD_SIZE:
         num_windows = 0
     return episodes, num_steps, num_windows
@@ -637,17 +586,23 @@ def compute_targets(q, target_q, rewards, last, is_terminated, args):
     """Return y_t of eq. 2 with double Q-learning (van Hasselt et al. 2016), and is_trained, both [N, m].
 
     q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
-    `last` [N], from 1 to m + n - 1, is a window's last real step. Steps from there on are not trained. In a
-    window that ends with its episode, it is the last observation: all rewards from there on must be zero.
+    `last` [N], from 1 to m + n - 1, is a window's last real step, which has no reward of its own. So only
+    steps before it are trained. With m = 4 and n = 2, if a window ends at step 3:
+
+        t            0    1    2    3
+        k            2    3    3    3    the step whose value is the bootstrap
+        is_trained   yes  yes  yes  no
     """
     t = torch.arange(args.learn_length, device=q.device)  # [m]
     last = last.unsqueeze(1)  # [N, 1]
     is_trained = t < last  # [N, m]
     k = (t + args.n_step).minimum(last)  # [N, m]
 
-    # Rewards after steps t to k - 1: unfold lists the n rewards after each step t, [N, m, n]
+    # Rewards after steps t to k - 1: unfold lists the n rewards after each step t, [N, m, n]. Those after
+    # `last` are copies, and do not count
+    is_real = torch.arange(rewards.shape[1], device=q.device) < last  # [N, m + n - 1]
     discounts = args.gamma ** torch.arange(args.n_step, device=q.device)
-    returns = rewards.unfold(1, args.n_step, 1) @ discounts  # [N, m]
+    returns = (rewards * is_real).unfold(1, args.n_step, 1) @ discounts  # [N, m]
 
     # The value of step k: its action is chosen by Q, and valued by Q'. A terminal step has none
     best_action = q.argmax(2, keepdim=True)  # [N, m + n, 1]
@@ -665,11 +620,14 @@ def sequence_priority(errors, is_trained, eta):
 
 
 def r2d2_loss(agent, target, windows, weights, args):
-    """Return tensors [N, m]: w (y - Q)^2 / 2 of eq. 3; |y - Q|; is_trained. Where it is false, both are 0."""
-    # Slices of the steps after burn_in: m are trained, and n more provide targets
+    """Return three tensors [N, m]: the losses w (y - Q)^2 / 2 of eq. 3, the errors |y - Q|, and is_trained.
+
+    Losses and errors of steps that are not trained are 0.
+    """
+    # What follows the steps after burn_in, of which m are trained, stands one index later
     last = windows["end"] - args.burn_in  # [N]
-    actions = windows["action"][:, args.burn_in : -args.n_step]  # [N, m]
-    rewards = windows["reward"][:, args.burn_in : -1]  # [N, m + n - 1]
+    rewards = windows["reward"][:, args.burn_in + 1 :]  # [N, m + n - 1]
+    actions = windows["last_action"][:, args.burn_in + 1 :][:, : args.learn_length]  # [N, m]
 
     # Targets, from both networks. Only Q of the actions taken has a gradient
     q = unroll(agent, windows, args)  # [N, m + n, A]
@@ -690,13 +648,14 @@ def update_network(agent, target, optimizer, replay, args):
     index, weights = replay.sample()
     windows = {name: x[index] for name, x in replay.data.items()}
     if args.norm_reward:
-        num_rewards, sum_of_squares = replay.reward_sums
+        # The quotient is 1 before the first reward that is not zero
+        num_rewards, sum_of_squares = replay.reward_sums.clamp(min=1e-99)
         windows["reward"] /= (sum_of_squares / num_rewards).sqrt()
 
     # The loss is this process's share of the mean over the trained steps of all processes. A term of your own
-    # needs the same: mask it with is_trained, sum it, divide it by num_trained
-    # cuDNN trains an LSTM in training mode alone. Dropout, if you add it, needs it too; batch norm would also
-    # count padded steps and the burn-in
+    # needs the same: mask it with is_trained, sum it, divide it by num_trained.
+    # An LSTM on a GPU has gradients in training mode only, and dropout needs that mode, too. Batch norm would
+    # also count the burn-in, and the copies that fill windows
     agent.train()
     losses, errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
     num_trained = total(is_trained.sum())
@@ -723,18 +682,18 @@ def update_network(agent, target, optimizer, replay, args):
 def evaluate(agent, args, device, seed_stream):
     """Score one episode with greedy actions in each of `eval_episodes` environments (0: ten)."""
     seed = seed_everything(args.seed, seed_stream)
-    envs = Environments(args, args.eval_episodes or 10)
+    envs = make_envs(args, args.eval_episodes or 10)
     player = Player(agent, envs, torch.zeros(envs.num_envs, device=device), seed)
     returns = np.zeros(envs.num_envs)
     lengths = np.zeros(envs.num_envs)
     is_running = np.ones(envs.num_envs, bool)
     bar = make_bar("steps", leave=False, delay=2)
     while is_running.any() and lengths.max() < 10_000:
-        _, outcome = player.step()
-        returns += np.where(is_running, outcome.rewards, 0)
+        player.step()
+        returns += np.where(is_running, player.rewards, 0)
         lengths += is_running
         bar.update(is_running.sum())
-        is_running &= ~outcome.is_over
+        is_running &= ~player.is_over
     bar.close()
     envs.close()
     if is_running.any():
@@ -751,9 +710,9 @@ def train(args, run):
     """Train the agent of a run; with --evaluate, only score it."""
     # Set up
     device = set_up_device(args)
-    envs = Environments(args, args.num_envs // WORLD_SIZE)
+    envs = make_envs(args, args.num_envs // WORLD_SIZE)
     if args.eval_episodes or args.evaluate:
-        Environments(args, args.eval_episodes or 10).close()  # fails now if an evaluation would fail later
+        make_envs(args, args.eval_episodes or 10).close()  # fails now if an evaluation would fail later
     seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = QNetwork(envs, args).to(device)
     run.load(agent=agent)
@@ -781,6 +740,7 @@ def train(args, run):
     epsilons = epsilon_ladder(args)[RANK::WORLD_SIZE].to(device)
     player = Player(agent, envs, epsilons, seed_everything(args.seed, TRAINING, run.iteration, RANK))
     player.act = Recorded(player.act, device)
+    replay.add(player, player.rewards)  # the first observations; their rewards are zero
     run.open(
         f"{type(envs.unwrapped).__name__}, {args.num_envs} environments, {device}, "
         f"observations {envs.single_observation_space.shape} as {'images' if agent.is_image else 'vectors'}, "

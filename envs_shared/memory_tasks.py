@@ -5,7 +5,7 @@
   id                                  observation               actions                maximum  without memory
   TMaze{10,20,50}-v0                  Box(2): cue, junction     3: forward, up, down   1        0
   CartPoleNoVelocity-v0               Box(2): x, angle          2: left, right         500      about 85
-  MiniGrid-MemoryForcedS{7,9,13}-v0   that of MiniGrid-Memory   7 of MiniGrid          below 1  about 0.49
+  MiniGrid-MemoryForcedS{7,9,13}-v0   984 bits                  7 of MiniGrid          below 1  about 0.49
 
 "Without memory" is the mean return of the best policy that sees the current observation alone. For the T-maze
 it follows from symmetry. For CartPole it is the best that a search over tables of the angle has found, not a
@@ -116,13 +116,19 @@ def make_memory_forced(**kwargs) -> gym.Env:
     the hallway.
     """
     from minigrid.envs.memory import MemoryEnv  # pip install minigrid
+    from minigrid.wrappers import OneHotPartialObsWrapper
 
     class MemoryForced(MemoryEnv):
         def _gen_grid(self, width, height):
             super()._gen_grid(width, height)
             self.agent_pos = np.array((1, height // 2))
 
-    return MemoryForced(**kwargs)
+    def to_bits(obs):
+        return np.append(np.eye(4)[obs["direction"]], obs["image"]).astype(np.uint8)
+
+    # The direction, and 7 x 7 cells of 20 bits
+    space = gym.spaces.Box(0, 1, (4 + 7 * 7 * 20,), np.uint8)
+    return gym.wrappers.TransformObservation(OneHotPartialObsWrapper(MemoryForced(**kwargs)), to_bits, space)
 
 
 for length in (10, 20, 50):

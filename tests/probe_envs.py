@@ -5,7 +5,7 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
@@ -286,6 +286,8 @@ for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Quadrants, 
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
 register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates
 register("EndlessTerminating", type("Short", (Task,), {"length": 10}))
+BYTES_AND_FLOATS = Dict(bytes=Box(0, 255, (2,), np.uint8), floats=Box(-1, 1, (2,)))
+register("BytesAndFloats", type("BytesAndFloats", (Task,), {"observation_space": BYTES_AND_FLOATS}))
 register("TwoActions", type("TwoActions", (Task,), {"action_space": MultiDiscrete([2, 3])}))
 for where in ("obs", "reward"):
     register(f"NotFinite{where}", NotFinite, kwargs={"where": where})
@@ -294,4 +296,5 @@ for where in ("making", "reset", "step"):
 for layout in ("CHW", "HWC", "HW"):
     register(f"Picture{layout}", Picture, kwargs={"layout": layout})
     register(f"SmallPicture{layout}", Picture, kwargs={"layout": layout, "height": 35})
+    register(f"TallPicture{layout}", Picture, kwargs={"layout": layout, "height": 60})
 gym.register("Pole-v0", "gymnasium.envs.classic_control.cartpole:CartPoleEnv", max_episode_steps=20)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
+import numpy as np
 import torch
 
 # Which optimizers import, in two seconds; their processes are forked from one that has it
@@ -235,11 +236,12 @@ def update_r2d2_lstm(r2d2, rows):
     """Of windows of several lengths, so that processes train on unequally many steps; and of rewards."""
     args = r2d2.Args(env_id="CartPole-v1", num_envs=4, hidden_size=8, num_steps=100, buffer_size=60)
     args.burn_in, args.learn_length, args.n_step, args.learning_starts = 2, 8, 2, 0
-    envs, agents, numbers = r2d2.Environments(args, 4), [], []
+    envs, agents, numbers = r2d2.make_envs(args, 4), [], []
     for args.max_grad_norm in (0.01, 1e9):  # which clips everything and nothing
         agent, target = (r2d2.QNetwork(envs, args) for _ in range(2))
         replay = r2d2.SequenceReplay(envs, args, torch.device("cpu"))
         player = r2d2.Player(agent, envs, torch.full((4,), 0.5), 1)
+        replay.add(player, player.rewards)
         with patch.multiple(r2d2, total=lambda x: x):  # the same in every process
             r2d2.collect_steps(player, replay, args)
         index = torch.randperm(int(replay.num_added))[:8]
@@ -253,9 +255,13 @@ def update_r2d2_lstm(r2d2, rows):
     rewards = torch.randn(args.num_steps, 4, dtype=torch.float64)
     rewards[:, 0] = 0.0  # the processes differ in rewards that are not zero
     rewards = rewards[:, rows].numpy()
-    outcomes = iter([SimpleNamespace(rewards=x, is_over=x > 9, is_step=x < 1) for x in rewards])
-    player = Mock(envs=SimpleNamespace(num_envs=rewards.shape[1]), state=torch.zeros(1))
-    player.step = lambda: (None, next(outcomes))
+    rows = iter(rewards)
+
+    def step():
+        player.rewards = next(rows)
+        player.is_over, player.lengths = player.rewards > 9, np.int64(player.rewards < 1)
+
+    player = SimpleNamespace(envs=SimpleNamespace(num_envs=rewards.shape[1]), step=step)
     replay = Mock(num_added=0, reward_sums=torch.zeros(2, dtype=torch.float64))
     _, num_steps, _ = r2d2.collect_steps(player, replay, args)
     return agents, [*numbers, replay.reward_sums, torch.tensor(num_steps)]

@@ -4,9 +4,11 @@ from unittest import mock
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from gymnasium.spaces import Box, Dict
-from probe_envs import OneStep
+from helpers import ROOT, read_scalars
+from probe_envs import Fixed, OneStep
 from scripts import import_file, load, read_returns, run_edited, run_main
 
 RECALL = "--env-id probe_envs:Recall-v0 --num-steps 4 --hidden-size 32 --target-interval 20 --burn-in 2"
@@ -28,7 +30,7 @@ def check_memory(path, state_size, *flags):
 def make_network(module, **settings):
     args = module.Args(env_id="probe_envs:Recall-v0", **settings)
     torch.manual_seed(1)
-    return module.QNetwork(module.Environments(args, 1), args)
+    return module.QNetwork(module.make_envs(args, 1), args)
 
 
 def check_gru(path, folder):
@@ -113,10 +115,97 @@ def check_epsilon(path, folder):
     np.testing.assert_allclose(values, np.tile(0.05 + 0.95 * share_left, (4, 1)).T, atol=0.02)
 
 
+def check_noisy(path, folder):
+    """Without random actions, the network explores, and evaluations do not; the task is learned."""
+    flags = "--env-id probe_envs:Shifted-v0 --total-timesteps 6000 --epsilon 0 --num-steps 4 --hidden-size 32"
+    flags += " --learning-starts 500 --buffer-size 2000 --burn-in 0 --learn-length 1 --replay-ratio 2"
+    flags += " --batch-size 32 --target-interval 20 --eval-episodes 100"
+    done, module = run_edited(path, flags)
+    assert read_returns(done)[-1] >= 0.98
+    args = module.Args(env_id="probe_envs:Endless-v0", eval_episodes=2)
+    agent = module.QNetwork(module.make_envs(args, 1), args)
+    inputs = torch.ones(1, 1, 1), torch.zeros(1, 1).long(), torch.zeros(1, 1), torch.zeros(1, 2, 64)
+    actions = {agent(*inputs)[0].argmax().item() for _ in range(200)}
+    assert actions == {0, 1} and not agent.training
+    found = []
+    agent.register_forward_hook(lambda *x: found.append(x[2][0]))
+    module.evaluate(agent, args, torch.device("cpu"), 2)
+    for name, x in agent.named_parameters():
+        if name.endswith("_std"):
+            x.data.zero_()
+    module.evaluate(agent, args, torch.device("cpu"), 2)
+    assert len(found) == 20 and module.NoisyLinear.noise == 1
+    torch.testing.assert_close(found[:10], found[10:])  # no noise in evaluations
+
+
+def check_bonus(path, folder):
+    """Every observation is new and earns 0.1: in the replay and its scale, in no score and no input."""
+    flags = (
+        "--env-id probe_envs:Fixed-v0 --num-envs 4 --total-timesteps 600 --buffer-size 400 --hidden-size 8"
+    )
+    flags += " --learning-starts 100 --burn-in 2 --learn-length 3 --batch-size 30 --eval-episodes 4"
+    Fixed.made = 0
+    done, _ = run_edited(path, flags)
+    checkpoint = load(done.path / "checkpoint.pt")
+    num_steps, replay = checkpoint["progress"]["step"], checkpoint["replay"]
+    size = replay["num_added"]
+    assert 100 < size < 400
+    ranks = replay["last_reward"][:size]
+    is_real = replay["last_action"][:size] >= 0
+    torch.testing.assert_close(replay["reward"][:size], ranks + 0.1 * is_real)
+    assert {*ranks[is_real].tolist()} == {0.0, 1.0, 2.0, 3.0}
+    expected = num_steps, num_steps / 4 * sum((rank + 0.1) ** 2 for rank in range(4))
+    assert replay["reward_sums"].tolist() == pytest.approx(expected, rel=0.02)
+    scalars = read_scalars(done.path)
+    assert {x for _, x in scalars["charts/episodic_return"]} == {12.5}  # of ranks 2 and 3
+    assert all(x % 1.25 == 0 for _, x in scalars["eval/episodic_return"])
+
+
+def check_atari(path, folder):
+    """Grey images of one frame go through convolutions; rewards above 1 are not clipped."""
+    flags = (
+        "--env-id ale_py:ALE/MsPacman-v5 --num-envs 2 --num-steps 60 --total-timesteps 240 --hidden-size 8"
+    )
+    flags += " --burn-in 2 --learn-length 4 --batch-size 8 --buffer-size 200 --eval-episodes 0"
+    done, module = run_edited(path, flags, "--learning-starts 0 --replay-ratio 1 --epsilon 1")
+    replay = load(done.path / "checkpoint.pt")["replay"]
+    assert replay["obs"].shape[2:] == (1, 84, 84) and replay["obs"].dtype == torch.uint8
+    assert replay["last_reward"].max() == 10
+    args = module.Args(env_id="ale_py:ALE/MsPacman-v5")
+    agent = module.QNetwork(module.make_envs(args, 1), args)
+    assert agent.is_image and agent.encoder[0].in_channels == 1
+
+
+def check_minigrid(path, folder):
+    """One-hot cells and the direction, which a turn changes, as bits. The file of the repository is equal."""
+    text = (path.parent / "minigrid_one_hot.py").read_text()
+    assert text == (ROOT / "envs_shared" / "minigrid_one_hot.py").read_text()
+    flags = (
+        "--env-id minigrid_one_hot:OneHot-MiniGrid-MemoryS7-v0 --num-envs 2 --num-steps 40 --hidden-size 8"
+    )
+    flags += " --total-timesteps 160 --buffer-size 99 --burn-in 2 --learn-length 4 --batch-size 8"
+    done, module = run_edited(path, flags, "--eval-episodes 0 --learning-starts 0 --replay-ratio 1")
+    replay = load(done.path / "checkpoint.pt")["replay"]
+    assert replay["obs"].shape[2:] == (984,) and replay["obs"].dtype == torch.uint8
+    env = gym.make("minigrid_one_hot:OneHot-MiniGrid-MemoryS7-v0")
+    obs, _ = env.reset(seed=1)
+    for _ in range(5):
+        direction = env.unwrapped.dir_vec.tolist(), env.unwrapped.agent_dir
+        np.testing.assert_array_equal(obs[:4], np.eye(4)[direction[1]])
+        plain = env.unwrapped.gen_obs()["image"].reshape(49, 3)
+        cells = obs[4:].reshape(49, 20)
+        assert (cells.sum(1) == 3).all() and (cells[:, :11].argmax(1) == plain[:, 0]).all()
+        obs, *_ = env.step(0)  # to the left
+
+
 CHECKS = {
     "A GRU in place of the LSTM": check_gru,
     "A causal transformer in place of the LSTM": check_transformer,
     "An LSTM with layer norm": check_layer_norm,
     "Dict observations with a picture": check_dict,
     "One falling epsilon": check_epsilon,
+    "Noisy networks": check_noisy,
+    "A bonus for rare observations": check_bonus,
+    "Atari": check_atari,
+    "MiniGrid": check_minigrid,
 }

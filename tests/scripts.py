@@ -80,7 +80,10 @@ CASES = {
         | {
             "--num-envs 7": NOT_DIVISIBLE,
             "--env-id probe_envs:TwoActions-v0": "actions must be Discrete, not MultiDiscrete([2 3])",
-            "--env-id probe_envs:NoResetLedger-v0": "must be NEXT_STEP or SAME_STEP, not Disabled",
+            "--env-id probe_envs:SameStepLedger-v0": "metadata['autoreset_mode'] must be NEXT_STEP",
+            "--env-id probe_envs:UndeclaredLedger-v0": "must be NEXT_STEP, not None",
+            "--env-id probe_envs:EightLedger-v0 --num-envs 16": "always has 8 environments",
+            "--env-id probe_envs:BytesAndFloats-v0": "a wrapper must scale bytes that stand beside other",
             "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id",
             "--n-step 0 --resume good.pt": "--n-step (0) must be from 1 to",
             "--batch-size 25": "--batch-size (25) must be at least 26",

@@ -319,7 +319,7 @@ NOT_FINITE = [
     ("ppo", "--env-id probe_envs:NotFiniteobs-v0", "v0: an observation of environment 1 is not finite"),
     ("ppo", "--env-id probe_envs:NotFinitereward-v0", "v0: a reward of environment 1 is not finite"),
     ("ppo", "--learning-rate 1e30", "is (nan|inf) at step"),
-    ("r2d2_lstm", "--env-id probe_envs:SameStepNotFiniteobs-v0", "observation of environment 1 in step 3"),
+    ("r2d2_lstm", "--env-id probe_envs:NotFiniteobs-v0", "observation of environment 1 in step 3"),
     ("r2d2_lstm", "--env-id probe_envs:NotFinitereward-v0", "reward of environment 1 in step 3"),
     ("ppo_change_detection", "--learning-rate 1e30", "is (nan|inf) at step"),
 ]

@@ -38,7 +38,7 @@ RUNS = {
     "ppo cartpole": PPO,
     "ppo pendulum": f"{PPO} --env-id Pendulum-v1 --norm-obs --clip-vloss --ent-coef 0.01 --eval-episodes 0",
     "r2d2_lstm vectors": R2D2,
-    "r2d2_lstm same-step": f"{R2D2} --env-id probe_envs:SameStepLedger-v0 --n-step 3",
+    "r2d2_lstm ledger": f"{R2D2} --env-id probe_envs:Ledger-v0 --n-step 3",
     "reinforce_tsp_attention pomo": TSP,
     "reinforce_tsp_attention rollout": f"{TSP} --baseline rollout --baseline-instances 8 --baseline-level 0.5"
     " --optimizer adam",
@@ -51,7 +51,7 @@ ON_HOST = [name for name in RUNS if name not in ("alphazero_go", GRAPHS_OF_GO)]
 RECORDED = [name for name in RUNS if name not in ("alphazero_go", "ppo_change_detection")]
 RESUMED = {
     "ppo pendulum": "--total-timesteps 160",
-    "r2d2_lstm same-step": "--total-timesteps 192",
+    "r2d2_lstm ledger": "--total-timesteps 192",
     "reinforce_tsp_attention rollout": "--num-epochs 3",
     GRAPHS_OF_GO: "--num-epochs 4",
 }  # some of those that are recorded, for longer

@@ -243,8 +243,8 @@ def check_r2d2_lstm(run_page, module, monkeypatch):
         monkeypatch.setattr(module, "seed_everything", lambda *stream, seed=seed: seed)
         scores = module.evaluate(names["agent"], names["args"], torch.device("cpu"), 2)
         found.append((scores["eval/episodic_return"], scores["eval/episodic_length"]))
-    envs = names["player"].envs
-    assert (envs.returns.item(), envs.lengths.item()) == pytest.approx(found[0]) and len({*found}) > 1
+    player = names["player"]
+    assert (player.returns.item(), player.lengths.item()) == pytest.approx(found[0]) and len({*found}) > 1
 
 
 def check_reinforce_tsp_attention(run_page, module, monkeypatch):

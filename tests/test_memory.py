@@ -81,3 +81,23 @@ def test_hidden_velocities():
         full_obs, *expected, _ = full.step(balance)
         np.testing.assert_equal([obs, *rest], [full_obs[:, [0, 2]], *expected])
         assert rest[2].all() == (t == 499)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [7, 9, 13])
+def test_the_hint_is_in_view_at_the_forced_start(size):
+    """The agent begins beside it, at the closed end, and looks along the hallway. Observations are bits."""
+    pytest.importorskip("minigrid")
+    env = gym.make(f"envs_shared.memory_tasks:MiniGrid-MemoryForcedS{size}-v0")
+    for seed in range(5):
+        obs, _ = env.reset(seed=seed)
+        plain = env.unwrapped
+        assert obs.shape == (984,) and obs.dtype == np.uint8
+        np.testing.assert_array_equal(obs[:4], np.eye(4)[plain.agent_dir])
+        assert (*plain.agent_pos,) == (1, size // 2)
+        image = plain.gen_obs()["image"]
+        hint = plain.grid.get(1, size // 2 - 1)
+        assert hint.type in ("key", "ball")
+        x, y = plain.relative_coords(1, size // 2 - 1)
+        assert image[x, y, 0] == {"key": 5, "ball": 6}[hint.type]
+        assert obs[4:].reshape(7, 7, 20)[x, y, image[x, y, 0]] == 1
