@@ -136,7 +136,7 @@ class Args:
     # The pairs
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
     data_dir: str | None = None  # real pairs, of two dates, instead: {train,val,test}/{A,B,label}/x.png
-    val_share: float = 0.0  # share for val, and for test, of a folder that is not split (0: refuse it)
+    val_share: float = 0.0  # share for val, and for test, of an unsplit folder, by name; tiles need lists
     ignore_index: int | None = None  # value of a label's pixels that do not count, such as 128
     num_train_pairs: int = 1024  # synthetic pairs to train on
     image_size: int = 32  # side S of random crops to train on, and of synthetic pairs, in pixels
@@ -659,8 +659,8 @@ def train(args, run):
         print_line(f"{args.evaluate}: {len(test)} test pairs at the threshold {run.threshold} of probability")
         print_scores(evaluate(agent, args, test, run.threshold))
         return
-    train_pairs, val, test = load_pairs(args, device)
-    val = val[: args.eval_episodes]
+    train_pairs, all_val, test = load_pairs(args, device)
+    val = all_val[: args.eval_episodes]
     agent.share.copy_(change_pairs.compute_share(train_pairs))
     if not agent.share > 0:
         fail("no pixel of the train pairs is changed, or all that are have the value of --ignore-index")
@@ -671,8 +671,8 @@ def train(args, run):
     num_iterations = args.detector_iterations + args.ppo_iterations
     price = 2 * agent.share.item() * args.cost
     description = (
-        f"{change_pairs.describe(train_pairs, val, test, agent.share)}, {device}; a look costs {price:.4f}, "
-        f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
+        f"{change_pairs.describe(train_pairs, val, all_val, test, agent.share)}, {device}; "
+        f"a look costs {price:.4f}, and all looks cost {args.num_steps * args.cost:.2f} of F1"
     )
     run.open(description, num_iterations, "iterations", "iteration")
 

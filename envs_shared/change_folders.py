@@ -4,13 +4,15 @@
     train/time1/x.png  train/time2/x.jpg  train/mask/x.tif     other names, and suffixes that differ in a pair
     A/x.png  B/x.png  label/x.png  list/train.txt              a list for each split, one name a line
     A/train_x.png  B/train_x.png  label/train_x.png            names that begin with the split
-    A/x.png  B/x.png  label/x.png                              split at random, with --val-share
+    A/x.png  B/x.png  label/x.png                              split by --val-share, by a hash of each name
 
 NAMES lists the names that the folders of the two dates and of the labels may have, in upper or lower case.
 Errors are ValueErrors of one line, or OSErrors.
 """
 
+import hashlib
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -96,8 +98,48 @@ def read_picture(path, decode=decode_picture):
     raise ValueError(f"{path}: cannot be read as a picture: {reason}")
 
 
+def read_georeference(path):
+    """Return the origin (x, y), the size of a pixel (x, y) and the coordinate system of a GeoTIFF, or None.
+
+    A picture that is turned against its coordinate system has no such origin; nothing is returned then.
+    """
+    with Image.open(path) as image:
+        tags = getattr(image, "tag_v2", {})
+        scale, tiepoint, matrix = (tags.get(number) for number in (33550, 33922, 34264))
+        system = [tags.get(number) for number in (34735, 34736, 34737)]  # its keys, and their parameters
+    if scale and tiepoint:
+        column, row, _, x, y = tiepoint[:5]
+        return (x - column * scale[0], y + row * scale[1]), (scale[0], -scale[1]), system
+    if matrix and matrix[1] == matrix[4] == 0:
+        return (matrix[3], matrix[7]), (matrix[0], matrix[5]), system
+    return None
+
+
+def compare_georeferences(files):
+    """Return in words how the georeferences of a pair's two pictures differ; None if they agree or miss."""
+    if not all(path.suffix.lower() in (".tif", ".tiff") for path in files):
+        return None
+    first, second = map(read_georeference, files)
+    if not first or not second or first == second:
+        return None
+    (x, y), size, system = first
+    if second[2] != system:
+        return "their coordinate systems differ"
+    if second[1] != size:
+        return f"a pixel is {size} units in one and {second[1]} in the other"
+    right, down = (second[0][0] - x) / size[0], (second[0][1] - y) / size[1]
+    return f"the second picture begins {right:g} pixels to the right of the first and {down:g} below it"
+
+
 def read_pair(files, label=None):
-    """Read a pair uint8 [2 C + 1, H, W]; without a label, no pixel counts. ValueError if sizes differ."""
+    """Read a pair uint8 [2 C + 1, H, W]; without a label, no pixel counts. ValueError if sizes differ.
+
+    If both pictures have georeferences that differ, a line on stderr says how. The pair is read all the same,
+    pixel by pixel.
+    """
+    difference = compare_georeferences(files[:2])
+    if difference:
+        print(f"{files[0]} and {files[1]} are not of one place: {difference}", file=sys.stderr)
     images = [read_picture(path) for path in files[:2]]
     if label is None:
         label = np.full(images[0].shape[:2], UNCOUNTED, np.uint8)
@@ -143,12 +185,15 @@ def list_folders(root):
     """List the pictures of the first date, of the second date and of the labels in folders of `root`."""
     if not root.is_dir():
         raise ValueError(f"{root}: no such folder; {LAYOUTS}")
-    folders = {x.name.lower(): x for x in sorted(root.iterdir()) if x.is_dir()}
+    folders = [x for x in sorted(root.iterdir()) if x.is_dir()]
     pictures = []
-    for names in NAMES:
-        found = [folders[name] for name in names if name in folders]
+    for kind, names in zip(("pictures of the first date", "pictures of the second date", "labels"), NAMES):
+        found = [x for x in folders if x.name.lower() in names]
         if not found:
             raise ValueError(f"{root}: no folder {names[0]}; {LAYOUTS}")
+        if len(found) > 1:
+            both = " and ".join(x.name for x in found)
+            raise ValueError(f"{root}: the folders {both} could all be the {kind}; rename all but one")
         pictures.append(list_pictures(found[0]))
     return pictures
 
@@ -169,11 +214,30 @@ def read_list(path, known):
     return names
 
 
+def check_lists(folder, names):
+    """Raise ValueError if two of the lists {split: names} in a folder have a name in common."""
+    places = {}
+    for split, listed in names.items():
+        for name in listed:
+            if name in places:
+                files = f"{folder / places[name]}.txt and {folder / split}.txt"
+                raise ValueError(f"{name} is in {files}; a pair may be in one split only")
+            places[name] = split
+
+
 def split_names(names, share):
-    """Split names at random: `share` for val, as much for test, and the others for train; always the same."""
-    names = np.random.default_rng(0).permutation(names).tolist()
-    size = max(1, round(share * len(names)))
-    return {"val": names[:size], "test": names[size : 2 * size], "train": names[2 * size :]}
+    """Split names by a hash of each: about `share` of them for val, as many for test, the others for train.
+
+    The split of a name depends on nothing but the name and the share. So a pair keeps its split if others are
+    added or removed.
+    """
+    splits = {split: [] for split in SPLITS}
+    for name in names:
+        digest = hashlib.sha256(name.encode()).digest()
+        number = int.from_bytes(digest[:6], "big") / 2**48  # uniform in [0, 1)
+        split = "val" if number < share else "test" if number >= 1 - share else "train"
+        splits[split].append(name)
+    return splits
 
 
 def sort_names(root, names):
@@ -202,8 +266,15 @@ def find_files(root, splits, val_share):
         known = sorted(set().union(*folders))
         if lists.is_dir():
             names = {split: read_list(lists / f"{split}.txt", known) for split in splits}
+            check_lists(lists, names)
         elif val_share:
             names = split_names(known, val_share)
+            empty = [split for split in splits if not names[split]]
+            if empty:
+                raise ValueError(
+                    f"{root}: of {len(known)} pairs, --val-share {val_share} gives none to {empty[0]}, as it "
+                    "draws each name for itself; try another share, or write list/train.txt, val.txt, ..."
+                )
         else:
             names = sort_names(root, known)
     files = {}

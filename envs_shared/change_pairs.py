@@ -122,9 +122,12 @@ def compute_share(pairs):
     return (labels == 1).sum() / (labels != UNCOUNTED).sum()
 
 
-def describe(train_pairs, val, test, share):
+def describe(train_pairs, val, all_val, test, share):
     """Describe the pairs of a run in a few words; `share` is that of changed pixels in the train pairs."""
-    text = f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, "
+    num_val = f"{len(val)}"
+    if len(val) < len(all_val):
+        num_val += f" of {len(all_val)} (--eval-episodes)"
+    text = f"{len(train_pairs)} train, {num_val} val and {len(test)} test pairs, "
     text += f"{share:.2%} of the train pixels changed"
     if len(val) and not (val[:, -1] == 1).any():
         text += ", no val pixel, so the threshold stays 0.5"

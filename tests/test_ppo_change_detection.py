@@ -10,7 +10,7 @@ import torch
 from helpers import fail_with, read_scalars
 from PIL import Image
 from scripts import load, run_main
-from test_change_files import save_set
+from test_change_files import save, save_set
 from torch.nn import functional as F
 
 from algos import ppo_change_detection as cd
@@ -88,6 +88,25 @@ def test_the_embedding_sees_coarse_pictures_alone():
     assert not torch.equal(turned, images)
     first, second = (cd.play(agent, x, labels, args)[0]["embedding"][0] for x in (images, turned))
     torch.testing.assert_close(first, second)
+
+
+@torch.no_grad()
+def test_differences_are_to_the_first_date():
+    """With three dates, a look reads each date and its difference to the first, as far as they are shown."""
+    torch.manual_seed(0)
+    detector = cd.Detector(cd.Args(env_id="haze-3", num_steps=3)).double()
+    windows = torch.randn(5, 9, 12, 12).double()
+    for num_shown in (1, 2, 3):
+        is_shown = torch.arange(3).expand(5, 3) < num_shown
+        corrections, ranges = detector.read(windows, is_shown)
+        dates = [detector.read_date(x).relu() for x in windows.split(3, 1)]  # [5, 16, 5, 5]
+        dates = [x if k < num_shown else torch.zeros_like(x) for k, x in enumerate(dates)]
+        first, second, third = dates
+        parts = (first, second, third, (second - first).abs(), (third - first).abs())
+        torch.testing.assert_close(corrections, detector.refiner(torch.cat(parts, 1)).flatten(1))
+        expected = [x.flatten(2).max(2)[0] - x.flatten(2).min(2)[0] for x in (first, second)]
+        torch.testing.assert_close(ranges, torch.cat(expected, 1))
+        assert ranges[:, 16:].any() == (num_shown > 1)
 
 
 # Rollouts
@@ -370,6 +389,90 @@ def test_only_the_detector_is_in_training_mode_and_the_heads_learn_faster(tmp_pa
     assert set(modes) == {("detector", True), ("ppo", False)}
     others, heads = load(path / "checkpoint.pt")["optimizer"]["param_groups"]
     assert heads["lr"] == pytest.approx(others["lr"] * 5) and len(heads["params"]) == 4
+
+
+def test_the_test_pairs_get_the_threshold_of_the_checkpoint(tmp_path, capsys):
+    """A threshold that was tuned on the test pairs would have a larger F1."""
+    path = run(tmp_path, TINY, "--detector-iterations 4 --ppo-iterations 1").path / "best.pt"
+    checkpoint = load(path)
+    agent, args = study.load_agent(path)
+    (test,) = cd.load_pairs(args, torch.device("cpu"), ["test"])
+    best = cd.evaluate(agent, args, test)
+    for threshold in (0.999, best["eval/threshold"] / 2):
+        checkpoint["progress"]["threshold"] = threshold
+        torch.save(checkpoint, path)
+        capsys.readouterr()
+        cd.main(["--evaluate", str(path)])
+        first, *lines = capsys.readouterr().out.splitlines()
+        assert "8 test pairs" in first and f"threshold {threshold}" in first
+        found = {name: float(x) for name, x in (line.split(": ") for line in lines)}
+        assert found == pytest.approx(cd.evaluate(agent, args, test, threshold), rel=1e-4)
+        assert found["eval/threshold"] == pytest.approx(threshold, rel=1e-4)
+        assert threshold < 0.9 or found["eval/f1"] < best["eval/f1"]
+
+
+def test_a_run_from_pretrained_weights_begins_with_all_of_them(tmp_path, monkeypatch):
+    """The policy and the running F1 too, but no progress and no optimizer. A learning rate of 0 keeps them."""
+    path = run(tmp_path / "first", TINY, "--detector-iterations 2 --ppo-iterations 3").path / "checkpoint.pt"
+    starts, collect_rollout = [], cd.collect_rollout
+
+    def record(agent, *inputs):
+        starts.append({name: x.clone() for name, x in agent.state_dict().items()})
+        return collect_rollout(agent, *inputs)
+
+    monkeypatch.setattr(cd, "collect_rollout", record)
+    flags = "--detector-iterations 0 --ppo-iterations 2 --learning-rate 0 --seed 9 --pretrained"
+    second = load(run(tmp_path / "second", TINY, flags, path).path / "checkpoint.pt")
+    first = load(path)
+    for name, x in first["agent"].items():
+        assert name == "share" or torch.equal(starts[0][name], x), name
+        assert name in ("share", "running_f1") or torch.equal(second["agent"][name], x), name
+    assert second["progress"]["iteration"] == 2
+    assert second["optimizer"]["state"][0]["step"] == 2 * 2  # minibatches
+
+
+def test_a_run_says_how_many_of_the_val_pairs_it_uses(tmp_path):
+    folder = tmp_path / "set"
+    save_set(folder, size=(16, 16))
+    flags = f"{TINY} --detector-iterations 1 --ppo-iterations 1 --data-dir {folder}"
+    for number, words in ((1, "1 of 2 (--eval-episodes) val"), (2, "2 val"), (3, "2 val")):
+        out = run(tmp_path / f"{number}", flags, "--eval-episodes", number).out
+        assert f": 2 train, {words} and 2 test pairs, " in out
+
+
+def test_labels_of_predicted_pairs_may_have_pixels_that_do_not_count(tmp_path, capsys):
+    """Of three folders, with --ignore-index; the scores are of the other pixels."""
+    path = run(tmp_path / "runs", TINY, "--detector-iterations 2 --ppo-iterations 1 --num-steps 1").path
+    rng, labels = np.random.default_rng(0), []
+    for i in range(2):
+        pair, *_ = change_pairs.draw_haze(1, 16, 2, i)
+        labels.append(rng.choice([0, 128, 255], (16, 16)).astype(np.uint8))
+        for kind, x in (("A", pair[0, :3].transpose(1, 2, 0)), ("B", pair[0, 3:6].transpose(1, 2, 0))):
+            save(tmp_path / kind / f"{i}.png", x)
+        save(tmp_path / "label" / f"{i}.png", labels[-1])
+    checkpoint = load(path / "best.pt")
+    checkpoint["progress"]["threshold"] = 0.1  # at which some pixels are called changed
+    torch.save(checkpoint, path / "best.pt")
+    flags = ["--evaluate", path / "best.pt", "--ignore-index", 128, "--output", tmp_path / "maps"]
+    cd.main([*map(str, flags), "--predict", *(str(tmp_path / kind) for kind in ("A", "B", "label"))])
+    masks = [np.array(Image.open(tmp_path / "maps" / f"{i}_mask.png")) for i in range(2)]
+    labels, masks = (np.stack(x) for x in (labels, masks))
+    is_called, is_changed = masks[labels != 128] > 0, labels[labels != 128] > 0
+    out = capsys.readouterr().out
+    for name, x in (
+        ("recall", is_called[is_changed].mean()),
+        ("accuracy", (is_called == is_changed).mean()),
+        ("f1", 2 * (is_called & is_changed).sum() / (is_called.sum() + is_changed.sum())),
+    ):
+        assert float(out.split(f"eval/{name}: ")[1].split()[0]) == pytest.approx(x, rel=1e-4)
+
+
+def test_the_map_of_looks_has_a_grey_for_each_number_of_looks():
+    """Of no look, one and two, with --num-steps 2, in patches of 8 x 8 pixels."""
+    looks = torch.tensor([[[0.0, 1.0], [2.0, 0.0]]])
+    args = cd.Args(num_steps=2)
+    maps = change_pairs.make_maps(torch.rand(1, 16, 16), looks, 0.5, args)
+    assert (maps["looks"][0].numpy() == np.kron(looks[0], np.ones((8, 8))) / 2).all()
 
 
 def test_training_on_a_folder_and_predicting(tmp_path, capsys):
