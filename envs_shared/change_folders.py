@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
 
 from envs_shared import change_pairs
@@ -31,6 +32,8 @@ LAYOUTS = (
     "--val-share, with B and label beside A (or others of NAMES in change_folders.py: time1, mask)"
 )
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # of pictures
+TILE_SIDE = 512  # pictures of --predict that are larger are cut into tiles of this side and a margin
+OVERVIEW_SIDE = 512  # largest side of a panel of the overview, in pixels
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # what Pillow calls pictures of so many bands
 
 
@@ -151,11 +154,88 @@ def read_pair(files, label=None):
     return np.concatenate((*images, label[..., None]), 2).transpose(2, 0, 1)
 
 
-def write_maps(path, maps, height, width):
-    """Write maps {kind: [1, H, W]} from 0 (black) to 1 (white) as PNG files of height H and width W."""
+def write_maps(path, maps):
+    """Write maps {kind: [H, W]} from 0 (black) to 1 (white) as PNG files."""
     for kind, x in maps.items():
-        x = x[0, :height, :width].cpu().numpy()
         Image.fromarray(np.uint8(255 * x)).save(f"{path}_{kind}.png")
+
+
+def write_overview(path, pair, maps):
+    """Write one picture for people: both dates, probability, looks, and the mask in red on the second date.
+
+    Five panels stand side by side, of at most OVERVIEW_SIDE pixels each, so of large pictures they are
+    smaller. `pair` is uint8 [2 C, H, W]; of more than three bands the first three are shown.
+    """
+    dates = [np.broadcast_to(x[:3], (3, *x.shape[1:])).transpose(1, 2, 0) for x in np.split(pair, 2)]
+    greys = [np.repeat(np.uint8(255 * maps[kind])[..., None], 3, 2) for kind in ("probability", "looks")]
+    overlay = dates[1].copy()
+    is_called = maps["mask"] > 0
+    overlay[is_called] = overlay[is_called] // 2 + np.uint8([127, 0, 0])  # half red
+    panels = []
+    for panel in (*dates, *greys, overlay):
+        image = Image.fromarray(np.ascontiguousarray(panel))
+        image.thumbnail((OVERVIEW_SIDE, OVERVIEW_SIDE))
+        panels.append(np.pad(np.array(image), ((0, 0), (0, 8), (0, 0)), constant_values=255))  # a white gap
+    Image.fromarray(np.concatenate(panels, 1)).save(f"{path}_overview.png")
+
+
+# ---- Predictions ----
+
+
+def predict_large(predict, pair, args):
+    """Predict one pair [1, 2 C + 1, H, W] of any size; return its probability [1, H, W] and looks [1, h, w].
+
+    `predict` returns those of a pair and their returns. A large pair is cut into tiles, of which only the
+    middle is kept. A patch of ours depends on less than the 3 patches around it, so that the maps are those
+    of the whole pair. A backbone sees farther: enlarge the margin for it.
+    """
+    patch = args.patch_size
+    margin = 3 * patch
+    step = TILE_SIDE // patch * patch
+    height, width = pair.shape[2:]
+    probability = pair.new_zeros((1, height, width), dtype=torch.float32)
+    looks = pair.new_zeros((1, height // patch, width // patch), dtype=torch.float32)
+    for top in range(0, height, step):
+        for left in range(0, width, step):
+            # The tile begins at pixel (y, x)
+            y = max(top - margin, 0)
+            x = max(left - margin, 0)
+            tile = pair[:, :, y : top + step + margin, x : left + step + margin]
+            tile_probability, tile_looks, _ = predict(tile)
+            found = tile_probability[:, top - y :, left - x :][:, :step, :step]
+            probability[:, top : top + step, left : left + step] = found
+            found = tile_looks[:, (top - y) // patch :, (left - x) // patch :]
+            found = found[:, : step // patch, : step // patch]
+            rows = slice(top // patch, (top + step) // patch)
+            looks[:, rows, left // patch : (left + step) // patch] = found
+    return probability, looks
+
+
+def write_predictions(args, predict, threshold, device, say=print):
+    """Write maps and an overview of each pair of --predict, and `say` what was found, in lines.
+
+    All pairs are read first, so that a file that does not fit ends the run before any map is written.
+    """
+    output = Path(args.output)
+    if output.exists():
+        raise ValueError(f"--output {output}: exists already; name a new folder")
+    pairs = read_pairs(args)
+    output.mkdir(parents=True)
+    counts = 0
+    for name, (pair, height, width) in pairs.items():
+        images = pair[0, :-1, :height, :width]
+        pair = torch.from_numpy(pair).to(device)
+        probability, looks = predict_large(predict, pair, args)
+        maps = change_pairs.make_maps(probability, looks, threshold, args)
+        maps = {kind: x[0, :height, :width].cpu().numpy() for kind, x in maps.items()}
+        write_maps(output / name, maps)
+        write_overview(output / name, images, maps)
+        counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
+        say(f"{name}: {looks.mean():.2f} looks a patch, {maps['mask'].mean():.2%} of the pixels changed")
+    if counts.any():  # there are labels
+        for name, value in change_pairs.compute_scores(counts).items():
+            say(f"{name}: {value:.5g}")
+    say(f"{output}: maps of {len(pairs)} pairs; PNG files keep no georeference")
 
 
 # ---- Folders ----

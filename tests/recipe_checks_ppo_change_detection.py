@@ -62,27 +62,31 @@ def check_iou(path, folder):
     flags += " --eval-episodes 20 --cost 0.2"
     done, module = run_edited(path, flags)
     scalars = {tag: x[-1][1] for tag, x in read_scalars(done.path).items()}
-    assert scalars["eval/net"] == pytest.approx(scalars["eval/iou"] - 0.2 * scalars["eval/looks"], abs=1e-6)
+    assert scalars["eval/iou_less_price"] == pytest.approx(
+        scalars["eval/iou"] - 0.2 * scalars["eval/looks"], abs=1e-6
+    )
     assert "a look costs (1 - F1 / 2) x 0.0" in done.out and "all looks cost 0.40 of IoU" in done.out
     # Of many pixels, some are predicted and as many are changed; one more is predicted
     num_pixels, num_hits, num_changed = 10**6, 60_000, 100_000
     f1, iou = num_hits / num_changed, num_hits / (2 * num_changed - num_hits)
     for label in (0.0, 1.0):
         logits, labels = torch.full((1, 1, 1, 1), 5.0), torch.full((1, 1, 1, 1), label)
-        worth = module.compute_worth(logits, labels, torch.tensor(f1), 0.0).item()
+        worth = module.compute_utility(logits, labels, torch.tensor(f1), 0.0).item()
         more = (num_hits + label) / (2 * num_changed + 1 - num_hits - label)
         union = 2 * num_changed - num_hits
         assert worth / union == pytest.approx(more - iou, rel=1e-3)
     # If the mean worth rises by the price, IoU rises by --cost
     args = module.Args(**load(done.path / "checkpoint.pt")["args"])
     agent = module.Agent(args)
-    agent.share.fill_(num_changed / num_pixels)
+    agent.changed_share.fill_(num_changed / num_pixels)
     agent.running_f1.fill_(f1)
     agent.up.weight.data.zero_()  # a look changes nothing
     pairs = module.load_pairs(args, torch.device("cpu"), ["val"])[0]
     images, labels = module.change_pairs.split_labels(pairs, args)
     with torch.no_grad():
-        rollout, _ = module.play(agent, images, labels, args, lambda row: torch.ones_like(row["is_active"]))
+        rollout, _ = module.play(
+            agent, images, labels, args, rule=lambda row: torch.ones_like(row["is_active"])
+        )
     price = -rollout["rewards"].mean().item()
     assert price * num_pixels / union == pytest.approx(args.cost, rel=1e-4)
 

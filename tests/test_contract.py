@@ -235,7 +235,7 @@ SCORES = [
     ("r2d2_lstm", lambda x: RETURNS | {"eval/episodic_return": x}),
     ("reinforce_tsp_attention", lambda x: ({"eval/greedy_length": -x}, None)),
     ("reinforce_tsp_attention", lambda x: ({"eval/greedy_length": x, "eval/greedy_gap": -x}, None)),
-    ("ppo_change_detection", lambda x: {"eval/threshold": 0.5, "eval/net": x}),
+    ("ppo_change_detection", lambda x: {"eval/threshold": 0.5, "eval/f1_less_price": x}),
 ]  # AlphaZero plays matches
 
 

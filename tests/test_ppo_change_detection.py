@@ -30,7 +30,7 @@ def make_parts(**changes):
     agent = cd.Agent(args).double()
     torch.nn.init.normal_(agent.heads[-1].weight, 0.0, 0.3)
     agent.heads[0].weight.data[:, 64:] *= -0.15  # so that some patches stop after what they saw
-    agent.share.fill_(0.5)  # then a look costs --cost
+    agent.changed_share.fill_(0.5)  # then a look costs --cost
     agent.heads[-1].bias.data.fill_(0.0)
     pairs, *_ = change_pairs.draw_haze(args.num_envs, args.image_size, 2, 0)
     images, labels = change_pairs.split_labels(torch.from_numpy(pairs), args)
@@ -112,16 +112,16 @@ def test_differences_are_to_the_first_date():
 # Rollouts
 
 
-def test_worth_is_equation_2():
+def test_utility_is_equation_2():
     """Of a query with a hit, a false alarm, a miss and a cell that does not count; of one that is quiet."""
     p = torch.tensor([[0.9, 0.35, 0.2, 0.6], [1e-9, 0.29, 0.25, 0.1]]).double()
     logits = p.logit().T[None, :, :, None]
     labels = torch.tensor([[1, 0, 1, 255], [1, 0, 0, 0]]).double().T[None, :, :, None]
-    found = cd.compute_worth(logits, labels, torch.tensor(0.6), 0.2)
+    found = cd.compute_utility(logits, labels, torch.tensor(0.6), 0.2)
     hit, alarm, miss = 0.2 * math.log(0.9) + 2 - 0.6, 0.2 * math.log(0.65) - 0.6, 0.2 * math.log(0.2)
     quiet = 0.2 * (-7 + math.log(0.71) + math.log(0.75) + math.log(0.9))  # all below F / 2 = 0.3
     assert found.flatten().tolist() == pytest.approx([(hit + alarm + miss) / 3, quiet / 4])
-    assert not cd.compute_worth(logits, torch.full_like(labels, 255.0), torch.tensor(0.6), 0.2).any()
+    assert not cd.compute_utility(logits, torch.full_like(labels, 255.0), torch.tensor(0.6), 0.2).any()
 
 
 @torch.no_grad()
@@ -139,9 +139,8 @@ def test_a_rollout_follows_its_decisions():
         assert (data["step_indices"][t] == t).all() and not correction.movedim(1, -1)[~looks[t]].any()
         assert (correction != means).any(1)[looks[t]].all()  # drawn, not the mean
         close(values, data["values"][t])
-        close(data["next_embedding"][t], embedding + agent.up(correction))
         if t < 2:
-            assert torch.equal(data["embedding"][t + 1], data["next_embedding"][t])
+            close(data["embedding"][t + 1], embedding + agent.up(correction))
             close(data["seen"][t + 1], data["seen"][t] + features)
         close(data["log_probs"][t, :, 0], torch.where(looks[t], F.logsigmoid(logits), F.logsigmoid(-logits)))
         normal = torch.distributions.Normal(means, agent.log_std.exp())
@@ -152,13 +151,14 @@ def test_a_rollout_follows_its_decisions():
 def test_rewards_are_equation_1_and_advantages_equation_3():
     """Advantages are sums over what follows, up to a stop; the running F1 follows the maps."""
     args, agent, images, labels = make_parts(**LONG)
-    agent.share.fill_(0.25)  # so that a look costs 2 x 0.25 x 0.4 = 0.2
+    agent.changed_share.fill_(0.25)  # so that a look costs 2 x 0.25 x 0.4 = 0.2
     f1 = agent.running_f1.clone()
     data, scalars, _ = roll(args, agent, images, labels)
     looks, close = data["looks"], torch.testing.assert_close
     assert looks[1].any() and not looks[1].all()
-    logits = [agent.detector.classify(x) for x in (*data["embedding"], data["next_embedding"][-1])]
-    worth = torch.stack([cd.compute_worth(x, labels, f1, args.beta) for x in logits])
+    last = data["embedding"][-1] + agent.up(data["correction"][-1])
+    logits = [agent.detector.classify(x) for x in (*data["embedding"], last)]
+    worth = torch.stack([cd.compute_utility(x, labels, f1, args.beta) for x in logits])
     close(data["rewards"], (worth.diff(dim=0) - 0.2) * looks)
     next_values = *data["values"][1:], torch.zeros(4, 4, 4)
     steps = [*zip(data["rewards"], data["values"], next_values, looks, strict=True)]
@@ -254,7 +254,7 @@ def test_the_detector_learns_from_no_look_and_each_look(share, monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, share))
     loss = cd.detector_loss(agent, images, labels, args)
     rule = study.look_everywhere if share else study.look_nowhere
-    rollout, cell_logits = cd.play(agent, images, labels, args, rule)
+    rollout, cell_logits = cd.play(agent, images, labels, args, rule=rule)
     maps, is_counted = (*rollout["cell_logits"], cell_logits), labels != 255
     losses = [F.binary_cross_entropy_with_logits(x[is_counted], labels[is_counted]) for x in maps]
     assert loss.item() == pytest.approx(sum(losses).item() / 3)
@@ -295,7 +295,8 @@ def test_scores_of_pixels_and_the_threshold(monkeypatch):
         f1 = 2 * hits / (2 * hits + alarms + misses)
         scores = {"f1": f1, "precision": hits / (hits + alarms), "recall": hits / (hits + misses)}
         scores |= {"iou": hits / (hits + alarms + misses), "accuracy": (hits + rest) / len(kinds)}
-        scores |= {"threshold": threshold, "looks": 1.5, "net": f1 - 1.5 * args.cost, "episodic_return": 5.5}
+        scores |= {"threshold": threshold, "looks": 1.5, "episodic_return": 5.5}
+        scores["f1_less_price"] = f1 - 1.5 * args.cost
         return {f"eval/{name}": x for name, x in scores.items()}
 
     found = cd.evaluate(None, args, pairs)
@@ -348,7 +349,7 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch):
             assert threshold is None
             on_val.append((scores, rule))
         else:
-            best, best_rule = max(on_val, key=lambda x: x[0]["eval/net"])
+            best, best_rule = max(on_val, key=lambda x: x[0]["eval/f1_less_price"])
             assert best_rule is rule and threshold == best["eval/threshold"]
             found.append(scores)
             on_val.clear()
@@ -356,7 +357,7 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch):
 
     monkeypatch.setattr(cd, "evaluate", record)
     winner = cd.compare_rules(last, args, val, test, "best.pt")
-    names = ["last policy", "best.pt", "everywhere", "nowhere", "threshold"]
+    names = ["last policy", "best.pt", "everywhere", "nowhere", "threshold", "all changed"]
     assert winner == names[np.argmax([x["eval/f1"] + 0.02 * x["eval/looks"] for x in found])]
     assert found[0] == found[2]
     assert 2 == found[2]["eval/looks"] > found[1]["eval/looks"] > found[3]["eval/looks"] == 0
@@ -412,7 +413,7 @@ def test_the_test_pairs_get_the_threshold_of_the_checkpoint(tmp_path, capsys):
 
 
 def test_a_run_from_pretrained_weights_begins_with_all_of_them(tmp_path, monkeypatch):
-    """The policy and the running F1 too, but no progress and no optimizer. A learning rate of 0 keeps them."""
+    """The policy and the running F1 too, but no progress and no optimizer. A rate of 0 keeps them."""
     path = run(tmp_path / "first", TINY, "--detector-iterations 2 --ppo-iterations 3").path / "checkpoint.pt"
     starts, collect_rollout = [], cd.collect_rollout
 
@@ -425,8 +426,8 @@ def test_a_run_from_pretrained_weights_begins_with_all_of_them(tmp_path, monkeyp
     second = load(run(tmp_path / "second", TINY, flags, path).path / "checkpoint.pt")
     first = load(path)
     for name, x in first["agent"].items():
-        assert name == "share" or torch.equal(starts[0][name], x), name
-        assert name in ("share", "running_f1") or torch.equal(second["agent"][name], x), name
+        assert name == "changed_share" or torch.equal(starts[0][name], x), name
+        assert name in ("changed_share", "running_f1") or torch.equal(second["agent"][name], x), name
     assert second["progress"]["iteration"] == 2
     assert second["optimizer"]["state"][0]["step"] == 2 * 2  # minibatches
 
@@ -488,9 +489,9 @@ def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     best, maps = done.path / "best.pt", tmp_path / "maps"
     words = ["--evaluate", best, "--output", maps, "--predict", folder / "test/A", folder / "test/B"]
     cd.main([*map(str, words)])
-    assert len(list(maps.iterdir())) == 6
+    assert len(list(maps.iterdir())) == 8
     agent, args = study.load_agent(best)
-    assert agent.share.item() == pytest.approx(share)
+    assert agent.changed_share.item() == pytest.approx(share)
     args.predict = [str(folder / "test" / kind / "x1.png") for kind in "AB"]
     pair, *size = change_folders.read_pairs(args)["x1"]
     assert pair.shape == (1, 7, 24, 24) and size == [24, 20]
