@@ -330,7 +330,27 @@ def test_maps_take_means_and_the_likelier_decision():
     torch.testing.assert_close(p[33:34], pixels[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch):
+@pytest.mark.parametrize(("is_useless", "num_val"), [(True, 9), (False, 10)])
+def test_a_useless_mask_and_few_val_pairs_are_told(monkeypatch, capsys, is_useless, num_val):
+    """A mask that is no better than "all changed", and a threshold that rests on fewer than ten pairs."""
+    args, agent, *_ = make_parts(image_size=16)
+    pairs = torch.from_numpy(change_pairs.draw_haze(20, 16, 2, 1)[0])
+    all_changed = change_pairs.score_all_changed(pairs)["eval/f1"]
+    f1 = all_changed if is_useless else all_changed + 0.001
+    scores = {"eval/f1": f1, "eval/looks": 0.5, "eval/f1_less_price": 0.0, "eval/threshold": 0.5}
+    monkeypatch.setattr(cd, "evaluate", lambda *_: scores)
+    monkeypatch.setattr(cd, "load_checkpoint", lambda path: {"agent": agent.state_dict()})
+    assert cd.compare_rules(agent, args, pairs[:num_val], pairs, "best.pt") == "all changed"
+    lines = capsys.readouterr().out.splitlines()[6:]
+    if is_useless:
+        first, second = lines
+        assert first == "The mask of best.pt is no better than calling every pixel changed. Do not use it"
+        assert second == "With 9 val pairs, the choice of best.pt and its threshold are a guess"
+    else:
+        assert not lines
+
+
+def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
     """Each with its own probability threshold, by the candidate with the largest net score on val.
 
     best.pt looks by its heads, and the last policy looks everywhere.
@@ -358,7 +378,15 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch):
     monkeypatch.setattr(cd, "evaluate", record)
     winner = cd.compare_rules(last, args, val, test, "best.pt")
     names = ["last policy", "best.pt", "everywhere", "nowhere", "threshold", "all changed"]
-    assert winner == names[np.argmax([x["eval/f1"] + 0.02 * x["eval/looks"] for x in found])]
+    share = change_pairs.compute_share(test).item()
+    assert share < 0.3
+    found.append({"eval/f1": 2 * share / (1 + share), "eval/looks": 0.0})  # all pixels are called changed
+    earned = [x["eval/f1"] + 0.02 * x["eval/looks"] for x in found]
+    assert winner == names[np.argmax(earned)]
+    lines = capsys.readouterr().out.splitlines()
+    for line, name, scores, x in zip(lines, names, found, earned, strict=False):
+        numbers = f"F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch"
+        assert line.split(": ")[0].strip() == name and f"{numbers}, less their price {x:.3f}" in line
     assert found[0] == found[2]
     assert 2 == found[2]["eval/looks"] > found[1]["eval/looks"] > found[3]["eval/looks"] == 0
 
@@ -474,6 +502,53 @@ def test_the_map_of_looks_has_a_grey_for_each_number_of_looks():
     args = cd.Args(num_steps=2)
     maps = change_pairs.make_maps(torch.rand(1, 16, 16), looks, 0.5, args)
     assert (maps["looks"][0].numpy() == np.kron(looks[0], np.ones((8, 8))) / 2).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("height", "width"), [(112, 72), (40, 136), (24, 24)])
+def test_large_pictures_are_cut_and_joined_without_a_seam(monkeypatch, height, width):
+    """The maps are those of the whole pair, whatever remains at its borders."""
+    args, agent, *_ = make_parts(image_size=136)
+    pair = torch.from_numpy(change_pairs.draw_haze(1, 136, 2, 5)[0])[:, :, :height, :width]
+    pair[:, :6] = torch.randint(0, 256, pair[:, :6].shape, dtype=torch.uint8)  # no two patches are alike
+    agent = agent.float()
+    let_half_look(agent, pair, args)
+    sizes = []
+
+    def predict(tile):
+        sizes.append(tile.shape[2:])
+        return cd.predict(agent, args, tile)
+
+    p, looks, _ = cd.predict(agent, args, pair)
+    for side in (16, 32):
+        monkeypatch.setattr(change_folders, "TILE_SIDE", side + 5)
+        sizes.clear()
+        found = change_folders.predict_large(predict, pair, args)
+        torch.testing.assert_close(found[0], p, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found[1], looks) and looks.any() and not looks.all()
+        assert len(sizes) == -(-height // side) * -(-width // side)
+        assert max(map(max, sizes)) <= side + 48
+
+
+def test_an_overview_shows_dates_maps_and_the_mask(tmp_path):
+    """In five panels; large ones are made smaller."""
+    rng = np.random.default_rng(0)
+    pair = rng.integers(0, 256, (6, 20, 30), np.uint8)
+    maps = {kind: rng.random((20, 30)).astype(np.float32) for kind in ("probability", "looks")}
+    maps["mask"] = (rng.random((20, 30)) < 0.3).astype(np.float32)
+    change_folders.write_overview(tmp_path / "x", pair, maps)
+    picture = np.array(Image.open(tmp_path / "x_overview.png"))
+    assert picture.shape == (20, 5 * 38, 3) and (picture.reshape(20, 5, 38, 3)[:, :, 30:] == 255).all()
+    first, second, probability, looks, overlay = (picture[:, 38 * k : 38 * k + 30] for k in range(5))
+    assert (first == pair[:3].transpose(1, 2, 0)).all() and (second == pair[3:].transpose(1, 2, 0)).all()
+    for panel, kind in ((probability, "probability"), (looks, "looks")):
+        assert (panel == np.uint8(255 * maps[kind])[..., None]).all()
+    is_called = maps["mask"] > 0
+    assert (overlay[~is_called] == second[~is_called]).all()
+    assert (overlay[is_called] == second[is_called] // 2 + np.uint8([127, 0, 0])).all()
+    large = np.zeros((2, 700, 1400), np.uint8)  # of one band
+    change_folders.write_overview(tmp_path / "y", large, {kind: large[0] for kind in maps})
+    assert Image.open(tmp_path / "y_overview.png").size == (5 * 520, 256)
 
 
 def test_training_on_a_folder_and_predicting(tmp_path, capsys):
