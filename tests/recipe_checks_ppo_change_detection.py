@@ -1,6 +1,7 @@
 """What the recipes for change detection must bring about."""
 
 import importlib
+import runpy
 
 import numpy as np
 import pytest
@@ -10,21 +11,33 @@ from PIL import Image
 from scripts import load, run_edited
 
 QUICK = "--image-size 16 --batch-size 8 --num-envs 16 --num-minibatches 2"
-BACKBONE = """
-import torch
+TORCHVISION = """
+from torch import nn
 
-class Backbone(torch.nn.Sequential):
-    def __init__(self):
-        super().__init__(torch.nn.Conv2d(3, 32, 4, 2), torch.nn.BatchNorm2d(32), torch.nn.ReLU())
-"""
+class ResNet18_Weights:
+    IMAGENET1K_V1 = 0.3
+
+class resnet18(nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 32, 4, 2), nn.BatchNorm2d(32), nn.ReLU()
+        self.maxpool, self.layer1, self.layer2, self.fc = (nn.Identity() for _ in range(4))
+        self.bn1.running_mean.fill_(weights or 0.0)
+"""  # a small network in its place
 
 
 def check_backbone(path, folder):
-    """It is that of the file to the end, its statistics too."""
-    (folder / "my_backbone.py").write_text(BACKBONE)
+    """It is that of the file to the end, its statistics too; it gets pictures as ImageNet's weights do."""
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision" / "models.py").write_text(TORCHVISION)
+    runpy.run_path(str(folder / "my_backbone.py"), run_name="__main__")
     backbone = importlib.import_module("my_backbone").Backbone()
-    backbone[1].running_mean.fill_(0.3)
-    torch.save(backbone.state_dict(), folder / "backbone.pt")
+    backbone.load_state_dict(torch.load(folder / "backbone.pt", weights_only=True))
+    assert (backbone.eval().layers[1].running_mean == 0.3).all()
+    pixels = torch.randint(0, 256, (2, 3, 8, 8))
+    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
+    expected = backbone.layers((pixels / 255 - mean) / std)
+    torch.testing.assert_close(backbone(pixels.float() / 64 - 2), expected)
     flags = f"{QUICK} --coarse-size 1 --num-train-pairs 64 --detector-iterations 3 --ppo-iterations 2"
     done, _ = run_edited(path, f"{flags} --eval-episodes 20")
     agent = load(done.path / "checkpoint.pt")["agent"]
