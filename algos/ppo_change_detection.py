@@ -31,7 +31,7 @@ for returns without such labels: a reward that is no sum of gains, or looks that
 
 A patch may look T times (--num-steps). Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise:
 the only look shows both dates, and no decision follows it. Then gamma, lambda and what a look shows the
-policy (`seen`) have no effect. In the synthetic task haze, T is the number J of dates, and look number t
+policy (`seen`, the sum of `ranges`) have no effect. In the synthetic task haze, T is the number J of dates, and look number t
 shows the first t dates: haze at the first date tells that the second date is not worth its price. In
 general, look t shows the first J - T + t dates, and at least one, so that look T shows all.
 
@@ -117,13 +117,15 @@ NETWORK_FLAGS = (
     "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size, --coarse-size"
 )
 
-# Defined in the part `Run` at the end, but used before it:
+# Defined at the end, but used before it:
 #   total(x)            sums a tensor over all processes; with one process it changes nothing
 #   sum_gradients       sums the gradients of a network over all processes
 #   seed_everything     seeds all random generators from a few integers
 #   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
 #   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
-#   fail(message)       prints one line and exits with code 2
+#   print_line, fail    print one line; `fail` also exits with code 2
+#   make_bar            shows how far an evaluation has come
+#   call_or_fail(f, x)  returns f(x), or fails if pictures or folders do not fit
 
 
 @dataclass
