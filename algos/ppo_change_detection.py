@@ -31,9 +31,9 @@ for returns without such labels: a reward that is no sum of gains, or looks that
 
 A patch may look T times (--num-steps). Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise:
 the only look shows both dates, and no decision follows it. Then gamma, lambda and what a look shows the
-policy (`seen`, the sum of `ranges`) have no effect. In the synthetic task haze, T is the number J of dates, and look number t
-shows the first t dates: haze at the first date tells that the second date is not worth its price. In
-general, look t shows the first J - T + t dates, and at least one, so that look T shows all.
+policy (`seen`, the sum of `ranges`) have no effect. In the synthetic task haze, T is the number J of dates,
+and look number t shows the first t dates: haze at the first date tells that the second date is not worth its
+price. In general, look t shows the first J - T + t dates, and at least one, so that look T shows all.
 
 Equations of this file. Each patch is an episode. Its cells have labels y (1 if at least half of the pixels
 that count are changed) and probabilities p:
