@@ -175,7 +175,7 @@ def write_overview(path, pair, maps):
     for panel in (*dates, *greys, overlay):
         image = Image.fromarray(np.ascontiguousarray(panel))
         image.thumbnail((OVERVIEW_SIDE, OVERVIEW_SIDE))
-        panels.append(np.pad(np.array(image), ((0, 0), (0, 8), (0, 0)), constant_values=255))  # a white gap
+        panels.append(np.pad(np.array(image), ((0, 0), (0, 8), (0, 0)), constant_values=128))  # a grey gap
     Image.fromarray(np.concatenate(panels, 1)).save(f"{path}_overview.png")
 
 

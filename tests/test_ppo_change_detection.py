@@ -538,7 +538,7 @@ def test_an_overview_shows_dates_maps_and_the_mask(tmp_path):
     maps["mask"] = (rng.random((20, 30)) < 0.3).astype(np.float32)
     change_folders.write_overview(tmp_path / "x", pair, maps)
     picture = np.array(Image.open(tmp_path / "x_overview.png"))
-    assert picture.shape == (20, 5 * 38, 3) and (picture.reshape(20, 5, 38, 3)[:, :, 30:] == 255).all()
+    assert picture.shape == (20, 5 * 38, 3) and (picture.reshape(20, 5, 38, 3)[:, :, 30:] == 128).all()
     first, second, probability, looks, overlay = (picture[:, 38 * k : 38 * k + 30] for k in range(5))
     assert (first == pair[:3].transpose(1, 2, 0)).all() and (second == pair[3:].transpose(1, 2, 0)).all()
     for panel, kind in ((probability, "probability"), (looks, "looks")):
