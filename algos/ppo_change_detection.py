@@ -1,9 +1,9 @@
-"""PPO that decides where a change detector looks closely, in this file and envs_shared/change_pairs.py.
+"""PPO learns where a change detector should look closely. It needs envs_shared/change_pairs.py, too.
 
 Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:1903.01344 (two ratios).
 
-    python ppo_change_detection.py                      # learns the synthetic task haze in a minute or two
-    python ppo_change_detection.py --data-dir LEVIR-CD --image-size 256      # your own pairs of pictures
+    python ppo_change_detection.py                      # learns the synthetic task haze in about a minute
+    python ppo_change_detection.py --data-dir LEVIR-CD --image-size 64 --ppo-iterations 0   # your own pairs
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps
     python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0  # only PPO
     torchrun --nproc-per-node 2 ppo_change_detection.py # two GPUs, or with --no-cuda two CPU processes
@@ -14,24 +14,33 @@ In: two pictures of one place, of equal size. Out: for each pixel the probabilit
 of the changed pixels, and where the policy looked. The detector is a small network that is trained here. It
 sees coarse pictures, in which squares of 4 x 4 pixels are averaged into one. It divides a picture into
 patches of 8 x 8 pixels, a patch into 4 x 4 cells of 2 x 2 pixels, and classifies each cell as changed or not.
-A look reads one window, which is a patch with a border of one cell, at full resolution. It corrects the
-patch's map: it gives a number for each cell, and `up`, a linear layer, turns these into a change of the
-patch's embedding, which is then classified again. Looks cost time or money in practice; here looking once at
-all patches costs `--cost` of F1. The detector is trained first, with random looks. Then PPO learns which
-patches are worth a look. It also goes on training `read` and `classify` of the detector, but not `embed`,
-which sees the coarse pictures.
+A look reads one window, which is a patch with a border of one cell, at full resolution, and corrects the
+patch's map. Looks cost time or money in practice; here looking once at all patches costs `--cost` of F1.
+
+    coarse pictures --embed--> embedding [D] --classify--> logits of the patch's cells [G]
+                                    +
+    window of a look --read--> correction [G] --up--> [D]    the sum is the next embedding, classified again
+
+A correction is not added to the logits, because the policy reads the embedding: so it knows at its next
+decision what the look has found. The detector is trained first, with random looks. Then PPO learns which
+patches are worth a look. It also goes on training `read`, `up` and `classify`, but not `embed`.
+
+When to use it. With one look, prefer a threshold on the coarse map: it needs no PPO. If the gain of each look
+can be labelled during training, as in the task haze, a supervised rule does at least as well as PPO. PPO is
+for returns without such labels: a reward that is no sum of gains, or looks that pay only by later looks.
 
 A patch may look T times (--num-steps). Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise:
-the only look shows both dates. In the synthetic task haze, T is the number J of dates, and look number t
-shows the first t dates: haze at the first date tells that the second date is not worth its price. In
-general, look t shows the first J - T + t dates, and at least one, so that look T shows all.
+the only look shows both dates, and no decision follows it. Then gamma, lambda and what a look shows the
+policy (`seen`, the sum of `ranges`) have no effect. In the synthetic task haze, T is the number J of dates,
+and look number t shows the first t dates: haze at the first date tells that the second date is not worth its
+price. In general, look t shows the first J - T + t dates, and at least one, so that look T shows all.
 
 Equations of this file. Each patch is an episode. Its cells have labels y (1 if at least half of the pixels
 that count are changed) and probabilities p:
-    (1) r_t = w(p_{t+1}) - w(p_t) - price if the patch looks at step t, else 0, and the patch stops for good.
-        price = 2 share cost, where share is the share of changed pixels in training
-    (2) w(p) = mean over the patch's cells of 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7).
-        F is a running F1 = 2 TP / (predicted + true) of the maps, and w is the worth of a map.
+    (1) r_t = u(p_{t+1}) - u(p_t) - price if the patch looks at step t, else 0, and the patch stops for good.
+        price = 2 x the share of changed pixels in training x cost
+    (2) u(p) = mean over the patch's cells of 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7).
+        F is a running F1 = 2 TP / (predicted + true) of the maps, and u is the utility of a map.
     In eq. 3 to 5, a patch's state s is what the policy knows of it. Its action a is to stop, or to look and
     then draw a correction of G numbers. V(s) is the expected sum of rewards from s on. The advantage A says
     how much better than V(s) the action turned out:
@@ -41,13 +50,17 @@ that count are changed) and probabilities p:
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
 
-Why eq. 1 and 2 stand for F1 (w and r are means per cell; F and cost are values of F1). One more predicted
-cell adds 2 y to the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true):
-on average a gain if p > F / 2. With about as many cells predicted as changed, predicted + true is 2 share
-times the number of cells. So if the mean of w rises by 2 share cost, F1 rises by cost. The term with beta
+An example of eq. 1 and 2: in haze, a tenth of the pixels are changed, so that --cost 0.3 makes a price of
+2 x 0.1 x 0.3 = 0.06. If a look finds that all cells of a patch are changed, u rises by 2 - F, about 1.3. If
+that happens in one look of twenty, looks gain 1.3 / 20 = 0.065 on average, a little more than they cost.
+
+Why they stand for F1 (u and r are means per cell; F and cost are values of F1). One more predicted cell adds
+2 y to the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true): on
+average a gain if p > F / 2. With about as many cells predicted as changed, predicted + true is twice the
+number of changed cells. So if the mean of u rises by 2 x share x cost, F1 rises by cost. The term with beta
 pays for surer probabilities, even if no cell crosses the threshold F / 2.
 
-Shapes (F in the code is torch.nn.functional, F of eq. 2 is `f1`):
+Shapes (in the code, F is `f1`):
     B pairs of a batch, n rows of a minibatch, K windows, M pairs of H x W pixels before cropping
     T steps, J dates, C bands, h x w patches of a pair, G cells of a patch
     D embedding, E features that a look shows the policy
@@ -80,8 +93,7 @@ import torch
 import tyro
 from torch import nn
 from torch.distributions import Normal
-from torch.nn import Conv2d
-from torch.nn import functional as F
+from torch.nn import Conv2d, functional
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -106,13 +118,15 @@ NETWORK_FLAGS = (
     "--env-id (pairs of --data-dir and --predict have two dates), --patch-size, --cell-size, --coarse-size"
 )
 
-# Defined in the part `Run` at the end, but used before it:
+# Defined at the end, but used before it:
 #   total(x)            sums a tensor over all processes; with one process it changes nothing
 #   sum_gradients       sums the gradients of a network over all processes
 #   seed_everything     seeds all random generators from a few integers
 #   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
 #   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
-#   fail(message)       prints one line and exits with code 2
+#   print_line, fail    print one line; `fail` also exits with code 2
+#   make_bar            shows how far an evaluation has come
+#   call_or_fail(f, x)  returns f(x), or fails if pictures or folders do not fit
 
 
 @dataclass
@@ -137,7 +151,7 @@ class Args:
     # The pairs
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
     data_dir: str | None = None  # real pairs, of two dates, instead: {train,val,test}/{A,B,label}/x.png
-    val_share: float = 0.0  # share for val, and for test, of a folder that is not split (0: refuse it)
+    val_share: float = 0.0  # share for val, and for test, of an unsplit folder, by name; tiles need lists
     ignore_index: int | None = None  # value of a label's pixels that do not count, such as 128
     num_train_pairs: int = 1024  # synthetic pairs to train on
     image_size: int = 32  # side S of random crops to train on, and of synthetic pairs, in pixels
@@ -181,12 +195,13 @@ class Detector(nn.Module):
     classify    embeddings [B, D, h, w] -> logits of change of each patch's cells [B, G, h, w]
     num_cells, num_features    G and E
 
-    Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels. Four rules that no
-    error reminds you of: `read` ignores dates that are not shown; their features are 0, as features are added
-    up over looks. `classify` takes each patch alone, because a look is paid for the change of its own patch.
-    `embed` shares no weights with the other two, which PPO trains. PPO plays and updates in evaluation mode.
-    In that mode a window must always give the same output, whatever else is in the batch, since PPO's ratios
-    would otherwise compare two different networks.
+    Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels. Four rules, which no
+    error reminds you of:
+    1. `read` ignores dates that are not shown. Their features are 0, as features are added up over looks.
+    2. `classify` takes each patch alone, because a look is paid for the change of its own patch.
+    3. `embed` shares no weights with the other two, which PPO trains.
+    4. In evaluation mode, in which PPO plays and updates, a window always gives the same output, whatever
+       else is in the batch. Otherwise PPO's ratios would compare two different networks.
     """
 
     def __init__(self, args):
@@ -237,8 +252,7 @@ class Agent(nn.Module):
         super().__init__()
         self.args = args
         self.detector = Detector(args)
-        # Maps corrections to embeddings. It must be linear without a bias: a patch that does not look gets
-        # up(0) = 0, and ppo_loss replaces up(correction) by up(mean) by adding up(mean - correction)
+        # Maps corrections to embeddings. It has no bias, so that a patch that does not look gets up(0) = 0
         self.up = Conv2d(self.detector.num_cells, EMBED_DIM, 1, bias=False)
         nn.init.normal_(self.up.weight)  # large, so that corrections matter from the first gradient step on
         self.log_std = nn.Parameter(torch.full((self.detector.num_cells, 1, 1), args.log_std))
@@ -252,7 +266,7 @@ class Agent(nn.Module):
         # At first a patch looks with probability sigmoid(2) = 0.88, so that PPO sees what later looks earn
         self.heads[-1].bias.data = torch.tensor([2.0, 0.0])
         self.register_buffer("running_f1", torch.tensor(0.5))  # F of eq. 2
-        self.register_buffer("share", torch.tensor(0.0))  # of changed pixels in training, eq. 1
+        self.register_buffer("changed_share", torch.tensor(0.0))  # of the pixels in training, eq. 1
 
     def decide(self, embedding, seen):
         """Return the logits of a look and the values V, [B, h, w] each.
@@ -283,27 +297,9 @@ class Agent(nn.Module):
 
 
 # ---- Pairs -------------------------------------------------------------------------------------------------
-def import_folders():
-    """Import the file that reads and writes pictures; exits if it is missing."""
-    try:
-        from envs_shared import change_folders
-    except ImportError:
-        fail("--data-dir and --predict need envs_shared/change_folders.py beside change_pairs.py; copy it")
-    return change_folders
-
-
-def call_or_fail(function, *inputs):
-    """Return function(*inputs); exits with one line if that raises an error of pictures, folders or files."""
-    try:
-        return function(*inputs)
-    except (ValueError, OSError) as error:
-        fail(str(error))
-
-
 def load_pairs(args, device, splits=change_pairs.SPLITS):
     """Return the pairs of each split, uint8 [M, J C + 1, H, W]: pictures, then labels (change_pairs.py)."""
-    make = import_folders().read_splits if args.data_dir else change_pairs.draw_splits
-    pairs = call_or_fail(make, args, splits)
+    pairs = call_or_fail(change_pairs.load_splits, args, splits)
     return [torch.from_numpy(pairs[split]).to(device) for split in splits]
 
 
@@ -317,7 +313,6 @@ def load_pairs(args, device, splits=change_pairs.SPLITS):
 #     looks, correction                action [h, w], [G, h, w]
 #     log_probs                        of the two factors of eq. 4 [2, h, w]
 #     rewards                          [h, w]
-#     next_embedding                   the embedding after the step, which is classified
 #     advantages, returns              of eq. 3 and 5
 def get_minibatches(rollout, images, labels, args):
     """Yield the T B rows with pictures and labels, shuffled in each epoch, as dictionaries [n, ...]."""
@@ -333,9 +328,15 @@ def get_minibatches(rollout, images, labels, args):
 
 # ---- Detector ----------------------------------------------------------------------------------------------
 def cross_entropy(logits, labels):
-    """Compute this process's part of the mean cross entropy over all cells that count."""
+    """Compute this process's part of the mean cross entropy over all cells that count.
+
+    With another loss, mind three things. Eq. 2 needs calibrated probabilities: with a focal loss, or a larger
+    weight for changed cells, p > F / 2 calls far more cells than are changed. --joint-coef is set for the
+    size of this loss. And gradients and logged values are summed over processes, so that a mean of this
+    process's cells, such as a Dice loss, must be divided by WORLD_SIZE.
+    """
     is_counted = (labels != change_pairs.UNCOUNTED).float()
-    loss = F.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
+    loss = functional.binary_cross_entropy_with_logits(logits, labels, is_counted, reduction="sum")
     return loss / total(is_counted.sum()).clamp(min=1)
 
 
@@ -344,7 +345,7 @@ def detector_loss(agent, images, labels, args):
     # Each pair has its own rate, the probability that an active patch looks: maps must be right with few
     # looks and with many
     rate = torch.rand(len(images), 1, 1, device=images.device)
-    embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
+    embedding = agent.detector.embed(functional.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
     loss = cross_entropy(agent.detector.classify(embedding), labels)
     looks = torch.ones_like(embedding[:, 0], dtype=torch.bool)  # [B, h, w]
     for step in range(args.num_steps):
@@ -366,15 +367,15 @@ def take_step(agent, optimizer, loss, args):
 
 
 # ---- PPO ---------------------------------------------------------------------------------------------------
-def compute_worth(logits, labels, f1, beta):
-    """Compute w [B, h, w] of eq. 2 from logits and labels [B, G, h, w]; cells with label 255 do not count.
+def compute_utility(logits, labels, f1, beta):
+    """Compute u [B, h, w] of eq. 2 from logits and labels [B, G, h, w]; cells with label 255 do not count.
 
-    With another w, another price fits: change it in `play` and in `train`, and eval/net and SCORE too.
+    With another u, another price fits: change it in `play` and in `train`, and the score of `evaluate`.
     """
-    log_likelihood = F.logsigmoid(logits * (2 * labels - 1)).clamp(min=-7)
-    worth = beta * log_likelihood + (logits.sigmoid() > f1 / 2) * (2 * labels - f1)
+    log_likelihood = functional.logsigmoid(logits * (2 * labels - 1)).clamp(min=-7)
+    utility = beta * log_likelihood + (logits.sigmoid() > f1 / 2) * (2 * labels - f1)
     is_counted = labels != change_pairs.UNCOUNTED
-    return (worth * is_counted).sum(1) / is_counted.sum(1).clamp(min=1)
+    return (utility * is_counted).sum(1) / is_counted.sum(1).clamp(min=1)
 
 
 def compute_gae(rewards, values, looks, gamma, gae_lambda):
@@ -394,36 +395,27 @@ def compute_gae(rewards, values, looks, gamma, gae_lambda):
 
 def compute_log_probs(agent, logits, looks, means, correction):
     """Compute the logs [B, 2, h, w] of the two factors of eq. 4; without a look, the second is 0."""
-    decision = F.logsigmoid(torch.where(looks, logits, -logits))
+    decision = functional.logsigmoid(torch.where(looks, logits, -logits))
     normal = Normal(means, agent.log_std.exp(), validate_args=False)
     drawn = normal.log_prob(correction).sum(1)
     return torch.stack((decision, drawn * looks), 1)
 
 
-def sample(row):
-    """Rule of training: look with the policy's probability."""
-    return torch.rand_like(row["look_logits"]) < row["look_logits"].sigmoid()
-
-
-def prefer(row):
-    """Rule of evaluations: look if the policy prefers that to stopping."""
-    return row["look_logits"] > 0
-
-
-def play(agent, images, labels, args, rule=prefer, std=None):
+def play(agent, images, labels, args, is_training=False, rule=None):
     """Play an episode of each patch of pictures [B, J C, S, S] with labels [B, G, h, w].
 
-    At each step, an active patch looks where `rule(row)` [B, h, w] is true; row holds what the rollout stores
-    before the action. With `std`, corrections get noise of this standard deviation. Returns the rollout and
-    the final logits of the cells [B, G, h, w].
+    In training, decisions and corrections are drawn from the policy. Otherwise a patch looks if the policy
+    prefers that to stopping, and corrections are means. For comparisons, `rule(row)` [B, h, w] says where
+    to look instead; row holds what the rollout stores before the action. Returns the rollout and the final
+    logits of the cells [B, G, h, w].
     """
-    embedding = agent.detector.embed(F.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
+    embedding = agent.detector.embed(functional.avg_pool2d(images, args.coarse_size))  # [B, D, h, w]
     cell_logits = agent.detector.classify(embedding)
-    worth = compute_worth(cell_logits, labels, agent.running_f1, args.beta)
-    price = 2 * agent.share * args.cost
+    utility = compute_utility(cell_logits, labels, agent.running_f1, args.beta)
+    price = 2 * agent.changed_share * args.cost
     # All patches are active (they have not stopped), and none has seen anything
-    is_active = torch.ones_like(worth, dtype=torch.bool)  # [B, h, w]
-    seen = embedding.new_zeros(len(images), agent.detector.num_features, *worth.shape[1:])  # [B, E, h, w]
+    is_active = torch.ones_like(utility, dtype=torch.bool)  # [B, h, w]
+    seen = embedding.new_zeros(len(images), agent.detector.num_features, *utility.shape[1:])  # [B, E, h, w]
     rows = []
     for step in range(args.num_steps):
         look_logits, values = agent.decide(embedding, seen)
@@ -438,26 +430,31 @@ def play(agent, images, labels, args, rule=prefer, std=None):
         }
 
         # Act: look, or stop for good
-        looks = is_active & rule(row)
+        if is_training:
+            looks = torch.rand_like(look_logits) < look_logits.sigmoid()
+        elif rule is None:
+            looks = look_logits > 0
+        else:
+            looks = rule(row)
+        looks = looks & is_active
         means, features = agent.look(images, row["step_indices"], looks)
         correction = means
-        if std is not None:
-            correction = means + torch.randn_like(means) * std * looks.unsqueeze(1)
+        if is_training:
+            correction = means + torch.randn_like(means) * agent.log_std.exp() * looks.unsqueeze(1)
 
         # The next state, and the reward
         is_active = looks
         seen = seen + features
         embedding = embedding + agent.up(correction)
         cell_logits = agent.detector.classify(embedding)
-        next_worth = compute_worth(cell_logits, labels, agent.running_f1, args.beta)
+        next_utility = compute_utility(cell_logits, labels, agent.running_f1, args.beta)
         row |= {
             "looks": looks,
             "correction": correction,
             "log_probs": compute_log_probs(agent, look_logits, looks, means, correction),
-            "rewards": (next_worth - worth - price) * looks,  # eq. 1
-            "next_embedding": embedding,
+            "rewards": (next_utility - utility - price) * looks,  # eq. 1
         }
-        worth = next_worth
+        utility = next_utility
         rows.append(row)
     rollout = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return rollout, cell_logits
@@ -466,7 +463,7 @@ def play(agent, images, labels, args, rule=prefer, std=None):
 @torch.no_grad()
 def collect_rollout(agent, images, labels, args):
     """Play episodes with sampled decisions and corrections; return the rollout and what to log."""
-    rollout, cell_logits = play(agent, images, labels, args, sample, agent.log_std.exp())
+    rollout, cell_logits = play(agent, images, labels, args, is_training=True)
     looks = rollout["looks"]
     rollout["advantages"] = compute_gae(
         rollout["rewards"], rollout["values"], looks, args.gamma, args.gae_lambda
@@ -489,7 +486,7 @@ def collect_rollout(agent, images, labels, args):
     is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
     accuracy = is_right.float().mean(1)[~looks[-1]]
     if len(accuracy):
-        scalars["charts/settled_acc"] = accuracy.mean().item()
+        scalars["charts/stopped_accuracy"] = accuracy.mean().item()
     return rollout, scalars
 
 
@@ -522,12 +519,10 @@ def ppo_loss(agent, batch, args):
     # The terms of eq. 5
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
-    entropy = F.softplus(logits) - logits * logits.sigmoid()  # of the decision
-    # next_embedding is a constant that contains up(correction) as it was sampled. Adding up(means -
-    # correction) puts the present mean in its place, so that this loss trains `read`. The gradient of `up` is
-    # proportional to means - correction. In the first minibatch this is the noise with its sign changed, and
-    # its mean is zero, so the steps of `up` mostly cancel. `embed` gets no gradient
-    embedding = batch["next_embedding"] + agent.up(means - batch["correction"])
+    entropy = functional.softplus(logits) - logits * logits.sigmoid()  # of the decision
+    # The joint loss trains `read`, `up` and `classify` on the map after the look, with the mean of the
+    # correction as it is now. The stored embedding is a constant, so `embed` gets no gradient
+    embedding = batch["embedding"] + agent.up(means)
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
     loss = mean(policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy)
@@ -549,7 +544,7 @@ def ppo_loss(agent, batch, args):
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
-def predict(agent, args, pairs, rule=prefer):
+def predict(agent, args, pairs, rule=None):
     """Return probabilities [M, H, W] of change, looks and returns [M, h, w], of pairs [M, J C + 1, H, W].
 
     To save memory, only so many pairs are played at once as have MAX_PIXELS (change_pairs.py), but at least
@@ -558,7 +553,7 @@ def predict(agent, args, pairs, rule=prefer):
     found = []
     bar = make_bar("pairs", total=len(pairs), leave=False, delay=2)
     for images, labels in change_pairs.split_parts(pairs, args):
-        rollout, cell_logits = play(agent, images, labels, args, rule)
+        rollout, cell_logits = play(agent, images, labels, args, rule=rule)
         probability = change_pairs.join_cells(cell_logits.sigmoid(), args)
         looks = rollout["looks"].float().sum(0)
         found.append((probability, looks, rollout["rewards"].sum(0)))
@@ -567,77 +562,19 @@ def predict(agent, args, pairs, rule=prefer):
     return [torch.cat(parts) for parts in zip(*found)]
 
 
-def evaluate(agent, args, pairs, threshold=None, rule=prefer):
-    """Score maps of pairs by pixel; without a threshold, take the one with the largest F1 on these pairs."""
+def evaluate(agent, args, pairs, threshold=None, rule=None):
+    """Score maps of pairs by pixel; without a threshold, take the one with the largest F1 on these pairs.
+
+    F1 less the price of the looks chooses best.pt. The return would not do: it contains the running F1 of
+    eq. 2, which moves during the run, so that the same maps would get different returns later.
+    """
     probability, looks, returns = predict(agent, args, pairs, rule)
     scores = change_pairs.score_maps(probability, pairs[:, -1], threshold)
     num_looks = looks.mean().item()
     scores["eval/looks"] = num_looks
-    scores["eval/net"] = scores["eval/f1"] - args.cost * num_looks  # a look at each patch costs F1 of --cost
+    scores["eval/f1_less_price"] = scores["eval/f1"] - args.cost * num_looks
     scores["eval/episodic_return"] = returns.mean().item()
     return scores
-
-
-def look_above(level, row):
-    """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
-    # All pairs are at the same step. After step 0, each patch that is still active has looked, and goes on
-    has_looked = row["step_indices"][0] > 0
-    return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
-
-
-def compare_rules(agent, args, val, test, best_path):
-    """Print test scores of the last policy, of best.pt, and of simple rules on the network of best.pt.
-
-    Returns the name of the rule whose F1 less the price of its looks is the largest.
-    """
-    best = copy.deepcopy(agent)
-    best.load_state_dict(load_checkpoint(best_path)["agent"])
-    rules = {
-        "last policy": [prefer],
-        "best.pt": [prefer],
-        "everywhere": [partial(look_above, 0)],
-        "nowhere": [partial(look_above, 1)],
-        # Closer together near 0, where most mean probabilities are
-        "threshold": [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3],
-    }
-    nets = {}
-    for name, candidates in rules.items():
-        network = agent if name == "last policy" else best
-        # Choose the candidate that earns most on val, where the threshold of its probabilities is chosen too
-        on_val = [evaluate(network, args, val, None, rule) for rule in candidates]
-        i = np.argmax([scores["eval/net"] for scores in on_val])
-        scores = evaluate(network, args, test, on_val[i]["eval/threshold"], candidates[i])
-        nets[name] = scores["eval/net"]
-        print_line(
-            f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch,"
-            f" less their price {nets[name]:.3f}"
-        )
-    return max(nets, key=nets.get)
-
-
-def write_predictions(agent, args, threshold, device):
-    """Write a mask, a map of the probability of change and a map of looks for each pair of --predict.
-
-    All pairs are read first, so that a file that does not fit ends the run before any map is written.
-    """
-    folders = import_folders()
-    output = Path(args.output)
-    if output.exists():
-        fail(f"--output {output}: exists already; name a new folder")
-    pairs = call_or_fail(folders.read_pairs, args)
-    call_or_fail(os.makedirs, output)
-    counts = 0
-    for name, (pair, height, width) in pairs.items():
-        pair = torch.from_numpy(pair).to(device)
-        probability, looks, _ = predict(agent, args, pair)
-        maps = change_pairs.make_maps(probability, looks, threshold, args)
-        folders.write_maps(output / name, maps, height, width)
-        counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
-        share = maps["mask"][0, :height, :width].mean()
-        print_line(f"{name}: {looks.mean():.2f} looks a patch, {share:.2%} of the pixels changed")
-    if counts.any():  # there are labels
-        print_scores(change_pairs.compute_scores(counts))
-    print_line(f"{output}: maps of {len(pairs)} pairs; PNG files keep no georeference")
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -649,8 +586,7 @@ def train(args, run):
     agent = Agent(args).to(device)
     agent.eval()
     if args.pretrained and not run.checkpoint:
-        # A temporary Run object, only to load the agent (weights, running F1): no optimizer, no counters
-        Run(args, "", load_checkpoint(args.pretrained)).load(agent=agent)
+        load_weights(agent, args.pretrained)
     run.load(agent=agent)
     if args.predict:
         write_predictions(agent, args, run.threshold, device)
@@ -660,31 +596,29 @@ def train(args, run):
         print_line(f"{args.evaluate}: {len(test)} test pairs at the threshold {run.threshold} of probability")
         print_scores(evaluate(agent, args, test, run.threshold))
         return
-    train_pairs, val, test = load_pairs(args, device)
-    val = val[: args.eval_episodes]
-    agent.share.copy_(change_pairs.compute_share(train_pairs))
-    if not agent.share > 0:
+    train_pairs, all_val, test = load_pairs(args, device)
+    val = all_val[: args.eval_episodes]
+    agent.changed_share.copy_(change_pairs.compute_share(train_pairs))
+    if not agent.changed_share > 0:
         fail("no pixel of the train pairs is changed, or all that are have the value of --ignore-index")
     # The heads learn faster: the policy must learn to recognize haze before the price makes it stop looking
     others = [x for name, x in agent.named_parameters() if not name.startswith("heads.")]
     optimizer = torch.optim.Adam([{"params": others}, {"params": agent.heads.parameters()}], fused=True)
     run.load(optimizer=optimizer)
     num_iterations = args.detector_iterations + args.ppo_iterations
-    price = 2 * agent.share.item() * args.cost
+    price = 2 * agent.changed_share.item() * args.cost
     description = (
-        f"{change_pairs.describe(train_pairs, val, test, agent.share)}, {device}; a look costs {price:.4f}, "
-        f"and all looks cost {args.num_steps * args.cost:.2f} of F1"
+        f"{change_pairs.describe(train_pairs, val, all_val, test, agent.changed_share)}, {device}; "
+        f"a look costs {price:.4f}, and all looks cost {args.num_steps * args.cost:.2f} of F1"
     )
     run.open(description, num_iterations, "iterations", "iteration")
 
     while True:
-        # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off. The
-        # score is F1 less the price of the looks. The return would not do: it contains the running F1 of
-        # eq. 2, which moves during the run, so that the same maps would get different returns later
+        # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off
         if run.should_evaluate():
             scores = evaluate(agent, args, val)
             run.threshold = scores["eval/threshold"]
-            run.keep(scores, "eval/net", len(val))
+            run.keep(scores, "eval/f1_less_price", len(val))
         if run.iteration >= num_iterations:
             break
         seed_everything(args.seed, TRAINING, run.iteration + 1, RANK)
@@ -739,6 +673,71 @@ def train(args, run):
     run.close(text)
 
 
+# ---- Comparison and files ----------------------------------------------------------------------------------
+def look_above(level, row):
+    """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
+    # All pairs are at the same step. After step 0, each patch that is still active has looked, and goes on
+    has_looked = row["step_indices"][0] > 0
+    return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
+
+
+def compare_rules(agent, args, val, test, best_path):
+    """Print test scores of the last policy, of best.pt, and of simple rules on the network of best.pt.
+
+    Returns the name of the rule whose F1 less the price of its looks is the largest.
+    """
+    best = copy.deepcopy(agent)
+    load_weights(best, best_path)
+    rules = {
+        "last policy": [None],
+        "best.pt": [None],
+        "everywhere": [partial(look_above, 0)],
+        "nowhere": [partial(look_above, 1)],
+        # Closer together near 0, where most mean probabilities are
+        "threshold": [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3],
+    }
+    found = {}
+    for name, candidates in rules.items():
+        network = agent if name == "last policy" else best
+        # Choose the candidate that earns most on val, where the threshold of its probabilities is chosen too
+        on_val = [evaluate(network, args, val, None, rule) for rule in candidates]
+        i = np.argmax([scores["eval/f1_less_price"] for scores in on_val])
+        found[name] = evaluate(network, args, test, on_val[i]["eval/threshold"], candidates[i])
+    found["all changed"] = change_pairs.score_all_changed(test)
+    for name, scores in found.items():
+        print_line(
+            f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch,"
+            f" less their price {scores['eval/f1_less_price']:.3f}"
+        )
+    if found["best.pt"]["eval/f1"] <= found["all changed"]["eval/f1"]:
+        print_line("The mask of best.pt is no better than calling every pixel changed. Do not use it")
+    if len(val) < 10:
+        print_line(f"With {len(val)} val pairs, the choice of best.pt and its threshold are a guess")
+    return max(found, key=lambda name: found[name]["eval/f1_less_price"])
+
+
+def load_weights(agent, path):
+    """Load the agent of a checkpoint, its running F1 too; exits if it does not fit."""
+    try:
+        agent.load_state_dict(load_checkpoint(path)["agent"])
+    except (KeyError, RuntimeError):
+        fail(f"{path}: not the network of {NETWORK_FLAGS} and this file")
+
+
+def call_or_fail(function, *inputs):
+    """Return function(*inputs); exits with one line if that raises an error of pictures, folders or files."""
+    try:
+        return function(*inputs)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+
+
+def write_predictions(agent, args, threshold, device):
+    """Write the maps of each pair of --predict, a picture of them, and print what was found."""
+    predict_pairs = partial(predict, agent, args)
+    call_or_fail(change_pairs.write_predictions, args, predict_pairs, threshold, device, print_line)
+
+
 # ---- Run ---------------------------------------------------------------------------------------------------
 # What follows is the same in all scripts of this family, but for `Progress` and `main`
 if sys.stderr is None:  # closed by a shell, as by 2>&-, but the progress bar needs a stream
@@ -753,8 +752,8 @@ class Progress:
     step: int = 0  # pairs trained on, in total across processes
     eval_steps: int = 0  # val pairs evaluated
     cpu_seconds: float = 0.0  # of training in process 0
-    best_score: float | None = None  # eval/net of best.pt, None before the first evaluation
-    last_score: float | None = None  # eval/net of the newest policy, None if it was not evaluated
+    best_score: float | None = None  # eval/f1_less_price of best.pt, None before the first evaluation
+    last_score: float | None = None  # eval/f1_less_price of the newest policy, None if it was not evaluated
     score_name: str = ""  # name of these scores, empty before the first evaluation
     is_due: bool = False  # is it time to evaluate the newest policy
     threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val

@@ -4,16 +4,19 @@
     train/time1/x.png  train/time2/x.jpg  train/mask/x.tif     other names, and suffixes that differ in a pair
     A/x.png  B/x.png  label/x.png  list/train.txt              a list for each split, one name a line
     A/train_x.png  B/train_x.png  label/train_x.png            names that begin with the split
-    A/x.png  B/x.png  label/x.png                              split at random, with --val-share
+    A/x.png  B/x.png  label/x.png                              split by --val-share, by a hash of each name
 
 NAMES lists the names that the folders of the two dates and of the labels may have, in upper or lower case.
 Errors are ValueErrors of one line, or OSErrors.
 """
 
+import hashlib
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
 
 from envs_shared import change_pairs
@@ -29,6 +32,8 @@ LAYOUTS = (
     "--val-share, with B and label beside A (or others of NAMES in change_folders.py: time1, mask)"
 )
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # of pictures
+TILE_SIDE = 512  # pictures of --predict that are larger are cut into tiles of this side and a margin
+OVERVIEW_SIDE = 512  # largest side of a panel of the overview, in pixels
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # what Pillow calls pictures of so many bands
 
 
@@ -96,8 +101,48 @@ def read_picture(path, decode=decode_picture):
     raise ValueError(f"{path}: cannot be read as a picture: {reason}")
 
 
+def read_georeference(path):
+    """Return the origin (x, y), the size of a pixel (x, y) and the coordinate system of a GeoTIFF, or None.
+
+    A picture that is turned against its coordinate system has no such origin; nothing is returned then.
+    """
+    with Image.open(path) as image:
+        tags = getattr(image, "tag_v2", {})
+        scale, tiepoint, matrix = (tags.get(number) for number in (33550, 33922, 34264))
+        system = [tags.get(number) for number in (34735, 34736, 34737)]  # its keys, and their parameters
+    if scale and tiepoint:
+        column, row, _, x, y = tiepoint[:5]
+        return (x - column * scale[0], y + row * scale[1]), (scale[0], -scale[1]), system
+    if matrix and matrix[1] == matrix[4] == 0:
+        return (matrix[3], matrix[7]), (matrix[0], matrix[5]), system
+    return None
+
+
+def compare_georeferences(files):
+    """Return in words how the georeferences of a pair's two pictures differ; None if they agree or miss."""
+    if not all(path.suffix.lower() in (".tif", ".tiff") for path in files):
+        return None
+    first, second = map(read_georeference, files)
+    if not first or not second or first == second:
+        return None
+    (x, y), size, system = first
+    if second[2] != system:
+        return "their coordinate systems differ"
+    if second[1] != size:
+        return f"a pixel is {size} units in one and {second[1]} in the other"
+    right, down = (second[0][0] - x) / size[0], (second[0][1] - y) / size[1]
+    return f"the second picture begins {right:g} pixels to the right of the first and {down:g} below it"
+
+
 def read_pair(files, label=None):
-    """Read a pair uint8 [2 C + 1, H, W]; without a label, no pixel counts. ValueError if sizes differ."""
+    """Read a pair uint8 [2 C + 1, H, W]; without a label, no pixel counts. ValueError if sizes differ.
+
+    If both pictures have georeferences that differ, a line on stderr says how. The pair is read all the same,
+    pixel by pixel.
+    """
+    difference = compare_georeferences(files[:2])
+    if difference:
+        print(f"{files[0]} and {files[1]} are not of one place: {difference}", file=sys.stderr)
     images = [read_picture(path) for path in files[:2]]
     if label is None:
         label = np.full(images[0].shape[:2], UNCOUNTED, np.uint8)
@@ -109,11 +154,88 @@ def read_pair(files, label=None):
     return np.concatenate((*images, label[..., None]), 2).transpose(2, 0, 1)
 
 
-def write_maps(path, maps, height, width):
-    """Write maps {kind: [1, H, W]} from 0 (black) to 1 (white) as PNG files of height H and width W."""
+def write_maps(path, maps):
+    """Write maps {kind: [H, W]} from 0 (black) to 1 (white) as PNG files."""
     for kind, x in maps.items():
-        x = x[0, :height, :width].cpu().numpy()
         Image.fromarray(np.uint8(255 * x)).save(f"{path}_{kind}.png")
+
+
+def write_overview(path, pair, maps):
+    """Write one picture for people: both dates, probability, looks, and the mask in red on the second date.
+
+    Five panels stand side by side, of at most OVERVIEW_SIDE pixels each, so of large pictures they are
+    smaller. `pair` is uint8 [2 C, H, W]; of more than three bands the first three are shown.
+    """
+    dates = [np.broadcast_to(x[:3], (3, *x.shape[1:])).transpose(1, 2, 0) for x in np.split(pair, 2)]
+    greys = [np.repeat(np.uint8(255 * maps[kind])[..., None], 3, 2) for kind in ("probability", "looks")]
+    overlay = dates[1].copy()
+    is_called = maps["mask"] > 0
+    overlay[is_called] = overlay[is_called] // 2 + np.uint8([127, 0, 0])  # half red
+    panels = []
+    for panel in (*dates, *greys, overlay):
+        image = Image.fromarray(np.ascontiguousarray(panel))
+        image.thumbnail((OVERVIEW_SIDE, OVERVIEW_SIDE))
+        panels.append(np.pad(np.array(image), ((0, 0), (0, 8), (0, 0)), constant_values=128))  # a grey gap
+    Image.fromarray(np.concatenate(panels, 1)).save(f"{path}_overview.png")
+
+
+# ---- Predictions ----
+
+
+def predict_large(predict, pair, args):
+    """Predict one pair [1, 2 C + 1, H, W] of any size; return its probability [1, H, W] and looks [1, h, w].
+
+    `predict` returns those of a pair and their returns. A large pair is cut into tiles, of which only the
+    middle is kept. A patch of ours depends on less than the 3 patches around it, so that the maps are those
+    of the whole pair. A backbone sees farther: enlarge the margin for it.
+    """
+    patch = args.patch_size
+    margin = 3 * patch
+    step = TILE_SIDE // patch * patch
+    height, width = pair.shape[2:]
+    probability = pair.new_zeros((1, height, width), dtype=torch.float32)
+    looks = pair.new_zeros((1, height // patch, width // patch), dtype=torch.float32)
+    for top in range(0, height, step):
+        for left in range(0, width, step):
+            # The tile begins at pixel (y, x)
+            y = max(top - margin, 0)
+            x = max(left - margin, 0)
+            tile = pair[:, :, y : top + step + margin, x : left + step + margin]
+            tile_probability, tile_looks, _ = predict(tile)
+            found = tile_probability[:, top - y :, left - x :][:, :step, :step]
+            probability[:, top : top + step, left : left + step] = found
+            found = tile_looks[:, (top - y) // patch :, (left - x) // patch :]
+            found = found[:, : step // patch, : step // patch]
+            rows = slice(top // patch, (top + step) // patch)
+            looks[:, rows, left // patch : (left + step) // patch] = found
+    return probability, looks
+
+
+def write_predictions(args, predict, threshold, device, say=print):
+    """Write maps and an overview of each pair of --predict, and `say` what was found, in lines.
+
+    All pairs are read first, so that a file that does not fit ends the run before any map is written.
+    """
+    output = Path(args.output)
+    if output.exists():
+        raise ValueError(f"--output {output}: exists already; name a new folder")
+    pairs = read_pairs(args)
+    output.mkdir(parents=True)
+    counts = 0
+    for name, (pair, height, width) in pairs.items():
+        images = pair[0, :-1, :height, :width]
+        pair = torch.from_numpy(pair).to(device)
+        probability, looks = predict_large(predict, pair, args)
+        maps = change_pairs.make_maps(probability, looks, threshold, args)
+        maps = {kind: x[0, :height, :width].cpu().numpy() for kind, x in maps.items()}
+        write_maps(output / name, maps)
+        write_overview(output / name, images, maps)
+        counts = counts + change_pairs.count_pixels(probability, pair[:, -1], threshold)
+        say(f"{name}: {looks.mean():.2f} looks a patch, {maps['mask'].mean():.2%} of the pixels changed")
+    if counts.any():  # there are labels
+        for name, value in change_pairs.compute_scores(counts).items():
+            say(f"{name}: {value:.5g}")
+    say(f"{output}: maps of {len(pairs)} pairs; PNG files keep no georeference")
 
 
 # ---- Folders ----
@@ -143,12 +265,15 @@ def list_folders(root):
     """List the pictures of the first date, of the second date and of the labels in folders of `root`."""
     if not root.is_dir():
         raise ValueError(f"{root}: no such folder; {LAYOUTS}")
-    folders = {x.name.lower(): x for x in sorted(root.iterdir()) if x.is_dir()}
+    folders = [x for x in sorted(root.iterdir()) if x.is_dir()]
     pictures = []
-    for names in NAMES:
-        found = [folders[name] for name in names if name in folders]
+    for kind, names in zip(("pictures of the first date", "pictures of the second date", "labels"), NAMES):
+        found = [x for x in folders if x.name.lower() in names]
         if not found:
             raise ValueError(f"{root}: no folder {names[0]}; {LAYOUTS}")
+        if len(found) > 1:
+            both = " and ".join(x.name for x in found)
+            raise ValueError(f"{root}: the folders {both} could all be the {kind}; rename all but one")
         pictures.append(list_pictures(found[0]))
     return pictures
 
@@ -169,11 +294,30 @@ def read_list(path, known):
     return names
 
 
+def check_lists(folder, names):
+    """Raise ValueError if two of the lists {split: names} in a folder have a name in common."""
+    places = {}
+    for split, listed in names.items():
+        for name in listed:
+            if name in places:
+                files = f"{folder / places[name]}.txt and {folder / split}.txt"
+                raise ValueError(f"{name} is in {files}; a pair may be in one split only")
+            places[name] = split
+
+
 def split_names(names, share):
-    """Split names at random: `share` for val, as much for test, and the others for train; always the same."""
-    names = np.random.default_rng(0).permutation(names).tolist()
-    size = max(1, round(share * len(names)))
-    return {"val": names[:size], "test": names[size : 2 * size], "train": names[2 * size :]}
+    """Split names by a hash of each: about `share` of them for val, as many for test, the others for train.
+
+    The split of a name depends on nothing but the name and the share. So a pair keeps its split if others are
+    added or removed.
+    """
+    splits = {split: [] for split in SPLITS}
+    for name in names:
+        digest = hashlib.sha256(name.encode()).digest()
+        number = int.from_bytes(digest[:6], "big") / 2**48  # uniform in [0, 1)
+        split = "val" if number < share else "test" if number >= 1 - share else "train"
+        splits[split].append(name)
+    return splits
 
 
 def sort_names(root, names):
@@ -202,8 +346,15 @@ def find_files(root, splits, val_share):
         known = sorted(set().union(*folders))
         if lists.is_dir():
             names = {split: read_list(lists / f"{split}.txt", known) for split in splits}
+            check_lists(lists, names)
         elif val_share:
             names = split_names(known, val_share)
+            empty = [split for split in splits if not names[split]]
+            if empty:
+                raise ValueError(
+                    f"{root}: of {len(known)} pairs, --val-share {val_share} gives none to {empty[0]}, as it "
+                    "draws each name for itself; try another share, or write list/train.txt, val.txt, ..."
+                )
         else:
             names = sort_names(root, known)
     files = {}

@@ -80,6 +80,29 @@ def draw_splits(args, splits=SPLITS):
     return pairs
 
 
+def import_folders():
+    """Import the file that reads and writes pictures; raises ValueError if it is missing."""
+    try:
+        from envs_shared import change_folders
+    except ImportError:
+        raise ValueError(
+            "--data-dir and --predict need envs_shared/change_folders.py beside change_pairs.py; copy it"
+        ) from None
+    return change_folders
+
+
+def load_splits(args, splits=SPLITS):
+    """Read the pairs of --data-dir, or draw those of --env-id: {split: pairs}."""
+    if args.data_dir:
+        return import_folders().read_splits(args, splits)
+    return draw_splits(args, splits)
+
+
+def write_predictions(*inputs):
+    """Write the maps of --predict, see change_folders.py."""
+    import_folders().write_predictions(*inputs)
+
+
 def unify_labels(labels, ignore_index):
     """Map labels {file: uint8 [H, W]} to 0, 1 and, where pixels do not count, 255.
 
@@ -122,9 +145,12 @@ def compute_share(pairs):
     return (labels == 1).sum() / (labels != UNCOUNTED).sum()
 
 
-def describe(train_pairs, val, test, share):
+def describe(train_pairs, val, all_val, test, share):
     """Describe the pairs of a run in a few words; `share` is that of changed pixels in the train pairs."""
-    text = f"{len(train_pairs)} train, {len(val)} val and {len(test)} test pairs, "
+    num_val = f"{len(val)}"
+    if len(val) < len(all_val):
+        num_val += f" of {len(all_val)} (--eval-episodes)"
+    text = f"{len(train_pairs)} train, {num_val} val and {len(test)} test pairs, "
     text += f"{share:.2%} of the train pixels changed"
     if len(val) and not (val[:, -1] == 1).any():
         text += ", no val pixel, so the threshold stays 0.5"
@@ -143,8 +169,12 @@ def draw_batch(pairs, num_pairs, args):
     crops = []
     for i, y, x, turns in places.tolist():
         crop = pairs[i, :, y : y + size, x : x + size]
+        # Pictures and label move together: add mirroring here
         crops.append(crop.rot90(turns, (1, 2)))
-    return split_labels(torch.stack(crops), args)
+    images, labels = split_labels(torch.stack(crops), args)
+    # From here on, pictures have lost their label: add changes of brightness, colour or noise here, such as
+    # images[:, :NUM_BANDS] *= gain for the first date
+    return images, labels
 
 
 def split_labels(pairs, args):
@@ -244,6 +274,13 @@ def score_maps(probability, labels, threshold=None):
         threshold = find_threshold(probability, labels)
     scores = compute_scores(count_pixels(probability, labels, threshold))
     return scores | {"eval/threshold": threshold}
+
+
+def score_all_changed(pairs):
+    """Score the map that calls every pixel changed, without a look."""
+    labels = pairs[:, -1]
+    scores = compute_scores(count_pixels(torch.ones_like(labels), labels, 0.5))
+    return scores | {"eval/looks": 0.0, "eval/f1_less_price": scores["eval/f1"]}
 
 
 # ---- Maps to look at ----

@@ -1,6 +1,7 @@
 """What the recipes for change detection must bring about."""
 
 import importlib
+import runpy
 
 import numpy as np
 import pytest
@@ -10,21 +11,33 @@ from PIL import Image
 from scripts import load, run_edited
 
 QUICK = "--image-size 16 --batch-size 8 --num-envs 16 --num-minibatches 2"
-BACKBONE = """
-import torch
+TORCHVISION = """
+from torch import nn
 
-class Backbone(torch.nn.Sequential):
-    def __init__(self):
-        super().__init__(torch.nn.Conv2d(3, 32, 4, 2), torch.nn.BatchNorm2d(32), torch.nn.ReLU())
-"""
+class ResNet18_Weights:
+    IMAGENET1K_V1 = 0.3
+
+class resnet18(nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 32, 4, 2), nn.BatchNorm2d(32), nn.ReLU()
+        self.maxpool, self.layer1, self.layer2, self.fc = (nn.Identity() for _ in range(4))
+        self.bn1.running_mean.fill_(weights or 0.0)
+"""  # a small network in its place
 
 
 def check_backbone(path, folder):
-    """It is that of the file to the end, its statistics too."""
-    (folder / "my_backbone.py").write_text(BACKBONE)
+    """It is that of the file to the end, its statistics too; it gets pictures as ImageNet's weights do."""
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision" / "models.py").write_text(TORCHVISION)
+    runpy.run_path(str(folder / "my_backbone.py"), run_name="__main__")
     backbone = importlib.import_module("my_backbone").Backbone()
-    backbone[1].running_mean.fill_(0.3)
-    torch.save(backbone.state_dict(), folder / "backbone.pt")
+    backbone.load_state_dict(torch.load(folder / "backbone.pt", weights_only=True))
+    assert (backbone.eval().layers[1].running_mean == 0.3).all()
+    pixels = torch.randint(0, 256, (2, 3, 8, 8))
+    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
+    expected = backbone.layers((pixels / 255 - mean) / std)
+    torch.testing.assert_close(backbone(pixels.float() / 64 - 2), expected)
     flags = f"{QUICK} --coarse-size 1 --num-train-pairs 64 --detector-iterations 3 --ppo-iterations 2"
     done, _ = run_edited(path, f"{flags} --eval-episodes 20")
     agent = load(done.path / "checkpoint.pt")["agent"]
@@ -62,27 +75,31 @@ def check_iou(path, folder):
     flags += " --eval-episodes 20 --cost 0.2"
     done, module = run_edited(path, flags)
     scalars = {tag: x[-1][1] for tag, x in read_scalars(done.path).items()}
-    assert scalars["eval/net"] == pytest.approx(scalars["eval/iou"] - 0.2 * scalars["eval/looks"], abs=1e-6)
+    assert scalars["eval/iou_less_price"] == pytest.approx(
+        scalars["eval/iou"] - 0.2 * scalars["eval/looks"], abs=1e-6
+    )
     assert "a look costs (1 - F1 / 2) x 0.0" in done.out and "all looks cost 0.40 of IoU" in done.out
     # Of many pixels, some are predicted and as many are changed; one more is predicted
     num_pixels, num_hits, num_changed = 10**6, 60_000, 100_000
     f1, iou = num_hits / num_changed, num_hits / (2 * num_changed - num_hits)
     for label in (0.0, 1.0):
         logits, labels = torch.full((1, 1, 1, 1), 5.0), torch.full((1, 1, 1, 1), label)
-        worth = module.compute_worth(logits, labels, torch.tensor(f1), 0.0).item()
+        worth = module.compute_utility(logits, labels, torch.tensor(f1), 0.0).item()
         more = (num_hits + label) / (2 * num_changed + 1 - num_hits - label)
         union = 2 * num_changed - num_hits
         assert worth / union == pytest.approx(more - iou, rel=1e-3)
     # If the mean worth rises by the price, IoU rises by --cost
     args = module.Args(**load(done.path / "checkpoint.pt")["args"])
     agent = module.Agent(args)
-    agent.share.fill_(num_changed / num_pixels)
+    agent.changed_share.fill_(num_changed / num_pixels)
     agent.running_f1.fill_(f1)
     agent.up.weight.data.zero_()  # a look changes nothing
     pairs = module.load_pairs(args, torch.device("cpu"), ["val"])[0]
     images, labels = module.change_pairs.split_labels(pairs, args)
     with torch.no_grad():
-        rollout, _ = module.play(agent, images, labels, args, lambda row: torch.ones_like(row["is_active"]))
+        rollout, _ = module.play(
+            agent, images, labels, args, rule=lambda row: torch.ones_like(row["is_active"])
+        )
     price = -rollout["rewards"].mean().item()
     assert price * num_pixels / union == pytest.approx(args.cost, rel=1e-4)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 from test_change_pairs import make_args
 
 from envs_shared import change_folders
@@ -167,14 +167,100 @@ def test_lists(tmp_path):
 
 
 def test_a_folder_is_split_by_a_share(tmp_path):
-    """At random and always alike: each pair is in one split, and a fifth are in val and in test."""
+    """Each pair is in one split, whatever the seed; a small folder that leaves a split empty is refused."""
     pairs = [save_pair(tmp_path, f"{{kind}}/x{i:02}", 10 + i) for i in range(10)]
-    found, again = (read_folder(tmp_path, val_share=0.2, seed=seed) for seed in (3, 9))
-    assert {split: len(x) for split, x in found.items()} == {"train": 6, "val": 2, "test": 2}
+    found, again = (read_folder(tmp_path, val_share=0.3, seed=seed) for seed in (3, 9))
     drawn, same = ([x.tobytes() for split in y.values() for x in split] for y in (found, again))
-    order = [drawn.index(pair.tobytes()) for pair in pairs]
-    assert drawn == same and sorted(order) == list(range(10))
-    assert {*order[:2]} != {6, 7}  # val is not of the first two
+    assert drawn == same and sorted(drawn) == sorted(pair.tobytes() for pair in pairs)
+    error = read_error(change_folders.read_folder, tmp_path, 4, 8, SPLITS, 1e-9)
+    assert "of 10 pairs, --val-share 1e-09 gives none to val" in error and "list/train.txt" in error
+
+
+def test_the_split_of_a_name_depends_on_the_name_alone():
+    """Shares hold on average. A larger share moves no name from val to test or back."""
+    names = [f"tile_{i}" for i in range(10_000)]
+    splits = change_folders.split_names(names, 0.2)
+    sizes = {split: len(x) for split, x in splits.items()}
+    assert sizes == pytest.approx({"train": 6_000, "val": 2_000, "test": 2_000}, abs=150)
+    assert sorted(name for split in splits.values() for name in split) == sorted(names)
+    for present in ([*names, "another"], names[5:], names[::-1]):
+        again = change_folders.split_names(present, 0.2)
+        for split in SPLITS:
+            assert {*again[split]} - {"another"} == {*splits[split]} & {*present}
+    wider = change_folders.split_names(names, 0.3)
+    assert {*splits["val"]} < {*wider["val"]} and {*splits["test"]} < {*wider["test"]}
+
+
+def test_a_name_in_two_lists_is_refused(tmp_path):
+    save_set(tmp_path, "{kind}/{split}{i}")
+    (tmp_path / "list").mkdir()
+    for split, names in (("train", "train0 train1"), ("val", "val0 val1"), ("test", "test1 val1")):
+        (tmp_path / f"list/{split}.txt").write_text(names.replace(" ", "\n"))
+    lists = tmp_path / "list"
+    error = read_error(read_folder, tmp_path)
+    assert error == f"val1 is in {lists}/val.txt and {lists}/test.txt; a pair may be in one split only"
+    (lists / "test.txt").write_text("test1")
+    assert {split: len(x) for split, x in read_folder(tmp_path).items()} == {"train": 2, "val": 2, "test": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("change", "change and label could all be the labels"),
+        ("LABEL", "LABEL and label could all be the labels"),
+        ("pre", "A and pre could all be the pictures of the first date"),
+        ("im2", "B and im2 could all be the pictures of the second date"),
+    ],
+)
+def test_two_folders_that_could_be_the_same_are_refused(tmp_path, more, words):
+    """Neither is chosen in silence, in any of the splits."""
+    save_set(tmp_path)
+    (tmp_path / "val" / more).mkdir()
+    assert read_error(read_folder, tmp_path) == (f"{tmp_path}/val: the folders {words}; rename all but one")
+
+
+def make_geotiff(x, y, size=2.0, system=(1, 1, 0, 1, 3072, 0, 1, 32633), is_matrix=False):
+    """Make tags of a GeoTIFF: its origin, the size of a pixel and the keys of its coordinate system."""
+    tags = TiffImagePlugin.ImageFileDirectory_v2()
+    if is_matrix:
+        tags[34264] = (size, 0.0, 0.0, x, 0.0, -size, 0.0, y, *[0.0] * 7, 1.0)
+        tags.tagtype[34264] = 12
+    else:
+        # The tie point is that of column 3 and row 1
+        tags[33550], tags[33922] = (size, size, 0.0), (3.0, 1.0, 0.0, x + 3 * size, y - size, 0.0)
+        tags.tagtype |= {33550: 12, 33922: 12}
+    tags[34735] = system
+    tags.tagtype[34735] = 3
+    return tags
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"x": 500.0, "y": 900.0}, None),
+        ({"x": 500.0, "y": 900.0, "is_matrix": True}, None),
+        ({"x": 506.0, "y": 899.0}, "begins 3 pixels to the right of the first and 0.5 below it"),
+        (
+            {"x": 506.0, "y": 899.0, "is_matrix": True},
+            "begins 3 pixels to the right of the first and 0.5 below",
+        ),
+        ({"x": 500.0, "y": 900.0, "size": 1.0}, "a pixel is (2.0, -2.0) units in one and (1.0, -1.0) in the"),
+        ({"x": 500.0, "y": 900.0, "system": (1, 1, 0, 1, 3072, 0, 1, 32634)}, "coordinate systems differ"),
+        (None, None),
+    ],
+)
+def test_pictures_whose_georeferences_differ_are_named(tmp_path, capsys, second, words):
+    """By a line with the shift; a pair in which one picture has none gets no line."""
+    picture = np.zeros((8, 8, 3), np.uint8)
+    files = []
+    for kind, place in (("A", {"x": 500.0, "y": 900.0}), ("B", second)):
+        options = {"tiffinfo": make_geotiff(**place)} if place else {}
+        files.append(save(tmp_path / kind / "x.tif", picture, **options))
+    assert change_folders.read_pair(files).shape == (7, 8, 8)
+    error = capsys.readouterr().err
+    assert error.count("\n") == (words is not None)
+    if words:
+        assert error.startswith(f"{files[0]} and {files[1]} are not of one place: ") and words in error
 
 
 def test_pairs_to_predict(tmp_path):

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT
+from scripts import import_file
 
 from envs_shared import change_pairs
 from envs_shared.change_pairs import UNCOUNTED, draw_haze, split_labels, unify_labels
@@ -92,6 +94,24 @@ def test_crops_are_parts_of_their_pairs_and_their_labels_move_along():
         assert torch.equal(label, expected[0])
         places.add((y, x, turns))
     assert places == {(y, x, k) for y in range(3) for x in range(5) for k in range(4)}
+
+
+def test_a_users_change_of_colour_in_draw_batch_leaves_the_labels_alone(tmp_path):
+    """At the marked place. A gain below 1, put before pictures and labels part, would turn label 1 into 0."""
+    text = (ROOT / "envs_shared" / "change_pairs.py").read_text()
+    place = "    # images[:, :NUM_BANDS] *= gain for the first date\n"
+    assert text.count(place) == 1
+    edited = tmp_path / "edited_pairs.py"
+    edited.write_text(text.replace(place, f"{place}    images[:, :NUM_BANDS] *= 0.5\n"))
+    module = import_file("edited_pairs", edited)
+    pairs = torch.from_numpy(draw_haze(20, 32, 2, 1)[0])
+    found = []
+    for draw_batch in (change_pairs.draw_batch, module.draw_batch):
+        torch.manual_seed(0)
+        found.append(draw_batch(pairs, 50, make_args()))
+    (images, labels), (changed_images, same_labels) = found
+    assert torch.equal(labels, same_labels) and labels.mean() > 0.05
+    assert torch.equal(changed_images, torch.cat((images[:, :3] * 0.5, images[:, 3:]), 1))
 
 
 def test_labels_follow_one_convention():

@@ -298,7 +298,7 @@ SCORES = [
         f"reinforce_tsp_attention --data {ROOT}/tests/data/tsp/tsp20-uniform.txt",  # with optimal tours
         lambda x: ({"eval/greedy_length": x, "eval/greedy_gap": -x}, None),
     ),
-    ("ppo_change_detection", lambda x: {"eval/threshold": 0.5, "eval/net": x}),
+    ("ppo_change_detection", lambda x: {"eval/threshold": 0.5, "eval/f1_less_price": x}),
 ]  # AlphaZero plays matches
 
 

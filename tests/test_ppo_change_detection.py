@@ -10,7 +10,7 @@ import torch
 from helpers import fail_with, read_scalars
 from PIL import Image
 from scripts import load, run_main
-from test_change_files import save_set
+from test_change_files import save, save_set
 from torch.nn import functional as F
 
 from algos import ppo_change_detection as cd
@@ -30,7 +30,7 @@ def make_parts(**changes):
     agent = cd.Agent(args).double()
     torch.nn.init.normal_(agent.heads[-1].weight, 0.0, 0.3)
     agent.heads[0].weight.data[:, 64:] *= -0.15  # so that some patches stop after what they saw
-    agent.share.fill_(0.5)  # then a look costs --cost
+    agent.changed_share.fill_(0.5)  # then a look costs --cost
     agent.heads[-1].bias.data.fill_(0.0)
     pairs, *_ = change_pairs.draw_haze(args.num_envs, args.image_size, 2, 0)
     images, labels = change_pairs.split_labels(torch.from_numpy(pairs), args)
@@ -90,19 +90,38 @@ def test_the_embedding_sees_coarse_pictures_alone():
     torch.testing.assert_close(first, second)
 
 
+@torch.no_grad()
+def test_differences_are_to_the_first_date():
+    """With three dates, a look reads each date and its difference to the first, as far as they are shown."""
+    torch.manual_seed(0)
+    detector = cd.Detector(cd.Args(env_id="haze-3", num_steps=3)).double()
+    windows = torch.randn(5, 9, 12, 12).double()
+    for num_shown in (1, 2, 3):
+        is_shown = torch.arange(3).expand(5, 3) < num_shown
+        corrections, ranges = detector.read(windows, is_shown)
+        dates = [detector.read_date(x).relu() for x in windows.split(3, 1)]  # [5, 16, 5, 5]
+        dates = [x if k < num_shown else torch.zeros_like(x) for k, x in enumerate(dates)]
+        first, second, third = dates
+        parts = (first, second, third, (second - first).abs(), (third - first).abs())
+        torch.testing.assert_close(corrections, detector.refiner(torch.cat(parts, 1)).flatten(1))
+        expected = [x.flatten(2).max(2)[0] - x.flatten(2).min(2)[0] for x in (first, second)]
+        torch.testing.assert_close(ranges, torch.cat(expected, 1))
+        assert ranges[:, 16:].any() == (num_shown > 1)
+
+
 # Rollouts
 
 
-def test_worth_is_equation_2():
+def test_utility_is_equation_2():
     """Of a query with a hit, a false alarm, a miss and a cell that does not count; of one that is quiet."""
     p = torch.tensor([[0.9, 0.35, 0.2, 0.6], [1e-9, 0.29, 0.25, 0.1]]).double()
     logits = p.logit().T[None, :, :, None]
     labels = torch.tensor([[1, 0, 1, 255], [1, 0, 0, 0]]).double().T[None, :, :, None]
-    found = cd.compute_worth(logits, labels, torch.tensor(0.6), 0.2)
+    found = cd.compute_utility(logits, labels, torch.tensor(0.6), 0.2)
     hit, alarm, miss = 0.2 * math.log(0.9) + 2 - 0.6, 0.2 * math.log(0.65) - 0.6, 0.2 * math.log(0.2)
     quiet = 0.2 * (-7 + math.log(0.71) + math.log(0.75) + math.log(0.9))  # all below F / 2 = 0.3
     assert found.flatten().tolist() == pytest.approx([(hit + alarm + miss) / 3, quiet / 4])
-    assert not cd.compute_worth(logits, torch.full_like(labels, 255.0), torch.tensor(0.6), 0.2).any()
+    assert not cd.compute_utility(logits, torch.full_like(labels, 255.0), torch.tensor(0.6), 0.2).any()
 
 
 @torch.no_grad()
@@ -120,9 +139,8 @@ def test_a_rollout_follows_its_decisions():
         assert (data["step_indices"][t] == t).all() and not correction.movedim(1, -1)[~looks[t]].any()
         assert (correction != means).any(1)[looks[t]].all()  # drawn, not the mean
         close(values, data["values"][t])
-        close(data["next_embedding"][t], embedding + agent.up(correction))
         if t < 2:
-            assert torch.equal(data["embedding"][t + 1], data["next_embedding"][t])
+            close(data["embedding"][t + 1], embedding + agent.up(correction))
             close(data["seen"][t + 1], data["seen"][t] + features)
         close(data["log_probs"][t, :, 0], torch.where(looks[t], F.logsigmoid(logits), F.logsigmoid(-logits)))
         normal = torch.distributions.Normal(means, agent.log_std.exp())
@@ -133,13 +151,14 @@ def test_a_rollout_follows_its_decisions():
 def test_rewards_are_equation_1_and_advantages_equation_3():
     """Advantages are sums over what follows, up to a stop; the running F1 follows the maps."""
     args, agent, images, labels = make_parts(**LONG)
-    agent.share.fill_(0.25)  # so that a look costs 2 x 0.25 x 0.4 = 0.2
+    agent.changed_share.fill_(0.25)  # so that a look costs 2 x 0.25 x 0.4 = 0.2
     f1 = agent.running_f1.clone()
     data, scalars, _ = roll(args, agent, images, labels)
     looks, close = data["looks"], torch.testing.assert_close
     assert looks[1].any() and not looks[1].all()
-    logits = [agent.detector.classify(x) for x in (*data["embedding"], data["next_embedding"][-1])]
-    worth = torch.stack([cd.compute_worth(x, labels, f1, args.beta) for x in logits])
+    last = data["embedding"][-1] + agent.up(data["correction"][-1])
+    logits = [agent.detector.classify(x) for x in (*data["embedding"], last)]
+    worth = torch.stack([cd.compute_utility(x, labels, f1, args.beta) for x in logits])
     close(data["rewards"], (worth.diff(dim=0) - 0.2) * looks)
     next_values = *data["values"][1:], torch.zeros(4, 4, 4)
     steps = [*zip(data["rewards"], data["values"], next_values, looks, strict=True)]
@@ -235,7 +254,7 @@ def test_the_detector_learns_from_no_look_and_each_look(share, monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, share))
     loss = cd.detector_loss(agent, images, labels, args)
     rule = study.look_everywhere if share else study.look_nowhere
-    rollout, cell_logits = cd.play(agent, images, labels, args, rule)
+    rollout, cell_logits = cd.play(agent, images, labels, args, rule=rule)
     maps, is_counted = (*rollout["cell_logits"], cell_logits), labels != 255
     losses = [F.binary_cross_entropy_with_logits(x[is_counted], labels[is_counted]) for x in maps]
     assert loss.item() == pytest.approx(sum(losses).item() / 3)
@@ -276,7 +295,8 @@ def test_scores_of_pixels_and_the_threshold(monkeypatch):
         f1 = 2 * hits / (2 * hits + alarms + misses)
         scores = {"f1": f1, "precision": hits / (hits + alarms), "recall": hits / (hits + misses)}
         scores |= {"iou": hits / (hits + alarms + misses), "accuracy": (hits + rest) / len(kinds)}
-        scores |= {"threshold": threshold, "looks": 1.5, "net": f1 - 1.5 * args.cost, "episodic_return": 5.5}
+        scores |= {"threshold": threshold, "looks": 1.5, "episodic_return": 5.5}
+        scores["f1_less_price"] = f1 - 1.5 * args.cost
         return {f"eval/{name}": x for name, x in scores.items()}
 
     found = cd.evaluate(None, args, pairs)
@@ -310,7 +330,27 @@ def test_maps_take_means_and_the_likelier_decision():
     torch.testing.assert_close(p[33:34], pixels[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch):
+@pytest.mark.parametrize(("is_useless", "num_val"), [(True, 9), (False, 10)])
+def test_a_useless_mask_and_few_val_pairs_are_told(monkeypatch, capsys, is_useless, num_val):
+    """A mask that is no better than "all changed", and a threshold that rests on fewer than ten pairs."""
+    args, agent, *_ = make_parts(image_size=16)
+    pairs = torch.from_numpy(change_pairs.draw_haze(20, 16, 2, 1)[0])
+    all_changed = change_pairs.score_all_changed(pairs)["eval/f1"]
+    f1 = all_changed if is_useless else all_changed + 0.001
+    scores = {"eval/f1": f1, "eval/looks": 0.5, "eval/f1_less_price": 0.0, "eval/threshold": 0.5}
+    monkeypatch.setattr(cd, "evaluate", lambda *_: scores)
+    monkeypatch.setattr(cd, "load_checkpoint", lambda path: {"agent": agent.state_dict()})
+    assert cd.compare_rules(agent, args, pairs[:num_val], pairs, "best.pt") == "all changed"
+    lines = capsys.readouterr().out.splitlines()[6:]
+    if is_useless:
+        first, second = lines
+        assert first == "The mask of best.pt is no better than calling every pixel changed. Do not use it"
+        assert second == "With 9 val pairs, the choice of best.pt and its threshold are a guess"
+    else:
+        assert not lines
+
+
+def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
     """Each with its own probability threshold, by the candidate with the largest net score on val.
 
     best.pt looks by its heads, and the last policy looks everywhere.
@@ -329,7 +369,7 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch):
             assert threshold is None
             on_val.append((scores, rule))
         else:
-            best, best_rule = max(on_val, key=lambda x: x[0]["eval/net"])
+            best, best_rule = max(on_val, key=lambda x: x[0]["eval/f1_less_price"])
             assert best_rule is rule and threshold == best["eval/threshold"]
             found.append(scores)
             on_val.clear()
@@ -337,8 +377,16 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch):
 
     monkeypatch.setattr(cd, "evaluate", record)
     winner = cd.compare_rules(last, args, val, test, "best.pt")
-    names = ["last policy", "best.pt", "everywhere", "nowhere", "threshold"]
-    assert winner == names[np.argmax([x["eval/f1"] + 0.02 * x["eval/looks"] for x in found])]
+    names = ["last policy", "best.pt", "everywhere", "nowhere", "threshold", "all changed"]
+    share = change_pairs.compute_share(test).item()
+    assert share < 0.3
+    found.append({"eval/f1": 2 * share / (1 + share), "eval/looks": 0.0})  # all pixels are called changed
+    earned = [x["eval/f1"] + 0.02 * x["eval/looks"] for x in found]
+    assert winner == names[np.argmax(earned)]
+    lines = capsys.readouterr().out.splitlines()
+    for line, name, scores, x in zip(lines, names, found, earned, strict=False):
+        numbers = f"F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch"
+        assert line.split(": ")[0].strip() == name and f"{numbers}, less their price {x:.3f}" in line
     assert found[0] == found[2]
     assert 2 == found[2]["eval/looks"] > found[1]["eval/looks"] > found[3]["eval/looks"] == 0
 
@@ -372,6 +420,137 @@ def test_only_the_detector_is_in_training_mode_and_the_heads_learn_faster(tmp_pa
     assert heads["lr"] == pytest.approx(others["lr"] * 5) and len(heads["params"]) == 4
 
 
+def test_the_test_pairs_get_the_threshold_of_the_checkpoint(tmp_path, capsys):
+    """A threshold that was tuned on the test pairs would have a larger F1."""
+    path = run(tmp_path, TINY, "--detector-iterations 4 --ppo-iterations 1").path / "best.pt"
+    checkpoint = load(path)
+    agent, args = study.load_agent(path)
+    (test,) = cd.load_pairs(args, torch.device("cpu"), ["test"])
+    best = cd.evaluate(agent, args, test)
+    for threshold in (0.999, best["eval/threshold"] / 2):
+        checkpoint["progress"]["threshold"] = threshold
+        torch.save(checkpoint, path)
+        capsys.readouterr()
+        cd.main(["--evaluate", str(path)])
+        first, *lines = capsys.readouterr().out.splitlines()
+        assert "8 test pairs" in first and f"threshold {threshold}" in first
+        found = {name: float(x) for name, x in (line.split(": ") for line in lines)}
+        assert found == pytest.approx(cd.evaluate(agent, args, test, threshold), rel=1e-4)
+        assert found["eval/threshold"] == pytest.approx(threshold, rel=1e-4)
+        assert threshold < 0.9 or found["eval/f1"] < best["eval/f1"]
+
+
+def test_a_run_from_pretrained_weights_begins_with_all_of_them(tmp_path, monkeypatch):
+    """The policy and the running F1 too, but no progress and no optimizer. A rate of 0 keeps them."""
+    path = run(tmp_path / "first", TINY, "--detector-iterations 2 --ppo-iterations 3").path / "checkpoint.pt"
+    starts, collect_rollout = [], cd.collect_rollout
+
+    def record(agent, *inputs):
+        starts.append({name: x.clone() for name, x in agent.state_dict().items()})
+        return collect_rollout(agent, *inputs)
+
+    monkeypatch.setattr(cd, "collect_rollout", record)
+    flags = "--detector-iterations 0 --ppo-iterations 2 --learning-rate 0 --seed 9 --pretrained"
+    second = load(run(tmp_path / "second", TINY, flags, path).path / "checkpoint.pt")
+    first = load(path)
+    for name, x in first["agent"].items():
+        assert name == "changed_share" or torch.equal(starts[0][name], x), name
+        assert name in ("changed_share", "running_f1") or torch.equal(second["agent"][name], x), name
+    assert second["progress"]["iteration"] == 2
+    assert second["optimizer"]["state"][0]["step"] == 2 * 2  # minibatches
+
+
+def test_a_run_says_how_many_of_the_val_pairs_it_uses(tmp_path):
+    folder = tmp_path / "set"
+    save_set(folder, size=(16, 16))
+    flags = f"{TINY} --detector-iterations 1 --ppo-iterations 1 --data-dir {folder}"
+    for number, words in ((1, "1 of 2 (--eval-episodes) val"), (2, "2 val"), (3, "2 val")):
+        out = run(tmp_path / f"{number}", flags, "--eval-episodes", number).out
+        assert f": 2 train, {words} and 2 test pairs, " in out
+
+
+def test_labels_of_predicted_pairs_may_have_pixels_that_do_not_count(tmp_path, capsys):
+    """Of three folders, with --ignore-index; the scores are of the other pixels."""
+    path = run(tmp_path / "runs", TINY, "--detector-iterations 2 --ppo-iterations 1 --num-steps 1").path
+    rng, labels = np.random.default_rng(0), []
+    for i in range(2):
+        pair, *_ = change_pairs.draw_haze(1, 16, 2, i)
+        labels.append(rng.choice([0, 128, 255], (16, 16)).astype(np.uint8))
+        for kind, x in (("A", pair[0, :3].transpose(1, 2, 0)), ("B", pair[0, 3:6].transpose(1, 2, 0))):
+            save(tmp_path / kind / f"{i}.png", x)
+        save(tmp_path / "label" / f"{i}.png", labels[-1])
+    checkpoint = load(path / "best.pt")
+    checkpoint["progress"]["threshold"] = 0.1  # at which some pixels are called changed
+    torch.save(checkpoint, path / "best.pt")
+    flags = ["--evaluate", path / "best.pt", "--ignore-index", 128, "--output", tmp_path / "maps"]
+    cd.main([*map(str, flags), "--predict", *(str(tmp_path / kind) for kind in ("A", "B", "label"))])
+    masks = [np.array(Image.open(tmp_path / "maps" / f"{i}_mask.png")) for i in range(2)]
+    labels, masks = (np.stack(x) for x in (labels, masks))
+    is_called, is_changed = masks[labels != 128] > 0, labels[labels != 128] > 0
+    out = capsys.readouterr().out
+    for name, x in (
+        ("recall", is_called[is_changed].mean()),
+        ("accuracy", (is_called == is_changed).mean()),
+        ("f1", 2 * (is_called & is_changed).sum() / (is_called.sum() + is_changed.sum())),
+    ):
+        assert float(out.split(f"eval/{name}: ")[1].split()[0]) == pytest.approx(x, rel=1e-4)
+
+
+def test_the_map_of_looks_has_a_grey_for_each_number_of_looks():
+    """Of no look, one and two, with --num-steps 2, in patches of 8 x 8 pixels."""
+    looks = torch.tensor([[[0.0, 1.0], [2.0, 0.0]]])
+    args = cd.Args(num_steps=2)
+    maps = change_pairs.make_maps(torch.rand(1, 16, 16), looks, 0.5, args)
+    assert (maps["looks"][0].numpy() == np.kron(looks[0], np.ones((8, 8))) / 2).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("height", "width"), [(112, 72), (40, 136), (24, 24)])
+def test_large_pictures_are_cut_and_joined_without_a_seam(monkeypatch, height, width):
+    """The maps are those of the whole pair, whatever remains at its borders."""
+    args, agent, *_ = make_parts(image_size=136)
+    pair = torch.from_numpy(change_pairs.draw_haze(1, 136, 2, 5)[0])[:, :, :height, :width]
+    pair[:, :6] = torch.randint(0, 256, pair[:, :6].shape, dtype=torch.uint8)  # no two patches are alike
+    agent = agent.float()
+    let_half_look(agent, pair, args)
+    sizes = []
+
+    def predict(tile):
+        sizes.append(tile.shape[2:])
+        return cd.predict(agent, args, tile)
+
+    p, looks, _ = cd.predict(agent, args, pair)
+    for side in (16, 32):
+        monkeypatch.setattr(change_folders, "TILE_SIDE", side + 5)
+        sizes.clear()
+        found = change_folders.predict_large(predict, pair, args)
+        torch.testing.assert_close(found[0], p, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found[1], looks) and looks.any() and not looks.all()
+        assert len(sizes) == -(-height // side) * -(-width // side)
+        assert max(map(max, sizes)) <= side + 48
+
+
+def test_an_overview_shows_dates_maps_and_the_mask(tmp_path):
+    """In five panels; large ones are made smaller."""
+    rng = np.random.default_rng(0)
+    pair = rng.integers(0, 256, (6, 20, 30), np.uint8)
+    maps = {kind: rng.random((20, 30)).astype(np.float32) for kind in ("probability", "looks")}
+    maps["mask"] = (rng.random((20, 30)) < 0.3).astype(np.float32)
+    change_folders.write_overview(tmp_path / "x", pair, maps)
+    picture = np.array(Image.open(tmp_path / "x_overview.png"))
+    assert picture.shape == (20, 5 * 38, 3) and (picture.reshape(20, 5, 38, 3)[:, :, 30:] == 128).all()
+    first, second, probability, looks, overlay = (picture[:, 38 * k : 38 * k + 30] for k in range(5))
+    assert (first == pair[:3].transpose(1, 2, 0)).all() and (second == pair[3:].transpose(1, 2, 0)).all()
+    for panel, kind in ((probability, "probability"), (looks, "looks")):
+        assert (panel == np.uint8(255 * maps[kind])[..., None]).all()
+    is_called = maps["mask"] > 0
+    assert (overlay[~is_called] == second[~is_called]).all()
+    assert (overlay[is_called] == second[is_called] // 2 + np.uint8([127, 0, 0])).all()
+    large = np.zeros((2, 700, 1400), np.uint8)  # of one band
+    change_folders.write_overview(tmp_path / "y", large, {kind: large[0] for kind in maps})
+    assert Image.open(tmp_path / "y_overview.png").size == (5 * 520, 256)
+
+
 def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     """Pairs of a folder have two dates, whatever the task is called. The padding counts in no share.
 
@@ -385,9 +564,9 @@ def test_training_on_a_folder_and_predicting(tmp_path, capsys):
     best, maps = done.path / "best.pt", tmp_path / "maps"
     words = ["--evaluate", best, "--output", maps, "--predict", folder / "test/A", folder / "test/B"]
     cd.main([*map(str, words)])
-    assert len(list(maps.iterdir())) == 6
+    assert len(list(maps.iterdir())) == 8
     agent, args = study.load_agent(best)
-    assert agent.share.item() == pytest.approx(share)
+    assert agent.changed_share.item() == pytest.approx(share)
     args.predict = [str(folder / "test" / kind / "x1.png") for kind in "AB"]
     pair, *size = change_folders.read_pairs(args)["x1"]
     assert pair.shape == (1, 7, 24, 24) and size == [24, 20]
