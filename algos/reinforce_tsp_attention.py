@@ -215,23 +215,27 @@ class AttentionModel(nn.Module):
         return Encoded(first_queries, self.project_last(last), k, v, logit_k)
 
 
-def pick_queries(table, nodes):
-    """Return table[b, node], [B, P, T, D], for each node of `nodes` [B, P, T], from a table [B, N + 1, D].
+def pick_rows(table, nodes):
+    """Return the row [B, P, D] of each of the nodes [B, P] in a table [B, N + 1, D] of its instance.
 
-    A row is picked often. In the backward pass, which adds up its gradients, `embedding` is about twice as
-    fast as `gather`. It picks from one table, in which node i of instance b is row b (N + 1) + i.
+    `embedding` does this about twice as fast as `gather` if the backward pass counts, which adds up the
+    gradients of a row that was picked often. It knows one table alone, in which node i of instance b is row
+    b (N + 1) + i.
     """
-    row_offset = torch.arange(len(table), device=table.device).view(-1, 1, 1) * table.shape[1]
+    row_offset = torch.arange(len(table), device=table.device).unsqueeze(1) * table.shape[1]
     return nn.functional.embedding(nodes + row_offset, table.flatten(0, 1))
 
 
-def decode(encoded, first, last, log_mask):
-    """Return u [B, P, T, N] of eq. 7: nodes `first` [B, P, 1] and `last` [B, P, T], log_mask [B, P, T, N]."""
-    q = pick_queries(encoded.first_queries, first) + pick_queries(encoded.last_queries, last)  # eq. 4, 5
-    log_mask = log_mask.flatten(1, 2)  # [B, Q, N]
-    glimpse = attend(q.flatten(1, 2), encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, Q, D]
-    logits = 10 * torch.bmm(glimpse, encoded.logit_k.mT).tanh() + log_mask  # eq. 7, [B, Q, N]
-    return logits.unflatten(1, last.shape[1:])
+def decoder_step(encoded, first, last, is_open):
+    """Return log p [B, P, N] of the next node of P tours of each instance.
+
+    first, last [B, P]: nodes, or N if a tour is still empty. is_open [B, P, N]: the nodes that may come next.
+    """
+    q = pick_rows(encoded.first_queries, first) + pick_rows(encoded.last_queries, last)  # eq. 4, 5
+    log_mask = torch.where(is_open, 0.0, -torch.inf)
+    glimpse = attend(q, encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, P, D]
+    logits = 10 * torch.bmm(glimpse, encoded.logit_k.mT).tanh() + log_mask  # eq. 7
+    return logits.log_softmax(-1)  # eq. 8
 
 
 # ---- REINFORCE ---------------------------------------------------------------------------------------------
@@ -241,95 +245,85 @@ def tour_length(points, tours):
     return (stops - stops.roll(-1, 2)).norm(dim=-1).sum(-1)
 
 
-def mask_nodes(points, visit_time, steps):
-    """Return log_mask [B, P, T, N] for steps [T]: 0 if the node may come in that step, else -inf.
+def find_open_nodes(points, visited, last):
+    """Return which nodes [B, P, N] of P tours of each instance may come next, as booleans.
 
-    visit_time [B, P, N] has the step in which a tour visits each node: that of the tour 2, 0, 3, 1 is
-    1, 3, 0, 2. If your tours must keep other rules, edit this function alone: no other line says where a tour
-    may begin or go. It is used to build tours, where nodes not yet visited have the time N, and to score
-    them, where these nodes have their later step. So a rule may use the times of visited nodes, which are
-    below the step, but of other nodes only that they are not visited. `points` is for rules that depend on
-    the instance.
+    points [B, N, 2]; visited [B, P, N]: the nodes that a tour has visited so far; last [B, P]: the newest one
+    of them, or N if the tour is still empty. If your tours must keep other rules, edit this function alone:
+    no other line says where a tour may begin or go.
     """
-    is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: not visited before the step
-    return torch.where(is_open, 0.0, -torch.inf)
+    return ~visited
 
 
-@torch.no_grad()
-def construct_tours(points, encoded, multistart=False, sample=False):
-    """Build a tour of points [B, N, 2], or one from each node; returns tours [B, P, N], lengths [B, P].
+def sample_nodes(log_probs):
+    """Draw nodes [B, P] with log-probabilities [B, P, N].
 
-    Nodes are drawn from eq. 8 if `sample`; else each is the most likely one.
+    This is torch.multinomial without waiting for the GPU, so that a CUDA graph can record it.
+    """
+    # -log(-log(U)) of uniform U is Gumbel noise, and argmax(log p + noise) is distributed as p. U is kept
+    # off 1, where nodes with p = 0 would be NaN, and off 0, where the others would be -inf
+    uniform = torch.rand_like(log_probs).clamp_(1e-30, 1 - 1e-7)
+    return (log_probs - (-uniform.log()).log()).argmax(-1)
+
+
+def pick_likeliest(log_probs):
+    """Return the most likely nodes [B, P] by log-probabilities [B, P, N]."""
+    return log_probs.argmax(-1)
+
+
+def rollout(points, encoded, choose, multistart=False):
+    """Build a tour of each instance [B, N, 2] node by node or, with `multistart`, a tour from each node.
+
+    `choose` is sample_nodes or pick_likeliest. Returns tours [B, P, N], log p [B, P] of the nodes that
+    `choose` chose, and log p [B, N] of all first nodes.
     """
     num_nodes = points.shape[1]
-    nodes = torch.arange(num_nodes, device=points.device)  # 0 ... N - 1, also the numbers of steps
-    # The empty tour has visited no node, and its first and last node are N, the row of the placeholders
-    visit_time = nodes.new_full((len(points), 1, num_nodes), num_nodes)  # [B, 1, N]
-    first = last = visit_time[:, :, :1]  # [B, 1, 1], all N
+    nodes = torch.arange(num_nodes, device=points.device)
+    visited = torch.zeros_like(points[:, None, :, 0], dtype=torch.bool)  # [B, 1, N]
+    first = last = torch.full_like(visited[:, :, 0], num_nodes, dtype=torch.long)  # [B, 1], N: no node yet
+    tours = []
+    log_likelihood = 0.0
     for t in range(num_nodes):
-        # [B, P, 1, N], where P = 1 in the first step
-        logits = decode(encoded, first, last, mask_nodes(points, visit_time, nodes[t : t + 1]))
-        if multistart and t == 0:
-            # From now on there are N tours. By a large bonus, tour j begins at node j, if the mask allows it
-            logits = logits + 1e9 * (nodes == nodes[:, None, None])  # [B, N, 1, N]
-        if sample:
-            # Draw from eq. 8: -log(-log(U)) of uniform U is Gumbel noise, and argmax(logits + noise) is
-            # distributed as softmax(logits). U stays off 1, where visited nodes would be NaN, and off 0,
-            # where open ones would be -inf
-            uniform = torch.rand_like(logits).clamp_(1e-30, 1 - 1e-7)
-            logits = logits - (-uniform.log()).log()
-        last = logits.argmax(-1)  # [B, P, 1]
+        log_probs = decoder_step(encoded, first, last, find_open_nodes(points, visited, last))  # [B, P, N]
+        if t == 0:
+            start_log_probs = log_probs.squeeze(1)
+            if multistart:
+                log_probs = log_probs.expand(-1, num_nodes, -1)  # [B, N, N]
+        last = choose(log_probs.detach())  # [B, P]
+        if t == 0 and multistart:
+            # Tour j begins at node j, unless that node may not be the first
+            last = torch.where(start_log_probs > -torch.inf, nodes, last)
+        else:
+            chosen = log_probs.take_along_dim(last.unsqueeze(-1), -1).squeeze(-1)
+            log_likelihood = log_likelihood + chosen  # eq. 1
         if t == 0:
             first = last
-        visit_time = torch.where(nodes == last, t, visit_time)  # [B, P, N]
-    tours = visit_time.argsort(-1)  # the inverse permutation
-    return tours, tour_length(points, tours)
+        visited = visited | (nodes == last.unsqueeze(-1))  # [B, P, N]
+        tours.append(last)
+    return torch.stack(tours, -1), log_likelihood, start_log_probs
 
 
-def score_tours(points, encoded, tours):
-    """Return log p [B, P] of tours [B, P, N] given their first nodes, and log p [B, N] of first nodes."""
-    num_nodes = points.shape[1]
-    visit_time = tours.argsort(-1)  # [B, P, N], the inverse permutation
-    steps = torch.arange(num_nodes, device=points.device)
-    # Steps 1 ... N - 2 draw a node. Step 0 is scored below, and the last node is the one that is left
-    log_mask = mask_nodes(points, visit_time, steps[1:-1])  # [B, P, T, N]
-    log_probs = decode(encoded, tours[:, :, :1], tours[:, :, :-2], log_mask).log_softmax(-1)  # eq. 8
-    log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1, [B, P]
-    # One empty tour of each instance: no node is visited, and its first and last node are the placeholders
-    unvisited = torch.full_like(visit_time[:, :1], num_nodes)  # [B, 1, N]
-    nowhere = unvisited[:, :, :1]  # [B, 1, 1], all N
-    start_logits = decode(encoded, nowhere, nowhere, mask_nodes(points, unvisited, steps[:1]))  # [B, 1, 1, N]
-    return log_likelihood, start_logits.flatten(1).log_softmax(-1)
-
-
-def compute_loss(agent, baseline_policy, points):
+def compute_loss(agent, baseline_policy, baseline, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
-    With `baseline_policy`, the gradient of the loss estimates eq. 9. Without it, the baseline is POMO's, tour
-    j begins at node j (if mask_nodes lets it), and the loss is
-        mean_j A_j log p(tour j | first node j) + sum_j A_j p(first node j),
-    where A_j, the length of tour j less the mean length, is held constant. Let f_j be E[L | first node j].
-    The first term is POMO's. On average its gradient is (N - 1) / N times the gradient of mean_j f_j, as tour
-    j is part of its own baseline. The gradient of the second term is on average sum_j f_j grad p(j), since
-    the sum of grad p(j) is 0; it says nothing about later nodes. The sum of both is not the gradient of
-    sum_j p(j) f_j, since the first term weights each first node by 1 / N and not by p(j).
+    With `rollout`, the gradient of the loss estimates eq. 9. POMO's first nodes are not drawn, as all of them
+    are tried: its loss has a term of its own for them (proof: docs/reinforce_tsp_attention.md).
     """
-    is_pomo = baseline_policy is None
     encoded = agent(points)
-    tours, lengths = construct_tours(points, encoded, is_pomo, sample=True)  # [B, P, N], [B, P]
-    log_likelihood, start_log_probs = score_tours(points, encoded, tours)  # [B, P], [B, N]
-    if is_pomo:
-        baseline = lengths.mean(1, keepdim=True)  # Kwon et al., eq. 3
-    else:
+    tours, log_likelihood, start_log_probs = rollout(points, encoded, sample_nodes, baseline == "pomo")
+    lengths = tour_length(points, tours)  # [B, P]
+    if baseline == "pomo":
+        baseline_lengths = lengths.mean(1, keepdim=True)  # Kwon et al., eq. 3
+        advantages = lengths - baseline_lengths
+        loss = (log_likelihood * advantages).mean(1) + (start_log_probs.exp() * advantages).sum(1)
+    elif baseline == "rollout":
         # Greedy tours of a policy that `train` keeps in evaluation mode and without gradients
-        _, baseline = construct_tours(points, baseline_policy(points))
-        log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
-    advantages = lengths - baseline
-    loss = (log_likelihood * advantages).mean(1)
-    if is_pomo:
-        # All first nodes are tried and none is drawn: their expected advantage needs no log-likelihood
-        loss = loss + (start_log_probs.exp() * advantages).sum(1)
-    return loss, lengths.mean(1), baseline.mean(1)
+        greedy_tours, _, _ = rollout(points, baseline_policy(points), pick_likeliest)
+        baseline_lengths = tour_length(points, greedy_tours)
+        loss = (log_likelihood * (lengths - baseline_lengths)).mean(1)
+    else:
+        fail(f"--baseline {baseline}: compute_loss has no rule for it")
+    return loss, lengths.mean(1), baseline_lengths.mean(1)
 
 
 def update_weights(agent, baseline_policy, optimizers, args, points):
@@ -338,7 +332,7 @@ def update_weights(agent, baseline_policy, optimizers, args, points):
     `points` [B, N, 2] are this process's share of the batch.
     Shapes are fixed and the host never waits, so that a CUDA graph can record it.
     """
-    losses, lengths, baselines = compute_loss(agent, baseline_policy, points)
+    losses, lengths, baselines = compute_loss(agent, baseline_policy, args.baseline, points)
     loss = losses.sum() / args.batch_size  # what this process adds to the mean
     agent.zero_grad()
     loss.backward()
@@ -363,9 +357,9 @@ def is_better(agent, baseline_policy, points, level):
     agent.eval()
     differences = []
     for part in points.split(1000):
-        _, lengths = construct_tours(part, agent(part))
-        _, baseline = construct_tours(part, baseline_policy(part))
-        differences.append(lengths - baseline)
+        tours, _, _ = rollout(part, agent(part), pick_likeliest)
+        baseline_tours, _, _ = rollout(part, baseline_policy(part), pick_likeliest)
+        differences.append(tour_length(part, tours) - tour_length(part, baseline_tours))
     d = torch.cat(differences)  # [n, 1]
     num = len(d) * WORLD_SIZE
     mean = total(d.sum()) / num
@@ -414,12 +408,14 @@ class Muon(torch.optim.Optimizer):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def decode_greedy(agent, points):
     """Return one tour [B, 1, N] of each instance [B, N, 2]: the most likely node at each step."""
-    return construct_tours(points, agent(points))[0]
+    tours, _, _ = rollout(points, agent(points), pick_likeliest)
+    return tours
 
 
 def decode_multistart(agent, points):
     """Return tours [B, N, N]: a greedy one from each node."""
-    return construct_tours(points, agent(points), multistart=True)[0]
+    tours, _, _ = rollout(points, agent(points), pick_likeliest, multistart=True)
+    return tours
 
 
 def decode_multistart_x8(agent, points):
