@@ -58,6 +58,14 @@ def measure(points, tours):
     return np.linalg.norm(stops - np.roll(stops, 1, -2), axis=-1).sum(-1)
 
 
+def score_tours(points, encoded, tours):
+    """Return log p [B, P] of tours [B, P, N], by a rollout whose choices are these tours."""
+    nodes = iter(tours.unbind(-1))
+    found, log_likelihood, start_log_probs = am.rollout(points, encoded, lambda _: next(nodes))
+    assert torch.equal(found, tours)
+    return log_likelihood
+
+
 def evaluate_file(checkpoint, *flags):
     """Return the scores that --evaluate prints."""
     return read_scores(call_main(am, " ".join(map(str, ("--evaluate", checkpoint, *flags))))[0])
@@ -128,11 +136,11 @@ def test_an_update_is_a_step_along_the_clipped_gradient_of_single_steps(
         p.grad = torch.ones_like(p)  # of the last update
     before, optimizer = copy.deepcopy(agent), torch.optim.SGD(agent.parameters(), 1.0)
     torch.manual_seed(3)
-    args = am.Args(max_grad_norm=max_grad_norm, batch_size=4)
+    args = am.Args(max_grad_norm=max_grad_norm, batch_size=4, baseline=baseline)
     metrics = am.update_weights(agent, baseline_policy, [optimizer], args, points)
 
     torch.manual_seed(3)
-    tours, _ = am.construct_tours(points, before(points), baseline_policy is None, sample=True)
+    tours, _, _ = am.rollout(points, before(points), am.sample_nodes, baseline_policy is None)
     lengths = torch.from_numpy(measure(points, tours))
     log_probs, nothing = reference_log_probs(before, points, tours), torch.zeros(4, 0, dtype=torch.int64)
     if baseline == "pomo":
@@ -163,11 +171,14 @@ def test_samples_follow_the_policy(multistart):
     points, size = draw(1, 4), 10_000
     every = torch.tensor(list(itertools.permutations(range(4))))
     one = make_agent().eval()(points)
-    log_likelihood, start = am.score_tours(points, one, every[None])
+    log_likelihood = score_tours(points, one, every[None])
     many = am.Encoded(*(x.repeat(size, *[1] * (x.dim() - 1)) for x in one))
-    tours, _ = am.construct_tours(points.expand(size, -1, -1), many, multistart, sample=True)
-    first = torch.zeros(1, 24) if multistart else start.gather(1, every[None, :, 0])
-    p = (log_likelihood + first).exp()[0]
+    tours, found, start = am.rollout(points.expand(size, -1, -1), many, am.sample_nodes, multistart)
+    if multistart:  # each first node is tried, and has no part in the likelihood
+        log_likelihood = log_likelihood - start[:1].take_along_dim(every[None, :, 0], 1)
+    p = log_likelihood.exp()[0]
+    number = (tours.unsqueeze(2) == every).all(-1).int().argmax(-1)  # [B, P], which of all tours each one is
+    torch.testing.assert_close(found, log_likelihood[0, number])
     frequency = (tours.flatten(0, 1)[:, None] == every[None]).all(-1).float().sum(0) / size
     assert frequency.sum().item() == pytest.approx(4 if multistart else 1)
     assert ((frequency - p).abs() < 5 * (p * (1 - p) / size).sqrt() + 1e-4).all()
@@ -188,14 +199,14 @@ def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart, number):
         return rand_like(x) if number is None else rand_like(x).masked_fill_(rand_like(x) < 0.5, number)
 
     monkeypatch.setattr(torch, "rand_like", draw_numbers)
-    tours, _ = am.construct_tours(points, encoded, multistart, sample=True)
+    tours, _, _ = am.rollout(points, encoded, am.sample_nodes, multistart)
     assert torch.equal(tours.sort(-1).values, torch.arange(6).expand_as(tours))
     assert len({tuple(tour) for tour in tours.flatten(0, 1).tolist()}) > 100
 
 
 def test_symmetries_keep_lengths_and_are_eight():
     points, tours = draw(2, 7, dtype=torch.float64), torch.rand(2, 3, 7).argsort(-1)
-    images = am.apply_symmetries(points)
+    images = am.augment_x8(points)
     for image in images:
         np.testing.assert_allclose(measure(image, tours), measure(points, tours))
     centred = [image - image.mean(1, keepdim=True) for image in images]
@@ -228,7 +239,8 @@ def test_instances_are_uniform_or_gaussian():
 def test_the_t_test_is_that_of_scipy_on_the_instances_of_all_processes(monkeypatch, shift, world_size, num):
     """Levels a little above and below its statistic give different answers. All processes have one part."""
     agent, best = mock.Mock(return_value=0), mock.Mock(return_value=1)  # the column that lengths are in
-    monkeypatch.setattr(am, "construct_tours", lambda points, column: (None, points[:, :1, column]))
+    monkeypatch.setattr(am, "rollout", lambda points, column, choose: (column, None, None))
+    monkeypatch.setattr(am, "tour_length", lambda points, column: points[:, :1, column])
     monkeypatch.setattr(am, "WORLD_SIZE", world_size)
     monkeypatch.setattr(am, "total", lambda x: world_size * x)
     pairs = np.random.default_rng(0).normal(size=(num // world_size, 2))
@@ -254,8 +266,8 @@ def test_comparisons_and_evaluations_are_greedy_with_frozen_statistics_and_leave
     lengths = [measure(points, x).mean() for x in expected]
     assert torch.equal(tours, expected[0])
     assert found == (lengths[0] < lengths[1]) != am.is_better(best, agent, points, 0.5)
-    images = am.apply_symmetries(points.double())
-    several = [am.construct_tours(x, agent(x), multistart=True)[0] for x in images]
+    images = am.augment_x8(points.double())
+    several = [am.decode_multistart(agent, x) for x in images]
     for name, tours in (("multistart", several[0]), ("multistart_x8", torch.cat(several, 1))):
         shortest = measure(points, tours).min(1).mean()
         assert scores[f"eval/{name}_length"] == pytest.approx(shortest, rel=1e-12)
