@@ -436,10 +436,12 @@ DECODINGS = {
 }
 
 
-def list_decodings(num_nodes):
+def list_decodings(instances):
     """Return the names of all decodings or, for instances of too many nodes, of the first one alone."""
-    # N tours of N nodes take memory as N^2 and time as N^3
-    return list(DECODINGS)[: 1 if num_nodes > MULTISTART_NODES else None]
+    names = list(DECODINGS)
+    if instances.points.shape[1] > MULTISTART_NODES:  # N tours of N nodes take a time that grows as N^3
+        return names[:1]
+    return names
 
 
 def augment_x8(points):
@@ -541,6 +543,22 @@ def make_optimizers(agent, learning_rate, args):
     return adam, muon
 
 
+def score_checkpoint(agent, instances, decodings, args, device):
+    """Print the scores of --evaluate, and write the tours of --solve."""
+    if args.solve:
+        use_files("make_folder", args.solve)  # now, as it may fail
+    num_instances, num_nodes, _ = instances.points.shape
+    how = ", ".join(decodings)
+    if num_nodes > MULTISTART_NODES:
+        memory = 7e-8 * num_nodes**2  # measured
+        how += f" alone, as there are more than {MULTISTART_NODES} nodes; about {memory:.1f} GB"
+    print_line(f"{args.evaluate}: {num_instances} instances of {args.data or args.env_id}, tours by {how}")
+    scores, tours = evaluate(agent, instances, device, decodings)
+    print_scores(scores)
+    if args.solve:
+        use_files("write_tours", args.solve, args.data, instances, tours)
+
+
 def train(args, run):
     """Train the agent of a run; with --evaluate, only score it."""
     # Set up
@@ -554,21 +572,9 @@ def train(args, run):
     run.load(agent=agent)
 
     instances = make_eval_instances(args)
-    num_instances, num_nodes, _ = instances.points.shape
-    decodings = list_decodings(num_nodes)
+    decodings = list_decodings(instances)
     if args.evaluate:
-        if args.solve:
-            use_files("make_folder", args.solve)
-        how = ", ".join(decodings)
-        if num_nodes > MULTISTART_NODES:
-            memory = 7e-8 * num_nodes**2  # measured
-            how += f" alone, as there are more than {MULTISTART_NODES} nodes; about {memory:.1f} GB"
-        source = f"{num_instances} instances of {args.data or args.env_id}"
-        print_line(f"{args.evaluate}: {source}, tours by {how}")
-        scores, tours = evaluate(agent, instances, device, decodings)
-        print_scores(scores)
-        if args.solve:
-            use_files("write_tours", args.solve, args.data, instances, tours)
+        score_checkpoint(agent, instances, decodings, args, device)
         return
 
     # Instances to train on: points alone, as training minimizes tour_length, also if the file is a .tsp one.
@@ -603,7 +609,7 @@ def train(args, run):
             names = decodings if run.iteration >= args.num_epochs else decodings[:1]
             scores, _ = evaluate(agent, instances, device, names)
             score = "length" if instances.tours is None else "gap"
-            run.keep(scores, f"eval/{decodings[0]}_{score}", num_instances, operator.le)
+            run.keep(scores, f"eval/{decodings[0]}_{score}", len(instances.points), operator.le)
         if run.iteration >= args.num_epochs:
             break
         seed_everything(args.seed, TRAINING, run.iteration, RANK)
