@@ -18,7 +18,7 @@ Equations, numbered as by Kool et al.:
     (6)  u_j    = q . k_j / sqrt(d), or -inf if j has been visited; the glimpse is g = sum_j softmax(u)_j v_j
     (7)  u_j    = 10 tanh(W^O g . k_j / sqrt(D)), or -inf if j has been visited; these k are other ones
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
-    (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ], where L(pi) is the length of the tour
+    (9)  grad E[L(pi)] = E[ (L(pi) - b(s)) grad log p(pi | s) ], where L(pi) is the length of the tour
 
 What differs from the papers: in POMO's loss, a term of our own also trains which node is a good first one.
 Inputs are scaled to the unit square. Muon trains most matrices. The learning rate falls from the first epoch
@@ -272,8 +272,8 @@ def pick_likeliest(log_probs):
 def rollout(points, encoded, choose, multistart=False):
     """Build a tour of each instance [B, N, 2] node by node or, with `multistart`, a tour from each node.
 
-    `choose` is sample_nodes or pick_likeliest. Returns tours [B, P, N], log p [B, P] of the nodes that it
-    chose, and log p [B, N] of all nodes as the first one.
+    `choose` is sample_nodes or pick_likeliest. Returns tours [B, P, N]; log p [B, P] of tours, eq. 1, or with
+    `multistart` of tours given their first nodes; and log p [B, N] of each node as the first one.
     """
     num_nodes = points.shape[1]
     nodes = torch.arange(num_nodes, device=points.device)
@@ -305,7 +305,7 @@ def rollout(points, encoded, choose, multistart=False):
 def compute_loss(agent, baseline_policy, baseline, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
-    The gradient of the loss estimates eq. 9, with `pomo` as the page of this script says.
+    The gradient of the loss estimates eq. 9; docs/reinforce_tsp_attention.md shows in what sense with `pomo`.
     """
     encoded = agent(points)
     tours, log_likelihood, start_log_probs = rollout(points, encoded, sample_nodes, baseline == "pomo")
@@ -314,7 +314,7 @@ def compute_loss(agent, baseline_policy, baseline, points):
         baseline_lengths = lengths.mean(1, keepdim=True)  # Kwon et al., eq. 3
         advantages = lengths - baseline_lengths
         loss = (log_likelihood * advantages).mean(1)
-        # First nodes are not drawn, since all of them are tried: the expected advantage of a first node
+        # All first nodes are tried and none is drawn. Their loss is the expected advantage of a drawn one
         loss = loss + (start_log_probs.exp() * advantages).sum(1)
     elif baseline == "rollout":
         # Greedy tours of a policy that `train` keeps in evaluation mode and without gradients
@@ -329,8 +329,8 @@ def compute_loss(agent, baseline_policy, baseline, points):
 def update_weights(agent, baseline_policy, optimizers, args, points):
     """Take one gradient step; returns what is logged, tensors by name.
 
-    `points` [B, N, 2] are this process's share of the batch.
-    Shapes are fixed and the host never waits, so that a CUDA graph can record it.
+    `points` [B, N, 2] are this process's share of the batch. Shapes are fixed and the host never waits, so
+    that a CUDA graph can record it.
     """
     losses, lengths, baselines = compute_loss(agent, baseline_policy, args.baseline, points)
     loss = losses.sum() / args.batch_size  # what this process adds to the mean
