@@ -224,12 +224,11 @@ def pick_rows(table, nodes):
     return nn.functional.embedding(nodes + row_offset, table.flatten(0, 1))
 
 
-def decoder_step(encoded, first, last, is_open):
+def decoder_step(encoded, q, is_open):
     """Return log p [B, P, N] of the next node of P tours of each instance.
 
-    first, last [B, P]: nodes, or N if a tour is still empty. is_open [B, P, N]: the nodes that may come next.
+    q [B, P, D]: the queries of the tours. is_open [B, P, N]: the nodes that may come next.
     """
-    q = pick_rows(encoded.first_queries, first) + pick_rows(encoded.last_queries, last)  # eq. 4, 5
     log_mask = torch.where(is_open, 0.0, -torch.inf)
     glimpse = attend(q, encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, P, D]
     logits = 10 * torch.bmm(glimpse, encoded.logit_k.mT).tanh() + log_mask  # eq. 7
@@ -278,12 +277,14 @@ def rollout(points, encoded, choose, multistart=False):
     num_nodes = points.shape[1]
     nodes = torch.arange(num_nodes, device=points.device)
     visited = torch.zeros_like(points[:, None, :, 0], dtype=torch.bool)  # [B, 1, N]
-    first = last = torch.full_like(visited[:, :, 0], num_nodes, dtype=torch.long)  # [B, 1], N: no node yet
+    last = torch.full_like(visited[:, :, 0], num_nodes, dtype=torch.long)  # [B, 1], N: no node yet
+    first_queries = pick_rows(encoded.first_queries, last)  # [B, P, D]
     tours = []
     log_likelihood = 0.0
     for t in range(num_nodes):
         is_open = find_open_nodes(points, visited, last)
-        log_probs = decoder_step(encoded, first, last, is_open)  # [B, P, N], where P = 1 in the first step
+        q = first_queries + pick_rows(encoded.last_queries, last)  # eq. 4, 5
+        log_probs = decoder_step(encoded, q, is_open)  # [B, P, N], where P = 1 in the first step
         if t == 0:
             start_log_probs = log_probs.squeeze(1)
         if t == 0 and multistart:
@@ -296,7 +297,7 @@ def rollout(points, encoded, choose, multistart=False):
             log_p = log_probs.take_along_dim(last.unsqueeze(-1), -1).squeeze(-1)
             log_likelihood = log_likelihood + log_p  # eq. 1
         if t == 0:
-            first = last
+            first_queries = pick_rows(encoded.first_queries, last)
         visited = visited | (nodes == last.unsqueeze(-1))  # [B, P, N]
         tours.append(last)
     return torch.stack(tours, -1), log_likelihood, start_log_probs
