@@ -3,28 +3,29 @@
 Papers: Kool et al. 2019, arXiv:1803.08475 (model, baseline), and Kwon et al. 2020, arXiv:2010.16011 (POMO).
 
     python reinforce_tsp_attention.py                       # learns 20 nodes in minutes on one CPU core
-    # Close to Kool et al. They use larger batches, train longer, begin with an exponential baseline, and draw
-    # new instances for the t-test only when the baseline policy changes
+    # Nearly the method of Kool et al.; docs/reinforce_tsp_attention.md says what differs
     python reinforce_tsp_attention.py --baseline rollout --optimizer adam --learning-rate 1e-4 --no-anneal-lr
     torchrun --nproc-per-node 2 reinforce_tsp_attention.py  # two GPUs, or with --no-cuda two CPU processes
     python reinforce_tsp_attention.py --evaluate runs/NAME/best.pt --data my_instances.txt --solve my_tours
 
 Equations, numbered as by Kool et al.:
-    (1)  p(pi | s) = prod_t p(pi_t | s, pi_1 ... pi_{t-1})
-    (2)  h^_i   = BN(h_i + MHA_i(h_1 ... h_N)), then (3) h_i = BN(h^_i + FF(h^_i)), in each of three layers
-    (4)  h_c    = [mean of h, h of the last node, h of the first node]; v^l and v^f while the tour is empty
+    (1)  p(pi | s) = prod_t p(pi_t | s, pi_1 ... pi_{t-1}) for a tour pi of an instance s
+    (2)  h'     = BN(h + MHA(h)), in each of three encoder layers; h has an embedding h_i of each node
+    (3)  h      = BN(h' + FF(h'))
+    (4)  h_c    = [mean of h, h of the last node, h of the first node], the context; while a tour is empty,
+                  learned vectors v^l and v^f replace the last two
     (5)  q      = W^Q h_c,  k_i = W^K h_i,  v_i = W^V h_i, for each head
     (6)  u_j    = q . k_j / sqrt(d), or -inf if j has been visited; the glimpse is g = sum_j softmax(u)_j v_j
-    (7)  u_j    = C tanh(W^O g . k_j / sqrt(D)), or -inf if j has been visited, with other keys and C = 10
+    (7)  u_j    = 10 tanh(W^O g . k_j / sqrt(D)), or -inf if j has been visited; these k are other ones
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
-    (9)  grad L = E[ (L(pi) - b(s)) grad log p(pi | s) ]
+    (9)  grad E[L(pi)] = E[ (L(pi) - b(s)) grad log p(pi | s) ], where L(pi) is the length of the tour
 
-A training step samples tours without gradient. One pass with gradient then computes eq. 1 for whole tours,
-all steps at once. Unlike in POMO, the policy learns which node is a good first one. Unlike in both papers,
-inputs are scaled, Muon trains most matrices, and the learning rate falls from the first epoch on; theirs
-are constant, in POMO up to its last epochs.
+What differs from the papers: in POMO's loss, a term of our own also trains which node is a good first one.
+Inputs are scaled to the unit square. Muon trains most matrices. The learning rate falls from the first epoch
+on.
 
-Shapes: B instances (M to evaluate), N nodes, P tours each, T steps, Q = P T, D embedding, H heads, d = D / H.
+Shapes: B instances (M to evaluate), N nodes, P tours of each instance, Q queries, D embedding, H heads,
+d = D / H.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
 about the run folder, the log, checkpoints, processes and the command line.
@@ -70,12 +71,7 @@ CPU_HAS_BFLOAT16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf
 # The first number that seed_everything gets after --seed, so that each use draws numbers of its own
 WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
 # What the part `Run` must know of this script
-TASK_SETTINGS = (
-    "env_id",
-    "data",
-    "seed",
-    "eval_episodes",
-)  # if one changes with --resume, best.pt begins again
+TASK_SETTINGS = ("env_id", "data", "seed", "eval_episodes")  # if one changes with --resume, best.pt is reset
 NETWORK_FLAGS = "--optimizer"  # named in the message about a checkpoint that does not fit
 
 # Defined in the part `Run` at the end, but used before it:
@@ -88,19 +84,20 @@ NETWORK_FLAGS = "--optimizer"  # named in the message about a checkpoint that do
 #   fail(message)       prints one line and exits with code 2
 
 # If your nodes have more numbers, edit to_unit_square and tour_length, which take all numbers of a node as
-# coordinates, and apply_symmetries, which needs two
+# coordinates, and augment_x8, which needs two
 POINT_DIM = 2  # x and y of a node
 EMBED_DIM = 128  # D
 NUM_HEADS = 8  # H
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
+MULTISTART_NODES = 5000  # instances with more nodes are scored by the first of DECODINGS alone
 
-# What the decoder needs of instances. h_c has three parts, and so W^Q has three: q of eq. 5 is
-# (W^mean mean(h) + W^first h_first) + W^last h_last. Both summands are computed here for each node:
-#     first_queries  [B, N + 1, D]  the first one, if the node is the tour's first
-#     last_queries   [B, N + 1, D]  the second one, if the node is its last so far. Row N of both is for the
-#                                   empty tour, which has v^f and v^l in place of nodes
+# What the encoder gives the decoder. A query is W^Q h_c, a sum of three terms: of the mean of h, of the last
+# node and of the first one. They are computed here for each node once, instead of in each step:
+#     first_queries  [B, N + 1, D]  term of the first node, plus that of the mean
+#     last_queries   [B, N + 1, D]  term of the last node
 #     k, v           [B, H, N, d]   of eq. 6
-#     logit_k        [B, N, D]      k of eq. 7 times W^O / sqrt(D)
+#     logit_k        [B, N, D]      k of eq. 7, times W^O / sqrt(D)
+# Row N of both tables is for empty tours: it is of v^f and v^l
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
 # Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
 # measures tours, such as tour_length
@@ -122,7 +119,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # epochs between evaluations (0: a tenth of the run, or more if costly)
+    eval_interval: int = 0  # epochs between evaluations (0: a tenth of the run, or more if they are slow)
     eval_episodes: int = 1000  # random instances per evaluation (0: never evaluate, or 1,000 with --evaluate)
     # Instances
     env_id: str = "tsp20-uniform"  # random instances: tspN-uniform (unit square) or tspN-gaussian, of N nodes
@@ -134,10 +131,12 @@ class Args:
     steps_per_epoch: int = 100  # gradient steps per epoch
     batch_size: int = 32  # instances of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or a baseline policy's greedy tour
-    baseline_instances: int = 10_000  # rollout: instances of the t-test below; use 1,000 or more
-    baseline_level: float = 0.05  # rollout: t-test's level for a new baseline policy (0.5: if any better)
+    baseline_instances: int = (
+        10_000  # rollout: instances of the t-test for a new baseline policy; 1,000 or more
+    )
+    baseline_level: float = 0.05  # rollout: significance level of that test (0.5: a shorter mean is enough)
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
-    learning_rate: float = 1e-3  # Adam learning rate; Muon's steps have a root mean square of 0.4 times it
+    learning_rate: float = 1e-3  # Adam learning rate; a step of Muon has a root mean square of 0.4 times it
     anneal_lr: bool = True  # lower the learning rate to zero along a half cosine
     weight_decay: float = 0.0  # decoupled weight decay (AdamW) of the parameters that Adam trains
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never; 0: no training)
@@ -157,7 +156,7 @@ def split_heads(x):
 
 def attend(q, k, v, log_mask=0.0):
     """Return attention [B, Q, D] of queries [B, Q, D] to keys and values [B, H, N, d], before W^O."""
-    q = split_heads(q) / k.shape[-1] ** 0.5  # sqrt(d) of eq. 6 divides q, which is smaller than u if N > d
+    q = split_heads(q) / k.shape[-1] ** 0.5  # dividing q by sqrt(d) divides u, which often has more numbers
     u = (q @ k.mT).add_(log_mask)  # [B, H, Q, N]
     return (u.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
@@ -199,40 +198,42 @@ class AttentionModel(nn.Module):
         self.project_v = make_map()
         self.project_out = make_map()
         self.project_logit_k = make_map()
-        self.placeholders = nn.Parameter(torch.empty(2, EMBED_DIM).uniform_(-1, 1))  # v^f and v^l
+        # v^f and v^l of empty tours
+        self.placeholders = nn.Parameter(torch.empty(2, EMBED_DIM).uniform_(-1, 1))
 
     def forward(self, points):
-        """Encode points [B, N, 2] in any unit; projects each node once instead of at each decoding step."""
+        """Encode points [B, N, 2] in any unit, and return what the decoder needs of them, an Encoded."""
         h = self.layers(self.embed(to_unit_square(points).float()))  # [B, N, D]
-        # Tours without nodes have the placeholders as node N, [B, N + 1, D]
+        # Empty tours have the placeholders as node N
         v_first, v_last = self.placeholders
-        first = torch.cat((h, v_first.expand(len(h), 1, -1)), 1)
+        first = torch.cat((h, v_first.expand(len(h), 1, -1)), 1)  # [B, N + 1, D]
         last = torch.cat((h, v_last.expand(len(h), 1, -1)), 1)
+        first_queries = self.project_graph(h.mean(1, keepdim=True)) + self.project_first(first)
+        last_queries = self.project_last(last)
         k = split_heads(self.project_k(h))  # [B, H, N, d]
         v = split_heads(self.project_v(h))
-        # W^O is applied to the keys, since there are fewer of them: (W^O g) . k_j = g . (k_j W^O)
+        # (W^O g) . k_j = g . (k_j W^O), so W^O can be applied to the keys, once, instead of to each glimpse
         logit_k = self.project_logit_k(h) @ self.project_out.weight / EMBED_DIM**0.5  # [B, N, D]
-        first_queries = self.project_graph(h.mean(1, keepdim=True)) + self.project_first(first)
-        return Encoded(first_queries, self.project_last(last), k, v, logit_k)
+        return Encoded(first_queries, last_queries, k, v, logit_k)
 
 
-def pick_queries(table, nodes):
-    """Return table[b, node], [B, P, T, D], for each node of `nodes` [B, P, T], from a table [B, N + 1, D].
-
-    A row is picked often. In the backward pass, which adds up its gradients, `embedding` is about twice as
-    fast as `gather`. It picks from one table, in which node i of instance b is row b (N + 1) + i.
-    """
-    row_offset = torch.arange(len(table), device=table.device).view(-1, 1, 1) * table.shape[1]
+def pick_rows(table, nodes):
+    """Return rows [B, P, D] of a table [B, N + 1, D]: row nodes[b, p] of instance b, for nodes [B, P]."""
+    # `embedding` picks rows of one table, in which node i of instance b is row b (N + 1) + i. It is used for
+    # its backward pass: with `gather`, an update with 20 nodes takes a tenth longer
+    row_offset = torch.arange(len(table), device=table.device).unsqueeze(1) * table.shape[1]
     return nn.functional.embedding(nodes + row_offset, table.flatten(0, 1))
 
 
-def decode(encoded, first, last, log_mask):
-    """Return u [B, P, T, N] of eq. 7: nodes `first` [B, P, 1] and `last` [B, P, T], log_mask [B, P, T, N]."""
-    q = pick_queries(encoded.first_queries, first) + pick_queries(encoded.last_queries, last)  # eq. 4, 5
-    log_mask = log_mask.flatten(1, 2)  # [B, Q, N]
-    glimpse = attend(q.flatten(1, 2), encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, Q, D]
-    logits = 10 * torch.bmm(glimpse, encoded.logit_k.mT).tanh() + log_mask  # eq. 7, [B, Q, N]
-    return logits.unflatten(1, last.shape[1:])
+def decoder_step(encoded, q, is_open):
+    """Return log p [B, P, N] of the next node of P tours of each instance.
+
+    q [B, P, D]: the queries of the tours. is_open [B, P, N]: the nodes that may come next.
+    """
+    log_mask = torch.where(is_open, 0.0, -torch.inf)
+    glimpse = attend(q, encoded.k, encoded.v, log_mask.unsqueeze(1))  # eq. 6, [B, P, D]
+    logits = 10 * torch.bmm(glimpse, encoded.logit_k.mT).tanh() + log_mask  # eq. 7
+    return logits.log_softmax(-1)  # eq. 8
 
 
 # ---- REINFORCE ---------------------------------------------------------------------------------------------
@@ -242,104 +243,98 @@ def tour_length(points, tours):
     return (stops - stops.roll(-1, 2)).norm(dim=-1).sum(-1)
 
 
-def mask_nodes(points, visit_time, steps):
-    """Return log_mask [B, P, T, N] for steps [T]: 0 if the node may come in that step, else -inf.
+def find_open_nodes(points, visited, last):
+    """Return which nodes may come next, [B, P, N] booleans.
 
-    visit_time [B, P, N] has the step in which a tour visits each node: that of the tour 2, 0, 3, 1 is
-    1, 3, 0, 2. If your tours must keep other rules, edit this function alone: no other line says where a tour
-    may begin or go. It is used to build tours, where nodes not yet visited have the time N, and to score
-    them, where these nodes have their later step. So a rule may use the times of visited nodes, which are
-    below the step, but of other nodes only that they are not visited. `points` is for rules that depend on
-    the instance.
+    visited [B, P, N]: the nodes that a tour has visited; last [B, P]: the newest of them, or N if there is
+    none. If your tours must keep other rules, edit this function alone: no other line says where a tour may
+    begin or go. `points` [B, N, 2] are for rules that depend on the instance.
     """
-    is_open = visit_time.unsqueeze(2) >= steps.unsqueeze(1)  # [B, P, T, N]: not visited before the step
-    return torch.where(is_open, 0.0, -torch.inf)
+    return ~visited
 
 
-@torch.no_grad()
-def construct_tours(points, encoded, multistart=False, sample=False):
-    """Build a tour of points [B, N, 2], or one from each node; returns tours [B, P, N], lengths [B, P].
+def sample_nodes(log_probs):
+    """Draw nodes [B, P] with log-probabilities [B, P, N].
 
-    Nodes are drawn from eq. 8 if `sample`; else each is the most likely one.
+    This is torch.multinomial without waiting for the GPU, so that a CUDA graph can record it.
+    """
+    # -log(-log(U)) of uniform U is Gumbel noise, and argmax(log p + noise) is distributed as p. U is kept
+    # off 1, where nodes with p = 0 would be NaN, and off 0, where the others would be -inf
+    uniform = torch.rand_like(log_probs).clamp_(1e-30, 1 - 1e-7)
+    return (log_probs - (-uniform.log()).log()).argmax(-1)
+
+
+def pick_likeliest(log_probs):
+    """Return the most likely nodes [B, P] by log-probabilities [B, P, N]."""
+    return log_probs.argmax(-1)
+
+
+def rollout(points, encoded, choose, multistart=False):
+    """Build a tour of each instance [B, N, 2] node by node or, with `multistart`, a tour from each node.
+
+    `choose` is sample_nodes or pick_likeliest. Returns tours [B, P, N]; log p [B, P] of tours, eq. 1, or with
+    `multistart` of tours given their first nodes; and log p [B, N] of each node as the first one.
     """
     num_nodes = points.shape[1]
-    nodes = torch.arange(num_nodes, device=points.device)  # 0 ... N - 1, also the numbers of steps
-    # The empty tour has visited no node, and its first and last node are N, the row of the placeholders
-    visit_time = nodes.new_full((len(points), 1, num_nodes), num_nodes)  # [B, 1, N]
-    first = last = visit_time[:, :, :1]  # [B, 1, 1], all N
+    nodes = torch.arange(num_nodes, device=points.device)
+    visited = torch.zeros_like(points[:, None, :, 0], dtype=torch.bool)  # [B, 1, N]
+    last = torch.full_like(visited[:, :, 0], num_nodes, dtype=torch.long)  # [B, 1], N: no node yet
+    first_queries = pick_rows(encoded.first_queries, last)  # [B, P, D]
+    tours = []
+    log_likelihood = 0.0
     for t in range(num_nodes):
-        # [B, P, 1, N], where P = 1 in the first step
-        logits = decode(encoded, first, last, mask_nodes(points, visit_time, nodes[t : t + 1]))
-        if multistart and t == 0:
-            # From now on there are N tours. By a large bonus, tour j begins at node j, if the mask allows it
-            logits = logits + 1e9 * (nodes == nodes[:, None, None])  # [B, N, 1, N]
-        if sample:
-            # Draw from eq. 8: -log(-log(U)) of uniform U is Gumbel noise, and argmax(logits + noise) is
-            # distributed as softmax(logits). U stays off 1, where visited nodes would be NaN, and off 0,
-            # where open ones would be -inf
-            uniform = torch.rand_like(logits).clamp_(1e-30, 1 - 1e-7)
-            logits = logits - (-uniform.log()).log()
-        last = logits.argmax(-1)  # [B, P, 1]
+        is_open = find_open_nodes(points, visited, last)
+        q = first_queries + pick_rows(encoded.last_queries, last)  # eq. 4, 5
+        log_probs = decoder_step(encoded, q, is_open)  # [B, P, N], where P = 1 in the first step
         if t == 0:
-            first = last
-        visit_time = torch.where(nodes == last, t, visit_time)  # [B, P, N]
-    tours = visit_time.argsort(-1)  # the inverse permutation
-    return tours, tour_length(points, tours)
+            start_log_probs = log_probs.squeeze(1)
+        if t == 0 and multistart:
+            # From now on there are N tours. Tour j begins at node j or, if that node may not be the first, at
+            # one that is chosen
+            chosen = choose(log_probs.detach().expand(-1, num_nodes, -1))  # [B, N]
+            last = torch.where(start_log_probs > -torch.inf, nodes, chosen)
+        else:
+            last = choose(log_probs.detach())  # [B, P]
+            log_p = log_probs.take_along_dim(last.unsqueeze(-1), -1).squeeze(-1)
+            log_likelihood = log_likelihood + log_p  # eq. 1
+        if t == 0:
+            first_queries = pick_rows(encoded.first_queries, last)
+        visited = visited | (nodes == last.unsqueeze(-1))  # [B, P, N]
+        tours.append(last)
+    return torch.stack(tours, -1), log_likelihood, start_log_probs
 
 
-def score_tours(points, encoded, tours):
-    """Return log p [B, P] of tours [B, P, N] given their first nodes, and log p [B, N] of first nodes."""
-    num_nodes = points.shape[1]
-    visit_time = tours.argsort(-1)  # [B, P, N], the inverse permutation
-    steps = torch.arange(num_nodes, device=points.device)
-    # Steps 1 ... N - 2 draw a node. Step 0 is scored below, and the last node is the one that is left
-    log_mask = mask_nodes(points, visit_time, steps[1:-1])  # [B, P, T, N]
-    log_probs = decode(encoded, tours[:, :, :1], tours[:, :, :-2], log_mask).log_softmax(-1)  # eq. 8
-    log_likelihood = log_probs.gather(-1, tours[:, :, 1:-1].unsqueeze(-1)).sum((2, 3))  # eq. 1, [B, P]
-    # One empty tour of each instance: no node is visited, and its first and last node are the placeholders
-    unvisited = torch.full_like(visit_time[:, :1], num_nodes)  # [B, 1, N]
-    nowhere = unvisited[:, :, :1]  # [B, 1, 1], all N
-    start_logits = decode(encoded, nowhere, nowhere, mask_nodes(points, unvisited, steps[:1]))  # [B, 1, 1, N]
-    return log_likelihood, start_logits.flatten(1).log_softmax(-1)
-
-
-def compute_loss(agent, baseline_policy, points):
+def compute_loss(agent, baseline_policy, baseline, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
-    With `baseline_policy`, the gradient of the loss estimates eq. 9. Without it, the baseline is POMO's, tour
-    j begins at node j (if mask_nodes lets it), and the loss is
-        mean_j A_j log p(tour j | first node j) + sum_j A_j p(first node j),
-    where A_j, the length of tour j less the mean length, is held constant. Let f_j be E[L | first node j].
-    The first term is POMO's. On average its gradient is (N - 1) / N times the gradient of mean_j f_j, as tour
-    j is part of its own baseline. The gradient of the second term is on average sum_j f_j grad p(j), since
-    the sum of grad p(j) is 0; it says nothing about later nodes. The sum of both is not the gradient of
-    sum_j p(j) f_j, since the first term weights each first node by 1 / N and not by p(j).
+    The gradient of the loss estimates eq. 9; docs/reinforce_tsp_attention.md shows in what sense with `pomo`.
     """
-    is_pomo = baseline_policy is None
     encoded = agent(points)
-    tours, lengths = construct_tours(points, encoded, is_pomo, sample=True)  # [B, P, N], [B, P]
-    log_likelihood, start_log_probs = score_tours(points, encoded, tours)  # [B, P], [B, N]
-    if is_pomo:
-        baseline = lengths.mean(1, keepdim=True)  # Kwon et al., eq. 3
-    else:
-        # Greedy tours of a policy that `train` keeps in evaluation mode and without gradients
-        _, baseline = construct_tours(points, baseline_policy(points))
-        log_likelihood = log_likelihood + start_log_probs.gather(1, tours[:, :, 0])
-    advantages = lengths - baseline
-    loss = (log_likelihood * advantages).mean(1)
-    if is_pomo:
-        # All first nodes are tried and none is drawn: their expected advantage needs no log-likelihood
+    tours, log_likelihood, start_log_probs = rollout(points, encoded, sample_nodes, baseline == "pomo")
+    lengths = tour_length(points, tours)  # [B, P]
+    if baseline == "pomo":
+        baseline_lengths = lengths.mean(1, keepdim=True)  # Kwon et al., eq. 3
+        advantages = lengths - baseline_lengths
+        loss = (log_likelihood * advantages).mean(1)
+        # All first nodes are tried and none is drawn. Their loss is the expected advantage of a drawn one
         loss = loss + (start_log_probs.exp() * advantages).sum(1)
-    return loss, lengths.mean(1), baseline.mean(1)
+    elif baseline == "rollout":
+        # Greedy tours of a policy that `train` keeps in evaluation mode and without gradients
+        greedy_tours, _, _ = rollout(points, baseline_policy(points), pick_likeliest)
+        baseline_lengths = tour_length(points, greedy_tours)
+        loss = (log_likelihood * (lengths - baseline_lengths)).mean(1)
+    else:
+        fail(f"--baseline {baseline}: compute_loss has no rule for it")
+    return loss, lengths.mean(1), baseline_lengths.mean(1)
 
 
 def update_weights(agent, baseline_policy, optimizers, args, points):
     """Take one gradient step; returns what is logged, tensors by name.
 
-    `points` [B, N, 2] are this process's share of the batch.
-    Shapes are fixed and the host never waits, so that a CUDA graph can record it.
+    `points` [B, N, 2] are this process's share of the batch. Shapes are fixed and the host never waits, so
+    that a CUDA graph can record it.
     """
-    losses, lengths, baselines = compute_loss(agent, baseline_policy, points)
+    losses, lengths, baselines = compute_loss(agent, baseline_policy, args.baseline, points)
     loss = losses.sum() / args.batch_size  # what this process adds to the mean
     agent.zero_grad()
     loss.backward()
@@ -364,9 +359,9 @@ def is_better(agent, baseline_policy, points, level):
     agent.eval()
     differences = []
     for part in points.split(1000):
-        _, lengths = construct_tours(part, agent(part))
-        _, baseline = construct_tours(part, baseline_policy(part))
-        differences.append(lengths - baseline)
+        tours, _, _ = rollout(part, agent(part), pick_likeliest)
+        baseline_tours, _, _ = rollout(part, baseline_policy(part), pick_likeliest)
+        differences.append(tour_length(part, tours) - tour_length(part, baseline_tours))
     d = torch.cat(differences)  # [n, 1]
     num = len(d) * WORLD_SIZE
     mean = total(d.sum()) / num
@@ -389,7 +384,11 @@ def orthogonalize(x):
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps along orthogonalized momentum (Jordan et al. 2024); batches matrices of equal shape."""
+    """Steps along orthogonalized momentum (Jordan et al. 2024); batches matrices of equal shape.
+
+    torch.optim.Muon reads its learning rate on the host, which a CUDA graph cannot record, and computes in
+    bfloat16 on any device: on a CPU that is slow at it, its steps took 499 ms and those of this class 29 ms.
+    """
 
     @torch.no_grad()
     def step(self):
@@ -405,8 +404,8 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))
-            # U V^T of an m x n matrix has a root mean square of 1 / sqrt(max(m, n)). That of a step is 0.4
-            # times the learning rate, twice that of match_rms_adamw in torch's Muon
+            # U V^T of an m x n matrix has a root mean square of 1 / sqrt(max(m, n)), and a step one of 0.4
+            # times the learning rate. With adjust_lr_fn="match_rms_adamw", torch's Muon has 0.2
             step_size = group["lr"] * 0.4 * max(shape) ** 0.5
             for p, update in zip(params, orthogonalize(torch.stack(updates))):
                 p.sub_(step_size * update)
@@ -415,20 +414,23 @@ class Muon(torch.optim.Optimizer):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def decode_greedy(agent, points):
     """Return one tour [B, 1, N] of each instance [B, N, 2]: the most likely node at each step."""
-    return construct_tours(points, agent(points))[0]
+    tours, _, _ = rollout(points, agent(points), pick_likeliest)
+    return tours
 
 
 def decode_multistart(agent, points):
     """Return tours [B, N, N]: a greedy one from each node."""
-    return construct_tours(points, agent(points), multistart=True)[0]
+    tours, _, _ = rollout(points, agent(points), pick_likeliest, multistart=True)
+    return tours
 
 
 def decode_multistart_x8(agent, points):
     """Return tours [B, 8 N, N]: those of decode_multistart for eight images of each instance."""
-    return torch.cat([decode_multistart(agent, image) for image in apply_symmetries(points)], 1)
+    return torch.cat([decode_multistart(agent, image) for image in augment_x8(points)], 1)
 
 
-# Ways to build tours, by name; add your own here. Evaluations before the last one take `greedy` alone
+# Ways to build tours, by name; add your own here. All of them score the last policy, and with --evaluate any
+# policy; earlier policies of a run are scored by `greedy` alone
 DECODINGS = {
     "greedy": decode_greedy,
     "multistart": decode_multistart,
@@ -436,10 +438,18 @@ DECODINGS = {
 }
 
 
-def apply_symmetries(points):
-    """Return the eight images [B, N, 2] of points [B, N, 2] under the symmetries of a square.
+def list_decodings(instances):
+    """Return the names of all decodings or, for instances of too many nodes, of the first one alone."""
+    names = list(DECODINGS)
+    if instances.points.shape[1] > MULTISTART_NODES:  # N tours of N nodes take a time that grows as N^3
+        return names[:1]
+    return names
 
-    The square is centred at the origin. The network moves all points to the unit square.
+
+def augment_x8(points):
+    """Return the eight images [B, N, 2] of points [B, N, 2] under the symmetries of a square (Kwon et al.).
+
+    The square has its centre at the origin; the network moves any image into the unit square.
     """
     return [x * x.new_tensor((a, b)) for x in (points, points.flip(-1)) for a in (1, -1) for b in (1, -1)]
 
@@ -508,6 +518,15 @@ def read_instances(path):
     return Instances(*use_files("read_instances", path, POINT_DIM, tour_length))
 
 
+def make_eval_instances(args):
+    """Return the instances to evaluate on: with --evaluate, other ones than those that selected best.pt."""
+    if args.data:
+        return read_instances(args.data)
+    seed_everything(args.seed, FINAL_EVALUATION if args.evaluate else EVALUATION)
+    points = draw_points(args.env_id, args.eval_episodes or 1000)
+    return Instances(points.double(), None, tour_length)  # float64, for exact lengths
+
+
 # ---- Training ----------------------------------------------------------------------------------------------
 def make_optimizers(agent, learning_rate, args):
     """Return Adam and Muon for the parameters of the agent; `learning_rate` is a tensor that both read."""
@@ -526,15 +545,20 @@ def make_optimizers(agent, learning_rate, args):
     return adam, muon
 
 
-def score_policy(agent, instances, args, device, run):
-    """Evaluate during training, and keep the policy in best.pt if it is the best so far.
-
-    All decodings score the last policy, and `greedy` the others.
-    """
-    decodings = DECODINGS if run.iteration >= args.num_epochs else ["greedy"]
-    scores, _ = evaluate(agent, instances, device, decodings)
-    name = "eval/greedy_length" if instances.tours is None else "eval/greedy_gap"
-    run.keep(scores, name, len(instances.points), operator.le)
+def score_checkpoint(agent, instances, decodings, args, device):
+    """Print the scores of --evaluate, and write the tours of --solve."""
+    if args.solve:
+        use_files("make_folder", args.solve)  # now, as it may fail
+    num_instances, num_nodes, _ = instances.points.shape
+    how = ", ".join(decodings)
+    if num_nodes > MULTISTART_NODES:
+        memory = 7e-8 * num_nodes**2  # measured
+        how += f" alone, as there are more than {MULTISTART_NODES} nodes; about {memory:.1f} GB"
+    print_line(f"{args.evaluate}: {num_instances} instances of {args.data or args.env_id}, tours by {how}")
+    scores, tours = evaluate(agent, instances, device, decodings)
+    print_scores(scores)
+    if args.solve:
+        use_files("write_tours", args.solve, args.data, instances, tours)
 
 
 def train(args, run):
@@ -543,29 +567,16 @@ def train(args, run):
     device = set_up_device(args)
     torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; bfloat16 on CPUs that multiply it fast
     # Freeing 32 MB raises a threshold of Linux's C library (glibc): smaller blocks that are freed later stay
-    # with the process, instead of being requested from the system again. A step takes a fifth less
+    # with the process, instead of being requested from the system again. A default step takes 5 % less
     torch.empty(8_000_000)
     seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = AttentionModel().to(device).eval()
     run.load(agent=agent)
 
-    # Instances to evaluate on, with --evaluate other ones than those that selected best.pt
-    if args.data:
-        instances = read_instances(args.data)
-    else:
-        seed_everything(args.seed, FINAL_EVALUATION if args.evaluate else EVALUATION)
-        points = draw_points(args.env_id, args.eval_episodes or 1000)
-        instances = Instances(points.double(), None, tour_length)  # float64, for exact lengths
+    instances = make_eval_instances(args)
+    decodings = list_decodings(instances)
     if args.evaluate:
-        if args.solve:
-            use_files("make_folder", args.solve)
-        num_instances = len(instances.points)
-        source = args.data or args.env_id
-        print_line(f"{args.evaluate}: {num_instances} instances of {source}, tours by {', '.join(DECODINGS)}")
-        scores, tours = evaluate(agent, instances, device)
-        print_scores(scores)
-        if args.solve:
-            use_files("write_tours", args.solve, args.data, instances, tours)
+        score_checkpoint(agent, instances, decodings, args, device)
         return
 
     # Instances to train on: points alone, as training minimizes tour_length, also if the file is a .tsp one.
@@ -586,10 +597,9 @@ def train(args, run):
         baseline_policy = deepcopy(agent).requires_grad_(False)
         run.load(baseline_policy=baseline_policy)
 
-    # Try all decodings now, since most of them run only after the last epoch
+    # Try all decodings now, on few nodes, since most of them run only after the last epoch
     if args.eval_episodes:
-        for decode_tours in DECODINGS.values():
-            decode_tours(agent, instances.points[:2].to(device))
+        evaluate(agent, Instances(instances.points[:2, :20], None, instances.measure), device, decodings)
 
     update = Recorded(partial(update_weights, agent, baseline_policy, (adam, muon), args), device, args)
     run.open(f"{device}, scored on {args.data or args.env_id}", args.num_epochs, "epochs", "iteration")
@@ -597,7 +607,11 @@ def train(args, run):
     while True:
         # Evaluate, if it is time; at the top, so that --resume repeats an evaluation that was cut off
         if run.should_evaluate():
-            score_policy(agent, instances, args, device, run)
+            # The last policy by all decodings, the others by the first one
+            names = decodings if run.iteration >= args.num_epochs else decodings[:1]
+            scores, _ = evaluate(agent, instances, device, names)
+            score = "length" if instances.tours is None else "gap"
+            run.keep(scores, f"eval/{decodings[0]}_{score}", len(instances.points), operator.le)
         if run.iteration >= args.num_epochs:
             break
         seed_everything(args.seed, TRAINING, run.iteration, RANK)

@@ -274,7 +274,7 @@ def update_reinforce_tsp_attention(am, rows):
     for has_best_policy in (False, True):
         agent, points = am.AttentionModel().eval(), torch.rand(6, 5, 2)
         best_policy = am.AttentionModel().eval() if has_best_policy else None
-        args = am.Args(max_grad_norm=0.1, batch_size=6)
+        args = am.Args(max_grad_norm=0.1, batch_size=6, baseline="rollout" if has_best_policy else "pomo")
         with patch.object(torch, "rand_like", lambda x: torch.rand(6, *x.shape[1:])[rows]):
             numbers += am.update_weights(agent, best_policy, [descend(agent)], args, points[rows]).values()
         agents.append(agent)

@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 run = functools.partial(run_main, am)
 DATA = ROOT / "tests" / "data"
 TSP20 = ROOT / "benchmark" / "checkpoints" / "tsp20.pt"
+EVEN = torch.arange(6) % 2 == 0
 SHORT = "--env-id tsp6-uniform --num-epochs 4 --steps-per-epoch 2 --batch-size 4 --eval-episodes 4"
 SHORT += " --eval-interval 1"
 
@@ -56,6 +57,14 @@ def measure(points, tours):
     points, tours = np.asarray(points, np.float64), np.asarray(tours)
     stops = points[np.arange(len(points)).reshape(-1, *[1] * (tours.ndim - 1)), tours]
     return np.linalg.norm(stops - np.roll(stops, 1, -2), axis=-1).sum(-1)
+
+
+def score_tours(points, encoded, tours):
+    """Return log p [B, P] of tours [B, P, N], by a rollout whose choices are these tours."""
+    nodes = iter(tours.unbind(-1))
+    found, log_likelihood, start_log_probs = am.rollout(points, encoded, lambda _: next(nodes))
+    assert torch.equal(found, tours)
+    return log_likelihood
 
 
 def evaluate_file(checkpoint, *flags):
@@ -128,11 +137,11 @@ def test_an_update_is_a_step_along_the_clipped_gradient_of_single_steps(
         p.grad = torch.ones_like(p)  # of the last update
     before, optimizer = copy.deepcopy(agent), torch.optim.SGD(agent.parameters(), 1.0)
     torch.manual_seed(3)
-    args = am.Args(max_grad_norm=max_grad_norm, batch_size=4)
+    args = am.Args(max_grad_norm=max_grad_norm, batch_size=4, baseline=baseline)
     metrics = am.update_weights(agent, baseline_policy, [optimizer], args, points)
 
     torch.manual_seed(3)
-    tours, _ = am.construct_tours(points, before(points), baseline_policy is None, sample=True)
+    tours, _, _ = am.rollout(points, before(points), am.sample_nodes, baseline_policy is None)
     lengths = torch.from_numpy(measure(points, tours))
     log_probs, nothing = reference_log_probs(before, points, tours), torch.zeros(4, 0, dtype=torch.int64)
     if baseline == "pomo":
@@ -156,6 +165,73 @@ def test_an_update_is_a_step_along_the_clipped_gradient_of_single_steps(
         torch.testing.assert_close(q - p, step, rtol=1e-6, atol=1e-9, msg=name)
 
 
+def find_gradient(agent, loss):
+    """Return the gradient of a loss for all parameters, as one vector."""
+    gradients = torch.autograd.grad(loss, [*agent.parameters()], allow_unused=True, materialize_grads=True)
+    return torch.cat([x.flatten() for x in gradients])
+
+
+def expect_loss(monkeypatch, agent, baseline_policy, baseline, points, draws, probabilities):
+    """Return the loss of points [N, 2] for each of the draws [M, P, N], by their probabilities [M]."""
+    nodes = iter(draws.unbind(-1))
+    monkeypatch.setattr(am, "sample_nodes", lambda _: next(nodes))
+    losses, _, _ = am.compute_loss(agent, baseline_policy, baseline, points.expand(len(draws), -1, -1))
+    return (losses * probabilities.detach()).sum()
+
+
+def test_the_loss_with_a_baseline_policy_has_the_gradient_of_the_expected_length(monkeypatch):
+    """The exact expectation over all tours of five nodes, in float64."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    agent, baseline_policy = (make_agent(seed, torch.float64).eval() for seed in (0, 1))
+    points, tours = draw(1, 5, dtype=torch.float64), torch.tensor([*itertools.permutations(range(5))])
+    p = score_tours(points, agent(points), tours[None])[0].exp()  # [120]
+    assert p.sum().item() == pytest.approx(1)
+    expected = find_gradient(agent, (p * torch.from_numpy(measure(points, tours[None])[0])).sum())
+    loss = expect_loss(monkeypatch, agent, baseline_policy, "rollout", points[0], tours[:, None], p)
+    torch.testing.assert_close(find_gradient(agent, loss), expected, rtol=1e-9, atol=1e-12)
+    assert expected.abs().max() > 1e-3
+
+
+def test_the_loss_of_pomo_has_the_gradient_that_the_page_says(monkeypatch):
+    """Of (N - 1) / N mean_j f_j and sum_j p_j f_j, with f_j held constant, over all draws of four nodes."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    agent, points = make_agent(dtype=torch.float64).eval(), draw(1, 4, dtype=torch.float64)
+    tours = torch.tensor([*itertools.permutations(range(4))]).view(4, 6, 4)  # by their first node
+    log_p = score_tours(points, agent(points), tours.view(1, 24, 4)).view(4, 6)
+    start = log_p.exp().sum(1)  # p_j
+    p = log_p.exp() / start[:, None]
+    lengths = torch.from_numpy(measure(points, tours.view(1, 24, 4))).view(4, 6)
+    f = (p * lengths).sum(1)
+    expected = find_gradient(agent, 3 / 4 * f.mean() + (start * f.detach()).sum())
+    chosen = torch.cartesian_prod(*[torch.arange(6)] * 4)  # [1296, 4], a tour from each node
+    first = torch.arange(4)
+    loss = expect_loss(
+        monkeypatch, agent, None, "pomo", points[0], tours[first, chosen], p[first, chosen].prod(1)
+    )
+    torch.testing.assert_close(find_gradient(agent, loss), expected, rtol=1e-9, atol=1e-12)
+    assert expected.abs().max() > 1e-3
+
+
+def test_a_baseline_without_a_rule_is_refused(capsys):
+    """An edit that adds a name to the flag must say what its loss is."""
+    line = fail_with(capsys, am.compute_loss, make_agent(), None, "exponential", draw(2, 5))
+    assert "--baseline exponential: compute_loss has no rule for it" in line
+
+
+def test_tours_from_each_node_keep_rules_about_the_first_one(monkeypatch):
+    """A tour from a node that may not be the first begins at one that may; the loss is finite."""
+    monkeypatch.setattr(
+        am, "find_open_nodes", lambda points, visited, last: ~visited & (visited.any(-1, True) | EVEN)
+    )
+    agent, points = make_agent(), draw(40, 6)
+    tours, _, start_log_probs = am.rollout(points, agent(points), am.sample_nodes, multistart=True)
+    assert torch.equal(tours[:, ::2, 0], torch.arange(0, 6, 2).expand(40, 3))
+    assert {*tours[:, 1::2, 0].flatten().tolist()} == {0, 2, 4}
+    assert (start_log_probs[:, 1::2] == -torch.inf).all()
+    losses, _, _ = am.compute_loss(agent, None, "pomo", points)
+    assert find_gradient(agent, losses.sum()).isfinite().all()
+
+
 @pytest.mark.parametrize("multistart", [False, True])
 @torch.no_grad()
 def test_samples_follow_the_policy(multistart):
@@ -163,11 +239,14 @@ def test_samples_follow_the_policy(multistart):
     points, size = draw(1, 4), 10_000
     every = torch.tensor(list(itertools.permutations(range(4))))
     one = make_agent().eval()(points)
-    log_likelihood, start = am.score_tours(points, one, every[None])
+    log_likelihood = score_tours(points, one, every[None])
     many = am.Encoded(*(x.repeat(size, *[1] * (x.dim() - 1)) for x in one))
-    tours, _ = am.construct_tours(points.expand(size, -1, -1), many, multistart, sample=True)
-    first = torch.zeros(1, 24) if multistart else start.gather(1, every[None, :, 0])
-    p = (log_likelihood + first).exp()[0]
+    tours, found, start = am.rollout(points.expand(size, -1, -1), many, am.sample_nodes, multistart)
+    if multistart:  # each first node is tried, and has no part in the likelihood
+        log_likelihood = log_likelihood - start[:1].take_along_dim(every[None, :, 0], 1)
+    p = log_likelihood.exp()[0]
+    number = (tours.unsqueeze(2) == every).all(-1).int().argmax(-1)  # [B, P], which of all tours each one is
+    torch.testing.assert_close(found, log_likelihood[0, number])
     frequency = (tours.flatten(0, 1)[:, None] == every[None]).all(-1).float().sum(0) / size
     assert frequency.sum().item() == pytest.approx(4 if multistart else 1)
     assert ((frequency - p).abs() < 5 * (p * (1 - p) / size).sqrt() + 1e-4).all()
@@ -188,14 +267,14 @@ def test_a_sampled_node_is_never_a_visited_one(monkeypatch, multistart, number):
         return rand_like(x) if number is None else rand_like(x).masked_fill_(rand_like(x) < 0.5, number)
 
     monkeypatch.setattr(torch, "rand_like", draw_numbers)
-    tours, _ = am.construct_tours(points, encoded, multistart, sample=True)
+    tours, _, _ = am.rollout(points, encoded, am.sample_nodes, multistart)
     assert torch.equal(tours.sort(-1).values, torch.arange(6).expand_as(tours))
     assert len({tuple(tour) for tour in tours.flatten(0, 1).tolist()}) > 100
 
 
 def test_symmetries_keep_lengths_and_are_eight():
     points, tours = draw(2, 7, dtype=torch.float64), torch.rand(2, 3, 7).argsort(-1)
-    images = am.apply_symmetries(points)
+    images = am.augment_x8(points)
     for image in images:
         np.testing.assert_allclose(measure(image, tours), measure(points, tours))
     centred = [image - image.mean(1, keepdim=True) for image in images]
@@ -209,6 +288,14 @@ def test_units_and_position_of_the_points_do_not_matter(scale, move):
     agent, points = make_agent().eval(), draw(2, 9, dtype=torch.float64)
     moved = (points + torch.tensor(move)) * scale
     torch.testing.assert_close(tuple(agent(points)), tuple(agent(moved)), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_points_that_coincide_give_finite_numbers():
+    agent, points = make_agent().eval(), torch.full((2, 5, 2), 7.5, dtype=torch.float64)
+    assert (am.to_unit_square(points) == 0).all()
+    assert all(x.isfinite().all() for x in agent(points))
+    assert torch.equal(am.decode_greedy(agent, points).sort(-1).values, torch.arange(5).expand(2, 1, 5))
 
 
 def test_instances_are_uniform_or_gaussian():
@@ -228,7 +315,8 @@ def test_instances_are_uniform_or_gaussian():
 def test_the_t_test_is_that_of_scipy_on_the_instances_of_all_processes(monkeypatch, shift, world_size, num):
     """Levels a little above and below its statistic give different answers. All processes have one part."""
     agent, best = mock.Mock(return_value=0), mock.Mock(return_value=1)  # the column that lengths are in
-    monkeypatch.setattr(am, "construct_tours", lambda points, column: (None, points[:, :1, column]))
+    monkeypatch.setattr(am, "rollout", lambda points, column, choose: (column, None, None))
+    monkeypatch.setattr(am, "tour_length", lambda points, column: points[:, :1, column])
     monkeypatch.setattr(am, "WORLD_SIZE", world_size)
     monkeypatch.setattr(am, "total", lambda x: world_size * x)
     pairs = np.random.default_rng(0).normal(size=(num // world_size, 2))
@@ -254,8 +342,8 @@ def test_comparisons_and_evaluations_are_greedy_with_frozen_statistics_and_leave
     lengths = [measure(points, x).mean() for x in expected]
     assert torch.equal(tours, expected[0])
     assert found == (lengths[0] < lengths[1]) != am.is_better(best, agent, points, 0.5)
-    images = am.apply_symmetries(points.double())
-    several = [am.construct_tours(x, agent(x), multistart=True)[0] for x in images]
+    images = am.augment_x8(points.double())
+    several = [am.decode_multistart(agent, x) for x in images]
     for name, tours in (("multistart", several[0]), ("multistart_x8", torch.cat(several, 1))):
         shortest = measure(points, tours).min(1).mean()
         assert scores[f"eval/{name}_length"] == pytest.approx(shortest, rel=1e-12)
@@ -302,6 +390,7 @@ def updates(monkeypatch):
     def spy(agent, baseline_policy, optimizers, args, points):
         call = SimpleNamespace(agent=agent, optimizers=optimizers, training=agent.training)
         call.weights, call.best = (x and flatten(x.state_dict()) for x in (agent, baseline_policy))
+        call.best_state = baseline_policy and copy.deepcopy(baseline_policy.state_dict())
         call.points = points.clone()
         call.decay = optimizers[0].param_groups[0]["weight_decay"]
         call.rates = [float(x.param_groups[0]["lr"]) for x in optimizers]
@@ -343,6 +432,46 @@ def test_the_best_policy_follows_the_t_test(tmp_path, monkeypatch, updates):
     expected = am.to_unit_square(torch.from_numpy(stored)).float().unique(dim=0)
     for points in (torch.cat([x.points for x in updates]), torch.cat(drawn)):
         torch.testing.assert_close(points.unique(dim=0), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_baseline_policy_of_every_process_has_the_averaged_statistics(
+    tmp_path, monkeypatch, updates, rank
+):
+    """They are averaged before the test, and each process takes the policy that was tested.
+
+    The sum over both processes is 7 for each of the statistics, and for nothing else.
+    """
+    asked = []
+
+    def is_better(agent, best, points, level):
+        asked.append(copy.deepcopy(agent.state_dict()))
+        assert len({*map(id, agent.parameters())} & {*map(id, best.parameters())}) == 0
+        return True
+
+    def total(x):
+        return x.fill_(7.0) if x.shape == (am.EMBED_DIM,) else x
+
+    monkeypatch.setattr(am, "WORLD_SIZE", 2)
+    monkeypatch.setattr(am, "RANK", rank)
+    monkeypatch.setattr(am, "total", total)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: None)
+    monkeypatch.setattr(am, "is_better", is_better)
+    call_main(
+        am, f"{SHORT} --eval-episodes 0 --baseline rollout --baseline-instances 30 --run-dir {tmp_path}"
+    )
+    assert len(asked) == 4 and len(updates) == 8
+    for state, update in zip(asked, updates[2::2], strict=False):  # the first update of the next epoch
+        running = [x for name, x in state.items() if "running" in name]
+        assert len(running) == 12 and all((x == 7).all() for x in running)
+        assert torch.equal(update.best, flatten(state)) and update.best_state.keys() == state.keys()
+        assert all(torch.equal(x, update.best_state[name]) for name, x in state.items())
+
+
+def test_all_decodings_score_the_last_policy_and_greedy_the_others(tmp_path):
+    scalars = read_scalars(run(tmp_path, SHORT).path)
+    for name, steps in (("greedy", [8, 16, 24, 32]), ("multistart", [32]), ("multistart_x8", [32])):
+        assert [step for step, _ in scalars[f"eval/{name}_length"]] == steps
 
 
 def test_every_update_has_its_rates_and_matrices(tmp_path, updates):
@@ -407,6 +536,19 @@ def test_the_networks_of_the_repository_solve_files_of_another_program(tmp_path,
     assert np.loadtxt(tmp_path / "tours" / "few.txt.lengths") == pytest.approx(lengths, rel=1e-9)
     gaps = [scores[f"eval/{decoding}_gap"] for decoding in am.DECODINGS]
     assert all(-1e-6 <= gap < limit for gap, limit in zip(gaps, limits, strict=True)), gaps
+
+
+def test_instances_of_very_many_nodes_are_solved_by_greedy_alone(tmp_path, monkeypatch):
+    """A line says so before the work begins. The limit is lowered here."""
+    monkeypatch.setattr(am, "MULTISTART_NODES", 51)
+    flags = f"--evaluate {TSP20} --data {DATA / 'tsplib' / 'berlin52.tsp'} --solve {tmp_path / 'tours'}"
+    first, *rest = call_main(am, flags)[0].splitlines()
+    assert first.endswith("tours by greedy alone, as there are more than 51 nodes; about 0.0 GB")
+    assert [line.split(":")[0] for line in rest] == [f"eval/greedy_{x}" for x in ("length", "gap", "gap_std")]
+    assert (tmp_path / "tours" / "berlin52.tour").exists()
+    monkeypatch.setattr(am, "MULTISTART_NODES", 52)
+    assert am.list_decodings(make_instances(draw(1, 52))) == [*am.DECODINGS]
+    assert am.list_decodings(make_instances(draw(1, 53))) == ["greedy"]
 
 
 def test_tsplib_is_solved_in_its_own_metric_and_format(tmp_path, monkeypatch):

@@ -50,6 +50,15 @@ def test_nodes_in_any_order_and_spaced_headers(tmp_path):
     assert measure(points, tours[None]).tolist() == [[6 + 12 + 16]]
 
 
+def test_a_reference_tour_of_length_0_is_refused(tmp_path):
+    """All distances between the three nodes are rounded to 0."""
+    (tmp_path / "x.tsp").write_text(HEADER + "1 0 0\n2 0.2 0\n3 0 0.2\n")
+    assert tsplib.read_tsplib(str(tmp_path / "x.tsp"))[1] is None
+    (tmp_path / "x.opt.tour").write_text("TOUR_SECTION\n1\n2\n3\n-1\n")
+    with pytest.raises(ValueError, match=r"x\.opt\.tour: the tour has length 0 in EUC_2D"):
+        tsplib.read_tsplib(str(tmp_path / "x.tsp"))
+
+
 TEXT = "0 0 1 0 1 1 output 1 2 3 1\n"
 BAD_FILES = [
     ("x.tsp", HEADER + "1 0 0\n2 1 1\n4 2 2\n", ": nodes must be numbered 1 to DIMENSION (3)"),

@@ -1,9 +1,9 @@
 """LKH (Helsgaun 2000) through elkai on the instances of a file: checks the file's tours, or makes them.
 
-Each instance is solved alone, by ten runs of LKH; distances are rounded to millionths of the largest one.
-With
---output, the instances are written with LKH's tours, which turns a file without tours into one that gaps can
-be measured against. LKH may be used for academic and non-commercial purposes only.
+Each instance is solved alone, by --runs runs of LKH, of which the best tour counts; distances are rounded to
+millionths of the largest one. With --output, the instances are written with LKH's tours, which turns a file
+without tours into one that gaps can be measured against. LKH may be used for academic and non-commercial
+purposes only.
 """
 
 import re
@@ -19,11 +19,12 @@ def make_parser():
     data = peer.ROOT / "benchmark/data/tsp/tsp20_uniform_500.txt"
     parser.add_argument("--data", default=data, help="instances in ML4CO text, with or without tours")
     parser.add_argument("--output", help="new file for the instances with LKH's tours")
+    parser.add_argument("--runs", type=peer.count, default=10, help="runs of LKH for each instance")
     return parser
 
 
-def solve(points):
-    """Return the tour [N] that LKH finds through points [N, 2]."""
+def solve(points, num_runs):
+    """Return the best tour [N] that LKH finds through points [N, 2] in `num_runs` runs."""
     import elkai
     import numpy as np
 
@@ -31,7 +32,7 @@ def solve(points):
         return list(range(len(points)))
     distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
     whole = (1e6 * distances / distances.max()).round().astype(int)
-    return elkai.DistanceMatrix(whole.tolist()).solve_tsp(runs=10)[:-1]
+    return elkai.DistanceMatrix(whole.tolist()).solve_tsp(runs=num_runs)[:-1]
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
 
     run = peer.Run(args, Path(__file__).stem, peer.get_version("elkai"))
     start, cpu_start = time.perf_counter(), time.process_time()
-    tours = np.array([solve(instance) for instance in tqdm(points, unit="instance")])
+    tours = np.array([solve(instance, args.runs) for instance in tqdm(points, unit="instance")])
     seconds = {"ms": time.perf_counter() - start, "cpu_ms": time.process_time() - cpu_start}
     scores = peer.score_tours(points, tours, references)
     if args.output:

@@ -47,6 +47,7 @@ def main() -> None:
     from tqdm import tqdm
 
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")  # as in our script
     torch.empty(8_000_000)  # glibc then keeps 64 MB of freed memory, as in our script
     run = peer.Run(args, Path(__file__).stem, peer.get_version("rl4co"))
     torch.manual_seed(args.seed)
