@@ -131,6 +131,7 @@ class Args:
     simulations_end: int = 48  # simulations per move in the last epoch, against plain MCTS and with --gtp
     num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; 2 is faster on two cores, not on a GPU
     pseudo_limit: float = 0.1  # with two workers, limit k: a tree has at most k N(root) pseudo-visits
+    max_depth: int = 24  # longest path of a simulation; on a GPU, each level costs time even if unused
     c_puct: float = 0.5  # exploration c, eq. 1 and classic UCB
     first_q: Literal["value", "zero"] = "value"  # Q(s, a) before the first visit: V(s), eq. 2, or 0
     noise_weight: float = 0.25  # weight eta of the noise, eq. 3
@@ -329,26 +330,17 @@ def compute_result(score, args, num_points):
     return (1 - args.score_weight) * (margin.sign() + 1) / 2 + args.score_weight * share
 
 
-OPEN, PENDING, OVER = range(3)  # status of a node: evaluated, not evaluated yet, end of a game
 ILLEGAL = -1e9  # Q and logit of illegal moves, in place of minus infinity
 
 
 class Search:
-    """Trees of G games with M nodes each. Node 0 is the root.
+    """Trees of G games with M nodes each. Node 0 is the root, and a simulation adds at most one node.
 
-    The last node is `nowhere`: it stands for a child that does not exist. What is written there does not
-    count, but its own `child` and `next` stay `nowhere`. `best` caches each node's move of largest score, and
-    `next` the child that this move leads to:
+    All values are for the side to move at their node. `evaluator` is a function from boards [R] and their
+    legal moves [R, A] to logits [R, A] and values [R]. No game may be over at its root.
 
-        root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 ends the path
-
-    Both are found again by `choose` where statistics change, and `next` is also set where a child is added.
-    So `scores`, the rule of selection, may use only N, Q and P of its node; after any other change, call
-    `choose` on all nodes that it concerns. All values are for the side to move at their node. `evaluator` is
-    a function from boards [R] and their legal moves [R, A] to logits [R, A] and values [R].
-
-    If `go.fixed_shapes` is set, a simulation computes all games, and the host never waits: a game that has
-    nothing to compute reads and writes `nowhere`.
+    With `go.fixed_shapes`, which a CUDA graph needs, a simulation computes a new node for each game. If a
+    game needs none, that node gets the next free number, to which no edge leads, and is overwritten later.
     """
 
     def __init__(self, go, evaluator, boards, num_simulations, args, scores=puct_scores):
@@ -356,23 +348,19 @@ class Search:
         self.evaluator = evaluator
         self.args = args
         self.scores = scores
-        # Besides the root and a node for each simulation, there is `nowhere`
-        shape = len(boards.to_play), num_simulations + 2
-        self.nowhere = num_simulations + 1
+        shape = len(boards.to_play), num_simulations + 1
         with go.device:
-            # Of each edge: N(s, a), Q(s, a), P(a | s), and the node where it leads
-            self.N, self.Q, self.P = torch.zeros(3, *shape, go.num_actions)  # [G, M, A]
+            # Of each edge: N(s, a), Q(s, a), P(a | s), and the child where it leads, 0 if there is none yet
+            self.edges = torch.zeros(3, *shape, go.num_actions)  # [3, G, M, A]
+            self.N, self.Q, self.P = self.edges
             self.child = torch.zeros(self.N.shape, dtype=torch.int64)  # [G, M, A]
-            # Of each node
-            self.value = torch.zeros(shape)  # [G, M], as the next three
-            self.best, self.next, self.status = torch.zeros(3, *shape, dtype=torch.int64)
-            # Each field of the boards is [G, M, ...]
+            # Of each node: V(s) or the result; whether paths lead on from it; its boards
+            self.value = torch.zeros(shape)  # [G, M]
+            self.is_open = torch.zeros(shape, dtype=torch.bool)  # [G, M]
             self.boards = type(boards)(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
-            # Of each game, [G]
-            self.all_games = torch.arange(shape[0])
-            self.roots = torch.zeros_like(self.all_games)
-            self.num_nodes = self.roots.clone()
-        self.pseudo = None  # pseudo-visits of each edge [G, M, A], if two workers search
+            # Of each game
+            self.games = torch.arange(shape[0])  # [G]
+            self.num_nodes = torch.zeros_like(self.games)  # [G]
         self.start(boards)
         if go.fixed_shapes:
             # The proxy keeps the recording from holding the trees, so that these are freed after their use
@@ -380,14 +368,15 @@ class Search:
 
     def start(self, boards):
         """Begin new trees, in the same memory, with boards [G] at the roots."""
-        # Other tensors are written at a node before they are read there. A sum over visits that you add must
-        # be cleared here, too
+        # Other tensors are written at a node before they are read there
         self.N.zero_()
-        self.child.fill_(self.nowhere)
-        self.next.fill_(self.nowhere)
+        self.child.zero_()
+        self.is_open.zero_()
         self.num_nodes.fill_(1)
-        self.num_left = self.nowhere - 1  # simulations for which the trees have room
-        self.evaluate(*self.add(self.all_games, self.roots, boards))
+        self.num_left = self.N.shape[1] - 1  # simulations for which the trees have room
+        root = torch.zeros_like(self.games)
+        self.evaluate(*self.add(self.games, root, boards))
+        self.is_open[:, 0] = False  # a child of number 0 is none, and ends a path
 
     def run(self, num_simulations):
         """Run simulations in all games."""
@@ -401,156 +390,107 @@ class Search:
             self.simulate()
 
     def simulate(self):
-        """Run one simulation in all games; in games that are over, it does nothing.
-
-        `work` has the same steps for --num-workers 2.
-        """
-        edges, ends = self.select(self.all_games)
-        leaves, new = self.expand(self.all_games, ends)
+        """Run one simulation in all games."""
+        path = self.select(self.games)
+        leaf, new = self.expand(self.games, path)
         self.evaluate(*new)
-        self.backup(edges, leaves)
+        self.backup(self.games, path, leaf)
 
-    def find(self, mask):
-        """Return the rows where a mask [R] is true; with fixed shapes all rows.
+    def select(self, games, pseudo=None):
+        """Walk down from the roots of games [R] by eq. 1; returns the edges, nodes and moves [2, depth, R].
 
-        Callers then let the other rows read and write `nowhere`.
+        A path ends with an edge that leads to no child yet or to the end of the game, or after --max-depth
+        edges. It then repeats its last edge until all paths have ended.
+
+        `pseudo` [G, M, A] are the pseudo-visits of --num-workers 2.
         """
-        return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
-
-    def select(self, games):
-        """Follow `next` from the roots of games [R]; returns edges [3, E], and the nodes where paths end [G].
-
-        In other games than these, the paths end at 0, the root.
-        An edge is a game, a node and a move. The last edge of a path leads to a child that does not exist
-        yet. If the path ends where the game is over, or at a pending node, its last edge leads there.
-
-        The paths are found by pointer doubling. `path` has the first k nodes, `jump` leads k nodes further:
-
-            next           0 -> 3   3 -> 7   7 -> 9   9 -> nowhere
-            k = 1    path  0              jump  0 -> 3   3 -> 7   7 -> 9         9 -> nowhere
-            k = 2    path  0 3            jump  0 -> 7   3 -> 9   7 -> nowhere   9 -> nowhere
-            k = 4    path  0 3 7 9        jump  all -> nowhere
-        """
-        path = torch.zeros_like(games).unsqueeze(1)  # [R, k], the roots
-        jump = self.next[games]  # [R, M]
-        while path.shape[1] <= self.nowhere:  # until k is enough for all nodes of a tree
-            # Without fixed shapes, the longest path decides when to stop
-            if not self.go.fixed_shapes and (path[:, -1] == self.nowhere).all():
+        nodes = []
+        moves = []
+        node = torch.zeros_like(games)  # the roots
+        for _ in range(self.args.max_depth):
+            visits, q, prior = self.edges[:, games, node]  # [R, A] each
+            parent_visits = 1 + visits.sum(1, keepdim=True)
+            if pseudo is not None:
+                visits = visits + pseudo[games, node]
+            move = self.scores(q, visits, prior, parent_visits, self.args.c_puct).argmax(1)
+            nodes.append(node)
+            moves.append(move)
+            child = self.child[games, node, move]
+            leads_on = self.is_open[games, child]
+            if not self.go.fixed_shapes and not leads_on.any():
                 break
-            path = torch.cat((path, jump.gather(1, path)), 1)
-            jump = jump.gather(1, jump)
+            node = torch.where(leads_on, child, node)
+        return torch.stack((torch.stack(nodes), torch.stack(moves)))
 
-        # The end of a path is its last node before `nowhere`
-        length = (path != self.nowhere).sum(1, keepdim=True)
-        ends = torch.zeros_like(self.all_games)
-        ends[games] = path.gather(1, length - 1).squeeze(1)
+    def expand(self, games, path):
+        """Add the children to which the last edges of paths [2, depth, R] lead, unless they exist.
 
-        # Each open node of a path has an edge on it; the other entries stand for `nowhere`
-        game = games.unsqueeze(1).expand_as(path)
-        has_edge = (path != self.nowhere) & (self.status[game, path] == OPEN)
-        rows = self.find(has_edge.flatten())
-        node = path.masked_fill(~has_edge, self.nowhere).flatten()[rows]
-        game = game.flatten()[rows]
-        return torch.stack((game, node, self.best[game, node])), ends
-
-    def expand(self, games, ends):
-        """Add a child to each open end [G] of games [R], by its best move.
-
-        Returns the leaves [G], each the new node or, if the end is over or pending, the end itself; and of
-        the new nodes what `add` returns.
+        Returns the leaf [R] at the end of each path, and what `add` returns.
         """
-        # The games whose path ends at an open node. With fixed shapes, the others stay in the rows: their
-        # parent and child are `nowhere`
-        is_open = self.status[games, ends[games]] == OPEN
-        rows = self.find(is_open)
-        games = games[rows]
-        is_open = is_open[rows]
-        parents = torch.where(is_open, ends[games], self.nowhere)
-        nodes = torch.where(is_open, self.num_nodes[games], self.nowhere)
-        self.num_nodes[games] += is_open
-        leaves = ends.clone()
-        leaves[games] = torch.where(is_open, nodes, ends[games])
-
-        # Play the best move of each parent
-        moves = self.best[games, parents]
-        self.child[games, parents, moves] = nodes
-        self.next[games, parents] = nodes
-        boards = self.go.play(self.boards.pick((games, parents)), moves)
-        return leaves, self.add(games, nodes, boards)
+        parent, move = path[:, -1]
+        child = self.child[games, parent, move]
+        is_new = child == 0
+        free = self.num_nodes[games]
+        leaf = torch.where(is_new, free, child)
+        self.child[games, parent, move] = leaf
+        self.num_nodes[games] += is_new
+        rows = self.find(is_new)
+        boards = self.go.play(self.boards.pick((games[rows], parent[rows])), move[rows])
+        return leaf, self.add(games[rows], free[rows], boards)
 
     def add(self, games, nodes, boards):
-        """Store boards [R] as nodes [R] of games [R].
+        """Store boards [R] as nodes [R] of games [R]; the value of a game's end is its result.
 
-        Returns games, nodes and boards of those that an evaluator must see: all whose game is not over. With
-        fixed shapes, the others stay in the rows, and their node is `nowhere`.
+        Returns games, nodes and boards of the others, which an evaluator must see.
         """
         self.boards.put((games, nodes), boards)
         is_over = boards.is_over
-        self.status[games, nodes] = torch.where(is_over, OVER, PENDING)
         if self.go.fixed_shapes or is_over.any():
-            # The value of a game's end is its result. With fixed shapes, others get one too: open()
-            # overwrites it
             rows = self.find(is_over)
             z = compute_result(self.go.score(boards.pick(rows)), self.args, self.go.num_points)
             self.value[games[rows], nodes[rows]] = torch.where(boards.to_play[rows] == 1, z, 1 - z)
-            # The others are left
-            rows = self.find(~is_over)
-            nodes = nodes.masked_fill(is_over, self.nowhere)[rows]
-            games = games[rows]
-            boards = boards.pick(rows)
-        return games, nodes, boards
+        rows = self.find(~is_over)
+        return games[rows], nodes[rows], boards.pick(rows)
+
+    def find(self, mask):
+        """Return the rows where a mask [R] is true; with fixed shapes all rows."""
+        return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
 
     def evaluate(self, games, nodes, boards):
-        """Let the evaluator give new nodes [R] their values and priors."""
+        """Let the evaluator give new nodes [R] with boards [R] their values and priors."""
         if len(games):
             legal = self.go.legal_moves(boards)
-            self.open(games, nodes, legal, *self.evaluator(boards, legal))
+            self.store(games, nodes, boards, legal, *self.evaluator(boards, legal))
 
-    def open(self, games, nodes, legal, logits, values):
-        """Store what the evaluator found for nodes [R], which become OPEN, and choose their best moves."""
-        self.value[games, nodes] = values
-        # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph can
-        # record
-        self.status[games, nodes] = torch.full_like(nodes, OPEN)
+    def store(self, games, nodes, boards, legal, logits, values):
+        """Store what the evaluator found for nodes [R], from which paths may now lead on."""
+        # With fixed shapes, some games are over: their value stays the result
+        is_over = boards.is_over
+        self.is_open[games, nodes] = ~is_over
+        self.value[games, nodes] = torch.where(is_over, self.value[games, nodes], values)
         first_q = values.unsqueeze(1)
         if self.args.first_q == "zero":
             first_q = torch.zeros_like(first_q)
         self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
         # A large number in place of infinity, so that a row without a legal move is not NaN
         self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
-        self.choose(games, nodes)
 
-    def backup(self, edges, leaves):
-        """Update edges [3, E] with the values of their games' leaves [G], eq. 2."""
-        edge = tuple(edges)
-        game, node, _ = edge
-        leaf = leaves[game]
-        value = self.value[game, leaf]
+    def backup(self, games, path, leaf):
+        """Update the edges of paths [2, depth, R] with the values of their leaves [R], eq. 2."""
+        node, move = path
+        value = self.value[games, leaf]
         # A value of the other side is 1 minus that of this one
-        is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, leaf]
-        v = torch.where(is_same_side, value, 1 - value)
+        is_same_side = self.boards.to_play[games, node] == self.boards.to_play[games, leaf]
+        v = torch.where(is_same_side, value, 1 - value)  # [depth, R]
+        # An edge that a path repeats reads the same numbers each time, and writes the same
+        edge = games.expand_as(node), node, move
         self.N[edge] += 1
         self.Q[edge] += (v - self.Q[edge]) / self.N[edge]
-        self.choose(game, node)
-
-    def choose(self, games, nodes):
-        """Find the best moves of nodes [R] of games [R] again, after their statistics have changed."""
-        # Pseudo-visits count in N(s, a), but neither in N(s) nor in Q: they lower the score of their own move
-        visits = self.N[games, nodes]  # [R, A]
-        parent_visits = 1 + visits.sum(1, keepdim=True)
-        if self.pseudo is not None:
-            visits = visits + self.pseudo[games, nodes]
-        q = self.Q[games, nodes]
-        prior = self.P[games, nodes]
-        best = self.scores(q, visits, prior, parent_visits, self.args.c_puct).argmax(1)
-        self.best[games, nodes] = best
-        self.next[games, nodes] = self.child[games, nodes, best]
 
     def add_noise(self):
         """Add noise to the prior of the roots, eq. 3."""
         noise = dirichlet_noise(self.P[:, 0], self.args.dirichlet_alpha)
         self.P[:, 0] += self.args.noise_weight * noise
-        self.choose(self.all_games, self.roots)
 
     def policy(self):
         """Return pi of eq. 3 [G, A]; NaN where nothing was searched."""
@@ -575,44 +515,47 @@ class Search:
 MAX_DESCENTS = 8  # attempts of a worker to find a leaf that the other one does not have
 
 
-def find_leaves(search, games):
-    """Select paths in games [R] that end at a leaf which no worker evaluates yet.
+def select_free(search, games, pseudo):
+    """Select paths in games [R] that do not end at a leaf which the other worker evaluates.
 
-    A path may end at a leaf of the other worker. It then gets a pseudo-visit, which lowers the scores of its
-    moves, and the next descent may find another leaf. A tree has at most k N(root) pseudo-visits.
+    A path that ends there gets a pseudo-visit on each edge, which counts in N(s, a) of eq. 1 but neither in
+    N(s) nor in Q. It makes these moves less attractive, and the next descent may find another leaf. A tree
+    has at most k N(root) pseudo-visits.
 
-    Returns the edges [3, E] of the paths found, the node [G] where the last path of each game ended, and a
-    list of the edges with pseudo-visits.
+    Returns the games with such a path, their paths, and a list of the edges with pseudo-visits.
     """
     found = []
     pseudo_edges = []
-    ends = torch.zeros_like(search.all_games)
     for _ in range(MAX_DESCENTS):
-        edges, new_ends = search.select(games)
-        ends[games] = new_ends[games]
-        has_collided = search.status[search.all_games, ends] == PENDING  # [G]
-        found.append(edges[:, ~has_collided[edges[0]]])
+        path = search.select(games, pseudo)
+        leaf = search.child[(games, *path[:, -1])]
+        has_collided = (leaf > 0) & search.value[games, leaf].isnan()
+        found.append((games[~has_collided], path[..., ~has_collided]))
 
         # Games whose path collided try again if one more pseudo-visit is within their limit
-        games = games[has_collided[games]]
-        num_pseudo = 1 + search.pseudo[games, 0].sum(1)
+        num_pseudo = 1 + pseudo[games, 0].sum(1)
         num_visits = 1 + search.N[games, 0].sum(1)
-        games = games[num_pseudo <= search.args.pseudo_limit * num_visits]
+        rows = has_collided & (num_pseudo <= search.args.pseudo_limit * num_visits)
+        games = games[rows]
         if not len(games):
             break
-        edges = edges[:, torch.isin(edges[0], games)]
-        search.pseudo[tuple(edges)] += 1
-        search.choose(*edges[:2])
-        pseudo_edges.append(edges)
-    return torch.cat(found, 1), ends, pseudo_edges
+        edge = games, *path[..., rows]
+        pseudo[edge] += 1
+        pseudo_edges.append(edge)
+
+    # Paths of several descents become one tensor: shorter ones repeat their last edge
+    games, paths = zip(*found)
+    depth = max(path.shape[1] for path in paths)
+    paths = [torch.cat((x, x[:, -1:].expand(-1, depth - x.shape[1], -1)), 1) for x in paths]
+    return torch.cat(games), torch.cat(paths, 2), pseudo_edges
 
 
-def work(search, left):
+def work(search, left, pseudo):
     """Find leaves, evaluate them, and back them up, again and again.
 
-    A worker evaluates in a thread of its own and, on a GPU, in a stream of its own. `left` [G] counts the
-    simulations that both workers still have to begin. This is a generator: it yields while its thread
-    evaluates, and run_two_workers then resumes the other worker.
+    A worker evaluates in a thread of its own and, on a GPU, in a stream of its own. The value of a leaf is
+    NaN until then. `left` [G] counts the simulations that both workers still have to begin. This is a
+    generator: it yields while its thread evaluates, and run_two_workers then resumes the other worker.
     """
     thread = ThreadPoolExecutor(1)
     num_threads = torch.get_num_threads()
@@ -626,19 +569,17 @@ def work(search, left):
 
     while left.any():
         # Select and expand. A game in which all descents collided gets no leaf
-        games = left.nonzero().squeeze(1)
-        edges, ends, pseudo_edges = find_leaves(search, games)
-        games = games[search.status[games, ends[games]] != PENDING]
+        games, path, pseudo_edges = select_free(search, left.nonzero().squeeze(1), pseudo)
         left[games] -= 1
-        leaves, (games, nodes, boards) = search.expand(games, ends)
-        # Paths to the end of a game need no evaluation, and are backed up before the other worker descends
-        is_over = (search.status[search.all_games, leaves] == OVER)[edges[0]]  # [E]
-        search.backup(edges[:, is_over], leaves)
-        edges = edges[:, ~is_over]
+        leaf, (new_games, nodes, boards) = search.expand(games, path)
+        search.value[new_games, nodes] = torch.nan
+        # Other leaves, such as ends of games, are backed up before the other worker descends
+        is_known = ~search.value[games, leaf].isnan()
+        search.backup(games[is_known], path[..., is_known], leaf[is_known])
 
         # Evaluate; meanwhile it is the other worker's turn
         job = None
-        if len(games):
+        if len(new_games):
             legal = search.go.legal_moves(boards)
             if stream:
                 stream.wait_stream(torch.cuda.current_stream())
@@ -650,21 +591,19 @@ def work(search, left):
             output = job.result()
             if stream:
                 torch.cuda.current_stream().wait_stream(stream)
-            search.open(games, nodes, legal, *output)
-        search.backup(edges, leaves)
-        for edges in pseudo_edges:
-            search.pseudo[tuple(edges)] -= 1
-            search.choose(*edges[:2])
+            search.store(new_games, nodes, boards, legal, *output)
+            search.backup(games[~is_known], path[..., ~is_known], leaf[~is_known])
+        for edge in pseudo_edges:
+            pseudo[edge] -= 1
     thread.shutdown()
 
 
 def run_two_workers(search, num_simulations):
     """Run simulations in all games; while one worker evaluates its leaves, the other one finds new leaves."""
-    search.pseudo = torch.zeros_like(search.N)
-    left = torch.where(search.status[:, 0] == OPEN, num_simulations, 0)  # [G]
-    for _ in zip_longest(work(search, left), work(search, left)):
+    pseudo = torch.zeros_like(search.N)
+    left = torch.full_like(search.games, num_simulations)
+    for _ in zip_longest(work(search, left, pseudo), work(search, left, pseudo)):
         pass  # they take turns, from one `yield` to the next
-    search.pseudo = None
 
 
 # ---- AlphaZero: self-play and training ---------------------------------------------------------------------
@@ -1551,7 +1490,8 @@ def main(argv=None):
     if paths:
         checkpoint = load_checkpoint(paths[0])
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
-    counts = "num_games channels simulations_start simulations_end num_epochs pool_size batch_size".split()
+    counts = """num_games channels simulations_start simulations_end max_depth num_epochs pool_size
+        batch_size""".split()
     shares = """score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef
         q_weight_start q_weight_end draw_moves resign_below""".split()
     for name, value in vars(args).items():
