@@ -7,38 +7,33 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
     python alphazero_go.py                                # learns 5x5 in minutes on one CPU core
     torchrun --nproc-per-node 2 alphazero_go.py           # two GPUs, or with --no-cuda two CPU processes
     python alphazero_go.py --gtp runs/NAME/best.pt        # plays in Sabaki or GoGui
-    python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
-        --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # source
 
-The last command, `source` in the docs, is for comparison: it has the values of the design note
-(架构, "architecture") that this script was written from. It trains on the records of largest loss alone,
-plays best or uniformly random moves, and ignores the score. It wins 13 % of its games against plain MCTS with
-as many simulations; the defaults win 99.8 %. In another experiment, eight epochs long, only --random-fraction
-changed: 0.75, the default, won 98 % of the games, 1 won 99 %, and 0, the records of largest loss alone, 57 %.
+How it learns. A search grows a tree of moves from the position on the board. Each simulation walks down the
+tree by eq. 1 to a new position s', and the network evaluates s'; then eq. 2 updates each edge of the walk, in
+which v is V(s'), or the result if the game is over. The moves that were visited most are the best ones. An
+epoch plays games against itself by such searches, puts their positions into a pool of records, and trains the
+network to predict what the searches found (eq. 4) and how the games ended (eq. 5). The first epochs are a
+pretraining: V learns from random games, and then searches choose by classic UCB.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
     (2) N(s, a) += 1, Q(s, a) += (v - Q(s, a)) / N(s, a), starting with Q(s, a) = V(s)
-    (3) pi(a) = N(root, a) / sum_b N(root, b); P(a | root) = p(a | root) + eta d(a), d ~ Dirichlet(alpha). The
-        noise is added, not mixed in by (1 - eta) p as in the papers, so P sums to 1 + eta
+    (3) pi(a) = N(root, a) / sum_b N(root, b). In self-play, the root has P(a) = p(a) + eta d(a) with noise
+        d ~ Dirichlet(alpha), so that each move has a chance to be tried
     (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)): the cross entropy minus its minimum
     (5) L_value = (V(s) - (beta Q(root) + (1 - beta) z))^2, where the result z is 1 if the game was won and 0
         if it was lost, mixed with its score by --score-weight
-    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A, both at most 1 if V = 1/2 and p is uniform
+    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A. A network that knows nothing, with V = 1/2 and
+        uniform p, has at most L_value = 0.25 and L_policy = log A: the weight g compares losses of one scale
 
-A simulation follows eq. 1 from the root to a new position s'; eq. 2 then updates each edge of its path with
-v = V(s'), or the result if the game is over. Q(root) is the mean of V(root) and all v. Each move begins a new
-tree (the papers go on with the old one). An epoch plays until there are enough new records. A full pool drops
-those older than --max-age epochs, then those of least loss, and the network trains on records of largest loss
-and on random ones. The first epochs learn V from random games, and the next ones search by classic UCB.
+Each move begins a new tree; the papers continue with the old one. They also mix the noise in, by (1 - eta) p.
 
-Shapes: G parallel games, R some of them, M nodes of a tree, A moves, E edges, K symmetries, B records;
-G and B are those of one process.
+Shapes: G parallel games, R some of them, M nodes of a tree, A moves, K symmetries, T moves of the longest
+game, B records; G and B are those of one process.
 
-The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
-nothing of AlphaZero in it: run folder, log, checkpoints, processes and the command line. `go` are the rules
-of a game, of envs_shared/go.py or another file in its place: its docstring says what this script asks of a
-game.
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
+about the run folder, the log, checkpoints, processes and the command line. `go` are the rules of a game, of
+envs_shared/go.py or another file in its place: its docstring says what this script asks of a game.
 """
 
 # /// script
@@ -131,7 +126,7 @@ class Args:
     simulations_end: int = 48  # simulations per move in the last epoch, against plain MCTS and with --gtp
     num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; 2 is faster on two cores, not on a GPU
     pseudo_limit: float = 0.1  # with two workers, limit k: a tree has at most k N(root) pseudo-visits
-    max_depth: int = 24  # longest path of a simulation; on a GPU, each level costs time even if unused
+    max_depth: int = 16  # longest path of a simulation; on a GPU, each level costs time even if unused
     c_puct: float = 0.5  # exploration c, eq. 1 and classic UCB
     first_q: Literal["value", "zero"] = "value"  # Q(s, a) before the first visit: V(s), eq. 2, or 0
     noise_weight: float = 0.25  # weight eta of the noise, eq. 3
@@ -205,29 +200,29 @@ class Agent(nn.Module):
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class Records(namedtuple("Records", "planes legal policy q z loss epoch turn")):
-    """B records: positions, or symmetric images of them, as the side to move saw them, with training targets.
+# B positions as the side to move saw them, with training targets:
+#     planes    bool [B, planes, rows, columns]
+#     legal     legal moves, bool [B, A]
+#     policy    pi of eq. 3, float16 [B, A]
+#     q, z      Q(root) and the result of eq. 5, [B] each
+Positions = namedtuple("Positions", "planes legal policy q z")
+# The pool holds the K symmetric forms of each position (turned, mirrored) as records of their own. They add:
+#     loss    eq. 6, as last computed [B]. It decides both what is trained on first and what is dropped first:
+#             if you mask a part of the loss, these records rank low
+#     epoch   when the record was made [B]
+#     turn    from 0 to K - 1 [B]: minibatch i draws from the records whose turn is i modulo K. The K forms of
+#             a position have different turns, so that a minibatch never has two forms of one position
+Records = namedtuple("Records", [*Positions._fields, "loss", "epoch", "turn"])
 
-        planes    bool [B, planes, rows, columns]
-        legal     legal moves, bool [B, A]
-        policy    pi of eq. 3, float16 [B, A]
-        q, z      Q(root) and the result of eq. 5, [B] each
-        loss      eq. 6, as last computed [B]
-        epoch     when the record was made [B]
-        turn      from 0 to K - 1 [B]: minibatch i may draw the record if i modulo K is its turn
 
-    The K images of a position have K different turns. A field that you add is mirrored and turned with the
-    board only if `make_images` says how.
-    """
-
-    def pick(self, index):
-        """Return the records at an index."""
-        return Records(*(x[index] for x in self))
+def pick(records, rows):
+    """Return some rows of Positions or Records, or of another named tuple of tensors."""
+    return type(records)(*(x[rows] for x in records))
 
 
 def concatenate(parts):
-    """Join records that were made one after the other."""
-    return Records(*map(torch.cat, zip(*parts)))
+    """Join Positions or Records that were made one after the other."""
+    return type(parts[0])(*map(torch.cat, zip(*parts)))
 
 
 def refill_pool(pool, new, capacity, oldest):
@@ -235,37 +230,29 @@ def refill_pool(pool, new, capacity, oldest):
     if pool:
         new = concatenate((pool, new))
     rank = new.loss.masked_fill(new.epoch < oldest, -torch.inf)
-    return new.pick(rank.topk(min(capacity, len(rank))).indices)
+    return pick(new, rank.topk(min(capacity, len(rank))).indices)
 
 
-def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
-    """Choose indices of records [B]: the largest losses, then random; no two are images of one position.
+def sample_pool(pool, turn, batch_size, random_fraction):
+    """Choose rows [B] of records with this turn: those of the largest losses, then random ones.
 
-    If fewer than B records have this turn, the batch is smaller; fixed shapes need B of them. If none has it,
-    as may happen in a pool of a few dozen records, any records are taken.
+    If fewer than B records have this turn, the batch is smaller.
     """
-    # Rows to choose from: those of this turn. With fixed shapes, or if none has it, keep every row, and mark
-    # those of other turns in is_other
-    has_turn = pool.turn == turn
-    rows = torch.arange(len(has_turn), device=has_turn.device)
-    if not fixed_shapes and has_turn.any():
-        rows = rows[has_turn]
-    loss = pool.loss[rows]
-    is_other = ~has_turn[rows]
+    rows = (pool.turn == turn).nonzero().squeeze(1)
+    if not len(rows):  # in a tiny pool: take any records
+        rows = torch.arange(len(pool.turn), device=pool.turn.device)
     # For example, with random_fraction 0.75 and B = 128: 32 records of largest loss and 96 random ones
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
-    ranked = loss.masked_fill(is_other, -torch.inf).topk(num_ranked).indices
-    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those of
-    # another turn, if they are among the rows
-    keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
+    ranked = pool.loss[rows].topk(num_ranked).indices
+    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others
+    keys = torch.rand(len(rows), device=rows.device).scatter(0, ranked, 2.0)
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
 
 class SelfPlay:
-    """G games, what was recorded at each of their moves, and the pool of records from finished games.
+    """G games, the pool of records, and what will become records when the games end: `steps` [G, T, ...].
 
-    T is the maximum number of moves. The pool is None until the first epoch after `start` has collected
-    records.
+    The pool is None until the first epoch after `start` has collected records.
     """
 
     def __init__(self, go, num_games):
@@ -273,7 +260,7 @@ class SelfPlay:
         self.num_games = num_games
         shape = num_games, go.max_moves
         with go.device:
-            self.steps = {  # [G, T, ...] each
+            self.steps = {
                 "planes": torch.zeros(*shape, go.num_planes, *go.shape, dtype=torch.bool),
                 "legal": torch.zeros(*shape, go.num_actions, dtype=torch.bool),
                 "policy": torch.zeros(*shape, go.num_actions, dtype=torch.float16),
@@ -297,7 +284,7 @@ class SelfPlay:
         for name, x in self.steps.items():
             # view_as refuses another number of elements, where copy_ alone would broadcast
             x.copy_(state["steps"][name].view_as(x))
-        self.boards.put(slice(None), self.boards._replace(**state["boards"]))
+        self.boards = self.boards._replace(**{k: x.to(self.go.device) for k, x in state["boards"].items()})
         if state["pool"]:
             self.pool = Records(*(x.to(self.go.device) for x in state["pool"].values()))
 
@@ -611,14 +598,14 @@ def run_two_workers(search, num_simulations):
 #     name               what the progress bar shows
 #     start              first epoch of these settings, which begins with new games and an empty pool
 #     scores             how a search of self-play chooses: puct_scores (eq. 1) or ucb_scores; None for random
-#                        games. The network's matches take the default of make_player,
-#                        and --gtp that of Search
+#                        games. Matches and --gtp use eq. 1 in all epochs
 #     num_simulations    of each move
+#     value_coef         g of eq. 6
 #     epsilon            share of random moves
 #     q_weight           beta of eq. 5
-#     value_coef         g of eq. 6
 #     learning_rate      of AdamW
-Stage = namedtuple("Stage", "name start scores num_simulations epsilon q_weight value_coef learning_rate")
+Stage = namedtuple("Stage", "name start scores num_simulations value_coef epsilon q_weight learning_rate")
+RANDOM_GAMES = "random games"  # name of the first stage, which learns no policy
 
 
 def get_stage(epoch, max_legal, args):
@@ -628,67 +615,72 @@ def get_stage(epoch, max_legal, args):
     def schedule(start, end):
         return (1 - t) * start + t * end
 
+    num_simulations = round(schedule(args.simulations_start, args.simulations_end))
+    # Classic UCB tries each move once before it compares any; a quarter more is left to compare them
+    num_ucb_simulations = max(num_simulations, 5 * max_legal // 4)
     search_start = args.pretrain_value_epochs
     self_play_start = search_start + args.pretrain_search_epochs
-    stage = Stage(
-        name="self-play",
-        start=self_play_start,
-        scores=puct_scores,
-        num_simulations=round(schedule(args.simulations_start, args.simulations_end)),
+    stages = (
+        # name, start, scores, num_simulations, value_coef
+        (RANDOM_GAMES, 0, None, num_simulations, 1.0),
+        ("search pretraining", search_start, ucb_scores, num_ucb_simulations, args.value_coef),
+        ("self-play", self_play_start, puct_scores, num_simulations, args.value_coef),
+    )
+    begun = [stage for stage in stages if stage[1] <= epoch]
+    return Stage(
+        *begun[-1],
         epsilon=schedule(args.epsilon_start, args.epsilon_end),
         q_weight=schedule(args.q_weight_start, args.q_weight_end),
-        value_coef=args.value_coef,
         learning_rate=schedule(args.learning_rate, args.learning_rate * (0.01 if args.anneal_lr else 1)),
     )
-    if epoch < search_start:
-        return stage._replace(name="random games", start=0, scores=None, value_coef=1.0)
-    if epoch < self_play_start:
-        # Classic UCB tries each move before it chooses
-        num_simulations = max(stage.num_simulations, 5 * max_legal // 4)
-        return stage._replace(
-            name="search pretraining",
-            start=search_start,
-            scores=ucb_scores,
-            num_simulations=num_simulations,
-        )
-    return stage
+
+
+def make_self_play_search(agent, boards, stage, args):
+    """Make the search of an epoch, by the network as it is now, in trees for games with boards [G]."""
+    device = boards.to_play.device
+    # On a GPU, one worker searches in fixed shapes, so that a CUDA graph can record a simulation
+    go = make_game(args.env_id, device, fixed_shapes=device.type == "cuda" and args.num_workers == 1)
+    return Search(go, make_evaluator(go, agent), boards, stage.num_simulations, args, stage.scores)
 
 
 def choose_moves(boards, legal, go, search, stage, args):
-    """Choose the moves of self-play on boards [G]; returns pi [G, A], Q(root) [G] and the moves [G].
+    """Choose the moves of self-play on boards [G].
 
-    In random games nothing is searched: pi is uniform over the legal moves, and Q is NaN.
+    Returns the policy to be learned [G, A], Q(root) [G] and the moves [G].
     """
     if stage.scores is None:
+        # Random games, in which nothing is searched. The rules draw the moves, as uniform ones might not end
+        # a game of Go. No policy is learned, and Q is unknown: the result takes its place
         policy = legal / legal.sum(1, keepdim=True)
-        q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z takes its place when the game is over
-        return policy, q, go.random_moves(boards, legal)
+        return policy, torch.full_like(policy[:, 0], torch.nan), go.random_moves(boards, legal)
 
     # Search
     search.start(boards)
     search.add_noise()
     search.run(stage.num_simulations)
-    policy = search.policy()
-    q = search.root_values()
+    policy = search.policy()  # what the network learns
 
-    # The first moves of a game are drawn from pi, the later ones are the best; a share epsilon is random
+    # The first moves of a game are drawn, the later ones are the best
+    draw_policy = policy  # what moves are drawn from; a temperature belongs here: it changes no target
     is_early = boards.num_moves < args.draw_moves * go.num_points
-    moves = torch.where(is_early, torch.multinomial(policy, 1).squeeze(1), search.best_moves())
-    is_random = torch.rand_like(q) < stage.epsilon
+    drawn = torch.multinomial(draw_policy, 1).squeeze(1)
+    moves = torch.where(is_early, drawn, search.best_moves())
+    # A share epsilon of the moves is uniformly random
+    is_random = torch.rand(len(moves), device=go.device) < stage.epsilon
     moves = torch.where(is_random, torch.multinomial(legal.float(), 1).squeeze(1), moves)
-    return policy, q, moves
+    return policy, search.root_values(), moves
 
 
 def play_moves(self_play, go, search, stage, args):
     """Play a move in each game.
 
-    Returns the games [R] that end with it, and the records of all moves of these games.
+    Returns the games [R] that end with it, and the Positions of all moves of these games.
     """
     boards = self_play.boards
     legal = go.legal_moves(boards)
     policy, q, moves = choose_moves(boards, legal, go, search, stage, args)
 
-    # Record the position at index num_moves of its game, then play
+    # Write the position at index num_moves of its game, then play
     step = {
         "planes": go.planes(boards, legal),
         "legal": legal,
@@ -698,66 +690,77 @@ def play_moves(self_play, go, search, stage, args):
     }
     for name, x in step.items():
         self_play.steps[name][torch.arange(len(q), device=go.device), boards.num_moves] = x
-    self_play.boards = go.play(boards, moves)
+    boards = go.play(boards, moves)
 
-    # Which R games have ended; new ones take their place
-    is_over = self_play.boards.is_over
-    if (~is_over & (self_play.boards.num_moves >= go.max_moves)).any():
+    # Which games have ended, and the results [G] of black. If you end a game early, as by resignation, say so
+    # in is_over, and give it a result in z: one that the rules have not ended has none, and NaN ends the run
+    is_over = boards.is_over
+    z = compute_result(go.score(boards), args, go.num_points).masked_fill(~is_over, torch.nan)
+    if (~is_over & (boards.num_moves >= go.max_moves)).any():
         fail(f"{args.env_id}: a game takes more than its max_moves ({go.max_moves})")
+
+    # New games take the place of those that have ended
     ended = is_over.nonzero().squeeze(1)
-    boards = self_play.boards.pick(ended)
-    self_play.boards.put(ended, go.new(len(ended)))
+    num_moves = boards.num_moves[ended]
+    boards.put(ended, go.new(len(ended)))
+    self_play.boards = boards
 
-    # The records of all their moves, with z as seen by the side that moved
-    is_move = torch.arange(go.max_moves, device=go.device) < boards.num_moves.unsqueeze(1)  # [R, T]
-    records = {name: x[ended][is_move] for name, x in self_play.steps.items()}
-    z = compute_result(go.score(boards), args, go.num_points)
-    z = z.unsqueeze(1).expand_as(is_move)[is_move]
-    z = torch.where(records.pop("to_play") == 1, z, 1 - z)
-    records["q"] = torch.where(records["q"].isnan(), z, records["q"])
-    unknown = torch.zeros_like(z)  # in the place of what make_images and train set
-    return ended, Records(**records, z=z, loss=unknown, epoch=unknown, turn=unknown)
+    # The positions of all their moves, with z as seen by the side that moved
+    is_move = torch.arange(go.max_moves, device=go.device) < num_moves.unsqueeze(1)  # [R, T]
+    steps = {name: x[ended][is_move] for name, x in self_play.steps.items()}
+    z = z[ended].unsqueeze(1).expand_as(is_move)[is_move]
+    z = torch.where(steps.pop("to_play") == 1, z, 1 - z)
+    steps["q"] = torch.where(steps["q"].isnan(), z, steps["q"])
+    return ended, Positions(**steps, z=z)
 
 
-def make_images(records, go):
-    """Make the K symmetric images of records [B]; image k of record b is row k B + b.
+def make_symmetries(positions, go):
+    """Return the K symmetric forms of positions [B]: form k of position b is row k B + b.
 
     A field with a value for each point or move needs a line here.
     """
-    num_images = len(go.move_images)
-    position = torch.arange(len(records.z), device=go.device)
-    images = []
-    for k in range(num_images):
-        moves = go.move_images[k]
-        planes = records.planes.flatten(2)[..., go.point_images[k]]
-        image = records._replace(
-            planes=planes.view_as(records.planes),
-            legal=records.legal[:, moves],
-            policy=records.policy[:, moves],
-            turn=(position + k) % num_images,  # each turn has one image of each position
+    forms = []
+    for points, moves in zip(go.point_images, go.move_images):
+        planes = positions.planes.flatten(2)[..., points].view_as(positions.planes)
+        form = positions._replace(
+            planes=planes, legal=positions.legal[:, moves], policy=positions.policy[:, moves]
         )
-        images.append(image)
-    return concatenate(images)
+        forms.append(form)
+    return concatenate(forms)
 
 
-def collect_images(self_play, go, search, num_positions, stage, args, bar):
-    """Play until finished games have enough positions; returns their images, and the number of all moves.
+def make_records(positions, agent, go, stage, epoch):
+    """Make the K records of each of positions [B], with their losses."""
+    forms = make_symmetries(positions, go)
+    num_symmetries = len(go.move_images)
+    form, position = torch.meshgrid(
+        torch.arange(num_symmetries, device=go.device),
+        torch.arange(len(positions.z), device=go.device),
+        indexing="ij",
+    )
+    turn = (position + form).flatten() % num_symmetries
+    loss = compute_losses(agent, forms, stage)
+    return Records(*forms, loss=loss, epoch=torch.full_like(turn, epoch), turn=turn)
+
+
+def collect_positions(self_play, go, search, num_positions, stage, args, bar):
+    """Play until finished games have at least so many positions; returns them, and the number of all moves.
 
     This moves the bar by half an epoch.
     """
-    records = []
+    parts = []
     num_found = 0
-    # Without a pool, all games are new and have begun together. Wait for all of them: stopping earlier would
-    # fill the pool with the short ones
+    # New games begin together, and short ones end first: stopping with these would fill the pool with short
+    # games. So if there is no pool yet, wait for the end of each game that has begun
     is_awaited = torch.full_like(self_play.boards.is_over, self_play.pool is None)
     while num_found < num_positions or is_awaited.any():
-        ended, new = play_moves(self_play, go, search, stage, args)
+        ended, positions = play_moves(self_play, go, search, stage, args)
         is_awaited[ended] = False
-        records.append(new)
-        bar.update(0.5 * min(len(new.z), max(0, num_positions - num_found)) / num_positions)
-        num_found += len(new.z)
-    num_moves = len(records) * len(is_awaited)  # each call of play_moves made one in each game
-    return make_images(concatenate(records), go), num_moves
+        parts.append(positions)
+        bar.update(0.5 * min(len(positions.z), max(0, num_positions - num_found)) / num_positions)
+        num_found += len(positions.z)
+    num_moves = len(parts) * len(is_awaited)  # each call of play_moves made one in each game
+    return concatenate(parts), num_moves
 
 
 def alphazero_loss(agent, records, stage):
@@ -781,7 +784,7 @@ def compute_losses(agent, records, stage):
     agent.eval()
     losses = []
     for part in zip(*(x.split(512) for x in records)):
-        losses.append(alphazero_loss(agent, Records(*part), stage)["loss"])
+        losses.append(alphazero_loss(agent, type(records)(*part), stage)["loss"])
     return torch.cat(losses)
 
 
@@ -791,11 +794,6 @@ def update_network(agent, optimizer, records, num_records, stage):
     metrics = {name: x.sum() / num_records for name, x in losses.items()}
     optimizer.zero_grad()
     metrics["loss"].backward()
-    if stage.value_coef == 1:
-        # Epochs that learn V alone: the last layer of the policy stays as it is, since without a gradient
-        # AdamW does not even decay its weights. The rows of head_conv for the policy decay by about half a
-        # percent an epoch. In another network, name all layers here that only the policy uses
-        agent.policy_head.zero_grad()
     sum_gradients(agent)
     metrics = {name: total(x.detach()) for name, x in metrics.items()}
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
@@ -803,18 +801,17 @@ def update_network(agent, optimizer, records, num_records, stage):
     return metrics
 
 
-def train_minibatch(agent, optimizer, pool, turn, batch_size, fixed_shapes, stage, args):
-    """Train on a minibatch of records that have this turn; returns means of it to log.
+def train_minibatch(agent, optimizer, pool, stage, rows):
+    """Train on rows [B] of the pool; returns means of the minibatch to log.
 
-    The losses of its records in the pool become those after the step.
+    The losses of these records in the pool become those after the step.
     """
-    index = sample_pool(pool, turn, batch_size, args.random_fraction, fixed_shapes)
-    records = pool.pick(index)
-    num_records = total(torch.full((), float(len(index)), device=index.device))
+    records = pick(pool, rows)
+    num_records = total(torch.full((), float(len(rows)), device=rows.device))
     # If you freeze layers: train() makes their batch norms update again, so call eval() on those after it
     metrics = update_network(agent.train(), optimizer, records, num_records, stage)
     loss_after = compute_losses(agent, records, stage)
-    pool.loss[index] = loss_after
+    pool.loss[rows] = loss_after
     metrics["sampled_loss"] = total(records.loss.sum()) / num_records
     metrics["sampled_loss_after"] = total(loss_after.sum()) / num_records
     return metrics
@@ -825,25 +822,17 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
 
     This moves the bar by half an epoch.
     """
+    # Random games show no good moves: the policy learns nothing, and its last layer is not even decayed. In
+    # another network, freeze all layers here that only the policy uses
+    agent.policy_head.requires_grad_(stage.name != RANDOM_GAMES)
     batch_size = args.batch_size // WORLD_SIZE
-    # Fixed shapes need a full minibatch for each turn
-    num_least = pool.turn.bincount(minlength=num_turns).min().item()
-    fixed_shapes = pool.z.is_cuda and num_least >= batch_size
-    update = partial(
-        train_minibatch,
-        agent,
-        optimizer,
-        pool,
-        batch_size=batch_size,
-        fixed_shapes=fixed_shapes,
-        stage=stage,
-        args=args,
-    )
-    if fixed_shapes:
-        update = Recorded(update, pool.z.device)
+    update = partial(train_minibatch, agent, optimizer, pool, stage)
+    if pool.turn.bincount(minlength=num_turns).min() >= batch_size:  # all minibatches have one size
+        update = Recorded(update, pool.turn.device)
     sums = {}
-    for turn in torch.arange(num_minibatches, device=pool.z.device) % num_turns:
-        for name, value in update(turn).items():
+    for i in range(num_minibatches):
+        rows = sample_pool(pool, i % num_turns, batch_size, args.random_fraction)
+        for name, value in update(rows).items():
             sums[name] = sums.get(name, 0) + value
         bar.update(0.5 / num_minibatches)
     optimizer.zero_grad()  # frees the gradients, which games and matches do not need
@@ -983,8 +972,6 @@ def train(args, run):
     device = set_up_device(args)
     is_cuda = device.type == "cuda"
     go = make_game(args.env_id, device)
-    # On a GPU, one worker searches in fixed shapes, so that a CUDA graph can record a simulation
-    search_go = make_game(args.env_id, device, is_cuda and args.num_workers == 1)
     seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = Agent(go, args).to(device)
     best = deepcopy(agent).requires_grad_(False)  # the network that matches are played against
@@ -1007,7 +994,7 @@ def train(args, run):
     if WORLD_SIZE == 1:
         # Games and pool are large: only checkpoint.pt holds them, and only if there is one process
         run.load(in_best=False, games=self_play)
-    # Per epoch: positions that this process needs, of K images each, and minibatches
+    # Per epoch: positions that this process needs, which make K records each, and minibatches
     num_turns = len(go.move_images)
     capacity = args.pool_size // WORLD_SIZE
     num_positions = math.ceil(args.generate_fraction * capacity / num_turns)
@@ -1037,20 +1024,11 @@ def train(args, run):
         start = time.time()
         search = None
         if stage.scores:
-            search = Search(
-                search_go,
-                make_evaluator(search_go, agent),
-                self_play.boards,
-                stage.num_simulations,
-                args,
-                scores=stage.scores,
-            )
-        images, num_moves = collect_images(self_play, go, search, num_positions, stage, args, run.bar)
-        images = images._replace(
-            loss=compute_losses(agent, images, stage), epoch=torch.full_like(images.turn, epoch)
-        )
+            search = make_self_play_search(agent, self_play.boards, stage, args)
+        positions, num_moves = collect_positions(self_play, go, search, num_positions, stage, args, run.bar)
+        records = make_records(positions, agent, go, stage, epoch)
         oldest = epoch - (args.max_age or args.num_epochs)
-        self_play.pool = refill_pool(self_play.pool, images, capacity, oldest)
+        self_play.pool = refill_pool(self_play.pool, records, capacity, oldest)
         collected = time.time()
 
         # Update: minibatches of the pool
@@ -1509,7 +1487,7 @@ def main(argv=None):
         if name in "dirichlet_alpha generate_fraction train_fraction".split() and value == 0:
             fail(f"{flag} must be greater than 0")
     try:
-        num_images = len(make_game(args.env_id).move_images)
+        num_symmetries = len(make_game(args.env_id).move_images)
     except ValueError as error:
         fail(f"--env-id {args.env_id}: {error}")
     if args.gtp and not find_spec("envs_shared.go_gtp"):
@@ -1518,10 +1496,11 @@ def main(argv=None):
         fail("--evaluate needs --eval-episodes")
     if args.num_games % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-games and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
-    if args.pool_size < num_images * args.batch_size:
-        # Only one image of each position may be in a minibatch
+    if args.pool_size < num_symmetries * args.batch_size:
+        # Only one symmetric form of each position may be in a minibatch
         fail(
-            f"--pool-size ({args.pool_size}) must be at least {num_images} x --batch-size ({args.batch_size})"
+            f"--pool-size ({args.pool_size}) must be at least {num_symmetries} x --batch-size "
+            f"({args.batch_size})"
         )
     if not checkpoint and args.num_epochs <= args.pretrain_value_epochs:
         fail(

@@ -49,7 +49,7 @@ def make_boards(go, num_games, num_moves):
 
 
 def stage(num_simulations=8, epsilon=0.0, value_coef=0.2, scores=az.puct_scores):
-    return az.Stage("", 0, scores, num_simulations, epsilon, 0.3, value_coef, 1e-2)
+    return az.Stage("", 0, scores, num_simulations, value_coef, epsilon, 0.3, 1e-2)
 
 
 # The search
@@ -339,22 +339,23 @@ def test_the_pool_drops_the_smallest_losses_and_the_old():
 def test_minibatches_are_those_of_the_largest_loss_and_others_at_random():
     pool = make_records(800)
     torch.manual_seed(0)
-    for turn, share, fixed in itertools.product((3, 2), (0.0, 0.25, 1.0), (False, True)):
-        index = az.sample_pool(pool, turn, 20, share, fixed)
+    for turn, share in itertools.product((3, 2), (0.0, 0.25, 1.0)):
+        index = az.sample_pool(pool, turn, 20, share)
         assert len(index.unique()) == 20 and (pool.turn[index] == turn).all()
         rows = (pool.turn == turn).nonzero()[:, 0]
         best = rows[pool.loss[rows].argsort(descending=True)]
         num_ranked = round(20 * (1 - share))
         assert set(best[:num_ranked].tolist()) <= set(index.tolist())
-    drawn = torch.cat([az.sample_pool(pool, 0, 20, 0.5, i % 2 == 0) for i in range(2000)])
+    drawn = torch.cat([az.sample_pool(pool, 0, 20, 0.5) for _ in range(2000)])
     counts = torch.bincount(drawn, minlength=800)[0::8].sort(descending=True).values
     assert (counts[:10] == 2000).all()  # ranked; each of the other 90 by chance
     assert ((counts[10:] - 20000 / 90) ** 2 / (20000 / 90)).sum() < 140  # chi-squared, 89 degrees, 0.05 %
-    assert len(az.sample_pool(pool.pick([0, 8]), 1, 20, 0.5)) == 2  # none has the turn: any will do
+    assert len(az.sample_pool(az.pick(pool, [0, 8]), 1, 20, 0.5)) == 2  # none has the turn: any will do
 
 
-def test_images_are_what_the_turned_game_looks_like():
-    go = Go(5)
+def test_symmetric_records_are_what_the_turned_game_looks_like():
+    """Each has the loss of its own planes, and the epoch that made it."""
+    go, agent = Go(5), make_agent()[0]
     torch.manual_seed(1)
     moves, boards = [], go.new(4)
     for _ in range(12):
@@ -362,8 +363,10 @@ def test_images_are_what_the_turned_game_looks_like():
         boards = go.play(boards, moves[-1])
     legal = go.legal_moves(boards)
     planes, policy = go.planes(boards, legal), torch.rand(4, 26).half()
-    records = az.Records(planes, legal, policy, torch.arange(4.0), torch.rand(4), *torch.zeros(3, 4))
-    images = az.make_images(records, go)
+    positions = az.Positions(planes, legal, policy, torch.arange(4.0), torch.rand(4))
+    images = az.make_records(positions, agent, go, stage(), 7)
+    assert (images.epoch == 7).all() and len(images.loss.unique()) == 32
+    torch.testing.assert_close(images.loss, az.compute_losses(agent, images, stage()))
     assert len(set(map(tuple, go.move_images.tolist()))) == 8
     for k, symmetry in enumerate(go.move_images):
         where, again = symmetry.argsort(), go.new(4)  # move m becomes where[m]
@@ -373,7 +376,7 @@ def test_images_are_what_the_turned_game_looks_like():
         assert torch.equal(images.planes[rows], go.planes(again, go.legal_moves(again)))
         assert torch.equal(images.legal[rows], go.legal_moves(again))
         assert torch.equal(images.policy[rows][:, where], policy)
-        assert images.q[rows].tolist() == [0, 1, 2, 3] and torch.equal(images.z[rows], records.z)
+        assert images.q[rows].tolist() == [0, 1, 2, 3] and torch.equal(images.z[rows], positions.z)
     for position in range(4):  # no two images of it can be in one minibatch, and each has its turn
         assert sorted(images.turn[position::4].tolist()) == list(range(8))
 
@@ -485,7 +488,7 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
         monkeypatch.setattr(az, name, lambda *a, **k: found.append(describe(*a, **k)) or function(*a, **k))
         return found
 
-    played = watch("collect_images", lambda games, *x: (x[2], bool(games.boards.history.any())))
+    played = watch("collect_positions", lambda games, *x: (x[2], bool(games.boards.history.any())))
     pools = watch("refill_pool", lambda pool, new, *x: (len(pool.z) if pool else 0, new, *x))
     updates = watch("train_epoch", lambda *x, **k: (x[3], x[1].param_groups[0]["lr"], *x[5]))
     flags = "--epsilon-start 0.8 --epsilon-end 0.4 --q-weight-start 0.1 --q-weight-end 0.9"
@@ -496,7 +499,7 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
         assert len(new.z) >= 8 * 2 and (new.epoch == number).all() and (num_firsts >= 8 * 4 or number > 2)
         assert (size > 0) == (number > 2) and (capacity, oldest) == (256, number - 3)
     assert torch.equal(pools[0][1].q, pools[0][1].z)  # of random games
-    counts, rates, names, _, scores, num_simulations, epsilons, q_weights, coefs, _ = zip(*updates)
+    counts, rates, names, _, scores, num_simulations, coefs, epsilons, q_weights, _ = zip(*updates)
     assert counts == (3,) * 5 and names == ("random games", "search pretraining", *["self-play"] * 3)
     assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 4) for k in range(5)])  # to a hundredth
     assert scores == (None, az.ucb_scores, *[az.puct_scores] * 3)
