@@ -695,7 +695,7 @@ def play_moves(self_play, go, search, stage, args):
     # Which games have ended, and the results [G] of black. If you end a game early, as by resignation, say so
     # in is_over, and give it a result in z: one that the rules have not ended has none, and NaN ends the run
     is_over = boards.is_over
-    z = compute_result(go.score(boards), args, go.num_points).masked_fill(~is_over, torch.nan)
+    z = compute_result(go.score(boards), args, go.num_points).masked_fill(~boards.is_over, torch.nan)
     if (~is_over & (boards.num_moves >= go.max_moves)).any():
         fail(f"{args.env_id}: a game takes more than its max_moves ({go.max_moves})")
 

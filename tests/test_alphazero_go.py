@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import read_scalars
-from scripts import load, run_main
+from helpers import fail_with, read_scalars
+from scripts import copy_script, import_file, load, run_main
 
 from algos import alphazero_go as az
 from envs_shared.go import Boards, Go
@@ -544,6 +544,7 @@ def test_evaluations_are_against_the_best_network_or_plain_mcts(monkeypatch):
     for player, num_simulations in ((ours, 22), (pair[0], 6), (pair[1], 6), (plain, 22)):
         player(Go(5).new(2))
         assert (searches[-1].N[:, 0].sum(1) == num_simulations).all()
+        assert (searches[-1].P[:, 0].sum(1) - 1).abs().max() < 1e-5  # no noise
     found = [(x.scores, x.args.score_weight, x.args.c_puct, x.args.num_workers) for x in searches]
     assert found == [(az.puct_scores, 1, 0.5, 2)] * 3 + [(az.ucb_scores, 0, 1.25, 1)]
     assert searches[-1].evaluator.func is az.evaluate_rollouts
@@ -570,6 +571,131 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
     found = [last["progress"][name] for name in ("best_score", "last_score", "win_rate", "eval_steps")]
     assert found == [0.5, 0.2, 0.75, 15]
     assert "games" in last and "games" not in best
+
+
+def test_each_match_has_openings_of_its_own(tmp_path, monkeypatch):
+    """The match against plain MCTS too; a resumed run repeats those of the uninterrupted one."""
+    seeds = []
+
+    def evaluate(go, agent, args, best=None):
+        seeds.append(torch.initial_seed())
+        rates = {"eval/win_rate_best": 0.5} if best else {"eval/win_rate": 0.5}
+        return rates | {"eval/moves": 3}
+
+    monkeypatch.setattr(az, "evaluate", evaluate)
+    run_main(az, tmp_path / "a", TINY)
+    assert len(seeds) == len(set(seeds)) == 6
+    run_main(az, tmp_path / "b", TINY, "--seed 2")
+    assert not set(seeds[:6]) & set(seeds[6:])
+    boards = [make_openings(seed) for seed in seeds[:2]]
+    assert not torch.equal(*boards)
+
+
+def make_openings(seed):
+    """Return the first stones of a match on 5x5 that begins with this seed."""
+    torch.manual_seed(seed)
+    asked, go = [], Go(5)
+
+    def play_pass(boards):
+        asked.append(boards.stones)
+        return torch.full_like(boards.num_moves, 25)
+
+    az.play_match(go, (play_pass, play_pass), 20, 0.5)
+    return asked[0]
+
+
+# Settings
+
+
+def test_the_learning_rate_falls_to_a_hundredth_or_stays():
+    for anneal_lr, last in ((True, 4e-5), (False, 4e-3)):
+        args = Args(num_epochs=11, anneal_lr=anneal_lr)
+        rates = [az.get_stage(epoch, 26, args).learning_rate for epoch in (0, 5, 10)]
+        assert rates == pytest.approx([4e-3, (4e-3 + last) / 2, last])
+
+
+def test_stages_begin_where_the_pretraining_ends():
+    for value_epochs, search_epochs, names in (
+        (1, 1, ["random games", "search pretraining", "self-play"]),
+        (0, 2, ["search pretraining", "search pretraining", "self-play"]),
+        (0, 0, ["self-play"] * 3),
+        (2, 0, ["random games", "random games", "self-play"]),
+    ):
+        args = Args(pretrain_value_epochs=value_epochs, pretrain_search_epochs=search_epochs)
+        stages = [az.get_stage(epoch, 26, args) for epoch in range(3)]
+        assert [x.name for x in stages] == names
+        starts = {x.name: x.start for x in stages}
+        assert all(starts[name] == names.index(name) for name in names)
+
+
+def test_records_never_get_too_old_without_a_maximal_age(tmp_path, monkeypatch):
+    refill, oldest = az.refill_pool, []
+    monkeypatch.setattr(az, "refill_pool", lambda *x: oldest.append(x[3]) or refill(*x))
+    for max_age, expected in ((0, [-5, -4, -3, -2, -1]), (2, [-2, -1, 0, 1, 2])):
+        oldest.clear()
+        run_main(az, tmp_path / str(max_age), TINY, f"--max-age {max_age} --eval-episodes 0")
+        assert oldest == expected  # no epoch is older than 0
+
+
+@torch.no_grad()
+def test_a_network_in_bfloat16_computes_in_it():
+    planes, found = torch.rand(3, 9, 5, 5) > 0.5, []
+    for bf16, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        agent = make_agent(bf16=bf16)[0]
+        types = []
+        hook = lambda layer, x, out, types=types: types.append(out.dtype)  # noqa: E731
+        agent.stem[0].register_forward_hook(hook)
+        agent.value_head[0].register_forward_hook(hook)
+        found.append(agent(planes))
+        assert types == [dtype] * 2 and {x.dtype for x in found[-1]} == {torch.float32}
+    torch.testing.assert_close(*found, atol=0.05, rtol=0.05)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_random_games_leave_the_last_layer_of_the_policy_alone():
+    """It neither learns nor decays; the next stage trains it again."""
+    agent, args = make_agent(2, pool_size=400, batch_size=16)
+    optimizer = torch.optim.AdamW(agent.parameters(), 1e-2, weight_decay=0.5)
+    bar, pool = SimpleNamespace(update=lambda n: None), make_records(400)
+    for name, is_frozen in ((az.RANDOM_GAMES, True), ("self-play", False), (az.RANDOM_GAMES, True)):
+        before = {key: x.clone() for key, x in agent.state_dict().items()}
+        settings = stage(value_coef=1.0 if is_frozen else 0.2)._replace(name=name)
+        az.train_epoch(agent, optimizer, pool, 2, 8, settings, args, bar)
+        for key, x in agent.named_parameters():
+            assert torch.equal(x, before[key]) == (is_frozen and key.startswith("policy_head")), key
+
+
+def test_a_game_that_ends_early_without_a_result_ends_the_run(tmp_path, capsys):
+    """A copy that ends games by an edit of is_over alone gets a loss of NaN, and not a silent draw."""
+    path = copy_script("alphazero_go", tmp_path / "copy") / "alphazero_go.py"
+    old = "    is_over = boards.is_over\n    z = compute_result"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, old.replace("\n", " | (boards.num_moves >= 2)\n")))
+    module = import_file("edited_copy", path)
+    line = fail_with(capsys, module.main, [*TINY.split(), "--run-dir", str(tmp_path / "runs")])
+    assert "losses/loss is nan" in line
+
+
+# Several processes
+
+
+def test_two_equal_processes_are_one_with_half_of_the_games_pool_and_batch(tmp_path, monkeypatch):
+    """To the last bit. Sums over both are twice what one has."""
+    flags = "--pretrain-value-epochs 1 --pretrain-search-epochs 1 --eval-episodes 0 --no-cuda"
+    half = run_main(az, tmp_path / "one", TINY, flags, "--num-games 2 --pool-size 128 --batch-size 8").path
+    with monkeypatch.context() as patch:
+        patch.setattr(az, "WORLD_SIZE", 2)
+        patch.setattr(az, "total", lambda x: x.mul_(2))
+        patch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+        both = run_main(az, tmp_path / "two", TINY, flags).path
+    one, two = (load(path / "checkpoint.pt") for path in (half, both))
+    assert "games" in one and "games" not in two
+    torch.testing.assert_close(two["agent"], one["agent"], rtol=0, atol=0)
+    assert two["progress"]["step"] == 2 * one["progress"]["step"] > 0
+    logs = [read_scalars(path) for path in (half, both)]
+    for tag in ("pool/size", "pool/loss", "losses/loss", "losses/grad_norm", "losses/sampled_loss"):
+        assert logs[0][tag] and [x for _, x in logs[0][tag]] == [x for _, x in logs[1][tag]], tag
 
 
 @pytest.mark.slow
