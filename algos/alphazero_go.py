@@ -284,7 +284,8 @@ class SelfPlay:
         for name, x in self.steps.items():
             # view_as refuses another number of elements, where copy_ alone would broadcast
             x.copy_(state["steps"][name].view_as(x))
-        self.boards = self.boards._replace(**{k: x.to(self.go.device) for k, x in state["boards"].items()})
+        boards = {name: x.to(self.go.device) for name, x in state["boards"].items()}
+        self.boards = self.boards._replace(**boards)
         if state["pool"]:
             self.pool = Records(*(x.to(self.go.device) for x in state["pool"].values()))
 
