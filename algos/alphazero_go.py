@@ -403,6 +403,7 @@ class Search:
             move = self.scores(q, visits, prior, parent_visits, self.args.c_puct).argmax(1)
             nodes.append(node)
             moves.append(move)
+            # Paths that lead on go to the child; the others stay where they are
             child = self.child[games, node, move]
             leads_on = self.is_open[games, child]
             if not self.go.fixed_shapes and not leads_on.any():
@@ -733,13 +734,10 @@ def make_symmetries(positions, go):
 def make_records(positions, agent, go, stage, epoch):
     """Make the K records of each of positions [B], with their losses."""
     forms = make_symmetries(positions, go)
-    num_symmetries = len(go.move_images)
-    form, position = torch.meshgrid(
-        torch.arange(num_symmetries, device=go.device),
-        torch.arange(len(positions.z), device=go.device),
-        indexing="ij",
-    )
-    turn = (position + form).flatten() % num_symmetries
+    row = torch.arange(len(forms.z), device=go.device)
+    num_positions = len(positions.z)
+    # The number of the position plus that of the form
+    turn = (row % num_positions + row // num_positions) % len(go.move_images)
     loss = compute_losses(agent, forms, stage)
     return Records(*forms, loss=loss, epoch=torch.full_like(turn, epoch), turn=turn)
 
