@@ -7,38 +7,33 @@ Papers: Silver et al. 2017, "Mastering the game of Go without human knowledge" (
     python alphazero_go.py                                # learns 5x5 in minutes on one CPU core
     torchrun --nproc-per-node 2 alphazero_go.py           # two GPUs, or with --no-cuda two CPU processes
     python alphazero_go.py --gtp runs/NAME/best.pt        # plays in Sabaki or GoGui
-    python alphazero_go.py --score-weight 0 --dirichlet-alpha 0.03 --epsilon-start 0.5 --epsilon-end 0.001 \
-        --draw-moves 0 --random-fraction 0 --max-age 0 --first-q zero --num-workers 2   # source
 
-The last command, `source` in the docs, is for comparison: it has the values of the design note
-(架构, "architecture") that this script was written from. It trains on the records of largest loss alone,
-plays best or uniformly random moves, and ignores the score. It wins 13 % of its games against plain MCTS with
-as many simulations; the defaults win 99.8 %. In another experiment, eight epochs long, only --random-fraction
-changed: 0.75, the default, won 98 % of the games, 1 won 99 %, and 0, the records of largest loss alone, 57 %.
+How it learns. A search grows a tree of moves from the position on the board. Each simulation walks down the
+tree by eq. 1 to a new position s', and the network evaluates s'; then eq. 2 updates each edge of the walk, in
+which v is V(s'), or the result if the game is over. The moves that were visited most are the best ones. An
+epoch plays games against itself by such searches, puts their positions into a pool of records, and trains the
+network to predict what the searches found (eq. 4) and how the games ended (eq. 5). The first epochs are a
+pretraining: V learns from random games, and then searches choose by classic UCB.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
     (2) N(s, a) += 1, Q(s, a) += (v - Q(s, a)) / N(s, a), starting with Q(s, a) = V(s)
-    (3) pi(a) = N(root, a) / sum_b N(root, b); P(a | root) = p(a | root) + eta d(a), d ~ Dirichlet(alpha). The
-        noise is added, not mixed in by (1 - eta) p as in the papers, so P sums to 1 + eta
+    (3) pi(a) = N(root, a) / sum_b N(root, b). In self-play, the root has P(a) = p(a) + eta d(a) with noise
+        d ~ Dirichlet(alpha), so that each move has a chance to be tried
     (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)): the cross entropy minus its minimum
     (5) L_value = (V(s) - (beta Q(root) + (1 - beta) z))^2, where the result z is 1 if the game was won and 0
         if it was lost, mixed with its score by --score-weight
-    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A, both at most 1 if V = 1/2 and p is uniform
+    (6) L = g L_value / 0.25 + (1 - g) L_policy / log A. A network that knows nothing, with V = 1/2 and
+        uniform p, has at most L_value = 0.25 and L_policy = log A: the weight g compares losses of one scale
 
-A simulation follows eq. 1 from the root to a new position s'; eq. 2 then updates each edge of its path with
-v = V(s'), or the result if the game is over. Q(root) is the mean of V(root) and all v. Each move begins a new
-tree (the papers go on with the old one). An epoch plays until there are enough new records. A full pool drops
-those older than --max-age epochs, then those of least loss, and the network trains on records of largest loss
-and on random ones. The first epochs learn V from random games, and the next ones search by classic UCB.
+Each move begins a new tree; the papers continue with the old one. They also mix the noise in, by (1 - eta) p.
 
-Shapes: G parallel games, R some of them, M nodes of a tree, A moves, E edges, K symmetries, B records;
-G and B are those of one process.
+Shapes: G parallel games, R some of them, M nodes of a tree, A moves, K symmetries, T moves of the longest
+game, B records; G and B are those of one process.
 
-The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
-nothing of AlphaZero in it: run folder, log, checkpoints, processes and the command line. `go` are the rules
-of a game, of envs_shared/go.py or another file in its place: its docstring says what this script asks of a
-game.
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
+about the run folder, the log, checkpoints, processes and the command line. `go` are the rules of a game, of
+envs_shared/go.py or another file in its place: its docstring says what this script asks of a game.
 """
 
 # /// script
@@ -132,6 +127,7 @@ class Args:
     simulations_end: int = 48  # simulations per move in the last epoch, against plain MCTS and with --gtp
     num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; 2 is faster on two cores, not on a GPU
     pseudo_limit: float = 0.1  # with two workers, limit k: a tree has at most k N(root) pseudo-visits
+    max_depth: int = 16  # longest path of a simulation; on a GPU, each level costs time even if unused
     c_puct: float = 0.5  # exploration c, eq. 1 and classic UCB
     first_q: Literal["value", "zero"] = "value"  # Q(s, a) before the first visit: V(s), eq. 2, or 0
     noise_weight: float = 0.25  # weight eta of the noise, eq. 3
@@ -205,29 +201,29 @@ class Agent(nn.Module):
 
 
 # ---- Storage -----------------------------------------------------------------------------------------------
-class Records(namedtuple("Records", "planes legal policy q z loss epoch turn")):
-    """B records: positions, or symmetric images of them, as the side to move saw them, with training targets.
+# B positions as the side to move saw them, with training targets:
+#     planes    bool [B, planes, rows, columns]
+#     legal     legal moves, bool [B, A]
+#     policy    pi of eq. 3, float16 [B, A]
+#     q, z      Q(root) and the result of eq. 5, [B] each
+Positions = namedtuple("Positions", "planes legal policy q z")
+# The pool holds the K symmetric forms of each position (turned, mirrored) as records of their own. They add:
+#     loss    eq. 6, as last computed [B]. It decides both what is trained on first and what is dropped first:
+#             if you mask a part of the loss, these records rank low
+#     epoch   when the record was made [B]
+#     turn    from 0 to K - 1 [B]: minibatch i draws from the records whose turn is i modulo K. The K forms of
+#             a position have different turns, so that a minibatch never has two forms of one position
+Records = namedtuple("Records", [*Positions._fields, "loss", "epoch", "turn"])
 
-        planes    bool [B, planes, rows, columns]
-        legal     legal moves, bool [B, A]
-        policy    pi of eq. 3, float16 [B, A]
-        q, z      Q(root) and the result of eq. 5, [B] each
-        loss      eq. 6, as last computed [B]
-        epoch     when the record was made [B]
-        turn      from 0 to K - 1 [B]: minibatch i may draw the record if i modulo K is its turn
 
-    The K images of a position have K different turns. A field that you add is mirrored and turned with the
-    board only if `make_images` says how.
-    """
-
-    def pick(self, index):
-        """Return the records at an index."""
-        return Records(*(x[index] for x in self))
+def pick(records, rows):
+    """Return some rows of Positions or Records, or of another named tuple of tensors."""
+    return type(records)(*(x[rows] for x in records))
 
 
 def concatenate(parts):
-    """Join records that were made one after the other."""
-    return Records(*map(torch.cat, zip(*parts)))
+    """Join Positions or Records that were made one after the other."""
+    return type(parts[0])(*map(torch.cat, zip(*parts)))
 
 
 def refill_pool(pool, new, capacity, oldest):
@@ -235,37 +231,29 @@ def refill_pool(pool, new, capacity, oldest):
     if pool:
         new = concatenate((pool, new))
     rank = new.loss.masked_fill(new.epoch < oldest, -torch.inf)
-    return new.pick(rank.topk(min(capacity, len(rank))).indices)
+    return pick(new, rank.topk(min(capacity, len(rank))).indices)
 
 
-def sample_pool(pool, turn, batch_size, random_fraction, fixed_shapes=False):
-    """Choose indices of records [B]: the largest losses, then random; no two are images of one position.
+def sample_pool(pool, turn, batch_size, random_fraction):
+    """Choose rows [B] of records with this turn: those of the largest losses, then random ones.
 
-    If fewer than B records have this turn, the batch is smaller; fixed shapes need B of them. If none has it,
-    as may happen in a pool of a few dozen records, any records are taken.
+    If fewer than B records have this turn, the batch is smaller.
     """
-    # Rows to choose from: those of this turn. With fixed shapes, or if none has it, keep every row, and mark
-    # those of other turns in is_other
-    has_turn = pool.turn == turn
-    rows = torch.arange(len(has_turn), device=has_turn.device)
-    if not fixed_shapes and has_turn.any():
-        rows = rows[has_turn]
-    loss = pool.loss[rows]
-    is_other = ~has_turn[rows]
+    rows = (pool.turn == turn).nonzero().squeeze(1)
+    if not len(rows):  # in a tiny pool: take any records
+        rows = torch.arange(len(pool.turn), device=pool.turn.device)
     # For example, with random_fraction 0.75 and B = 128: 32 records of largest loss and 96 random ones
     num_ranked = min(len(rows), batch_size - round(random_fraction * batch_size))
-    ranked = loss.masked_fill(is_other, -torch.inf).topk(num_ranked).indices
-    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others, and -1 for those of
-    # another turn, if they are among the rows
-    keys = torch.rand_like(loss).scatter(0, ranked, 2.0).masked_fill(is_other, -1)
+    ranked = pool.loss[rows].topk(num_ranked).indices
+    # Sort by keys: 2 for the largest losses, random ones in [0, 1) for the others
+    keys = torch.rand(len(rows), device=rows.device).scatter(0, ranked, 2.0)
     return rows[keys.topk(min(len(rows), batch_size)).indices]
 
 
 class SelfPlay:
-    """G games, what was recorded at each of their moves, and the pool of records from finished games.
+    """G games, the pool of records, and what will become records when the games end: `steps` [G, T, ...].
 
-    T is the maximum number of moves. The pool is None until the first epoch after `start` has collected
-    records.
+    The pool is None until the first epoch after `start` has collected records.
     """
 
     def __init__(self, go, num_games):
@@ -273,7 +261,7 @@ class SelfPlay:
         self.num_games = num_games
         shape = num_games, go.max_moves
         with go.device:
-            self.steps = {  # [G, T, ...] each
+            self.steps = {
                 "planes": torch.zeros(*shape, go.num_planes, *go.shape, dtype=torch.bool),
                 "legal": torch.zeros(*shape, go.num_actions, dtype=torch.bool),
                 "policy": torch.zeros(*shape, go.num_actions, dtype=torch.float16),
@@ -297,7 +285,8 @@ class SelfPlay:
         for name, x in self.steps.items():
             # view_as refuses another number of elements, where copy_ alone would broadcast
             x.copy_(state["steps"][name].view_as(x))
-        self.boards.put(slice(None), self.boards._replace(**state["boards"]))
+        boards = {name: x.to(self.go.device) for name, x in state["boards"].items()}
+        self.boards = self.boards._replace(**boards)
         if state["pool"]:
             self.pool = Records(*(x.to(self.go.device) for x in state["pool"].values()))
 
@@ -330,26 +319,17 @@ def compute_result(score, args, num_points):
     return (1 - args.score_weight) * (margin.sign() + 1) / 2 + args.score_weight * share
 
 
-OPEN, PENDING, OVER = range(3)  # status of a node: evaluated, not evaluated yet, end of a game
 ILLEGAL = -1e9  # Q and logit of illegal moves, in place of minus infinity
 
 
 class Search:
-    """Trees of G games with M nodes each. Node 0 is the root.
+    """Trees of G games with M nodes each. Node 0 is the root, and a simulation adds at most one node.
 
-    The last node is `nowhere`: it stands for a child that does not exist. What is written there does not
-    count, but its own `child` and `next` stay `nowhere`. `best` caches each node's move of largest score, and
-    `next` the child that this move leads to:
+    All values are for the side to move at their node. `evaluator` is a function from boards [R] and their
+    legal moves [R, A] to logits [R, A] and values [R]. No game may be over at its root.
 
-        root 0 -> next[0] = 3 -> next[3] = 7 -> next[7] = nowhere: node 7 ends the path
-
-    Both are found again by `choose` where statistics change, and `next` is also set where a child is added.
-    So `scores`, the rule of selection, may use only N, Q and P of its node; after any other change, call
-    `choose` on all nodes that it concerns. All values are for the side to move at their node. `evaluator` is
-    a function from boards [R] and their legal moves [R, A] to logits [R, A] and values [R].
-
-    If `go.fixed_shapes` is set, a simulation computes all games, and the host never waits: a game that has
-    nothing to compute reads and writes `nowhere`.
+    With `go.fixed_shapes`, which a CUDA graph needs, a simulation computes a new node for each game. If a
+    game needs none, that node gets the next free number, to which no edge leads, and is overwritten later.
     """
 
     def __init__(self, go, evaluator, boards, num_simulations, args, scores=puct_scores):
@@ -357,23 +337,19 @@ class Search:
         self.evaluator = evaluator
         self.args = args
         self.scores = scores
-        # Besides the root and a node for each simulation, there is `nowhere`
-        shape = len(boards.to_play), num_simulations + 2
-        self.nowhere = num_simulations + 1
+        shape = len(boards.to_play), num_simulations + 1
         with go.device:
-            # Of each edge: N(s, a), Q(s, a), P(a | s), and the node where it leads
-            self.N, self.Q, self.P = torch.zeros(3, *shape, go.num_actions)  # [G, M, A]
+            # Of each edge: N(s, a), Q(s, a), P(a | s), and the child where it leads, 0 if there is none yet
+            self.edges = torch.zeros(3, *shape, go.num_actions)  # [3, G, M, A]
+            self.N, self.Q, self.P = self.edges
             self.child = torch.zeros(self.N.shape, dtype=torch.int64)  # [G, M, A]
-            # Of each node
-            self.value = torch.zeros(shape)  # [G, M], as the next three
-            self.best, self.next, self.status = torch.zeros(3, *shape, dtype=torch.int64)
-            # Each field of the boards is [G, M, ...]
+            # Of each node: V(s) or the result; whether paths lead on from it; its boards
+            self.value = torch.zeros(shape)  # [G, M]
+            self.is_open = torch.zeros(shape, dtype=torch.bool)  # [G, M]
             self.boards = type(boards)(*(torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in boards))
-            # Of each game, [G]
-            self.all_games = torch.arange(shape[0])
-            self.roots = torch.zeros_like(self.all_games)
-            self.num_nodes = self.roots.clone()
-        self.pseudo = None  # pseudo-visits of each edge [G, M, A], if two workers search
+            # Of each game
+            self.games = torch.arange(shape[0])  # [G]
+            self.num_nodes = torch.zeros_like(self.games)  # [G]
         self.start(boards)
         if go.fixed_shapes:
             # The proxy keeps the recording from holding the trees, so that these are freed after their use
@@ -381,14 +357,15 @@ class Search:
 
     def start(self, boards):
         """Begin new trees, in the same memory, with boards [G] at the roots."""
-        # Other tensors are written at a node before they are read there. A sum over visits that you add must
-        # be cleared here, too
+        # Other tensors are written at a node before they are read there
         self.N.zero_()
-        self.child.fill_(self.nowhere)
-        self.next.fill_(self.nowhere)
+        self.child.zero_()
+        self.is_open.zero_()
         self.num_nodes.fill_(1)
-        self.num_left = self.nowhere - 1  # simulations for which the trees have room
-        self.evaluate(*self.add(self.all_games, self.roots, boards))
+        self.num_left = self.N.shape[1] - 1  # simulations for which the trees have room
+        root = torch.zeros_like(self.games)
+        self.evaluate(*self.add(self.games, root, boards))
+        self.is_open[:, 0] = False  # a child of number 0 is none, and ends a path
 
     def run(self, num_simulations):
         """Run simulations in all games."""
@@ -402,156 +379,108 @@ class Search:
             self.simulate()
 
     def simulate(self):
-        """Run one simulation in all games; in games that are over, it does nothing.
-
-        `work` has the same steps for --num-workers 2.
-        """
-        edges, ends = self.select(self.all_games)
-        leaves, new = self.expand(self.all_games, ends)
+        """Run one simulation in all games."""
+        path = self.select(self.games)
+        leaf, new = self.expand(self.games, path)
         self.evaluate(*new)
-        self.backup(edges, leaves)
+        self.backup(self.games, path, leaf)
 
-    def find(self, mask):
-        """Return the rows where a mask [R] is true; with fixed shapes all rows.
+    def select(self, games, pseudo=None):
+        """Walk down from the roots of games [R] by eq. 1; returns the edges, nodes and moves [2, depth, R].
 
-        Callers then let the other rows read and write `nowhere`.
+        A path ends with an edge that leads to no child yet or to the end of the game, or after --max-depth
+        edges. It then repeats its last edge until all paths have ended.
+
+        `pseudo` [G, M, A] are the pseudo-visits of --num-workers 2.
         """
-        return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
-
-    def select(self, games):
-        """Follow `next` from the roots of games [R]; returns edges [3, E], and the nodes where paths end [G].
-
-        In other games than these, the paths end at 0, the root.
-        An edge is a game, a node and a move. The last edge of a path leads to a child that does not exist
-        yet. If the path ends where the game is over, or at a pending node, its last edge leads there.
-
-        The paths are found by pointer doubling. `path` has the first k nodes, `jump` leads k nodes further:
-
-            next           0 -> 3   3 -> 7   7 -> 9   9 -> nowhere
-            k = 1    path  0              jump  0 -> 3   3 -> 7   7 -> 9         9 -> nowhere
-            k = 2    path  0 3            jump  0 -> 7   3 -> 9   7 -> nowhere   9 -> nowhere
-            k = 4    path  0 3 7 9        jump  all -> nowhere
-        """
-        path = torch.zeros_like(games).unsqueeze(1)  # [R, k], the roots
-        jump = self.next[games]  # [R, M]
-        while path.shape[1] <= self.nowhere:  # until k is enough for all nodes of a tree
-            # Without fixed shapes, the longest path decides when to stop
-            if not self.go.fixed_shapes and (path[:, -1] == self.nowhere).all():
+        nodes = []
+        moves = []
+        node = torch.zeros_like(games)  # the roots
+        for _ in range(self.args.max_depth):
+            visits, q, prior = self.edges[:, games, node]  # [R, A] each
+            parent_visits = 1 + visits.sum(1, keepdim=True)
+            if pseudo is not None:
+                visits = visits + pseudo[games, node]
+            move = self.scores(q, visits, prior, parent_visits, self.args.c_puct).argmax(1)
+            nodes.append(node)
+            moves.append(move)
+            # Paths that lead on go to the child; the others stay where they are
+            child = self.child[games, node, move]
+            leads_on = self.is_open[games, child]
+            if not self.go.fixed_shapes and not leads_on.any():
                 break
-            path = torch.cat((path, jump.gather(1, path)), 1)
-            jump = jump.gather(1, jump)
+            node = torch.where(leads_on, child, node)
+        return torch.stack((torch.stack(nodes), torch.stack(moves)))
 
-        # The end of a path is its last node before `nowhere`
-        length = (path != self.nowhere).sum(1, keepdim=True)
-        ends = torch.zeros_like(self.all_games)
-        ends[games] = path.gather(1, length - 1).squeeze(1)
+    def expand(self, games, path):
+        """Add the children to which the last edges of paths [2, depth, R] lead, unless they exist.
 
-        # Each open node of a path has an edge on it; the other entries stand for `nowhere`
-        game = games.unsqueeze(1).expand_as(path)
-        has_edge = (path != self.nowhere) & (self.status[game, path] == OPEN)
-        rows = self.find(has_edge.flatten())
-        node = path.masked_fill(~has_edge, self.nowhere).flatten()[rows]
-        game = game.flatten()[rows]
-        return torch.stack((game, node, self.best[game, node])), ends
-
-    def expand(self, games, ends):
-        """Add a child to each open end [G] of games [R], by its best move.
-
-        Returns the leaves [G], each the new node or, if the end is over or pending, the end itself; and of
-        the new nodes what `add` returns.
+        Returns the leaf [R] at the end of each path, and what `add` returns.
         """
-        # The games whose path ends at an open node. With fixed shapes, the others stay in the rows: their
-        # parent and child are `nowhere`
-        is_open = self.status[games, ends[games]] == OPEN
-        rows = self.find(is_open)
-        games = games[rows]
-        is_open = is_open[rows]
-        parents = torch.where(is_open, ends[games], self.nowhere)
-        nodes = torch.where(is_open, self.num_nodes[games], self.nowhere)
-        self.num_nodes[games] += is_open
-        leaves = ends.clone()
-        leaves[games] = torch.where(is_open, nodes, ends[games])
-
-        # Play the best move of each parent
-        moves = self.best[games, parents]
-        self.child[games, parents, moves] = nodes
-        self.next[games, parents] = nodes
-        boards = self.go.play(self.boards.pick((games, parents)), moves)
-        return leaves, self.add(games, nodes, boards)
+        parent, move = path[:, -1]
+        child = self.child[games, parent, move]
+        is_new = child == 0
+        free = self.num_nodes[games]
+        leaf = torch.where(is_new, free, child)
+        self.child[games, parent, move] = leaf
+        self.num_nodes[games] += is_new
+        rows = self.find(is_new)
+        boards = self.go.play(self.boards.pick((games[rows], parent[rows])), move[rows])
+        return leaf, self.add(games[rows], free[rows], boards)
 
     def add(self, games, nodes, boards):
-        """Store boards [R] as nodes [R] of games [R].
+        """Store boards [R] as nodes [R] of games [R]; the value of a game's end is its result.
 
-        Returns games, nodes and boards of those that an evaluator must see: all whose game is not over. With
-        fixed shapes, the others stay in the rows, and their node is `nowhere`.
+        Returns games, nodes and boards of the others, which an evaluator must see.
         """
         self.boards.put((games, nodes), boards)
         is_over = boards.is_over
-        self.status[games, nodes] = torch.where(is_over, OVER, PENDING)
         if self.go.fixed_shapes or is_over.any():
-            # The value of a game's end is its result. With fixed shapes, others get one too: open()
-            # overwrites it
             rows = self.find(is_over)
             z = compute_result(self.go.score(boards.pick(rows)), self.args, self.go.num_points)
             self.value[games[rows], nodes[rows]] = torch.where(boards.to_play[rows] == 1, z, 1 - z)
-            # The others are left
-            rows = self.find(~is_over)
-            nodes = nodes.masked_fill(is_over, self.nowhere)[rows]
-            games = games[rows]
-            boards = boards.pick(rows)
-        return games, nodes, boards
+        rows = self.find(~is_over)
+        return games[rows], nodes[rows], boards.pick(rows)
+
+    def find(self, mask):
+        """Return the rows where a mask [R] is true; with fixed shapes all rows."""
+        return slice(None) if self.go.fixed_shapes else mask.nonzero().squeeze(1)
 
     def evaluate(self, games, nodes, boards):
-        """Let the evaluator give new nodes [R] their values and priors."""
+        """Let the evaluator give new nodes [R] with boards [R] their values and priors."""
         if len(games):
             legal = self.go.legal_moves(boards)
-            self.open(games, nodes, legal, *self.evaluator(boards, legal))
+            self.store(games, nodes, boards, legal, *self.evaluator(boards, legal))
 
-    def open(self, games, nodes, legal, logits, values):
-        """Store what the evaluator found for nodes [R], which become OPEN, and choose their best moves."""
-        self.value[games, nodes] = values
-        # OPEN as a tensor: a number written to indexed places is copied from the host, which no graph can
-        # record
-        self.status[games, nodes] = torch.full_like(nodes, OPEN)
+    def store(self, games, nodes, boards, legal, logits, values):
+        """Store what the evaluator found for nodes [R], from which paths may now lead on."""
+        # With fixed shapes, some games are over: their value stays the result
+        is_over = boards.is_over
+        self.is_open[games, nodes] = ~is_over
+        self.value[games, nodes] = torch.where(is_over, self.value[games, nodes], values)
         first_q = values.unsqueeze(1)
         if self.args.first_q == "zero":
             first_q = torch.zeros_like(first_q)
         self.Q[games, nodes] = torch.where(legal, first_q, ILLEGAL)
         # A large number in place of infinity, so that a row without a legal move is not NaN
         self.P[games, nodes] = logits.masked_fill(~legal, ILLEGAL).softmax(1)
-        self.choose(games, nodes)
 
-    def backup(self, edges, leaves):
-        """Update edges [3, E] with the values of their games' leaves [G], eq. 2."""
-        edge = tuple(edges)
-        game, node, _ = edge
-        leaf = leaves[game]
-        value = self.value[game, leaf]
+    def backup(self, games, path, leaf):
+        """Update the edges of paths [2, depth, R] with the values of their leaves [R], eq. 2."""
+        node, move = path
+        value = self.value[games, leaf]
         # A value of the other side is 1 minus that of this one
-        is_same_side = self.boards.to_play[game, node] == self.boards.to_play[game, leaf]
-        v = torch.where(is_same_side, value, 1 - value)
+        is_same_side = self.boards.to_play[games, node] == self.boards.to_play[games, leaf]
+        v = torch.where(is_same_side, value, 1 - value)  # [depth, R]
+        # An edge that a path repeats reads the same numbers each time, and writes the same
+        edge = games.expand_as(node), node, move
         self.N[edge] += 1
         self.Q[edge] += (v - self.Q[edge]) / self.N[edge]
-        self.choose(game, node)
-
-    def choose(self, games, nodes):
-        """Find the best moves of nodes [R] of games [R] again, after their statistics have changed."""
-        # Pseudo-visits count in N(s, a), but neither in N(s) nor in Q: they lower the score of their own move
-        visits = self.N[games, nodes]  # [R, A]
-        parent_visits = 1 + visits.sum(1, keepdim=True)
-        if self.pseudo is not None:
-            visits = visits + self.pseudo[games, nodes]
-        q = self.Q[games, nodes]
-        prior = self.P[games, nodes]
-        best = self.scores(q, visits, prior, parent_visits, self.args.c_puct).argmax(1)
-        self.best[games, nodes] = best
-        self.next[games, nodes] = self.child[games, nodes, best]
 
     def add_noise(self):
         """Add noise to the prior of the roots, eq. 3."""
         noise = dirichlet_noise(self.P[:, 0], self.args.dirichlet_alpha)
         self.P[:, 0] += self.args.noise_weight * noise
-        self.choose(self.all_games, self.roots)
 
     def policy(self):
         """Return pi of eq. 3 [G, A]; NaN where nothing was searched."""
@@ -576,44 +505,47 @@ class Search:
 MAX_DESCENTS = 8  # attempts of a worker to find a leaf that the other one does not have
 
 
-def find_leaves(search, games):
-    """Select paths in games [R] that end at a leaf which no worker evaluates yet.
+def select_free(search, games, pseudo):
+    """Select paths in games [R] that do not end at a leaf which the other worker evaluates.
 
-    A path may end at a leaf of the other worker. It then gets a pseudo-visit, which lowers the scores of its
-    moves, and the next descent may find another leaf. A tree has at most k N(root) pseudo-visits.
+    A path that ends there gets a pseudo-visit on each edge, which counts in N(s, a) of eq. 1 but neither in
+    N(s) nor in Q. It makes these moves less attractive, and the next descent may find another leaf. A tree
+    has at most k N(root) pseudo-visits.
 
-    Returns the edges [3, E] of the paths found, the node [G] where the last path of each game ended, and a
-    list of the edges with pseudo-visits.
+    Returns the games with such a path, their paths, and a list of the edges with pseudo-visits.
     """
     found = []
     pseudo_edges = []
-    ends = torch.zeros_like(search.all_games)
     for _ in range(MAX_DESCENTS):
-        edges, new_ends = search.select(games)
-        ends[games] = new_ends[games]
-        has_collided = search.status[search.all_games, ends] == PENDING  # [G]
-        found.append(edges[:, ~has_collided[edges[0]]])
+        path = search.select(games, pseudo)
+        leaf = search.child[(games, *path[:, -1])]
+        has_collided = (leaf > 0) & search.value[games, leaf].isnan()
+        found.append((games[~has_collided], path[..., ~has_collided]))
 
         # Games whose path collided try again if one more pseudo-visit is within their limit
-        games = games[has_collided[games]]
-        num_pseudo = 1 + search.pseudo[games, 0].sum(1)
+        num_pseudo = 1 + pseudo[games, 0].sum(1)
         num_visits = 1 + search.N[games, 0].sum(1)
-        games = games[num_pseudo <= search.args.pseudo_limit * num_visits]
+        rows = has_collided & (num_pseudo <= search.args.pseudo_limit * num_visits)
+        games = games[rows]
         if not len(games):
             break
-        edges = edges[:, torch.isin(edges[0], games)]
-        search.pseudo[tuple(edges)] += 1
-        search.choose(*edges[:2])
-        pseudo_edges.append(edges)
-    return torch.cat(found, 1), ends, pseudo_edges
+        edge = games, *path[..., rows]
+        pseudo[edge] += 1
+        pseudo_edges.append(edge)
+
+    # Paths of several descents become one tensor: shorter ones repeat their last edge
+    games, paths = zip(*found)
+    depth = max(path.shape[1] for path in paths)
+    paths = [torch.cat((x, x[:, -1:].expand(-1, depth - x.shape[1], -1)), 1) for x in paths]
+    return torch.cat(games), torch.cat(paths, 2), pseudo_edges
 
 
-def work(search, left):
+def work(search, left, pseudo):
     """Find leaves, evaluate them, and back them up, again and again.
 
-    A worker evaluates in a thread of its own and, on a GPU, in a stream of its own. `left` [G] counts the
-    simulations that both workers still have to begin. This is a generator: it yields while its thread
-    evaluates, and run_two_workers then resumes the other worker.
+    A worker evaluates in a thread of its own and, on a GPU, in a stream of its own. The value of a leaf is
+    NaN until then. `left` [G] counts the simulations that both workers still have to begin. This is a
+    generator: it yields while its thread evaluates, and run_two_workers then resumes the other worker.
     """
     thread = ThreadPoolExecutor(1)
     num_threads = torch.get_num_threads()
@@ -627,19 +559,17 @@ def work(search, left):
 
     while left.any():
         # Select and expand. A game in which all descents collided gets no leaf
-        games = left.nonzero().squeeze(1)
-        edges, ends, pseudo_edges = find_leaves(search, games)
-        games = games[search.status[games, ends[games]] != PENDING]
+        games, path, pseudo_edges = select_free(search, left.nonzero().squeeze(1), pseudo)
         left[games] -= 1
-        leaves, (games, nodes, boards) = search.expand(games, ends)
-        # Paths to the end of a game need no evaluation, and are backed up before the other worker descends
-        is_over = (search.status[search.all_games, leaves] == OVER)[edges[0]]  # [E]
-        search.backup(edges[:, is_over], leaves)
-        edges = edges[:, ~is_over]
+        leaf, (new_games, nodes, boards) = search.expand(games, path)
+        search.value[new_games, nodes] = torch.nan
+        # Other leaves, such as ends of games, are backed up before the other worker descends
+        is_known = ~search.value[games, leaf].isnan()
+        search.backup(games[is_known], path[..., is_known], leaf[is_known])
 
         # Evaluate; meanwhile it is the other worker's turn
         job = None
-        if len(games):
+        if len(new_games):
             legal = search.go.legal_moves(boards)
             if stream:
                 stream.wait_stream(torch.cuda.current_stream())
@@ -651,21 +581,19 @@ def work(search, left):
             output = job.result()
             if stream:
                 torch.cuda.current_stream().wait_stream(stream)
-            search.open(games, nodes, legal, *output)
-        search.backup(edges, leaves)
-        for edges in pseudo_edges:
-            search.pseudo[tuple(edges)] -= 1
-            search.choose(*edges[:2])
+            search.store(new_games, nodes, boards, legal, *output)
+            search.backup(games[~is_known], path[..., ~is_known], leaf[~is_known])
+        for edge in pseudo_edges:
+            pseudo[edge] -= 1
     thread.shutdown()
 
 
 def run_two_workers(search, num_simulations):
     """Run simulations in all games; while one worker evaluates its leaves, the other one finds new leaves."""
-    search.pseudo = torch.zeros_like(search.N)
-    left = torch.where(search.status[:, 0] == OPEN, num_simulations, 0)  # [G]
-    for _ in zip_longest(work(search, left), work(search, left)):
+    pseudo = torch.zeros_like(search.N)
+    left = torch.full_like(search.games, num_simulations)
+    for _ in zip_longest(work(search, left, pseudo), work(search, left, pseudo)):
         pass  # they take turns, from one `yield` to the next
-    search.pseudo = None
 
 
 # ---- AlphaZero: self-play and training ---------------------------------------------------------------------
@@ -673,14 +601,14 @@ def run_two_workers(search, num_simulations):
 #     name               what the progress bar shows
 #     start              first epoch of these settings, which begins with new games and an empty pool
 #     scores             how a search of self-play chooses: puct_scores (eq. 1) or ucb_scores; None for random
-#                        games. The network's matches take the default of make_player,
-#                        and --gtp that of Search
+#                        games. Matches and --gtp use eq. 1 in all epochs
 #     num_simulations    of each move
+#     value_coef         g of eq. 6
 #     epsilon            share of random moves
 #     q_weight           beta of eq. 5
-#     value_coef         g of eq. 6
 #     learning_rate      of AdamW
-Stage = namedtuple("Stage", "name start scores num_simulations epsilon q_weight value_coef learning_rate")
+Stage = namedtuple("Stage", "name start scores num_simulations value_coef epsilon q_weight learning_rate")
+RANDOM_GAMES = "random games"  # name of the first stage, which learns no policy
 
 
 def get_stage(epoch, max_legal, args):
@@ -690,67 +618,72 @@ def get_stage(epoch, max_legal, args):
     def schedule(start, end):
         return (1 - t) * start + t * end
 
+    num_simulations = round(schedule(args.simulations_start, args.simulations_end))
+    # Classic UCB tries each move once before it compares any; a quarter more is left to compare them
+    num_ucb_simulations = max(num_simulations, 5 * max_legal // 4)
     search_start = args.pretrain_value_epochs
     self_play_start = search_start + args.pretrain_search_epochs
-    stage = Stage(
-        name="self-play",
-        start=self_play_start,
-        scores=puct_scores,
-        num_simulations=round(schedule(args.simulations_start, args.simulations_end)),
+    stages = (
+        # name, start, scores, num_simulations, value_coef
+        (RANDOM_GAMES, 0, None, num_simulations, 1.0),
+        ("search pretraining", search_start, ucb_scores, num_ucb_simulations, args.value_coef),
+        ("self-play", self_play_start, puct_scores, num_simulations, args.value_coef),
+    )
+    begun = [stage for stage in stages if stage[1] <= epoch]
+    return Stage(
+        *begun[-1],
         epsilon=schedule(args.epsilon_start, args.epsilon_end),
         q_weight=schedule(args.q_weight_start, args.q_weight_end),
-        value_coef=args.value_coef,
         learning_rate=schedule(args.learning_rate, args.learning_rate * (0.01 if args.anneal_lr else 1)),
     )
-    if epoch < search_start:
-        return stage._replace(name="random games", start=0, scores=None, value_coef=1.0)
-    if epoch < self_play_start:
-        # Classic UCB tries each move before it chooses
-        num_simulations = max(stage.num_simulations, 5 * max_legal // 4)
-        return stage._replace(
-            name="search pretraining",
-            start=search_start,
-            scores=ucb_scores,
-            num_simulations=num_simulations,
-        )
-    return stage
+
+
+def make_self_play_search(agent, boards, stage, args):
+    """Make the search of an epoch, by the network as it is now, in trees for games with boards [G]."""
+    device = boards.to_play.device
+    # On a GPU, one worker searches in fixed shapes, so that a CUDA graph can record a simulation
+    go = make_game(args.env_id, device, fixed_shapes=device.type == "cuda" and args.num_workers == 1)
+    return Search(go, make_evaluator(go, agent), boards, stage.num_simulations, args, stage.scores)
 
 
 def choose_moves(boards, legal, go, search, stage, args):
-    """Choose the moves of self-play on boards [G]; returns pi [G, A], Q(root) [G] and the moves [G].
+    """Choose the moves of self-play on boards [G].
 
-    In random games nothing is searched: pi is uniform over the legal moves, and Q is NaN.
+    Returns the policy to be learned [G, A], Q(root) [G] and the moves [G].
     """
     if stage.scores is None:
+        # Random games, in which nothing is searched. The rules draw the moves, as uniform ones might not end
+        # a game of Go. No policy is learned, and Q is unknown: the result takes its place
         policy = legal / legal.sum(1, keepdim=True)
-        q = torch.full_like(policy[:, 0], torch.nan)  # unknown: z takes its place when the game is over
-        return policy, q, go.random_moves(boards, legal)
+        return policy, torch.full_like(policy[:, 0], torch.nan), go.random_moves(boards, legal)
 
     # Search
     search.start(boards)
     search.add_noise()
     search.run(stage.num_simulations)
-    policy = search.policy()
-    q = search.root_values()
+    policy = search.policy()  # what the network learns
 
-    # The first moves of a game are drawn from pi, the later ones are the best; a share epsilon is random
+    # The first moves of a game are drawn, the later ones are the best
+    draw_policy = policy  # what moves are drawn from; a temperature belongs here: it changes no target
     is_early = boards.num_moves < args.draw_moves * go.num_points
-    moves = torch.where(is_early, torch.multinomial(policy, 1).squeeze(1), search.best_moves())
-    is_random = torch.rand_like(q) < stage.epsilon
+    drawn = torch.multinomial(draw_policy, 1).squeeze(1)
+    moves = torch.where(is_early, drawn, search.best_moves())
+    # A share epsilon of the moves is uniformly random
+    is_random = torch.rand(len(moves), device=go.device) < stage.epsilon
     moves = torch.where(is_random, torch.multinomial(legal.float(), 1).squeeze(1), moves)
-    return policy, q, moves
+    return policy, search.root_values(), moves
 
 
 def play_moves(self_play, go, search, stage, args):
     """Play a move in each game.
 
-    Returns the games [R] that end with it, and the records of all moves of these games.
+    Returns the games [R] that end with it, and the Positions of all moves of these games.
     """
     boards = self_play.boards
     legal = go.legal_moves(boards)
     policy, q, moves = choose_moves(boards, legal, go, search, stage, args)
 
-    # Record the position at index num_moves of its game, then play
+    # Write the position at index num_moves of its game, then play
     step = {
         "planes": go.planes(boards, legal),
         "legal": legal,
@@ -760,66 +693,74 @@ def play_moves(self_play, go, search, stage, args):
     }
     for name, x in step.items():
         self_play.steps[name][torch.arange(len(q), device=go.device), boards.num_moves] = x
-    self_play.boards = go.play(boards, moves)
+    boards = go.play(boards, moves)
 
-    # Which R games have ended; new ones take their place
-    is_over = self_play.boards.is_over
-    if (~is_over & (self_play.boards.num_moves >= go.max_moves)).any():
+    # Which games have ended, and the results [G] of black. If you end a game early, as by resignation, say so
+    # in is_over, and give it a result in z: one that the rules have not ended has none, and NaN ends the run
+    is_over = boards.is_over
+    z = compute_result(go.score(boards), args, go.num_points).masked_fill(~boards.is_over, torch.nan)
+    if (~is_over & (boards.num_moves >= go.max_moves)).any():
         fail(f"{args.env_id}: a game takes more than its max_moves ({go.max_moves})")
+
+    # New games take the place of those that have ended
     ended = is_over.nonzero().squeeze(1)
-    boards = self_play.boards.pick(ended)
-    self_play.boards.put(ended, go.new(len(ended)))
+    num_moves = boards.num_moves[ended]
+    boards.put(ended, go.new(len(ended)))
+    self_play.boards = boards
 
-    # The records of all their moves, with z as seen by the side that moved
-    is_move = torch.arange(go.max_moves, device=go.device) < boards.num_moves.unsqueeze(1)  # [R, T]
-    records = {name: x[ended][is_move] for name, x in self_play.steps.items()}
-    z = compute_result(go.score(boards), args, go.num_points)
-    z = z.unsqueeze(1).expand_as(is_move)[is_move]
-    z = torch.where(records.pop("to_play") == 1, z, 1 - z)
-    records["q"] = torch.where(records["q"].isnan(), z, records["q"])
-    unknown = torch.zeros_like(z)  # in the place of what make_images and train set
-    return ended, Records(**records, z=z, loss=unknown, epoch=unknown, turn=unknown)
+    # The positions of all their moves, with z as seen by the side that moved
+    is_move = torch.arange(go.max_moves, device=go.device) < num_moves.unsqueeze(1)  # [R, T]
+    steps = {name: x[ended][is_move] for name, x in self_play.steps.items()}
+    z = z[ended].unsqueeze(1).expand_as(is_move)[is_move]
+    z = torch.where(steps.pop("to_play") == 1, z, 1 - z)
+    steps["q"] = torch.where(steps["q"].isnan(), z, steps["q"])
+    return ended, Positions(**steps, z=z)
 
 
-def make_images(records, go):
-    """Make the K symmetric images of records [B]; image k of record b is row k B + b.
+def make_symmetries(positions, go):
+    """Return the K symmetric forms of positions [B]: form k of position b is row k B + b.
 
     A field with a value for each point or move needs a line here.
     """
-    num_images = len(go.move_images)
-    position = torch.arange(len(records.z), device=go.device)
-    images = []
-    for k in range(num_images):
-        moves = go.move_images[k]
-        planes = records.planes.flatten(2)[..., go.point_images[k]]
-        image = records._replace(
-            planes=planes.view_as(records.planes),
-            legal=records.legal[:, moves],
-            policy=records.policy[:, moves],
-            turn=(position + k) % num_images,  # each turn has one image of each position
+    forms = []
+    for points, moves in zip(go.point_images, go.move_images):
+        planes = positions.planes.flatten(2)[..., points].view_as(positions.planes)
+        form = positions._replace(
+            planes=planes, legal=positions.legal[:, moves], policy=positions.policy[:, moves]
         )
-        images.append(image)
-    return concatenate(images)
+        forms.append(form)
+    return concatenate(forms)
 
 
-def collect_images(self_play, go, search, num_positions, stage, args, bar):
-    """Play until finished games have enough positions; returns their images, and the number of all moves.
+def make_records(positions, agent, go, stage, epoch):
+    """Make the K records of each of positions [B], with their losses."""
+    forms = make_symmetries(positions, go)
+    row = torch.arange(len(forms.z), device=go.device)
+    num_positions = len(positions.z)
+    # The number of the position plus that of the form
+    turn = (row % num_positions + row // num_positions) % len(go.move_images)
+    loss = compute_losses(agent, forms, stage)
+    return Records(*forms, loss=loss, epoch=torch.full_like(turn, epoch), turn=turn)
+
+
+def collect_positions(self_play, go, search, num_positions, stage, args, bar):
+    """Play until finished games have at least so many positions; returns them, and the number of all moves.
 
     This moves the bar by half an epoch.
     """
-    records = []
+    parts = []
     num_found = 0
-    # Without a pool, all games are new and have begun together. Wait for all of them: stopping earlier would
-    # fill the pool with the short ones
+    # New games begin together, and short ones end first: stopping with these would fill the pool with short
+    # games. So if there is no pool yet, wait for the end of each game that has begun
     is_awaited = torch.full_like(self_play.boards.is_over, self_play.pool is None)
     while num_found < num_positions or is_awaited.any():
-        ended, new = play_moves(self_play, go, search, stage, args)
+        ended, positions = play_moves(self_play, go, search, stage, args)
         is_awaited[ended] = False
-        records.append(new)
-        bar.update(0.5 * min(len(new.z), max(0, num_positions - num_found)) / num_positions)
-        num_found += len(new.z)
-    num_moves = len(records) * len(is_awaited)  # each call of play_moves made one in each game
-    return make_images(concatenate(records), go), num_moves
+        parts.append(positions)
+        bar.update(0.5 * min(len(positions.z), max(0, num_positions - num_found)) / num_positions)
+        num_found += len(positions.z)
+    num_moves = len(parts) * len(is_awaited)  # each call of play_moves made one in each game
+    return concatenate(parts), num_moves
 
 
 def alphazero_loss(agent, records, stage):
@@ -843,7 +784,7 @@ def compute_losses(agent, records, stage):
     agent.eval()
     losses = []
     for part in zip(*(x.split(512) for x in records)):
-        losses.append(alphazero_loss(agent, Records(*part), stage)["loss"])
+        losses.append(alphazero_loss(agent, type(records)(*part), stage)["loss"])
     return torch.cat(losses)
 
 
@@ -853,11 +794,6 @@ def update_network(agent, optimizer, records, num_records, stage):
     metrics = {name: x.sum() / num_records for name, x in losses.items()}
     optimizer.zero_grad()
     metrics["loss"].backward()
-    if stage.value_coef == 1:
-        # Epochs that learn V alone: the last layer of the policy stays as it is, since without a gradient
-        # AdamW does not even decay its weights. The rows of head_conv for the policy decay by about half a
-        # percent an epoch. In another network, name all layers here that only the policy uses
-        agent.policy_head.zero_grad()
     sum_gradients(agent)
     metrics = {name: total(x.detach()) for name, x in metrics.items()}
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
@@ -865,18 +801,17 @@ def update_network(agent, optimizer, records, num_records, stage):
     return metrics
 
 
-def train_minibatch(agent, optimizer, pool, turn, batch_size, fixed_shapes, stage, args):
-    """Train on a minibatch of records that have this turn; returns means of it to log.
+def train_minibatch(agent, optimizer, pool, stage, rows):
+    """Train on rows [B] of the pool; returns means of the minibatch to log.
 
-    The losses of its records in the pool become those after the step.
+    The losses of these records in the pool become those after the step.
     """
-    index = sample_pool(pool, turn, batch_size, args.random_fraction, fixed_shapes)
-    records = pool.pick(index)
-    num_records = total(torch.full((), float(len(index)), device=index.device))
+    records = pick(pool, rows)
+    num_records = total(torch.full((), float(len(rows)), device=rows.device))
     # If you freeze layers: train() makes their batch norms update again, so call eval() on those after it
     metrics = update_network(agent.train(), optimizer, records, num_records, stage)
     loss_after = compute_losses(agent, records, stage)
-    pool.loss[index] = loss_after
+    pool.loss[rows] = loss_after
     metrics["sampled_loss"] = total(records.loss.sum()) / num_records
     metrics["sampled_loss_after"] = total(loss_after.sum()) / num_records
     return metrics
@@ -887,25 +822,17 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
 
     This moves the bar by half an epoch.
     """
+    # Random games show no good moves: the policy learns nothing, and its last layer is not even decayed. In
+    # another network, freeze all layers here that only the policy uses
+    agent.policy_head.requires_grad_(stage.name != RANDOM_GAMES)
     batch_size = args.batch_size // WORLD_SIZE
-    # Fixed shapes need a full minibatch for each turn
-    num_least = pool.turn.bincount(minlength=num_turns).min().item()
-    fixed_shapes = pool.z.is_cuda and num_least >= batch_size
-    update = partial(
-        train_minibatch,
-        agent,
-        optimizer,
-        pool,
-        batch_size=batch_size,
-        fixed_shapes=fixed_shapes,
-        stage=stage,
-        args=args,
-    )
-    if fixed_shapes:
-        update = Recorded(update, pool.z.device)
+    update = partial(train_minibatch, agent, optimizer, pool, stage)
+    if pool.turn.bincount(minlength=num_turns).min() >= batch_size:  # all minibatches have one size
+        update = Recorded(update, pool.turn.device)
     sums = {}
-    for turn in torch.arange(num_minibatches, device=pool.z.device) % num_turns:
-        for name, value in update(turn).items():
+    for i in range(num_minibatches):
+        rows = sample_pool(pool, i % num_turns, batch_size, args.random_fraction)
+        for name, value in update(rows).items():
             sums[name] = sums.get(name, 0) + value
         bar.update(0.5 / num_minibatches)
     optimizer.zero_grad()  # frees the gradients, which games and matches do not need
@@ -1045,8 +972,6 @@ def train(args, run):
     device = set_up_device(args)
     is_cuda = device.type == "cuda"
     go = make_game(args.env_id, device)
-    # On a GPU, one worker searches in fixed shapes, so that a CUDA graph can record a simulation
-    search_go = make_game(args.env_id, device, is_cuda and args.num_workers == 1)
     seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = Agent(go, args).to(device)
     best = deepcopy(agent).requires_grad_(False)  # the network that matches are played against
@@ -1069,7 +994,7 @@ def train(args, run):
     if WORLD_SIZE == 1:
         # Games and pool are large: only checkpoint.pt holds them, and only if there is one process
         run.load(in_best=False, games=self_play)
-    # Per epoch: positions that this process needs, of K images each, and minibatches
+    # Per epoch: positions that this process needs, which make K records each, and minibatches
     num_turns = len(go.move_images)
     capacity = args.pool_size // WORLD_SIZE
     num_positions = math.ceil(args.generate_fraction * capacity / num_turns)
@@ -1099,20 +1024,11 @@ def train(args, run):
         start = time.time()
         search = None
         if stage.scores:
-            search = Search(
-                search_go,
-                make_evaluator(search_go, agent),
-                self_play.boards,
-                stage.num_simulations,
-                args,
-                scores=stage.scores,
-            )
-        images, num_moves = collect_images(self_play, go, search, num_positions, stage, args, run.bar)
-        images = images._replace(
-            loss=compute_losses(agent, images, stage), epoch=torch.full_like(images.turn, epoch)
-        )
+            search = make_self_play_search(agent, self_play.boards, stage, args)
+        positions, num_moves = collect_positions(self_play, go, search, num_positions, stage, args, run.bar)
+        records = make_records(positions, agent, go, stage, epoch)
         oldest = epoch - (args.max_age or args.num_epochs)
-        self_play.pool = refill_pool(self_play.pool, images, capacity, oldest)
+        self_play.pool = refill_pool(self_play.pool, records, capacity, oldest)
         collected = time.time()
 
         # Update: minibatches of the pool
@@ -1579,7 +1495,8 @@ def main(argv=None):
     if paths:
         checkpoint = load_checkpoint(paths[0])
         args = tyro.cli(Args, args=argv, default=checkpoint["args"])
-    counts = "num_games channels simulations_start simulations_end num_epochs pool_size batch_size".split()
+    counts = """num_games channels simulations_start simulations_end max_depth num_epochs pool_size
+        batch_size""".split()
     shares = """score_weight epsilon_start epsilon_end random_fraction generate_fraction value_coef
         q_weight_start q_weight_end draw_moves resign_below""".split()
     for name, value in vars(args).items():
@@ -1597,7 +1514,7 @@ def main(argv=None):
         if name in "dirichlet_alpha generate_fraction train_fraction".split() and value == 0:
             fail(f"{flag} must be greater than 0")
     try:
-        num_images = len(make_game(args.env_id).move_images)
+        num_symmetries = len(make_game(args.env_id).move_images)
     except ValueError as error:
         fail(f"--env-id {args.env_id}: {error}")
     if args.gtp and not find_spec("envs_shared.go_gtp"):
@@ -1606,10 +1523,11 @@ def main(argv=None):
         fail("--evaluate needs --eval-episodes")
     if args.num_games % WORLD_SIZE or args.batch_size % WORLD_SIZE:
         fail(f"--num-games and --batch-size must be divisible by the number of processes ({WORLD_SIZE})")
-    if args.pool_size < num_images * args.batch_size:
-        # Only one image of each position may be in a minibatch
+    if args.pool_size < num_symmetries * args.batch_size:
+        # Only one symmetric form of each position may be in a minibatch
         fail(
-            f"--pool-size ({args.pool_size}) must be at least {num_images} x --batch-size ({args.batch_size})"
+            f"--pool-size ({args.pool_size}) must be at least {num_symmetries} x --batch-size "
+            f"({args.batch_size})"
         )
     if not checkpoint and args.num_epochs <= args.pretrain_value_epochs:
         fail(

@@ -32,8 +32,9 @@ What alphazero_go.py asks of a game, so that another file can take the place of 
   an integer from -num_points to num_points, positive if black is ahead. They take and return what they do
   here.
 - random_moves(boards, legal) draws moves for random games, which are the first lessons and plain MCTS.
+- score takes boards of games that are not over, too.
 - With fixed_shapes, legal_moves, play, score, planes and is_over never wait for a GPU. They take any boards:
-  of games that are over, of games that are not (score too), and boards of zeros alone. play takes any move.
+  also of games that are over, and boards of zeros alone. play takes any move.
 
 Black begins. Who moves next is what to_play says: a side may move twice in a row. A game takes at least two
 moves, and there is a legal move until it is over. At the default --komi 0.5, a score of 0 is a loss of black.

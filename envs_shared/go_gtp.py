@@ -303,7 +303,7 @@ class Engine:
         if self.searched[0] is not boards:
             self.searched = boards, self.make_search(boards, max(MAX_TREE, num_simulations), self.args)
         tree = self.searched[1]
-        most = min(int(tree.N[0, 0].sum()) + num_simulations, tree.N.shape[1] - 2)
+        most = int(tree.N[0, 0].sum()) + min(num_simulations, tree.num_left)
         while tree.N[0, 0].sum() < most and time.monotonic() < until:
             tree.run(min(8, most - int(tree.N[0, 0].sum())))
         return tree

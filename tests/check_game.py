@@ -113,6 +113,8 @@ def check_game(make_game, env_id: str, num_games: int = 32):
         require(are_equal(moving, before), "play changes the boards that it is given")
         require(after.num_moves == moving.num_moves + 1, "num_moves does not count")
         first = torch.tensor([0])
+        alone = go.legal_moves(moving.pick(first))
+        require(torch.equal(alone, legal[:1]), "legal_moves of a board depend on the others beside it")
         alone = go.play(moving.pick(first), moves[first])
         require(are_equal(alone, after.pick(first)), "a board depends on the others beside it")
         boards.put(rows, after)

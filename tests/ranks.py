@@ -319,11 +319,14 @@ def update_alphazero_go(az, rows):
     """With frozen batch norms, as in training each process normalizes its own rows."""
     args, numbers, agents = az.Args(env_id="Go-3x3", blocks=1, channels=8), [], []
     go, stage = az.make_game(args.env_id), az.get_stage(0, 10, args)
-    images, _ = az.collect_images(az.SelfPlay(go, 8), go, None, 5, stage, args, az.tqdm(disable=True))
+    games, bar = az.SelfPlay(go, 8), az.tqdm(disable=True)
+    positions, _ = az.collect_positions(games, go, None, 5, stage, args, bar)
+    pool = az.make_records(positions, az.Agent(go, args), go, stage, 0)
     for value_coef in (args.value_coef, 1.0):
         agent = az.Agent(go, args).eval()
         shake(agent)
-        records, stage = images.pick(slice(40)).pick(rows), stage._replace(value_coef=value_coef)
+        records = az.pick(az.pick(pool, slice(40)), rows)
+        stage = stage._replace(value_coef=value_coef)
         metrics = az.update_network(agent, descend(agent), records, 40.0, stage)
         numbers.append(torch.stack([*metrics.values()]))
         agents.append(agent)

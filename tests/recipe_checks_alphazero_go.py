@@ -139,9 +139,62 @@ def check_transformer(path, folder):
     assert losses[1] < 0.8 * losses[0], losses
 
 
+def check_playout_caps(path, folder):
+    """A quarter of the moves is searched in full, with noise, and recorded; the others are not."""
+    flags = "--env-id Go-3x3 --num-games 32 --pool-size 8000 --batch-size 64 --num-epochs 8 --eval-episodes 0"
+    done, module = run_edited(path, flags)
+    checkpoint = load(done.path / "checkpoint.pt")
+    pool, args = module.Records(*checkpoint["games"]["pool"].values()), module.Args(**checkpoint["args"])
+    go = module.make_game("Go-3x3")
+    agent = module.Agent(go, args)
+    agent.load_state_dict(checkpoint["agent"])
+    losses = [
+        module.compute_losses(x, pool, module.get_stage(7, 10, args)).mean()
+        for x in (agent, module.Agent(go, args))
+    ]
+    assert losses[0] < 0.8 * losses[1] and not pool.policy.isnan().any()
+    games, stage = module.SelfPlay(go, 200), module.get_stage(7, 10, args)._replace(num_simulations=20)
+    search = module.Search(go, module.make_evaluator(go, agent), games.boards, 20, args)
+    kinds, num_recorded, lengths, num_moves = [], 0, torch.zeros(200), 0
+    for _ in range(200):
+        lengths += 1
+        ended, positions = module.play_moves(games, go, search, stage, args)
+        num_simulations = int(search.N[0, 0].sum())
+        has_noise = bool(search.P[:, 0].sum(1).mean() > 1.1)
+        kinds.append((num_simulations, has_noise))
+        num_recorded += len(positions.z)
+        num_moves += lengths[ended].sum().item()
+        lengths[ended] = 0
+    counts = Counter(kinds)
+    assert counts.keys() == {(20, True), (4, False)} and 25 < counts[20, True] < 75
+    assert 0.1 < num_recorded / num_moves < 0.4
+
+
+def check_resignation(path, folder):
+    """Whoever has a low q loses, whatever is on the board; a tenth of the games is played out."""
+    module = import_file("edited_copy", path)
+    go, args, q = module.make_game("Go-5x5"), module.Args(), torch.full((40,), 0.01)
+    q[20:] = 0.5
+
+    def choose_first(boards, legal, *_):
+        return legal / legal.sum(1, keepdim=True), q, legal.long().argmax(1)
+
+    module.choose_moves = choose_first
+    games, stage = module.SelfPlay(go, 40), module.get_stage(0, 26, args)
+    ended, positions = module.play_moves(games, go, None, stage, args)
+    assert ended.tolist() == [i for i in range(20) if i % 10]
+    assert positions.z.tolist() == [0.0] * 18  # black has resigned
+    q[:20], q[20:] = 0.5, 0.01
+    ended, positions = module.play_moves(games, go, None, stage, args)
+    assert ended.tolist() == [i for i in range(20, 40) if i % 10]
+    assert positions.z.tolist() == [1.0, 0.0] * 18  # black's first move, and white's, who has resigned
+
+
 CHECKS = {
     "Another game: tic-tac-toe": check_tic_tac_toe,
     "Another game: Connect Four": check_connect_four,
     "Another game: Othello": check_othello,
     "A transformer as the network": check_transformer,
+    "Playout cap randomization": check_playout_caps,
+    "Resignation in self-play": check_resignation,
 }

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import read_scalars
-from scripts import load, run_main
+from helpers import fail_with, read_scalars
+from scripts import copy_script, import_file, load, run_main
 
 from algos import alphazero_go as az
 from envs_shared.go import Boards, Go
@@ -49,7 +49,7 @@ def make_boards(go, num_games, num_moves):
 
 
 def stage(num_simulations=8, epsilon=0.0, value_coef=0.2, scores=az.puct_scores):
-    return az.Stage("", 0, scores, num_simulations, epsilon, 0.3, value_coef, 1e-2)
+    return az.Stage("", 0, scores, num_simulations, value_coef, epsilon, 0.3, 1e-2)
 
 
 # The search
@@ -100,7 +100,7 @@ def grow(go, evaluate, root, num_simulations, args):
         collided = []
         for _ in range(8):
             node, path = root, []
-            while node and node["edges"]:
+            while node and node["edges"] and len(path) < args.max_depth:
                 path.append((node, choose(node, args)))
                 node = node["edges"][path[-1][1]][3]
             if node is None:
@@ -146,7 +146,7 @@ def assert_same_tree(search, game, node, number=0):
         assert search.N[game, number, move] == n and pseudo == 0
         assert abs(search.Q[game, number, move] - q) < 1e-9 and abs(search.P[game, number, move] - p) < 1e-9
         next_number = int(search.child[game, number, move])
-        assert (next_number == search.nowhere) == (child is None)
+        assert (next_number == 0) == (child is None)
         if child:
             assert abs(search.value[game, next_number] - child["v"]) < 1e-9
             assert_same_tree(search, game, child, next_number)
@@ -157,11 +157,14 @@ SEARCHES = [
     (Go, 2, 1.0, {}),
     (TwiceInARow, 3, 1.0, {"score_weight": 0.4}),
     (FixedShapes, 3, 1.0, {"score_weight": 0.4}),
-    (FixedShapes, 5, 1e6, {"first_q": "zero"}),  # one good move each: paths of more than 32 nodes
+    (FixedShapes, 5, 1e6, {"first_q": "zero", "max_depth": 50}),  # one good move each: long paths
+    (Go, 5, 1e6, {"max_depth": 3}),
+    (FixedShapes, 3, 1.0, {"max_depth": 2}),
     (Go, 2, 1.0, TWO | {"pseudo_limit": 0.5}),
     (TwiceInARow, 3, 1.0, TWO | {"pseudo_limit": 0.3, "first_q": "zero"}),
     # The prior is sharp: paths of two workers end at one leaf again and again, and the limit decides
     (Go, 3, 6.0, TWO | {"pseudo_limit": 0.1}),
+    (Go, 3, 6.0, TWO | {"pseudo_limit": 0.1, "max_depth": 2}),
 ]
 
 
@@ -194,8 +197,7 @@ def test_a_search_is_the_plain_one(make_go, size, sharpness, options, request):
             assert search.root_values()[game].item() == pytest.approx(value, abs=1e-9)
             best = max(edges, key=lambda move: edges[move][:2])  # ties by the values
             assert search.best_moves()[game] == best
-    assert (search.child[:, search.nowhere] == search.nowhere).all()
-    assert torch.equal(search.num_nodes, 1 + (search.child != search.nowhere).sum((1, 2)))
+    assert torch.equal(search.num_nodes, 1 + (search.child > 0).sum((1, 2)))
     assert num_collided > 20 if "num_workers" in options else num_collided == 0
     with pytest.raises(ValueError, match="more simulations than the trees have room for"):
         search.run(1)
@@ -337,22 +339,23 @@ def test_the_pool_drops_the_smallest_losses_and_the_old():
 def test_minibatches_are_those_of_the_largest_loss_and_others_at_random():
     pool = make_records(800)
     torch.manual_seed(0)
-    for turn, share, fixed in itertools.product((3, 2), (0.0, 0.25, 1.0), (False, True)):
-        index = az.sample_pool(pool, turn, 20, share, fixed)
+    for turn, share in itertools.product((3, 2), (0.0, 0.25, 1.0)):
+        index = az.sample_pool(pool, turn, 20, share)
         assert len(index.unique()) == 20 and (pool.turn[index] == turn).all()
         rows = (pool.turn == turn).nonzero()[:, 0]
         best = rows[pool.loss[rows].argsort(descending=True)]
         num_ranked = round(20 * (1 - share))
         assert set(best[:num_ranked].tolist()) <= set(index.tolist())
-    drawn = torch.cat([az.sample_pool(pool, 0, 20, 0.5, i % 2 == 0) for i in range(2000)])
+    drawn = torch.cat([az.sample_pool(pool, 0, 20, 0.5) for _ in range(2000)])
     counts = torch.bincount(drawn, minlength=800)[0::8].sort(descending=True).values
     assert (counts[:10] == 2000).all()  # ranked; each of the other 90 by chance
     assert ((counts[10:] - 20000 / 90) ** 2 / (20000 / 90)).sum() < 140  # chi-squared, 89 degrees, 0.05 %
-    assert len(az.sample_pool(pool.pick([0, 8]), 1, 20, 0.5)) == 2  # none has the turn: any will do
+    assert len(az.sample_pool(az.pick(pool, [0, 8]), 1, 20, 0.5)) == 2  # none has the turn: any will do
 
 
-def test_images_are_what_the_turned_game_looks_like():
-    go = Go(5)
+def test_symmetric_records_are_what_the_turned_game_looks_like():
+    """Each has the loss of its own planes, and the epoch that made it."""
+    go, agent = Go(5), make_agent()[0]
     torch.manual_seed(1)
     moves, boards = [], go.new(4)
     for _ in range(12):
@@ -360,8 +363,10 @@ def test_images_are_what_the_turned_game_looks_like():
         boards = go.play(boards, moves[-1])
     legal = go.legal_moves(boards)
     planes, policy = go.planes(boards, legal), torch.rand(4, 26).half()
-    records = az.Records(planes, legal, policy, torch.arange(4.0), torch.rand(4), *torch.zeros(3, 4))
-    images = az.make_images(records, go)
+    positions = az.Positions(planes, legal, policy, torch.arange(4.0), torch.rand(4))
+    images = az.make_records(positions, agent, go, stage(), 7)
+    assert (images.epoch == 7).all() and len(images.loss.unique()) == 32
+    torch.testing.assert_close(images.loss, az.compute_losses(agent, images, stage()))
     assert len(set(map(tuple, go.move_images.tolist()))) == 8
     for k, symmetry in enumerate(go.move_images):
         where, again = symmetry.argsort(), go.new(4)  # move m becomes where[m]
@@ -371,7 +376,7 @@ def test_images_are_what_the_turned_game_looks_like():
         assert torch.equal(images.planes[rows], go.planes(again, go.legal_moves(again)))
         assert torch.equal(images.legal[rows], go.legal_moves(again))
         assert torch.equal(images.policy[rows][:, where], policy)
-        assert images.q[rows].tolist() == [0, 1, 2, 3] and torch.equal(images.z[rows], records.z)
+        assert images.q[rows].tolist() == [0, 1, 2, 3] and torch.equal(images.z[rows], positions.z)
     for position in range(4):  # no two images of it can be in one minibatch, and each has its turn
         assert sorted(images.turn[position::4].tolist()) == list(range(8))
 
@@ -483,7 +488,7 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
         monkeypatch.setattr(az, name, lambda *a, **k: found.append(describe(*a, **k)) or function(*a, **k))
         return found
 
-    played = watch("collect_images", lambda games, *x: (x[2], bool(games.boards.history.any())))
+    played = watch("collect_positions", lambda games, *x: (x[2], bool(games.boards.history.any())))
     pools = watch("refill_pool", lambda pool, new, *x: (len(pool.z) if pool else 0, new, *x))
     updates = watch("train_epoch", lambda *x, **k: (x[3], x[1].param_groups[0]["lr"], *x[5]))
     flags = "--epsilon-start 0.8 --epsilon-end 0.4 --q-weight-start 0.1 --q-weight-end 0.9"
@@ -494,7 +499,7 @@ def test_epochs_of_a_training(tmp_path, monkeypatch):
         assert len(new.z) >= 8 * 2 and (new.epoch == number).all() and (num_firsts >= 8 * 4 or number > 2)
         assert (size > 0) == (number > 2) and (capacity, oldest) == (256, number - 3)
     assert torch.equal(pools[0][1].q, pools[0][1].z)  # of random games
-    counts, rates, names, _, scores, num_simulations, epsilons, q_weights, coefs, _ = zip(*updates)
+    counts, rates, names, _, scores, num_simulations, coefs, epsilons, q_weights, _ = zip(*updates)
     assert counts == (3,) * 5 and names == ("random games", "search pretraining", *["self-play"] * 3)
     assert rates == pytest.approx([0.01 * (1 - 0.99 * k / 4) for k in range(5)])  # to a hundredth
     assert scores == (None, az.ucb_scores, *[az.puct_scores] * 3)
@@ -539,6 +544,7 @@ def test_evaluations_are_against_the_best_network_or_plain_mcts(monkeypatch):
     for player, num_simulations in ((ours, 22), (pair[0], 6), (pair[1], 6), (plain, 22)):
         player(Go(5).new(2))
         assert (searches[-1].N[:, 0].sum(1) == num_simulations).all()
+        assert (searches[-1].P[:, 0].sum(1) - 1).abs().max() < 1e-5  # no noise
     found = [(x.scores, x.args.score_weight, x.args.c_puct, x.args.num_workers) for x in searches]
     assert found == [(az.puct_scores, 1, 0.5, 2)] * 3 + [(az.ucb_scores, 0, 1.25, 1)]
     assert searches[-1].evaluator.func is az.evaluate_rollouts
@@ -565,6 +571,131 @@ def test_the_best_network_stays_until_another_wins_half_of_a_match(tmp_path, mon
     found = [last["progress"][name] for name in ("best_score", "last_score", "win_rate", "eval_steps")]
     assert found == [0.5, 0.2, 0.75, 15]
     assert "games" in last and "games" not in best
+
+
+def test_each_match_has_openings_of_its_own(tmp_path, monkeypatch):
+    """The match against plain MCTS too; a resumed run repeats those of the uninterrupted one."""
+    seeds = []
+
+    def evaluate(go, agent, args, best=None):
+        seeds.append(torch.initial_seed())
+        rates = {"eval/win_rate_best": 0.5} if best else {"eval/win_rate": 0.5}
+        return rates | {"eval/moves": 3}
+
+    monkeypatch.setattr(az, "evaluate", evaluate)
+    run_main(az, tmp_path / "a", TINY)
+    assert len(seeds) == len(set(seeds)) == 6
+    run_main(az, tmp_path / "b", TINY, "--seed 2")
+    assert not set(seeds[:6]) & set(seeds[6:])
+    boards = [make_openings(seed) for seed in seeds[:2]]
+    assert not torch.equal(*boards)
+
+
+def make_openings(seed):
+    """Return the first stones of a match on 5x5 that begins with this seed."""
+    torch.manual_seed(seed)
+    asked, go = [], Go(5)
+
+    def play_pass(boards):
+        asked.append(boards.stones)
+        return torch.full_like(boards.num_moves, 25)
+
+    az.play_match(go, (play_pass, play_pass), 20, 0.5)
+    return asked[0]
+
+
+# Settings
+
+
+def test_the_learning_rate_falls_to_a_hundredth_or_stays():
+    for anneal_lr, last in ((True, 4e-5), (False, 4e-3)):
+        args = Args(num_epochs=11, anneal_lr=anneal_lr)
+        rates = [az.get_stage(epoch, 26, args).learning_rate for epoch in (0, 5, 10)]
+        assert rates == pytest.approx([4e-3, (4e-3 + last) / 2, last])
+
+
+def test_stages_begin_where_the_pretraining_ends():
+    for value_epochs, search_epochs, names in (
+        (1, 1, ["random games", "search pretraining", "self-play"]),
+        (0, 2, ["search pretraining", "search pretraining", "self-play"]),
+        (0, 0, ["self-play"] * 3),
+        (2, 0, ["random games", "random games", "self-play"]),
+    ):
+        args = Args(pretrain_value_epochs=value_epochs, pretrain_search_epochs=search_epochs)
+        stages = [az.get_stage(epoch, 26, args) for epoch in range(3)]
+        assert [x.name for x in stages] == names
+        starts = {x.name: x.start for x in stages}
+        assert all(starts[name] == names.index(name) for name in names)
+
+
+def test_records_never_get_too_old_without_a_maximal_age(tmp_path, monkeypatch):
+    refill, oldest = az.refill_pool, []
+    monkeypatch.setattr(az, "refill_pool", lambda *x: oldest.append(x[3]) or refill(*x))
+    for max_age, expected in ((0, [-5, -4, -3, -2, -1]), (2, [-2, -1, 0, 1, 2])):
+        oldest.clear()
+        run_main(az, tmp_path / str(max_age), TINY, f"--max-age {max_age} --eval-episodes 0")
+        assert oldest == expected  # no epoch is older than 0
+
+
+@torch.no_grad()
+def test_a_network_in_bfloat16_computes_in_it():
+    planes, found = torch.rand(3, 9, 5, 5) > 0.5, []
+    for bf16, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        agent = make_agent(bf16=bf16)[0]
+        types = []
+        hook = lambda layer, x, out, types=types: types.append(out.dtype)  # noqa: E731
+        agent.stem[0].register_forward_hook(hook)
+        agent.value_head[0].register_forward_hook(hook)
+        found.append(agent(planes))
+        assert types == [dtype] * 2 and {x.dtype for x in found[-1]} == {torch.float32}
+    torch.testing.assert_close(*found, atol=0.05, rtol=0.05)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_random_games_leave_the_last_layer_of_the_policy_alone():
+    """It neither learns nor decays; the next stage trains it again."""
+    agent, args = make_agent(2, pool_size=400, batch_size=16)
+    optimizer = torch.optim.AdamW(agent.parameters(), 1e-2, weight_decay=0.5)
+    bar, pool = SimpleNamespace(update=lambda n: None), make_records(400)
+    for name, is_frozen in ((az.RANDOM_GAMES, True), ("self-play", False), (az.RANDOM_GAMES, True)):
+        before = {key: x.clone() for key, x in agent.state_dict().items()}
+        settings = stage(value_coef=1.0 if is_frozen else 0.2)._replace(name=name)
+        az.train_epoch(agent, optimizer, pool, 2, 8, settings, args, bar)
+        for key, x in agent.named_parameters():
+            assert torch.equal(x, before[key]) == (is_frozen and key.startswith("policy_head")), key
+
+
+def test_a_game_that_ends_early_without_a_result_ends_the_run(tmp_path, capsys):
+    """A copy that ends games by an edit of is_over alone gets a loss of NaN, and not a silent draw."""
+    path = copy_script("alphazero_go", tmp_path / "copy") / "alphazero_go.py"
+    old = "    is_over = boards.is_over\n    z = compute_result"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, old.replace("\n", " | (boards.num_moves >= 2)\n")))
+    module = import_file("edited_copy", path)
+    line = fail_with(capsys, module.main, [*TINY.split(), "--run-dir", str(tmp_path / "runs")])
+    assert "losses/loss is nan" in line
+
+
+# Several processes
+
+
+def test_two_equal_processes_are_one_with_half_of_the_games_pool_and_batch(tmp_path, monkeypatch):
+    """To the last bit. Sums over both are twice what one has."""
+    flags = "--pretrain-value-epochs 1 --pretrain-search-epochs 1 --eval-episodes 0 --no-cuda"
+    half = run_main(az, tmp_path / "one", TINY, flags, "--num-games 2 --pool-size 128 --batch-size 8").path
+    with monkeypatch.context() as patch:
+        patch.setattr(az, "WORLD_SIZE", 2)
+        patch.setattr(az, "total", lambda x: x.mul_(2))
+        patch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+        both = run_main(az, tmp_path / "two", TINY, flags).path
+    one, two = (load(path / "checkpoint.pt") for path in (half, both))
+    assert "games" in one and "games" not in two
+    torch.testing.assert_close(two["agent"], one["agent"], rtol=0, atol=0)
+    assert two["progress"]["step"] == 2 * one["progress"]["step"] > 0
+    logs = [read_scalars(path) for path in (half, both)]
+    for tag in ("pool/size", "pool/loss", "losses/loss", "losses/grad_norm", "losses/sampled_loss"):
+        assert logs[0][tag] and [x for _, x in logs[0][tag]] == [x for _, x in logs[1][tag]], tag
 
 
 @pytest.mark.slow

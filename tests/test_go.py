@@ -124,6 +124,32 @@ def test_random_moves_are_legal_and_fill_no_eyes():
     assert go.random_moves(boards, go.legal_moves(boards)).unique().tolist() == [16]
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_superko_forbids_all_earlier_positions(fixed_shapes):
+    """However long ago: moves whose position was on the board before are illegal, on 2x2 and 3x3."""
+    gaps = []
+    for size in (2, 3):
+        go = Go(size, "cpu", fixed_shapes)
+        torch.manual_seed(size)
+        boards, past = go.new(200), []
+        past.append(get_points(go, boards).clone())
+        while not boards.is_over.all():
+            legal = go.legal_moves(boards)
+            for move in range(go.num_points):
+                is_empty = get_points(go, boards)[:, move] == 0
+                after = get_points(go, go.play(boards, torch.full_like(boards.num_moves, move)))
+                was_there = torch.stack([(x == after).all(1) for x in past])  # [positions, games]
+                is_again = was_there.any(0) & is_empty & ~boards.is_over
+                assert not legal[is_again, move].any()
+                last = was_there.long().cumsum(0).argmax(0)  # the last time that it was there
+                gaps += (len(past) - last)[is_again].tolist()
+            weights = legal.float()
+            weights[:, -1] = torch.where(boards.is_over, 1.0, 0.1)  # games that are over pass
+            boards = go.play(boards, torch.multinomial(weights, 1).squeeze(1))
+            past.append(get_points(go, boards).clone())
+    assert sum(gap > 9 for gap in gaps) > 5
+
+
 # The checker of rules that docs/recipes_alphazero_go.md recommends for games of one's own
 
 
@@ -131,3 +157,45 @@ def test_random_moves_are_legal_and_fill_no_eyes():
 def test_the_checker_finds_nothing_in_the_rules_of_go(env_id):
     torch.manual_seed(0)
     check_game(make_game, env_id)
+
+
+class OtherScore(Go):
+    """With fixed shapes, a score of another sign."""
+
+    def score(self, boards):
+        return -super().score(boards) if self.fixed_shapes else super().score(boards)
+
+
+class OtherMoves(Go):
+    """The last point is legal only beside other boards."""
+
+    def legal_moves(self, boards):
+        legal = super().legal_moves(boards)
+        if len(legal) == 1:
+            legal[:, self.num_points - 1] = False
+        return legal
+
+
+class OtherPlay(Go):
+    """A board that is alone forgets what was played last."""
+
+    def play(self, boards, moves):
+        after = super().play(boards, moves)
+        return after._replace(last_move=after.last_move * 0) if len(moves) == 1 else after
+
+
+FAULTS = [
+    (OtherScore, "fixed shapes give another score"),
+    (OtherMoves, "legal_moves of a board depend on the others beside it"),
+    (OtherPlay, "a board depends on the others beside it"),
+]
+
+
+@pytest.mark.parametrize(("rules", "words"), FAULTS)
+def test_the_checker_finds_faults(rules, words):
+    def make_faulty(env_id, device="cpu", fixed_shapes=False):
+        return rules(make_game(env_id).size, device, fixed_shapes)
+
+    torch.manual_seed(0)
+    with pytest.raises(AssertionError, match=words):
+        check_game(make_faulty, "Go-3x3")

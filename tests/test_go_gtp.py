@@ -85,6 +85,67 @@ def test_thinks_no_longer_than_the_clock_allows():
         assert engine.budget(-1) == pytest.approx(budget)
 
 
+def parse_winrates(text):
+    """Win rates by vertex from a line of analysis."""
+    found = re.findall(r"info move (\w+) visits \d+ winrate (\d+)", text)
+    return {vertex: int(winrate) for vertex, winrate in found}
+
+
+def test_analysis_shows_the_win_rate_of_the_side_that_moves():
+    """Here the network finds that black wins nine of ten games; winrates are in 1/10,000."""
+    engine = make_engine(3)
+
+    def evaluate(boards, legal):
+        return torch.zeros(legal.shape), torch.where(boards.to_play == 1, 0.9, 0.1)
+
+    engine.make_search = functools.partial(az.Search, engine.go, evaluate)
+    for colour, low, high in ((1, 8500, 9500), (-1, 500, 1500)):
+        engine.out.seek(0)
+        engine.out.truncate()
+        tree = engine.search(colour, math.inf, 12)
+        engine.show(tree)
+        winrates = parse_winrates(engine.out.getvalue())
+        assert len(winrates) > 3 and low < min(winrates.values()) <= max(winrates.values()) < high
+
+
+def test_it_resigns_below_a_value():
+    for resign_below, answer in ((0.0, r"= [A-E][1-5]|= pass"), (1.0, "= resign")):
+        engine = make_engine()
+        engine.args.resign_below = resign_below
+        assert re.fullmatch(answer, ask(engine, "genmove b")[0])
+
+
+def test_komi_decides_who_wins_in_the_search():
+    """After a pass on the empty board, another pass ends the game with a margin of minus komi."""
+    engine = make_engine(3, num_simulations=60)
+    for komi, expected in ((3, 1), (-3, 0)):  # white wins, black wins
+        ask(engine, "clear_board", f"komi {komi}", "play b pass")
+        tree = engine.search(-1, math.inf, 60)
+        node = int(tree.child[0, 0, 9])
+        assert node and tree.boards.is_over[0, node]
+        value = tree.value[0, node].item()  # for the side to move after the pass of white: black
+        assert value == 1 - expected
+
+
+def test_a_game_of_more_moves_than_training_allows_goes_on():
+    """Beyond 2 n^2 moves the engine passes, and other moves are still played and checked."""
+    engine = make_engine(2)
+    for _ in range(5):
+        assert ask(engine, "play b pass", "play w pass") == ["=", "="]
+    assert int(engine.boards.num_moves) == 10 > 2 * 2**2
+    assert ask(engine, "genmove b", "play w A1", "play b A1") == ["= pass", "=", "? illegal move"]
+    for _ in range(10):
+        ask(engine, "play b pass", "play w pass")
+    assert ask(engine, "genmove b", "final_score") == ["= pass", "= W+4.5"]
+
+
+def test_white_begins_after_a_handicap():
+    engine = make_engine(7)
+    assert ask(engine, "fixed_handicap 2") == ["= C3 E5"] and int(engine.boards.to_play) == -1
+    assert int(engine.boards.stones[0, engine.go.cells].sum()) == 2  # black stones
+    assert engine.answer("genmove w") and int(engine.boards.to_play) == 1
+
+
 # SGF
 
 
