@@ -73,7 +73,10 @@ NOTES = {
         ("compute_batch", {"steps": lambda batch, *_: len(batch.obs)}),
         ("update_minibatch", {"rows": lambda _, *inputs: len(inputs[-1].obs)}),
     ],
-    "r2d2_lstm": [("update_network", {"rows": lambda _, *inputs: inputs[3].batch_windows})],
+    "r2d2_lstm": [
+        ("update_network", {"rows": lambda _, *inputs: inputs[3].batch_windows}),
+        ("collect_steps", {"epsilons": lambda _, player, *rest: player.epsilons}),
+    ],
     "reinforce_tsp_attention": [
         ("update_weights", {name: lambda _, *inputs: inputs[-1] for name in ("data", "rows")}),
         ("is_better", {"tested": lambda _, agent, *rest: copy_statistics(agent)}),

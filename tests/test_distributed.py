@@ -171,6 +171,21 @@ def test_two_processes_share_a_pool_of_the_size_of_one(script, alone, shared):
     assert sizes == [128, 128] and alone.notes["pool"][-1] == 256
 
 
+@pytest.mark.parametrize("script", ["r2d2_lstm"], indirect=True, scope="module")
+def test_two_processes_share_the_probabilities_of_random_actions(script, alone, shared):
+    """Those of one process are large and small in both."""
+    first, second = (kept["whole"]["notes"]["epsilons"][0] for kept in shared.ranks)
+    assert torch.equal(torch.stack((first, second), 1).flatten(), alone.notes["epsilons"][0])
+
+
+def test_other_processes_print_nothing(capsys):
+    for rank in (1, 0):
+        with mock.patch.multiple(ppo, RANK=rank):
+            ppo.print_line(f"a line of process {rank}")
+            ppo.print_scores({f"eval/score_{rank}": 2.5})
+    assert capsys.readouterr().out == "a line of process 0\neval/score_0: 2.5\n"
+
+
 def test_batch_norms_that_a_user_adds_give_both_processes_one_policy(tmp_path):
     """In all states, and it is what checkpoint.pt holds."""
     folder = copy_script("ppo", tmp_path / "copy")
