@@ -599,7 +599,8 @@ def train(args, run):
 
     # Try all decodings now, on few nodes, since most of them run only after the last epoch
     if args.eval_episodes:
-        evaluate(agent, Instances(instances.points[:2, :20], None, instances.measure), device, decodings)
+        for name in decodings:
+            DECODINGS[name](agent, instances.points[:2, :20].to(device))
 
     update = Recorded(partial(update_weights, agent, baseline_policy, (adam, muon), args), device, args)
     run.open(f"{device}, scored on {args.data or args.env_id}", args.num_epochs, "epochs", "iteration")
@@ -610,8 +611,10 @@ def train(args, run):
             # The last policy by all decodings, the others by the first one
             names = decodings if run.iteration >= args.num_epochs else decodings[:1]
             scores, _ = evaluate(agent, instances, device, names)
-            score = "length" if instances.tours is None else "gap"
-            run.keep(scores, f"eval/{decodings[0]}_{score}", len(instances.points), operator.le)
+            score_name = f"eval/{decodings[0]}_gap"
+            if score_name not in scores:  # without reference tours
+                score_name = f"eval/{decodings[0]}_length"
+            run.keep(scores, score_name, len(instances.points), operator.le)
         if run.iteration >= args.num_epochs:
             break
         seed_everything(args.seed, TRAINING, run.iteration, RANK)
