@@ -81,7 +81,7 @@ FLAGS = {
     },
     "alphazero_go": change_weights(
         """--env-id Go-3x3 --komi 2.5 --score-weight 0 --blocks 2 --channels 8 --bf16 --simulations-start 3
-        --simulations-end 9 --c-puct 3 --first-q zero --noise-weight 0.9 --dirichlet-alpha 9
+        --simulations-end 9 --max-depth 1 --c-puct 3 --first-q zero --noise-weight 0.9 --dirichlet-alpha 9
         --num-games 4 --epsilon-start 0.9 --epsilon-end 0.9 --draw-moves 0 --num-epochs 5
         --pretrain-value-epochs 0 --pretrain-search-epochs 0 --pool-size 128 --generate-fraction 0.9
         --train-fraction 0.5 --random-fraction 0.25 --batch-size 8 --learning-rate 1e-3

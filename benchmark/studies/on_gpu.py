@@ -31,7 +31,8 @@ from benchmark.studies import helpers
 
 PREVIOUS = "r2d2_lstm --env-id popgym:popgym-RepeatPreviousEasy-v0 --learn-length 16"
 R2D2 = f"{PREVIOUS} --total-timesteps 24000 --eval-episodes 0"
-PONG = """r2d2_lstm --env-id ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-length 40 --n-step 5
+# Without the recipe for Atari, ALE stacks four frames and clips rewards
+PONG = """r2d2_lstm --env-id ale_py:ALE/Pong-v5 --hidden-size 512 --burn-in 40 --learn-length 40 --n-step 5
     --gamma 0.997 --learning-rate 1e-4 --buffer-size 5000 --batch-size 2560
     --no-checkpoint-replay --eval-episodes 0 --total-timesteps 24000"""
 TSP = "reinforce_tsp_attention --eval-episodes 0 --num-epochs 4"
