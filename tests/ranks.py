@@ -82,7 +82,7 @@ NOTES = {
         ("is_better", {"tested": lambda _, agent, *rest: copy_statistics(agent)}),
     ],
     "alphazero_go": [
-        ("collect_images", {"steps": lambda found, *_: found[1], "data": lambda found, *_: found[0].planes}),
+        ("collect_positions", {"steps": lambda found, *_: found[1], "data": lambda found, *_: found[0].planes}),
         ("refill_pool", {"pool": lambda pool, *_: len(pool.z)}),
         ("update_network", {"rows": lambda _, *inputs: len(inputs[2].z)}),
     ],

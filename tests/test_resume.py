@@ -98,7 +98,7 @@ def test_without_checkpoint_replay_new_checkpoints_lack_the_replay(tmp_path):
 def test_a_part_that_a_checkpoint_lacks_begins_anew_and_one_line_names_it(script, tmp_path, capsys):
     """Each part in turn. Without the network, the checkpoint is refused."""
     module, case = get_module(script), CASES[script]
-    path = start_and_kill(module, 3, tmp_path / "runs", case.quick, case.statistics, "--eval-episodes 0")
+    path = start_and_kill(module, 3, tmp_path / "runs", case.quick, case.shared, "--eval-episodes 0")
     whole = load(path / "checkpoint.pt")
     names = [name for name in whole if name not in ("args", "progress", "agent")]
     assert "optimizer" in names
