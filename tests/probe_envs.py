@@ -202,6 +202,15 @@ class Broken(Fixed):
         return {}["a key that is missing"]
 
 
+class Number(Fixed):
+    """Observations are numbers of shape ()."""
+
+    observation_space = Box(-1, 1, ())
+
+    def observe(self):
+        return np.float32(self.np_random.uniform(-1, 1))
+
+
 class HalfEndless(Task):
     """Every second environment, by its seed, never ends; the others end after 4 steps."""
 
@@ -281,7 +290,7 @@ def register(name, entry_point, **kwargs):
         gym.register(f"{form}{name}-v0", vector_entry_point=partial(make_vec, name, form))
 
 
-for env_class in (HalfEndless, Ledger, Fixed, Recall, Shifted, Sums, Quadrants, Quarters, Noise, Aim):
+for env_class in (HalfEndless, Ledger, Fixed, Number, Recall, Shifted, Sums, Quadrants, Quarters, Noise, Aim):
     register(env_class.__name__, env_class)
 register("FarAim", Aim, kwargs={"low": 2.0, "high": 50.0})
 register("Endless", Task, max_episode_steps=10)  # a time limit that only truncates

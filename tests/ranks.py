@@ -82,7 +82,10 @@ NOTES = {
         ("is_better", {"tested": lambda _, agent, *rest: copy_statistics(agent)}),
     ],
     "alphazero_go": [
-        ("collect_positions", {"steps": lambda found, *_: found[1], "data": lambda found, *_: found[0].planes}),
+        (
+            "collect_positions",
+            {"steps": lambda found, *_: found[1], "data": lambda found, *_: found[0].planes},
+        ),
         ("refill_pool", {"pool": lambda pool, *_: len(pool.z)}),
         ("update_network", {"rows": lambda _, *inputs: len(inputs[2].z)}),
     ],
@@ -129,20 +132,26 @@ def take_notes(script, module, num_envs):
 
 def run_noted(script, module, flags):
     """Run a script's `main` in this process of two; return its network and what it leaves."""
-    made = []
-    to = torch.nn.Module.to
+    made, seeds = [], []
+    to, seed_everything = torch.nn.Module.to, module.seed_everything
 
     def record(network, *args, **kwargs):
         made.append(network)
         return to(network, *args, **kwargs)
 
+    def record_seed(*stream):
+        seeds.append(seed_everything(*stream))
+        return seeds[-1]
+
     with (
         patch.object(torch.nn.Module, "to", record),
+        patch.object(module, "seed_everything", record_seed),
         patch.object(dist, "init_process_group"),
         take_notes(script, module, 4) as notes,
     ):
         module.main([*flags, "--no-cuda"])
     found = {"agent": made[0].state_dict(), "rng": torch.get_rng_state(), "notes": dict(notes)}
+    found["seeds"] = seeds
     dist.barrier()
     return made[0], found
 

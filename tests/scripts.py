@@ -41,6 +41,7 @@ NOT_DIVISIBLE = "must be divisible by the number of processes (2)"
 BAD_FILES = {
     "--resume garbage.pt": "garbage.pt: missing, or not a checkpoint of this version",
     "--evaluate weights.pt": "weights.pt: missing, or not a checkpoint of this version",
+    "--resume good.pt --evaluate good.pt": "exclude each other",
     "--evaluate pickle.pt": "pickle.pt: missing, or not a checkpoint of this version",
     "--run-dir garbage.pt": "cannot be written to (Not a directory)",
 }  # for all scripts
@@ -52,7 +53,8 @@ CASES = {
         more=1024,
         even=("--env-id probe_envs:Fixed-v0 --eval-episodes 20", 100),
         tags=("eval/episodic_return", "losses/value_loss"),
-        ranges="num_envs=0 gamma=99 gae_lambda=1.2",
+        ranges="num_envs=0 total_timesteps=0 num_minibatches=0 update_epochs=0 num_steps=1 num_steps=0"
+        " gamma=99 gae_lambda=1.2",
         shared="--env-id probe_envs:Fixed-v0 --norm-obs",
         bad=NO_TASK
         | {
@@ -62,6 +64,7 @@ CASES = {
             "--env-id probe_envs:UndeclaredLedger-v0": "must be NEXT_STEP, not None",
             "--env-id probe_envs:EightLedger-v0 --num-envs 8": "always has 8 environments",
             "--env-id Acrobot-v1 --resume good.pt": "good.pt: not the network of --env-id, --norm-obs",
+            "--num-steps 3 --num-minibatches 5 --total-timesteps 90": "(5) must divide the 96 steps of a",
             "--num-envs 1 --num-steps 32 --num-minibatches 32": "--norm-adv needs minibatches of at least 2",
         },
         other_tasks=("--env-id probe_envs:Pole-v0",),

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,7 +11,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from helpers import read_scalars, start_process, wait_for
+from helpers import fail_with, read_scalars, start_process, wait_for
 from ranks import take_notes
 from scripts import (
     CASES,
@@ -91,6 +92,19 @@ def test_one_of_two_processes_talks(script, shared):
         assert len(re.findall(words, first, re.M)) == 2  # of the whole run, and of the resumed one
         assert len(re.findall(rf"^\S*{path.name}: .* done$", first, re.M)) == 2
         assert len(list(path.glob("events*"))) == (2 if path == shared.paths["resumed"] else 1)
+
+
+@each_script
+def test_each_iteration_of_each_process_has_a_seed_of_its_own(script, shared):
+    """One that the other process never draws. Process 1 does not evaluate: its last ones are those."""
+    for name, path in shared.paths.items():
+        first, second = (kept[name]["seeds"] for kept in shared.ranks)
+        assert first[0] == second[0]  # of the weights
+        num_iterations = read_progress(path)["iteration"]
+        if name == "resumed":
+            num_iterations -= read_progress(shared.paths["whole"])["iteration"]
+        seeds = {*second[-num_iterations:]}
+        assert len(seeds) == num_iterations > 2 and not seeds & {*first}
 
 
 @each_script
@@ -250,3 +264,52 @@ def test_a_process_takes_the_gpu_of_its_number_on_the_machine():
     assert [call.args for call in stream.call_args_list] == [(torch.device("cuda", 1),)]
     assert streams == [stream.return_value]
     assert [call.args for call in group.call_args_list] == [("nccl",), ("gloo",)]
+    # The others wait for process 0 while it evaluates
+    assert {call.kwargs["timeout"] for call in group.call_args_list} == {timedelta(hours=9)}
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(capsys):
+    cuda = {"is_available": lambda: True, "device_count": lambda: 2, "set_stream": None, "Stream": None}
+    with (
+        mock.patch.dict(os.environ, RANK="2", LOCAL_RANK="2", WORLD_SIZE="3"),
+        mock.patch.multiple(ppo, RANK=2, WORLD_SIZE=3),
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.object(torch.distributed, "init_process_group"),
+    ):
+        line = fail_with(capsys, ppo.set_up_device, ppo.Args())
+    assert line.endswith("more processes than GPUs (2): start fewer, or use --no-cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-minibatches 32", "--num-minibatches (32) must divide the 48 steps of a rollout"),
+        ("--num-minibatches 48", "needs minibatches of at least 2 steps, not 48 minibatches of 1"),
+    ],
+)
+def test_minibatches_are_checked_against_the_steps_of_one_process(flags, words, monkeypatch, capsys):
+    monkeypatch.setattr(ppo, "train", lambda *_: pytest.fail("it trains"))
+    with mock.patch.multiple(ppo, RANK=0, WORLD_SIZE=2):
+        assert words in fail_with(capsys, ppo.main, f"--num-envs 6 --num-steps 16 {flags}".split())
+
+
+def test_a_task_of_a_fixed_size_names_the_total_of_all_processes(capsys):
+    args = ppo.Args(env_id="probe_envs:EightLedger-v0")
+    with mock.patch.multiple(ppo, RANK=0, WORLD_SIZE=2):
+        line = fail_with(capsys, ppo.make_envs, args, 4)
+    assert line.endswith("always has 8 environments; use --num-envs 16 and --eval-episodes 8")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_ctrl_c_one_of_two_processes_names_the_command_for_two(rank, tmp_path, capsys):
+    """Before and after the run has begun."""
+    with mock.patch.multiple(ppo, RANK=rank, WORLD_SIZE=2):
+        run = ppo.Run(ppo.Args(run_dir=str(tmp_path)), "task")
+        run.say_how_to_resume()
+        assert capsys.readouterr().err == "ppo.py: interrupted\n" * (rank == 0)
+        run.open("words", 10)
+        capsys.readouterr()
+        run.say_how_to_resume()
+    command = f"torchrun --nproc-per-node 2 {ppo.__file__} --resume {run.path}/checkpoint.pt\n"
+    err = capsys.readouterr().err
+    assert err.endswith(f"{run.path}: interrupted; to resume: {command}") if rank == 0 else err == ""

@@ -246,10 +246,12 @@ def test_actions_are_drawn_from_the_policy():
 def test_actions_are_in_units_of_their_space():
     bounded = gym.spaces.Box(np.float32([[2], [-3]]), np.float32([[50], [1]]))
     half_bounded = gym.spaces.Box(np.float32([2, 0]), np.float32([50, np.inf]))
+    upper_bounded = gym.spaces.Box(np.float32([-np.inf, -3]), np.float32([5, 1]))
     for space, actions, expected in (
         (bounded, [[-1.0, 0.0], [0.5, 7.0]], [[[2.0], [-1.0]], [[38.0], [1.0]]]),
         # The component without an upper bound is not scaled, whatever the other one is
         (half_bounded, [[0.5, -1.0], [60.0, 99.0]], [[38.0, 0.0], [50.0, 99.0]]),
+        (upper_bounded, [[0.5, 0.0], [-60.0, 9.0], [7.0, -9.0]], [[0.5, -1.0], [-60.0, 1.0], [5.0, -3.0]]),
     ):
         assert make_agent(space).to_env(torch.tensor(actions)).tolist() == expected
 
@@ -273,6 +275,19 @@ def test_an_evaluation_scores_the_first_episode_of_each_environment(monkeypatch,
     obs, actions = (np.array([step[i] for e in episodes for step in e]) for i in (0, 1))
     logits = agent.actor(agent.normalize(torch.tensor(obs)))
     assert logits.argmax(-1).tolist() == actions.tolist()
+
+
+def test_each_stream_and_seed_has_evaluated_episodes_of_its_own(monkeypatch, tmp_path):
+    """By their first observations: --evaluate plays other episodes than those that chose best.pt."""
+    made, make_envs = [], ppo.make_envs
+    args = Args(env_id="probe_envs:Ledger-v0", eval_episodes=5)
+    _, agent, _ = make_parts(args)
+    monkeypatch.setattr(ppo, "make_envs", lambda *args: made.append(make_envs(*args)) or made[-1])
+    settings = ((1, ppo.EVALUATION), (1, ppo.EVALUATION), (1, ppo.FINAL_EVALUATION), (2, ppo.EVALUATION))
+    for args.seed, stream in settings:
+        ppo.evaluate(agent, args, CPU, stream, tmp_path)
+    firsts = [{tuple(env.unwrapped.episodes[0][0][0]) for env in envs.unwrapped.envs} for envs in made]
+    assert firsts[0] == firsts[1] and len(firsts[0] | firsts[2] | firsts[3]) == 3 * 5
 
 
 def test_an_evaluated_episode_without_end_is_cut_and_one_line_says_so(capsys, tmp_path):
@@ -331,6 +346,22 @@ def test_a_wrapper_has_an_effect_whatever_the_vectorization(tmp_path):
         envs = module.make_envs(module.Args(vectorization=mode), 2)
         assert envs.single_observation_space.shape == (5,), mode
         envs.close()
+
+
+@pytest.mark.parametrize("env_id", ["probe_envs:Number-v0", "probe_envs:OtherNumber-v0"])
+def test_a_number_without_a_dimension_is_an_observation(env_id, tmp_path):
+    """Also if a vector environment of its own says as a string how it resets."""
+    flags = "--num-envs 2 --num-steps 16 --total-timesteps 40 --eval-episodes 2 --env-id"
+    agent = load(run(tmp_path, flags, env_id).path / "checkpoint.pt")["agent"]
+    assert agent["actor.1.weight"].shape == (64, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8])
+def test_a_box_of_whole_numbers_is_no_space_of_actions(dtype, monkeypatch, capsys):
+    """Whose numbers the environment would get as floats, or cut off."""
+    monkeypatch.setattr(probe_envs.Fixed, "action_space", gym.spaces.Box(0, 3, (2,), dtype))
+    line = fail_with(capsys, ppo.make_envs, Args(env_id="probe_envs:Fixed-v0"), 2)
+    assert "actions must be Discrete or a Box of floats, not Box(0, 3, (2,)" in line
 
 
 @pytest.mark.parametrize("where", ["making", "reset", "step"])
@@ -450,6 +481,41 @@ def test_logged_returns_are_means_of_the_episodes_that_ended(tmp_path):
     assert scalars["charts/episodic_length"] == [(step, 5.0) for step in ended]
     (value,) = {x for _, x in scalars["charts/episodic_return"]}
     assert value % 5 == 2.5  # of two ranks that follow each other
+
+
+@pytest.mark.parametrize("flags", ["", "--no-norm-reward"])
+def test_clipped_rewards_are_a_share_of_those_that_are_not_zero(flags):
+    """In the rollout itself: its first row is of the one before. The share is not logged without any."""
+    args = Args(num_envs=2, num_steps=4, norm_reward=not flags)
+    _, agent, storage = make_parts(args)
+    agent.return_stats.var.fill_(4.0)  # a standard deviation of 2, so that the limit is 20
+    batch = make_batch(make_agent(DISCRETE))
+    assert "charts/clipped_rewards" not in ppo.summarize(agent, storage, batch, args)
+    storage.rewards[:] = [[99, 99], [0, 19.9], [0, -21], [25, 0], [1, 0]]
+    expected = {} if flags else {"charts/clipped_rewards": 0.5}
+    scalars = ppo.summarize(agent, storage, batch, args)
+    assert {name: x for name, x in scalars.items() if "clipped" in name} == expected
+
+
+def test_a_rollout_of_one_row_is_trained_on_and_has_no_explained_variance(tmp_path):
+    """Its other step only resets the environment."""
+    flags = "--env-id probe_envs:Noise-v0 --num-envs 1 --num-steps 2 --num-minibatches 1 --eval-episodes 0"
+    path = run(tmp_path, flags, "--total-timesteps 3").path
+    scalars = read_scalars(path)
+    assert [step for step, _ in scalars["losses/value_loss"]] == [1, 2, 3]
+    assert "losses/explained_variance" not in scalars
+    assert all(x.isfinite().all() for x in load(path / "checkpoint.pt")["agent"].values())
+
+
+def test_the_statistics_of_a_run_are_of_sums_discounted_by_gamma(tmp_path):
+    """Episodes have ten rewards of 1, and a step that resets after them."""
+    flags = "--env-id probe_envs:Endless-v0 --num-envs 4 --num-steps 8 --total-timesteps 90 --eval-episodes 0"
+    checkpoint = load(run(tmp_path, flags, "--gamma 0.9 --gae-lambda 0.5").path / "checkpoint.pt")
+    lengths = [1 + t % 11 for t in range(8 * checkpoint["progress"]["iteration"]) if t % 11 < 10]
+    sums = np.array([(1 - 0.9**x) / (1 - 0.9) for x in lengths])
+    assert checkpoint["progress"]["step"] == checkpoint["agent"]["return_stats.count"] == 4 * len(sums) >= 90
+    assert checkpoint["agent"]["return_stats.mean"].item() == pytest.approx(sums.mean(), rel=1e-6)
+    assert checkpoint["agent"]["return_stats.var"].item() == pytest.approx(sums.var(), rel=1e-5)
 
 
 # Learning

@@ -1,5 +1,6 @@
 """The part Run, tried with ppo.py: test_contract.py shows that it is the same in all scripts."""
 
+import io
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ENVIRONMENT, ROOT, fail_with, read_scalars
-from scripts import CASES, copy_script, find_run, load, read_progress, run_main, run_quick
+from scripts import CASES, copy_script, find_run, load, read_progress, run_main, run_quick, start_and_kill
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from algos import ppo
@@ -66,6 +67,75 @@ def test_a_newer_best_is_the_one_to_beat(done):
     before = (done / "best.pt").read_bytes()
     resume(done / "checkpoint.pt")
     assert (done / "best.pt").read_bytes() == before and read_progress(done)["best_score"] == 10_000.0
+
+
+def test_a_best_is_to_beat_if_the_checkpoint_was_never_evaluated(tmp_path):
+    """As after a kill between the first best.pt and the checkpoint after it."""
+    path = start_and_kill(ppo, 1, tmp_path, SHORT, "--eval-interval 2")
+    checkpoint = (path / "checkpoint.pt").read_bytes()
+    ppo.main(["--resume", str(path / "checkpoint.pt")])
+    best = load(path / "best.pt")
+    best["progress"]["best_score"] = 10_000.0
+    torch.save(best, path / "best.pt")
+    (path / "checkpoint.pt").write_bytes(checkpoint)
+    assert read_progress(path)["score_name"] == ""
+    before = (path / "best.pt").read_bytes()
+    ppo.main(["--resume", str(path / "checkpoint.pt")])
+    assert (path / "best.pt").read_bytes() == before and read_progress(path)["best_score"] == 10_000.0
+
+
+def test_a_finished_run_that_was_scored_is_not_scored_again(done, monkeypatch, capsys):
+    monkeypatch.setattr(ppo, "evaluate", lambda *_: pytest.fail("it evaluates"))
+    before = read_scalars(done)
+    ppo.main(["--resume", str(done / "checkpoint.pt")])
+    assert "2048 of 2048 steps done\n" in capsys.readouterr().out
+    assert read_scalars(done) == before
+
+
+def test_a_resume_with_fewer_steps_than_were_done_is_at_its_end(tmp_path, capsys):
+    """Its last policy is scored, and nothing is trained."""
+    path = start_and_kill(ppo, 3, tmp_path, SHORT)
+    step = read_progress(path)["step"]
+    capsys.readouterr()
+    ppo.main(["--resume", str(path / "checkpoint.pt"), "--total-timesteps", str(step // 2)])
+    assert f", {step // 2} of {step // 2} steps done\n" in capsys.readouterr().out
+    progress = read_progress(path)
+    assert (progress["iteration"], progress["step"]) == (3, step) and progress["last_score"] is not None
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, capsys):
+    """Whose settings or progress have a name that this version does not know."""
+    path = start_and_kill(ppo, 1, tmp_path, SHORT)
+    for key in ("args", "progress"):
+        checkpoint = load(path / "checkpoint.pt")
+        checkpoint[key]["other"] = 1
+        torch.save(checkpoint, path / "other.pt")
+        for flag in ("--resume", "--evaluate"):
+            line = fail_with(capsys, ppo.main, [flag, str(path / "other.pt")])
+            assert "other.pt: missing, or not a checkpoint of this version of the script" in line
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_is_drawn_ten_times_a_second_or_in_a_file_twice_a_minute(is_terminal, monkeypatch):
+    monkeypatch.setattr(os, "isatty", lambda number: is_terminal and number == 2)
+    monkeypatch.setattr(ppo, "tqdm", lambda **options: options)
+    assert ppo.make_bar("steps")["mininterval"] == (0.1 if is_terminal else 30)
+
+
+def test_each_line_is_written_at_once(monkeypatch):
+    """Also into a pipe or a file, where a user waits for the first line of a long run."""
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+    for i in range(1, 3):
+        ppo.print_line("line")
+        assert file.getvalue() == b"line\n" * i
+
+
+def test_the_last_line_tells_the_best_score_from_the_last_one(tmp_path, monkeypatch):
+    scores = iter([7.0, 5.0])
+    monkeypatch.setattr(ppo, "evaluate", lambda *_: SCORE | {"eval/episodic_return": next(scores)})
+    out = run_main(ppo, tmp_path, SHORT, "--eval-interval 3").out
+    assert out.endswith(": episodic return of best.pt 7, of the last policy 5\n")
 
 
 def test_a_logger_without_isatty_stops_nothing(tmp_path, monkeypatch, capsys):
@@ -180,11 +250,13 @@ def test_a_number_that_is_rounded_to_a_hundred_thousand_has_all_its_digits():
     assert [ppo.show_number(x) for x in (99999.6, -99999.6)] == ["100000", "-100000"]
 
 
-def test_the_last_line_shows_large_scores_with_all_their_digits(tmp_path, monkeypatch):
+def test_the_last_line_shows_large_scores_with_all_their_digits(tmp_path, monkeypatch, capsys):
     """And so does the bar."""
     scores = SCORE | {"eval/episodic_return": 272121.4}
     monkeypatch.setattr(ppo, "evaluate", lambda *_: scores)
-    out = run_main(ppo, tmp_path, SHORT).out
+    ppo.main([*SHORT.split(), "--run-dir", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert ", episodic return 272121]" in err
     assert out.endswith(": episodic return of best.pt 272121, of the last policy 272121\n")
 
 
