@@ -206,7 +206,10 @@ def test_a_sweep_names_flags_of_its_script():
 
 @pytest.mark.parametrize("script", ["ppo", pytest.param("r2d2_lstm", marks=pytest.mark.slow)])
 def test_the_environment_of_the_docs_is_learned(script, tmp_path, monkeypatch):
-    """By the page's command line. The best return is 1; at random, most episodes end without a reward."""
+    """By the page's command line. The best return is 1; at random, most episodes end without a reward.
+
+    The last policy of R2D2 need not be the best one.
+    """
     code = read_block("environments.md", "python")
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -215,7 +218,8 @@ def test_the_environment_of_the_docs_is_learned(script, tmp_path, monkeypatch):
     commands = [x for x in split_commands(read_block("environments.md", "bash")) if x[1] == f"{script}.py"]
     run = run_main(get_module(script), tmp_path / "runs", *commands[0][2:])
     progress = read_progress(run.path)
-    assert progress["best_score"] == progress["last_score"] == 1
+    assert progress["best_score"] == 1
+    assert script != "ppo" or progress["last_score"] == 1
 
 
 # ---- Lines that use a saved policy -------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def run_r2d2(folder, env_id):
 def test_r2d2_reads_the_cells_of_minigrid(tmp_path):
     """As bytes of ones and zeros: one object, color and state of each of 7 x 7 cells, and one direction."""
     pytest.importorskip("minigrid")
-    path, line = run_r2d2(tmp_path, "MiniGrid-MemoryS7-v0")
+    path, line = run_r2d2(tmp_path, "envs_shared.minigrid_one_hot:OneHot-MiniGrid-MemoryS7-v0")
     assert "observations (984,) as vectors" in line
     replay = load(path / "checkpoint.pt")["replay"]
     obs = replay["obs"][: replay["num_added"]]
@@ -79,12 +79,12 @@ def test_r2d2_reads_the_cells_of_minigrid(tmp_path):
 
 
 def test_r2d2_reads_the_images_of_atari(tmp_path):
-    """Small grey ones of bytes, one at a time, which go through the convolutions."""
+    """Small grey ones of bytes, four at a time without the recipe, which go through the convolutions."""
     pytest.importorskip("ale_py")
-    path, line = run_r2d2(tmp_path, "ALE/Pong-v5")
-    assert "observations (1, 84, 84) as images" in line
+    path, line = run_r2d2(tmp_path, "ale_py:ALE/Pong-v5")
+    assert "observations (4, 84, 84) as images" in line
     checkpoint = load(path / "checkpoint.pt")
     replay = checkpoint["replay"]
     obs = replay["obs"][: replay["num_added"]]
-    assert obs.dtype == torch.uint8 and obs.shape[2:] == (1, 84, 84) and len(obs.unique()) > 3
-    assert checkpoint["agent"]["encoder.0.weight"].shape == (32, 1, 8, 8)
+    assert obs.dtype == torch.uint8 and obs.shape[2:] == (4, 84, 84) and len(obs.unique()) > 3
+    assert checkpoint["agent"]["encoder.0.weight"].shape == (32, 4, 8, 8)
