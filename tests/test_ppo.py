@@ -126,6 +126,18 @@ def test_running_statistics_equal_numpys_on_all_rows(shape, center, deviation):
     assert_close(stats.scale(torch.tensor(others)), (others / scale).clip(-10, 10))
 
 
+def test_advantages_are_sums_in_float32_whatever_type_the_values_have():
+    """A network under autocast gives values in bfloat16, whose sums would lose digits in each step."""
+    torch.manual_seed(3)
+    rewards, ends = torch.randn(200, 3), torch.zeros(200, 3, dtype=torch.bool)
+    values = torch.randn(201, 3).bfloat16()
+    found = ppo.compute_gae(rewards, values, ends, ends, 0.99, 0.95)
+    expected = ppo.compute_gae(rewards.double(), values.float(), ends, ends, 0.99, 0.95)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x, y.float(), rtol=1e-5, atol=1e-5)
+
+
 def test_networks_are_in_training_mode_in_the_update_alone(tmp_path, monkeypatch):
     """As dropout and batch norm need it. A rollout's batch is computed with the policy that acted."""
     found = {}
