@@ -299,7 +299,10 @@ class Agent(nn.Module):
 # ---- Pairs -------------------------------------------------------------------------------------------------
 def load_pairs(args, device, splits=change_pairs.SPLITS):
     """Return the pairs of each split, uint8 [M, J C + 1, H, W]: pictures, then labels (change_pairs.py)."""
-    pairs = call_or_fail(change_pairs.load_splits, args, splits)
+    if args.data_dir:
+        pairs = call_or_fail(import_folders().read_splits, args, splits)
+    else:
+        pairs = call_or_fail(change_pairs.draw_splits, args, splits)
     return [torch.from_numpy(pairs[split]).to(device) for split in splits]
 
 
@@ -724,6 +727,15 @@ def load_weights(agent, path):
         fail(f"{path}: not the network of {NETWORK_FLAGS} and this file")
 
 
+def import_folders():
+    """Import the file that reads and writes pictures; exits if it is missing."""
+    try:
+        from envs_shared import change_folders
+    except ImportError:
+        fail("--data-dir and --predict need envs_shared/change_folders.py beside change_pairs.py; copy it")
+    return change_folders
+
+
 def call_or_fail(function, *inputs):
     """Return function(*inputs); exits with one line if that raises an error of pictures, folders or files."""
     try:
@@ -735,7 +747,7 @@ def call_or_fail(function, *inputs):
 def write_predictions(agent, args, threshold, device):
     """Write the maps of each pair of --predict, a picture of them, and print what was found."""
     predict_pairs = partial(predict, agent, args)
-    call_or_fail(change_pairs.write_predictions, args, predict_pairs, threshold, device, print_line)
+    call_or_fail(import_folders().write_predictions, args, predict_pairs, threshold, device, print_line)
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------

@@ -80,29 +80,6 @@ def draw_splits(args, splits=SPLITS):
     return pairs
 
 
-def import_folders():
-    """Import the file that reads and writes pictures; raises ValueError if it is missing."""
-    try:
-        from envs_shared import change_folders
-    except ImportError:
-        raise ValueError(
-            "--data-dir and --predict need envs_shared/change_folders.py beside change_pairs.py; copy it"
-        ) from None
-    return change_folders
-
-
-def load_splits(args, splits=SPLITS):
-    """Read the pairs of --data-dir, or draw those of --env-id: {split: pairs}."""
-    if args.data_dir:
-        return import_folders().read_splits(args, splits)
-    return draw_splits(args, splits)
-
-
-def write_predictions(*inputs):
-    """Write the maps of --predict, see change_folders.py."""
-    import_folders().write_predictions(*inputs)
-
-
 def unify_labels(labels, ignore_index):
     """Map labels {file: uint8 [H, W]} to 0, 1 and, where pixels do not count, 255.
 
