@@ -131,9 +131,7 @@ class Args:
     steps_per_epoch: int = 100  # gradient steps per epoch
     batch_size: int = 32  # instances of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or a baseline policy's greedy tour
-    baseline_instances: int = (
-        10_000  # rollout: instances of the t-test for a new baseline policy; 1,000 or more
-    )
+    baseline_instances: int = 10_000  # rollout: instances of the t-test for a new baseline policy, from 1,000
     baseline_level: float = 0.05  # rollout: significance level of that test (0.5: a shorter mean is enough)
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
     learning_rate: float = 1e-3  # Adam learning rate; a step of Muon has a root mean square of 0.4 times it

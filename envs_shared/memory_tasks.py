@@ -116,19 +116,15 @@ def make_memory_forced(**kwargs) -> gym.Env:
     the hallway.
     """
     from minigrid.envs.memory import MemoryEnv  # pip install minigrid
-    from minigrid.wrappers import OneHotPartialObsWrapper
+
+    from envs_shared.minigrid_one_hot import OneHot  # observations of bits
 
     class MemoryForced(MemoryEnv):
         def _gen_grid(self, width, height):
             super()._gen_grid(width, height)
             self.agent_pos = np.array((1, height // 2))
 
-    def to_bits(obs):
-        return np.append(np.eye(4)[obs["direction"]], obs["image"]).astype(np.uint8)
-
-    # The direction, and 7 x 7 cells of 20 bits
-    space = gym.spaces.Box(0, 1, (4 + 7 * 7 * 20,), np.uint8)
-    return gym.wrappers.TransformObservation(OneHotPartialObsWrapper(MemoryForced(**kwargs)), to_bits, space)
+    return OneHot(MemoryForced(**kwargs))
 
 
 for length in (10, 20, 50):

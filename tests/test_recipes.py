@@ -46,7 +46,11 @@ def find_marks(title):
     return marks + [pytest.mark.simulated_gpu] * is_on_device
 
 
-PARAMS = [pytest.param(*x, marks=find_marks(x[1]), id=": ".join(x)) for x in RECIPES]
+PARAMS = [pytest.param(*x, CHECKS.get(x), marks=find_marks(x[1]), id=": ".join(x)) for x in RECIPES]
+PARAMS += [
+    pytest.param(*x, check, marks=pytest.mark.slow, id=f"{': '.join(x)}, long")
+    for x, check in SLOW_CHECKS.items()
+]
 
 
 @pytest.fixture
@@ -68,13 +72,7 @@ def edited(script, title, tmp_path, monkeypatch):
     return path
 
 
-@pytest.mark.parametrize(("script", "title"), PARAMS)
-def test_a_recipe_does_what_it_says(script, title, edited):
-    """What it must bring about, the check of the recipe asserts."""
-    CHECKS[script, title](edited, edited.parent)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "title"), [pytest.param(*x, id=": ".join(x)) for x in SLOW_CHECKS])
-def test_a_recipe_does_what_it_says_in_a_long_run(script, title, edited):
-    SLOW_CHECKS[script, title](edited, edited.parent)
+@pytest.mark.parametrize(("script", "title", "check"), PARAMS)
+def test_a_recipe_does_what_it_says(script, title, check, edited):
+    """What it must bring about, the check of the recipe asserts; a slow one, in a long run."""
+    check(edited, edited.parent)
