@@ -25,9 +25,13 @@ that only provide targets. The main differences to the paper:
     - one process steps a vector of environments, in place of 256 distributed actors;
     - windows begin learn_length steps apart, so that each step is trained in exactly one window (the paper's
       overlap by half), and a new window gets the largest priority (the paper's actors compute it);
-    - n is 1 by default (5 in the paper), and a step is trained on 8 times on average;
-    - rewards in targets are divided by the root mean square of those that were not zero;
-    - gradients are clipped, Adam has its usual eps of 1e-8, and images are not stacked (four in the paper).
+    - a window is drawn 8 times on average (about once in the paper);
+    - rewards in targets are also divided by a root mean square, so that one learning rate suits tasks with
+      small and with large rewards: near 0, h is nearly linear, and so keeps their scale. Rewards of zero are
+      left out of it, or rare rewards would become huge;
+    - gradients are clipped, Adam has its usual eps of 1e-8, and images are not stacked (four in the paper);
+    - settings are for small tasks on a CPU: n is 1 (5 in the paper), gamma 0.98 (0.997), H 64 (512), and the
+      target network is copied every 100 updates (2,500). Forget gates begin with large biases.
 
 Shapes: B environments, N windows in a batch, L steps in a window, m of them trained, n steps in a return,
 D observation (one or more dimensions), A actions, H hidden units, R windows in the replay. All are numbers
@@ -75,6 +79,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 # On one GPU, acting and the update are recorded as CUDA graphs, which saves CPU overhead. Set this to False
 # for edits that a graph cannot record, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
+MAX_EPISODE_STEPS = 10_000  # evaluations cut longer episodes
 # The first number that seed_everything gets after --seed, so that each use draws numbers of its own
 WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
 STATE_SIZE = 2  # vectors in the state of an LSTM: h and c
@@ -107,7 +112,7 @@ class Args:
     run_dir: str = "runs"  # parent folder of all run folders
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
-    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if they are slow)
+    eval_interval: int = 0  # iterations between evaluations (0: a tenth of the run, or more if they are long)
     eval_episodes: int = 10  # episodes per evaluation (0: never during training, 10 with --evaluate)
     # The task and acting
     env_id: str = "popgym:popgym-RepeatFirstEasy-v0"  # gymnasium id; `module:Name-v0` imports the module
@@ -124,9 +129,7 @@ class Args:
     # Windows and the replay
     burn_in: int = 8  # steps before the trained ones that only update the LSTM's state; see SequenceReplay
     learn_length: int = 26  # trained steps m of a window; the next one begins that many steps later
-    # LSTM's state at a window's start: as when acting, or 0. If learn_length is below burn_in, 0 is also the
-    # start of windows without burn-in that begin in mid-episode
-    state_init: Literal["stored", "zero"] = "stored"
+    state_init: Literal["stored", "zero"] = "stored"  # LSTM's state before a window: as when acting, or 0
     buffer_size: int = 20_000  # windows R in the replay of each process
     alpha: float = 0.9  # exponent of priorities in eq. 4; 0 draws all windows equally often
     beta: float = 0.6  # exponent of the importance-sampling weights, eq. 3
@@ -139,8 +142,8 @@ class Args:
     norm_reward: bool = True  # divide rewards in targets (not the network's input) by the RMS of nonzero ones
     target_interval: int = 100  # updates between copies of the network to the target network
     # Updates
-    learning_starts: int = 2_000  # steps in stored windows, m each, of all processes before the first update
-    replay_ratio: float = 8.0  # trained steps of updates for each step stored after learning_starts
+    learning_starts: int = 2_000  # updates begin when more steps are stored; each window counts as m of them
+    replay_ratio: float = 8.0  # how often a window is drawn on average, if stored after learning_starts
     batch_size: int = 1024  # trained steps per update, in total across processes; rounded down to windows
     learning_rate: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to zero
@@ -156,10 +159,12 @@ class QNetwork(nn.Module):
         self.args = args
         self.num_actions = int(envs.single_action_space.n)
 
-        # Bytes are divided by their largest value. If both sides have at least 36 pixels, which the three
-        # convolutions turn into 8, then 3, then 1, they are an image; everything else is flattened. The
-        # channels of an image are last, [..., height, width, channels], if the last dimension is smaller than
-        # the third last; otherwise an image is [..., height, width]
+        # Is the observation an image? It is if it holds bytes, and its height and its width are at least 36
+        # pixels, the fewest that the three convolutions accept (36 -> 8 -> 3 -> 1). Its layout is
+        # [..., height, width, channels] if the last dimension is smaller than the third last, as in
+        # [84, 84, 3], and else [..., height, width], as in [4, 84, 84]. The two ones let shapes of one or two
+        # dimensions pass the same test. All other observations are flattened. Bytes are always divided by
+        # their largest value
         space = envs.single_observation_space
         is_bytes = space.dtype == np.uint8
         self.obs_scale = float(space.high.max()) if is_bytes else 1.0
@@ -206,7 +211,8 @@ class QNetwork(nn.Module):
         if self.is_image:
             if self.is_channels_last:
                 x = x.movedim(-1, -3)
-            # All dimensions before the height, such as frames and channels, become one
+            # All dimensions before the height, such as frames and channels, become one. An image of height
+            # and width alone has none: unsqueeze adds it
             x = x.unsqueeze(1).flatten(1, -3)  # [N, C, height, width]
         return self.encoder(x)
 
@@ -376,7 +382,9 @@ class SequenceReplay:
 
     The real steps of a window are at the indices `begin` to `end`. Copies of the first and the last one fill
     the places before and after them. The network reads these, but its outputs there are not used. A window
-    has the whole burn-in, or none if its trained steps begin before step burn_in of the episode.
+    has the whole burn-in, or none if its trained steps begin before step burn_in of the episode. So if
+    learn_length is less than burn_in, there are windows after the first one that have none; with --state-init
+    zero, these start from a zero state in mid-episode.
 
     A step is stored with the action and reward that led to it. So those that follow it are at the next index.
     """
@@ -388,12 +396,12 @@ class SequenceReplay:
         space = envs.single_observation_space
         is_bytes = space.dtype == np.uint8
 
-        # The newest L + 1 steps of each environment, in rings: `newest` is the row of the last one. `starts`
-        # says which step of an episode the next window trains first
-        shape = self.length + 1, envs.num_envs
+        # The newest L steps of each environment, in rings: `newest` is the row of the last one. `starts` says
+        # which step of an episode the next window trains first
+        shape = self.length, envs.num_envs
         self.recent = {
-            "obs": np.zeros((*shape, *space.shape), np.uint8 if is_bytes else np.float32),  # [L + 1, B, *D]
-            "last_action": np.zeros(shape, int),  # [L + 1, B], before the observation, as all below
+            "obs": np.zeros((*shape, *space.shape), np.uint8 if is_bytes else np.float32),  # [L, B, *D]
+            "last_action": np.zeros(shape, int),  # [L, B]; it led to the observation, as the rewards did
             "last_reward": np.zeros(shape, np.float32),  # what the network reads
             "reward": np.zeros(shape, np.float32),  # what it is trained on
         }
@@ -453,10 +461,10 @@ class SequenceReplay:
         self.recent["reward"][self.newest] = rewards
         self.recent_state[self.newest] = player.state
         for i, step in enumerate(player.lengths):
-            # A window is complete when the step after its last one is here. At the end of an episode, what
-            # is left is a window if it has a step to train before the last observation
-            lacking = 1 if player.is_over[i] else self.args.learn_length + self.args.n_step
-            while self.starts[i] + lacking <= step:
+            # A window is complete when its last step is here. At the end of an episode, what is left is a
+            # window if it has a step to train before the last observation
+            num_more = 1 if player.is_over[i] else self.args.learn_length + self.args.n_step - 1
+            while self.starts[i] + num_more <= step:
                 self.store(player, i)
                 self.starts[i] += self.args.learn_length
             if player.is_over[i]:
@@ -512,10 +520,11 @@ def value_rescale(x, eps):
 
 def inverse_value_rescale(y, eps):
     """Return h^-1(y), rearranged in the same way, so that small values survive in float32."""
-    # With w = sqrt(|x| + 1) - 1, |x| = w (w + 2) and |y| = w + eps |x|: w is the positive root of
-    # eps w^2 + k w = |y|
-    k = 1 + 2 * eps
-    w = 2 * y.abs() / (k + (k * k + 4 * eps * y.abs()).sqrt())
+    # Let w = sqrt(|x| + 1) - 1. Then |x| = w (w + 2), and eq. 1 says |y| = w + eps |x| = eps w^2 + b w with
+    # b = 1 + 2 eps. The positive root is (sqrt(b^2 + 4 eps |y|) - b) / (2 eps). Multiplied above and below by
+    # sqrt(b^2 + 4 eps |y|) + b, it has no difference left
+    b = 1 + 2 * eps
+    w = 2 * y.abs() / (b + (b * b + 4 * eps * y.abs()).sqrt())
     return y.sign() * w * (w + 2)
 
 
@@ -532,8 +541,8 @@ def collect_steps(player, replay, args):
         episodes       (return, length) of each one that ended in the half of the environments that explores
                        less (epsilon falls with i)
         num_steps      steps taken, in total across processes
-        num_windows    new windows that updates are due for, in total across processes: none before
-                       learning_starts, though updates draw those windows too
+        num_windows    windows stored, in total across processes; 0 until learning_starts is passed. Those
+                       stored before it cause no updates, but updates may draw them later
     """
     half = player.envs.num_envs // 2
     num_old = replay.num_added
@@ -585,9 +594,10 @@ def unroll(agent, windows, args):
 def compute_targets(q, target_q, rewards, last, is_terminated, args):
     """Return y_t of eq. 2 with double Q-learning (van Hasselt et al. 2016), and is_trained, both [N, m].
 
-    q and target_q [N, m + n, A] belong to steps 0 to m + n - 1; rewards[:, t] [N, m + n - 1] follows step t.
-    `last` [N], from 1 to m + n - 1, is a window's last real step, which has no reward of its own. So only
-    steps before it are trained. With m = 4 and n = 2, if a window ends at step 3:
+    Steps are counted from the first one after the burn-in: q and target_q [N, m + n, A] belong to steps 0 to
+    m + n - 1, and rewards[:, t] [N, m + n - 1] follows step t. `last` [N] is the last real step of a window:
+    m + n - 1, or less if the episode ended there. The window holds no reward after it, so only steps before
+    it are trained. With m = 4 and n = 2, if the episode ended at step 3:
 
         t            0    1    2    3
         k            2    3    3    3    the step whose value is the bootstrap
@@ -624,7 +634,8 @@ def r2d2_loss(agent, target, windows, weights, args):
 
     Losses and errors of steps that are not trained are 0.
     """
-    # What follows the steps after burn_in, of which m are trained, stands one index later
+    # The action and the reward that follow a step stand at the next index, see SequenceReplay. So those of
+    # the first step after the burn-in are at index burn_in + 1. Of the actions, only the first m are trained
     last = windows["end"] - args.burn_in  # [N]
     rewards = windows["reward"][:, args.burn_in + 1 :]  # [N, m + n - 1]
     actions = windows["last_action"][:, args.burn_in + 1 :][:, : args.learn_length]  # [N, m]
@@ -654,8 +665,8 @@ def update_network(agent, target, optimizer, replay, args):
 
     # The loss is this process's share of the mean over the trained steps of all processes. A term of your own
     # needs the same: mask it with is_trained, sum it, divide it by num_trained.
-    # An LSTM on a GPU has gradients in training mode only, and dropout needs that mode, too. Batch norm would
-    # also count the burn-in, and the copies that fill windows
+    # The network is in training mode here, as an LSTM on a GPU has gradients in that mode only, and as
+    # dropout needs it. Do not add batch norm: it would also count the burn-in, and copies that fill windows
     agent.train()
     losses, errors, is_trained = r2d2_loss(agent, target, windows, weights, args)
     num_trained = total(is_trained.sum())
@@ -688,7 +699,7 @@ def evaluate(agent, args, device, seed_stream):
     lengths = np.zeros(envs.num_envs)
     is_running = np.ones(envs.num_envs, bool)
     bar = make_bar("steps", leave=False, delay=2)
-    while is_running.any() and lengths.max() < 10_000:
+    while is_running.any() and lengths.max() < MAX_EPISODE_STEPS:
         player.step()
         returns += np.where(is_running, player.rewards, 0)
         lengths += is_running
@@ -697,7 +708,8 @@ def evaluate(agent, args, device, seed_stream):
     bar.close()
     envs.close()
     if is_running.any():
-        tqdm.write(f"{is_running.sum()} evaluated episodes were cut at 10,000 steps", file=sys.stderr)
+        line = f"{is_running.sum()} evaluated episodes were cut at {MAX_EPISODE_STEPS} steps"
+        tqdm.write(line, file=sys.stderr)
     return {
         "eval/episodic_return": returns.mean(),
         "eval/episodic_return_std": returns.std(),
@@ -716,7 +728,7 @@ def train(args, run):
     seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = QNetwork(envs, args).to(device)
     run.load(agent=agent)
-    scored_agent = agent  # evaluations score this network; it may be a moving average of the agent
+    scored_agent = agent  # the network that evaluations score; if you add a moving average, put it here
     if args.evaluate:  # in other episodes than those that selected best.pt
         num_episodes = args.eval_episodes or 10
         print_line(f"{args.evaluate}: {num_episodes} episodes of {args.env_id} with greedy actions")
@@ -755,6 +767,8 @@ def train(args, run):
             run.keep(scores, "eval/episodic_return", args.eval_episodes * scores["eval/episodic_length"])
         if run.step >= args.total_timesteps:
             break
+        # Evaluations draw from the same generators, so each iteration has a seed of its own. The environments
+        # above had that of run.iteration
         seed_everything(args.seed, TRAINING, run.iteration + 1, RANK)
 
         # Learning rate: it falls linearly to zero

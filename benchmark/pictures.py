@@ -30,6 +30,7 @@ LABELS = {  # of cells in legends; others are SCRIPT, SETTING, and those without
     "r2d2_lstm/last-action": "last action, no LSTM",
     "r2d2_transformer/R2D2-transformer": "R2D2 with a transformer",
     "r2d2_transformer/transformer": "R2D2 with a transformer",
+    "our_recipe/PPO-LSTM": "our PPO with an LSTM",
     "sb3_recurrent_ppo/ours": "RecurrentPPO",
     "sb3_recurrent_ppo/zoo": "RecurrentPPO, as in RL Zoo",
     "reinforce_tsp_attention/default": "default run",

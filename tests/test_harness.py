@@ -68,6 +68,10 @@ def test_the_suites_parse_against_the_scripts(path):
         if cell.script == "r2d2_transformer":  # an edited copy of a script, whose flags it has, and one more
             flags = module.make_parser().parse_known_args(flags)[1]
             module = importlib.import_module("algos.r2d2_lstm")
+        elif cell.script == "our_recipe":
+            script, name, *flags = flags
+            compile(module.read_edited_script(script, name), name, "exec")
+            module = importlib.import_module(f"algos.{script}")
         if hasattr(module, "Args"):
             tyro.cli(module.Args, args=flags)
         else:

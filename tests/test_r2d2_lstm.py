@@ -79,7 +79,7 @@ def cut_windows(ledgers, args):
             is_over, is_terminated = any(episode[-1][4:]), episode[-1][4]
             for start in range(0, len(episode), args.learn_length):
                 stop = start + args.learn_length + args.n_step
-                if is_over or stop <= len(episode):
+                if is_over or stop <= len(obs) + 1:  # its last step has been observed
                     begin = 0 if start >= args.burn_in else args.burn_in
                     first = start - args.burn_in + begin
                     steps = {name: x[first:stop] for name, x in columns.items()}

@@ -5,17 +5,9 @@ Flags are those of the script, and --state-size: how many inputs a step can atte
 evaluation takes that from the checkpoint. It runs by the clock of the peers.
 """
 
-import sys
-import tempfile
-from pathlib import Path
-
 import torch
 
-from benchmark.peers import clock, peer
-from docs import recipe
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = "algos/r2d2_lstm.py"
+from benchmark.peers import our_recipe, peer
 
 
 def make_parser():
@@ -28,19 +20,14 @@ def make_parser():
 
 def main() -> None:
     """Apply the recipe to a copy of the script, and run that with the flags of the command line."""
-    _, body = recipe.read_recipes("r2d2_lstm")["a-causal-transformer-in-place-of-the-lstm"]
-    text = recipe.apply_diff((ROOT / SCRIPT).read_text(), recipe.find_block(body, "diff"))
+    text = our_recipe.read_edited_script("r2d2_lstm", "a-causal-transformer-in-place-of-the-lstm")
     args, flags = make_parser().parse_known_args()
     if args.evaluate:
         args.state_size = len(torch.load(args.evaluate, weights_only=True)["agent"]["age_bias"])
         flags += ["--evaluate", args.evaluate]
     assert text.count("STATE_SIZE = 60") == 1
     text = text.replace("STATE_SIZE = 60", f"STATE_SIZE = {args.state_size}")
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, f"{Path(__file__).stem}_copy.py")
-        copy.write_text(text)
-        sys.argv[1:] = [str(copy), *flags]  # clock.py's own name, the script, its flags
-        clock.main()
+    our_recipe.run_script(text, "r2d2_transformer_copy", flags)
 
 
 if __name__ == "__main__":
