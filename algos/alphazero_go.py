@@ -16,20 +16,24 @@ network to predict what the searches found (eq. 4) and how the games ended (eq. 
 pretraining: V learns from random games, and then searches choose by classic UCB.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
-    (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a)
+    (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a), and the
+        prior P(a | s) is the network's policy p(a | s)
     (2) N(s, a) += 1, Q(s, a) += (v - Q(s, a)) / N(s, a), starting with Q(s, a) = V(s)
-    (3) pi(a) = N(root, a) / sum_b N(root, b). In self-play, the root has P(a) = p(a) + eta d(a) with noise
-        d ~ Dirichlet(alpha), so that each move has a chance to be tried
-    (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)): the cross entropy minus its minimum
+    (3) pi(a) = N(root, a) / sum_b N(root, b). In self-play, the root's prior is p(a | s) + eta d(a) with
+        noise d ~ Dirichlet(alpha), so that each move has a chance to be tried; its sum is 1 + eta
+    (4) L_policy = sum_a pi(a) (log pi(a) - log p(a | s)). It has the gradient of the cross entropy, and is 0
+        where p = pi, so that losses of records can be ranked
     (5) L_value = (V(s) - (beta Q(root) + (1 - beta) z))^2, where the result z is 1 if the game was won and 0
         if it was lost, mixed with its score by --score-weight
     (6) L = g L_value / 0.25 + (1 - g) L_policy / log A. A network that knows nothing, with V = 1/2 and
         uniform p, has at most L_value = 0.25 and L_policy = log A: the weight g compares losses of one scale
 
-Each move begins a new tree; the papers continue with the old one. They also mix the noise in, by (1 - eta) p.
+The main differences to the papers: records are chosen and dropped by their losses; V learns a mixture of
+Q(root), who won and by how much; Q(s, a) begins at V(s); the first epochs are pretraining; each move begins a
+new tree (theirs keep the subtree of the move); and the noise is added (theirs: (1 - eta) p + eta d).
 
 Shapes: G parallel games, R some of them, M nodes of a tree, A moves, K symmetries, T moves of the longest
-game, B records; G and B are those of one process.
+game, B rows of a batch, such as positions or records; G and B are those of one process.
 
 The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
 about the run folder, the log, checkpoints, processes and the command line. `go` are the rules of a game, of
@@ -77,21 +81,27 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 # On one GPU, a simulation and a minibatch are recorded as CUDA graphs, which saves CPU overhead. Set this to
 # False for edits that a graph cannot record, such as print, .item() or `if` on a tensor
 CUDA_GRAPHS = True
-# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+# Independent streams of random numbers, as in seed_everything(args.seed, WEIGHTS). FINAL_EVALUATION is that
+# of --evaluate, and PLAIN_EVALUATION that of the match against plain MCTS at the end of a run
 WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION, PLAIN_EVALUATION = range(5)
-# What the part `Run` must know of this script: if one of these settings changes with --resume, best.pt begins
-# again; these flags are named if the network or the games of a checkpoint do not fit
+# For the part `Run`: if one of these settings changes with --resume, the score of best.pt no longer counts.
+# The seed is one of them, as it chooses the openings of matches
 TASK_SETTINGS = ("env_id", "komi", "seed", "eval_episodes")
+# Named in the message about a checkpoint whose network or games do not fit
 NETWORK_FLAGS = "--env-id, --blocks, --channels, --num-games"
 
 # Defined in the part `Run` at the end, but used before it:
 #   total(x)            sums a tensor over all processes; with one process it changes nothing
 #   sum_gradients       sums the gradients of a network over all processes
 #   seed_everything     seeds all random generators from a few integers
-#   Recorded(f, ...)    calls the function f; on one GPU, it records f as a CUDA graph and replays that
-#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
-#   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
+#   Recorded(f, ...)    a function that calls f; on one GPU, it records f as a CUDA graph and replays that
 #   fail(message)       prints one line and exits with code 2
+#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
+#   run.iteration       counts epochs; the run ends when it reaches the length that run.open was given
+#   run.step            counts the moves of self-play
+#   run.should_evaluate tells whether it is time to evaluate
+#   run.keep            logs the scores of an evaluation, and writes best.pt unless an older one is better
+#   run.log             logs numbers by name
 
 
 @dataclass
@@ -110,7 +120,7 @@ class Args:
     resume: str | None = None  # checkpoint.pt of a run to resume; its settings hold unless flags change them
     evaluate: str | None = None  # checkpoint.pt or best.pt to evaluate instead of training
     eval_interval: int = 0  # epochs between matches and checkpoints (0: ten a run, or fewer if they are slow)
-    eval_episodes: int = 100  # games against plain MCTS at the end; other matches have at most 40
+    eval_episodes: int = 100  # games against plain MCTS at the end; other matches have at most 40 (0: none)
     gtp: str | None = None  # checkpoint.pt or best.pt to play with by the Go Text Protocol
     resign_below: float = 0.0  # with --gtp, resign if the value is lower
 
@@ -126,7 +136,7 @@ class Args:
     simulations_start: int = 32  # simulations per move at the start of the schedule, see get_stage
     simulations_end: int = 48  # simulations per move in the last epoch, against plain MCTS and with --gtp
     num_workers: Literal[1, 2] = 1  # threads that evaluate leaves; 2 is faster on two cores, not on a GPU
-    pseudo_limit: float = 0.1  # with two workers, limit k: a tree has at most k N(root) pseudo-visits
+    pseudo_limit: float = 0.1  # with two workers: limit k of pseudo-visits, see select_free
     max_depth: int = 16  # longest path of a simulation; on a GPU, each level costs time even if unused
     c_puct: float = 0.5  # exploration c, eq. 1 and classic UCB
     first_q: Literal["value", "zero"] = "value"  # Q(s, a) before the first visit: V(s), eq. 2, or 0
@@ -147,7 +157,7 @@ class Args:
     generate_fraction: float = 0.05  # new records per epoch, at least, as a share of the pool
     train_fraction: float = 0.15  # records trained on per epoch, as a share of the pool
     random_fraction: float = 0.75  # share of a minibatch drawn at random; the rest has the largest loss
-    max_age: int = 30  # epochs after which a record is replaced first (0: never)
+    max_age: int = 30  # epochs after which a record is dropped first (0, or more than there are: never)
     batch_size: int = 128  # records of a minibatch in total; each process has its share B
     learning_rate: float = 4e-3  # AdamW learning rate
     anneal_lr: bool = True  # lower the learning rate linearly, to a hundredth in the last epoch
@@ -208,11 +218,14 @@ class Agent(nn.Module):
 #     q, z      Q(root) and the result of eq. 5, [B] each
 Positions = namedtuple("Positions", "planes legal policy q z")
 # The pool holds the K symmetric forms of each position (turned, mirrored) as records of their own. They add:
-#     loss    eq. 6, as last computed [B]. It decides both what is trained on first and what is dropped first:
-#             if you mask a part of the loss, these records rank low
+#     loss    eq. 6, as last computed [B], perhaps by an older network. The largest ones are trained on in
+#             any case, and the smallest ones are dropped first, so that training is spent on what the network
+#             does not predict yet. If you leave a term of the loss out for some records, their loss is
+#             smaller: they are then trained on less, and dropped sooner
 #     epoch   when the record was made [B]
 #     turn    from 0 to K - 1 [B]: minibatch i draws from the records whose turn is i modulo K. The K forms of
 #             a position have different turns, so that a minibatch never has two forms of one position
+#             (except in a tiny pool)
 Records = namedtuple("Records", [*Positions._fields, "loss", "epoch", "turn"])
 
 
@@ -328,8 +341,16 @@ class Search:
     All values are for the side to move at their node. `evaluator` is a function from boards [R] and their
     legal moves [R, A] to logits [R, A] and values [R]. No game may be over at its root.
 
-    With `go.fixed_shapes`, which a CUDA graph needs, a simulation computes a new node for each game. If a
-    game needs none, that node gets the next free number, to which no edge leads, and is overwritten later.
+    For example, in a tree of nodes 0 to 4, move a leads from the root to node 3, and a simulation finds that
+    b is the best move there, which was never played before:
+        select     returns the path, its edges (0, a) and (3, b)
+        expand     plays b on the board of node 3; this is node 5, and child[3, b] becomes 5
+        evaluate   gets V(5) and the prior of node 5 from the network
+        backup     moves Q(3, b) and Q(0, a) towards V(5), or towards 1 - V(5) where the other side is to move
+
+    A CUDA graph cannot compute on a number of rows that depends on data. So with `go.fixed_shapes`, each
+    simulation computes a new board in every game, even if its path ends at a node that exists. Such a board
+    is written where the next new node will be; no edge leads there yet, and that node overwrites it.
     """
 
     def __init__(self, go, evaluator, boards, num_simulations, args, scores=puct_scores):
@@ -352,7 +373,8 @@ class Search:
             self.num_nodes = torch.zeros_like(self.games)  # [G]
         self.start(boards)
         if go.fixed_shapes:
-            # The proxy keeps the recording from holding the trees, so that these are freed after their use
+            # This attribute replaces the method. If the recording held the search, each would hold the other,
+            # and the trees would stay in the GPU's memory after their use: so it holds a weak reference
             self.simulate = Recorded(partial(Search.simulate, weakref.proxy(self)), go.device)
 
     def start(self, boards):
@@ -386,10 +408,11 @@ class Search:
         self.backup(self.games, path, leaf)
 
     def select(self, games, pseudo=None):
-        """Walk down from the roots of games [R] by eq. 1; returns the edges, nodes and moves [2, depth, R].
+        """Walk down from the roots of games [R] by eq. 1.
 
-        A path ends with an edge that leads to no child yet or to the end of the game, or after --max-depth
-        edges. It then repeats its last edge until all paths have ended.
+        Returns paths [2, depth, R] of edges: path[0] are the nodes where they start, path[1] their moves. A
+        path ends with an edge that leads to no child yet or to the end of the game, or after --max-depth
+        edges. A path that has ended repeats its last edge until all have, so path[:, -1] are the last edges.
 
         `pseudo` [G, M, A] are the pseudo-visits of --num-workers 2.
         """
@@ -415,7 +438,9 @@ class Search:
     def expand(self, games, path):
         """Add the children to which the last edges of paths [2, depth, R] lead, unless they exist.
 
-        Returns the leaf [R] at the end of each path, and what `add` returns.
+        A child exists if it is the end of a game, or if the path was cut off after --max-depth edges: its
+        value is then backed up once more. Returns the leaf of each path [R], and what `add` returns: the new
+        leaves that an evaluator must see, which may be fewer.
         """
         parent, move = path[:, -1]
         child = self.child[games, parent, move]
@@ -496,23 +521,25 @@ class Search:
     def best_moves(self):
         """Return the most visited moves [G]; ties are broken by the largest Q + P / 50."""
         q = self.Q[:, 0].clamp(min=0)  # Q of an illegal move is ILLEGAL
-        # Half of Q + P / 50 is below 1, so that it only decides between equal N
+        # Half of (Q + P / 50) is below 1, so that it only decides between equal N
         return (self.N[:, 0] + 0.5 * q + 0.01 * self.P[:, 0]).argmax(1)
 
 
 # ---- AlphaZero: the search by two workers ------------------------------------------------------------------
-# Everything up to the next ruler belongs to --num-workers 2 alone
+# Everything up to the next ruler belongs to --num-workers 2 alone. Two workers take turns on the same trees:
+# while the leaves of one are evaluated, the other one selects. Until then, the value of a leaf is NaN
 MAX_DESCENTS = 8  # attempts of a worker to find a leaf that the other one does not have
 
 
 def select_free(search, games, pseudo):
     """Select paths in games [R] that do not end at a leaf which the other worker evaluates.
 
-    A path that ends there gets a pseudo-visit on each edge, which counts in N(s, a) of eq. 1 but neither in
-    N(s) nor in Q. It makes these moves less attractive, and the next descent may find another leaf. A tree
-    has at most k N(root) pseudo-visits.
+    A path that ends at such a leaf has collided. Each of its edges gets a pseudo-visit, which counts in
+    N(s, a) of eq. 1 but neither in N(s) nor in Q. It makes these moves less attractive, and the next descent
+    may find another leaf. At most k N(root) collided paths of a tree are marked at a time; as each has one
+    edge at the root, the pseudo-visits there count them.
 
-    Returns the games with such a path, their paths, and a list of the edges with pseudo-visits.
+    Returns the games in which a path has not collided, these paths, and a list of the marked edges.
     """
     found = []
     pseudo_edges = []
@@ -543,9 +570,9 @@ def select_free(search, games, pseudo):
 def work(search, left, pseudo):
     """Find leaves, evaluate them, and back them up, again and again.
 
-    A worker evaluates in a thread of its own and, on a GPU, in a stream of its own. The value of a leaf is
-    NaN until then. `left` [G] counts the simulations that both workers still have to begin. This is a
-    generator: it yields while its thread evaluates, and run_two_workers then resumes the other worker.
+    A worker evaluates in a thread of its own and, on a GPU, in a stream of its own. `left` [G] counts the
+    simulations that both workers still have to begin. This is a generator: it yields while its thread
+    evaluates, and run_two_workers then resumes the other worker.
     """
     thread = ThreadPoolExecutor(1)
     num_threads = torch.get_num_threads()
@@ -563,7 +590,8 @@ def work(search, left, pseudo):
         left[games] -= 1
         leaf, (new_games, nodes, boards) = search.expand(games, path)
         search.value[new_games, nodes] = torch.nan
-        # Other leaves, such as ends of games, are backed up before the other worker descends
+        # Leaves whose value is known, such as ends of games, are backed up before the other worker descends.
+        # All others are those of new_games
         is_known = ~search.value[games, leaf].isnan()
         search.backup(games[is_known], path[..., is_known], leaf[is_known])
 
@@ -652,8 +680,9 @@ def choose_moves(boards, legal, go, search, stage, args):
     Returns the policy to be learned [G, A], Q(root) [G] and the moves [G].
     """
     if stage.scores is None:
-        # Random games, in which nothing is searched. The rules draw the moves, as uniform ones might not end
-        # a game of Go. No policy is learned, and Q is unknown: the result takes its place
+        # Random games, in which nothing is searched. The rules draw the moves: uniform ones would fill their
+        # own eyes, and most games would last max_moves. No policy is learned, and Q is unknown: the result
+        # takes its place
         policy = legal / legal.sum(1, keepdim=True)
         return policy, torch.full_like(policy[:, 0], torch.nan), go.random_moves(boards, legal)
 
@@ -695,8 +724,9 @@ def play_moves(self_play, go, search, stage, args):
         self_play.steps[name][torch.arange(len(q), device=go.device), boards.num_moves] = x
     boards = go.play(boards, moves)
 
-    # Which games have ended, and the results [G] of black. If you end a game early, as by resignation, say so
-    # in is_over, and give it a result in z: one that the rules have not ended has none, and NaN ends the run
+    # Which games have ended, and the results [G] of black. If you end games early, as by resignation, set
+    # is_over for them and write their results into z. Until you do, their z is NaN, which ends the run, so
+    # that nothing is trained on the score of an unfinished game
     is_over = boards.is_over
     z = compute_result(go.score(boards), args, go.num_points).masked_fill(~boards.is_over, torch.nan)
     if (~is_over & (boards.num_moves >= go.max_moves)).any():
@@ -958,9 +988,11 @@ def score_network(go, agent, best, args, run):
         seed_everything(args.seed, PLAIN_EVALUATION)
         scores = evaluate(go, agent, args) | scores  # eval/moves stays that of the match against `best`
         run.win_rate = scores["eval/win_rate"]
+    # This win rate cannot be compared with that of best.pt, whose opponent was another one: the match alone
+    # decides whether best.pt is written. Its moves are what the evaluation has cost
     run.keep(scores, "eval/win_rate_best", scores["eval/moves"], is_better=lambda *_: is_best)
-    # Save `best` too, so that --resume does not repeat this match. With one process, run.keep saves
-    # checkpoint.pt only at the end of the run, as it holds the pool
+    # Save checkpoint.pt, so that --resume has the new `best` and does not repeat this match. run.keep has not
+    # done so with one process: the checkpoint is large then, as it holds the pool
     if not is_last:
         run.save()
 
@@ -974,7 +1006,8 @@ def train(args, run):
     go = make_game(args.env_id, device)
     seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = Agent(go, args).to(device)
-    best = deepcopy(agent).requires_grad_(False)  # the network that matches are played against
+    # Matches are played against this network, and best.pt is a copy of it. Games are played by the newest one
+    best = deepcopy(agent).requires_grad_(False)
     run.load(agent=agent)
     if args.gtp:
         from envs_shared.go_gtp import Engine
@@ -1010,7 +1043,7 @@ def train(args, run):
             break
         epoch = run.iteration
         run.win_rate = None  # of the network that this epoch makes
-        seed_everything(args.seed, TRAINING, epoch + 1, RANK)
+        seed_everything(args.seed, TRAINING, epoch + 1, RANK)  # matches draw from the same generators
 
         # Stage: another kind of games begins with new games and an empty pool
         stage = get_stage(epoch, go.max_legal, args)
@@ -1081,7 +1114,7 @@ class Progress:
     win_rate: float | None = None  # of the newest network against plain MCTS, None before the last epoch
 
 
-class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
+class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -1103,10 +1136,10 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def load(self, in_best=True, **parts):
         """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
-        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
-        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
-        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
+        With in_best=False, only checkpoint.pt holds them, not best.pt: this is for large parts, such as a
+        replay. The checkpoint of a resumed run must have the network `agent`. Another part that it lacks
+        stays as it is, and a line says so. An optimizer gets back its state, such as moments, and its
+        learning rate. Its other options, such as weight decay, are those of the present flags.
         """
         (self.parts if in_best else self.resume_parts).update(parts)
         if not self.checkpoint:
@@ -1115,11 +1148,12 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             if name not in self.checkpoint and name != "agent":
                 print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
                 continue
-            options = getattr(part, "param_groups", None)  # only optimizers have them
+            # load_state_dict replaces the options of an optimizer by those saved: put the present ones back
+            options = getattr(part, "param_groups", None)
             try:
                 part.load_state_dict(self.checkpoint[name])
             except (KeyError, RuntimeError, TypeError, ValueError):
-                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+                fail(f"{self.checkpoint['path']}: does not fit {NETWORK_FLAGS} and this file")
             if options:
                 part.param_groups = options
         self.restore_learning_rates()
@@ -1127,8 +1161,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
-        the rates of the optimizers that are loaded so far back.
+        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
+        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -1201,7 +1235,7 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
+            # A resumed run repeats the steps after its checkpoint. TensorBoard hides what they logged before
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
@@ -1240,8 +1274,9 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
-        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
+        Networks without a trainable parameter are left out: a copy of the best network may exist in process
+        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
+        all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -1253,9 +1288,10 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
                         total(buffer.div_(WORLD_SIZE))
 
     def log(self, scalars):
-        """Log the scalars of an iteration, which the loop has counted, and move the bar.
+        """Log the scalars of an iteration, and move the bar; call it after raising `iteration` and `step`.
 
-        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
+        It saves checkpoint.pt at each evaluation point, so that nothing is lost if the evaluation then fails,
+        and whenever the last save is ten minutes old.
         """
         self.average_statistics()
         self.last_score = None  # the new policy has no score yet
@@ -1266,7 +1302,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
+        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -1282,8 +1319,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         """Return whether to evaluate the newest policy now.
 
         The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
-        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
-        steps as training.
+        Without --eval-interval, an evaluation that is due is put off while the evaluations before it have
+        taken more than a fifth of the steps that training has.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -1307,7 +1344,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
+        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1374,7 +1412,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # On the stream of set_up_device, which the first call used too. This runs nothing
+            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
+            # first call ran, as the default stream of torch cannot be recorded
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
@@ -1440,8 +1479,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
-    take less than 2^31. Zeros at the end of `stream` do not count.
+    Returns the seed. It is below 2^30: gymnasium adds the number of an environment to it, and some
+    environments accept only seeds below 2^31. Zeros at the end make no difference: (1, 0) is as (1,).
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)

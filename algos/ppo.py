@@ -664,7 +664,7 @@ class Progress:
     is_due: bool = False  # is it time to evaluate the newest policy
 
 
-class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
+class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -686,10 +686,10 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def load(self, in_best=True, **parts):
         """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
-        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
-        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
-        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
+        With in_best=False, only checkpoint.pt holds them, not best.pt: this is for large parts, such as a
+        replay. The checkpoint of a resumed run must have the network `agent`. Another part that it lacks
+        stays as it is, and a line says so. An optimizer gets back its state, such as moments, and its
+        learning rate. Its other options, such as weight decay, are those of the present flags.
         """
         (self.parts if in_best else self.resume_parts).update(parts)
         if not self.checkpoint:
@@ -698,11 +698,12 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             if name not in self.checkpoint and name != "agent":
                 print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
                 continue
-            options = getattr(part, "param_groups", None)  # only optimizers have them
+            # load_state_dict replaces the options of an optimizer by those saved: put the present ones back
+            options = getattr(part, "param_groups", None)
             try:
                 part.load_state_dict(self.checkpoint[name])
             except (KeyError, RuntimeError, TypeError, ValueError):
-                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+                fail(f"{self.checkpoint['path']}: does not fit {NETWORK_FLAGS} and this file")
             if options:
                 part.param_groups = options
         self.restore_learning_rates()
@@ -710,8 +711,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
-        the rates of the optimizers that are loaded so far back.
+        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
+        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -784,7 +785,7 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
+            # A resumed run repeats the steps after its checkpoint. TensorBoard hides what they logged before
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
@@ -823,8 +824,9 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
-        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
+        Networks without a trainable parameter are left out: a copy of the best network may exist in process
+        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
+        all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -836,9 +838,10 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
                         total(buffer.div_(WORLD_SIZE))
 
     def log(self, scalars):
-        """Log the scalars of an iteration, which the loop has counted, and move the bar.
+        """Log the scalars of an iteration, and move the bar; call it after raising `iteration` and `step`.
 
-        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
+        It saves checkpoint.pt at each evaluation point, so that nothing is lost if the evaluation then fails,
+        and whenever the last save is ten minutes old.
         """
         self.average_statistics()
         self.last_score = None  # the new policy has no score yet
@@ -849,7 +852,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
+        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -865,8 +869,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         """Return whether to evaluate the newest policy now.
 
         The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
-        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
-        steps as training.
+        Without --eval-interval, an evaluation that is due is put off while the evaluations before it have
+        taken more than a fifth of the steps that training has.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -890,7 +894,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
+        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -957,7 +962,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # On the stream of set_up_device, which the first call used too. This runs nothing
+            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
+            # first call ran, as the default stream of torch cannot be recorded
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
@@ -1023,8 +1029,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
-    take less than 2^31. Zeros at the end of `stream` do not count.
+    Returns the seed. It is below 2^30: gymnasium adds the number of an environment to it, and some
+    environments accept only seeds below 2^31. Zeros at the end make no difference: (1, 0) is as (1,).
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)

@@ -3,7 +3,8 @@
 Papers: Schulman et al. 2017, arXiv:1707.06347 (PPO); Fan et al. 2019, arXiv:1903.01344 (two ratios).
 
     python ppo_change_detection.py                      # learns the synthetic task haze in about a minute
-    python ppo_change_detection.py --data-dir LEVIR-CD --image-size 64 --ppo-iterations 0   # your own pairs
+    # Your own pairs, without PPO: see "When to use it". A large folder takes more --detector-iterations
+    python ppo_change_detection.py --data-dir LEVIR-CD --image-size 64 --ppo-iterations 0
     python ppo_change_detection.py --evaluate runs/NAME/best.pt --predict A B --output maps
     python ppo_change_detection.py --pretrained runs/NAME/checkpoint.pt --detector-iterations 0  # only PPO
     torchrun --nproc-per-node 2 ppo_change_detection.py # two GPUs, or with --no-cuda two CPU processes
@@ -23,42 +24,58 @@ patch's map. Looks cost time or money in practice; here looking once at all patc
 
 A correction is not added to the logits, because the policy reads the embedding: so it knows at its next
 decision what the look has found. The detector is trained first, with random looks. Then PPO learns which
-patches are worth a look. It also goes on training `read`, `up` and `classify`, but not `embed`.
+patches are worth a look. It also goes on training `read`, `up` and `classify`, but not `embed`: a rollout
+stores embeddings, so that an update need not repeat `embed` and all earlier looks.
 
-When to use it. With one look, prefer a threshold on the coarse map: it needs no PPO. If the gain of each look
-can be labelled during training, as in the task haze, a supervised rule does at least as well as PPO. PPO is
-for returns without such labels: a reward that is no sum of gains, or looks that pay only by later looks.
+When to use it. For the best map, train the detector alone (--ppo-iterations 0): all patches look. To save
+looks if a patch has but one, no PPO is needed either: let those look whose coarse map has more change than a
+level (--look-above; a run prints the level that is best on val). PPO can also learn when it pays to look
+again. But in training, all dates and labels are at hand: where one can compute what each look would gain, as
+in the task haze, a supervised rule that predicts these gains does at least as well as PPO. PPO is for rewards
+of which that cannot be computed, such as one of a whole set of looks. The task haze is there to test it.
+
+The synthetic task haze: four patches in ten are roofs with stripes, which coarse pictures hide. On a quarter
+of the roofs, the stripes turn between the first and the last date. Half of the roofs are under haze at the
+first date: no look can tell whether they have changed. T is the number J of dates, and look number t shows
+the first t dates. So the first look pays only by the second one, which is not worth its price if the first
+shows haze.
 
 A patch may look T times (--num-steps). Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise:
-the only look shows both dates, and no decision follows it. Then gamma, lambda and what a look shows the
-policy (`seen`, the sum of `ranges`) have no effect. In the synthetic task haze, T is the number J of dates,
-and look number t shows the first t dates: haze at the first date tells that the second date is not worth its
-price. In general, look t shows the first J - T + t dates, and at least one, so that look T shows all.
+the only look shows both dates, and no decision follows it. Then gamma, lambda and the features that a look
+gives the policy have no effect. In general, look t shows the first J - T + t dates, and at least one, so that
+look T shows all.
 
 Equations of this file. Each patch is an episode. Its cells have labels y (1 if at least half of the pixels
 that count are changed) and probabilities p:
     (1) r_t = u(p_{t+1}) - u(p_t) - price if the patch looks at step t, else 0, and the patch stops for good.
         price = 2 x the share of changed pixels in training x cost
-    (2) u(p) = mean over the patch's cells of 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7).
-        F is a running F1 = 2 TP / (predicted + true) of the maps, and u is the utility of a map.
+    (2) u(p) = mean over the patch's cells of [ 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7) ].
+        F is a running mean of F1 = 2 TP / (predicted + true) of the training maps, with cells called changed
+        where p > F / 2. u is the utility of a map; why it stands for F1 is said below.
     In eq. 3 to 5, a patch's state s is what the policy knows of it. Its action a is to stop, or to look and
     then draw a correction of G numbers. V(s) is the expected sum of rewards from s on. The advantage A says
     how much better than V(s) the action turned out:
-    (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V = 0 after a stop
+    (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V and A are 0 after a
+        stop and after step T
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean, sigma); `read` gives the mean from the
-        window, after the decision to look
+        window, after the decision to look. Corrections are drawn, so that PPO trains `read` for rewards of
+        later looks too: the cross entropy of eq. 5 trains it for the map alone. (In haze, this has gained
+        nothing: see the page.)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
-        + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V
+        + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V.
+        E is over the steps of active patches, those that have not stopped
 
-An example of eq. 1 and 2: in haze, a tenth of the pixels are changed, so that --cost 0.3 makes a price of
-2 x 0.1 x 0.3 = 0.06. If a look finds that all cells of a patch are changed, u rises by 2 - F, about 1.3. If
-that happens in one look of twenty, looks gain 1.3 / 20 = 0.065 on average, a little more than they cost.
+Why a larger sum of rewards means a larger F1. One more predicted cell adds 2 y to the numerator of F1 and 1
+to its denominator, so F1 rises by (2 y - F) / (predicted + true): on average a gain if p > F / 2. Let there
+be N cells, and as many predicted as changed: predicted + true is 2 share N. If the mean of u over all cells
+rises by x, its sum rises by x N, and F1 by x N / (2 share N) = x / (2 share). This is the cost if x is 2
+share cost: the price. The term with beta pays for surer probabilities, even if no cell crosses the threshold
+F / 2.
 
-Why they stand for F1 (u and r are means per cell; F and cost are values of F1). One more predicted cell adds
-2 y to the numerator of F1 and 1 to its denominator, so F1 rises by (2 y - F) / (predicted + true): on
-average a gain if p > F / 2. With about as many cells predicted as changed, predicted + true is twice the
-number of changed cells. So if the mean of u rises by 2 x share x cost, F1 rises by cost. The term with beta
-pays for surer probabilities, even if no cell crosses the threshold F / 2.
+For example, a tenth of the pixels of haze are changed, so that --cost 0.3 makes a price of 2 x 0.1 x 0.3 =
+0.06. Let F be 0.7, and a look find that all cells of a patch are changed that were called unchanged: u rises
+by 2 - 0.7 = 1.3. If that happens in one look of twenty, looks gain 1.3 / 20 = 0.065 on average, a little more
+than they cost.
 
 Shapes (in the code, F is `f1`):
     B pairs of a batch, n rows of a minibatch, K windows, M pairs of H x W pixels before cropping
@@ -104,14 +121,13 @@ from envs_shared import change_pairs
 
 RANK = int(os.environ.get("RANK", 0))  # number of this process, from torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# Whether `Recorded`, in the part `Run`, may record CUDA graphs. This script records none
-CUDA_GRAPHS = True
+CUDA_GRAPHS = True  # for the class `Recorded` of the part `Run`, which this script does not use
 EMBED_DIM = 64  # D: size of a patch's embedding
 DETECTOR_STEPS = 20  # gradient steps per iteration that trains the detector
-# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+# Independent streams of random numbers, as in seed_everything(args.seed, WEIGHTS)
 WEIGHTS, TRAINING = range(2)
-# What the part `Run` must know of this script. If --resume changes one of these settings, best.pt begins
-# again. Add your own that change the task or its score
+# For the part `Run`: if one of these settings changes with --resume, the score of best.pt no longer counts.
+# Add your own that change the task or its score
 TASK_SETTINGS = "env_id data_dir val_share ignore_index seed image_size eval_episodes num_steps cost".split()
 # Named in the message about a checkpoint that does not fit
 NETWORK_FLAGS = (
@@ -148,10 +164,11 @@ class Args:
     eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
     predict: tuple[str, ...] | None = None  # with --evaluate: two pictures or folders, and labels if any
     output: str = "change_maps"  # new folder for the maps of --predict
+    look_above: float | None = None  # with --evaluate: look by this level, see look_above, not by the policy
     # The pairs
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
     data_dir: str | None = None  # real pairs, of two dates, instead: {train,val,test}/{A,B,label}/x.png
-    val_share: float = 0.0  # share for val, and for test, of an unsplit folder, by name; tiles need lists
+    val_share: float = 0.0  # share for val, and for test, of a folder that is not split, see load_pairs
     ignore_index: int | None = None  # value of a label's pixels that do not count, such as 128
     num_train_pairs: int = 1024  # synthetic pairs to train on
     image_size: int = 32  # side S of random crops to train on, and of synthetic pairs, in pixels
@@ -180,7 +197,7 @@ class Args:
     clip_coef: float = 0.2  # clipping range eps of the ratios, eq. 5
     vf_coef: float = 0.5  # value coefficient c1, eq. 5
     ent_coef: float = 0.1  # entropy coefficient c2, eq. 5
-    joint_coef: float = 50.0  # cross entropy coefficient c3, eq. 5; large, as this loss is small, about 0.02
+    joint_coef: float = 50.0  # cross entropy coefficient c3, eq. 5
     log_std: float = -3.0  # initial log of the standard deviation sigma of corrections, eq. 4
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm (1e9: never; 0: no training)
 
@@ -198,8 +215,8 @@ class Detector(nn.Module):
     Cells are in rows from the top left of a patch, as pixel_unshuffle orders the labels. Four rules, which no
     error reminds you of:
     1. `read` ignores dates that are not shown. Their features are 0, as features are added up over looks.
-    2. `classify` takes each patch alone, because a look is paid for the change of its own patch.
-    3. `embed` shares no weights with the other two, which PPO trains.
+    2. `classify` takes each patch alone, because a look is paid for the utility of its own patch's map.
+    3. `embed` shares no weights with the other two: PPO trains these, and no loss would keep `embed` good.
     4. In evaluation mode, in which PPO plays and updates, a window always gives the same output, whatever
        else is in the batch. Otherwise PPO's ratios would compare two different networks.
     """
@@ -272,7 +289,8 @@ class Agent(nn.Module):
         """Return the logits of a look and the values V, [B, h, w] each.
 
         The step is not an input. The heads infer it from the embedding [B, D, h, w] and from `seen`
-        [B, E, h, w], the sum of the features of all looks so far.
+        [B, E, h, w], the sum of the features of all looks so far. A date that several looks show is counted
+        several times, which tells the heads how often the patch has looked.
         """
         return self.heads(torch.cat((embedding, seen), 1)).unbind(1)
 
@@ -298,7 +316,11 @@ class Agent(nn.Module):
 
 # ---- Pairs -------------------------------------------------------------------------------------------------
 def load_pairs(args, device, splits=change_pairs.SPLITS):
-    """Return the pairs of each split, uint8 [M, J C + 1, H, W]: pictures, then labels (change_pairs.py)."""
+    """Return the pairs of each split, uint8 [M, J C + 1, H, W]: pictures, then labels (change_pairs.py).
+
+    With --val-share, a hash of a file's name chooses its split. Do not use it for tiles of one scene, which
+    would come into several splits: name the pairs of each split in list/train.txt, val.txt and test.txt.
+    """
     if args.data_dir:
         pairs = call_or_fail(import_folders().read_splits, args, splits)
     else:
@@ -523,8 +545,9 @@ def ppo_loss(agent, batch, args):
     policy_loss = -(torch.min(ratio * advantages, clipped_ratio * advantages) * is_taken).sum(1)
     value_loss = 0.5 * (values - batch["returns"]).square()
     entropy = functional.softplus(logits) - logits * logits.sigmoid()  # of the decision
-    # The joint loss trains `read`, `up` and `classify` on the map after the look, with the mean of the
-    # correction as it is now. The stored embedding is a constant, so `embed` gets no gradient
+    # The joint loss trains `read`, `up` and `classify` on the maps of all active patches after the step: with
+    # the mean correction as it is now, or none where a patch stops. The stored embedding is a constant, so
+    # `embed` gets no gradient
     embedding = batch["embedding"] + agent.up(means)
     labels = torch.where(is_active.unsqueeze(1), batch["labels"], change_pairs.UNCOUNTED)
     joint_loss = cross_entropy(agent.detector.classify(embedding), labels)
@@ -568,6 +591,7 @@ def predict(agent, args, pairs, rule=None):
 def evaluate(agent, args, pairs, threshold=None, rule=None):
     """Score maps of pairs by pixel; without a threshold, take the one with the largest F1 on these pairs.
 
+    The reward has the threshold F / 2 in its place, which is the best one if probabilities are calibrated.
     F1 less the price of the looks chooses best.pt. The return would not do: it contains the running F1 of
     eq. 2, which moves during the run, so that the same maps would get different returns later.
     """
@@ -591,13 +615,14 @@ def train(args, run):
     if args.pretrained and not run.checkpoint:
         load_weights(agent, args.pretrained)
     run.load(agent=agent)
+    rule = None if args.look_above is None else partial(look_above, args.look_above)
     if args.predict:
-        write_predictions(agent, args, run.threshold, device)
+        write_predictions(agent, args, run.threshold, rule, device)
         return
     if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
         (test,) = load_pairs(args, device, ["test"])
         print_line(f"{args.evaluate}: {len(test)} test pairs at the threshold {run.threshold} of probability")
-        print_scores(evaluate(agent, args, test, run.threshold))
+        print_scores(evaluate(agent, args, test, run.threshold, rule))
         return
     train_pairs, all_val, test = load_pairs(args, device)
     val = all_val[: args.eval_episodes]
@@ -678,7 +703,10 @@ def train(args, run):
 
 # ---- Comparison and files ----------------------------------------------------------------------------------
 def look_above(level, row):
-    """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`."""
+    """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`.
+
+    With --look-above, --evaluate and --predict look by it. The threshold of the mask stays the checkpoint's.
+    """
     # All pairs are at the same step. After step 0, each patch that is still active has looked, and goes on
     has_looked = row["step_indices"][0] > 0
     return has_looked | (row["cell_logits"].sigmoid().mean(1) > level)
@@ -691,13 +719,13 @@ def compare_rules(agent, args, val, test, best_path):
     """
     best = copy.deepcopy(agent)
     load_weights(best, best_path)
+    levels = np.linspace(0, 1, 11) ** 3  # closer together near 0, where most mean probabilities are
     rules = {
         "last policy": [None],
         "best.pt": [None],
         "everywhere": [partial(look_above, 0)],
         "nowhere": [partial(look_above, 1)],
-        # Closer together near 0, where most mean probabilities are
-        "threshold": [partial(look_above, level) for level in np.linspace(0, 1, 11) ** 3],
+        "threshold": [partial(look_above, level) for level in levels],
     }
     found = {}
     for name, candidates in rules.items():
@@ -706,11 +734,13 @@ def compare_rules(agent, args, val, test, best_path):
         on_val = [evaluate(network, args, val, None, rule) for rule in candidates]
         i = np.argmax([scores["eval/f1_less_price"] for scores in on_val])
         found[name] = evaluate(network, args, test, on_val[i]["eval/threshold"], candidates[i])
+    level = levels[i]  # of the last rule, the threshold
     found["all changed"] = change_pairs.score_all_changed(test)
     for name, scores in found.items():
+        flag = f" (--look-above {level:.3g})" if name == "threshold" else ""
         print_line(
             f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch,"
-            f" less their price {scores['eval/f1_less_price']:.3f}"
+            f" less their price {scores['eval/f1_less_price']:.3f}{flag}"
         )
     if found["best.pt"]["eval/f1"] <= found["all changed"]["eval/f1"]:
         print_line("The mask of best.pt is no better than calling every pixel changed. Do not use it")
@@ -724,7 +754,7 @@ def load_weights(agent, path):
     try:
         agent.load_state_dict(load_checkpoint(path)["agent"])
     except (KeyError, RuntimeError):
-        fail(f"{path}: not the network of {NETWORK_FLAGS} and this file")
+        fail(f"{path}: does not fit {NETWORK_FLAGS} and this file")
 
 
 def import_folders():
@@ -744,9 +774,9 @@ def call_or_fail(function, *inputs):
         fail(str(error))
 
 
-def write_predictions(agent, args, threshold, device):
+def write_predictions(agent, args, threshold, rule, device):
     """Write the maps of each pair of --predict, a picture of them, and print what was found."""
-    predict_pairs = partial(predict, agent, args)
+    predict_pairs = partial(predict, agent, args, rule=rule)
     call_or_fail(import_folders().write_predictions, args, predict_pairs, threshold, device, print_line)
 
 
@@ -771,7 +801,7 @@ class Progress:
     threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val
 
 
-class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
+class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -793,10 +823,10 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def load(self, in_best=True, **parts):
         """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
-        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
-        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
-        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
+        With in_best=False, only checkpoint.pt holds them, not best.pt: this is for large parts, such as a
+        replay. The checkpoint of a resumed run must have the network `agent`. Another part that it lacks
+        stays as it is, and a line says so. An optimizer gets back its state, such as moments, and its
+        learning rate. Its other options, such as weight decay, are those of the present flags.
         """
         (self.parts if in_best else self.resume_parts).update(parts)
         if not self.checkpoint:
@@ -805,11 +835,12 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             if name not in self.checkpoint and name != "agent":
                 print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
                 continue
-            options = getattr(part, "param_groups", None)  # only optimizers have them
+            # load_state_dict replaces the options of an optimizer by those saved: put the present ones back
+            options = getattr(part, "param_groups", None)
             try:
                 part.load_state_dict(self.checkpoint[name])
             except (KeyError, RuntimeError, TypeError, ValueError):
-                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+                fail(f"{self.checkpoint['path']}: does not fit {NETWORK_FLAGS} and this file")
             if options:
                 part.param_groups = options
         self.restore_learning_rates()
@@ -817,8 +848,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
-        the rates of the optimizers that are loaded so far back.
+        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
+        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -891,7 +922,7 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
+            # A resumed run repeats the steps after its checkpoint. TensorBoard hides what they logged before
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
@@ -930,8 +961,9 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
-        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
+        Networks without a trainable parameter are left out: a copy of the best network may exist in process
+        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
+        all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -943,9 +975,10 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
                         total(buffer.div_(WORLD_SIZE))
 
     def log(self, scalars):
-        """Log the scalars of an iteration, which the loop has counted, and move the bar.
+        """Log the scalars of an iteration, and move the bar; call it after raising `iteration` and `step`.
 
-        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
+        It saves checkpoint.pt at each evaluation point, so that nothing is lost if the evaluation then fails,
+        and whenever the last save is ten minutes old.
         """
         self.average_statistics()
         self.last_score = None  # the new policy has no score yet
@@ -956,7 +989,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
+        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -972,8 +1006,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         """Return whether to evaluate the newest policy now.
 
         The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
-        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
-        steps as training.
+        Without --eval-interval, an evaluation that is due is put off while the evaluations before it have
+        taken more than a fifth of the steps that training has.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -997,7 +1031,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
+        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1064,7 +1099,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # On the stream of set_up_device, which the first call used too. This runs nothing
+            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
+            # first call ran, as the default stream of torch cannot be recorded
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
@@ -1130,8 +1166,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
-    take less than 2^31. Zeros at the end of `stream` do not count.
+    Returns the seed. It is below 2^30: gymnasium adds the number of an environment to it, and some
+    environments accept only seeds below 2^31. Zeros at the end make no difference: (1, 0) is as (1,).
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)
@@ -1212,8 +1248,9 @@ def main(argv=None):
             "--image-size must be divisible by --patch-size and larger than --cell-size, "
             "and --patch-size divisible by --cell-size and --coarse-size"
         )
-    if args.predict and not args.evaluate:
-        fail("--predict needs --evaluate")
+    for flag, value in (("--predict", args.predict), ("--look-above", args.look_above)):
+        if value is not None and not args.evaluate:
+            fail(f"{flag} needs --evaluate")
     if args.predict and len(args.predict) not in (2, 3):
         fail("--predict needs two pictures or two folders, and may have a third with the labels")
     if args.detector_iterations + args.ppo_iterations == 0:

@@ -16,13 +16,15 @@ Equations, numbered as by Kool et al.:
                   learned vectors v^l and v^f replace the last two
     (5)  q      = W^Q h_c,  k_i = W^K h_i,  v_i = W^V h_i, for each head
     (6)  u_j    = q . k_j / sqrt(d), or -inf if j has been visited; the glimpse is g = sum_j softmax(u)_j v_j
-    (7)  u_j    = 10 tanh(W^O g . k_j / sqrt(D)), or -inf if j has been visited; these k are other ones
+    (7)  u_j    = 10 tanh(W^O g . k_j / sqrt(D)), or -inf if j has been visited. These k_j have a W^K of their
+                  own. (A further W^Q before W^O g would make one matrix with W^O, so there is none)
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
     (9)  grad E[L(pi)] = E[ (L(pi) - b(s)) grad log p(pi | s) ], where L(pi) is the length of the tour
 
-What differs from the papers: in POMO's loss, a term of our own also trains which node is a good first one.
-Inputs are scaled to the unit square. Muon trains most matrices. The learning rate falls from the first epoch
-on.
+What differs from the papers, mainly: POMO begins a tour at each node, so its loss does not train where to
+begin. But greedy decoding builds one tour, whose first node comes from the policy: a term of our own in
+compute_loss trains that choice. Inputs are scaled to the unit square. Muon trains most matrices. The learning
+rate falls from the first epoch on. docs/reinforce_tsp_attention.md has the full list.
 
 Shapes: B instances (M to evaluate), N nodes, P tours of each instance, Q queries, D embedding, H heads,
 d = D / H.
@@ -68,20 +70,27 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 CUDA_GRAPHS = True
 # Whether this CPU multiplies bfloat16 fast, as GPUs do; older versions of torch cannot tell
 CPU_HAS_BFLOAT16 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False)
-# The first number that seed_everything gets after --seed, so that each use draws numbers of its own
+# Independent streams of random numbers, as in seed_everything(args.seed, WEIGHTS)
 WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
-# What the part `Run` must know of this script
-TASK_SETTINGS = ("env_id", "data", "seed", "eval_episodes")  # if one changes with --resume, best.pt is reset
-NETWORK_FLAGS = "--optimizer"  # named in the message about a checkpoint that does not fit
+# For the part `Run`: if one of these settings changes with --resume, the score of best.pt no longer counts.
+# The seed is one of them, as it chooses the instances of evaluations
+TASK_SETTINGS = ("env_id", "data", "seed", "eval_episodes")
+# Named in the message about a checkpoint that does not fit: its optimizers may be of other parameters
+NETWORK_FLAGS = "--optimizer"
 
 # Defined in the part `Run` at the end, but used before it:
 #   total(x)            sums a tensor over all processes; with one process it changes nothing
 #   sum_gradients(net)  does that with the gradients of a network
 #   seed_everything     seeds all random generators from a few integers
-#   Recorded(f, ...)    calls the function f; on one GPU, it records f as a CUDA graph and replays that
-#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
-#   run.log, run.keep   log numbers by name; `keep` gets those of an evaluation and also writes best.pt
+#   Recorded(f, ...)    a function that calls f; on one GPU, it records f as a CUDA graph and replays that
 #   fail(message)       prints one line and exits with code 2
+#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
+#   run.open            opens the run folder and the log, and shows the progress bar
+#   run.iteration       counts epochs; the run ends when it reaches the length that run.open was given
+#   run.step            counts the instances trained on
+#   run.should_evaluate tells whether it is time to evaluate
+#   run.keep            logs the scores of an evaluation, and writes best.pt unless an older one is better
+#   run.log             logs numbers by name
 
 # If your nodes have more numbers, edit to_unit_square and tour_length, which take all numbers of a node as
 # coordinates, and augment_x8, which needs two
@@ -96,8 +105,8 @@ MULTISTART_NODES = 5000  # instances with more nodes are scored by the first of 
 #     first_queries  [B, N + 1, D]  term of the first node, plus that of the mean
 #     last_queries   [B, N + 1, D]  term of the last node
 #     k, v           [B, H, N, d]   of eq. 6
-#     logit_k        [B, N, D]      k of eq. 7, times W^O / sqrt(D)
-# Row N of both tables is for empty tours: it is of v^f and v^l
+#     logit_k        [B, N, D]      k of eq. 7, already times W^O / sqrt(D): see AttentionModel.forward
+# Row N of both tables is for empty tours: that of v^f in first_queries, and that of v^l in last_queries
 Encoded = namedtuple("Encoded", "first_queries last_queries k v logit_k")
 # Instances to evaluate on: points [M, N, 2] in float64, reference tours [M, N] or None, and a function that
 # measures tours, such as tour_length
@@ -131,8 +140,8 @@ class Args:
     steps_per_epoch: int = 100  # gradient steps per epoch
     batch_size: int = 32  # instances of a gradient step, in total across processes
     baseline: Literal["pomo", "rollout"] = "pomo"  # b(s): mean of N tours, or a baseline policy's greedy tour
-    baseline_instances: int = 10_000  # rollout: instances of the t-test for a new baseline policy, from 1,000
-    baseline_level: float = 0.05  # rollout: significance level of that test (0.5: a shorter mean is enough)
+    baseline_instances: int = 10_000  # rollout: for the t-test of a new baseline policy; 1,000 or more
+    baseline_level: float = 0.05  # rollout: significance level of that test (0.5: any shorter mean passes)
     optimizer: Literal["muon", "adam"] = "muon"  # for the matrices that map embeddings; Adam trains the rest
     learning_rate: float = 1e-3  # Adam learning rate; a step of Muon has a root mean square of 0.4 times it
     anneal_lr: bool = True  # lower the learning rate to zero along a half cosine
@@ -154,7 +163,8 @@ def split_heads(x):
 
 def attend(q, k, v, log_mask=0.0):
     """Return attention [B, Q, D] of queries [B, Q, D] to keys and values [B, H, N, d], before W^O."""
-    q = split_heads(q) / k.shape[-1] ** 0.5  # dividing q by sqrt(d) divides u, which often has more numbers
+    # The 1 / sqrt(d) of eq. 6 is applied to q instead of u: the result is the same, and q is often smaller
+    q = split_heads(q) / k.shape[-1] ** 0.5
     u = (q @ k.mT).add_(log_mask)  # [B, H, Q, N]
     return (u.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
@@ -256,8 +266,9 @@ def sample_nodes(log_probs):
 
     This is torch.multinomial without waiting for the GPU, so that a CUDA graph can record it.
     """
-    # -log(-log(U)) of uniform U is Gumbel noise, and argmax(log p + noise) is distributed as p. U is kept
-    # off 1, where nodes with p = 0 would be NaN, and off 0, where the others would be -inf
+    # -log(-log(U)) of uniform U is Gumbel noise, and argmax(log p + noise) is distributed as p. Both ends of
+    # U are cut off. At 0, the noise is -inf, and an open node could not be told from a closed one. At 1, to
+    # which a device might round, it is inf, and log p + noise of a closed node would be NaN
     uniform = torch.rand_like(log_probs).clamp_(1e-30, 1 - 1e-7)
     return (log_probs - (-uniform.log()).log()).argmax(-1)
 
@@ -270,8 +281,11 @@ def pick_likeliest(log_probs):
 def rollout(points, encoded, choose, multistart=False):
     """Build a tour of each instance [B, N, 2] node by node or, with `multistart`, a tour from each node.
 
-    `choose` is sample_nodes or pick_likeliest. Returns tours [B, P, N]; log p [B, P] of tours, eq. 1, or with
-    `multistart` of tours given their first nodes; and log p [B, N] of each node as the first one.
+    `choose` is sample_nodes or pick_likeliest. Returns
+        tours            [B, P, N]
+        log_likelihood   [B, P]  log p of the tours, eq. 1; with `multistart`, the first node is given, so
+                                 that its step does not count
+        start_log_probs  [B, N]  log p of each node as the first one
     """
     num_nodes = points.shape[1]
     nodes = torch.arange(num_nodes, device=points.device)
@@ -287,8 +301,8 @@ def rollout(points, encoded, choose, multistart=False):
         if t == 0:
             start_log_probs = log_probs.squeeze(1)
         if t == 0 and multistart:
-            # From now on there are N tours. Tour j begins at node j or, if that node may not be the first, at
-            # one that is chosen
+            # From now on there are N tours of each instance, and tour j begins at node j. In the TSP, every
+            # node is open then. If your find_open_nodes closes some, their tours begin where `choose` says
             chosen = choose(log_probs.detach().expand(-1, num_nodes, -1))  # [B, N]
             last = torch.where(start_log_probs > -torch.inf, nodes, chosen)
         else:
@@ -305,7 +319,9 @@ def rollout(points, encoded, choose, multistart=False):
 def compute_loss(agent, baseline_policy, baseline, points):
     """Return for each instance the loss, and the mean lengths of sampled tours and of the baseline, [B] each.
 
-    The gradient of the loss estimates eq. 9; docs/reinforce_tsp_attention.md shows in what sense with `pomo`.
+    With `rollout`, the gradient of the loss is an unbiased estimate of eq. 9. With `pomo`, a first term
+    trains tours that begin at each node equally often, and a second one trains the choice of the first node;
+    docs/reinforce_tsp_attention.md shows what both estimate.
     """
     encoded = agent(points)
     tours, log_likelihood, start_log_probs = rollout(points, encoded, sample_nodes, baseline == "pomo")
@@ -314,7 +330,8 @@ def compute_loss(agent, baseline_policy, baseline, points):
         baseline_lengths = lengths.mean(1, keepdim=True)  # Kwon et al., eq. 3
         advantages = lengths - baseline_lengths
         loss = (log_likelihood * advantages).mean(1)
-        # All first nodes are tried and none is drawn. Their loss is the expected advantage of a drawn one
+        # The first node: as there is a tour from each node j, its expected advantage needs no sampling. It is
+        # the sum over j of p(j) advantages[j], in which only p has a gradient
         loss = loss + (start_log_probs.exp() * advantages).sum(1)
     elif baseline == "rollout":
         # Greedy tours of a policy that `train` keeps in evaluation mode and without gradients
@@ -369,10 +386,12 @@ def is_better(agent, baseline_policy, points, level):
 
 
 def orthogonalize(x):
-    """Approximate U V^T of x = U S V^T [M, m, n] by five Newton-Schulz steps, in bfloat16 if it is fast."""
+    """Approximate U V^T of each matrix U S V^T of a stack x [K, m, n], by five Newton-Schulz steps."""
     if x.shape[1] > x.shape[2]:
         return orthogonalize(x.mT).mT
-    y = x.bfloat16() if x.is_cuda or CPU_HAS_BFLOAT16 else x
+    y = x.bfloat16() if x.is_cuda or CPU_HAS_BFLOAT16 else x  # where bfloat16 is fast
+    # Divided by the root of their sum of squares, singular values are at most 1, and each step moves them
+    # towards 1. The numbers are those of Jordan et al.
     y = nn.functional.normalize(y.flatten(1)).view_as(y)
     for _ in range(5):
         # y becomes 3.4445 y + (-4.7750 G + 2.0315 G G) y, where G = y y^T
@@ -402,8 +421,9 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))
-            # U V^T of an m x n matrix has a root mean square of 1 / sqrt(max(m, n)), and a step one of 0.4
-            # times the learning rate. With adjust_lr_fn="match_rms_adamw", torch's Muon has 0.2
+            # The entries of U V^T of an m x n matrix have a root mean square of 1 / sqrt(max(m, n)). They are
+            # scaled so that the entries of a step have one of 0.4 times the learning rate. (torch's Muon has
+            # 0.2 with adjust_lr_fn="match_rms_adamw")
             step_size = group["lr"] * 0.4 * max(shape) ** 0.5
             for p, update in zip(params, orthogonalize(torch.stack(updates))):
                 p.sub_(step_size * update)
@@ -428,7 +448,7 @@ def decode_multistart_x8(agent, points):
 
 
 # Ways to build tours, by name; add your own here. All of them score the last policy, and with --evaluate any
-# policy; earlier policies of a run are scored by `greedy` alone
+# policy; earlier policies of a run are scored by the first one alone
 DECODINGS = {
     "greedy": decode_greedy,
     "multistart": decode_multistart,
@@ -564,8 +584,9 @@ def train(args, run):
     # Set up
     device = set_up_device(args)
     torch.set_float32_matmul_precision("medium")  # TF32 on GPUs; bfloat16 on CPUs that multiply it fast
-    # Freeing 32 MB raises a threshold of Linux's C library (glibc): smaller blocks that are freed later stay
-    # with the process, instead of being requested from the system again. A default step takes 5 % less
+    # On a CPU with Linux, allocate 32 MB and free them at once: from then on, its C library (glibc) keeps
+    # smaller blocks that are freed, instead of returning them to the system and requesting them again. With
+    # default settings, a gradient step takes 5 % less time; results are the same
     torch.empty(8_000_000)
     seed_everything(args.seed, WEIGHTS)  # the weights are the same in every process
     agent = AttentionModel().to(device).eval()
@@ -577,9 +598,9 @@ def train(args, run):
         score_checkpoint(agent, instances, decodings, args, device)
         return
 
-    # Instances to train on: points alone, as training minimizes tour_length, also if the file is a .tsp one.
-    # They are scaled to the unit square, so that gradients do not depend on the file's unit, and before they
-    # become float32, which would lose digits to a large offset
+    # Of a file to train on, only the points are used: training minimizes tour_length, even if a .tsp file has
+    # other distances. They are scaled to the unit square here, so that the sizes of gradients do not depend
+    # on the file's unit. This is done in float64: in float32, points far from zero would lose digits
     stored = None
     if args.train_path:
         stored = to_unit_square(read_instances(args.train_path).points).float()
@@ -612,6 +633,7 @@ def train(args, run):
             score_name = f"eval/{decodings[0]}_gap"
             if score_name not in scores:  # without reference tours
                 score_name = f"eval/{decodings[0]}_length"
+            # The lower, the better. The number of instances is what the evaluation has cost
             run.keep(scores, score_name, len(instances.points), operator.le)
         if run.iteration >= args.num_epochs:
             break
@@ -673,7 +695,7 @@ class Progress:
     baseline_updates: int = 0  # times that the policy became that of the rollout baseline
 
 
-class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress alone
+class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -695,10 +717,10 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def load(self, in_best=True, **parts):
         """Let checkpoints hold the states of `parts`; if the run is resumed, restore them first.
 
-        With in_best=False, only checkpoint.pt holds them, not best.pt. The checkpoint of a resumed run must
-        have the network `agent`. Another part that it lacks stays as it is, and a line says so. Of an
-        optimizer's options, only the present learning rate is restored, from which a scheduler continues; a
-        loop may set it again from --learning-rate. Others, such as weight decay, stay as the flags set them.
+        With in_best=False, only checkpoint.pt holds them, not best.pt: this is for large parts, such as a
+        replay. The checkpoint of a resumed run must have the network `agent`. Another part that it lacks
+        stays as it is, and a line says so. An optimizer gets back its state, such as moments, and its
+        learning rate. Its other options, such as weight decay, are those of the present flags.
         """
         (self.parts if in_best else self.resume_parts).update(parts)
         if not self.checkpoint:
@@ -707,11 +729,12 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             if name not in self.checkpoint and name != "agent":
                 print_line(f"{self.checkpoint['path']} has no {name}: begins with a new one")
                 continue
-            options = getattr(part, "param_groups", None)  # only optimizers have them
+            # load_state_dict replaces the options of an optimizer by those saved: put the present ones back
+            options = getattr(part, "param_groups", None)
             try:
                 part.load_state_dict(self.checkpoint[name])
             except (KeyError, RuntimeError, TypeError, ValueError):
-                fail(f"{self.checkpoint['path']}: not the network of {NETWORK_FLAGS} and this file")
+                fail(f"{self.checkpoint['path']}: does not fit {NETWORK_FLAGS} and this file")
             if options:
                 part.param_groups = options
         self.restore_learning_rates()
@@ -719,8 +742,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        For schedulers of torch, some of which change the rates when they are made: each call of `load` puts
-        the rates of the optimizers that are loaded so far back.
+        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
+        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -793,7 +816,7 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
             except wandb.Error:
                 fail("--track: Weights & Biases did not start; try `wandb login`, or WANDB_MODE=offline")
         try:
-            # A resumed run repeats what came after its checkpoint: TensorBoard hides what was logged of that
+            # A resumed run repeats the steps after its checkpoint. TensorBoard hides what they logged before
             self.writer = SummaryWriter(str(self.path), purge_step=self.step + 1)
         except OSError as error:
             fail(f"{self.path}: cannot be written to ({error.strerror})")
@@ -832,8 +855,9 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        In networks with trainable parameters alone: only process 0 may have others, such as a copy of the
-        best network. Statistics that are equal in all processes, such as sums over them, stay as they are.
+        Networks without a trainable parameter are left out: a copy of the best network may exist in process
+        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
+        all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -845,9 +869,10 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
                         total(buffer.div_(WORLD_SIZE))
 
     def log(self, scalars):
-        """Log the scalars of an iteration, which the loop has counted, and move the bar.
+        """Log the scalars of an iteration, and move the bar; call it after raising `iteration` and `step`.
 
-        Saves at evaluation points, before an evaluation that might fail, and after ten minutes.
+        It saves checkpoint.pt at each evaluation point, so that nothing is lost if the evaluation then fails,
+        and whenever the last save is ten minutes old.
         """
         self.average_statistics()
         self.last_score = None  # the new policy has no score yet
@@ -858,7 +883,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Evaluation points: each tenth of the run, or as --eval-interval says, and the end
+        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
+        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -874,8 +900,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         """Return whether to evaluate the newest policy now.
 
         The last policy is always evaluated. Before, evaluations fall due at evaluation points (see `log`).
-        Without --eval-interval, one that is due waits while those so far have taken more than a fifth as many
-        steps as training.
+        Without --eval-interval, an evaluation that is due is put off while the evaluations before it have
+        taken more than a fifth of the steps that training has.
         """
         if RANK > 0 or self.args.eval_episodes == 0 or self.last_score is not None:
             return False
@@ -899,7 +925,8 @@ class Run(Progress):  # no dataclass itself: asdict gives the fields of Progress
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the scores in checkpoint.pt too. Large parts are saved in `log` and at the end of the run only
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
+        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -966,7 +993,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # On the stream of set_up_device, which the first call used too. This runs nothing
+            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
+            # first call ran, as the default stream of torch cannot be recorded
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
@@ -1032,8 +1060,8 @@ def sum_gradients(network):
 def seed_everything(*stream):
     """Seed all random generators from the integers `stream`; other integers give independent numbers.
 
-    Returns the seed. It is below 2^30, as gymnasium adds the number of an environment, and some environments
-    take less than 2^31. Zeros at the end of `stream` do not count.
+    Returns the seed. It is below 2^30: gymnasium adds the number of an environment to it, and some
+    environments accept only seeds below 2^31. Zeros at the end make no difference: (1, 0) is as (1,).
     """
     seed = int(np.random.SeedSequence(stream).generate_state(1)[0]) % 2**30
     random.seed(seed)

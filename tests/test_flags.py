@@ -106,6 +106,7 @@ FLAGS = {
     | change_weights("--ignore-index 0", given="--data-dir pictures")
     | change_weights("--val-share 0.4", given="--data-dir whole --val-share 0.2")
     | {
+        "look_above": ("said", "--look-above 0", "--evaluate made/best.pt --look-above 1"),
         "predict": ("files", "--predict pictures/test/A pictures/test/B", "--evaluate made/best.pt"),
         "output": (
             "files",

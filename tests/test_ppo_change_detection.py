@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -361,7 +362,7 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
     last = copy.deepcopy(agent)
     last.heads[-1].bias.data[0] = 100.0
     monkeypatch.setattr(cd, "load_checkpoint", lambda path: {"agent": agent.state_dict(), "path": path})
-    on_val, found, evaluate = [], [], cd.evaluate
+    on_val, found, chosen, evaluate = [], [], {}, cd.evaluate
 
     def record(network, args, pairs, threshold, rule):
         scores = evaluate(network, args, pairs, threshold, rule)
@@ -371,6 +372,7 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
         else:
             best, best_rule = max(on_val, key=lambda x: x[0]["eval/f1_less_price"])
             assert best_rule is rule and threshold == best["eval/threshold"]
+            chosen["threshold"] = threshold  # at last, that of the rule "threshold"
             found.append(scores)
             on_val.clear()
         return scores
@@ -387,6 +389,9 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
     for line, name, scores, x in zip(lines, names, found, earned, strict=False):
         numbers = f"F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch"
         assert line.split(": ")[0].strip() == name and f"{numbers}, less their price {x:.3f}" in line
+    level = float(re.search(r" threshold: .*\(--look-above (\S+)\)", "\n".join(lines))[1])
+    by_level = evaluate(agent, args, test, chosen["threshold"], partial(cd.look_above, level))
+    assert by_level == found[4] and "--look-above" not in lines[0]
     assert found[0] == found[2]
     assert 2 == found[2]["eval/looks"] > found[1]["eval/looks"] > found[3]["eval/looks"] == 0
 

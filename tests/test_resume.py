@@ -112,7 +112,7 @@ def test_a_part_that_a_checkpoint_lacks_begins_anew_and_one_line_names_it(script
         assert after.keys() == whole.keys() and after["progress"]["iteration"] > 3
     torch.save({key: x for key, x in whole.items() if key != "agent"}, path / "checkpoint.pt")
     line = fail_with(capsys, module.main, ["--resume", str(path / "checkpoint.pt")])
-    assert "checkpoint.pt: not the network of --" in line
+    assert "checkpoint.pt: does not fit --" in line
 
 
 def test_a_checkpoint_of_a_gpu_is_read_on_a_machine_without_one(tmp_path):
