@@ -617,7 +617,7 @@ def train(args, run):
     run.load(agent=agent)
     rule = None if args.look_above is None else partial(look_above, args.look_above)
     if args.predict:
-        write_predictions(agent, args, run.threshold, rule, device)
+        write_predictions(agent, args, run.threshold, device, rule)
         return
     if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
         (test,) = load_pairs(args, device, ["test"])
@@ -774,7 +774,7 @@ def call_or_fail(function, *inputs):
         fail(str(error))
 
 
-def write_predictions(agent, args, threshold, rule, device):
+def write_predictions(agent, args, threshold, device, rule=None):
     """Write the maps of each pair of --predict, a picture of them, and print what was found."""
     predict_pairs = partial(predict, agent, args, rule=rule)
     call_or_fail(import_folders().write_predictions, args, predict_pairs, threshold, device, print_line)
