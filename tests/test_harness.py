@@ -71,7 +71,7 @@ def test_the_suites_parse_against_the_scripts(path):
         elif cell.script == "our_recipe":
             script, name, *flags = flags
             compile(module.read_edited_script(script, name), name, "exec")
-            module = importlib.import_module(f"algos.{script}")
+            module = importlib.import_module(suites.get_module(script))
         if hasattr(module, "Args"):
             tyro.cli(module.Args, args=flags)
         else:

@@ -1,4 +1,4 @@
-"""Run a script with a recipe: `python -m benchmark.peers.our_recipe ppo a-recurrent-network --seed 1`.
+"""Run a script with a recipe: python -m benchmark.peers.our_recipe algos/ppo.py a-recurrent-network --seed 1
 
 The recipe is applied to a copy of the script, which runs with the remaining flags, by the clock of the peers.
 `python docs/recipe.py` lists the names of all recipes.
@@ -14,10 +14,10 @@ from docs import recipe
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def read_edited_script(script: str, name: str) -> str:
-    """Return the text of algos/`script`.py with the recipe `name` of docs/recipes_`script`.md."""
-    _, body = recipe.read_recipes(script)[name]
-    return recipe.apply_diff((ROOT / "algos" / f"{script}.py").read_text(), recipe.find_block(body, "diff"))
+def read_edited_script(path: str, name: str) -> str:
+    """Return the text of a script, such as algos/ppo.py, with the recipe `name` of its page in docs/."""
+    _, body = recipe.read_recipes(Path(path).stem)[name]
+    return recipe.apply_diff((ROOT / path).read_text(), recipe.find_block(body, "diff"))
 
 
 def run_script(text: str, name: str, flags: list) -> None:
@@ -31,8 +31,8 @@ def run_script(text: str, name: str, flags: list) -> None:
 
 def main() -> None:
     """Run what the command line names."""
-    _, script, name, *flags = sys.argv
-    run_script(read_edited_script(script, name), f"{script}_with_recipe", flags)
+    _, path, name, *flags = sys.argv
+    run_script(read_edited_script(path, name), f"{Path(path).stem}_with_recipe", flags)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def make_parser():
 
 def main() -> None:
     """Apply the recipe to a copy of the script, and run that with the flags of the command line."""
-    text = our_recipe.read_edited_script("r2d2_lstm", "a-causal-transformer-in-place-of-the-lstm")
+    text = our_recipe.read_edited_script("algos/r2d2_lstm.py", "a-causal-transformer-in-place-of-the-lstm")
     args, flags = make_parser().parse_known_args()
     if args.evaluate:
         args.state_size = len(torch.load(args.evaluate, weights_only=True)["agent"]["age_bias"])
